@@ -59,13 +59,13 @@ from router.machine.machine import (
     FromWorker,
     RouterEffect,
     RouterEvent,
+    RouterMachine,
     SendTo,
     Tick,
     WorkerJoined,
     WorkerLost,
 )
 from router.machine.requests import Failed, Request, Timeline, Update, joined
-from router.native.machine import native_machine
 from router.port import (
     OpenLane,
     StepTaker,
@@ -174,7 +174,7 @@ class Router:
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         seeded = _seeded(config, self.gateway_id)
-        self.machine = native_machine(seeded, estimates=estimates)
+        self.machine = RouterMachine(seeded, estimates=estimates)
         self._recording: RecordingFile | None = None
         if record_dir is not None:
             self._recording = RecordingFile(record_dir / f"{self.gateway_id}.msgpack", seeded)

@@ -45,8 +45,8 @@ from bench.simulator.planned import SimulatedDecision
 from bench.simulator.traces import Trace
 from engine.config import RouterConfig
 from engine.errors import ConfigError
+from router.machine.machine import RouterMachine
 from router.machine.requests import Failed
-from router.native.machine import native_machine
 from router.planning.planner import PlannerRules
 
 STEADY = 0.1  # of all workers: pools that differ by less are the same
@@ -141,7 +141,7 @@ class ElasticStudy(Experiment):
         pools = SimulatedPools(num_prefill, self.workers - num_prefill)
         hardware = hardware_named(self.hardware)
         setup = SimulationSetup(hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS, rules=rules)
-        machine = native_machine(config)
+        machine = RouterMachine(config)
         run = simulate(trace, setup, machine)
         return ElasticRun(
             num_good=sum(meets(latencies_of(record), self.slo) for record in run.records),

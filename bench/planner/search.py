@@ -38,7 +38,7 @@ from bench.simulator.figures.latencies import latencies_of, meets
 from bench.simulator.tiers import SimulatedStores
 from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy
-from router.native.machine import native_machine
+from router.machine.machine import RouterMachine
 
 NEEDED = 0.9  # share of requests
 SPANS = 4  # simulated time, as a multiple of the longest answer
@@ -163,7 +163,7 @@ class Search:
                 max_answer_tokens=MAX_ANSWER_TOKENS,
                 stores=self._stores,
             )
-            run = simulate(self._trace, setup, native_machine(router))
+            run = simulate(self._trace, setup, RouterMachine(router))
             self._seen[pools] = _judged(run, self._slo, self.cells)
         return self._seen[pools]
 

@@ -44,7 +44,7 @@ from bench.simulator.traces import (
 )
 from engine.config import PoolsConfig, RouterConfig, RouterPolicy, StoreEviction, StoreWrites
 from engine.errors import ConfigError
-from router.native.machine import native_machine
+from router.machine.machine import RouterMachine
 
 SYNTHETIC = "synthetic"
 NUM_SYNTHETIC = 1000  # requests of such a trace by default
@@ -231,15 +231,15 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             number = requests or NUM_SYNTHETIC
             asked = islice(conversations(chat, random.Random(seed)), number)
             figures = streamed_figures(
-                played, asked, setup, native_machine(router), slo, usd_per_gpu_hour=price
+                played, asked, setup, RouterMachine(router), slo, usd_per_gpu_hour=price
             )
         else:
             number = len(played.requests)
-            run = simulate(played, setup, native_machine(router))
+            run = simulate(played, setup, RouterMachine(router))
             figures = figures_of(run, slo, usd_per_gpu_hour=price)
             figures |= distserve_goodput(
                 played.first(goodput_requests),
-                lambda sped_up: simulate(sped_up, setup, native_machine(router)),
+                lambda sped_up: simulate(sped_up, setup, RouterMachine(router)),
                 slo,
                 gpus=setup.pools.total * profile.gpus,
             )

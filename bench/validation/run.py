@@ -36,7 +36,7 @@ from bench.validation.results import Samples, SplitComparison, measured_samples,
 from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import DeviceKind, PoolsConfig, RouterConfig, WorkerConfig
 from engine.devices.settings import WorkerSettings, resolve
-from router.native.machine import native_machine
+from router.machine.machine import RouterMachine
 
 KV_MIB = 256  # of each worker: nothing is evicted
 NUM_WARM_UP = 8
@@ -99,4 +99,4 @@ def simulated(
         leaps=False,
         stretch=STRETCH,
     )
-    return simulated_samples(simulate(trace, setup, native_machine(router)))
+    return simulated_samples(simulate(trace, setup, RouterMachine(router)))

@@ -39,7 +39,7 @@ from router.gateway.requests.grammar_checker import GrammarChecker
 from router.gateway.storage import Storage
 from router.gateway.stream_probe import StreamProbe
 from router.membership import ControlServer
-from router.native.library import is_native as is_router_native
+from router.native.library import opened as open_router
 from router.service import Router
 from router.text.native.library import is_native as is_text_native
 from router.version_routers import VersionRouters
@@ -81,7 +81,7 @@ class GatewayService(LoopService[GatewayReady]):
         spec = self._spec
         config = spec.gateway
         clock, secret = MonotonicClock(), Secret(spec.token)
-        await asyncio.to_thread(is_router_native)  # so that no request waits for a compiler
+        await asyncio.to_thread(open_router)  # so that no request waits for a compiler
         has_native_text = await asyncio.to_thread(is_text_native)
         self._routers = VersionRouters(
             clock=clock,

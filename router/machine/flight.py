@@ -14,7 +14,7 @@ from router.cluster.view import ClusterView, WorkerView
 from router.machine.moves.reasons import FREE
 from router.machine.requests import Request, Stay, Timeline
 from router.policies.base import Decision, SharedPrompt
-from router.prefixes.map import PrefixHashes
+from router.prefixes.hashes import PrefixHashes
 
 MAX_STAYS = 16  # attempts of a request whose times are kept
 

@@ -74,13 +74,12 @@ from router.machine.moves.stages import MoveStage
 from router.machine.placing import Placing
 from router.machine.progress import Progress
 from router.machine.requests import Cancelled, Failed, Forecast, Rejected
-from router.machine.state import MakePlacer, RouterState
+from router.machine.state import RouterState
 from router.machine.turns import Turns
+from router.native.index import PrefixIndex
 from router.planning.demand import Demand
 from router.policies.base import Policy
 from router.policies.candidates import longest_predicted_s, predicted_ready_s
-from router.prefixes.base import Prefixes
-from router.prefixes.map import PrefixMap
 
 STUCK_FACTOR = 20.0  # even on the busiest machine no step takes this many times its prediction
 EARLY_FACTOR = 10.0  # of `stuck_step_s`, for steps that may compile something first
@@ -110,19 +109,12 @@ class RouterMachine:
         *,
         estimates: Estimates | None = None,
         rng: random.Random | None = None,
-        prefixes: Prefixes | None = None,
-        make_placer: MakePlacer | None = None,
     ) -> None:
-        """Starts without workers. `estimates` may hold costs that were measured before.
-
-        `prefixes` and `make_placer` are faster implementations (`router.native.machine`).
-        """
+        """Starts without workers. `estimates` may hold costs that were measured before."""
         self.state = RouterState(
             config,
             estimates=estimates or Estimates(),
             rng=rng or random.Random(config.seed or 0),
-            prefixes=PrefixMap() if prefixes is None else prefixes,
-            make_placer=make_placer or (lambda *_: None),
         )
         self._ends = Ends(self.state)
         self._placing = Placing(self.state, self._ends)
@@ -142,7 +134,7 @@ class RouterMachine:
         return self.state.view
 
     @property
-    def prefixes(self) -> Prefixes:
+    def prefixes(self) -> PrefixIndex:
         """Cached prefixes of all workers, as far as known."""
         return self.state.workers.prefixes
 

@@ -41,6 +41,7 @@ from router.policies.candidates import (
 )
 from router.policies.keeping import keeper
 from router.policies.pulling import Bid, Holders, bid
+from router.policies.sharing import with_leader
 
 HEDGE_LEAST_S = 1.0  # predictions on a busy machine are no better than that
 HEDGE_SHARE = 0.05  # of all placements, second attempts at the most
@@ -110,19 +111,27 @@ class Placing:
             may_pull=flight.prompt_logprobs is None,
         )
 
-    def _choose(self, flight: Flight, need: Need, now_s: float) -> Decision | Busy | Impossible:
-        state = self._state
-        known = KnownPrefixes(state, flight)
-        if state.workers.fleet is not None:
-            decision = state.workers.fleet.choose(
-                need, known.hashes(), now_s, self.queue(flight, now_s)
-            )
+    def _choose(
+        self, flight: Flight, need: Need, now_s: float, *, other_than: WorkerId | None = None
+    ) -> Decision | Busy | Impossible:
+        """Places a request, without `other_than`. The policy decides if the fleet cannot."""
+        known, fleet = KnownPrefixes(self._state, flight), self._state.workers.fleet
+        if fleet is not None:
+            queue = self.queue(flight, now_s)
+            decision: Decision | Busy | None = None
+            if need.shared is not None and isinstance(
+                room := self.room_for(need, now_s), Candidates
+            ):
+                asked = self._asked(need, known, room, now_s)
+                decision = with_leader(asked, self._state.policy.name)
+            if decision is None:
+                decision = fleet.choose(need, known.hashes(), now_s, queue, other_than=other_than)
             if decision is not None:
                 return decision
-        found = self.room_for(need, now_s)
+        found = self.room_for(need, now_s, other_than=other_than)
         if not isinstance(found, Candidates):
             return found
-        return self._ask_policy(need, known, found, self.queue(flight, now_s), now_s)
+        return self._state.policy.choose(self._asked(need, known, found, now_s))
 
     def queue(self, flight: Flight, now_s: float) -> Queue:
         """Returns the prompts that wait beside this one, if it does, and what lately came."""
@@ -160,12 +169,10 @@ class Placing:
             other_than=other_than,
         )
 
-    def _ask_policy(
-        self, need: Need, known: "KnownPrefixes", found: Candidates, queue: Queue, now_s: float
-    ) -> Decision | Busy:
-        state, policy = self._state, self._state.policy
+    def _asked(self, need: Need, known: "KnownPrefixes", found: Candidates, now_s: float) -> Asked:
+        state = self._state
         bound_s = state.config.prefill_backlog_s + LEAST_WAIT_S
-        asked = Asked(
+        return Asked(
             state.view,
             found,
             need,
@@ -173,10 +180,8 @@ class Placing:
             state.estimates,
             now_s,
             state.rng,
-            wait_bound_s=bound_s if policy.binds_late else inf,
-            queue=queue,
+            wait_bound_s=bound_s if state.policy.binds_late else inf,
         )
-        return policy.choose(asked)
 
     def place_beside(self, flight: Flight, now_s: float) -> SendTo | None:
         """Begins a second attempt, without the worker that prefills the first.
@@ -188,12 +193,7 @@ class Placing:
         if self.hedge_credit < 1.0:
             return None
         need = replace(self.need(flight, now_s), may_pull=False)
-        others = self.room_for(need, now_s, other_than=first.prefill)
-        if not isinstance(others, Candidates):
-            return None
-        decision = self._ask_policy(
-            need, KnownPrefixes(self._state, flight), others, self.queue(flight, now_s), now_s
-        )
+        decision = self._choose(flight, need, now_s, other_than=first.prefill)
         if not isinstance(decision, Decision):
             return None
         self.hedge_credit -= 1.0

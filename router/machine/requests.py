@@ -22,7 +22,7 @@ from engine.messages import (
 )
 from engine.worker.costs import CostErrors
 from router.policies.base import Decision
-from router.prefixes.map import PrefixHashes
+from router.prefixes.hashes import PrefixHashes
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -5,7 +5,6 @@ An owner changes what it holds, in its own methods. All others only read it.
 
 import random
 from collections import Counter
-from collections.abc import Callable
 
 from engine.config import RouterConfig
 from engine.messages import KvReady, RequestId, SeqId, WorkerId
@@ -19,14 +18,13 @@ from router.machine.flight import Flight
 from router.machine.moves.stages import Moves
 from router.machine.queue import Waiting
 from router.machine.workers import Workers
+from router.native.fleet import Fleet
+from router.native.index import PrefixIndex
 from router.policies import make_policy
-from router.policies.base import Placer, Policy
-from router.prefixes.base import Prefixes
+from router.policies.base import Policy
+from router.policies.slo import Slo
 
 SEVERED_S = 10.0  # after a failed pull, two workers are kept apart for this long
-
-# Makes the placer that decides in the policy's stead; None for policies without one.
-MakePlacer = Callable[[Policy, ClusterView, Prefixes, Estimates], Placer | None]
 
 
 class RouterState:
@@ -42,16 +40,17 @@ class RouterState:
         *,
         estimates: Estimates,
         rng: random.Random,
-        prefixes: Prefixes,
-        make_placer: MakePlacer,
     ) -> None:
         self.config = config
         self.estimates = estimates
         self.rng = rng
         self.policy: Policy = make_policy(config.policy)
         self.view = ClusterView()
-        fleet = make_placer(self.policy, self.view, prefixes, estimates)
-        self.workers = Workers(self.view, prefixes, fleet)
+        seed, backlog_s = config.seed or 0, config.prefill_backlog_s
+        index, fleet = PrefixIndex(seed=seed), None
+        if isinstance(self.policy, Slo):
+            fleet = Fleet(self.view, index, estimates, backlog_s=backlog_s, seed=seed)
+        self.workers = Workers(self.view, index, fleet)
         self.lengths = AnswerLengths()
         self.conversations = Conversations()
         self.flights: dict[RequestId, Flight] = {}  # all accepted requests, in order of arrival

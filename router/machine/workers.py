@@ -1,8 +1,8 @@
 """The workers that this gateway knows, and the prefixes that each is believed to cache.
 
-`ClusterView` has the workers and the claims on them. The prefix index and the placer, if there is
-one, have copies of what concerns them: a worker joins, leaves and changes its role in all three at
-once.
+`ClusterView` has the workers and the claims on them. The prefix index and the fleet, if the policy
+has one, have copies of what concerns them: a worker joins, leaves and changes its role in all three
+at once.
 
 A worker is credited with the prefixes that its requests must have left in its cache. From its first
 block event on it is credited with what its events say, and with nothing else.
@@ -18,15 +18,15 @@ from engine.worker.block_events import LOWER_MEDIA, BlockEvent, Medium
 from router.cluster.media import name_on
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.flight import Attempt, Flight
-from router.policies.base import Placer
-from router.prefixes.base import Prefixes
+from router.native.fleet import Fleet
+from router.native.index import PrefixIndex
 from router.prefixes.news import apply_events
 
 
 class Workers:
     """Adds and removes workers, and keeps their cached prefixes up to date."""
 
-    def __init__(self, view: ClusterView, prefixes: Prefixes, fleet: Placer | None) -> None:
+    def __init__(self, view: ClusterView, prefixes: PrefixIndex, fleet: Fleet | None) -> None:
         self.view = view
         self.prefixes = prefixes
         self.fleet = fleet

@@ -3,10 +3,12 @@
 `Fleet` keeps each worker's load beside the index of all blocks. One call finds what every worker
 and every store holds of a prompt, predicts the times, chooses, and reserves for the next call.
 
-The rule is that of `router.policies.slo`, which is also the fallback. The policy in Python decides
-where C++ cannot be built, and these cases: followers of a group, requests with kept tokens or a
-back-off, severed workers, blocks of another size, unmeasured costs, requests that no worker could
-hold.
+`router.policies.slo` explains the rule. It decides itself while costs are unknown, or while workers
+have blocks of several sizes.
+
+C++ knows nothing of requests with kept tokens or a back-off, of second attempts, and of severed
+workers. For such a decision some workers are hidden: C++ is told that they take no prompts, or no
+sequences. The next update takes this back.
 
 `router.cluster.view` alone owns what is promised to workers. If anything but the number of tokens
 changed at a worker, the fleet is updated before the next decision. The number of tokens comes with
@@ -19,11 +21,13 @@ workers that hold nothing, the search starts at a random one and ends at the fir
 import ctypes
 import math
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 from weakref import finalize
+
+from msgspec.structs import replace
 
 from engine.messages import Role, Welcome, WorkerId
 from engine.worker.block_events import LOWER_MEDIA, Medium
@@ -34,15 +38,24 @@ from router.cluster.view import ClusterView, WorkerView
 from router.native import library
 from router.native.index import PrefixIndex, pack
 from router.policies.base import EMPTY, Busy, Decision, Need, Queue
-from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s, has_memory
-from router.policies.slo import Slo, reason
+from router.policies.candidates import (
+    LEAST_WAIT_S,
+    foreign_prefill_s,
+    has_memory,
+    has_room,
+    reaching,
+)
+from router.policies.slo import LEND_RATIO, LEND_SHARE, PROMPT_WEIGHT, Slo, reason
 
-MAX_KINDS = 256
 MEDIA = (Medium.HOST, *LOWER_MEDIA)  # as C++ numbers them
 
-_ASK = struct.Struct("=Q4q7d")  # a Call of src/router.cpp up to the decision
+_ASK = struct.Struct("=Q4q7dq")  # a Call of src/router.cpp up to the decision
 _DECISION = struct.Struct("=7i4x5d")
 _NEWS = struct.Struct("=q2d5q")
+_READY = struct.Struct("=2d")  # of a `_NEWS`: when its prompts are computed, and the least wait
+_RUNNING = struct.Struct("=q")
+_READY_AT, _RUNNING_AT = 8, 24
+_FULL = 2**40  # sequences, more than any worker takes
 _PLACED, _NO_ROOM = 0, 2
 
 
@@ -171,13 +184,54 @@ class Fleet:
         self._measure()
 
     def choose(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float, queue: Queue = EMPTY
+        self,
+        need: Need,
+        hashes: Sequence[BlockHash],
+        now_s: float,
+        queue: Queue = EMPTY,
+        *,
+        other_than: WorkerId | None = None,
     ) -> Decision | Busy | None:
-        """Places a request with these hashes of full blocks. None: ask the policy itself."""
+        """Places a request with these hashes of full blocks, not at `other_than`.
+
+        None: ask the policy itself.
+        """
         self.tell()
-        if not self._is_plain(need):
+        if not self._can_decide(need):
             return None
+        if self._view.severed or need.kept_tokens or need.preempted_s or other_than is not None:
+            return self._choose_elsewhere(need, hashes, now_s, queue, other_than)
         return self.choice(self.decide(need, hashes, now_s, queue), now_s)
+
+    def _choose_elsewhere(
+        self,
+        need: Need,
+        hashes: Sequence[BlockHash],
+        now_s: float,
+        queue: Queue,
+        other_than: WorkerId | None,
+    ) -> Decision | Busy:
+        """Places a request, with the workers hidden that it must not get."""
+        closed, full = self._unreaching(need), self._full(need)
+        severed = () if closed is None else self._view.severed
+        closed = closed or set()
+        if other_than is not None:
+            closed.add(other_than)
+            full.add(other_than)
+        while True:
+            self._hide(closed, full)
+            choice = self.choice(self.decide(need, hashes, now_s, queue), now_s)
+            if isinstance(choice, Busy):
+                return choice
+            prefill, decode = choice.prefill_worker, choice.decode_worker
+            if (prefill, decode) in severed:
+                closed = {i for i, _ in self._view.prefillers() if i != prefill}
+                full |= {sink for source, sink in severed if source == prefill}
+            elif (choice.pulled_from, prefill) in self._view.severed:
+                need = replace(need, may_pull=False)
+            else:
+                return choice
+            self._view.touched |= {prefill, decode}  # where C++ has made reservations
 
     def decide(
         self, need: Need, hashes: Sequence[BlockHash], now_s: float, queue: Queue = EMPTY
@@ -198,6 +252,7 @@ class Fleet:
             queue.waiting,
             queue.seconds,
             queue.busy,
+            need.may_pull,
         )
         self._core.baton_fleet_decide(self._call_address, pack(hashes))
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))
@@ -266,16 +321,62 @@ class Fleet:
 
     # ------------------------------------------------------------ decisions
 
-    def _is_plain(self, need: Need) -> bool:
-        """True if C++ knows all that matters, and some worker could serve the request."""
-        if self._odd or self._unsure or self._view.severed or not self._is_known:
-            return False
-        if need.shared is not None or need.kept_tokens or need.preempted_s or not need.may_pull:
+    def _can_decide(self, need: Need) -> bool:
+        """True if C++ knows all costs, and some worker could serve the request."""
+        if self._odd or self._unsure or not self._is_known:
             return False
         decode_tokens, prefill_tokens, mixed_tokens = self._largest
         if need.max_len > decode_tokens:
             return False
         return need.num_tokens <= prefill_tokens or need.max_len <= mixed_tokens
+
+    def _full(self, need: Need) -> set[WorkerId]:
+        """Returns the workers that must not decode the request though they have room.
+
+        If a decode worker with room has kept tokens of it, these are all others.
+        """
+        view = self._view
+        decoders = [(w.info.worker_id, w) for w in view.decoders()]
+        kept, named = need.kept_tokens, need.preempted_s
+        able = [
+            (kept[i], i)
+            for i, w in decoders
+            if kept.get(i) and w.info.role is Role.DECODE and has_room(w, need)
+        ]
+        if able:
+            keeper = max(able)[1]
+            return {i for i, _ in decoders if i != keeper}
+        return {i for i in named if i in view.workers and not has_room(view.workers[i], need)}
+
+    def _unreaching(self, need: Need) -> set[WorkerId] | None:
+        """Returns the prefill workers whose KV reaches no decode worker that has room.
+
+        None if no worker's KV would reach another: then severed workers are combined.
+        """
+        view = self._view
+        decoders = [(w.info.worker_id, w) for w in view.decoders()]
+        if not view.severed or not reaching(view.prefillers(), decoders, view.severed):
+            return None
+        able = [item for item in decoders if has_room(item[1], need)]
+        if not able:
+            return set()
+        found = reaching(view.prefillers(), able, view.severed)
+        return {i for i, _ in view.prefillers()} - {i for i, _ in found}
+
+    def _hide(self, closed: Set[WorkerId], full: Set[WorkerId]) -> None:
+        """Tells C++ that workers take no prompts or no sequences, until the next update."""
+        self._view.touched |= closed | full
+        names = [i for i in self._view.touched if i in self._homes]
+        if len(self._news) < len(names) * _NEWS.size:
+            self._resize_news(2 * len(names))
+        for number, name in enumerate(names):
+            self._put_news(number, self._view.workers[name])
+            begin = number * _NEWS.size
+            if name in closed:
+                _READY.pack_into(self._news, begin + _READY_AT, math.inf, math.inf)
+            if name in full:
+                _RUNNING.pack_into(self._news, begin + _RUNNING_AT, _FULL)
+        self._core.baton_fleet_loads(self._handle, self._news_address, len(names))
 
     def _tpot_bound_s(self, need: Need) -> float:
         """The bound on TPOT; infinite if there is none, or if not even an empty worker keeps it."""
@@ -346,7 +447,10 @@ class Fleet:
 
     def _open(self, block_size: int) -> None:
         self._block_size = block_size
-        self._handle = self._core.baton_fleet_open(self._index.handle, block_size, self._seed)
+        rule = LEND_RATIO, LEND_SHARE, PROMPT_WEIGHT
+        self._handle = self._core.baton_fleet_open(
+            self._index.handle, block_size, self._seed, *rule
+        )
         # The fleet reads the index, so the index must not be closed first.
         finalize(self, _close, self._core, self._handle, self._index)
         for worker in self._view.workers.values():
@@ -380,21 +484,28 @@ class Fleet:
         pulls = info.pulls_unchanged
         key = (number, group, info.stretch, pulls)
         kind = self._kinds.get(key)
-        if kind is None and len(self._kinds) < MAX_KINDS:
+        if kind is None:
             role = info.role
             fields = (number, group, role.prefills, role.decodes, pulls, info.is_fluid)
             sizes = (info.num_blocks, info.max_running, info.stretch or 0.0)
-            kind = self._core.baton_fleet_kind(self._handle, library.FleetKind(*fields, *sizes))
-            self._kinds[key] = kind
-        return kind
+            found = library.FleetKind(*fields, *sizes)
+            kind = self._kinds[key] = int(self._core.baton_fleet_kind(self._handle, found))
+        return None if kind == library.NONE else kind
 
     def _measure(self) -> None:
-        """The largest prompts and answers that live workers could hold, in tokens."""
+        """The largest prompts and answers that live workers could hold, in tokens.
+
+        Without a worker that prefills, fluid decode workers stand in.
+        """
         largest = dict.fromkeys(Role, 0)
+        stand_ins = 0
         for home in self._classes.values():
             info = home.worker.info
-            largest[info.role] = max(largest[info.role], info.num_blocks * self._block_size)
-        mixed = largest[Role.MIXED]
+            num_tokens = info.num_blocks * self._block_size
+            largest[info.role] = max(largest[info.role], num_tokens)
+            if info.is_fluid and not self._num_prefillers:
+                stand_ins = max(stand_ins, num_tokens)
+        mixed = max(largest[Role.MIXED], stand_ins)
         self._largest = (max(largest[Role.DECODE], mixed), largest[Role.PREFILL], mixed)
 
 

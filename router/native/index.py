@@ -1,16 +1,15 @@
 """All workers' cached blocks by hash, fed by the workers' events of stored and evicted blocks.
 
-`PrefixIndex` has the interface of `router.prefixes.map.PrefixMap`. One walk along a prompt finds
-what all workers hold. A block takes some forty bytes, however long the names of its workers are. It
-takes in a million block events a second. `router.native.machine` falls back to a `PrefixMap` where
-C++ cannot be built.
+One walk along a prompt finds what all workers hold. A block takes some forty bytes, however long
+the names of its workers are. The index takes in a million block events a second.
 
 Workers are numbered by *slots*, of which there are 65,535. The first eight bytes of a hash are its
 key. Two of ten million blocks share a key with a chance of 10⁻⁵. Then a worker may be asked for a
 block that it does not hold; it answers so and computes it.
 
 Events come late and may be lost. A worker that has sent none since it was added or cleared is
-credited with the blocks that it was seen to use, as in a `PrefixMap`. Its first event ends that.
+credited with the blocks that it was seen to use, as many as fit into its pool. Its first event ends
+that.
 """
 
 from array import array
@@ -72,8 +71,8 @@ class PrefixIndex:
         """
         self.forget(worker_id)
         slot = self._core.baton_index_add(self.handle)
-        if slot == library.MAX_SLOTS:
-            raise TooManyWorkers(f"{slot} workers are known already")
+        if slot == library.NONE:
+            raise TooManyWorkers(f"{len(self.slots)} workers are known already")
         if slot == len(self.names):
             self.names.append(None)
             self._found.extend((0, 0))

@@ -4,19 +4,14 @@ Structures mirror those of the same names in src/fleet.h, field by field.
 """
 
 import ctypes
-import logging
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
-from engine.errors import BuildError
 from engine.native_build import Sources, built_library, open_library
-
-log = logging.getLogger(__name__)
 
 SOURCES = Sources("router", Path(__file__).parent / "src", "router.cpp")
 
-MAX_SLOTS = 0xFFFF  # workers that the index can tell apart
 NONE = -1  # in place of a slot
 NUM_MEDIA = 3  # of a store: memory and what is in `router.cluster.media`
 
@@ -79,7 +74,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_index_num_bytes": (c_int64, (c_void_p,)),
     "baton_index_is_sound": (c_int32, (c_void_p,)),
     "baton_index_longest": (c_int64, (c_void_p, *_HASHES, c_void_p)),
-    "baton_fleet_open": (c_void_p, (c_void_p, c_int64, c_uint64)),
+    "baton_fleet_open": (c_void_p, (c_void_p, c_int64, c_uint64, c_double, c_double, c_double)),
     "baton_fleet_close": (None, (c_void_p,)),
     "baton_fleet_costs": (None, (c_void_p, c_int32, POINTER(FleetCosts))),
     "baton_fleet_kind": (c_int32, (c_void_p, POINTER(FleetKind))),
@@ -94,26 +89,9 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 @cache
-def core() -> Core | None:
-    """The library for this machine, built if need be; None, with a warning, where it cannot be."""
-    try:
-        return open_library(built_library(SOURCES), SIGNATURES, Core)
-    except (BuildError, OSError) as error:
-        log.warning("blocks are indexed and requests placed in Python, there is no C++: %s", error)
-        return None
-
-
 def opened() -> Core:
-    """The library. Raises BuildError where there is none."""
-    library = core()
-    if library is None:
-        raise BuildError("the router's C++ core is not available")
-    return library
-
-
-def is_native() -> bool:
-    """True if there is a library. The first call builds it."""
-    return core() is not None
+    """The library for this machine, built if need be. Raises BuildError."""
+    return open_library(built_library(SOURCES), SIGNATURES, Core)
 
 
 def address_of(buffer: bytearray) -> int:

@@ -6,7 +6,7 @@ and a turn counter are its only state.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Protocol
@@ -15,7 +15,6 @@ import msgspec
 
 from engine.demand import DecodeCost
 from engine.messages import Role, WorkerId
-from engine.worker.blocks import BlockHash
 from engine.worker.costs import PullCost
 from router.cluster.view import ClusterView, WorkerView
 
@@ -222,7 +221,6 @@ class Asked:
     now_s: float
     rng: random.Random
     wait_bound_s: float = inf  # the longest queue at a worker that prefills
-    queue: Queue = EMPTY
 
 
 class Policy(Protocol):
@@ -238,29 +236,4 @@ class Policy(Protocol):
 
     def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement, or `Busy` if waiting for a better one pays."""
-        ...
-
-
-class Placer(Protocol):
-    """A policy's decisions, made faster than the policy makes them: `Fleet`, in C++.
-
-    The view stays the owner of what is promised to workers.
-    """
-
-    def add(self, worker: WorkerView) -> None:
-        """Adds a worker that the prefix index knows already."""
-        ...
-
-    def forget(self, worker: WorkerView) -> None:
-        """Removes a worker."""
-        ...
-
-    def choose(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float, queue: Queue = EMPTY
-    ) -> Decision | Busy | None:
-        """Places a request with these hashes of full blocks. None: ask the policy itself."""
-        ...
-
-    def validate(self) -> None:
-        """Asserts the invariants."""
         ...

@@ -17,7 +17,7 @@ Severed workers are not combined while there are others, even if those are busy.
 than failing again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from engine.messages import Role, WorkerId
@@ -166,17 +166,20 @@ def _kept_apart(
     """Keeps only prefill workers whose KV reaches a decode worker, if such workers are alive."""
     apart = frozenset(view.severed)
     prefillers, decoders = room
-    reaching = _reaching(prefillers, decoders, apart)
-    if reaching:
-        return Candidates(reaching, decoders, apart)
-    if _reaching(*alive, apart):
+    able = reaching(prefillers, decoders, apart)
+    if able:
+        return Candidates(able, decoders, apart)
+    if reaching(*alive, apart):
         return Busy()
     return Candidates(prefillers, decoders)
 
 
-def _reaching(
-    prefillers: Sequence[Worker], decoders: Sequence[Worker], apart: frozenset[tuple[str, str]]
+def reaching(
+    prefillers: Sequence[Worker],
+    decoders: Sequence[Worker],
+    apart: Container[tuple[WorkerId, WorkerId]],
 ) -> list[Worker]:
+    """The prefill workers whose KV reaches one of these decode workers."""
     return [
         (worker_id, worker)
         for worker_id, worker in prefillers

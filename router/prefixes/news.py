@@ -28,7 +28,7 @@ from engine.worker.block_events import (
     BlockStored,
 )
 from engine.worker.blocks import BlockHash
-from router.prefixes.base import Prefixes
+from router.native.index import PrefixIndex
 
 ANSWER_TIMEOUT_S = 5.0  # from one piece of an answer to the next
 OVERDUE_S = 0.5  # a published batch may take this long to arrive
@@ -38,7 +38,7 @@ MAX_EARLY_BATCHES = 1024  # kept while one before them is missing
 
 
 def apply_events(
-    index: Prefixes,
+    index: PrefixIndex,
     worker_id: WorkerId,
     events: Sequence[BlockEvent],
     media: Mapping[str, WorkerId] | None = None,

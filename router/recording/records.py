@@ -1,6 +1,6 @@
 """A request machine's events and effects, one msgpack record an event.
 
-    {"version": 6, "config": {...}, "is_native": true}           first record
+    {"version": 6, "config": {...}}                              first record
     {"now_s": 1.5, "kind": "Arrived", "event": {...}, "effects": [["SendTo", {...}], ...]}
 
 A machine is a function of its configuration and its events. A fresh one that gets the recorded
@@ -24,7 +24,7 @@ from typing import Any
 import msgpack
 import msgspec
 
-from engine.config import RouterConfig, RouterPolicy
+from engine.config import RouterConfig
 from engine.errors import ProtocolError
 from engine.messages import PROTOCOL_VERSION
 from router.machine.events import (
@@ -41,8 +41,6 @@ from router.machine.events import (
     WorkerLost,
 )
 from router.machine.machine import RouterMachine
-from router.native.library import is_native
-from router.native.machine import native_machine
 
 _EVENTS: dict[str, type[RouterEvent]] = {
     kind.__name__: kind
@@ -63,7 +61,6 @@ _EVENTS: dict[str, type[RouterEvent]] = {
 class _Head(msgspec.Struct, frozen=True):
     version: int
     config: RouterConfig
-    is_native: bool = False  # the router's C++ was there
 
 
 _HEAD_FIELDS = {"version", "config"}  # in any version
@@ -103,7 +100,7 @@ class Recorder:
         """`write` takes whole records, in order."""
         self._write = write
         self._encoder = msgspec.msgpack.Encoder()
-        write(self._encoder.encode(_Head(PROTOCOL_VERSION, config, is_native())))
+        write(self._encoder.encode(_Head(PROTOCOL_VERSION, config)))
 
     def note(self, event: RouterEvent, now_s: float, effects: Iterable[RouterEffect]) -> None:
         """Writes an event and its effects."""
@@ -155,7 +152,7 @@ def read(records: Iterable[bytes]) -> Iterator[Recorded]:
 
 def replay(
     records: Iterable[bytes],
-    make_machine: Callable[[RouterConfig], RouterMachine] = native_machine,
+    make_machine: Callable[[RouterConfig], RouterMachine] = RouterMachine,
 ) -> Iterator[Mismatch]:
     """Feeds recorded events to a fresh machine, and yields the differences.
 
@@ -163,12 +160,6 @@ def replay(
     """
     rest = iter(records)
     head = _read_head(rest)
-    if head.config.policy is RouterPolicy.SLO and head.is_native != is_native():
-        with_it, without = ("was", "is not") if head.is_native else ("was not", "is")
-        raise ProtocolError(
-            f"the router's C++ {with_it} there when this was recorded, and {without} here: "
-            "placements would differ"
-        )
     machine = make_machine(head.config)
     for number, record, event in _parse(rest):
         effects = machine.handle(event, record.now_s)

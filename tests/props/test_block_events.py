@@ -19,7 +19,6 @@ from engine.worker import block_events
 from engine.worker.block_events import BlockStored, EventLog, Numbered, decode_batch
 from engine.worker.blocks import BlockHash, BlockId, BlockPool
 from router.prefixes import news as block_news
-from router.prefixes.map import PrefixMap
 from router.prefixes.news import (
     Apply,
     AskBatches,
@@ -35,6 +34,7 @@ from router.prefixes.news import (
     Unheard,
     apply_events,
 )
+from tests.kits.twins.prefix_map import PrefixMap
 
 WORKER = WorkerId("w")
 NUM_BLOCKS = 4

@@ -16,8 +16,8 @@ from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
+from router.machine.machine import RouterMachine
 from router.machine.requests import Finished
-from router.native.machine import native_machine
 
 BLOCK_SIZE = 4
 PULLING = (RouterPolicy.SLO, RouterPolicy.LEAST_LOADED)
@@ -71,7 +71,7 @@ def test_leaping_equals_stepping_and_every_answer_is_complete(trace, setup, poli
         simulate(
             trace,
             SimulationSetup(hardware, pools, latency_s, leaps=leaps),
-            native_machine(
+            RouterMachine(
                 RouterConfig(policy=policy, seed=seed, queue_timeout_s=1e4),
                 estimates=Estimates(WorkerCosts(hardware.prefill, hardware.decode, hardware.pull)),
             ),
@@ -132,7 +132,7 @@ def test_every_answer_is_complete_and_nothing_is_held_with_any_stores(
         simulate(
             trace,
             SimulationSetup(hardware, pools, latency_s, stores=some),
-            native_machine(
+            RouterMachine(
                 RouterConfig(policy=policy, seed=seed, queue_timeout_s=1e4),
                 estimates=Estimates(costs),
             ),

@@ -70,7 +70,7 @@ from bench.simulator.traces import (
     synthetic,
 )
 from engine.config import PoolsConfig, RouterConfig
-from router.native.machine import native_machine
+from router.machine.machine import RouterMachine
 
 GOALS = Goals(
     {
@@ -193,7 +193,7 @@ def play(plan: SimulatedFluidPlan, use: PoolsUse, trace: Trace) -> SimulatedRun:
         queue_timeout_s=PATIENCE_S,
         slo_tpot_s=plan.slo.tpot_s,
     )
-    return simulate(trace, setup, native_machine(router))
+    return simulate(trace, setup, RouterMachine(router))
 
 
 def requests_per_s(loops: Loops, mix: TokenMix, setup: SimulationSetup, *, seed: int) -> float:
@@ -210,7 +210,7 @@ def requests_per_s(loops: Loops, mix: TokenMix, setup: SimulationSetup, *, seed:
         num_blocks = -(-input_len // MOONCAKE_BLOCK_TOKENS)
         return TraceRequest(at_s, input_len, output_len, tuple(islice(fresh, num_blocks)))
 
-    machine = native_machine(RouterConfig(seed=seed, max_queue=loops.num_clients))
+    machine = RouterMachine(RouterConfig(seed=seed, max_queue=loops.num_clients))
     run = simulate_clients(loops.num_clients, ask, MOONCAKE_BLOCK_TOKENS, setup, machine)
     return answered_per_s((record.times_s for record in run.records), begin_s, end_s)
 

@@ -23,7 +23,7 @@ from router.inbox.loop_turns import Turn
 from router.inbox.task_groups import LightTaskGroup
 from router.machine.requests import Finished, Outcome, Rejected, Request, Update, joined
 from router.port import RequestPort
-from router.prefixes.map import PrefixHashes
+from router.prefixes.hashes import PrefixHashes
 
 MAX_TRIES = 30  # of a step that the router has no room for
 MAX_PAUSE_S = 1.0  # between two of them

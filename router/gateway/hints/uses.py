@@ -12,7 +12,7 @@ from engine.messages import MAX_HASHES, SessionUse
 from engine.worker.blocks import BlockHash, hash_blocks
 from router.gateway.hints.claims import SessionClaim
 from router.machine.requests import Request
-from router.prefixes.map import PrefixHashes
+from router.prefixes.hashes import PrefixHashes
 
 
 class SessionNotes(msgspec.Struct, frozen=True):

@@ -21,9 +21,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
-constexpr double kLendRatio = 1.1, kLendShare = 0.75;  // of router/policies/slo.py
-constexpr double kPromptWeight = 8;  // seconds of decoding for one more until a first token
-constexpr int kMedia = 3;            // memory, disk and objects: router/cluster/media.py
+constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
 
 // Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
 struct Costs {
@@ -48,6 +46,10 @@ struct Kind {
   bool is_local() const { return is_fluid && decodes; }
 };
 
+struct Rule {
+  double lend_ratio, lend_share, prompt_weight;  // router/policies/slo.py
+};
+
 struct Request {
   int64_t num_tokens;    // to prefill
   int64_t final_tokens;  // predicted for the end of the answer, prompt included
@@ -58,6 +60,7 @@ struct Request {
   double queued;                      // other requests that wait, for each worker that prefills
   double queued_s;                    // that these are predicted to take
   double busy;                        // share of its time that prompts lately took
+  int64_t may_pull;
 };
 
 enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
@@ -101,7 +104,7 @@ struct Store {
 };
 
 // Python packs and unpacks these: router/native/fleet.py.
-static_assert(sizeof(Request) == 80 && sizeof(Decision) == 72 && sizeof(News) == 64);
+static_assert(sizeof(Request) == 88 && sizeof(Decision) == 72 && sizeof(News) == 64);
 static_assert(sizeof(Store) == 64);
 
 class Random {
@@ -157,8 +160,8 @@ struct Shelves {
 
 class Fleet {
  public:
-  Fleet(Table& table, int64_t block_size, uint64_t seed)
-      : table_(table), block_size_(block_size), random_(seed) {}
+  Fleet(Table& table, int64_t block_size, uint64_t seed, const Rule& rule)
+      : table_(table), block_size_(block_size), random_(seed), rule_(rule) {}
 
   void set_costs(int32_t number, const Costs& costs) {
     if (static_cast<size_t>(number) >= costs_.size()) costs_.resize(number + 1);
@@ -175,7 +178,9 @@ class Fleet {
     }
   }
 
+  // Its number; none if there are too many.
   int32_t add_kind(const Kind& kind) {
+    if (kinds_.size() == kMaxKinds) return kNone;
     kinds_.push_back(kind);
     if (static_cast<size_t>(kind.costs) >= costs_.size()) costs_.resize(kind.costs + 1);
     if (kind.group >= static_cast<int32_t>(groups_.size())) groups_.resize(kind.group + 1);
@@ -305,6 +310,7 @@ class Fleet {
   Table& table_;
   int64_t block_size_;
   Random random_;
+  Rule rule_;
   std::vector<Costs> costs_;
   std::vector<Kind> kinds_;
   std::vector<Worker> workers_;
@@ -563,7 +569,7 @@ class Fleet {
     const double busy = request_->busy, idle = 1 - busy;
     if (idle <= 0) return kInf;
     const double slowed = request_->tpot_bound_s < kInf ? 0 : busy * (drag - 1) / (idle * idle);
-    return kLendRatio / idle * (1 + kPromptWeight * slowed);
+    return rule_.lend_ratio / idle * (1 + rule_.prompt_weight * slowed);
   }
 
   // Whether a prefill worker has room to decode the request, and keeps the bound.
@@ -571,7 +577,7 @@ class Fleet {
     const Kind& kind = kind_at(slot);
     const Load& load = workers_[slot].load;
     if (!kind.is_fluid || kind.decodes || load.running >= kind.max_running) return false;
-    if (load.blocks + need_blocks_ > kLendShare * kind.num_blocks) return false;
+    if (load.blocks + need_blocks_ > rule_.lend_share * kind.num_blocks) return false;
     if (blocks_for(request_->max_tokens) > kind.num_blocks) return false;
     const double tpot = lent_tpot_s(slot);
     return tpot > 0 && is_kept(tpot);
@@ -802,6 +808,7 @@ class Fleet {
       best.answers_s = best.depth ? soonest_answer_s(group) : 0;
     }
     if (num_stores_ > 0) find_stores();
+    if (!request_->may_pull) num_media_ = 0;
   }
 
   // Finds what stores hold, and lets groups know of what is better than what they have. A store

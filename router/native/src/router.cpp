@@ -28,7 +28,11 @@ extern "C" {
 void* baton_index_open(uint64_t seed) { return new Index{Table(seed), {}}; }
 void baton_index_close(void* index) { delete static_cast<Index*>(index); }
 
-int32_t baton_index_add(void* index) { return static_cast<Index*>(index)->table.open_slot(); }
+// The new slot, or -1 if there are too many.
+int32_t baton_index_add(void* index) {
+  const uint32_t slot = static_cast<Index*>(index)->table.open_slot();
+  return slot < kMaxSlots ? static_cast<int32_t>(slot) : -1;
+}
 
 void baton_index_forget(void* index, int32_t slot) {
   static_cast<Index*>(index)->table.close_slot(slot);
@@ -77,8 +81,10 @@ int64_t baton_index_longest(void* index, const uint8_t* hashes, int64_t count, i
   return num_found;
 }
 
-void* baton_fleet_open(void* index, int64_t block_size, uint64_t seed) {
-  return new Fleet(static_cast<Index*>(index)->table, block_size, seed);
+void* baton_fleet_open(void* index, int64_t block_size, uint64_t seed, double lend_ratio,
+                       double lend_share, double prompt_weight) {
+  const Rule rule = {lend_ratio, lend_share, prompt_weight};
+  return new Fleet(static_cast<Index*>(index)->table, block_size, seed, rule);
 }
 
 void baton_fleet_close(void* fleet) { delete static_cast<Fleet*>(fleet); }

@@ -41,10 +41,10 @@ from router import block_feed
 from router.block_feed import BlockFeed
 from router.machine.requests import Finished
 from router.prefixes import news as block_news
-from router.prefixes.map import PrefixMap
 from router.prefixes.news import Apply, Unheard, apply_events
 from tests.kits.router.scripted_workers import ScriptedWorker, serving
 from tests.kits.services.cluster import ask, request, router, until, workers
+from tests.kits.twins.prefix_map import PrefixMap
 
 SECRET = Secret("internal token")
 WORKER = WorkerId("w")

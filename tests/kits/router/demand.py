@@ -16,8 +16,8 @@ from engine.messages import (
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.events import Arrived, WorkerJoined
+from router.machine.machine import RouterMachine
 from router.machine.requests import Request
-from router.native.machine import native_machine
 from tests.kits.router.machine import LAYOUT
 
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
@@ -25,7 +25,7 @@ COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCo
 
 def machine_of(*roles, num_blocks=100, fluid=False, **config):
     """A machine with workers of these roles and known costs."""
-    machine = native_machine(
+    machine = RouterMachine(
         RouterConfig(**config), estimates=Estimates(COSTS), rng=random.Random(0)
     )
     for number, role in enumerate(roles):

@@ -24,11 +24,11 @@ from router.machine.machine import (
     Arrived,
     End,
     FromWorker,
+    RouterMachine,
     SendTo,
     WorkerJoined,
 )
 from router.machine.requests import Request
-from router.native.machine import native_machine
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED, "s": Role.STORE}
@@ -46,7 +46,7 @@ class Driver:
     """A router machine with a clock of its own, and short calls for its events."""
 
     def __init__(self, *workers: str, num_blocks: int = 100, **config) -> None:
-        self.machine = native_machine(RouterConfig(**config), rng=First())
+        self.machine = RouterMachine(RouterConfig(**config), rng=First())
         self.now_s = 10.0
         for name in workers:
             self.join(name, num_blocks)

@@ -27,8 +27,8 @@ from router.machine.events import (
     WorkerJoined,
     WorkerLost,
 )
+from router.machine.machine import RouterMachine
 from router.machine.requests import Request
-from router.native.machine import native_machine
 from router.recording.records import Recorder
 from tests.kits.router.machine import LAYOUT, LEASE
 
@@ -78,7 +78,7 @@ SCRIPT = [
 def recorded(config: RouterConfig = CONFIG, script=SCRIPT) -> list[bytes]:
     """The records of a script."""
     records: list[bytes] = []
-    machine, recorder = native_machine(config), Recorder(config, records.append)
+    machine, recorder = RouterMachine(config), Recorder(config, records.append)
     for now_s, event in script:
         recorder.note(event, now_s, machine.handle(event, now_s))
     return records

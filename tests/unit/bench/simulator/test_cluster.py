@@ -34,7 +34,6 @@ from engine.worker.pace import StepPace
 from router.cluster.estimates import Estimates
 from router.machine.machine import Arrived, RouterMachine
 from router.machine.requests import Finished
-from router.native.machine import native_machine
 
 TINY = HardwareProfile(
     name="tiny",
@@ -68,7 +67,7 @@ def busy_trace(num_requests, seed=0):
 
 
 def run_of(trace, setup, policy=RouterPolicy.LEAST_LOADED, **config):
-    return simulate(trace, setup, native_machine(RouterConfig(policy=policy, **config)))
+    return simulate(trace, setup, RouterMachine(RouterConfig(policy=policy, **config)))
 
 
 # ---------------------------------------------------------------- one request
@@ -338,7 +337,7 @@ def test_unknown_lease_cannot_be_held():
 
 def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
     """Runs a trace with role changes of (time, worker, role); returns run and counters."""
-    machine = native_machine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
+    machine = RouterMachine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
     trace, records = with_ids(trace), {}
     cluster = Cluster(trace, in_order(trace.requests), setup, machine, records.__setitem__)
     for at_s, worker_id, role in changes:

@@ -16,7 +16,7 @@ from bench.simulator.hardware import hardware_named
 from bench.simulator.results import summary_of_gaps
 from bench.simulator.traces import Trace, TraceRequest
 from engine.config import RouterConfig
-from router.native.machine import native_machine
+from router.machine.machine import RouterMachine
 
 HARDWARE = hardware_named("h200-qwen3-8b")
 # Two answers of one second each, at most one of them at a time.
@@ -24,7 +24,7 @@ PROMPT_LEN, ANSWER_LEN = 700, 200
 
 
 def play(trace):
-    machine = native_machine(RouterConfig(queue_timeout_s=1e6))
+    machine = RouterMachine(RouterConfig(queue_timeout_s=1e6))
     return simulate(trace, SimulationSetup(HARDWARE, SimulatedPools(1, 1)), machine)
 
 

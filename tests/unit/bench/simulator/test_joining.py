@@ -12,7 +12,7 @@ from bench.simulator.joining import Evenness, join_figures, ratio
 from bench.simulator.results import figures_of
 from bench.simulator.traces import Chat, synthetic
 from engine.config import RouterConfig
-from router.native.machine import native_machine
+from router.machine.machine import RouterMachine
 from tests.kits.bench.explained import unexplained
 
 TRACE = synthetic(Chat(rate_per_s=40.0, families=1), 100, random.Random(3))
@@ -22,7 +22,7 @@ SETUP = SimulationSetup(
 
 
 def run(**config):
-    return simulate(TRACE, SETUP, native_machine(RouterConfig(seed=1, **config)))
+    return simulate(TRACE, SETUP, RouterMachine(RouterConfig(seed=1, **config)))
 
 
 def test_sequences_move_to_the_worker_that_joined_and_every_answer_is_whole():
@@ -41,7 +41,7 @@ def test_sequences_move_to_the_worker_that_joined_and_every_answer_is_whole():
 def test_without_a_join_there_are_no_figures():
     setup = replace(SETUP, joins_s=None)
     few = replace(TRACE, requests=TRACE.requests[:3])
-    ran = simulate(few, setup, native_machine(RouterConfig(seed=1)))
+    ran = simulate(few, setup, RouterMachine(RouterConfig(seed=1)))
     assert join_figures(ran.evenness, ran.num_moved) == {}
 
 

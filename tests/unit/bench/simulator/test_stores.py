@@ -50,8 +50,8 @@ from engine.worker.intake import read_prompt
 from kvtransfer.store.events import BlockLoaded, BlockWritten, LoadBlock, WriteBlock
 from router.cluster.estimates import Estimates
 from router.machine.events import WorkerLost
+from router.machine.machine import RouterMachine
 from router.machine.requests import Finished
-from router.native.machine import native_machine
 
 SLOW = HardwareProfile(  # prompts are dear and pulls are cheap
     name="slow",
@@ -72,7 +72,7 @@ STORES = SimulatedStores(256, node_workers=2, take_bytes_per_s=1e9)
 
 
 def machine_of(policy=RouterPolicy.SLO, **config):
-    return native_machine(RouterConfig(policy=policy, **config), estimates=Estimates(PRICES))
+    return RouterMachine(RouterConfig(policy=policy, **config), estimates=Estimates(PRICES))
 
 
 def busy_trace(num_requests, seed=0):

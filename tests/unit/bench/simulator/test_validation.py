@@ -47,8 +47,8 @@ from engine.messages import (
 )
 from engine.worker.costs import PrefillCost, PullCost
 from router.machine.events import Arrived, ClientGone, FromWorker, Stepped, WorkerJoined
+from router.machine.machine import RouterMachine
 from router.machine.requests import Request
-from router.native.machine import native_machine
 from router.recording.records import Recorded, Recorder
 from tests.kits.router.recordings import recorded
 
@@ -105,7 +105,7 @@ def recording() -> list[bytes]:
     events += [(3.5, ClientGone("left")), (4.0, Arrived(request("waits", [1], 6)))]
     config = RouterConfig(seed=1)
     lines: list[bytes] = []
-    machine, recorder = native_machine(config), Recorder(config, lines.append)
+    machine, recorder = RouterMachine(config), Recorder(config, lines.append)
     for now_s, event in events:
         recorder.note(event, now_s, machine.handle(event, now_s))
     return lines

@@ -30,7 +30,6 @@ from engine.worker.blocks import (
 )
 from engine.worker.sequence import Sequence
 from router.prefixes import news as block_news
-from router.prefixes.map import PrefixMap
 from router.prefixes.news import (
     ANSWER_TIMEOUT_S,
     FIRST_PAUSE_S,
@@ -49,6 +48,7 @@ from router.prefixes.news import (
     Unheard,
     apply_events,
 )
+from tests.kits.twins.prefix_map import PrefixMap
 
 BLOCK_SIZE = 4
 A, B = WorkerId("a"), WorkerId("b")

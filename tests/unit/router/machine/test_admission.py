@@ -47,7 +47,6 @@ from router.machine.events import (
 )
 from router.machine.machine import RouterMachine
 from router.machine.requests import Finished, Rejected, Request
-from router.native.machine import native_machine
 
 LAYOUT = KVLayout(block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 LEASE = LeaseRef("lease", TransferAddress("p0", "inc", "tcp://x"), 2)
@@ -75,7 +74,7 @@ def arrival(name: str, now_s: float, *, max_tokens: int = NUM_TOKENS, **fields) 
 
 
 def machine(*workers: WorkerJoined, estimates=None, **config) -> RouterMachine:
-    made = native_machine(RouterConfig(**config), estimates=estimates or Estimates(COSTS))
+    made = RouterMachine(RouterConfig(**config), estimates=estimates or Estimates(COSTS))
     for worker in workers:
         made.handle(worker, 0.0)
     return made

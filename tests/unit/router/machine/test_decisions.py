@@ -34,9 +34,8 @@ from router.machine.events import (
     WorkerLost,
 )
 from router.machine.explaining import BURST
+from router.machine.machine import RouterMachine
 from router.machine.requests import Request
-from router.native import library
-from router.native.machine import native_machine
 from router.policies.comparing import MOST_SHOWN
 from tests.kits.router.machine import LEASE, Driver, First, ends, sent
 
@@ -45,19 +44,12 @@ COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCo
 LONG = tuple(range(100))
 
 
-@pytest.fixture(autouse=True, params=["index in C++", "map in Python"])
-def _prefixes(request, monkeypatch):
-    """Runs each test with both indexes: the machine decides alike."""
-    if request.param == "map in Python":
-        monkeypatch.setattr(library, "core", lambda: None)
-
-
 class Predicting(Driver):
     """A driver of a machine that knows the costs of its workers."""
 
     def __init__(self, *workers: str, num_blocks: int = 100, **config) -> None:
         super().__init__()
-        self.machine = native_machine(
+        self.machine = RouterMachine(
             RouterConfig(**config), estimates=Estimates(COSTS), rng=First()
         )
         for name in workers:

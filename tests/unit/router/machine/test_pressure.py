@@ -36,7 +36,6 @@ from router.machine.machine import (
 )
 from router.machine.machine import WorkerJoined as Joined
 from router.machine.requests import Finished, Request
-from router.native.machine import native_machine
 
 BLOCK_SIZE = 16
 LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, 4),))
@@ -135,7 +134,7 @@ class SmallWorker:
 
 def crowd(lengths: list[int], num_blocks: int) -> SmallWorker:
     """Each gateway asks for one answer of so many tokens; runs until all have ended."""
-    gateways = [Gateway(native_machine(RouterConfig(max_attempts=2))) for _ in lengths]
+    gateways = [Gateway(RouterMachine(RouterConfig(max_attempts=2))) for _ in lengths]
     worker = SmallWorker(num_blocks, gateways)
     info = Welcome(PROTOCOL_VERSION, "m0", "life", Role.MIXED, "fp", LAYOUT, num_blocks, 8)
     for number, length in enumerate(lengths):

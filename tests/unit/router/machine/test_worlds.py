@@ -24,8 +24,8 @@ from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.cluster.view import NOTHING
 from router.machine.events import Arrived, FromWorker, SendTo, WorkerJoined
+from router.machine.machine import RouterMachine
 from router.machine.requests import Request
-from router.native.machine import native_machine
 from tests.kits.router.machine import LAYOUT, LEASE, First
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
@@ -57,7 +57,7 @@ class Gateways:
         self.now_s = 1.0
         self.workers = {name: Worker() for name in names}
         self.machines = [
-            native_machine(RouterConfig(**config), estimates=Estimates(COSTS), rng=First())
+            RouterMachine(RouterConfig(**config), estimates=Estimates(COSTS), rng=First())
             for _ in range(2)
         ]
         for name in names:

@@ -26,7 +26,7 @@ from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.cluster.media import name_on
 from router.cluster.view import ClusterView
-from router.native.fleet import MAX_KINDS, Fleet
+from router.native.fleet import Fleet
 from router.native.index import PrefixIndex
 from router.policies.base import (
     EMPTY,
@@ -40,8 +40,8 @@ from router.policies.base import (
     Queue,
 )
 from router.policies.candidates import LEAST_WAIT_S, Backlog, find
-from router.policies.slo import Slo
 from tests.kits.seeds import seeds
+from tests.kits.twins.slo import choose
 
 BLOCK = 16
 BACKLOG_S = 3.0
@@ -118,9 +118,9 @@ class Cluster:
     def hold(self, name, hashes):
         self.index.stored(WorkerId(name), hashes)
 
-    def fleet_choice(self, need, hashes=(), now_s=0.0):
+    def fleet_choice(self, need, hashes=(), now_s=0.0, other_than=None):
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
-        choice = self.fleet.choose(need, known, now_s, self.queue)
+        choice = self.fleet.choose(need, known, now_s, self.queue, other_than=other_than)
         if isinstance(choice, Decision):  # nothing is claimed: what it reserved is undone
             self.view.touched |= {choice.placement.prefill, choice.placement.decode}
         return choice
@@ -143,12 +143,11 @@ class Cluster:
             now_s,
             random.Random(seed),
             wait_bound_s=self.backlog_s + LEAST_WAIT_S,
-            queue=self.queue,
         )
 
     def policy_choice(self, need, hashes=(), now_s=0.0, seed=0):
         asked = self.asked(need, hashes, now_s, seed)
-        return Slo().choose(asked) if isinstance(asked, Asked) else asked
+        return choose(asked, self.queue) if isinstance(asked, Asked) else asked
 
 
 def chain(seed, num_blocks=12):
@@ -336,6 +335,9 @@ class RandomCluster:
             max_len,
             predicted_len=rng.choice([None, num_tokens + 20]),
             tpot_bound_s=rng.choice([None, 0.2, 0.3]),
+            may_pull=rng.random() < 0.9,
+            kept_tokens=self.some_workers(16),
+            preempted_s=self.some_workers(self.now_s),
         )
         self.cluster.queue = rng.choice(QUEUES)
         ours = self.cluster.fleet_choice(need, hashes, self.now_s)
@@ -354,6 +356,12 @@ class RandomCluster:
             if ours.predicted_ttft_s != pytest.approx(theirs.predicted_ttft_s):
                 theirs = self.another(ours, hashes, need)
             self.check(ours, theirs, hashes, need)
+
+    def some_workers(self, value):
+        """Gives seldom some workers this value."""
+        names = [worker.info.worker_id for worker in self.workers if not worker.is_store]
+        num = min(self.rng.choice([0] * 8 + [1, 2, 40]), len(names))
+        return dict.fromkeys(self.rng.sample(names, num), value)
 
     def another(self, ours, hashes, need):
         """Returns another choice of the policy.
@@ -777,23 +785,46 @@ def test_a_holder_that_can_answer_at_once_is_preferred():
     assert {(choice.placement.prefill, choice.pulled_from) for choice in choices} == {("p1", "d0")}
 
 
-@pytest.mark.parametrize(
-    "need",
-    [
-        Need(100, 120, kept_tokens={"d0": 16}),
-        Need(100, 120, preempted_s={"d0": 1.0}),
-        Need(100, 5000),
-        Need(5000, 5001),
-    ],
-)
-def test_unknown_cases_are_left_to_the_policy(need):
+@pytest.mark.parametrize("need", [Need(100, 5000), Need(5000, 5001)])
+def test_what_no_worker_could_hold_is_left_to_the_policy(need):
     assert cluster_of("p0", "d0").fleet_choice(need) is None
 
 
-def test_workers_that_do_not_reach_each_other_are_left_to_the_policy():
-    cluster = cluster_of("p0", "d0")
+def test_the_worker_that_kept_most_tokens_decodes_if_it_has_room():
+    cluster = cluster_of("p0", "d0", "d1", "d2")
+    cluster.view.workers["d1"].reserve_decode("s", 1)
+    need = msgspec.structs.replace(NEED, kept_tokens={"d1": 32, "d2": 16})
+    assert cluster.fleet_choice(need).placement.decode == "d1"
+    cluster.view.workers["d1"].reserve_decode("much", 95)
+    assert cluster.fleet_choice(need).placement.decode == "d2"
+
+
+def test_a_second_attempt_leaves_out_the_worker_of_the_first():
+    cluster = cluster_of("p0", "p1", "d0")
+    cluster.hold("p0", BLOCKS)
+    assert cluster.fleet_choice(NEED, BLOCKS).placement.prefill == "p0"
+    assert cluster.fleet_choice(NEED, BLOCKS, other_than="p0").placement.prefill == "p1"
+    assert cluster.fleet_choice(NEED, BLOCKS).placement.prefill == "p0"
+    cluster.fleet.validate()
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_severed_workers_are_not_combined_while_there_are_others(seed):
+    rng, cluster = random.Random(seed), cluster_of("p0", "p1", "p2", "d0", "d1", "d2", seed=seed)
+    pairs = [(f"p{i}", f"d{j}") for i in range(3) for j in range(3)]
+    for _ in range(20):
+        apart = rng.sample(pairs, rng.choice([1, 4, 8, 9]))
+        cluster.view.severed = dict.fromkeys(apart, 9.0)
+        placement = cluster.fleet_choice(NEED).placement
+        assert len(apart) == 9 or (placement.prefill, placement.decode) not in apart
+    cluster.fleet.validate()
+
+
+def test_a_prompt_waits_for_workers_that_are_not_severed():
+    cluster = cluster_of("p0", "p1", "d0")
     cluster.view.severed["p0", "d0"] = 9.0
-    assert cluster.fleet_choice(NEED) is None
+    cluster.view.workers["p1"].reserve_prefill("s", 9, seconds=9.0)
+    assert isinstance(cluster.fleet_choice(NEED), Busy)
     cluster.view.forget_severed(10.0)
     assert cluster.fleet_choice(NEED).placement == Placement("p0", "d0")
 
@@ -837,7 +868,7 @@ def test_a_worker_may_come_back_hundreds_of_times():
 
 def test_a_worker_of_one_kind_too_many_is_left_to_the_policy():
     cluster = cluster_of("p0", "d0")
-    for i in range(MAX_KINDS):
+    for i in range(256):
         cluster.add(welcome(f"x{i}", D, num_blocks=200 + i))
     assert cluster.fleet_choice(NEED) is None
     cluster.fleet.validate()

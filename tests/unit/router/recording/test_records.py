@@ -3,11 +3,11 @@
 import msgpack
 import pytest
 
-from engine.config import RouterConfig, RouterPolicy
+from engine.config import RouterConfig
 from engine.errors import ProtocolError
-from router.native.machine import native_machine
-from router.recording.records import Recorder, read, records_of, replay
-from tests.kits.router.recordings import CONFIG, SCRIPT, recorded
+from router.machine.machine import RouterMachine
+from router.recording.records import read, records_of, replay
+from tests.kits.router.recordings import SCRIPT, recorded
 
 
 def packed(kind: str) -> bytes:
@@ -26,7 +26,7 @@ def test_events_are_read_as_they_were():
 
 def test_other_decisions_are_reported_from_the_first():
     records = recorded()
-    first, *_ = replay(records, lambda config: native_machine(RouterConfig(seed=config.seed)))
+    first, *_ = replay(records, lambda config: RouterMachine(RouterConfig(seed=config.seed)))
     assert first.recorded != first.replayed
     assert msgpack.unpackb(records[first.number - 1])["kind"] == first.kind
 
@@ -70,22 +70,3 @@ def test_bytes_that_are_no_records_are_refused(tmp_path):
     path.write_bytes(recorded()[0] + b"\xc1")
     with pytest.raises(ProtocolError, match="not a recording"):
         list(records_of(path))
-
-
-@pytest.mark.parametrize("was_native", [True, False])
-def test_a_recording_is_not_replayed_by_a_router_that_places_otherwise(monkeypatch, was_native):
-    records: list[bytes] = []
-    monkeypatch.setattr("router.recording.records.is_native", lambda: was_native)
-    Recorder(RouterConfig(policy=RouterPolicy.SLO), records.append)
-    assert not list(replay(records))
-    monkeypatch.setattr("router.recording.records.is_native", lambda: not was_native)
-    with pytest.raises(ProtocolError, match="C\\+\\+"):
-        list(replay(records))
-
-
-def test_policies_without_cpp_are_replayed_with_it_or_without(monkeypatch):
-    records: list[bytes] = []
-    monkeypatch.setattr("router.recording.records.is_native", lambda: False)
-    Recorder(CONFIG, records.append)
-    monkeypatch.setattr("router.recording.records.is_native", lambda: True)
-    assert not list(replay(records))

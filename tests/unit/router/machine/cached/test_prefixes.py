@@ -25,18 +25,10 @@ from engine.worker.blocks import hash_blocks
 from router.machine.events import BlocksChanged
 from router.machine.machine import ClientGone, Tick, WorkerLost
 from router.machine.requests import Finished
-from router.native import library
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, ends, sent
 
 LONG = tuple(range(100))
 OFFERED = LeaseRef("again.0.prefix", TransferAddress("p0", "inc", "tcp://x"), 24)
-
-
-@pytest.fixture(autouse=True, params=["index in C++", "map in Python"])
-def _prefixes(request, monkeypatch):
-    """Runs each test with both indexes: the machine decides alike."""
-    if request.param == "map in Python":
-        monkeypatch.setattr(library, "core", lambda: None)
 
 
 def block_hashes(token_ids):
@@ -309,7 +301,7 @@ def test_single_worker_needs_no_hashes(monkeypatch):
     def never(*args):
         raise AssertionError("hashed for nothing")
 
-    monkeypatch.setattr("router.prefixes.map.hash_blocks", never)
+    monkeypatch.setattr("router.prefixes.hashes.hash_blocks", never)
     driver = Driver("m0")
     driver.ask("r", LONG)
     driver.say("m0", PrefillStarted("r.0", 0, None))

@@ -30,9 +30,7 @@ from engine.worker.blocks import hash_blocks
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import PULL_OVERHEAD_S, Estimates
 from router.machine.events import BlocksChanged, BlocksUnheard
-from router.machine.machine import Tick, WorkerJoined, WorkerLost
-from router.native import library
-from router.native.machine import native_machine
+from router.machine.machine import RouterMachine, Tick, WorkerJoined, WorkerLost
 from router.planning.demand import members
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, First, sent
 
@@ -43,20 +41,13 @@ OFFERED = LeaseRef("r.0.prefix", TransferAddress("s0", "inc", "tcp://x"), 24)
 DISK, OBJECT = LOWER_MEDIA
 
 
-@pytest.fixture(autouse=True, params=["index in C++", "map in Python"])
-def _prefixes(request, monkeypatch):
-    """Runs each test with both indexes: the machine decides alike."""
-    if request.param == "map in Python":
-        monkeypatch.setattr(library, "core", lambda: None)
-
-
 class WithStores(Driver):
     """A driver whose stores publish what they hold. Costs are known only if given."""
 
     def __init__(self, *workers: str, costs: WorkerCosts | None = COSTS, **config) -> None:
         super().__init__()
         estimates = Estimates(costs)
-        self.machine = native_machine(RouterConfig(**config), estimates=estimates, rng=First())
+        self.machine = RouterMachine(RouterConfig(**config), estimates=estimates, rng=First())
         for name in workers:
             self.join(name, 1000)
 

@@ -33,10 +33,9 @@ from engine.messages import (
 )
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
-from router.machine.machine import Arrived, Tick, WorkerLost
+from router.machine.machine import Arrived, RouterMachine, Tick, WorkerLost
 from router.machine.moves.stages import MoveStage
 from router.machine.requests import Request
-from router.native.machine import native_machine
 from tests.kits.router.machine import Driver, First, sent
 
 COSTS = WorkerCosts(
@@ -53,7 +52,7 @@ class Balanced(Driver):
     def __init__(self, asked: Mapping[str, Any] = {}, **config) -> None:
         super().__init__()
         config = RouterConfig(**config)
-        self.machine = native_machine(config, rng=First(), estimates=Estimates(COSTS))
+        self.machine = RouterMachine(config, rng=First(), estimates=Estimates(COSTS))
         for name in ("p0", "d0"):
             self.join(name)
         for name in "abc":

@@ -1,0 +1,1 @@
+"""Slow twins of production code, which tests compare it with."""
