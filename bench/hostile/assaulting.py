@@ -2,19 +2,22 @@
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from bench.common.background import PROC
 from bench.common.waiting import holds_within
-from bench.hostile.memory import private_bytes
 from bench.hostile.plan import MAX_KEPT, RECOVERY_S
 from bench.processes.driven import Driven
 from bench.processes.serving import ServedDeployment
 from engine.clock import Clock
 
-ATTACKER = "bench.hostile.attacker"
+ATTACKER = "bench.hostile.assaults"
 READY_TIMEOUT_S = 60.0
 ASSAULT_TIMEOUT_S = 600.0
+KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +69,28 @@ class Attacker:
 
     def _memory(self) -> int:
         return private_bytes(self._served.services("gateway"))
+
+
+def private_bytes(sessions: Iterable[int], proc: Path = PROC) -> int:
+    """Anonymous resident memory of all processes of these sessions, from Linux's /proc.
+
+    Blocks of KV are in shared memory, whose pages count from their first use on: they are left out.
+    """
+    wanted = frozenset(sessions)
+    return sum(_rss_anon_bytes(path) for path in _processes(wanted, proc))
+
+
+def _processes(sessions: frozenset[int], proc: Path) -> Iterator[Path]:
+    for path in proc.glob("[0-9]*"):
+        with suppress(OSError, IndexError):  # it has ended
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) in sessions:
+                yield path
+
+
+def _rss_anon_bytes(process: Path) -> int:
+    with suppress(OSError):  # it has ended
+        for line in (process / "status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * KIB
+    return 0

@@ -1,7 +1,8 @@
-"""What one attacker sends at once to stall or to fill a gateway: requests as bytes. Pure.
+"""Assaults: what one attacker sends at once to stall or to fill a gateway.
 
-The attacker (`bench.hostile.attacker`) makes them ready before the measurement begins, so that it
-takes no CPU from the server for that. To add an assault, add a function to `ASSAULTS`.
+The attacker is a process: `python -m bench.hostile.assaults NAME TIMES URL GRPC`. It makes its
+bytes before the measurement begins, tells its parent, and waits for the command to begin.
+Its answer has the number of requests by status. To add an assault, add a function to `ASSAULTS`.
 
 | assault   |                                                                                   |
 |-----------|-----------------------------------------------------------------------------------|
@@ -13,13 +14,24 @@ takes no CPU from the server for that. To add an assault, add a function to `ASS
 | `parsing` | a flood of texts to be tokenised: of 60 kB, of 2^18 characters, and longer       |
 """
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-from bench.hostile.bodies import CHAT, COMPLETIONS
+import uvloop
+
+from bench.common.waiting import pause
+from bench.hostile.corpus import CHAT, COMPLETIONS
 from bench.hostile.plan import ATTACKER_KEY
+from bench.processes.driven import tell_parent
+from engine.net.grpc_library import grpc as grpc_library
 from router.gateway.inference import inference_pb2 as pb
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -145,3 +157,68 @@ ASSAULTS: Mapping[str, Callable[[int], Assault]] = {
     "readers": readers,
     "parsing": parsing,
 }
+
+# ---------------------------------------------------------------- the attacker
+
+LOW_PRIORITY = 10  # the server and the honest clients come first
+TIMEOUT_S = 60.0
+OPTIONS = (("grpc.max_send_message_length", -1),)
+
+
+async def _send(url: str, request: bytes, reads_after_s: float) -> str:
+    """Sends one request on a connection of its own. Returns its status, or why it has none."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            with closing(writer):
+                writer.write(request)
+                await pause(reads_after_s)  # what comes meanwhile fills buffers
+                line = (await reader.readline()).split()
+                await reader.read()
+        return line[1].decode() if len(line) > 1 else "closed"
+    except TimeoutError:
+        return "left"
+    except OSError:
+        return "closed"
+
+
+async def _call(address: str, message: GrpcMessage) -> str:
+    """Sends one message on a connection of its own. Returns the name of its status."""
+    metadata = () if message.key is None else (("authorization", f"Bearer {message.key}"),)
+    async with grpc_library.aio.insecure_channel(address, options=OPTIONS) as channel:
+        call = channel.unary_unary(message.path)(message.data, metadata=metadata, timeout=TIMEOUT_S)
+        return str((await call.code()).name)
+
+
+async def _assault(assault: Assault, url: str, address: str) -> Counter[str]:
+    """Sends everything, `at_once` requests and as many messages at a time."""
+    ends: Counter[str] = Counter()
+    requests, messages = iter(assault.requests), iter(assault.messages)
+
+    async def send(waiting: Iterable[bytes]) -> None:
+        for request in waiting:
+            ends[await _send(url, request, assault.reads_after_s)] += 1
+
+    async def call(waiting: Iterable[GrpcMessage]) -> None:
+        for message in waiting:
+            ends[await _call(address, message)] += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(assault.at_once):
+            group.create_task(send(requests))
+            group.create_task(call(messages))
+    return ends
+
+
+def main(name: str, times: str, url: str, address: str) -> None:
+    """Waits for the command, carries out the assault and prints the requests by status."""
+    os.nice(LOW_PRIORITY)
+    assault = ASSAULTS[name](int(times))
+    tell_parent({"ready": {}})
+    if sys.stdin.buffer.readline():
+        tell_parent({"ends": dict(uvloop.run(_assault(assault, url, address)))})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -12,7 +12,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+from bench.hostile.corpus import (
+    BOMBS,
+    CHAT,
+    COMPLETIONS,
+    INTEGERS,
+    TEXTS,
+    WEIRD,
+    SizedBody,
+    hostile_fields,
+    nested,
+    with_damage,
+)
+
 MAX_TOKENS = 3  # of an answer whose length nothing changed
 LARGE_SHARE = 0.004  # of bodies that are as long as a gateway may take
 LARGE_BYTES = 2**20
@@ -36,18 +48,29 @@ def shots(num: int, *, seed: int) -> Iterator[Shot]:
         yield _shot(rng)
 
 
+def _long_text(letter: bytes) -> SizedBody:
+    def body(num_bytes: int) -> bytes:
+        return b'{"max_tokens":%d,"prompt":"%s"}' % (MAX_TOKENS, letter * num_bytes)
+
+    return COMPLETIONS, body
+
+
+_LONG_TEXTS = (_long_text(b"a"), _long_text(b" "), _long_text(b"\\n"))
+
+
 def _shot(rng: random.Random) -> Shot:
     kind = rng.random()
     path, fields = _honest(rng)
     if kind < LARGE_SHARE:
-        return Shot(path, _large(rng))
+        path, make = rng.choice((*BOMBS.values(), *_LONG_TEXTS))
+        return Shot(path, make(LARGE_BYTES))
     if kind < 0.10:
         return Shot(path, rng.randbytes(rng.randrange(300)))
     if kind < 0.25:
-        return Shot(path, _damaged(_encoded(fields), rng))
+        body = _encoded(fields)
+        return Shot(path, 2 * body if rng.random() < 0.25 else with_damage(body, rng))
     if kind < 0.35:
-        fields |= rng.choice(_GRAMMARS)(rng)
-        return Shot(path, _encoded(fields))
+        return Shot(path, _encoded(fields | hostile_fields(rng))[:LARGE_BYTES])
     for _ in range(rng.randint(1, 3)):
         _change(fields, rng)
     return Shot(path, _encoded(fields), rng.choice(_CONTENT_TYPES))
@@ -56,7 +79,7 @@ def _shot(rng: random.Random) -> Shot:
 def _honest(rng: random.Random) -> tuple[str, dict[str, Json]]:
     fields: dict[str, Json] = {"max_tokens": MAX_TOKENS, "stream": rng.random() < 0.5}
     if rng.random() < 0.5:
-        words = " ".join(rng.choice(_WORDS) for _ in range(rng.randrange(1, 20)))
+        words = " ".join(rng.choice(TEXTS[1:]) for _ in range(rng.randrange(1, 20)))
         return CHAT, fields | {"messages": [{"role": "user", "content": words}]}
     prompt: Json = [rng.randrange(4000) for _ in range(rng.randrange(1, 50))]
     return COMPLETIONS, fields | {"prompt": prompt if rng.random() < 0.5 else "def f(x):"}
@@ -71,57 +94,11 @@ def _change(fields: dict[str, Json], rng: random.Random) -> None:
     name = rng.choice(_FIELDS)
     fields[name] = rng.choice(_VALUES)(rng)
     if rng.random() < 0.1:
-        fields[rng.choice(_WORDS) * rng.choice((1, 40))] = rng.choice(_VALUES)(rng)
-
-
-def _damaged(body: bytes, rng: random.Random) -> bytes:
-    damaged = bytearray(body)
-    match rng.randrange(4):
-        case 0:
-            del damaged[rng.randrange(len(damaged)) :]
-        case 1:
-            for _ in range(rng.randint(1, 8)):
-                damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
-        case 2:
-            place = rng.randrange(len(damaged))
-            damaged[place:place] = rng.randbytes(rng.randint(1, 20))
-        case _:
-            damaged += bytes(damaged)
-    return bytes(damaged)
-
-
-def _large(rng: random.Random) -> bytes:
-    """About a MiB of what a parser, a tokenizer or a template finds dear."""
-    match rng.randrange(6):
-        case 0:
-            return _encoded({"prompt": rng.choice("a \n") * LARGE_BYTES, "max_tokens": MAX_TOKENS})
-        case 1:
-            return b'{"x":' + b"[" * LARGE_BYTES
-        case 2:
-            return b'{"prompt":"x","x":[' + b"[]," * (LARGE_BYTES // 3) + b"[]]}"
-        case 3:
-            message = {"role": "user", "content": ""}
-            return _encoded({"messages": [message] * (LARGE_BYTES // 40), "max_tokens": MAX_TOKENS})
-        case 4:
-            return _encoded({"prompt": [1] * (LARGE_BYTES // 3), "max_tokens": MAX_TOKENS})
-    return _encoded({"prompt": "x", "logit_bias": {str(i): 1 for i in range(LARGE_BYTES // 12)}})
+        fields[rng.choice(TEXTS) * rng.choice((1, 40))] = rng.choice(_VALUES)(rng)
 
 
 # ---------------------------------------------------------------- values
 
-_WORDS = (
-    "def",
-    "größe",
-    "日本",
-    "\u202e",
-    "\0",
-    "'",
-    "</s>",
-    "<|im_start|>",
-    "{{",
-    "%json",
-    "a" * 99,
-)
 _CONTENT_TYPES = ("application/json", "application/json", "text/plain", "multipart/form-data", "x")
 _FIELD_TEXT = """
 model messages prompt stream stream_options stop max_tokens max_completion_tokens min_tokens
@@ -134,13 +111,11 @@ _FIELDS = tuple(_FIELD_TEXT.split())
 
 
 def _number(rng: random.Random) -> Json:
-    return rng.choice(
-        (0, -1, 1, 2, 7, 2**31, 2**53, 2**63, 2**64, -(2**63), 1e308, 0.5, -0.0, 1e-9)
-    )
+    return rng.choice((*INTEGERS, 1e308, 0.5, -0.0, 1e-9))
 
 
 def _text(rng: random.Random) -> Json:
-    return rng.choice(_WORDS) * rng.choice((0, 1, 2, 50))
+    return rng.choice(TEXTS) * rng.choice((0, 1, 2, 50))
 
 
 def _list(rng: random.Random) -> Json:
@@ -152,10 +127,7 @@ def _object(rng: random.Random) -> Json:
 
 
 def _nested(rng: random.Random) -> Json:
-    value: Json = rng.choice(([], {}, None, 0))
-    for _ in range(rng.choice((1, 10, 100, 900))):
-        value = [value] if rng.random() < 0.5 else {"type": value}
-    return value
+    return nested(rng.choice((1, 10, 100, 900)))
 
 
 def _messages(rng: random.Random) -> Json:
@@ -166,10 +138,6 @@ def _messages(rng: random.Random) -> Json:
     ]
 
 
-def _constant(rng: random.Random) -> Json:
-    return rng.choice((None, True, False))
-
-
 _VALUES: tuple[Callable[[random.Random], Json], ...] = (
     _number,
     _number,
@@ -178,83 +146,5 @@ _VALUES: tuple[Callable[[random.Random], Json], ...] = (
     _object,
     _nested,
     _messages,
-    _constant,
-)
-
-
-# ---------------------------------------------------------------- grammars
-
-
-def _schema(schema: Json) -> dict[str, Json]:
-    return {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    }
-
-
-def _products(rng: random.Random) -> dict[str, Json]:
-    factors = [rng.choice((7, 31, 997, 1009, 65537)) for _ in range(rng.randint(1, 3))]
-    return _schema({"type": "integer", "allOf": [{"multipleOf": factor} for factor in factors]})
-
-
-def _patterns(rng: random.Random) -> dict[str, Json]:
-    each = [f"^.*{chr(97 + i % 26)}.{{{rng.randint(1, 20)}}}$" for i in range(rng.randint(1, 40))]
-    return _schema({"type": "string", "allOf": [{"pattern": pattern} for pattern in each]})
-
-
-def _properties(rng: random.Random) -> dict[str, Json]:
-    names = [f"p{i}" for i in range(rng.choice((1, 20, 300, 3000)))]
-    return _schema({"type": "object", "properties": {name: {"type": "string"} for name in names}})
-
-
-def _deep(rng: random.Random) -> dict[str, Json]:
-    schema: Json = {"type": "string"}
-    for _ in range(rng.choice((1, 20, 200, 450))):
-        schema = {"type": "object", "properties": {"a": schema}}
-    return _schema(schema)
-
-
-def _references(rng: random.Random) -> dict[str, Json]:
-    target = rng.choice(("#", "#/$defs/a", "#/nowhere", "http://localhost/x", "a" * 3000))
-    return _schema({"$ref": target, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}})
-
-
-def _regex(rng: random.Random) -> dict[str, Json]:
-    expressions = (
-        "(a|a)*b",
-        "(a*)*" * rng.randint(1, 50),
-        f"(.{{1,{rng.randint(1, 5000)}}}){{1,{rng.randint(1, 5000)}}}",
-        "(" * rng.choice((10, 1000)) + "a",
-        "[^\\n]*" * rng.randint(1, 300),
-        "\\p{L}{1,1000}",
-        "(?=a)b",
-    )
-    return {"guided_regex": rng.choice(expressions)}
-
-
-def _lark(rng: random.Random) -> dict[str, Json]:
-    grammars = (
-        "\n" * rng.choice((10, 8000, 32000)),
-        'start: "a"' + "\n" * rng.choice((10, 8000, 32000)) + "x",
-        "start: " + "(" * rng.choice((10, 1000)) + '"a"',
-        "\n".join(f'r{i}: r{i + 1} | "a"' for i in range(rng.choice((10, 1000)))),
-        "start: start start | start",
-        'start: %json {"type": "integer", "multipleOf": 997}',
-        "start: /(.{1,400}){1,400}/",
-    )
-    return {"guided_grammar": rng.choice(grammars)}
-
-
-def _choices(rng: random.Random) -> dict[str, Json]:
-    return {"guided_choice": [f"{_text(rng)}{i}" for i in range(rng.choice((0, 1, 100, 3000)))]}
-
-
-_GRAMMARS: tuple[Callable[[random.Random], dict[str, Json]], ...] = (
-    _products,
-    _patterns,
-    _properties,
-    _deep,
-    _references,
-    _regex,
-    _lark,
-    _choices,
+    lambda rng: rng.choice(WEIRD),
 )

@@ -12,9 +12,8 @@ import uvloop
 
 from bench.common.progress import Say, say_nothing
 from bench.common.waiting import pause
-from bench.hostile.assaulting import AssaultRun, Attacker
+from bench.hostile.assaulting import AssaultRun, Attacker, private_bytes
 from bench.hostile.bodies import shots
-from bench.hostile.memory import private_bytes
 from bench.hostile.plan import (
     CALM,
     CALM_S,

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from bench.common.waiting import pause
-from bench.hostile.bodies import COMPLETIONS, Shot
+from bench.hostile.bodies import Shot
+from bench.hostile.corpus import COMPLETIONS
 from bench.hostile.plan import ATTACKER_KEY, HONEST_KEY, bearer
 from engine.clock import Clock
 

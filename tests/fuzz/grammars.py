@@ -6,6 +6,7 @@ Some of the valid grammars are also followed.
 """
 
 import argparse
+import json
 import random
 import resource
 import sys
@@ -15,19 +16,20 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.hostile.corpus import hostile_grammar, spoiled_schema
 from engine.errors import GrammarError
 from engine.grammar.child import MAX_WALL_S, GrammarToCompile, GrammarVerdict, Vocabulary
 from engine.grammar.guides import MAX_SOURCE_LEN, MAX_TOKEN_S
-from engine.messages import Grammar
+from engine.messages import Grammar, GrammarKind
 from router.gateway.requests.grammar_checker import GrammarChild
-from tests.fuzz.hostile_grammars import hostile_grammar
 from tests.kits.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE, bundled_guides
-from tests.kits.schemas import allowed_ids
+from tests.kits.schemas import allowed_ids, random_schema
 
 VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
 SLACK_S = 4.0  # beyond the time in which the child ends a fork
 MAX_GROWTH_BYTES = 64 * 2**20
 FOLLOWED_SHARE = 0.1
+SPOILED_SHARE = 0.1
 NUM_TOKENS = 60
 
 
@@ -41,7 +43,7 @@ def fuzz(first: int, runs: int) -> Counter[str]:
     try:
         for seed in range(first, first + runs):
             rng = random.Random(seed)
-            grammar = hostile_grammar(rng)
+            grammar = spoiled_grammar(rng) if rng.random() < SPOILED_SHARE else hostile_grammar(rng)
             if len(grammar.source) > MAX_SOURCE_LEN:
                 counts["too long"] += 1
                 continue
@@ -61,6 +63,12 @@ def fuzz(first: int, runs: int) -> Counter[str]:
     finally:
         child.close()
     return counts
+
+
+def spoiled_grammar(rng: random.Random) -> Grammar:
+    """A schema as people write it, with one of its values replaced."""
+    schema = spoiled_schema(random_schema(rng.randrange(1000)), rng)
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
 def follow(grammar: Grammar, seed: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from bench.hostile.corpus import with_damage
 from deploy.worker.block_publisher import BlockPublisher
 from engine.clock import MonotonicClock
 from engine.config import Transport
@@ -37,7 +38,6 @@ from kvtransfer.messages import (
 )
 from kvtransfer.stream import GREETING_BYTES
 from kvtransfer.stream.sink import SealedLink
-from tests.fuzz.mutation import with_damage
 from tests.kits.endpoints import LAYOUT, SECRET, worker
 
 LISTENERS = ("sessions", "kv", "sealed kv", "published", "asked")

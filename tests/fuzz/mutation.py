@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
+from bench.hostile.corpus import INTEGERS, with_damage
+
 Message = tuple[bytes, ...]
 Script = list[Message]
 
 MAX_FRAME_BYTES = 2**15  # half of the sockets' limit; a longer frame just ends the connection
 MAX_CHANGES = 4
-INTEGERS = (-(2**63), -(2**31), -4096, -1, 0, 1, 2, 3, 64, 4097, 2**31, 2**53, 2**63 - 1, 2**64 - 1)
 TEXTS = ("", "g", "l", "m", "released", "fp32", "int4", "VRAM", "Attach", "Data", "x" * 5000)
 OTHERS = (None, True, 0.5, float("inf"), b"\xff\x00", [], {}, [[]], {"": {}})
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -69,24 +70,6 @@ def _with_other_frames(message: Message, rng: random.Random) -> Message:
     else:
         frames.insert(index, rng.choice((frames[index], b"", frames[index][:10])))
     return tuple(frames)
-
-
-# ---------------------------------------------------------------- bytes
-
-
-def with_damage(frame: bytes, rng: random.Random) -> bytes:
-    """Cuts bytes off, flips bits, or adds bytes."""
-    damaged = bytearray(frame)
-    match rng.choice(["cut", "flip", "more"]):
-        case "cut":
-            del damaged[rng.randint(0, len(damaged)) :]
-        case "flip" if damaged:
-            for _ in range(rng.randint(1, 8)):
-                damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
-        case _:
-            place = rng.randint(0, len(damaged))
-            damaged[place:place] = rng.randbytes(rng.randint(1, 8))
-    return bytes(damaged)
 
 
 # ---------------------------------------------------------------- fields

@@ -1,11 +1,10 @@
-"""Request bodies: prompts and messages that are refused, and long bodies of many items."""
+"""Prompts and messages that are refused."""
 
 from tests.kits.router.gateway import CONTEXT_LEN
 
 VALUE = "invalid_value"
 UNSUPPORTED = "unsupported_parameter"
 TOO_LONG = "context_length_exceeded"
-NUM_BYTES = 2**20
 
 # prompt, the field that the error names, its code
 BAD_PROMPTS = [
@@ -54,13 +53,3 @@ BAD_MESSAGES = [
     ([{"role": "user", "content": "x" * CONTEXT_LEN}], "messages", TOO_LONG),
     ([{"role": "tool", "content": "x"}], "messages", None),  # this template raises
 ]
-
-
-def filled(head: bytes, item: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
-    """A body of so many bytes, of as many items as it takes."""
-    number = (num_bytes - len(head) - len(tail)) // (len(item) + 1)
-    return head + b",".join([item] * number) + tail
-
-
-def keyed(head: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
-    return head + b",".join(b'"%d":1' % i for i in range(num_bytes // 11)) + tail

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.hostile.assaulting import AssaultRun
+from bench.hostile.assaulting import AssaultRun, private_bytes
 from bench.hostile.assaults import ASSAULTS
-from bench.hostile.bodies import CHAT, COMPLETIONS, Shot, shots
-from bench.hostile.memory import private_bytes
+from bench.hostile.bodies import Shot, shots
+from bench.hostile.corpus import CHAT, COMPLETIONS
 from bench.hostile.plan import HostilePlan, check, config_of, quick
 from bench.hostile.results import complaints, growth, results, warnings
 from bench.hostile.run import Heard, HostileRun, MemorySample, Phase

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from bench.hostile.corpus import BOMBS, CHAT, COMPLETIONS
 from router.gateway.versions import ServedVersion, Versions
 from router.text.templates import DEFAULT, ChatTemplates
 from router.text.tokenizer import TextModel
-from tests.kits.router.bodies import filled, keyed
 from tests.kits.router.gateway import (
     CONTEXT_LEN,
     TEMPLATE,
@@ -26,17 +26,17 @@ BUNDLED = Path(__file__).parents[4] / "engine/model/bundled/target/tokenizer.jso
 MAX_PAUSE_S = 0.25
 LONG_CONTEXT = 2**18
 MIB = 2**20
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 def prompt(text: bytes, num_bytes: int) -> bytes:
     return b'{"prompt": "%s"}' % (text * (num_bytes // len(text)))
 
 
+BODIES_OF_MANY = ("arrays in an unknown field", "texts as stops", "token ids", "biases")
 REQUESTS = {
-    "1 MiB of words": (COMPLETION, prompt(b"the quick brown fox ", MIB)),
-    "1 MiB without a space": (COMPLETION, prompt(b"a", MIB)),
-    "8 MiB of words": (COMPLETION, prompt(b"the quick brown fox ", 8 * MIB - 100)),
+    "1 MiB of words": (COMPLETIONS, prompt(b"the quick brown fox ", MIB)),
+    "1 MiB without a space": (COMPLETIONS, prompt(b"a", MIB)),
+    "8 MiB of words": (COMPLETIONS, prompt(b"the quick brown fox ", 8 * MIB - 100)),
     "200,000 messages": (
         CHAT,
         b'{"messages": [%s]}' % b",".join([b'{"role":"user","content":"hi"}'] * 200_000),
@@ -45,10 +45,7 @@ REQUESTS = {
         CHAT,
         b'{"messages": [%s]}' % b",".join([b'{"role":"user","content":"hi there"}'] * 4000),
     ),
-    "arrays in an unknown field": (COMPLETION, filled(b'{"x":[', b"[]", b"]}", 8 * MIB)),
-    "texts in a list of stops": (COMPLETION, filled(b'{"stop":[', b'"a"', b"]}", 8 * MIB)),
-    "token ids": (COMPLETION, filled(b'{"prompt":[', b"1", b"]}", 8 * MIB)),
-    "biases": (COMPLETION, keyed(b'{"prompt":"a","logit_bias":{', b"}}", 7 * MIB)),
+    **{name: (BOMBS[name][0], BOMBS[name][1](7 * MIB)) for name in BODIES_OF_MANY},
 }
 
 

@@ -1,22 +1,87 @@
-"""Hostile grammars, drawn at random, of shapes that cost a compiler time or memory.
+"""Hostile bytes, values, bodies and grammars, for `bench hostile` and for tests. Pure.
 
-`hostile_grammar(rng)` draws a grammar; `hostile_fields(rng)` draws a request body's fields for one.
+with_damage       bytes that are cut, flipped or added
+BOMBS             bodies that would become as many objects as possible, of any size
+hostile_grammar   a grammar whose compilation costs time or memory
+hostile_fields    fields of a request's body that ask for such a grammar
 """
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from engine.messages import Grammar, GrammarKind
-from tests.fuzz.mutation import TEXTS
-from tests.kits.schemas import random_schema
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_COUNT = 4_000
 UNITS = ("\n", " ", "\t", "a[\n", "[", "(", "{", '"\\', "/\\/", "//", "%json", "|", "a: b\n", "\\")
 ATOMS = ("a", ".", "[a-z]", "\\d", "(?s:.)", "\\p{L}", "[^x]", "é", "\\w", "b|c", "")
+INTEGERS = (-(2**63), -(2**31), -4096, -1, 0, 1, 2, 3, 64, 4097, 2**31, 2**53, 2**63 - 1, 2**64 - 1)
+TEXTS = ("", "def", "größe", "日本", "\u202e", "\0", "'", "</s>", "<|im_start|>", "{{", "a" * 99)
 WEIRD: tuple[Any, ...] = (None, True, -1, 0, 0.5, 1e308, 2**70, "", "x", [], {}, [[]], {"": {}})
 SPECIAL = ("<|endoftext|>", "<[0-4]>", "<[*]>", "<tool_call>", "<[99999999]>")
+
+
+SizedBody = tuple[str, Callable[[int], bytes]]  # its path, and the body of a number of bytes
+
+
+def with_damage(data: bytes, rng: random.Random) -> bytes:
+    """Cuts bytes off, flips bits or adds bytes."""
+    damaged = bytearray(data)
+    match rng.choice(["cut", "flip", "more"]):
+        case "cut":
+            del damaged[rng.randint(0, len(damaged)) :]
+        case "flip" if damaged:
+            for _ in range(rng.randint(1, 8)):
+                damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        case _:
+            place = rng.randint(0, len(damaged))
+            damaged[place:place] = rng.randbytes(rng.randint(1, 20))
+    return bytes(damaged)
+
+
+# ---------------------------------------------------------------- bodies
+
+
+def filled(head: bytes, item: bytes, tail: bytes, num_bytes: int) -> bytes:
+    """A body of at most `num_bytes`, with as many items as fit."""
+    number = (num_bytes - len(head) - len(tail)) // (len(item) + 1)
+    return head + b",".join([item] * number) + tail
+
+
+def keyed(head: bytes, tail: bytes, num_bytes: int) -> bytes:
+    """A body of about `num_bytes`, with fields that all have other names."""
+    return head + b",".join(b'"%d":1' % i for i in range(num_bytes // 11)) + tail
+
+
+def _bomb(path: str, head: bytes, item: bytes, tail: bytes) -> SizedBody:
+    return path, partial(filled, head, item, tail)
+
+
+BOMBS: Mapping[str, SizedBody] = {
+    "arrays in an unknown field": _bomb(COMPLETIONS, b'{"x":[', b"[]", b"]}"),
+    "nested arrays": _bomb(COMPLETIONS, b'{"x":[', b"[" * 500 + b"]" * 500, b"]}"),
+    "an array that never ends": (COMPLETIONS, lambda num_bytes: b'{"x":' + b"[" * num_bytes),
+    "unknown fields": (COMPLETIONS, partial(keyed, b"{", b"}")),
+    "one field many times": _bomb(COMPLETIONS, b"{", b'"prompt":[]', b"}"),
+    "arrays in the prompt": _bomb(COMPLETIONS, b'{"prompt":[', b"[]", b"]}"),
+    "texts in the prompt": _bomb(COMPLETIONS, b'{"prompt":[', b'"a"', b"]}"),
+    "token ids": _bomb(COMPLETIONS, b'{"prompt":[', b"1", b"]}"),
+    "objects in the prompt": _bomb(COMPLETIONS, b'{"prompt":[', b"{}", b"]}"),
+    "an object as the prompt": (COMPLETIONS, partial(keyed, b'{"prompt":{', b"}}")),
+    "arrays as stops": _bomb(COMPLETIONS, b'{"stop":[', b"[]", b"]}"),
+    "texts as stops": _bomb(COMPLETIONS, b'{"stop":[', b'"a"', b"]}"),
+    "biases": (COMPLETIONS, partial(keyed, b'{"prompt":"a","logit_bias":{', b"}}")),
+    "messages": _bomb(CHAT, b'{"messages":[', b'{"role":"user","content":[]}', b"]}"),
+    "parts": _bomb(CHAT, b'{"messages":[{"role":"user","content":[', b'{"type":""}', b"]}]}"),
+    "calls": _bomb(CHAT, b'{"messages":[{"role":"user","tool_calls":[', b"{}", b"]}]}"),
+    "tools": _bomb(CHAT, b'{"tools":[', b"{}", b"]}"),
+}
+
+
+# ---------------------------------------------------------------- grammars
 
 
 def count(rng: random.Random) -> int:
@@ -62,10 +127,9 @@ def hostile_schema(rng: random.Random, depth: int = 3) -> Any:
         lambda: {"type": "array", "prefixItems": [inner] * many},
         lambda: {"type": "string", "minLength": many, "maxLength": many**2},
         lambda: {"enum": [f"{i}" * (i % 40) for i in range(many)]},
-        lambda: {"const": _nested(many)},
+        lambda: {"const": nested(many)},
         lambda: {"$defs": {"a": {"anyOf": [inner, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
         lambda: {"minimum": rng.random(), "maximum": 10.0 ** (many % 300), "multipleOf": 0.001},
-        lambda: _spoiled(random_schema(rng.randrange(1000)), rng),
     )
     return rng.choice(makers)()
 
@@ -106,37 +170,37 @@ def hostile_grammar(rng: random.Random) -> Grammar:
 def hostile_fields(rng: random.Random) -> dict[str, Any]:
     """Fields of a chat completion's body that ask for such a grammar, in any of the ways."""
     tool = {"name": "f", "parameters": hostile_schema(rng)}
-    return rng.choice(
-        [
-            lambda: {"guided_json": hostile_schema(rng)},
-            lambda: {"guided_regex": hostile_regex(rng, 4)},
-            lambda: {"guided_grammar": hostile_lark(rng)},
-            lambda: {"guided_choice": ["x" * (i % 99) for i in range(3 * count(rng))]},
-            lambda: {"structured_outputs": {"json": hostile_schema(rng)}},
-            lambda: {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": hostile_schema(rng)},
-                }
-            },
-            lambda: {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"},
-        ]
-    )()
+    ways: tuple[Callable[[], dict[str, Any]], ...] = (
+        lambda: {"guided_json": hostile_schema(rng)},
+        lambda: {"guided_regex": hostile_regex(rng, 4)},
+        lambda: {"guided_grammar": hostile_lark(rng)},
+        lambda: {"guided_choice": ["x" * (i % 99) for i in range(3 * count(rng))]},
+        lambda: {"structured_outputs": {"json": hostile_schema(rng)}},
+        lambda: {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": hostile_schema(rng)},
+            }
+        },
+        lambda: {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"},
+    )
+    return rng.choice(ways)()
 
 
-def _nested(levels: int) -> Any:
+def nested(levels: int) -> Any:
+    """An array in an array, and so on: at most 900 levels."""
     value: Any = []
     for _ in range(min(levels, 900)):
         value = [value]
     return value
 
 
-def _spoiled(schema: Any, rng: random.Random) -> Any:
+def spoiled_schema(schema: Any, rng: random.Random) -> Any:
     """The schema with one of its values replaced."""
     if isinstance(schema, dict) and schema and rng.random() < 0.9:
         name = rng.choice(list(schema))
-        return {**schema, name: _spoiled(schema[name], rng)}
+        return {**schema, name: spoiled_schema(schema[name], rng)}
     if isinstance(schema, list) and schema and rng.random() < 0.9:
         place = rng.randrange(len(schema))
-        return [*schema[:place], _spoiled(schema[place], rng), *schema[place + 1 :]]
+        return [*schema[:place], spoiled_schema(schema[place], rng), *schema[place + 1 :]]
     return rng.choice(WEIRD)
