@@ -287,7 +287,7 @@ class Admission:
         ]
 
     def _nth_end_s(self, decoders: Sequence[WorkerView], number: float, now_s: float) -> float:
-        """Returns the time by which so many sequences are predicted to have ended."""
+        """Returns the time by which `number` sequences are predicted to have ended."""
         ends_s = sorted(ends_s for ends_s, _ in self._ends(decoders, now_s))
         if not ends_s:
             return now_s

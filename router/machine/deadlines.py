@@ -49,7 +49,7 @@ class Deadlines:
     def take_due(self, now_s: float) -> set[RequestId]:
         """Removes and returns the requests whose noted time has come.
 
-        The caller must `watch` those that live on.
+        The caller must `watch` the requests that live on.
         """
         due: set[RequestId] = set()
         while (soonest_s := self.soonest_s()) is not None and soonest_s <= now_s:

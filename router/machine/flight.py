@@ -65,7 +65,7 @@ class Attempt(msgspec.Struct):
     asked_s: float | None = None  # when it was asked, if it was computing then
     offer_due_s: float | None = None  # deadline of its offer
     started_s: float | None = None  # the first chunk
-    num_cached_tokens: int = 0  # of `base_len`, found cached or pulled
+    num_cached_tokens: int = 0  # how many of `base_len` were found cached or pulled
     lease: LeaseRef | None = None
     prefilled_s: float | None = None  # at its first token; at its begin if it continues an answer
     kv_ready_s: float | None = None
@@ -140,7 +140,7 @@ class Flight:
     stamps: Stamps
     last_news_s: float
     number: int = 0  # in the order of arrival
-    tokens: list[int] = field(default_factory=list)  # of the answer, all delivered
+    tokens: list[int] = field(default_factory=list)  # the answer's, all delivered
     attempt: Attempt | None = None
     hedge: Attempt | None = None  # a second one beside it
     past: list[Stay] = field(default_factory=list)  # attempts that are over
@@ -167,7 +167,7 @@ class Flight:
     prefix_pull_s: float | None = None
     move_pull_s: float | None = None
     workers: tuple[str, str] = ("", "")
-    decision: Decision | None = None  # of the latest placement
+    decision: Decision | None = None  # for the latest placement
     kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # cached by lost attempts
     limits: Limits = field(init=False)  # the request's, with the bound on TPOT that holds for it
     hashes: PrefixHashes = field(init=False)
@@ -243,7 +243,7 @@ class Flight:
         return None if self.tokens else self.request.prompt_logprobs
 
     def leading_hashes(self, num_tokens: int, worker: WorkerView) -> list[BlockHash]:
-        """Hashes of the full blocks among so many leading tokens, as this worker makes them."""
+        """Hashes of the full blocks among the first `num_tokens`, as this worker makes them."""
         block_size = worker.info.layout.block_size
         has_all = num_tokens <= self.prompt_len
         token_ids = self.request.token_ids if has_all else self.token_ids
@@ -297,7 +297,7 @@ def _or(at_s: float | None, now_s: float) -> float:
 
 
 def timeline(flight: Flight, now_s: float, stamps: Stamps | None = None) -> Timeline:
-    """Returns the stages, by default those that the request has passed.
+    """Returns the stages, by default the stages that the request has passed.
 
     A stage that was left out by a lost attempt or an early end is zero.
     """

@@ -82,7 +82,7 @@ from router.policies.base import Policy
 from router.policies.candidates import longest_predicted_s, predicted_ready_s
 
 STUCK_FACTOR = 20.0  # even on the busiest machine no step takes this many times its prediction
-EARLY_FACTOR = 10.0  # of `stuck_step_s`, for steps that may compile something first
+EARLY_FACTOR = 10.0  # times `stuck_step_s`, for steps that may compile something first
 
 __all__ = [
     "Arrived",

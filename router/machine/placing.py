@@ -44,7 +44,7 @@ from router.policies.pulling import Bid, Holders, bid
 from router.policies.sharing import with_leader
 
 HEDGE_LEAST_S = 1.0  # predictions on a busy machine are no better than that
-HEDGE_SHARE = 0.05  # of all placements, second attempts at the most
+HEDGE_SHARE = 0.05  # second attempts at most, as a share of all placements
 HEDGE_BURST = 8.0  # that many may have been saved up
 
 
@@ -55,7 +55,7 @@ class Placing:
         self._state = state
         self._ends = ends
         self.busy: Busy | None = None  # what the head of the queue waits for
-        self.locally_s = 0.0  # of prompts, as predicted, that decode workers were given
+        self.locally_s = 0.0  # predicted seconds of prompts that decode workers were given
         self._load = PromptLoad()
         self._explaining = Explaining(state, self.room_for)
         self.hedge_credit = HEDGE_BURST  # second attempts that may be begun
@@ -344,7 +344,7 @@ class Placing:
         return SendTo(attempt.prefill, message)
 
     def prepare(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
-        """Ranks a prompt that has to queue by what of it is not cached.
+        """Ranks a prompt that has to queue by its uncached part.
 
         Has a store read its prefix into memory, if its pull would pay. If a prompt is placed at
         once, the offer itself makes the store read.

@@ -68,7 +68,7 @@ class Progress:
             return self._on_own_news(worker_id, message, now_s)
         flight = state.by_seq.get(message.seq_id)
         if flight is None:
-            return []  # of an attempt that is over
+            return []  # the attempt is over
         attempt = flight.attempt_of(message.seq_id)
         if attempt is None:
             return self._moving.copying.on_news(flight, message, now_s)
@@ -167,7 +167,7 @@ class Progress:
     ) -> None:
         """Learns from a pull that ended before the prompt's first chunk.
 
-        The time of a pull from a lower medium is that of a disk, and says nothing about pulls.
+        The time of a pull from a lower medium is the disk's time, and says nothing about pulls.
         """
         state = self._state
         sink = state.view.workers[attempt.prefill]
@@ -259,7 +259,7 @@ class Progress:
             seq_id = message.seq_id
             flight = by_seq.get(seq_id)
             if flight is None:
-                continue  # of an attempt that is over
+                continue  # the attempt is over
             claim, attempt, answer = worker.decodes.get(seq_id), flight.attempt, flight.tokens
             assert attempt is not None
             if (

@@ -89,7 +89,7 @@ class FairQueue:
         self._quantum = quantum
         self._returned: OrderedDict[RequestId, None] = OrderedDict()
         self._levels: dict[int, _Level] = {}
-        self._homes: dict[RequestId, tuple[int, str]] = {}  # of requests that were not returned
+        self._homes: dict[RequestId, tuple[int, str]] = {}  # for requests that were not returned
         self._num_put = 0
         self.size = 0  # requests in it: without a call, as each event asks
 
@@ -112,7 +112,7 @@ class FairQueue:
         work: float,
         rank: float = 0.0,
     ) -> None:
-        """Adds a request; among those of its tenant, the least rank comes first."""
+        """Adds a request; among its tenant's requests, the least rank comes first."""
         assert request_id not in self
         level = self._levels.setdefault(priority, _Level())
         waiter = _Waiter(work, (rank, self._num_put))
@@ -274,7 +274,7 @@ class Waiting:
         *,
         patience: float = 0.0,
     ) -> None:
-        """`patience` is that of ranks, in seconds of wait for each second of work."""
+        """`patience`: seconds of wait that count as much as one second of work in a rank."""
         self.queue = FairQueue(QUANTUM_TOKENS)
         self.held = HeldBack()
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
@@ -283,7 +283,7 @@ class Waiting:
         self._deadlines = deadlines
         self._patience = patience
         self._asks: dict[RequestId, tuple[float, float]] = {}  # arrival, and seconds of work
-        self._unit_s = 0.0  # of UNIT_TOKENS, when these were predicted
+        self._unit_s = 0.0  # time of UNIT_TOKENS when the ranks were predicted
 
     @property
     def num_requests(self) -> int:
@@ -306,7 +306,7 @@ class Waiting:
     def _follow_speed(self) -> None:
         """Ranks all anew if the time of prompts is predicted in another way.
 
-        Else those that came while it was thought to be long would be passed for too long.
+        Else requests that came while it was thought to be long would be passed for too long.
         """
         unit_s = self._estimates.any_prefill_s(UNIT_TOKENS) or 0.0
         if self._unit_s == 0.0:

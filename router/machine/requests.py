@@ -45,7 +45,7 @@ class Request(msgspec.Struct, frozen=True):
     deadline_s: float | None = None  # for the first token, on the clock of `received_s`
     tpot_bound_s: float | None = None  # seconds per token; None: the router's
     salt: Salt = b""  # only requests of equal ones share cached prefixes
-    hashes: PrefixHashes | None = None  # of its blocks, as far as they are known
+    hashes: PrefixHashes | None = None  # its blocks' hashes, as far as they are known
     client_id: str = ""  # the client's own id, for log lines
     is_background: bool = False  # may wait: no bound on time refuses it, no pool grows for it
 
@@ -175,8 +175,8 @@ class Update(msgspec.Struct, frozen=True, gc=False):
     (`router.machine.events`) has the result of one event for one request.
 
     The timeline comes with the first two tokens and with the outcome; the latest is the most
-    complete. Requested log-probabilities of an answer come with its tokens, those of the prompt
-    (from its second token on) with the first token.
+    complete. Requested log-probabilities come with the tokens of the answer, and for
+    the prompt (from its second token on) with the first token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -228,4 +228,4 @@ class Forecast:
     wait_s: float | None = None  # until all its prompts are computed
     tpot_s: float | None = None  # one step of all sequences that it decodes, or will
     alone_s: float | None = None  # one step of one sequence
-    errors: CostErrors = field(default_factory=CostErrors)  # of workers like this one
+    errors: CostErrors = field(default_factory=CostErrors)  # for workers like this one

@@ -55,7 +55,7 @@ class RouterState:
         self.conversations = Conversations()
         self.flights: dict[RequestId, Flight] = {}  # all accepted requests, in order of arrival
         self.by_seq: dict[SeqId, Flight] = {}  # by the sequences of attempts and of copies
-        self.num_left_seqs = 0  # of attempts that ended before their requests
+        self.num_left_seqs = 0  # sequences of attempts that ended before their requests
         self.deadlines = Deadlines(config)
         patience = config.queue_patience
         self.waiting = Waiting(estimates, self.lengths, self.deadlines, patience=patience)

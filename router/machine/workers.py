@@ -31,7 +31,7 @@ class Workers:
         self.prefixes = prefixes
         self.fleet = fleet
         self._heard: set[WorkerId] = set()  # credited with their block events alone
-        self._media: dict[WorkerId, dict[str, WorkerId]] = {}  # of stores: names in the index
+        self._media: dict[WorkerId, dict[str, WorkerId]] = {}  # stores' names in the index
         self.on_lower: dict[WorkerId, tuple[WorkerId, str]] = {}  # store and medium, by such a name
 
     def join(self, info: Welcome) -> None:
@@ -111,7 +111,7 @@ class Workers:
         return True
 
     def credit(self, worker_id: WorkerId, flight: Flight, num_tokens: int) -> None:
-        """Credits a worker with the KV of so many leading tokens of a request."""
+        """Credits a worker with the KV of the first `num_tokens` of a request."""
         workers = self.view.workers
         worker = workers.get(worker_id)
         if worker is not None and worker_id not in self._heard and len(workers) > 1:
@@ -120,7 +120,7 @@ class Workers:
     def retract(
         self, worker_id: WorkerId, flight: Flight, num_tokens: int, num_held_blocks: int
     ) -> None:
-        """Takes credit back: of so many leading tokens the worker holds only the first blocks.
+        """Takes credit back: the worker holds only the first blocks of these tokens.
 
         A worker with block events reports each eviction itself. It may have stored some of these
         blocks since it answered, and would not report them again.

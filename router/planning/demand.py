@@ -49,7 +49,7 @@ class Sums:
     num_requests: int = 0
     prefill_s: float = 0.0
     output_tokens: float = 0.0
-    locally_s: float = 0.0  # of `prefill_s`, given to decode workers
+    locally_s: float = 0.0  # the part of `prefill_s` given to decode workers
 
     @property
     def sent_s(self) -> float:

@@ -8,8 +8,8 @@ reasons in numbers. It only proposes. Its caller carries a proposal out, and cho
     decode    (E·b + F·kv) / (t - D), so that a step of b sequences that are evenly spread takes t,
               PACE of the bound on TPOT; or what their KV needs, if that is more workers
 
-A prompt counts in predicted seconds of one worker, without its cached part. Sequences are those
-that run, those that wait for a decode worker, and those predicted to come within `horizon_s`. That
+A prompt counts in predicted seconds of one worker, without its cached part. Sequences run,
+wait for a decode worker, or are predicted to come within `horizon_s`. The
 prediction is the slope of their number or, if more, its approach to rate · length · t (Little).
 Lengths of answers are known only at their ends; the number of sequences is a fact.
 
@@ -49,10 +49,10 @@ from engine.control import by_number
 from engine.demand import Observation
 from engine.messages import Role, WorkerId
 
-BUSY = 0.85  # of the time of a prefill worker
-PATIENCE = 0.5  # of the bound on TTFT, in which what waits is to be computed
-PACE = 0.95  # of the bound on TPOT
-MEMORY = 0.95  # of a worker's KV
+BUSY = 0.85  # share of a prefill worker's time
+PATIENCE = 0.5  # share of the bound on TTFT in which waiting prompts are to be computed
+PACE = 0.95  # share of the bound on TPOT
+MEMORY = 0.95  # share of a worker's KV
 NO_BOUND_TTFT_S = 2.0  # instead of a bound on TTFT, where there is none
 IDLE = 0.7  # if less than this share is needed, nodes can be given back
 SOON_S, LATER_S = 5.0, 15.0  # rates are means over these: quick to rise, prompts slow to fall
@@ -67,13 +67,13 @@ class PoolSizes:
 
     prefill: int
     decode: int
-    num_changing: int = 0  # of these, workers that have yet to start, stop or flip
+    num_changing: int = 0  # workers that have yet to start, stop or flip
     kv_tokens: int = 0  # that one worker holds
     max_running: int = 0  # sequences of one worker
     num_gateways: int = 1  # that should report
     absent_prefill: int = 0  # workers of `prefill` that do not serve yet; they are changing too
     absent_decode: int = 0
-    room: int | None = None  # for workers of both pools; None: for those that there are
+    room: int | None = None  # for workers of both pools; None: for the present workers
 
     @property
     def total(self) -> int:
@@ -152,7 +152,7 @@ class Planner:
     def __init__(self, rules: PlannerRules) -> None:
         self._rules = rules
         self._seen: deque[tuple[float, Observation]] = deque()
-        self._sizes: tuple[int, int] | None = None  # of the pools, at the last decision
+        self._sizes: tuple[int, int] | None = None  # sizes of the pools at the last decision
         self._changed_s = -inf  # when the sizes last changed
         self._grew_s = {Role.PREFILL: -inf, Role.DECODE: -inf}
         self._changing_since_s: float | None = None

@@ -1,4 +1,4 @@
-"""A random worker among those that have room, each with the same chance."""
+"""A random worker with room, each with the same chance."""
 
 from typing import ClassVar
 

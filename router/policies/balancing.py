@@ -73,21 +73,21 @@ class _Load(msgspec.Struct, frozen=True):  # made for each worker at each look
     """The sequences of a worker, as the price of its step sees them."""
 
     worker: WorkerView
-    cost: DecodeCost | None  # of its steps; None if nothing was measured
+    cost: DecodeCost | None  # for its steps; None if nothing was measured
     num_seqs: float
     context_tokens: float
     lasts_s: float  # how long it is expected to go on decoding
     room_s: float  # what prompts lose by the room of a token
 
     def step_s(self, more_seqs: float = 0.0, more_tokens: float = 0.0) -> float:
-        """For how many seconds its step would count with so many more sequences, as predicted."""
+        """Returns the predicted seconds of its step with `more_seqs` more sequences."""
         assert self.cost is not None
         num_seqs, tokens = self.num_seqs + more_seqs, self.context_tokens + more_tokens
         step_s = self.cost.seconds(round(num_seqs), round(tokens))
         return step_s if self.worker.info.role.decodes else LEND_RATIO * step_s
 
     def plus(self, num_seqs: float, context_tokens: float) -> "_Load":
-        """Returns the load with so many more sequences."""
+        """Returns the load with `num_seqs` more sequences."""
         return replace(
             self,
             num_seqs=self.num_seqs + num_seqs,
@@ -134,7 +134,7 @@ def relief(
     slowest_first = sorted(steps_s, key=lambda i: (-steps_s[i], i))
     for source in slowest_first:
         if steps_s[source] <= (1 + least_gain) * steps_s[slowest_first[-1]]:
-            return None  # nor does any other of those that follow
+            return None  # nor does any later pair gain
         worker = loads[source].worker
         if not worker.decodes or not worker.info.role.decodes:
             continue

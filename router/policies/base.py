@@ -101,7 +101,7 @@ class Costs(Protocol):
         ...
 
     def load_s(self, store: WorkerView, medium: str, num_blocks: int) -> float:
-        """Seconds until a store has read so many blocks of a lower medium; at first a guess."""
+        """Seconds until a store has read `num_blocks` from a lower medium; at first a guess."""
         ...
 
     def offer_s(self) -> float:
@@ -137,11 +137,11 @@ class Decision(msgspec.Struct, frozen=True):
     num_matched_tokens: int = 0  # in the prefill worker
     pulled_from: WorkerId | None = None  # the worker or store whose prefix is pulled first
     num_pulled_tokens: int = 0  # beyond the matched ones
-    pulled_medium: str | None = None  # of a store, the slowest that it needs; None: from a worker
+    pulled_medium: str | None = None  # a store's slowest one that it needs; None: from a worker
     predicted_load_s: float = 0.0  # until the store has read what it lacks in memory
     predicted_ttft_s: float | None = None  # from the placement on
     predicted_tpot_s: float | None = None
-    drag: float = 1.0  # so many times as long its prompt takes, because of what decodes beside it
+    drag: float = 1.0  # factor by which decoding beside it slows its prompt down
     candidates: tuple[
         PrefillCandidate, ...
     ] = ()  # the chosen one first; empty if it was not explained
@@ -157,7 +157,7 @@ class Decision(msgspec.Struct, frozen=True):
         return self.num_matched_tokens + self.num_pulled_tokens
 
     def pulled_of(self, num_cached_tokens: int) -> int:
-        """Of the tokens that turned out to be cached, those that were pulled for this request."""
+        """How many of the tokens that turned out to be cached were pulled for this request."""
         num_pulled = num_cached_tokens - self.num_matched_tokens
         return min(max(num_pulled, 0), self.num_pulled_tokens)
 

@@ -17,7 +17,7 @@ from engine.messages import WorkerId
 from router.cluster.view import WorkerView
 from router.policies.base import Decision
 
-LEAST_ROOM = 1 / 16  # of a worker's blocks: a full decode worker gets room again
+LEAST_ROOM = 1 / 16  # share of a worker's blocks: a full decode worker gets room again
 
 
 def keeper(

@@ -22,7 +22,7 @@ from router.cluster.view import WorkerView
 from router.policies.base import Asked, Worker
 from router.policies.candidates import predicted_ready_s
 
-# Before any prompt was timed, a prefix is pulled if it spares at least so many tokens. A smaller
+# Before any prompt was timed, a prefix is pulled if it saves at least this many tokens. A smaller
 # one may be computed as fast as it is offered. A slower medium must hold as many more to be used.
 LEAST_SPARED_TOKENS = 64
 
@@ -33,8 +33,8 @@ class Holder:
 
     worker_id: WorkerId
     num_tokens: int
-    medium: str | None = None  # of a store; None: the pool of a worker
-    answers_s: float = 0.0  # seconds until it answers, beside those of any pull
+    medium: str | None = None  # a store's; None: the pool of a worker
+    answers_s: float = 0.0  # seconds until it answers, beside the pull's own
     load_s: float = 0.0  # seconds until a store has read them
 
 

@@ -45,8 +45,8 @@ def apply_events(
 ) -> int:
     """Applies a worker's events to an index, in order.
 
-    `media` has the names of a store in the index, by medium. Without it, events must name none.
-    Returns the number of ignored events: those of unknown media.
+    `media` has a store's names in the index, by medium. Without it, events must name no medium.
+    Returns the number of ignored events: they name unknown media.
     """
     num_ignored = 0
     for event in events:
@@ -159,7 +159,7 @@ class _Ask:
     due_s: float
     wants_all: bool
     num_published: int  # when it was asked
-    number: int | None = None  # of the snapshot
+    number: int | None = None  # the snapshot's
     pieces: list[BlockEvent] = field(default_factory=list)
 
 
@@ -225,7 +225,7 @@ class BlockNews:
     # ------------------------------------------------------------ batches
 
     def _take(self, number: int, events: Sequence[BlockEvent]) -> list[NewsEffect]:
-        """Applies a batch if its turn has come, with those that waited for it."""
+        """Applies a batch if it is the next one, and the batches that waited for it."""
         if self._next is None or number > self._next:
             if len(self._early) < MAX_EARLY_BATCHES:
                 self._early[number] = events

@@ -28,7 +28,7 @@ from router.machine.moves.stages import RETRY_S, MoveStage
 from router.machine.state import SEVERED_S, RouterState
 
 COPY_AT_ONCE = 4  # at least this many sequences of one worker are copied at the same time
-LATE_COPIES = 1  # so many late copies are repeated at once, others after `RETRY_S`
+LATE_COPIES = 1  # the number of late copies repeated at once; others wait `RETRY_S`
 
 
 class Copying:

@@ -23,7 +23,7 @@ from router.machine.state import RouterState
 
 NOT_HANDED_OVER = "not handed over"
 LEAVE_AT_ONCE = 16  # at least this many sequences leave one worker at the same time
-MOVING_SHARE = 8  # or one in this many of those that it decodes, if that is more
+MOVING_SHARE = 8  # or one in this many of its decoding sequences, if that is more
 GATHER_S = 0.5  # a copied sequence waits at most this long for others
 FEW_BLOCKS = 2  # without a copy, no step waits for the pull of more
 

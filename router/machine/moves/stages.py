@@ -29,7 +29,7 @@ class MoveStage(Enum):
     LEAVING = auto()  # the source was told to stop it
     ARRIVING = auto()  # it is another attempt now, whose KV the target pulls
 
-    __hash__ = object.__hash__  # that of an enum is made in Python, and each event looks here
+    __hash__ = object.__hash__  # an enum's own hash runs in Python, and each event looks here
 
 
 @dataclass(slots=True)
