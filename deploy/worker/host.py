@@ -16,7 +16,7 @@ import queue
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,9 +29,9 @@ from decode.speculation import Speculator
 from deploy.worker.block_publisher import BlockPublisher
 from deploy.worker.core import worker_core
 from deploy.worker.gateway_sessions import GatewaySessions
-from deploy.worker.guide_opening import GuideOpening
 from deploy.worker.process_facts import cpu_s, process_gauges
 from deploy.worker.request_ids import RequestIds
+from deploy.worker.session_inbox import SessionInbox
 from deploy.worker.step_watch import StepWatch
 from engine import native_build
 from engine.clock import Clock
@@ -41,18 +41,12 @@ from engine.layout import KVFormat, KVLayout, Shard
 from engine.messages import (
     PROTOCOL_VERSION,
     ROLES_OF_WORKERS,
-    Decode,
     GatewayId,
-    Generate,
-    Hello,
     Incarnation,
-    Prefill,
     Role,
     RoleChanged,
-    SetRole,
     StillStepping,
     ToGateway,
-    ToWorker,
     TransferAddress,
     Welcome,
     WorkerId,
@@ -75,7 +69,6 @@ from kvtransfer.messages import Identity
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
-_WHY_NOT = "workers of that role hold KV in another format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +249,16 @@ class WorkerHost:
 
     # ------------------------------------------------------------ gateways (asyncio thread)
 
-    def _listen(self, gateway_id: GatewayId) -> "_Listener":
-        opening = GuideOpening(
+    def _listen(self, gateway_id: GatewayId) -> SessionInbox:
+        return SessionInbox(
             gateway_id,
             self._model.guides,
             executor=self._opener,
             put=self._inbox.put,
             on_crash=self._on_crash,
+            request_ids=self._request_ids,
+            possible_roles=self._possible,
         )
-        return _Listener(opening, self._request_ids, self._possible)
 
     def _on_gateway_lost(self, gateway_id: GatewayId) -> None:
         self._inbox.put(GatewayLost(gateway_id))
@@ -452,30 +446,3 @@ def roles_of(role: Role, config: WorkerSettings) -> frozenset[Role]:
 def served_as(fingerprint: str, kv_wire_dtype: KVFormat | None) -> str:
     """Returns the fingerprint for gateways. The wire format of KV changes answers too."""
     return fingerprint if kv_wire_dtype is None else f"{fingerprint}-wire_{kv_wire_dtype}"
-
-
-class _Listener:
-    """Takes the messages of one gateway. Lines about a sequence have the ids of its request."""
-
-    def __init__(
-        self, opening: GuideOpening, request_ids: RequestIds, possible: Collection[Role]
-    ) -> None:
-        self._opening = opening
-        self._request_ids = request_ids
-        self._possible = possible
-
-    def take(self, message: ToWorker) -> None:
-        assert not isinstance(message, Hello)
-        if isinstance(message, SetRole) and message.role not in self._possible:
-            log.warning("this worker cannot become a %s worker: %s", message.role, _WHY_NOT)
-        if not isinstance(message, Prefill | Generate | Decode):
-            self._opening.take(message)
-            return
-        self._request_ids.note(message.seq_id, message.client_id)
-        with self._request_ids.logged(message.seq_id):
-            kind = type(message).__name__.lower()
-            log.info("takes a sequence: %s, %d tokens", kind, len(message.token_ids))
-            self._opening.take(message)
-
-    def close(self) -> None:
-        self._opening.close()

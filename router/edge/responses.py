@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any
 
 import msgspec
 from starlette.types import Send
 
 from engine.errors import InvalidRequest
-from router.inbox.api_errors import ApiError, error_body
+from router.inbox.api_errors import ApiError, ErrorReply, error_body
 from router.inbox.json_parts import PART_BYTES
 from router.inbox.loop_turns import Turn
 
@@ -29,7 +28,7 @@ async def send_invalid(
     await send_json(send, error.status, body, {**(more_headers or {}), **headers})
 
 
-def refusal_of(error: InvalidRequest) -> tuple[dict[str, Any], dict[str, str]]:
+def refusal_of(error: InvalidRequest) -> tuple[ErrorReply, dict[str, str]]:
     """The body and headers for an error. Status 503 is the server's fault, others the client's."""
     code: str | None = getattr(error, "code", None)
     kind = _KIND_OF_STATUS.get(error.status, "invalid_request_error")

@@ -48,6 +48,7 @@ from router.gateway.dashboard.records import EndedChoice, RunningChoice
 from router.gateway.hints.claims import claim_of
 from router.gateway.hints.uses import SessionNotes
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
+from router.gateway.requests.body import Body
 from router.gateway.requests.calls import (
     ApiCall,
     CheckedCall,
@@ -58,7 +59,6 @@ from router.gateway.requests.calls import (
 )
 from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
 from router.gateway.requests.json_fields import MAX_IGNORED, suggestions
-from router.gateway.requests.openai_schema import Body
 from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing, context_of
 from router.gateway.versions import (

@@ -55,9 +55,10 @@ from router.gateway.pages.replies import (
 from router.gateway.pages.status import StatusPages
 from router.gateway.pages.tokens import TokenPages
 from router.gateway.requests.calls import GatewaySettings
-from router.gateway.requests.embedding_schema import EmbeddingBody
+from router.gateway.requests.chat import ChatBody
+from router.gateway.requests.completion import CompletionBody
+from router.gateway.requests.embedding import EmbeddingBody
 from router.gateway.requests.grammar_checker import GrammarCheck
-from router.gateway.requests.openai_schema import ChatBody, CompletionBody
 from router.gateway.responses.pages import ResponsePages
 from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing

@@ -30,9 +30,9 @@ from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.whole import whole_answer
 from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
+from router.gateway.requests.body import Body
 from router.gateway.requests.field_table import EMBEDDINGS
 from router.gateway.requests.json_fields import endpoint_of
-from router.gateway.requests.openai_schema import Body
 from router.inbox.api_errors import ApiError
 from router.inbox.task_groups import LightTaskGroup
 

@@ -18,7 +18,8 @@ from router.access.limits import KeyLimits
 from router.gateway.answering import GatewayParts
 from router.gateway.answers.dialects import CHAT, COMPLETION
 from router.gateway.endpoint import CallEndpoint, HttpAnswers
-from router.gateway.requests.openai_schema import ChatBody, CompletionBody
+from router.gateway.requests.chat import ChatBody
+from router.gateway.requests.completion import CompletionBody
 from router.gateway.versions import VERSION_HEADER, ServedVersion
 from router.probes import ANSWER_LEN, SHORT_TEXT, TENANT, WITHIN_S
 

@@ -1,6 +1,6 @@
 """Errors of the API, with OpenAI's `code`, and their JSON form."""
 
-from typing import Any
+import msgspec
 
 from engine.errors import InvalidRequest
 
@@ -35,8 +35,23 @@ def no_room(context_len: int, prompt_len: int, param: str) -> ApiError:
     return context_exceeded(message, param)
 
 
+class ErrorDetails(msgspec.Struct):
+    """What is wrong: `param` names the field or header, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct):
+    """Every error has this shape, also the last event of a stream that fails."""
+
+    error: ErrorDetails
+
+
 def error_body(
     message: str, *, kind: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
+) -> ErrorReply:
     """The body of an error answer, in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return ErrorReply(ErrorDetails(message, kind, param, code))

@@ -2,7 +2,7 @@
 
 Encoding holds the interpreter lock, and making objects for it takes longer still. Here a value is
 encoded in short parts, each when it is asked for. The items of a `LazyItems` are made when they are
-encoded. Between two parts, other work can be done.
+encoded. Between two parts, other work can be done. Structs must have no tags.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +56,12 @@ async def joined_in_turns(parts: Iterator[bytes], turn: Turn) -> bytes:
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, msgspec.Struct):
+        value = {
+            name: field
+            for name, field in msgspec.structs.asdict(value).items()
+            if field is not msgspec.UNSET
+        }
     if isinstance(value, dict):
         mark = b"{"
         for key, each in value.items():
@@ -66,7 +72,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
     elif isinstance(value, LazyItems):
         yield from _listed(map(_encode, value))
     elif isinstance(value, list | tuple) and value:
-        is_nested = isinstance(value[0], dict | list | tuple | LazyItems)
+        is_nested = isinstance(value[0], dict | list | tuple | LazyItems | msgspec.Struct)
         yield from _nested(value) if is_nested else _listed(_slices(value))
     else:
         yield _encode(value)

@@ -2,9 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from router.gateway.answers.choice import CallDelta
+from router.gateway.requests.chat import (
+    AnswerMessage,
+    CalledFunction,
+    CallPart,
+    ChatChoice,
+    DeltaFunction,
+    ShownCall,
+)
+from router.gateway.requests.completion import CompletionChoice
 from router.text.forms.deltas import CallArguments, CallBegun
 from router.text.logprobs import (
     BytesOf,
@@ -36,17 +45,17 @@ class Dialect:
         finish_reason: str,
         logprobs: Mapping[str, Any] | None,
         reasoning: str = "",
-    ) -> dict[str, Any]:
-        """A choice of an answer that is not streamed, without its index."""
-        choice: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
+    ) -> ChatChoice | CompletionChoice:
+        """A choice of an answer that is not streamed."""
+        scores, finish = cast("Any", logprobs), cast("Any", finish_reason)
         if not self.is_chat:
-            return choice | {"text": text}
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            return CompletionChoice(index=0, finish_reason=finish, text=text, logprobs=scores)
+        message = AnswerMessage(content=text)
         if calls:
-            message |= {"content": text or None, "tool_calls": _whole_calls(calls)}
+            message.content, message.tool_calls = text or None, _whole_calls(calls)
         if reasoning:
-            message |= reasoning_fields(reasoning)
-        return choice | {"message": message}
+            message.reasoning_content = message.reasoning = reasoning
+        return ChatChoice(index=0, finish_reason=finish, message=message, logprobs=scores)
 
     def logprobs_writer(
         self, bytes_of: BytesOf, num_top: int, *, ids_for_names: bool
@@ -56,7 +65,7 @@ class Dialect:
         return writer(bytes_of, num_top, ids_for_names=ids_for_names)
 
 
-def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[ShownCall]:
     calls = [delta for delta in deltas if isinstance(delta, CallBegun)]
     pieces: list[list[str]] = [[] for _ in calls]
     for delta in deltas:
@@ -64,7 +73,7 @@ def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
             pieces[delta.index].append(delta.text)
     arguments = map("".join, pieces)
     return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+        ShownCall(id=call.id, function=CalledFunction(call.name, text))
         for call, text in zip(calls, arguments, strict=True)
     ]
 
@@ -74,12 +83,11 @@ def reasoning_fields(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def call_delta(delta: CallDelta) -> dict[str, Any]:
+def call_delta(delta: CallDelta) -> CallPart:
     """A tool call's part of a chunk. The name comes first, without arguments."""
     if isinstance(delta, CallArguments):
-        return {"index": delta.index, "function": {"arguments": delta.text}}
-    function = {"name": delta.name, "arguments": ""}
-    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+        return CallPart(delta.index, DeltaFunction(delta.text))
+    return CallPart(delta.index, DeltaFunction("", delta.name), delta.id, "function")
 
 
 EMBEDDING = Dialect(

@@ -13,6 +13,7 @@ from router.gateway.answers.writing import (
     send_failure,
     usage_of,
 )
+from router.gateway.requests.embedding import EmbeddingList, ShownEmbedding
 from router.inbox.json_parts import LazyItems, encode_lazy, json_parts
 from router.machine.requests import Failed, Finished
 from router.text.embeddings import EmbeddingForm, are_numbers, shaped
@@ -70,16 +71,15 @@ class EmbeddingAnswer:
             return
         await send_parts(self._send, json_parts(self._body(ending)), heading.headers, heading.turn)
 
-    def _body(self, ending: Ending) -> dict[str, Any]:
+    def _body(self, ending: Ending) -> EmbeddingList:
         """The whole answer."""
         heading = self._heading
-        body: dict[str, Any] = heading.fields(heading.dialect.object_name)
-        body["data"] = LazyItems(range(len(self._found)), self._item)
-        body["usage"] = usage_of(ending.prompt_tokens, 0)
+        data: Any = LazyItems(range(len(self._found)), self._item)
+        fields = heading.fields(heading.dialect.object_name)
+        body = EmbeddingList(**fields, data=data, usage=usage_of(ending.prompt_tokens, 0))
         if heading.call.asked.debugs(TIMELINE_HEADER):
-            body["baton_timeline"] = ending.timeline
+            body.baton_timeline = ending.timeline
         return body
 
-    def _item(self, index: int) -> dict[str, Any]:
-        shown = shaped(self._found[index], self._form)
-        return {"object": "embedding", "index": index, "embedding": shown}
+    def _item(self, index: int) -> ShownEmbedding:
+        return ShownEmbedding(index=index, embedding=shaped(self._found[index], self._form))

@@ -20,6 +20,8 @@ from router.gateway.answers.writing import (
     Heading,
     send_failure,
 )
+from router.gateway.requests.chat import ChatAnswer, ChatChoice
+from router.gateway.requests.completion import CompletionAnswer, CompletionChoice
 from router.inbox.json_parts import encode_lazy, json_parts
 from router.machine.requests import (
     Finished,
@@ -128,18 +130,19 @@ class WholeAnswer:
             num_tokens += ending.prompt_tokens
         return num_entries <= SHORT_ENTRIES and num_tokens <= SHORT_TOKENS
 
-    def _body(self, ending: Ending) -> dict[str, Any]:
+    def _body(self, ending: Ending) -> ChatAnswer | CompletionAnswer:
         heading = self._heading
-        body = heading.fields(heading.dialect.object_name)
-        choices = [self._choice(index) for index in ending.shown]
-        body["choices"] = [{"index": i, **choice} for i, choice in enumerate(choices)]
-        body["usage"] = ending.usage()
-        self._add_prompts(body, ending.prompt_entries)
+        choices = [self._choice(index, place) for place, index in enumerate(ending.shown)]
+        kind: Any = ChatAnswer if heading.dialect.is_chat else CompletionAnswer
+        fields = heading.fields(heading.dialect.object_name)
+        body: ChatAnswer | CompletionAnswer = kind(**fields, choices=choices, usage=ending.usage())
+        self._add_prompts([body] if heading.dialect.is_chat else choices, ending.prompt_entries)
         if heading.call.asked.debugs(TIMELINE_HEADER):
-            body["baton_timeline"] = ending.timeline
+            body.baton_timeline = ending.timeline
         return body
 
-    def _choice(self, index: int) -> dict[str, Any]:
+    def _choice(self, index: int, place: int) -> ChatChoice | CompletionChoice:
+        """A choice in its place among all that are shown."""
         kept, call, dialect = self._kept[index], self._heading.call, self._heading.dialect
         last = kept.last
         assert last is not None
@@ -152,26 +155,20 @@ class WholeAnswer:
             )
             logprobs = writer.shape(kept.entries)
         choice = dialect.whole_choice(kept.text, kept.calls, last.finish, logprobs, kept.reasoning)
-        choice["stop_reason"] = last.stop_reason
-        choice["token_ids"] = kept.token_ids.tolist() if call.body.return_token_ids else None
+        choice.index, choice.stop_reason = place, last.stop_reason
+        choice.token_ids = kept.token_ids.tolist() if call.body.return_token_ids else None
         return choice
 
-    def _add_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[Entry, ...]]) -> None:
+    def _add_prompts(self, places: Sequence[Any], prompts: Sequence[tuple[Entry, ...]]) -> None:
         """Adds ids and scores of prompts as vLLM: to a chat, or to each choice of a completion.
 
         They are null if the client did not ask for them.
         """
-        call = self._heading.call
+        call, num_each = self._heading.call, len(places) // len(prompts)
         for index, (leader, entries) in enumerate(zip(call.leaders, prompts, strict=True)):
             scores = None
             if (num_top := call.body.prompt_logprobs) is not None:
                 scores = prompt_logprobs(entries, call.served.text.bytes_of, num_top)
-            prompt = {
-                "prompt_token_ids": leader.token_ids if call.body.return_token_ids else None,
-                "prompt_logprobs": scores,
-            }
-            num_shown = call.body.num_choices
-            first = index * num_shown
-            is_chat = self._heading.dialect.is_chat
-            for place in [body] if is_chat else body["choices"][first : first + num_shown]:
-                place |= prompt
+            for place in places[index * num_each : (index + 1) * num_each]:
+                place.prompt_token_ids = leader.token_ids if call.body.return_token_ids else None
+                place.prompt_logprobs = scores

@@ -14,8 +14,9 @@ from starlette.types import Send
 from router.edge.responses import send_json
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.dialects import Dialect
+from router.gateway.requests.body import CompletionDetails, PromptDetails, TokenUsage
 from router.gateway.requests.calls import CheckedCall
-from router.inbox.api_errors import error_body
+from router.inbox.api_errors import ErrorReply, error_body
 from router.inbox.loop_turns import Turn
 from router.machine.requests import UNFIT, Failed, Finished, Outcome, Rejected, Timeline
 from router.policies.base import Decision
@@ -128,36 +129,28 @@ class Ending(msgspec.Struct, frozen=True):
     def _leaders(self) -> Sequence[AnswerChoice]:
         return self.choices[:: self.call.num_candidates]
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> TokenUsage:
         """Token counts as OpenAI names them. Drafted tokens are counted if there were any."""
-        details = None
-        if self.timeline is not None:
-            details = {"cached_tokens": self.num_cached_tokens}
-        counts = usage_of(self.prompt_tokens, self.completion_tokens)
-        usage: dict[str, Any] = {**counts, "prompt_tokens_details": details}
+        usage = usage_of(self.prompt_tokens, self.completion_tokens)
+        cached = None if self.timeline is None else PromptDetails(self.num_cached_tokens)
+        usage.prompt_tokens_details = cached
         timelines = [choice.timeline for choice in self.choices if choice.timeline is not None]
         num_drafted = sum(timeline.num_drafted_tokens for timeline in timelines)
-        of_answer: dict[str, int] = {}
+        details = CompletionDetails()
         if num_drafted:
             num_accepted = sum(timeline.num_accepted_tokens for timeline in timelines)
-            of_answer = {
-                "accepted_prediction_tokens": num_accepted,
-                "rejected_prediction_tokens": num_drafted - num_accepted,
-            }
+            details.accepted_prediction_tokens = num_accepted
+            details.rejected_prediction_tokens = num_drafted - num_accepted
         if num_reasoning := self.num_reasoning_tokens:
-            of_answer["reasoning_tokens"] = num_reasoning
-        if of_answer:
-            usage["completion_tokens_details"] = of_answer
+            details.reasoning_tokens = num_reasoning
+        if num_drafted or num_reasoning:
+            usage.completion_tokens_details = details
         return usage
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage_of(prompt_tokens: int, completion_tokens: int) -> TokenUsage:
     """The three token counts of OpenAI's `usage`."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+    return TokenUsage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
 
 class AnswerWriter(Protocol):
@@ -208,7 +201,7 @@ def failure_head(outcome: Outcome) -> tuple[int, dict[str, str]]:
     return status, {"retry-after": str(max(1, math.ceil(min(retry_after_s, MAX_RETRY_AFTER_S))))}
 
 
-def failure_body(outcome: Outcome) -> dict[str, Any]:
+def failure_body(outcome: Outcome) -> ErrorReply:
     """The error body for an outcome other than Finished."""
     if isinstance(outcome, Rejected):
         return error_body(outcome.message, kind="rate_limit_error", code="rate_limit_exceeded")

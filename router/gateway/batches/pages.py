@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -18,8 +19,11 @@ from router.access.keys import Tenant
 from router.edge.extension import caller_of
 from router.gateway.batches import tables
 from router.gateway.batches.records import (
+    BatchList,
     BatchRecord,
     BatchStatus,
+    DeletedFile,
+    FileList,
     FilePurpose,
     FileRecord,
     window_s,
@@ -168,7 +172,8 @@ class BatchPages:
             now_s=unix_time_s(),
         )
         files = await self._storage.run(find)
-        return await asyncio.to_thread(_listing, files, page.limit)  # there may be 10,000
+        # There may be 10,000 files.
+        return await asyncio.to_thread(_listing, files, page.limit, FileList)
 
     async def file(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/files/{file_id}."""
@@ -178,7 +183,7 @@ class BatchPages:
         """DELETE /v1/files/{file_id}."""
         file = await self._find(request, tenant)
         await self._storage.run(partial(tables.delete_file, file_id=file.id))
-        return json_reply(200, {"id": file.id, "object": "file", "deleted": True})
+        return json_reply(200, DeletedFile(file.id))
 
     async def content(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/files/{file_id}/content."""
@@ -268,7 +273,7 @@ class BatchPages:
         """GET /v1/batches."""
         page = _page_of(request, "batches")
         find = partial(tables.list_batches, tenant=tenant.owner, page=_with_one_more(page))
-        return _listing(await self._storage.run(find), page.limit)
+        return _listing(await self._storage.run(find), page.limit, BatchList)
 
     async def batch(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/batches/{batch_id}."""
@@ -316,18 +321,17 @@ def _page_of(request: HttpRequest, what: str) -> tables.Page:
     return tables.Page(int(text), asked.get("after"), order == "asc")
 
 
-def _listing(rows: Sequence[FileRecord | BatchRecord], limit: int) -> Response:
-    shown = [row.shown() for row in rows[:limit]]
-    return json_reply(
-        200,
-        {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(rows) > limit,
-        },
+def _listing(
+    rows: Sequence[FileRecord | BatchRecord], limit: int, kind: type[FileList | BatchList]
+) -> Response:
+    shown: Any = [row.shown() for row in rows[:limit]]
+    page = kind(
+        data=shown,
+        first_id=shown[0].id if shown else None,
+        last_id=shown[-1].id if shown else None,
+        has_more=len(rows) > limit,
     )
+    return json_reply(200, page)
 
 
 def _checked_form(fields: Mapping[str, str], now_s: int) -> int | None:

@@ -10,7 +10,7 @@ A batch that is over keeps what was answered. Its unanswered requests are in the
 
 import re
 from enum import StrEnum
-from typing import Any
+from typing import Literal
 
 import msgspec
 
@@ -67,19 +67,16 @@ class FileRecord(msgspec.Struct, frozen=True):
     created_s: int
     expires_s: int | None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> "ShownFile":
         """The file as OpenAI's API shows it."""
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.num_bytes,
-            "created_at": self.created_s,
-            "expires_at": self.expires_s,
-            "filename": self.filename,
-            "purpose": self.purpose,
-            "status": "processed",
-            "status_details": None,
-        }
+        return ShownFile(
+            id=self.id,
+            bytes=self.num_bytes,
+            created_at=self.created_s,
+            expires_at=self.expires_s,
+            filename=self.filename,
+            purpose=self.purpose,
+        )
 
 
 class LineFault(msgspec.Struct, frozen=True):
@@ -120,36 +117,112 @@ class BatchRecord(msgspec.Struct, frozen=True):
     error_file_id: str | None
     errors: list[LineFault]
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> "ShownBatch":
         """The batch as OpenAI's API shows it."""
         status, ended_s = self.status, self.ended_s
-        errors = [msgspec.structs.asdict(fault) for fault in self.errors]
-        return {
-            "id": self.id,
-            "object": "batch",
-            "endpoint": self.endpoint,
-            "errors": {"object": "list", "data": errors} if errors else None,
-            "input_file_id": self.input_file_id,
-            "completion_window": self.window,
-            "status": status,
-            "output_file_id": self.output_file_id,
-            "error_file_id": self.error_file_id,
-            "created_at": self.created_s,
-            "in_progress_at": self.in_progress_s,
-            "expires_at": self.expires_s,
-            "finalizing_at": self.finalizing_s,
-            "completed_at": ended_s if status is BatchStatus.COMPLETED else None,
-            "failed_at": ended_s if status is BatchStatus.FAILED else None,
-            "expired_at": ended_s if status is BatchStatus.EXPIRED else None,
-            "cancelling_at": self.cancelling_s,
-            "cancelled_at": ended_s if status is BatchStatus.CANCELLED else None,
-            "request_counts": {
-                "total": self.num_lines,
-                "completed": self.num_completed,
-                "failed": self.num_failed,
-            },
-            "metadata": self.metadata,
-        }
+        return ShownBatch(
+            id=self.id,
+            endpoint=self.endpoint,
+            errors=BatchFaults(self.errors) if self.errors else None,
+            input_file_id=self.input_file_id,
+            completion_window=self.window,
+            status=status,
+            output_file_id=self.output_file_id,
+            error_file_id=self.error_file_id,
+            created_at=self.created_s,
+            in_progress_at=self.in_progress_s,
+            expires_at=self.expires_s,
+            finalizing_at=self.finalizing_s,
+            completed_at=ended_s if status is BatchStatus.COMPLETED else None,
+            failed_at=ended_s if status is BatchStatus.FAILED else None,
+            expired_at=ended_s if status is BatchStatus.EXPIRED else None,
+            cancelling_at=self.cancelling_s,
+            cancelled_at=ended_s if status is BatchStatus.CANCELLED else None,
+            request_counts=BatchCounts(self.num_lines, self.num_completed, self.num_failed),
+            metadata=self.metadata,
+        )
+
+
+class ShownFile(msgspec.Struct, kw_only=True):
+    """A file. `bytes` is its length, times are Unix time in seconds."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    status_details: None = None
+
+
+class FileList(msgspec.Struct, kw_only=True):
+    """Files."""
+
+    object: Literal["list"] = "list"
+    data: list[ShownFile]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(msgspec.Struct):
+    """A file that was deleted."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class BatchCounts(msgspec.Struct):
+    """Requests of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchFaults(msgspec.Struct):
+    """What is wrong with a batch's input."""
+
+    data: list[LineFault]
+    object: Literal["list"] = "list"
+
+
+class ShownBatch(msgspec.Struct, kw_only=True):
+    """A batch. Times are Unix time, in seconds."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: BatchFaults | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(msgspec.Struct, kw_only=True):
+    """Batches."""
+
+    object: Literal["list"] = "list"
+    data: list[ShownBatch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 def window_s(text: str) -> int:

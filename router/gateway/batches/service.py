@@ -20,8 +20,9 @@ from router.gateway.batches.runner import BatchRunner
 from router.gateway.batches.stepping import BatchGate, SteppingPort
 from router.gateway.metrics.collectors import counter_of
 from router.gateway.metrics.meters import GatewayMetrics
-from router.gateway.requests.embedding_schema import EmbeddingBody
-from router.gateway.requests.openai_schema import ChatBody, CompletionBody
+from router.gateway.requests.chat import ChatBody
+from router.gateway.requests.completion import CompletionBody
+from router.gateway.requests.embedding import EmbeddingBody
 from router.gateway.responses.service import ResponseService
 from router.gateway.versions import ServedVersion
 

@@ -23,15 +23,17 @@ from router.gateway.answers.dialects import CHAT as CHAT_DIALECT
 from router.gateway.endpoint import read_body
 from router.gateway.hints.claims import check_session, key_id, session_id
 from router.gateway.hints.uses import prompt_hashes
+from router.gateway.requests.body import Body
 from router.gateway.requests.calls import (
     ApiCall,
     CheckedCall,
     GatewaySettings,
     parse,
 )
+from router.gateway.requests.chat import ChatBody
+from router.gateway.requests.completion import CompletionBody
 from router.gateway.requests.field_table import CHAT
 from router.gateway.requests.json_fields import endpoint_of
-from router.gateway.requests.openai_schema import Body, ChatBody, CompletionBody
 from router.gateway.versions import AFFINITY_HEADER, Versions
 from router.inbox.api_errors import ApiError, invalid_value
 

@@ -25,7 +25,7 @@ import msgspec
 
 from router.gateway.answering import ID_HEADER, TIMEOUT_HEADER
 from router.gateway.inference.tensors import Tensor, read_tensors
-from router.gateway.requests.openai_schema import CompletionBody
+from router.gateway.requests.completion import CompletionBody
 from router.gateway.versions import VERSION_HEADER
 from router.inbox.api_errors import ApiError, invalid_value
 

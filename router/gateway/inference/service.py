@@ -40,7 +40,7 @@ from router.gateway.inference.answers import StreamedInference, WholeInference
 from router.gateway.inference.calls import INPUTS, OUTPUTS, AnswerForm, InferenceCall, read_call
 from router.gateway.inference.wire import check_wire, no_message
 from router.gateway.metrics.meters import RequestMeter
-from router.gateway.requests.openai_schema import CompletionBody
+from router.gateway.requests.completion import CompletionBody
 from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.task_groups import LightTaskGroup
 from router.machine.requests import Outcome
@@ -116,7 +116,7 @@ class _Replies:
     async def fail(self, outcome: Outcome) -> None:
         """Keeps the error of an answer that did not finish."""
         status, headers = failure_head(outcome)
-        message = str(failure_body(outcome)["error"]["message"])
+        message = failure_body(outcome).error.message
         self.failure = InferenceFailure(status, message, headers)
 
     def open(self, heading: Heading) -> AnswerWriter:

@@ -10,14 +10,11 @@ import msgspec
 from router.gateway.batches.pages import MAX_EXPIRY_S, MIN_EXPIRY_S
 from router.gateway.openapi.operations import PIN_BODY, TOKENIZE_BODY, UPLOAD_FORM
 from router.gateway.pages.tokens import TokenizeOptions
-from router.gateway.requests.embedding_schema import EmbeddingBody
+from router.gateway.requests.body import Body
+from router.gateway.requests.chat import MAX_MESSAGES, ChatBody
+from router.gateway.requests.completion import CompletionBody
+from router.gateway.requests.embedding import EmbeddingBody
 from router.gateway.requests.field_table import HARMLESS, HONOURED, PLACES, refused_by
-from router.gateway.requests.openai_schema import (
-    MAX_MESSAGES,
-    Body,
-    ChatBody,
-    CompletionBody,
-)
 from router.text.structured import MAX_CHOICES
 from router.text.tools import MAX_TOOLS
 

@@ -5,11 +5,11 @@ from typing import Any
 from router.access.guard import DEBUG_PATHS, OPEN_PATHS
 from router.gateway.answering import ID_HEADER
 from router.gateway.answers.writing import IGNORED_HEADER
-from router.gateway.openapi.answers import ErrorReply
 from router.gateway.openapi.bodies import REF, body_components, components_of
 from router.gateway.openapi.errors import reasons_of
 from router.gateway.openapi.examples import EXAMPLES
 from router.gateway.openapi.operations import JSON, OPERATIONS, UPLOAD_FORM, Operation
+from router.inbox.api_errors import ErrorReply
 
 Json = dict[str, Any]
 

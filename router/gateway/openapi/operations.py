@@ -14,6 +14,7 @@ from router.gateway.answering import (
 )
 from router.gateway.answers.writing import DECISION_HEADER, TIMELINE_HEADER
 from router.gateway.batches.pages import MAX_PAGE, BatchBody
+from router.gateway.batches.records import BatchList, DeletedFile, FileList, ShownBatch, ShownFile
 from router.gateway.hints.claims import (
     KEEP_HEADER,
     MIN_KEEP_S,
@@ -21,34 +22,20 @@ from router.gateway.hints.claims import (
     SESSION_PATTERN,
 )
 from router.gateway.hints.pages import SESSION_PARAM, ShownPin
-from router.gateway.openapi.answers import (
-    BatchList,
-    ChatAnswer,
-    ChatStreamChunk,
-    CompletionAnswer,
-    CompletionStreamChunk,
-    DeletedFile,
-    DeletedResponse,
-    EmbeddingList,
-    FileList,
-    Health,
-    InputTokens,
-    ItemList,
-    ModelList,
-    Readiness,
-    ResponseAnswer,
-    ResponseEvent,
-    ServerLoad,
-    ServerVersion,
-    ShownBatch,
-    ShownFile,
-    ShownModel,
-    TargetGroup,
-)
+from router.gateway.pages.models import ModelList, ShownModel
+from router.gateway.pages.status import Health, Readiness, ServerLoad, ServerVersion
+from router.gateway.pages.targets import TargetGroup
 from router.gateway.pages.tokens import DetokenizeBody, Detokenized, Tokenized
-from router.gateway.requests.embedding_schema import EmbeddingBody
-from router.gateway.requests.openai_schema import ChatBody, CompletionBody
+from router.gateway.requests.chat import ChatAnswer, ChatBody, ChatStreamChunk
+from router.gateway.requests.completion import (
+    CompletionAnswer,
+    CompletionBody,
+    CompletionStreamChunk,
+)
+from router.gateway.requests.embedding import EmbeddingBody, EmbeddingList
 from router.gateway.responses.body import ResponseBody
+from router.gateway.responses.draft import ResponseAnswer, ResponseEvent
+from router.gateway.responses.pages import DeletedResponse, InputTokens, ItemList
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER
 
 Json = dict[str, Any]

@@ -2,7 +2,6 @@
 
 import logging
 import sqlite3
-from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -12,7 +11,7 @@ from starlette.routing import Match
 
 from engine.errors import InvalidRequest
 from router.edge.responses import refusal_of
-from router.inbox.api_errors import error_body
+from router.inbox.api_errors import ErrorReply, error_body
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +76,6 @@ async def internal_error(_: HttpRequest, __: Exception) -> Response:
     return json_reply(500, internal_error_body())
 
 
-def internal_error_body() -> dict[str, Any]:
+def internal_error_body() -> ErrorReply:
     """The body of a 500 answer."""
     return error_body("internal error", kind="server_error", code="internal_error")

@@ -1,5 +1,8 @@
 """Pages about the state of the server: health, readiness, load, metrics, version."""
 
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -10,6 +13,34 @@ from router.gateway.metrics.siblings import Siblings
 from router.gateway.pages.replies import json_reply
 from router.gateway.pages.targets import targets_of
 from router.gateway.versions import Versions
+
+
+class Health(Struct):
+    """The process is alive."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(Struct):
+    """Whether requests can be served, and if not, why; and what is broken beside."""
+
+    status: Literal["ready", "not ready"]
+    reason: str | UnsetType = UNSET
+    troubles: list[str] | UnsetType = UNSET
+
+
+class ServerLoad(Struct):
+    """Requests of this process; `queued_s` are the predicted seconds to compute waiting prompts."""
+
+    server_load: int
+    queued_requests: int
+    queued_s: float
+
+
+class ServerVersion(Struct):
+    """The version of Baton."""
+
+    version: str
 
 
 class StatusPages:
@@ -31,7 +62,7 @@ class StatusPages:
 
     async def health(self, _: HttpRequest) -> Response:
         """GET /health: 200 while this process is alive."""
-        return json_reply(200, {"status": "ok"})
+        return json_reply(200, Health())
 
     async def ready(self, _: HttpRequest) -> Response:
         """GET /ready, GET and POST /ping: 200 while requests can be served, else 503 and why.
@@ -39,22 +70,16 @@ class StatusPages:
         `troubles` are what is broken beside, where there is something.
         """
         reason = self._versions.readiness()
-        answer: dict[str, object] = {"status": "ready"}
-        if reason is not None:
-            answer = {"status": "not ready", "reason": reason}
+        answer = Readiness("ready") if reason is None else Readiness("not ready", reason)
         if self._board is not None and self._board.troubles:
-            answer["troubles"] = self._board.troubles
+            answer.troubles = list(self._board.troubles)
         return json_reply(200 if reason is None else 503, answer)
 
     async def load(self, _: HttpRequest) -> Response:
         """GET /load: requests of this process, `server_load` as vLLM calls it."""
         versions = self._versions
-        load = {
-            "server_load": versions.num_in_flight(),
-            "queued_requests": versions.queue_len(),
-            "queued_s": versions.queued_s(),
-        }
-        return json_reply(200, load)
+        load = (versions.num_in_flight(), versions.queue_len(), versions.queued_s())
+        return json_reply(200, ServerLoad(*load))
 
     async def metrics(self, _: HttpRequest) -> Response:
         """GET /metrics, for all gateway processes that share the port."""
@@ -70,4 +95,4 @@ class StatusPages:
 
     async def version(self, _: HttpRequest) -> Response:
         """GET /version."""
-        return json_reply(200, {"version": self._version})
+        return json_reply(200, ServerVersion(self._version))

@@ -8,8 +8,9 @@ the asker used.
 
 import re
 from collections.abc import Iterable
-from typing import Any
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from router.inbox.api_errors import invalid_value
 
@@ -17,7 +18,14 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?")
 
 
-def targets_of(urls: Iterable[str], scheme: str, asked: str) -> list[dict[str, Any]]:
+class TargetGroup(Struct):
+    """Addresses to scrape, with labels for all of them."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+def targets_of(urls: Iterable[str], scheme: str, asked: str) -> list[TargetGroup]:
     """Groups of targets. `asked` is the `host` header of the request.
 
     It is the only target while no other gateway is known. Raises ApiError for a wrong one.
@@ -25,12 +33,12 @@ def targets_of(urls: Iterable[str], scheme: str, asked: str) -> list[dict[str, A
     if _HOST.fullmatch(asked) is None:
         raise invalid_value(f"host is {asked[:40]!r}; expected a name or address and a port", None)
     here = f"{scheme}://{asked}"
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, TargetGroup] = {}
     for url in list(urls) or [here]:
         parts = urlsplit(url)
         host = urlsplit(here).hostname if parts.hostname in ANY_ADDRESS else parts.hostname
         port = parts.port or (443 if parts.scheme == "https" else 80)
         target = f"[{host}]:{port}" if ":" in (host or "") else f"{host}:{port}"
         labels = {"__scheme__": parts.scheme, "__metrics_path__": "/metrics"}
-        groups[target] = {"targets": [target], "labels": labels}
+        groups[target] = TargetGroup([target], labels)
     return [groups[target] for target in sorted(groups)]

@@ -18,14 +18,10 @@ from starlette.responses import Response
 from router.access.guard import tenant_of
 from router.gateway.answering import LONG_BODY_BYTES, GatewayParts
 from router.gateway.endpoint import read_body
+from router.gateway.requests.body import body_of, check_in_vocabulary, from_validation
+from router.gateway.requests.chat import ChatBody
+from router.gateway.requests.completion import CompletionBody
 from router.gateway.requests.json_fields import decode_fields
-from router.gateway.requests.openai_schema import (
-    ChatBody,
-    CompletionBody,
-    body_of,
-    check_in_vocabulary,
-    from_validation,
-)
 from router.gateway.requests.parameters import checked_structure
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
 from router.inbox.api_errors import invalid_value

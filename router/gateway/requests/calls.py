@@ -17,17 +17,19 @@ from engine.net.trust import Secret
 from router.access.keys import Tenant
 from router.gateway.hints.claims import SessionClaim
 from router.gateway.hints.uses import SessionNotes, notes_of
+from router.gateway.requests.body import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.field_table import CHAT
 from router.gateway.requests.json_fields import (
     decode_fields,
     ignored_names,
     suggestions,
 )
-from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.parameters import (
     behind_thinking,
+    check_answer_scores,
     check_batch,
     check_num_choices,
+    check_prompt_scores,
     checked_structure,
     limits_of,
     nth_seed,
@@ -35,7 +37,6 @@ from router.gateway.requests.parameters import (
     sampling_of,
     token_grammar,
 )
-from router.gateway.requests.scores import check_answer_scores, check_prompt_scores
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
 from router.inbox.api_errors import invalid_value
 from router.machine.requests import Request

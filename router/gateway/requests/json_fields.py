@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from router.gateway.requests.body import Body, from_validation, known_fields
+from router.gateway.requests.chat import ChatMessage, ContentPart, Speaker
 from router.gateway.requests.field_table import CHAT, COMPLETIONS, EMBEDDINGS, honoured_by
-from router.gateway.requests.messages import ChatMessage, ContentPart, Speaker
-from router.gateway.requests.openai_schema import Body, from_validation, known_fields
 from router.inbox.api_errors import invalid_value
 from router.inbox.json_values import check_containers, decode_value, no_object, not_json
 

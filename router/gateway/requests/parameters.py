@@ -1,4 +1,9 @@
-"""From the fields of a body to sampling, limits and priority, as the workers know them."""
+"""From the fields of a body to sampling, limits and priority, as the workers know them.
+
+Log-probabilities have bounds. Each is some 30 to 70 bytes of an answer. They are kept until the
+answer ends, or until its client reads on. The bounds hold for streams too, since a client may read
+slowly.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -8,19 +13,20 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.grammar.tokens import TokenRules
 from engine.messages import Grammar, Limits, Sampling, ThinkingMarks
-from router.gateway.requests.openai_schema import (
+from router.gateway.requests.body import (
     MAX_BEAM_TOKENS,
     UINT64_MASK,
     Body,
     check_in_vocabulary,
 )
-from router.gateway.requests.scores import most_scored_tokens
+from router.gateway.requests.field_table import CHAT
 from router.inbox.api_errors import context_exceeded, invalid_value, no_room
 from router.text.forms.chosen import HERMES, AnswerParsing
 from router.text.forms.thinking import BEGIN, END
 from router.text.structured import Structure, check_combination, structure_of
 from router.text.tokenizer import TextModel
 
+MAX_SCORES = 2**18  # in all answers together, and in all prompts together
 MAX_ID_DIGITS = 10
 MAX_WRONG_SHOWN = 8  # wrong keys of a field that an error names
 
@@ -220,3 +226,54 @@ def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int
 
 def _is_token_id(key: str) -> bool:
     return key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS
+
+
+def check_answer_scores(body: Body) -> None:
+    """Raises ApiError if the answers would have too many. Needs no tokenising."""
+    num_each, wanted = _num_each(body), body.wanted_tokens
+    if num_each is None or wanted is None:
+        return
+    num_answers = body.num_prompts * body.num_candidates
+    num_scores = num_answers * wanted * num_each
+    if num_scores > MAX_SCORES:
+        message = (
+            f"{num_answers} choices of {wanted} tokens with {num_each} log-probabilities each "
+            f"are {num_scores} log-probabilities; at most {MAX_SCORES} are allowed"
+        )
+        raise invalid_value(message, _param(body))
+
+
+def most_scored_tokens(body: Body) -> int | None:
+    """The longest answer that may have its log-probabilities; None: the bound does not matter."""
+    num_each = _num_each(body)
+    if num_each is None:
+        return None
+    return max(MAX_SCORES // (body.num_prompts * body.num_candidates * num_each), 1)
+
+
+def check_prompt_scores(body: Body, prompt_lens: Sequence[int]) -> None:
+    """Raises ApiError if the prompts would have too many, with their echoes."""
+    num_each = (
+        0 if body.prompt_logprobs is None else body.times_of_prompt * (1 + body.prompt_logprobs)
+    )
+    if body.echoes_scores:
+        num_each += body.num_candidates * (_num_each(body) or 0)
+    num_scores = sum(prompt_lens) * num_each
+    if num_scores > MAX_SCORES:
+        message = (
+            f"{sum(prompt_lens)} tokens of prompts with {num_each} log-probabilities each, in all "
+            f"choices, are {num_scores} log-probabilities; at most {MAX_SCORES} are allowed"
+        )
+        name = _param(body) if body.prompt_logprobs is None else "prompt_logprobs"
+        raise invalid_value(message, name)
+
+
+def _num_each(body: Body) -> int | None:
+    """The number of log-probabilities for each token: its own and the alternatives."""
+    num_top = body.num_top_logprobs
+    return None if num_top is None else 1 + num_top
+
+
+def _param(body: Body) -> str:
+    """The field with the number of log-probabilities."""
+    return "top_logprobs" if body.endpoint == CHAT else "logprobs"

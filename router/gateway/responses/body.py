@@ -13,10 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from router.gateway.requests.json_fields import SHORT_BODY_BYTES, suggestions
-from router.gateway.requests.openai_schema import (
+from router.gateway.requests.body import (
     MAX_USER_LEN,
-    ChatBody,
     Count,
     Refused,
     TopCount,
@@ -24,6 +22,8 @@ from router.gateway.requests.openai_schema import (
     known_fields,
     unsupported,
 )
+from router.gateway.requests.chat import ChatBody
+from router.gateway.requests.json_fields import SHORT_BODY_BYTES, suggestions
 from router.gateway.responses.items import ItemBody, decode_input
 from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.json_values import check_containers, decode_value, no_object, not_json

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,6 +19,27 @@ from router.text.logprobs import ChatLogprobs, Entry
 _END = b"\n\n"  # ends a server-sent event
 
 _encode = msgspec.json.Encoder().encode
+
+
+class ResponseAnswer(msgspec.Struct, kw_only=True):
+    """The fields of each response; its request's fields are repeated in it."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int | float
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    usage: dict[str, Any] | None
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True):
+    """An event in the stream of a response; its `type` says which other fields it has."""
+
+    type: str
+    sequence_number: int
 
 
 class ResponseDraft:

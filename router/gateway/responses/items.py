@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw
 
-from router.gateway.requests.messages import TEXT_PARTS, ContentPart
-from router.gateway.requests.openai_schema import from_validation
+from router.gateway.requests.body import from_validation
+from router.gateway.requests.chat import TEXT_PARTS, ContentPart
 from router.inbox.api_errors import ApiError, invalid_value
 
 Item = dict[str, Any]

@@ -3,8 +3,9 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.datastructures import QueryParams
 from starlette.requests import Request as HttpRequest
@@ -47,6 +48,31 @@ class _ResponseIdConvertor(StringConvertor):
 
 
 register_url_convertor("response", _ResponseIdConvertor())
+
+
+class DeletedResponse(msgspec.Struct):
+    """A response that was deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputTokens(msgspec.Struct):
+    """The number of tokens of a prompt."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """Items of a response's input."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponsePages:
@@ -125,7 +151,7 @@ class ResponsePages:
         id = _id(scope)
         await self._store.delete(id, tenant_of(scope).owner)
         self._service.runs.tell(id)
-        await send_json(send, 200, {"id": id, "object": "response", "deleted": True})
+        await send_json(send, 200, DeletedResponse(id))
 
     async def _cancel(self, scope: Scope, send: Send) -> None:
         """POST /v1/responses/{id}/cancel."""
@@ -144,7 +170,7 @@ class ResponsePages:
             num_tokens = await self._service.count(data, tenant, request.headers)
         finally:
             use.end(parts.clock.now_s())
-        return json_reply(200, {"object": "response.input_tokens", "input_tokens": num_tokens})
+        return json_reply(200, InputTokens(num_tokens))
 
     async def _input_items(self, scope: Scope, send: Send) -> None:
         """GET /v1/responses/{id}/input_items."""
@@ -165,7 +191,7 @@ class ResponsePages:
         await send_parts(send, json_parts(body), {}, turn)
 
 
-def _page(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:
+def _page(items: list[Item], after: str | None, limit: int) -> ItemList:
     """At most `limit` items behind the one with the id `after`."""
     start = 0
     if after is not None:
@@ -173,13 +199,12 @@ def _page(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:
         if start < 0:
             raise invalid_value(f"after names no item: {after[:64]!r}", "after")
     shown = items[start : start + limit]
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": start + limit < len(items),
-    }
+    return ItemList(
+        data=shown,
+        first_id=shown[0]["id"] if shown else None,
+        last_id=shown[-1]["id"] if shown else None,
+        has_more=start + limit < len(items),
+    )
 
 
 async def _stream(events: AsyncIterator[bytes], send: Send, headers: Mapping[str, str]) -> None:

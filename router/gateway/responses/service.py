@@ -27,7 +27,7 @@ from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.pages.tokens import tokenized
 from router.gateway.requests.calls import ApiCall
-from router.gateway.requests.openai_schema import ChatBody
+from router.gateway.requests.chat import ChatBody
 from router.gateway.responses.body import ResponseBody, decode_response_body
 from router.gateway.responses.conversation import messages_of
 from router.gateway.responses.conversion import ChatForm, chat_form, repeated_fields

@@ -24,7 +24,7 @@ def lines():
         def emit(self, record):
             found.append((record.getMessage(), REQUEST.get()))
 
-    keeper, log = Keeper(), logging.getLogger("deploy.worker.host")
+    keeper, log = Keeper(), logging.getLogger("deploy.worker")
     level = log.level
     log.addHandler(keeper)
     log.setLevel(logging.INFO)

@@ -7,7 +7,7 @@ import pytest
 
 from engine.embedding import Embedding
 from router.gateway.answers.following import MAX_OPEN
-from router.gateway.requests.embedding_schema import MAX_INPUTS
+from router.gateway.requests.embedding import MAX_INPUTS
 from router.machine.requests import Failed, Rejected, Update
 from tests.kits.router.embeddings import NUMBERS, app_of, ask, embedded, served
 from tests.kits.router.gateway import LENGTH, FakeRouter, make_app, post

@@ -11,7 +11,7 @@ from engine.messages import Logprobs, Sampling
 from engine.worker.blocks import hash_blocks
 from router.gateway.answers import searching
 from router.gateway.requests import calls
-from router.gateway.requests.openai_schema import MAX_BEAM_TOKENS
+from router.gateway.requests.body import MAX_BEAM_TOKENS
 from router.machine.requests import Failed, Rejected, Update
 from tests.kits.router.beams import reference_beams
 from tests.kits.router.gateway import (

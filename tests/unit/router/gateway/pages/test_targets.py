@@ -8,7 +8,7 @@ from tests.kits.router.gateway import FakeRouter, get, make_app
 
 
 def addresses(*urls: str, asked: str = "here:9") -> list[str]:
-    return [group["targets"][0] for group in targets_of(urls, "http", asked)]
+    return [group.targets[0] for group in targets_of(urls, "http", asked)]
 
 
 def test_processes_of_a_port_are_one_target():
@@ -25,7 +25,7 @@ def test_an_address_that_means_all_is_the_host_that_was_asked():
 
 def test_the_scheme_is_a_label():
     (group,) = targets_of(["https://10.0.0.1:8000"], "http", "here")
-    assert group["labels"] == {"__scheme__": "https", "__metrics_path__": "/metrics"}
+    assert group.labels == {"__scheme__": "https", "__metrics_path__": "/metrics"}
 
 
 @pytest.mark.parametrize("asked", ["", "a b", "x:port", "a/b", "http://a", "[::", "a" * 999])

@@ -5,7 +5,10 @@ import pytest
 
 from engine.grammar.tokens import TokenRules, rules_of
 from router.gateway.requests import field_table
-from router.gateway.requests.embedding_schema import EmbeddingBody
+from router.gateway.requests.body import MAX_BEAM_TOKENS, Body, shortened
+from router.gateway.requests.chat import ChatBody, ChatMessage
+from router.gateway.requests.completion import CompletionBody
+from router.gateway.requests.embedding import EmbeddingBody
 from router.gateway.requests.field_table import (
     HARMLESS,
     HONOURED,
@@ -14,14 +17,6 @@ from router.gateway.requests.field_table import (
     refused_by,
 )
 from router.gateway.requests.json_fields import SHORT_BODY_BYTES
-from router.gateway.requests.messages import ChatMessage
-from router.gateway.requests.openai_schema import (
-    MAX_BEAM_TOKENS,
-    Body,
-    ChatBody,
-    CompletionBody,
-    shortened,
-)
 from router.gateway.requests.parameters import limits_of, sampling_of, token_grammar
 from router.text.defaults import SamplingDefaults
 from router.text.structured import FIELDS as STRUCTURE_FIELDS

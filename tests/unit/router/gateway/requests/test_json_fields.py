@@ -6,14 +6,10 @@ import tracemalloc
 import pytest
 
 from bench.hostile.corpus import BOMBS, CHAT
+from router.gateway.requests.body import Body, body_of
+from router.gateway.requests.chat import MAX_MESSAGES, ChatBody
+from router.gateway.requests.completion import CompletionBody
 from router.gateway.requests.json_fields import SHORT_BODY_BYTES, decode_fields
-from router.gateway.requests.openai_schema import (
-    MAX_MESSAGES,
-    Body,
-    ChatBody,
-    CompletionBody,
-    body_of,
-)
 from router.inbox.api_errors import ApiError
 from router.inbox.json_values import MAX_CONTAINERS
 from tests.kits.router.bodies import BAD_MESSAGES, BAD_PROMPTS

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.messages import Logprobs
-from router.gateway.requests.scores import MAX_SCORES
+from router.gateway.requests.parameters import MAX_SCORES
 from tests.kits.router.gateway import LENGTH, FakeRouter, make_app, post, tokens
 
 CONTEXT_LEN = 2**15

@@ -1,38 +1,46 @@
-"""Opens the grammar guides of one gateway's sequences beside its session.
+"""Turns the messages of one gateway's session into events for the step thread.
 
-Opening a guide means a compile and a replay of the answer so far: up to a second of a thread.
-Neither the step loop nor the session's reader waits for it; messages of other sequences pass. The
-messages of one sequence stay in order: they wait here behind the one that brings its grammar.
+A message without a grammar passes at once. Opening a guide means a compile and a replay of the
+answer so far: up to a second of a thread. Neither the step loop nor the session's reader waits for
+it. The messages of one sequence stay in order: they wait here behind the one that brings its
+grammar.
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 
+from deploy.worker.request_ids import RequestIds
 from engine.errors import GrammarError
 from engine.grammar.guide import Guides, OpenedGuide
 from engine.messages import (
     Decode,
     GatewayId,
     Generate,
+    Hello,
     Prefetch,
     Prefill,
+    Role,
     SeqId,
     SetRole,
     StoreHint,
+    ToWorker,
 )
 from engine.worker.events import FromGateway, OfGateway
+
+log = logging.getLogger(__name__)
 
 MAX_OPENING = 1024  # sequences of one gateway whose guides are being opened
 
 
-class GuideOpening:
-    """Turns messages of one session into events. `take` runs on one event loop.
+class SessionInbox:
+    """Takes the messages of one session, on one event loop.
 
     `put` gets every message as an event, with its guide if it has one. `on_crash` gets bugs.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a session reaches
         self,
         gateway_id: GatewayId,
         guides: Guides,
@@ -40,19 +48,41 @@ class GuideOpening:
         executor: Executor,
         put: Callable[[FromGateway], None],
         on_crash: Callable[[BaseException], None],
+        request_ids: RequestIds,
+        possible_roles: Collection[Role],
     ) -> None:
+        """`request_ids` gets the ids of each sequence's request."""
         self._gateway_id = gateway_id
         self._guides = guides
         self._executor = executor
         self._put = put
         self._on_crash = on_crash
-        self._behind: dict[
-            SeqId, list[OfGateway]
-        ] = {}  # messages waiting behind each guide that is being opened
+        self._request_ids = request_ids
+        self._possible_roles = possible_roles
+        # The messages that wait behind each guide that is being opened.
+        self._behind: dict[SeqId, list[OfGateway]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def take(self, message: OfGateway) -> None:
+    def take(self, message: ToWorker) -> None:
         """Passes the message on, now or once its sequence's guide is open."""
+        assert not isinstance(message, Hello)
+        has_grammar = False
+        if isinstance(message, Prefill | Generate | Decode):
+            has_grammar = message.sampling.grammar is not None
+            self._request_ids.note(message.seq_id, message.client_id)
+            with self._request_ids.logged(message.seq_id):
+                kind = type(message).__name__.lower()
+                log.info("takes a sequence: %s, %d tokens", kind, len(message.token_ids))
+        elif isinstance(message, SetRole) and message.role not in self._possible_roles:
+            why_not = "workers of that role hold KV in another format"
+            log.warning("this worker cannot become a %s worker: %s", message.role, why_not)
+        if has_grammar or self._behind:
+            self._take_in_order(message)
+        else:
+            self._put(FromGateway(self._gateway_id, message))
+
+    def _take_in_order(self, message: OfGateway) -> None:
+        """Opens the guide of a message, or lets the message wait behind its sequence's guide."""
         if (
             not isinstance(message, SetRole | Prefetch | StoreHint)
             and message.seq_id in self._behind
@@ -80,7 +110,7 @@ class GuideOpening:
         guide = await loop.run_in_executor(self._executor, _opened, self._guides, message)
         self._put(FromGateway(self._gateway_id, message, guide))
         for later in self._behind.pop(message.seq_id):
-            self.take(later)
+            self._take_in_order(later)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

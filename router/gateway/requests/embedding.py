@@ -1,4 +1,4 @@
-"""The body of OpenAI's embeddings: a completion of no tokens, whose prompts are wanted as numbers.
+"""POST /v1/embeddings: a completion of no tokens, whose prompts are wanted as numbers.
 
 Sources: OpenAI API reference; vLLM, vllm/entrypoints/pooling/embed/protocol.py.
 """
@@ -7,20 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from engine.embedding import Embedding
-from router.gateway.requests.field_table import EMBEDDINGS
-from router.gateway.requests.messages import ChatMessage
-from router.gateway.requests.openai_schema import (
-    MAX_VARIABLES,
+from router.gateway.requests.body import (
     Body,
-    ChatBody,
     Count,
+    ShownAnswer,
+    TokenUsage,
     check_in_vocabulary,
-    prompts_of,
 )
+from router.gateway.requests.chat import MAX_VARIABLES, ChatBody, ChatMessage
+from router.gateway.requests.completion import prompts_of
+from router.gateway.requests.field_table import EMBEDDINGS
 from router.inbox.api_errors import ApiError, invalid_value
+from router.machine.requests import Timeline
 from router.text.embeddings import EmbeddingForm
 from router.text.tokenizer import TextModel
 
@@ -151,3 +152,20 @@ def _why_not(size: int, embedding: Embedding) -> str:
         )
     sizes = ", ".join(map(str, embedding.matryoshka_sizes)) or f"1 to {embedding.size}"
     return f"dimensions is {size}; this model allows {sizes}"
+
+
+class ShownEmbedding(msgspec.Struct, kw_only=True):
+    """The embedding of one input: numbers, or base64 of fp32 numbers."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(ShownAnswer, kw_only=True):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[ShownEmbedding]
+    usage: TokenUsage
+    baton_timeline: Timeline | UnsetType | None = UNSET

@@ -4,8 +4,9 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from deploy.worker import guide_opening
-from deploy.worker.guide_opening import GuideOpening
+from deploy.worker import session_inbox
+from deploy.worker.request_ids import RequestIds
+from deploy.worker.session_inbox import SessionInbox
 from engine.errors import GrammarError
 from engine.messages import (
     Cancel,
@@ -58,12 +59,14 @@ class Session:
         self.events = []
         self.crashes = []
         self._changed = asyncio.Event()
-        self.opening = GuideOpening(
+        self.opening = SessionInbox(
             GatewayId("g"),
             self.guides,
             executor=executor,
             put=self._put,
             on_crash=self.crashes.append,
+            request_ids=RequestIds(),
+            possible_roles=list(Role),
         )
 
     def _put(self, event):
@@ -138,7 +141,7 @@ def test_ended_session_emits_no_event():
 
 
 def test_number_of_waiting_grammars_is_bounded(monkeypatch):
-    monkeypatch.setattr(guide_opening, "MAX_OPENING", 2)
+    monkeypatch.setattr(session_inbox, "MAX_OPENING", 2)
 
     async def scene(session):
         for i in range(3):

@@ -1,0 +1,436 @@
+"""The fields that all endpoints share, with the range of each, and what all answers share.
+
+Pure: fields in, a checked body or an error out. `router.gateway.requests.field_table` says which
+fields are honoured, refused and passed over, and where they come from. `router.text.structured`
+reads the fields about schemas, grammars and tools.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from engine.config import MAX_PRIORITY
+from router.gateway.requests.field_table import RefusedField, known_by, refused_by
+from router.inbox.api_errors import ApiError, invalid_value
+from router.text.embeddings import EmbeddingForm
+from router.text.forms.calling import Calling
+from router.text.forms.chosen import AnswerParsing
+from router.text.structured import FIELDS as STRUCTURE_FIELDS
+from router.text.tokenizer import TextModel
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LEN = 512  # characters
+MAX_STOP_TOKEN_IDS = 128
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_LENGTH_PENALTY = 10.0
+MAX_BEAM_TOKENS = 4096  # of an answer: each is a round trip to the workers
+MAX_TOP_LOGPROBS = 20
+MAX_USER_LEN = 512  # characters
+MAX_CACHE_SALT_LEN = 256
+MAX_BOUND_MS = 3_600_000
+MAX_ALLOWED_IDS = 16_384
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LEN = 256  # characters
+MAX_SHOWN_LEN = 60  # characters of a client's value in an error message
+UINT64_MASK = 2**64 - 1
+
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_LEN)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LEN)]
+Count = Annotated[int, Meta(ge=1)]
+TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LengthPenalty = Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)]
+Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+BoundMs = Annotated[float, Meta(gt=0, le=MAX_BOUND_MS)]
+
+Refused = dict[str, tuple[object, ...]]  # values that ask for nothing, by field
+
+
+# What a beam search does not do, with the values that ask for nothing of it.
+_NOT_IN_BEAM_SEARCH: Refused = {
+    "stop": ([],),
+    "temperature": (0.0, 1.0),  # it changes no order of hypotheses
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """The fields that both endpoints share. In all fields, null means absent."""
+
+    endpoint: ClassVar[str]  # its name in the table of fields
+    prompt_field: ClassVar[str]
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    n: Count | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    prompt_logprobs: TopCount | None = None
+    # The choices are the best results of a beam search with `n` or `best_of` hypotheses.
+    use_beam_search: bool | None = None
+    length_penalty: LengthPenalty | None = None
+    allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_ALLOWED_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: Annotated[str, Meta(max_length=MAX_USER_LEN)] | None = None
+    # Only requests with equal salts share cached prefixes, within the limits of their keys.
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_LEN)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    slo_ttft_ms: BoundMs | None = None  # from when the request came in
+    slo_tpot_ms: BoundMs | None = None
+
+    def check(self) -> None:
+        """Checks fields that depend on each other. Raises ApiError."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid_value("stream_options is allowed only with stream", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise unsupported("prompt_logprobs", "in a stream")
+        if self.use_beam_search:
+            self._check_beam_search()
+        elif self.length_penalty not in (None, 1.0):
+            raise invalid_value("length_penalty needs use_beam_search", "length_penalty")
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens is 0; at least 1, or -1 for the context, is allowed"
+            raise invalid_value(message, "truncate_prompt_tokens")
+
+    def _check_beam_search(self) -> None:
+        if self.stream:
+            raise unsupported("use_beam_search", "in a stream")
+        wanted = self.wanted_tokens
+        if (wanted or 0) > MAX_BEAM_TOKENS:
+            message = f"max_tokens is {wanted}; at most {MAX_BEAM_TOKENS} with beam search"
+            raise invalid_value(message, "max_tokens")
+        for name, harmless in _NOT_IN_BEAM_SEARCH.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                raise unsupported(name, "with use_beam_search")
+
+    def encode(
+        self,
+        text: TextModel,
+        context_len: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        may_exceed: bool = False,
+    ) -> list[int]:
+        """The prompt's token ids. Raises InvalidRequest.
+
+        A prompt that `may_exceed` the context is only counted.
+        """
+        raise NotImplementedError
+
+    def check_model(self, text: TextModel) -> None:
+        """Raises ApiError if a model does not answer such bodies."""
+        if text.embedding is not None:
+            message = "this model gives embeddings (POST /v1/embeddings), and no text"
+            raise ApiError(message, param="model", code="model_not_supported", status=404)
+
+    def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
+        """The form of embeddings, if they are asked for. Raises ApiError."""
+        return None
+
+    def most_candidates(self, of_operator: int) -> int:
+        """The most candidates of all prompts together, of which the operator allows so many."""
+        return of_operator
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts. Raises ApiError."""
+        return 1
+
+    def singles(self) -> "Sequence[Body]":
+        """One body for each prompt. They differ in the prompt only."""
+        return (self,)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the prompt is cut to a length."""
+        return self.truncate_prompt_tokens is not None
+
+    def cut(self, token_ids: list[int], context_len: int) -> list[int]:
+        """The prompt's tokens, without those that `truncate_prompt_tokens` leaves out."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most > context_len:
+            message = f"truncate_prompt_tokens is {most}; the model's context has {context_len}"
+            raise invalid_value(message, "truncate_prompt_tokens")
+        if most < 0:
+            most = max(context_len - (self.wanted_tokens or 1), 1)
+        if self.truncation_side == "right":
+            return token_ids[:most]
+        return token_ids[-most:]
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The longest answer that the client asked for, in tokens; None if it did not say."""
+        return self.max_tokens
+
+    @property
+    def default_tokens(self) -> int | None:
+        """The longest answer if the client named none; None: what the operator says."""
+        return MAX_BEAM_TOKENS if self.use_beam_search else None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """The number of likeliest tokens to report per token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_scored_prompt(self) -> int | None:
+        """The number of likeliest tokens to report per token of the prompt, or None."""
+        return self.prompt_logprobs
+
+    @property
+    def times_of_prompt(self) -> int:
+        """How often an answer repeats the log-probabilities that `prompt_logprobs` asks for."""
+        return 1
+
+    def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
+        """The prompt's text if each choice begins with it."""
+        return None
+
+    @property
+    def echoes_scores(self) -> bool:
+        """True if what each choice begins with has log-probabilities."""
+        return False
+
+    def reader(
+        self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]
+    ) -> AnswerParsing | None:
+        """What parses answers to this prompt; None if they are text."""
+        return None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """False if the answer's reasoning is left out."""
+        return True
+
+    @property
+    def is_only_prompt(self) -> bool:
+        """True if no answer is wanted: only the prompt and its log-probabilities."""
+        return False
+
+    @property
+    def scores_all_tokens(self) -> bool:
+        """True if each token has log-probabilities, else only those of the text shown."""
+        return bool(self.return_token_ids)
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """True if a stream ends with its usage."""
+        options = self.stream_options
+        if options is None:
+            return False
+        asked, continuous = options.include_usage, options.continuous_usage_stats
+        return bool(continuous if asked is None else asked)
+
+    @property
+    def usage_in_every_chunk(self) -> bool:
+        """True if each chunk of a stream has the usage so far."""
+        options = self.stream_options
+        return options is not None and self.usage_in_stream and bool(options.continuous_usage_stats)
+
+    @property
+    def num_choices(self) -> int:
+        """The number of answers shown."""
+        return self.n or 1
+
+    @property
+    def num_candidates(self) -> int:
+        """The number of answers generated, of which the best are shown."""
+        return self.num_choices
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple; the field may be one string, several or none."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+@cache
+def known_fields(body_type: type[Body]) -> frozenset[str]:
+    """All fields that have a meaning, including refused ones."""
+    return known_by(body_type.endpoint) | set(STRUCTURE_FIELDS)
+
+
+@cache
+def _refused_fields(body_type: type[Body]) -> Mapping[str, RefusedField]:
+    return refused_by(body_type.endpoint)
+
+
+def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
+    """Converts fields to a body and checks each. Raises ApiError."""
+    _refuse_unsupported(fields, _refused_fields(body_type))
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        if fields.get(name) == -1:  # all tokens, with vLLM
+            message = f"{name}: -1 (all tokens) is not supported; at most {MAX_TOP_LOGPROBS}"
+            raise invalid_value(message, name)
+    try:
+        body = msgspec.convert(fields, body_type)
+    except msgspec.ValidationError as error:
+        raise from_validation(error, value=fields) from error
+    body.check()
+    return body
+
+
+def _refuse_unsupported(fields: dict[str, Any], refused: Mapping[str, RefusedField]) -> None:
+    """Raises ApiError for a refused field. Types are compared too: `1` is not `true`."""
+    for name in fields.keys() & refused.keys():
+        value, field = fields[name], refused[name]
+        if value is None or any(type(value) is type(ok) and value == ok for ok in field.harmless):
+            continue
+        message = f"{name} is not supported: {field.reason}; it is {shortened(value)}"
+        raise ApiError(message, param=name, code="unsupported_parameter")
+
+
+def check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises ApiError for a token id that the model's vocabulary does not have."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        unknown = next(i for i in token_ids if not 0 <= i < vocab_size)
+        name = unknown if abs(unknown) <= UINT64_MASK else "beyond 64 bits"
+        message = f"{param} holds the token id {name}; the model's vocabulary has {vocab_size}"
+        raise invalid_value(message, param)
+
+
+def from_validation(
+    error: msgspec.ValidationError, field: str = "", value: object = None
+) -> ApiError:
+    """Converts msgspec's error, such as: Expected `int` >= 1 - at `$.max_tokens`.
+
+    `field` is the name of a field that was decoded separately, `value` what was converted.
+    """
+    text, _, path = str(error).partition(" - at `$")
+    path = path.rstrip("`")
+    param = (field + path).lstrip(".") or None
+    text = re.sub("^E", "e", text)
+    # Prompts are long, and long ones are decoded separately.
+    found = None if path.startswith((".messages", ".prompt", ".input")) else _at(value, path)
+    if found is not None:
+        text = f"{text}; it is {shortened(found)}"
+    return invalid_value(text if param is None else f"{param}: {text}", param)
+
+
+def _at(value: Any, path: str) -> object:
+    """The part of a value at msgspec's path, such as `.stop[3]`; None if it is not there."""
+    for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
+        if name and isinstance(value, dict):
+            value = value.get(name)
+        elif index and isinstance(value, list) and int(index) < len(value):
+            value = value[int(index)]
+        else:
+            return None
+    return value
+
+
+def shortened(value: object) -> str:
+    """A client's value as JSON, for an error message."""
+    if isinstance(value, str):
+        value = value[: MAX_SHOWN_LEN + 1]
+    elif isinstance(value, dict | list) and len(value) > MAX_SHOWN_LEN:
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value, ensure_ascii=False, default=lambda _: "…")
+    return text if len(text) <= MAX_SHOWN_LEN else text[:MAX_SHOWN_LEN] + "…"
+
+
+def unsupported(name: str, circumstance: str = "") -> ApiError:
+    """The error for a field that Baton cannot honour."""
+    message = f"{name} is not supported {circumstance}".rstrip()
+    return ApiError(message, param=name, code="unsupported_parameter")
+
+
+class ShownAnswer(msgspec.Struct, kw_only=True):
+    """The fields with which each answer, and each event of a stream, begins."""
+
+    id: str
+    object: str
+    created: int  # Unix time, in seconds
+    model: str
+    system_fingerprint: str | None
+
+
+class ShownChoice(msgspec.Struct, kw_only=True):
+    """The fields of each choice, whole or a part of it."""
+
+    index: int
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+
+
+class PromptCandidate(msgspec.Struct):
+    """A token in a place of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptScore = list[dict[str, PromptCandidate] | None]
+
+
+class PromptDetails(msgspec.Struct):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(msgspec.Struct):
+    """Of the answer's tokens: reasoning, and the tokens that speculation proposed."""
+
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET
+
+
+class TokenUsage(msgspec.Struct):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | UnsetType | None = UNSET
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
