@@ -20,8 +20,8 @@ from engine.config import GatewayConfig
 from engine.errors import ConfigError
 from engine.net.trust import Secret
 from router.access.file import KeyFile
-from router.access.fixed import FixedKeys
 from router.access.guard import KeyFinder
+from router.access.keys import FixedKeys
 from router.access.shared_accounts import SharedAccounts
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import Listener

@@ -19,7 +19,8 @@ from pathlib import Path
 from threading import Event
 
 from engine.clock import Clock, MonotonicClock, unix_time_s
-from router.access.keys import KeyRecord, KeysError, KeyTable, Tenant, decode_keys, encode_keys
+from router.access.keys import KeyRecord, KeysError, KeyTable, decode_keys, encode_keys
+from router.access.limits import Tenant
 
 LOOK_EVERY_S = 1.0
 MAX_FILE_BYTES = 8 * 2**20

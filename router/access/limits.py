@@ -1,4 +1,4 @@
-"""Limits of API keys, and their use: requests, tokens and requests in flight.
+"""Holders of API keys, their limits, and their use: requests, tokens and requests in flight.
 
 Pure: no clock, no HTTP. The gateway asks before it tokenises, and again when the prompt is known.
 
@@ -49,6 +49,30 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 UNLIMITED = KeyLimits()
+
+
+class Tenant(msgspec.Struct, frozen=True):
+    """The holder of a key. Tenants with equal `sharing` share cached prefixes."""
+
+    name: str
+    sharing: str
+    limits: KeyLimits
+    may_debug: bool
+    address: str = ""  # of the client, if there are no keys
+
+    @property
+    def turn(self) -> str:
+        """The name under which work of this tenant waits for its turn."""
+        return self.name or self.address
+
+    @property
+    def owner(self) -> str:
+        """The name under which things of this tenant are kept. No other key has it."""
+        return f"{self.sharing}/{self.name}"
+
+
+# The client of a gateway without keys.
+ANONYMOUS = Tenant(name="", sharing="", limits=KeyLimits(), may_debug=True)
 
 
 class LimitExceeded(ApiError):

@@ -30,8 +30,7 @@ from engine.grammar.child import Vocabulary
 from engine.log_context import REQUEST, request_ids
 from engine.messages import RequestId
 from engine.net.seldom import Seldom
-from router.access.keys import Tenant
-from router.access.limits import KeyAccounts, KeyUse
+from router.access.limits import KeyAccounts, KeyUse, Tenant
 from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece, PromptScores
 from router.gateway.answers.dialects import Dialect

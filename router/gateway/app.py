@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.clock import Clock
 from engine.config import DashboardMode
 from engine.errors import InvalidRequest
-from router.access.guard import KeyFinder, KeyGuard
-from router.access.hosts import HostGuard
+from router.access.guard import HostGuard, KeyFinder, KeyGuard
 from router.access.limits import KeyAccounts, KeyLimits
 from router.access.shared_accounts import SharedAccounts
 from router.edge.content_types import check_content

@@ -13,8 +13,7 @@ import msgspec
 from starlette.types import Message
 
 from router.access.guard import with_tenant
-from router.access.keys import Tenant
-from router.access.limits import KeyLimits
+from router.access.limits import KeyLimits, Tenant
 from router.gateway.answering import GatewayParts
 from router.gateway.answers.dialects import CHAT, COMPLETION
 from router.gateway.endpoint import CallEndpoint, HttpAnswers

@@ -5,7 +5,7 @@ from typing import Protocol
 import msgspec
 
 from engine.errors import InvalidRequest
-from router.access.keys import Tenant
+from router.access.limits import Tenant
 from router.gateway.answering import AnswerService
 from router.gateway.batches.capture import CapturedAnswer
 from router.gateway.metrics.meters import RequestMeter

@@ -60,7 +60,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     """A file. Times are Unix time, in seconds."""
 
     id: str
-    tenant: str  # the `owner` of a `router.access.keys.Tenant`
+    tenant: str  # the `owner` of a `router.access.limits.Tenant`
     purpose: str
     filename: str
     num_bytes: int
@@ -92,7 +92,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     """A batch. Times are Unix time, in seconds; `ending` is the status after the last file."""
 
     id: str
-    tenant: str  # the `owner` of a `router.access.keys.Tenant`
+    tenant: str  # the `owner` of a `router.access.limits.Tenant`
     sharing: str  # as there
     endpoint: str
     input_file_id: str

@@ -26,8 +26,7 @@ from hashlib import blake2b
 import msgspec
 
 from engine.clock import unix_time_s
-from router.access.keys import Tenant
-from router.access.limits import UNLIMITED
+from router.access.limits import UNLIMITED, Tenant
 from router.gateway.answering import GatewayParts
 from router.gateway.batches import tables
 from router.gateway.batches.capture import CapturedAnswer

@@ -15,7 +15,7 @@ import msgspec
 
 from engine.messages import MAX_KEEP_S
 from engine.net.trust import Secret
-from router.access.keys import Tenant
+from router.access.limits import Tenant
 from router.inbox.api_errors import invalid_value
 from router.inbox.json_values import seconds_in
 

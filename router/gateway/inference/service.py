@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 from engine.errors import InvalidRequest
 from engine.net.grpc_library import grpc
 from router.access.guard import KeyFinder, identify
-from router.access.keys import Tenant
+from router.access.limits import Tenant
 from router.edge.responses import refusal_of
 from router.gateway.access_log import AccessLine
 from router.gateway.answering import AnswerService, GatewayParts

@@ -14,7 +14,7 @@ from engine.config import GatewayConfig, RouterConfig
 from engine.errors import InvalidRequest
 from engine.messages import Limits, RequestId
 from engine.net.trust import Secret
-from router.access.keys import Tenant
+from router.access.limits import Tenant
 from router.gateway.hints.claims import SessionClaim
 from router.gateway.hints.uses import SessionNotes, notes_of
 from router.gateway.requests.body import Body, body_of, check_in_vocabulary, unsupported

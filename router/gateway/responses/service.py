@@ -19,7 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import Send
 
 from engine.errors import InvalidRequest
-from router.access.keys import Tenant
+from router.access.limits import Tenant
 from router.edge.extension import BodyPipe
 from router.gateway.answering import LONG_BODY_BYTES, AnswerService, GatewayParts
 from router.gateway.answers.dialects import CHAT

@@ -13,8 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from deploy.services.shared_port import listen_on
 from engine.errors import ConfigError
 from engine.net.grpc_library import grpc
-from router.access.fixed import FixedKeys
-from router.access.keys import hash_of
+from router.access.keys import FixedKeys, hash_of
 from router.edge.tls import TlsFiles
 from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference import service

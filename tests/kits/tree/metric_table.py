@@ -27,7 +27,7 @@ from engine.control import (
 )
 from engine.messages import LoadReport, Role, WorkerId
 from engine.worker.costs import CostErrors
-from router.access.fixed import FixedKeys
+from router.access.keys import FixedKeys
 from router.edge.limits import Book, EdgeLimits
 from router.gateway.app import app_of
 from router.gateway.background import BackgroundWork

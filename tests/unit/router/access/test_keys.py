@@ -9,10 +9,12 @@ import pytest
 
 from engine.config import MAX_KEY_BYTES
 from router.access.keys import (
+    FixedKeys,
     KeysError,
     KeyTable,
     decode_keys,
     encode_keys,
+    hash_of,
     new_key,
     with_key,
     without_key,
@@ -126,3 +128,19 @@ def test_a_keys_file_with_one_bad_entry_is_refused(change):
 def test_contents_that_are_not_a_keys_file_are_refused(data):
     with pytest.raises(KeysError):
         decode_keys(data)
+
+
+FIXED = FixedKeys([hash_of(b"first"), hash_of(b"second")])
+
+
+def test_each_key_has_its_own_tenant_who_may_debug():
+    first, second = FIXED.find(b"first"), FIXED.find(b"second")
+    assert (first.name, second.name) == ("api-key-1", "api-key-2")
+    assert first.may_debug
+    assert first.sharing != second.sharing
+
+
+def test_other_keys_are_unknown():
+    assert FIXED.find(b"third") is None
+    assert FIXED.find(b"") is None
+    assert FIXED.find(b"f" * (MAX_KEY_BYTES + 1)) is None

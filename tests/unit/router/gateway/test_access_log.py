@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from engine.log_context import REQUEST
-from router.access.keys import Tenant
-from router.access.limits import UNLIMITED
+from router.access.limits import UNLIMITED, Tenant
 from router.gateway.access_log import AccessLog
 from tests.kits.router.access import access_lines
 from tests.kits.router.gateway import (

@@ -8,8 +8,7 @@ import pytest
 
 from engine.messages import PinBlocks, SessionEnd, UnpinBlocks, decode_to_worker, encode_frame
 from engine.worker.blocks import hash_blocks
-from router.access.keys import ANONYMOUS
-from router.access.limits import KeyLimits
+from router.access.limits import ANONYMOUS, KeyLimits
 from router.gateway.hints import uses
 from router.gateway.hints.claims import MAX_SESSION_LEN, key_id, session_id
 from router.gateway.versions import ServedVersion, Versions

@@ -10,8 +10,7 @@ from engine.errors import InvalidRequest
 from engine.messages import MAX_HASHES, SessionUse, decode_to_worker, encode_frame
 from engine.net.trust import Secret
 from engine.worker.blocks import hash_blocks
-from router.access.keys import ANONYMOUS, Tenant
-from router.access.limits import KeyLimits
+from router.access.limits import ANONYMOUS, KeyLimits, Tenant
 from router.gateway.hints import uses
 from router.gateway.hints.claims import (
     MAX_SESSION_LEN,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.control import PoolNews
-from router.access.keys import ANONYMOUS
+from router.access.limits import ANONYMOUS
 from router.gateway.metrics.pools import STALE_S, PoolBoard
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import FakeRouter, Never, fetch, get, make_app, post, versions_of

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.config import GatewayConfig
-from router.access.hosts import is_own
+from router.access.guard import is_own
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import FakeRouter, answer, get, make_app, post
 
