@@ -30,25 +30,27 @@ from bench.chaos.cli import chaos
 from bench.compare.cli import compare
 from bench.engine.cli import engine
 from bench.hostile.cli import hostile
-from bench.kv.cli import kv
 from bench.lab.elastic import ElasticStudy
 from bench.lab.elastic_live import ElasticLiveStudy
 from bench.lab.experiment import command_of
 from bench.lab.fluid.study import FluidStudy
 from bench.lab.gateway.study import GatewayStudy
 from bench.lab.interference import InterferenceStudy
+from bench.lab.kv.study import KvStudy
 from bench.lab.moves import MovesStudy
 from bench.lab.router.study import RouterStudy
+from bench.lab.store.study import StoreStudy
 from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
 from bench.quality.cli import quality
 from bench.schemas.cli import schemas
 from bench.serve.cli import serve
 from bench.speculate.cli import speculate
-from bench.store.cli import store
 from bench.validation.cli import validation
 
 STUDIES = (
+    KvStudy,
+    StoreStudy,
     GatewayStudy,
     RouterStudy,
     InterferenceStudy,
@@ -62,8 +64,6 @@ app.command()(serve)
 app.command()(compare)
 app.command()(engine)
 app.command()(quality)
-app.command()(kv)
-app.command()(store)
 app.command()(speculate)
 app.command()(validation)
 app.command()(chaos)

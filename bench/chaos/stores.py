@@ -14,8 +14,8 @@ import aiohttp
 from bench.chaos.faults import FaultFailed, parent_of, store_process
 from bench.chaos.plan import Fault
 from bench.common.waiting import holds_within
+from bench.lab.store.samples import num_slots, read_store_samples
 from bench.processes.deployment import OperatedDeployment
-from bench.store.samples import num_slots, read_store_samples
 from engine.clock import Clock
 from engine.errors import BatonError
 

@@ -2,7 +2,8 @@
 
 A study is a frozen dataclass. Its fields are the options of its command, the configuration in its
 report and the plan of its run. `__post_init__` raises ConfigError for options that do not fit.
-The form adds `--seed`, `--quick`, `--json` and, for a study with a plot, `--plot`.
+A field without a typer option can be set by code only, as `is_quick` by `quick`. The form adds
+`--seed`, `--quick`, `--json` and, for a study with a plot, `--plot`.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class InterferenceStudy(Experiment):
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -55,6 +56,7 @@ class Findings:
     warnings: Sequence[str] = ()
     lines: Sequence[str] = ()  # printed below the table
     config: Mapping[str, Scalar] = field(default_factory=dict)  # measured on the way
+    is_whole: bool = True  # False: a part could not be measured, and the command fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class Experiment(ABC):
     GOALS: ClassVar[Goals] = NO_GOALS
 
     seed: SeedOption = 0
-    is_quick: bool = False  # no option: `quick` may set it
+    is_quick: bool = False
 
     @property
     def report_name(self) -> str:
@@ -120,7 +122,7 @@ def command_of(kind: type[Experiment]) -> Callable[..., None]:
             _run(study.quick() if quick else study, json, plot)
 
     hints = get_type_hints(kind, include_extras=True)
-    options = [one for one in fields(kind) if one.name != "is_quick"]
+    options = [one for one in fields(kind) if get_origin(hints[one.name]) is Annotated]
     parameters = {one.name: (hints[one.name], one.default) for one in options}
     parameters["quick"] = (Annotated[bool, quick_option(kind.QUICK)], False)
     parameters["json"] = (JsonOption, None)
@@ -149,6 +151,8 @@ def _run(study: Experiment, json: Path | None, plot: Path | None) -> None:
     print_lines(Console(), found.lines)
     if plot:
         study.plot(report, plot)
+    if not found.is_whole:
+        raise typer.Exit(1)
 
 
 def rounds(arms: Sequence[Arm], repeat: int, seed: int, say: Say) -> Iterator[tuple[int, Arm]]:

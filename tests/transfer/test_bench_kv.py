@@ -8,24 +8,20 @@ from dataclasses import replace
 import pytest
 
 from bench.common.machine import report_here
+from bench.common.progress import say_nothing
 from bench.common.report import to_json
-from bench.kv import handoff as kv_handoff
-from bench.kv.movers import Mover, WrongBytes, mover_of
-from bench.kv.plan import KIB, HandoffPlan, KvPlan, cases_of, pulls_of
-from bench.kv.results import PHASES, TRANSFER, KvMeasured, results, warnings
-from bench.kv.run import measure
+from bench.lab.kv.cases import KIB
+from bench.lab.kv.contest import KvMeasured
+from bench.lab.kv.figures import PHASES, TRANSFER, results, warnings
+from bench.lab.kv.movers import Mover, WrongBytes, mover_of
+from bench.lab.kv.study import KvStudy
 from bench.processes.driven import DrivenFailed
 from bench.processes.serving import ServerFailed, serving
 
 pytestmark = pytest.mark.long
 
-PLAN = KvPlan(
-    block_sizes=(16 * KIB, 64 * KIB),
-    backends=("shm", "zmq"),
-    num_repeats=2,
-    handoff=None,
-    total_bytes=1024 * KIB,
-)
+STUDY = KvStudy(backends="shm,zmq", block_sizes="16,64", repeat=2, total_bytes=1024 * KIB)
+PULLS = STUDY.pulls
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
 
 
@@ -38,12 +34,12 @@ def test_a_run_verifies_every_case_and_reports_in_the_shape_of_all_benchmarks(mo
         verified.append((mover.name, way, case))
 
     monkeypatch.setattr(Mover, "verify", watched)
-    measured = measure(PLAN)
+    measured = STUDY.run(say_nothing)
     assert measured.missing == ()
     assert set(verified) == {(key.mover, key.way, key.case) for key in measured.seconds}
     assert {mover for mover, _, _ in verified} == {"shm", "zmq", "memcpy", "tcp"}
-    found = results(PLAN, measured)
-    report = report_here("kv", seed=PLAN.seed, config={}, results=found)
+    found = results(measured, movers=STUDY.movers)
+    report = report_here("kv", seed=0, config={}, results=found)
     decoded = {one["name"]: one for one in json.loads(to_json(report))["results"]}
     assert {"shm/16KiB", "shm/16KiB/16", "zmq/64KiB", "memcpy/64KiB"} < set(decoded)
     for name in ("shm/64KiB", "zmq/16KiB"):
@@ -56,18 +52,18 @@ def test_a_run_verifies_every_case_and_reports_in_the_shape_of_all_benchmarks(mo
 
 @contextmanager
 def opened(name):
-    mover = mover_of(name, PLAN)
+    mover = mover_of(name)
     try:
         mover.start()
-        yield mover, mover.open(PLAN)["ways"]
+        yield mover, mover.open(PULLS)["ways"]
     finally:
         mover.close()
 
 
 @pytest.mark.parametrize("name", ["shm", "zmq", "memcpy", "tcp"])
 def test_wrong_blocks_are_noticed(name, monkeypatch):
-    case = cases_of(PLAN)[-1]
-    pull = pulls_of(PLAN, case, 0)[0]
+    case = PULLS.cases[-1]
+    pull = PULLS.of(case, 0)[0]
     move = Mover.move
 
     def move_others(mover, way, case, pulls):
@@ -80,11 +76,11 @@ def test_wrong_blocks_are_noticed(name, monkeypatch):
             mover.verify(ways[0], case, pull)
 
 
-@pytest.mark.parametrize("name", replace(PLAN, piece_sizes=(2 * KIB,)).ours[len(PLAN.backends) :])
+@pytest.mark.parametrize("name", replace(STUDY, shards="2").ours[len(STUDY.chosen) :])
 def test_half_of_the_heads_is_moved_in_pieces(name):
     with opened(name) as (mover, [way]):
-        for case in cases_of(PLAN):
-            mover.verify(way, case, pulls_of(PLAN, case, 0)[0])
+        for case in PULLS.cases:
+            mover.verify(way, case, PULLS.of(case, 0)[0])
 
 
 def test_a_missing_backend_gives_its_reason():
@@ -96,14 +92,13 @@ def test_a_missing_backend_gives_its_reason():
 def test_bare_nixl_moves_the_requested_blocks():
     with opened("bare_nixl") as (mover, ways):
         for way in ways:
-            for case in cases_of(PLAN):
-                mover.verify(way, case, pulls_of(PLAN, case, 0)[0])
+            for case in PULLS.cases:
+                mover.verify(way, case, PULLS.of(case, 0)[0])
 
 
 @pytest.mark.torch
 def test_a_handoff_is_reported_by_phase():
-    plan = HandoffPlan("tiny", ("shm",), num_requests=2, num_repeats=1, prompt_len=200)
-    handoffs = kv_handoff.measure(plan, "shm", seed=0)
+    handoffs = KvStudy(shape="tiny", prompt_len=200).quick().hand_over("shm")
     [timelines] = handoffs.repetitions
     assert len(timelines) == 2
     assert handoffs.num_failed == 0

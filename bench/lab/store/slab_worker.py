@@ -1,6 +1,6 @@
-"""One end of pulls out of a store's slab, in a process of its own, driven by `bench.store.slab`.
+"""One end of pulls out of a store's slab, in a process driven by `bench.lab.store.study`.
 
-    python -m bench.store.slab_worker
+    python -m bench.lab.store.slab_worker
 
 A source is the core of a store over the memory of a store, full of blocks. Each offer goes through
 `StoreMachine`, as a gateway's does, and its lease is a lease of the store. Sinks are those of
@@ -13,8 +13,8 @@ from contextlib import ExitStack, closing
 
 import msgspec
 
-from bench.kv.plan import layout_of
-from bench.kv.worker import TIMING, TransferWorker
+from bench.lab.kv.cases import layout_of
+from bench.lab.kv.worker import TIMING, TransferWorker
 from bench.peers.driver import drive, stdout_for_answers
 from bench.peers.kv_memory import fill
 from engine.clock import MonotonicClock

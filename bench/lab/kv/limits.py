@@ -1,6 +1,8 @@
-"""This machine's limits for moving scattered blocks: memcpy and raw TCP. Driven by `bench.kv.run`.
+"""This machine's limits for moving scattered blocks: memcpy and raw TCP.
 
-    python -m bench.kv.limits memcpy | tcp
+    python -m bench.lab.kv.limits memcpy | tcp
+
+Driven by `bench.lab.kv.contest`.
 
 memcpy: one process and one thread, with one memcpy a block between two anonymous mappings. The
 mappings use huge pages if the system allows. There are two ways: a loop in C, and one in Python
@@ -28,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.kv.plan import KIB, MIB
+from bench.lab.kv.cases import KIB, MIB
 from bench.peers.driver import drive, stdout_for_answers
 from bench.peers.kv_memory import PoolMemory, TransferEnd, fill
 from engine.clock import MonotonicClock

@@ -1,4 +1,4 @@
-"""The figures of `bench store`, its goals and its warnings. Pure.
+"""The figures of `bench store`, and its warnings. Pure.
 
 | result                      | unit  |                                                            |
 |-----------------------------|-------|------------------------------------------------------------|
@@ -29,31 +29,20 @@ from dataclasses import dataclass, field
 from bench.client.answers import Answer
 from bench.client.load import LoadRun, kinds_of
 from bench.common.background import busy_results, busy_warning
-from bench.common.goals import Goals
 from bench.common.report import Missing, Result, result_of
 from bench.common.stats import percentile
-from bench.kv.plan import size_name
-from bench.kv.results import GIB, TimeKey
-from bench.store.disk import DiskRates
-from bench.store.peer import PeerRestart
-from bench.store.plan import StorePlan, StreamSetting
-from bench.store.restarts import RestartTimes
-from bench.store.slab import SLAB
-from bench.store.streams import StreamsMeasured
-from bench.store.turns import TurnsMeasured
+from bench.lab.kv.cases import size_name
+from bench.lab.kv.contest import TimeKey
+from bench.lab.kv.figures import GIB
+from bench.lab.store.disk import DiskRates
+from bench.lab.store.peer import PeerRestart
+from bench.lab.store.plan import AGAIN, OFF, ON, STREAM_ARMS
+from bench.lab.store.restarts import RestartTimes
+from bench.lab.store.streams import StreamsMeasured
+from bench.lab.store.turns import TurnsMeasured
 from kvtransfer.store.disk.measuring import RecoveryTime
 
-GOALS = Goals(
-    {
-        "ttft_gain/memory": 10.0,
-        "ttft_gain/disk": 5.0,
-        "pull_of_shm/*": 0.85,
-        "disk_load_of_fio": 0.8,
-        "itl_p99_ratio/on": 1.05,
-        "recovery": 1.0,
-    },
-    at_most=("itl_p99_ratio/on", "recovery"),
-)
+SLAB = "slab"
 LOOSE = 0.05  # noise of p99 above which its goal means little
 INTAKE, COMPUTE = "prefill_queue", "prefill_compute"  # stages of a prompt in its worker
 
@@ -73,7 +62,7 @@ class StoreMeasured:
     missing: tuple[Missing, ...] = field(default=())
 
 
-def results(plan: StorePlan, measured: StoreMeasured) -> tuple[Result, ...]:
+def results(measured: StoreMeasured) -> tuple[Result, ...]:
     """All results of the parts that were measured."""
     found: list[Result] = []
     if measured.restarts is not None:
@@ -158,17 +147,14 @@ def disk_results(rates: DiskRates) -> list[Result]:
 
 
 def stream_results(measured: StreamsMeasured) -> list[Result]:
-    """p99 of gaps in each setting, and its ratios within each repetition."""
-    p99_ms = {
-        setting: [
-            1e3 * percentile(run.gaps_s, 99) for run in measured.runs if run.setting is setting
-        ]
-        for setting in StreamSetting
+    """p99 of gaps of each arm, and its ratios within each repetition."""
+    p99_ms: dict[str, list[float]] = {
+        arm: [1e3 * percentile(run.gaps_s, 99) for run in measured.runs if run.arm == arm]
+        for arm in STREAM_ARMS
     }
-    found = [result_of(f"itl_p99/{setting}", runs, "ms") for setting, runs in p99_ms.items()]
-    for setting in (StreamSetting.ON, StreamSetting.AGAIN):
-        ratios = _ratios(p99_ms[setting], p99_ms[StreamSetting.OFF])
-        found.append(result_of(f"itl_p99_ratio/{setting}", ratios, ""))
+    found = [result_of(f"itl_p99/{arm}", runs, "ms") for arm, runs in p99_ms.items()]
+    for arm in (ON, AGAIN):
+        found.append(result_of(f"itl_p99_ratio/{arm}", _ratios(p99_ms[arm], p99_ms[OFF]), ""))
     found += [
         result_of("taken_blocks", [measured.taken_blocks], ""),
         result_of("store_cpu", [100 * measured.store_cpu], "%"),

@@ -18,12 +18,14 @@ A peer's `ratio` is ours over theirs; for latencies, less than one is better.
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import fsum
+from types import MappingProxyType
 
 from bench.common.background import busy_results, busy_warning
-from bench.common.report import Figure, Missing, Result, result_of
-from bench.kv.plan import KvCase, KvPlan, cases_of, limit_of
+from bench.common.report import Figure, Result, result_of
+from bench.lab.kv.cases import KvCase, limit_of
+from bench.lab.kv.contest import KvMeasured
 
 GIB = 2**30
 PHASES = ("kv_wait", "decode_queue", "first_step")  # from the first token to the second
@@ -32,30 +34,6 @@ AFTER_HANDOFF = "first_token_after_handoff"
 COMPILED = "c"  # the way of memcpy without Python in its loop
 
 Timeline = Mapping[str, float]  # seconds by stage
-
-
-@dataclass(frozen=True, slots=True)
-class TimeKey:
-    """The mover, way and case of a time."""
-
-    mover: str
-    way: str
-    case: KvCase
-
-
-@dataclass(frozen=True, slots=True)
-class KvMeasured:
-    """The times of all repetitions."""
-
-    seconds: Mapping[TimeKey, tuple[float, ...]]  # one median for each repetition
-    background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
-    versions: Mapping[str, str] = field(default_factory=dict)
-    missing: tuple[Missing, ...] = ()
-
-    @property
-    def movers(self) -> list[str]:
-        """Names of the movers that were measured."""
-        return list(dict.fromkeys(key.mover for key in self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +46,18 @@ class Handoffs:
 
 
 def results(
-    plan: KvPlan, measured: KvMeasured, handoffs: Sequence[Handoffs] = ()
+    measured: KvMeasured,
+    handoffs: Sequence[Handoffs] = (),
+    *,
+    movers: Sequence[str],
+    peers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[Result, ...]:
-    """All results, in the order of the table above."""
-    peers = [peer.name for peer in plan.peers if peer.name in measured.movers]
+    """All results, in the order of the table above. `peers` has those of some movers, by name."""
     found = [
-        _result(measured, mover, case, peers=peers if mover in plan.backends else ())
-        for mover in (*plan.ours, *plan.limits)
+        _result(measured, mover, case, peers=peers.get(mover, ()))
+        for mover in movers
         if mover in measured.movers
-        for case in cases_of(plan)
+        for case in measured.cases
     ]
     return (*found, *_handoff_results(handoffs), *busy_results(measured.background))
 
@@ -100,7 +81,9 @@ def warnings(measured: KvMeasured, handoffs: Sequence[Handoffs] = ()) -> list[st
 def _result(measured: KvMeasured, mover: str, case: KvCase, *, peers: Sequence[str]) -> Result:
     figures = [_figure(case, s) for s in _best(measured, mover, case)]
     result = result_of(f"{mover}/{case.name}", [f.value for f in figures], figures[0].unit)
-    result = result.beside({peer: _median(measured, peer, case) for peer in peers})
+    result = result.beside(
+        {peer: _median(measured, peer, case) for peer in peers if peer in measured.movers}
+    )
     limit = limit_of(mover)
     if case.is_latency or limit not in measured.movers:
         return result

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from bench.common.progress import Say, say_nothing
-from bench.store.plan import DISK_DEPTH, DISK_TOTAL_BYTES, StorePlan
+from bench.lab.store.plan import DISK_DEPTH, DISK_TOTAL_BYTES, StorePlan
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 from kvtransfer.store.disk.format import ALIGNMENT, HEADER_BYTES
@@ -56,15 +56,15 @@ def measure(plan: StorePlan, say: Say = say_nothing) -> DiskRates:
     block_bytes = plan.block_bytes
     fio = shutil.which("fio")
     with (
-        TemporaryDirectory(prefix="baton-store-", dir=plan.disk) as folder,
+        TemporaryDirectory(prefix="baton-store-", dir=plan.folder) as folder,
         _filled(Path(folder) / "tier", block_bytes) as tier,
     ):
         slab = Path(folder) / "tier" / SLAB
         engine = None if fio is None else _engine_of(fio, slab, block_bytes)
         rates: list[float] = []
         theirs: list[float] = []
-        for repeat in range(plan.num_repeats):
-            say(f"loads from disk, repetition {repeat + 1} of {plan.num_repeats}")
+        for repeat in range(plan.repeat):
+            say(f"loads from disk, repetition {repeat + 1} of {plan.repeat}")
             turns = [0, 1] if repeat % 2 else [1, 0]
             for turn in turns:
                 if turn == 0:
@@ -82,9 +82,9 @@ def measure(plan: StorePlan, say: Say = say_nothing) -> DiskRates:
 def recovery(plan: StorePlan, folder: Path, say: Say = say_nothing) -> tuple[RecoveryTime, ...]:
     """Times starts with many blocks on disk, in `folder`. Raises BatonError, OSError."""
     found = []
-    for repeat in range(min(plan.num_repeats, MOST_RECOVERIES)):
-        say(f"a start with {plan.num_recovered:,} blocks on disk, {repeat + 1}")
-        found.append(measure_recovery(folder / "tier", plan.num_recovered, seed=plan.seed + repeat))
+    for repeat in range(min(plan.repeat, MOST_RECOVERIES)):
+        say(f"a start with {plan.recovered:,} blocks on disk, {repeat + 1}")
+        found.append(measure_recovery(folder / "tier", plan.recovered, seed=plan.seed + repeat))
     return tuple(found)
 
 

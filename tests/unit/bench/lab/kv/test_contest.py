@@ -1,30 +1,25 @@
 """How `bench kv` drives its movers: with fakes in this process, that move bytes in a dict."""
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.common.options import PeerProgram
-from bench.kv import movers as kv_movers
-from bench.kv import run as kv
-from bench.kv.limits import calls_of, unfinished
-from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of
-from bench.kv.plan import KIB, KvPlan, cases_of
-from bench.kv.run import measure
+from bench.common.progress import say_nothing
+from bench.lab.kv import contest as kv
+from bench.lab.kv import movers as kv_movers
+from bench.lab.kv.cases import KIB, KvPulls
+from bench.lab.kv.limits import calls_of, unfinished
+from bench.lab.kv.movers import Mover, NotMovable, WrongBytes, mover_of
 from bench.peers.kv_memory import PoolMemory, digest, fill
 from bench.processes.driven import DrivenFailed
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
-PLAN = KvPlan(
-    block_sizes=(16 * KIB,),
-    backends=("shm", "zmq", "nixl"),
-    num_repeats=2,
-    handoff=None,
-    total_bytes=64 * KIB,
-)
+PULLS = KvPulls((16 * KIB,), 2, 64 * KIB)
+MOVERS = ("shm", "zmq", "nixl", "memcpy", "tcp", "bare_nixl")
 
 
 @dataclass
@@ -82,10 +77,10 @@ class FakeEnd:
 
 
 def fakes(monkeypatch, **faults):
-    """Makes every mover a fake, with faults by name; the ends that were made."""
+    """Returns fake movers, with faults by name, and the ends that they will make."""
     made = []
 
-    def fake(name, plan):
+    def fake(name):
         if faults.get(name) == "absent":
             raise NotMovable("not here")
         moved = {}
@@ -93,19 +88,19 @@ def fakes(monkeypatch, **faults):
         made.extend(ends)
         return Mover(name, *ends)
 
-    monkeypatch.setattr(kv, "mover_of", fake)
     monkeypatch.setattr(kv, "IDLE_CHECK_S", 0.0)
-    return made
+    return {name: partial(fake, name) for name in MOVERS}, made
+
+
+def measure(movers):
+    return kv.contest(PULLS, movers, say_nothing)
 
 
 def test_every_way_of_every_mover_moves_every_case_in_every_repetition(monkeypatch):
-    made = fakes(monkeypatch)
-    measured = measure(PLAN)
+    movers, made = fakes(monkeypatch)
+    measured = measure(movers)
     assert {(key.mover, key.way, key.case) for key in measured.seconds} == {
-        (mover, way, case)
-        for mover in (*PLAN.backends, *PLAN.limits)
-        for way in "ab"
-        for case in cases_of(PLAN)
+        (mover, way, case) for mover in MOVERS for way in "ab" for case in PULLS.cases
     }
     assert all(runs == (key.case.num_blocks,) * 2 for key, runs in measured.seconds.items())
     assert measured.missing == ()
@@ -123,8 +118,8 @@ def test_every_way_of_every_mover_moves_every_case_in_every_repetition(monkeypat
     ],
 )
 def test_failed_mover_is_reported_and_the_others_continue(monkeypatch, fault, reason):
-    made = fakes(monkeypatch, nixl=fault)
-    measured = measure(PLAN)
+    movers, made = fakes(monkeypatch, nixl=fault)
+    measured = measure(movers)
     assert [(missing.name, missing.reason) for missing in measured.missing] == [("nixl", reason)]
     assert set(measured.movers) == {"shm", "zmq", "memcpy", "tcp", "bare_nixl"}
     assert "nixl" not in measured.movers  # nor what it did before it failed
@@ -133,28 +128,28 @@ def test_failed_mover_is_reported_and_the_others_continue(monkeypatch, fault, re
 
 @pytest.mark.parametrize("name", ["shm", "zmq", "memcpy", "tcp"])
 def test_failure_of_a_required_mover_ends_the_benchmark(monkeypatch, name):
-    made = fakes(monkeypatch, **{name: "lies"})
+    movers, made = fakes(monkeypatch, **{name: "lies"})
     with pytest.raises(WrongBytes, match=f"{name}.*wrong bytes"):
-        measure(PLAN)
+        measure(movers)
     assert not any(end.is_open for end in made)
 
 
 def test_only_peers_run_in_another_python(monkeypatch, tmp_path):
-    plan = replace(PLAN, peers=(PeerProgram("mooncake", tmp_path / "python"),))
+    peers = {"mooncake": tmp_path / "python"}
     monkeypatch.setenv("PYTHONPATH", "ours")
-    ours, theirs = mover_of("zmq", plan), mover_of("mooncake", plan)
+    ours, theirs = mover_of("zmq", peers), mover_of("mooncake", peers)
     assert ours.sink._environment is None  # inherited
     assert "PYTHONPATH" not in theirs.sink._environment
     assert theirs.sink._command[0] == str(tmp_path / "python")
     assert len(ours.processes) == 2
-    assert len(mover_of("memcpy", plan).processes) == 1
+    assert len(mover_of("memcpy").processes) == 1
 
 
 def test_bare_nixl_runs_in_the_python_that_has_nixl(monkeypatch, tmp_path):
     monkeypatch.setattr(kv_movers, "find_spec", lambda name: None)
     with pytest.raises(NotMovable, match="not installed"):
-        mover_of("bare_nixl", PLAN)
-    elsewhere = replace(PLAN, peers=(PeerProgram("nixl", tmp_path / "python"),))
+        mover_of("bare_nixl")
+    elsewhere = {"nixl": tmp_path / "python"}
     assert mover_of("bare_nixl", elsewhere).sink._command[0] == str(tmp_path / "python")
 
 

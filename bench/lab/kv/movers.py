@@ -1,6 +1,6 @@
 """Runs the movers of `bench kv` as pairs of processes: starts them and sends them commands.
 
-All processes answer the same commands, the methods of `bench.kv.worker.TransferWorker`:
+All processes answer the same commands, the methods of `bench.lab.kv.worker.TransferWorker`:
 
     open_source(pool_bytes, block_sizes)        source     returns what its sink needs
     open_sink(pool_bytes, block_sizes, source)  sink
@@ -11,20 +11,21 @@ All processes answer the same commands, the methods of `bench.kv.worker.Transfer
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.common.options import environment_of_peers
-from bench.kv.plan import KvCase, KvPlan, KvPull
+from bench.lab.kv.cases import KvCase, KvPull, KvPulls
 from bench.processes.driven import Answer, Driven, DrivenFailed
 from engine.errors import BatonError
 
 START_TIMEOUT_S = 60.0
 PULL_TIMEOUT_S = 120.0
 NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13")
-PEERS = Path(__file__).parents[1] / "peers"
+PEERS = Path(__file__).parents[2] / "peers"
 
 
 class NotMovable(BatonError):
@@ -57,10 +58,10 @@ class Mover:
         for process in self.processes:
             process.start()
 
-    def open(self, plan: KvPlan) -> Answer:
+    def open(self, pulls: KvPulls) -> Answer:
         """Waits for the processes, opens and connects their pools; returns what they report."""
         facts, *_ = [process.ready(START_TIMEOUT_S) for process in self.processes]
-        pools = {"pool_bytes": plan.pool_bytes, "block_sizes": plan.block_sizes}
+        pools = {"pool_bytes": pulls.pool_bytes, "block_sizes": pulls.block_sizes}
         source = self.source.ask("open_source", timeout_s=START_TIMEOUT_S, **pools)["source"]
         self.sink.ask("open_sink", timeout_s=START_TIMEOUT_S, source=source, **pools)
         return facts
@@ -105,9 +106,9 @@ class Mover:
             process.close()
 
 
-def mover_of(name: str, plan: KvPlan) -> Mover:
-    """The mover of that name, not started. Raises NotMovable."""
-    command = _command(name, {peer.name: peer.python for peer in plan.peers})
+def mover_of(name: str, peers: Mapping[str, Path] = MappingProxyType({})) -> Mover:
+    """The mover of that name, not started; `peers` are Pythons by name. Raises NotMovable."""
+    command = _command(name, peers)
     if name == "memcpy":
         both = Driven(name, command)
         return Mover(name, both, both)
@@ -119,17 +120,17 @@ def mover_of(name: str, plan: KvPlan) -> Mover:
     )
 
 
-def _command(name: str, peers: dict[str, Path]) -> list[str]:
+def _command(name: str, peers: Mapping[str, Path]) -> list[str]:
     if name in ("memcpy", "tcp"):
-        return [sys.executable, "-m", "bench.kv.limits", name]
+        return [sys.executable, "-m", "bench.lab.kv.limits", name]
     if name == "mooncake":
         return [str(peers[name]), str(PEERS / "mooncake_peer.py")]
     if name == "bare_nixl":
         return [str(_nixl_python(peers)), str(PEERS / "nixl_peer.py")]
-    return [sys.executable, "-m", "bench.kv.worker", name]
+    return [sys.executable, "-m", "bench.lab.kv.worker", name]
 
 
-def _nixl_python(peers: dict[str, Path]) -> Path:
+def _nixl_python(peers: Mapping[str, Path]) -> Path:
     if "nixl" in peers:
         return peers["nixl"]
     if not any(find_spec(package) for package in NIXL_PACKAGES):

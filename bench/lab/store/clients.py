@@ -10,10 +10,10 @@ from bench.client.answers import Answer, Endpoint, Failure, request_body
 from bench.client.http import http_session
 from bench.client.load import RequestsFailed
 from bench.common.waiting import holds_within, pause
+from bench.lab.store.samples import read_store_samples
 from bench.processes.serving import Options, ServedDeployment, serving
 from bench.serve.plan import ServeTarget
 from bench.serve.run import Send, ServeClient
-from bench.store.samples import read_store_samples
 from engine.clock import Clock, MonotonicClock
 from engine.errors import BatonError
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from bench.common.plots import save_figure
 from bench.common.report import Report
-from bench.kv.plan import LIMIT_OF, MIB, TOTAL_BYTES, bytes_of, size_name, split_of
-from bench.kv.results import AFTER_HANDOFF, PHASES
+from bench.lab.kv.cases import LIMIT_OF, MIB, TOTAL_BYTES, bytes_of, size_name, split_of
+from bench.lab.kv.figures import AFTER_HANDOFF, PHASES
 
 Line = Mapping[int, float]  # GiB/s by bytes of a block
 

@@ -1,26 +1,26 @@
 """The results of `bench store`, its goals and its warnings."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from bench.client.load import LoadRun, RequestOutcome
 from bench.common.report import Missing
-from bench.kv.plan import cases_of
-from bench.kv.results import GIB, TimeKey
-from bench.store.disk import DiskRates
-from bench.store.peer import PeerRestart
-from bench.store.plan import StorePlan, StreamSetting
-from bench.store.restarts import RestartTimes
-from bench.store.results import GOALS, StoreMeasured, results, warnings
-from bench.store.streams import StreamGaps, StreamsMeasured
-from bench.store.turns import TurnsMeasured
+from bench.lab.kv.contest import TimeKey
+from bench.lab.kv.figures import GIB
+from bench.lab.store.disk import DiskRates
+from bench.lab.store.figures import StoreMeasured, results, warnings
+from bench.lab.store.peer import PeerRestart
+from bench.lab.store.restarts import RestartTimes
+from bench.lab.store.streams import StreamsMeasured
+from bench.lab.store.study import StoreStudy
+from bench.lab.store.turns import TurnsMeasured
+from bench.lab.streams import BesideRun
 from kvtransfer.store.disk.measuring import RecoveryTime
 from tests.kits.answers import answer_at
 
-PLAN = StorePlan(Path("/"))
-CASE = next(case for case in cases_of(PLAN.pulls) if case.is_whole)
+CASE = StoreStudy().pulls.cases[0]
+GOALS = StoreStudy.GOALS
 
 
 def answers(*ttft_s, queue=0.0):
@@ -30,8 +30,9 @@ def answers(*ttft_s, queue=0.0):
     )
 
 
-def gaps(setting, p99_s):
-    return StreamGaps(setting, (p99_s,) * 100)
+def gaps(arm, p99_s):
+    stream = answer_at([i * p99_s for i in range(100)])
+    return BesideRun(arm, (stream, stream))
 
 
 def turns(cached, ttft_s):
@@ -58,8 +59,8 @@ MEASURED = StoreMeasured(
     disk=DiskRates((0.9 * GIB, 0.6 * GIB), (1.0 * GIB, 1.0 * GIB)),
     streams=StreamsMeasured(
         (
-            *(gaps(StreamSetting.OFF, 0.02), gaps(StreamSetting.ON, 0.03)),
-            gaps(StreamSetting.AGAIN, 0.0205),
+            *(gaps("off", 0.02), gaps("on", 0.03)),
+            gaps("again", 0.0205),
         ),
         taken_blocks=64,
         written_blocks=64,
@@ -70,7 +71,7 @@ MEASURED = StoreMeasured(
 
 
 def found(measured=MEASURED):
-    return {result.name: result for result in results(PLAN, measured)}
+    return {result.name: result for result in results(measured)}
 
 
 def test_gains_are_those_of_each_prompt_and_pulls_are_held_against_cached_prompts():
@@ -139,8 +140,8 @@ def test_what_is_missing_is_told_and_has_no_result():
 
 
 def test_noise_that_hides_a_goal_is_told():
-    quiet = results(PLAN, MEASURED)
+    quiet = results(MEASURED)
     assert warnings(MEASURED, quiet) == []
-    runs = (*MEASURED.streams.runs[:2], gaps(StreamSetting.AGAIN, 0.03))
+    runs = (*MEASURED.streams.runs[:2], gaps("again", 0.03))
     loud = replace(MEASURED, streams=replace(MEASURED.streams, runs=runs))
-    assert "differs by up to 50% from itself" in warnings(loud, results(PLAN, loud))[0]
+    assert "differs by up to 50% from itself" in warnings(loud, results(loud))[0]

@@ -23,9 +23,9 @@ from bench.client.answers import Answer
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.shapes import cached_checkpoint
+from bench.lab.store.clients import StoreClient, served_with_store, store_client
+from bench.lab.store.plan import BLOCK_TOKENS, SERVED, STORE_MIB, StorePlan, store_prompts
 from bench.processes.serving import ServedDeployment
-from bench.store.clients import StoreClient, served_with_store, store_client
-from bench.store.plan import BLOCK_TOKENS, SERVED, StorePlan, store_prompts
 from engine.errors import BatonError
 
 KV_MIB = 512
@@ -54,13 +54,13 @@ def measure(plan: StorePlan, folder: Path, say: Say = say_nothing) -> RestartTim
     """Carries it out with the store's files in `folder`. Raises BatonError, PrefixElsewhere."""
     checkpoint = cached_checkpoint(plan.shape, plan.seed)
     vocab = plain_token_ids(checkpoint)
-    prompts = store_prompts(plan, vocab, plan.num_prompts, name="prompts")
+    prompts = store_prompts(plan, vocab, plan.prompts, name="prompts")
     warm_ups = store_prompts(plan, vocab, 3, name="warm-up")
     options = {**SERVED, "--kv-mib": KV_MIB}
-    with served_with_store(checkpoint, options, store_mib=plan.store_mib, disk=folder) as served:
+    with served_with_store(checkpoint, options, store_mib=STORE_MIB, disk=folder) as served:
         cold, memory, worker = uvloop.run(_from_memory(plan, served, prompts, warm_ups[:2], say))
     say("starting everything again")
-    with served_with_store(checkpoint, options, store_mib=plan.store_mib, disk=folder) as served:
+    with served_with_store(checkpoint, options, store_mib=STORE_MIB, disk=folder) as served:
         disk = uvloop.run(_from_disk(plan, served, prompts, warm_ups[2], say))
     return RestartTimes(cold, memory, worker, disk)
 

@@ -1,6 +1,6 @@
-"""One end of Baton's own transfers in a process of its own, driven by `bench.kv.run`.
+"""One end of Baton's own transfers in a process of its own, driven by `bench.lab.kv.contest`.
 
-    python -m bench.kv.worker MOVER
+    python -m bench.lab.kv.worker MOVER
 
 A source or a sink is a `TransferEndpoint` over a `SharedPool`. There is one for each block size,
 because both ends must agree on it. If the mover splits the heads, there is one for each rank of the
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
-from bench.kv.plan import HeadSplit, layout_of, split_of
+from bench.lab.kv.cases import HeadSplit, layout_of, split_of
 from bench.peers.driver import drive, stdout_for_answers
 from bench.peers.kv_memory import TransferEnd, digest, fill
 from engine.clock import MonotonicClock

@@ -15,6 +15,9 @@ import uvloop
 
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
+from bench.lab.experiment import rounds
+from bench.lab.store.clients import StoreClient, StoreNotReady, served_with_store, store_client
+from bench.lab.store.plan import ON, PROMPTS, SERVED, STORE_MIB, STREAM_ARMS, STREAMS, StorePlan
 from bench.lab.streams import (
     WARM_UP_TOKENS,
     BesideRun,
@@ -24,8 +27,6 @@ from bench.lab.streams import (
     run_beside,
 )
 from bench.processes.serving import ServedDeployment
-from bench.store.clients import StoreClient, StoreNotReady, served_with_store, store_client
-from bench.store.plan import PROMPTS, SERVED, STREAMS, StorePlan, StreamSetting, order_of_streams
 from engine.clock import MonotonicClock
 
 TAKEN = "taken_blocks_total"
@@ -35,18 +36,10 @@ LEAST_WRITTEN = 32  # blocks of all runs with a store, or it had nothing to do
 
 
 @dataclass(frozen=True, slots=True)
-class StreamGaps:
-    """Gaps of all streams in one run, in seconds."""
-
-    setting: StreamSetting
-    gaps_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StreamsMeasured:
     """All runs, and what the store did meanwhile."""
 
-    runs: tuple[StreamGaps, ...]
+    runs: tuple[BesideRun, ...]
     taken_blocks: float
     written_blocks: float
     store_cpu: float = 0.0  # of one core, while streams ran beside the store
@@ -63,7 +56,7 @@ def measure(plan: StorePlan, folder: Path, say: Say = say_nothing) -> StreamsMea
             one = served_with_store(
                 checkpoint,
                 SERVED,
-                store_mib=plan.store_mib if is_on else 0,
+                store_mib=STORE_MIB if is_on else 0,
                 disk=folder if is_on else None,
             )
             served[is_on] = stack.enter_context(one)
@@ -88,15 +81,14 @@ async def _measure(
         before = await clients[True].samples()
         clock, with_store_s = MonotonicClock(), 0.0
         runs = []
-        for repeat in range(plan.num_repeats):
-            for setting in order_of_streams(plan, repeat):
-                say(f"streams, repetition {repeat + 1} of {plan.num_repeats}: store {setting}")
-                client = clients[setting is StreamSetting.ON]
-                sent_s = clock.now_s()
-                found = await _run(STREAMS, plan.seed, client, vocab, name=f"{setting}/{repeat}")
-                if setting is StreamSetting.ON:
-                    with_store_s += clock.now_s() - sent_s
-                runs.append(StreamGaps(setting, tuple(found.together().gaps_s)))
+        for repeat, arm in rounds(STREAM_ARMS, plan.repeat, plan.seed, say):
+            sent_s = clock.now_s()
+            found = await _run(
+                STREAMS, plan.seed, clients[arm == ON], vocab, name=f"{arm}/{repeat}"
+            )
+            if arm == ON:
+                with_store_s += clock.now_s() - sent_s
+            runs.append(replace(found.together(), arm=arm, repeat=repeat))
         after = await clients[True].samples()
     counted = (after.get(n, 0.0) - before.get(n, 0.0) for n in (TAKEN, WRITTEN, CPU))
     taken, written, cpu_s = counted

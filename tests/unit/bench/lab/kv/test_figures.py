@@ -1,22 +1,17 @@
-import sys
+"""The figures of `bench kv` from times that were never measured."""
+
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from bench.common.options import PeerProgram
-from bench.common.report import Peer
-from bench.kv.plan import KIB, MIB, KvCase, KvPlan, cases_of
-from bench.kv.results import Handoffs, KvMeasured, Missing, TimeKey, results, warnings
+from bench.common.report import Missing, Peer
+from bench.lab.kv.cases import KIB, MIB, KvCase, KvPulls
+from bench.lab.kv.contest import KvMeasured, TimeKey
+from bench.lab.kv.figures import Handoffs, results, warnings
 
-PLAN = KvPlan(
-    block_sizes=(64 * KIB,),
-    backends=("shm", "zmq"),
-    num_repeats=3,
-    handoff=None,
-    peers=(PeerProgram("mooncake", Path(sys.executable)),),
-)
-LATENCY, SIXTEEN, MANY, WHOLE = cases_of(PLAN)
+CASES = KvPulls((64 * KIB,), 3).cases
+MOVERS = ("shm", "zmq", "memcpy", "tcp")
+BESIDE = {"shm": ["mooncake"], "zmq": ["mooncake"]}
 SECONDS = {  # of 64 MiB: 1/16 s is one GiB/s
     ("shm", ""): (1 / 32, 1 / 64, 1 / 48),
     ("zmq", ""): (1 / 16, 1 / 8, 1 / 16),
@@ -31,7 +26,7 @@ MEASURED = KvMeasured(
         if case.is_latency
         else seconds
         for (mover, way), seconds in SECONDS.items()
-        for case in cases_of(PLAN)
+        for case in CASES
     },
     background=(0.01, 0.02, 0.01),
     versions={"mooncake": "0.3"},
@@ -56,7 +51,9 @@ HANDOFFS = Handoffs("zmq", (TIMELINES, TIMELINES[:1]))
 
 
 def by_name(measured=MEASURED, handoffs=()):
-    return {result.name: result for result in results(PLAN, measured, handoffs)}
+    return {
+        result.name: result for result in results(measured, handoffs, movers=MOVERS, peers=BESIDE)
+    }
 
 
 def without(*movers):

@@ -12,9 +12,9 @@ from bench.common.options import PeerProgram, environment_of_peers
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.shapes import cached_checkpoint
+from bench.lab.store.plan import StorePlan, store_prompts
+from bench.lab.store.restarts import PrefixElsewhere
 from bench.processes.driven import Driven
-from bench.store.plan import StorePlan, store_prompts
-from bench.store.restarts import PrefixElsewhere
 
 SCRIPT = Path(__file__).parent / "vllm_files.py"
 START_TIMEOUT_S = 180.0
@@ -37,7 +37,7 @@ def measure(
     """Carries it out with vLLM's files in `folder`. Raises DrivenFailed, PrefixElsewhere."""
     checkpoint = cached_checkpoint(plan.shape, plan.seed)
     vocab = plain_token_ids(checkpoint)
-    prompts = store_prompts(plan, vocab, plan.num_prompts, name="prompts")
+    prompts = store_prompts(plan, vocab, plan.prompts, name="prompts")
     warm_ups = store_prompts(plan, vocab, 2, name="warm-up")
     found: list[tuple[float, ...]] = []
     for is_again, warm_up in enumerate(warm_ups):

@@ -1,6 +1,6 @@
 """vLLM's build for CPUs with its KV kept in files, for `baton bench store`.
 
-    PYTHON bench/store/vllm_files.py CHECKPOINT FOLDER
+    PYTHON bench/lab/store/vllm_files.py CHECKPOINT FOLDER
 
 `ExampleConnector` is the connector of vLLM that keeps KV beyond its process and runs on a CPU: its
 own offloading wants a GPU. It writes a file for each layer of each prompt. Runs as a script, in
@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "peers"))
 
 CONTEXT_LEN = 4096
 

@@ -1,0 +1,161 @@
+"""What the movers of `bench kv` move: cases, block lists, and splits of the heads. Pure.
+
+All movers move the same scattered blocks from one place to another:
+
+    shm, zmq, nixl     Baton's backends: two processes, each with a TransferEndpoint         ours
+    memcpy             one memcpy a block between two mappings of one process      limit of shm
+    tcp                two processes, scattered sendmsg and recvmsg_into           limit of zmq
+    bare_nixl          two processes, prepared descriptors, READ, no Baton         limit of nixl
+    shm-1to2-4KiB, …   a rank of a sink of two pulls half of the heads: 4 KiB, then as many to skip.
+                       So a block has many pieces. With one piece it is shm, its limit
+    shm-2to1-4KiB, …   two ranks of a source give half of the heads each
+    mooncake           two processes, Mooncake's transfer engine over tcp          peer of ours
+
+A mover may have several *ways* (memcpy in C or over ctypes; tcp with calls of several sizes). The
+fastest way of a limit counts.
+
+A case is a block size and a number of blocks: 1, 16, 256, and the number that makes 64 MiB. Larger
+numbers are left out. Every pull draws new blocks, on both sides, from pools of 96 MiB. All movers
+get the same blocks.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from engine.layout import KVFormat, KVLayout, KVSection, Shard
+
+KIB = 2**10
+MIB = 2**20
+COUNTS = (1, 16, 256)
+TOTAL_BYTES = 64 * MIB
+NUM_PULLS = {1: 16, 16: 8}  # of one case in one repetition: short ones vary most
+LIMIT_OF = {"shm": "memcpy", "zmq": "tcp", "nixl": "bare_nixl"}
+LAYER_BYTES = 8 * KIB  # K and V of two heads of 64 elements in bf16, 16 tokens
+HEAD_BYTES = 2 * KIB  # K or V of one of them
+SPLITS = {"1to2": (1, 2), "2to1": (2, 1)}  # ranks of the source and of the sink
+
+Blocks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvPull:
+    """One pull: block i of `source_blocks` goes to block i of `blocks` at the sink."""
+
+    source_blocks: Blocks
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class KvCase:
+    """A number of blocks of one size, moved together."""
+
+    block_bytes: int
+    num_blocks: int
+    is_whole: bool  # as many blocks as make the plan's total
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one pull."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def name(self) -> str:
+        """Its name in results, behind the mover's: 64KiB, 64KiB/256, or 64KiB/latency for one."""
+        size = size_name(self.block_bytes)
+        if self.is_whole:
+            return size
+        return f"{size}/latency" if self.num_blocks == 1 else f"{size}/{self.num_blocks}"
+
+    @property
+    def is_latency(self) -> bool:
+        """True if the result is the time of one block and not bytes per second."""
+        return self.num_blocks == 1 and not self.is_whole
+
+
+@dataclass(frozen=True, slots=True)
+class KvPulls:
+    """The pulls of one benchmark: the same for every mover."""
+
+    block_sizes: tuple[int, ...]
+    num_repeats: int
+    total_bytes: int = TOTAL_BYTES
+    only_whole: bool = False  # True: no cases of fewer blocks
+    times: int = 1  # that each pull of a repetition is made
+    seed: int = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of each pool: 1.5 times those of one pull, so that its blocks lie scattered."""
+        return self.total_bytes * 3 // 2
+
+    @property
+    def cases(self) -> list[KvCase]:
+        """All cases, grouped by block size, each with its largest number of blocks last."""
+        cases = []
+        for size in self.block_sizes:
+            whole = self.total_bytes // size
+            counts = () if self.only_whole else COUNTS
+            cases += [KvCase(size, n, is_whole=False) for n in counts if n < whole]
+            cases.append(KvCase(size, whole, is_whole=True))
+        return cases
+
+    def of(self, case: KvCase, repeat: int) -> list[KvPull]:
+        """The pulls of one repetition, with new blocks in every pull."""
+        rng = Random(f"{self.seed}/{case.name}/{repeat}")
+        pool = range(self.pool_bytes // case.block_bytes)
+        number = case.num_blocks
+        return [
+            KvPull(tuple(rng.sample(pool, number)), tuple(rng.sample(pool, number)))
+            for _ in range(NUM_PULLS.get(number, 1))
+        ] * self.times
+
+
+def layout_of(block_bytes: int) -> KVLayout:
+    """A layout with blocks of that many bytes."""
+    section = KVSection(num_layers=block_bytes // LAYER_BYTES, num_kv_heads=2, head_dim=64)
+    layout = KVLayout(block_size=16, kv_format=KVFormat.BF16, sections=(section,))
+    assert layout.block_bytes == block_bytes
+    return layout
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """The shares of the heads that the ranks of a source and one rank of a sink hold."""
+
+    sources: tuple[Shard, ...]
+    sink: Shard
+    piece_bytes: int
+
+    def layout(self, block_bytes: int) -> KVLayout:
+        """Returns the layout of whole blocks, of which the sink pulls that many bytes."""
+        num_heads = 2 * self.piece_bytes // HEAD_BYTES
+        layer_bytes = 4 * self.piece_bytes // self.sink.size  # at the sink
+        section = KVSection(block_bytes // layer_bytes, num_heads, head_dim=64)
+        return KVLayout(block_size=16, kv_format=KVFormat.BF16, sections=(section,))
+
+
+def split_of(mover: str) -> tuple[str, HeadSplit | None]:
+    """Returns the backend of a mover, and its split of the heads if it has one."""
+    backend, *rest = mover.split("-")
+    if not rest:
+        return backend, None
+    split, piece = rest
+    of_source, of_sink = SPLITS[split]
+    sources = tuple(Shard(rank, of_source) for rank in range(of_source))
+    return backend, HeadSplit(sources, Shard(0, of_sink), bytes_of(piece))
+
+
+def limit_of(mover: str) -> str | None:
+    """Returns the mover that is the limit of this one."""
+    backend, split = split_of(mover)
+    return LIMIT_OF.get(backend) if split is None else backend
+
+
+def bytes_of(size: str) -> int:
+    """The inverse of `size_name`."""
+    return int(size[:-3]) * (MIB if size.endswith("MiB") else KIB)
+
+
+def size_name(num_bytes: int) -> str:
+    """A size as text: 64KiB, 1MiB."""
+    return f"{num_bytes // MIB}MiB" if num_bytes % MIB == 0 else f"{num_bytes // KIB}KiB"

@@ -1,0 +1,96 @@
+"""Runs the parts of `bench store`, one after the other. A part that fails is reported."""
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.common import background
+from bench.common.options import PeerProgram
+from bench.common.progress import Say
+from bench.common.report import Missing, Report, notes_on
+from bench.lab.experiment import Findings
+from bench.lab.kv.contest import TimeKey, contest
+from bench.lab.kv.movers import Mover, mover_of
+from bench.lab.store import disk, peer, restarts, streams, turns
+from bench.lab.store.figures import SLAB, StoreMeasured, results, warnings
+from bench.lab.store.plan import StorePart, StorePlan
+from bench.lab.store.plots import plot_store
+from bench.processes.driven import Driven
+from engine.errors import BatonError
+
+IDLE_CHECK_S = 0.5
+SLAB_COMMAND = [sys.executable, "-m", "bench.lab.store.slab_worker"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStudy(StorePlan):
+    """Measure what a KV store saves after restarts, its limits, and its cost to running streams.
+
+    Exits with status 1 if a part could not be measured.
+    """
+
+    def measure(self, say: Say) -> Findings:
+        """Carries out the parts."""
+        measured = self.run(say)
+        found = results(measured)
+        versions = {} if measured.peer is None else {"vllm": measured.peer.version}
+        config = notes_on(versions, measured.missing)
+        if measured.disk is not None:
+            config["disk_engines"] = measured.disk.facts
+        is_whole = not measured.missing
+        return Findings(found, warnings(measured, found), config=config, is_whole=is_whole)
+
+    def plot(self, report: Report, path: Path) -> None:
+        """Draws TTFT by where a prefix came from, and bandwidths."""
+        plot_store(report, path, title=self.title)
+
+    def run(self, say: Say) -> StoreMeasured:
+        """Carries out the parts. Each one's files are removed behind it."""
+        found: dict[str, Any] = {}
+        missing: list[Missing] = []
+        busy: list[float] = []
+        tasks = {str(part): PARTS[part] for part in self.chosen} | {
+            program.name: ("peer", partial(_peer, program)) for program in self.peers
+        }
+        for name, (result, measured) in tasks.items():
+            busy += _busy_share()
+            with TemporaryDirectory(prefix="baton-store-", dir=self.folder) as folder:
+                try:
+                    found[result] = measured(self, Path(folder), say)
+                except (BatonError, OSError) as error:
+                    missing.append(Missing(name, str(error)))
+        return StoreMeasured(**found, background=tuple(busy), missing=tuple(missing))
+
+
+def slab_pulls(plan: StorePlan, say: Say) -> Mapping[TimeKey, tuple[float, ...]]:
+    """Seconds of pulls out of a store's slab, between workers, and of memcpy."""
+    slab = Mover(SLAB, Driven("slab source", SLAB_COMMAND), Driven("slab sink", SLAB_COMMAND))
+    movers = {name: partial(mover_of, name) for name in ("shm", "memcpy")} | {SLAB: lambda: slab}
+    return contest(plan.pulls, movers, say).seconds
+
+
+def _peer(program: PeerProgram, plan: StorePlan, folder: Path, say: Say) -> peer.PeerRestart:
+    return peer.measure(plan, program, folder, say)
+
+
+PARTS: dict[StorePart, tuple[str, Callable[[StorePlan, Path, Say], Any]]] = {
+    StorePart.TTFT: ("restarts", restarts.measure),
+    StorePart.MEMORY: ("pulls", lambda plan, _, say: slab_pulls(plan, say)),
+    StorePart.DISK: ("disk", lambda plan, _, say: disk.measure(plan, say)),
+    StorePart.ITL: ("streams", streams.measure),
+    StorePart.RECOVERY: ("recovery", disk.recovery),
+    StorePart.TURNS: ("turns", lambda plan, _, say: turns.measure(plan, say)),
+}
+
+
+def _busy_share() -> list[float]:
+    """Returns the share of the CPU that others use while nothing of ours runs; empty if unknown."""
+    before = background.read(())
+    threading.Event().wait(IDLE_CHECK_S)
+    share = background.share_of_others(before, background.read(()))
+    return [] if share is None else [share]
