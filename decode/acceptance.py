@@ -93,6 +93,6 @@ class Acceptance:
                     count.hits *= memory
                     count.tries *= memory
 
-    def forget(self, seq_id: SeqId) -> None:
+    def remove(self, seq_id: SeqId) -> None:
         """Drops a sequence."""
         self._one.pop(seq_id, None)

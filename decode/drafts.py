@@ -95,7 +95,7 @@ class DraftPlanner:
     def leave(self, seq_id: SeqId) -> None:
         """A sequence does not run any more."""
         if self.speculator is not None:
-            self.speculator.forget(seq_id)
+            self.speculator.remove(seq_id)
             del self._drafts[seq_id]
 
     # ------------------------------------------------------------ before a step

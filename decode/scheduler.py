@@ -160,7 +160,7 @@ class DecodeScheduler:
             case FromGateway(_, Cancel(seq_id)):
                 return self._cancel(seq_id)
             case GatewayLost(gateway_id):
-                return self._forget_gateway(gateway_id)
+                return self._remove_gateway(gateway_id)
             case PullDone():
                 effects = self.arrivals.on_pull_done(event)
                 return [*effects, *self._run_if_complete(event.seq_id)]
@@ -228,7 +228,7 @@ class DecodeScheduler:
             return []
         return self.arrivals.cancel(seq_id)
 
-    def _forget_gateway(self, gateway_id: GatewayId) -> list[Effect]:
+    def _remove_gateway(self, gateway_id: GatewayId) -> list[Effect]:
         seqs = [*reversed(self.arrivals.seqs()), *self.running.seqs()]
         mine = [seq.seq_id for seq in seqs if seq.gateway_id == gateway_id]
         return [effect for seq_id in mine for effect in self._cancel(seq_id)]

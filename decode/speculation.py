@@ -318,9 +318,9 @@ class Speculator:
             if 0 < num_drafted == num_accepted:
                 self._trials[proposal.proposer].interval = _FEWEST_STEPS
 
-    def forget(self, seq_id: SeqId) -> None:
+    def remove(self, seq_id: SeqId) -> None:
         """Drops what was learned of a sequence."""
-        self._acceptance.forget(seq_id)
+        self._acceptance.remove(seq_id)
         self._tried.discard(seq_id)
 
     def observe(self, plan: BatchPlan, result: BatchResult, now_s: float) -> None:

@@ -689,7 +689,7 @@ def _hash_of(key: str) -> str:
     return sha256(key.encode()).hexdigest()
 
 
-def forget_environment(environment: MutableMapping[str, str]) -> None:
+def remove_environment(environment: MutableMapping[str, str]) -> None:
     """Removes the variables that `load_config` reads, so that no later process inherits a key."""
     for key in list(environment):
         if _is_setting(key):

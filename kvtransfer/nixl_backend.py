@@ -183,7 +183,7 @@ class NixlAgent:
         self.num_restarts += 1
         self._close_pulling(reason)
 
-    def forget(self, reader: "NixlReader") -> None:
+    def remove(self, reader: "NixlReader") -> None:
         """Drops a closed reader."""
         if reader in self._readers:
             self._readers.remove(reader)
@@ -278,7 +278,7 @@ class NixlReader:
         if self._reads:
             self._owner.restart("a reader was closed while it read")
         self.disconnect()
-        self._owner.forget(self)
+        self._owner.remove(self)
 
     def _advance(self, read_id: int, read: _Read) -> str | None:
         """Checks one read. Returns why the pulling agent must be made anew, or None."""

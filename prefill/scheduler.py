@@ -158,7 +158,7 @@ class PrefillScheduler:
             case FromGateway(_, Cancel(seq_id)):
                 return self._cancel(seq_id)
             case GatewayLost(gateway_id):
-                return self._forget_gateway(gateway_id)
+                return self._remove_gateway(gateway_id)
             case LeaseEnded(lease_id, reason):
                 return self._on_lease_ended(lease_id, reason)
             case PullDone() | PullFailed():
@@ -342,7 +342,7 @@ class PrefillScheduler:
             effects.append(RevokeLease(LeaseId(seq_id)))
         return effects
 
-    def _forget_gateway(self, gateway_id: GatewayId) -> list[Effect]:
+    def _remove_gateway(self, gateway_id: GatewayId) -> list[Effect]:
         """Cancels a lost gateway's prompts, and revokes the leases on those already computed."""
         prompts = [*self.waiting.prompts(), *self.computing.values()]
         mine = [prompt.seq.seq_id for prompt in prompts if prompt.seq.gateway_id == gateway_id]

@@ -280,9 +280,9 @@ class Router:
         """Ends the router if a task died of a bug."""
         self._linking.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._note_bug(error)
+            self._record_bug(error)
 
-    def _note_bug(self, error: BaseException) -> None:
+    def _record_bug(self, error: BaseException) -> None:
         """Logs a bug. The gateway is not ready from now on."""
         log.critical("a router task died: %r", error, exc_info=error)
         self._crash = error
@@ -466,7 +466,7 @@ class Router:
             event = Stepped(worker_id, cast("list[Tokens]", messages))
             effects = self.machine.handle(event, now_s)
             if self._recording is not None:
-                self._recording.note(event, now_s, effects)
+                self._recording.record(event, now_s, effects)
 
     def _open_lane(self, request_id: RequestId, client: _Client) -> None:
         """Lets the next tokens of an answer go to a lane, if that is possible now."""
@@ -511,7 +511,7 @@ class Router:
         for event in events:
             effects = self.machine.handle(event, now_s)
             if self._recording is not None:
-                self._recording.note(event, now_s, effects)
+                self._recording.record(event, now_s, effects)
             # The last tokens of a request and its end are one update.
             ended = {e.request_id for e in effects if type(e) is End} if len(effects) > 1 else ()
             for effect in effects:
@@ -567,7 +567,7 @@ class Router:
         try:
             self._handle(Tick())
         except Exception as error:  # no task ends by it, so it is noted here
-            self._note_bug(error)
+            self._record_bug(error)
 
     # ------------------------------------------------------------ workers
 
@@ -670,7 +670,7 @@ class Router:
                     case Unheard(reason):
                         self._handle(BlocksUnheard(worker_id, reason))
             except Exception as error:  # no task of the router ends by it
-                self._note_bug(error)
+                self._record_bug(error)
                 raise
 
         def count(what: str) -> None:

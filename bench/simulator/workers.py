@@ -271,9 +271,9 @@ class SimWorker:
                 token = base_of(message.sampling) + len(message.token_ids) + 1
                 self._expected[message.seq_id] = _Told(message.limits.max_len, token)
             elif isinstance(message, Cancel):
-                self._forget(message.seq_id)
+                self._remove(message.seq_id)
 
-    def _forget(self, seq_id: SeqId) -> None:
+    def _remove(self, seq_id: SeqId) -> None:
         self._expected.pop(seq_id, None)
         self._told.pop(seq_id, None)
 
@@ -422,14 +422,14 @@ class SimWorker:
                 if finish is not None or not told.has_begun:
                     said.append(_tell(seq_id, told, self._times_s(told.step, num_steps), finish))
                 if finish is not None:
-                    self._forget(seq_id)
+                    self._remove(seq_id)
             case HandedOver(lease=None):
                 said.append(Said(message))
             case GivenBack(seq_id=seq_id) | HandedOver(seq_id=seq_id):
                 last = self._told.get(seq_id)
                 if last is not None and last.step < num_steps:
                     said.append(_tell(seq_id, last, self._times_s(last.step, num_steps)))
-                self._forget(seq_id)
+                self._remove(seq_id)
                 said.append(Said(message))
             case PrefillDone():
                 said.append(Said(message, (self._future.now_s,)))

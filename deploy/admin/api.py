@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deploy.admin.audit import address_of, note_order
+from deploy.admin.audit import address_of, record_order
 from deploy.admin.differences import Declared
 from deploy.admin.logs import answer_logs
 from deploy.admin.schema import (
@@ -207,7 +207,7 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
                 return response
             refusal = "" if response.status_code < 400 else bytes(response.body).decode()
             order = getattr(request.state, "order", None)
-            note_order(request, order, response.status_code, refusal)
+            record_order(request, order, response.status_code, refusal)
             return response
 
         async def answered(request: Request) -> Response:

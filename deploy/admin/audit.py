@@ -12,7 +12,7 @@ from engine.log_context import AUDIT, CALLER_HEADER
 MAX_CALLER_CHARS = 200
 
 
-def note_order(request: Request, order: object | None, status: int, refusal: str = "") -> None:
+def record_order(request: Request, order: object | None, status: int, refusal: str = "") -> None:
     """Writes the line of a call; without an `order` its body was not understood."""
     caller = request.headers.get(CALLER_HEADER, "")[:MAX_CALLER_CHARS]
     fields = {

@@ -26,7 +26,7 @@ from deploy.admin.schema import (
     StoresAnswer,
     UpdateBody,
 )
-from deploy.base.run_dir import AdminAccess, announced, ended, forget, run_directory
+from deploy.base.run_dir import AdminAccess, announced, ended, remove, run_directory
 from engine.errors import BatonError, ConfigError
 
 TIMEOUT_S = 10.0
@@ -67,7 +67,7 @@ def find_deployment(
         raise ConfigError(f"{what}: choose one with --deployment or --admin-url: {_listed(found)}")
     if found:
         if is_named:
-            forget(directory, dead)
+            remove(directory, dead)
         return found[0].admin_url, key or found[0].key
     where = f"at {url}" if url is not None else f"in {directory}"
     called = "" if name is None else f" as {name}"

@@ -58,7 +58,7 @@ def announce(directory: Path, access: AdminAccess) -> Path:
         _check_private(directory)
         path.unlink(missing_ok=True)
         same = (each for each in ended(directory) if each.url == access.url)
-        forget(directory, same)  # this one replaces them
+        remove(directory, same)  # this one replaces them
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with open(os.open(path, flags, 0o600), "wb") as file:
             file.write(msgspec.json.encode(access))
@@ -80,7 +80,7 @@ def ended(directory: Path) -> list[AdminAccess]:
     return [each for each in _all(directory) if not _is_alive(each.pid)]
 
 
-def forget(directory: Path, deployments: Iterable[AdminAccess]) -> None:
+def remove(directory: Path, deployments: Iterable[AdminAccess]) -> None:
     """Removes the files of deployments that ended."""
     for each in deployments:
         _path(directory, each).unlink(missing_ok=True)

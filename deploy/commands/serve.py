@@ -37,9 +37,9 @@ from engine.config import (
     WITH_DRAFT,
     DeviceKind,
     LogFormat,
-    forget_environment,
     is_template,
     load_config,
+    remove_environment,
 )
 from engine.devices.settings import kv_formats
 from engine.errors import ConfigError
@@ -143,7 +143,7 @@ def serve(
     tree = load_config(config, os.environ, settings)
     as_json = tree.logs.format is LogFormat.JSON  # else the console prints them
     configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
-    forget_environment(os.environ)
+    remove_environment(os.environ)
     manager = ServiceManager(os.environ)
     signals = StopSignals()
     signals.install()

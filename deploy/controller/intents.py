@@ -185,7 +185,7 @@ def orders_path(plan: ControllerPlan, environment: Mapping[str, str]) -> Path | 
     return folder / f"{name}.orders"
 
 
-def forget_orders(store: IntentStore) -> None:
+def remove_orders(store: IntentStore) -> None:
     """Removes the record at an orderly end, so that the next start is as declared."""
     try:
         store.remove()
@@ -234,7 +234,7 @@ class IntentKeeper:
             return None
         return kept
 
-    def note(self, members: Members) -> None:
+    def record(self, members: Members) -> None:
         """Has an intent written soon, if it is another one."""
         wanted, intent = self._wanted, members.intent
         if self.store is not None and (wanted is None or wanted.intent != intent):

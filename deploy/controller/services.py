@@ -180,7 +180,7 @@ class PoolServices:
                 await self._tasks.in_thread(lambda: self._launcher.stop(name, by_force=by_force))
                 return
             except Exception as error:
-                self._tasks.note_bug(error)
+                self._tasks.record_bug(error)
             await pause(RETRY_STOP_EVERY_S)
 
     def _may_have_place_later(self, error: Exception) -> bool:

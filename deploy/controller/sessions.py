@@ -229,7 +229,7 @@ class PoolSessions:
             try:
                 await talk(address, self._secret, link)
             except Exception as error:
-                self._tasks.note_bug(error)
+                self._tasks.record_bug(error)
             await pause(RETRY_EVERY_S)
 
 

@@ -139,7 +139,7 @@ class PoolController:
         )
         self._services.machine = self.machine
         self.sessions.begin(self.machine)
-        self._intents.note(self.machine.members)
+        self._intents.record(self.machine.members)
         self._tasks.spawn(self._intents.run())
         self._tell_found()
         if is_first:
@@ -321,7 +321,7 @@ class PoolController:
                 self._services.stop_store(name, is_over=is_over)
             case Publish(members):
                 self.sessions.publish(members)
-                self._intents.note(members)
+                self._intents.record(members)
             case HistoryStep():
                 self._report(str(effect))
 
@@ -338,7 +338,7 @@ class PoolController:
                 self._handle(PoolTick())
                 self._plan_pools()
             except Exception as error:
-                self._tasks.note_bug(error)
+                self._tasks.record_bug(error)
 
     async def _watch_room(self) -> None:
         """Asks for nodes, and looks for nodes that come and go.
@@ -361,7 +361,7 @@ class PoolController:
                 if room != RoomSeen(limits.max_workers, limits.why_no_more):
                     self._handle(room)
             except Exception as error:
-                self._tasks.note_bug(error)
+                self._tasks.record_bug(error)
 
     async def _tell_news(self) -> None:
         """Sends all gateways the metrics, and news for people, every second. Survives any bug."""
@@ -374,7 +374,7 @@ class PoolController:
                 news = PoolNews(encode_metrics(self.metrics()), urls)
                 self.sessions.tell_news(news, self._cluster_news())
             except Exception as error:
-                self._tasks.note_bug(error)
+                self._tasks.record_bug(error)
             await pause(WATCH_EVERY_S)
 
     def _cluster_news(self) -> ClusterNews:

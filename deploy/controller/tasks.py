@@ -41,7 +41,7 @@ class ControllerTasks:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._start_threads, _called, function, *arguments)
 
-    def note_bug(self, error: BaseException) -> None:
+    def record_bug(self, error: BaseException) -> None:
         """Logs, reports and counts an unexpected error."""
         self.num_bugs += 1
         log.critical("a task of the controller failed: %r", error, exc_info=error)
@@ -60,7 +60,7 @@ class ControllerTasks:
     def _on_end(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.note_bug(error)
+            self.record_bug(error)
 
 
 def _called(function: Callable[..., T], *arguments: Any) -> T:

@@ -17,7 +17,7 @@ from deploy.base.private_folder import PrivateFolder, sweep
 from deploy.base.salts import kept_salts
 from deploy.base.spec import GatewayReady
 from deploy.base.thread import ServiceThread
-from deploy.controller.intents import IntentFile, IntentStore, forget_orders, orders_path
+from deploy.controller.intents import IntentFile, IntentStore, orders_path, remove_orders
 from deploy.controller.plan import ControllerPlan, gateway_processes
 from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.logs.lines import CONTROLLER, LogSource, keep_lines
@@ -179,7 +179,7 @@ class Deployment:
         end_of_lines, self._end_of_lines = self._end_of_lines, None
         with ExitStack() as stack:
             if store is not None:  # the end is in order: the next start is as declared
-                stack.callback(forget_orders, store)
+                stack.callback(remove_orders, store)
             if shared is not None:
                 stack.callback(shared.close)
             if end_of_lines is not None:

@@ -126,7 +126,7 @@ class LogRing(logging.Handler):
 
     def _opened(self) -> int:
         if self._fd is None:
-            _forget_old_rings(self._folder, self._name)
+            _remove_old_rings(self._folder, self._name)
             files = rings(self._folder).get(self._name, [])
             self._generation = files[-1].generation if files else 1
             self._fd = self._open(self._generation)
@@ -182,7 +182,7 @@ def quoted_name(name: str) -> str:
     return quote(name, safe="")
 
 
-def _forget_old_rings(folder: Path, own: str) -> None:
+def _remove_old_rings(folder: Path, own: str) -> None:
     """Removes the rings that were not written for longest, if there would be too many."""
     found = rings(folder)
     found.pop(own, None)

@@ -180,7 +180,7 @@ class Gateways:
         if num_lost := self._num_requests.pop(name, 0):
             self._history.counters["requests lost with gateways"] += num_lost
             how = f"{how}, with {num_lost} requests"
-        yield self._history.tell(now_s, name, how, self._restarts.note_end(name, now_s, how))
+        yield self._history.tell(now_s, name, how, self._restarts.record_end(name, now_s, how))
 
     def _others_serve(self, name: str) -> bool:
         """True if another gateway serves and has a session."""

@@ -160,7 +160,7 @@ class Planning:
         """Plans by these rules from now on. If they are other ones, observations begin anew."""
         if (rules, max_workers) != (self._rules, self._max_workers):
             self._rules, self._max_workers = rules, max_workers
-            self._forget()
+            self._remove()
 
     def check(self, mode: PlannerMode) -> None:
         """Raises OrderRefused if these pools cannot be planned."""
@@ -189,7 +189,7 @@ class Planning:
         if self._may_have_asked and not (mode is PlannerMode.ON and has_split):
             self.room_for = 0
         if mode is PlannerMode.OFF:
-            self._forget()
+            self._remove()
             self.reasons = ()
             return []
         reasons, found = [], []
@@ -266,7 +266,7 @@ class Planning:
     def _lines(self) -> list[str]:
         return list(dict.fromkeys(version.line for version in self._machine.intent.versions))
 
-    def _forget(self) -> None:
+    def _remove(self) -> None:
         self._planners.clear()
         self._needs.clear()
 

@@ -52,7 +52,7 @@ class Restarts:
         restart.due_s = now_s + delay_s
         return delay_s
 
-    def note_end(self, name: str, now_s: float, why: str) -> str:
+    def record_end(self, name: str, now_s: float, why: str) -> str:
         """Like `failed`, but keeps why, and returns the sentence that operators read."""
         delay_s = self.failed(name, now_s)
         self._restarts[name].why = why
@@ -102,6 +102,6 @@ class Restarts:
         """True if a service fails so often that another start is not likely to help."""
         return self.num_failed(name) >= LOOPS_AFTER
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Forgets a service that is not wanted any more."""
         self._restarts.pop(name, None)

@@ -115,7 +115,7 @@ class Stores:
         self, name: str, store: PoolStore, now_s: float, *, is_over: bool
     ) -> Iterator[PoolEffect]:
         if store.state is StoreState.WAITING:
-            self._forget(name)
+            self._remove(name)
         elif store.state is StoreState.SERVING:
             store.state = StoreState.STOPPING
             why = "its version is over" if is_over else "its node is gone"
@@ -150,7 +150,7 @@ class Stores:
     def on_stopped(self, event: StoreStopped, now_s: float) -> Iterator[PoolEffect]:
         """Forgets a store that was stopped."""
         if event.name in self.by_name:
-            self._forget(event.name)
+            self._remove(event.name)
             yield self._history.tell(now_s, event.name, "has stopped")
 
     def _lose(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
@@ -158,8 +158,8 @@ class Stores:
         if store is None:
             return
         store.state, store.address = StoreState.WAITING, ""
-        yield self._history.tell(now_s, name, how, self._restarts.note_end(name, now_s, how))
+        yield self._history.tell(now_s, name, how, self._restarts.record_end(name, now_s, how))
 
-    def _forget(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         del self.by_name[name]
-        self._restarts.forget(name)
+        self._restarts.remove(name)

@@ -21,7 +21,7 @@ from deploy.admin.schema import Declaration, Difference, PoolsAnswer
 from deploy.base.run_dir import log_folder, run_directory
 from deploy.base.spec import READY_TIMEOUT_S
 from deploy.base.thread import LateStart, ServiceThread
-from deploy.controller.intents import forget_orders
+from deploy.controller.intents import remove_orders
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.logs.lines import configure_logging, controller_logs
@@ -127,8 +127,8 @@ class _ControllerActor:
         self._thread.close()
         self._launcher.running()
         self._launcher.stop_all()
-        self._launcher.forget_logs(_log_folder_name())
-        forget_orders(self._orders)
+        self._launcher.remove_logs(_log_folder_name())
+        remove_orders(self._orders)
         if self._plan.siblings is not None:
             shutil.rmtree(Path(self._plan.siblings).parent, ignore_errors=True)
 

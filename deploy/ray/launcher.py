@@ -300,7 +300,7 @@ class ClusterLauncher(Launcher):
             known |= set(read.known)
         return LogPieces(pieces, sorted(known), silent)
 
-    def forget_logs(self, folder: str) -> None:
+    def remove_logs(self, folder: str) -> None:
         """Removes what services kept, on all nodes that answer."""
         _on_all_nodes("forget", folder, b"")
 

@@ -88,7 +88,7 @@ def end(cluster: Mapping[str, Any], session: str) -> list[LeftProcess]:
     return [left for node in nodes_of(cluster) for left in _ask(cluster, node, script)]
 
 
-def forget(cluster: Mapping[str, Any]) -> list[LeftProcess]:
+def remove(cluster: Mapping[str, Any]) -> list[LeftProcess]:
     """Ends Baton's Redis on the head and deletes its data, so that the next cluster starts new."""
     nodes = nodes_of(cluster)
     return _ask(cluster, nodes[0], _FORGET) if nodes else []

@@ -103,7 +103,7 @@ class RayUp:
     def __init__(self, file: Path, notes: Path) -> None:
         self._file = file
         digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
-        self._note = notes / f"{file.stem}-{digest}"
+        self._record = notes / f"{file.stem}-{digest}"
 
     def is_up(self) -> bool:
         """Returns true if the head answers, with or without a controller.
@@ -156,9 +156,9 @@ class RayUp:
         session = self._session()
         if not session:  # unknown session: any Ray process may be left of it
             return leftovers.look(cluster, leftovers.ANY_RAY)
-        left = [*leftovers.end(cluster, session), *leftovers.forget(cluster)]
+        left = [*leftovers.end(cluster, session), *leftovers.remove(cluster)]
         if not left:
-            self._note.unlink()
+            self._record.unlink()
         return left
 
     def _found_on_head(self) -> list[LeftProcess]:
@@ -168,11 +168,11 @@ class RayUp:
 
     def _session(self) -> str:
         """The session of the last answer; empty if there was none."""
-        return self._note.read_text().strip() if self._note.exists() else ""
+        return self._record.read_text().strip() if self._record.exists() else ""
 
     def _write_note(self, session: str) -> None:
-        self._note.parent.mkdir(parents=True, exist_ok=True)
-        write_private(self._note, session)
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        write_private(self._record, session)
 
     def _put(self, file: Path) -> None:
         """Copies the file to the head. It may hold keys, so only its user may read it."""

@@ -153,7 +153,7 @@ class DiskShelf(LowerTier):
 
     def erase(self, effect: EraseBlock) -> None:
         """Forgets a block."""
-        self._tier.forget(effect.place, self._clock.now_s())
+        self._tier.remove(effect.place, self._clock.now_s())
 
     def counters(self) -> Mapping[str, float]:
         """Counts since the start."""
@@ -184,16 +184,16 @@ class DiskShelf(LowerTier):
                 effect: LoadBlock | WriteBlock = self._loads.popleft()
                 row = self._memory[effect.slot]
                 read = DiskRead(effect.place, effect.block, row)
-                self._note(read, effect)
+                self._record(read, effect)
                 self._tier.read([read], now_s)
             else:
                 effect = self._writes.popleft()
                 row = self._memory[effect.slot]
                 write = DiskWrite(effect.place, effect.block, row, effect.parent)
-                self._note(write, effect)
+                self._record(write, effect)
                 self._tier.write([write], now_s)
 
-    def _note(self, request: DiskRead | DiskWrite, effect: LoadBlock | WriteBlock) -> None:
+    def _record(self, request: DiskRead | DiskWrite, effect: LoadBlock | WriteBlock) -> None:
         self._under_way[id(request)] = request, effect
 
     def _poll(self) -> None:

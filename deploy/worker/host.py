@@ -365,7 +365,7 @@ class WorkerHost:
             return False
         plan, launched = self._in_flight.popleft()
         result = launched.result()
-        self._effort.note(plan.rows, 0.0 if result.times is None else result.times.total_s)
+        self._effort.record(plan.rows, 0.0 if result.times is None else result.times.total_s)
         self._perform(self._core.finish(result, self._clock.now_s()))
         return True
 

@@ -15,7 +15,7 @@ class RequestIds:
     def __init__(self) -> None:
         self._client_ids: dict[SeqId, str] = {}  # of those that have one, oldest first
 
-    def note(self, seq_id: SeqId, client_id: str) -> None:
+    def record(self, seq_id: SeqId, client_id: str) -> None:
         """Keeps what the client calls the request. Of very many the oldest are forgotten."""
         if not client_id:
             return

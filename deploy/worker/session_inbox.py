@@ -69,7 +69,7 @@ class SessionInbox:
         has_grammar = False
         if isinstance(message, Prefill | Generate | Decode):
             has_grammar = message.sampling.grammar is not None
-            self._request_ids.note(message.seq_id, message.client_id)
+            self._request_ids.record(message.seq_id, message.client_id)
             with self._request_ids.logged(message.seq_id):
                 kind = type(message).__name__.lower()
                 log.info("takes a sequence: %s, %d tokens", kind, len(message.token_ids))

@@ -114,7 +114,7 @@ class LlGuides:
             return by_tokens
         kept = (salt, grammar)
         matcher = self._prototype(kept).deep_copy()
-        by_text = LlGuide(matcher, self._loaded(), on_fault=lambda: self._forget(kept))
+        by_text = LlGuide(matcher, self._loaded(), on_fault=lambda: self._remove(kept))
         by_text.replay(answer)
         if by_text.fault is not None:
             raise GrammarError(by_text.fault)
@@ -164,7 +164,7 @@ class LlGuides:
                 self._vocabulary = _translated(lambda: _load(*facts))
             return self._vocabulary
 
-    def _forget(self, kept: _Kept) -> None:
+    def _remove(self, kept: _Kept) -> None:
         """Drops a grammar whose guide had a fault, since guides share its tables."""
         with self._lock:
             self._compiled.pop(kept, None)

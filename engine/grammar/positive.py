@@ -109,7 +109,7 @@ class _Positive:
         if isinstance(schema.get("oneOf"), list):
             branches = self._separated(schema.pop("oneOf"), types_of(schema), at)
             together.append({"anyOf": branches})
-        self._note_format(schema)
+        self._record_format(schema)
         schema = _with_all(schema, together)
         return {k: self._below(k, value, at, inside) for k, value in schema.items()}
 
@@ -137,7 +137,7 @@ class _Positive:
         name = self._moved.setdefault(reference, f"moved {len(self._moved)}")
         schema["$ref"] = f"#/$defs/{name}"
 
-    def _note_format(self, schema: Schema) -> None:
+    def _record_format(self, schema: Schema) -> None:
         """Leaves only formats that the compiler knows."""
         name = schema.get("format")
         if not isinstance(name, str) or name in FORMATS:

@@ -363,7 +363,7 @@ class SessionServer:
         self._strangers.add(stranger)
         return True
 
-    def forget(self, stranger: "_Stranger") -> None:
+    def remove(self, stranger: "_Stranger") -> None:
         """Notes that a connection has ended, or that its session has begun."""
         self._strangers.discard(stranger)
 
@@ -457,7 +457,7 @@ class _Stranger(asyncio.Protocol):
         self._transport.close()
 
     def _leave(self) -> None:
-        self._server.forget(self)
+        self._server.remove(self)
         if self._deadline is not None:
             self._deadline.cancel()
 

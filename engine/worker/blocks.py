@@ -221,7 +221,7 @@ class BlockPool:
             owned[block] = 1
         if evicted := [block for block in blocks if known[block] is not None]:
             self._num_cached -= len(evicted)
-            self._forget(evicted)
+            self._remove(evicted)
         return blocks
 
     def _longest_idle(self) -> Iterable[BlockId]:
@@ -441,7 +441,7 @@ class BlockPool:
                 break
             self._marks[block], num_after = SPARE, 1
 
-    def _forget(self, blocks: Iterable[BlockId]) -> None:
+    def _remove(self, blocks: Iterable[BlockId]) -> None:
         """Removes what is known of blocks with a hash."""
         by_hash, known, news = self._by_hash, self._hash, self._news
         num_children, parent_of = self._num_children, self._parent

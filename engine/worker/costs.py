@@ -156,7 +156,7 @@ class Fit:
         side = (y > high) - (y < low)
         self._surprises = self._surprises + side if side and self._surprises * side >= 0 else side
         if abs(self._surprises) >= _NUM_SURPRISES:
-            self._forget()
+            self._remove()
         if self._num_seen < _NUM_YOUNG:
             return y
         return min(max(y, low), high)
@@ -173,7 +173,7 @@ class Fit:
         self._num_seen += 1
         self._num_unsolved += 1
 
-    def _forget(self) -> None:
+    def _remove(self) -> None:
         self.num_forgotten += 1
         num = len(self._weights)
         self._targets, self._products = [0.0] * num, [[0.0] * num for _ in range(num)]

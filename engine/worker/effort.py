@@ -37,7 +37,7 @@ class StepEffort:
         self._flops = self._read_bytes = self._busy_s = 0.0
         self._num_prompt_tokens = 0
 
-    def note(self, rows: Sequence[Row], seconds: float) -> None:
+    def record(self, rows: Sequence[Row], seconds: float) -> None:
         """Adds a step that has run."""
         self._busy_s += seconds
         tokens = pairs = contexts = chosen = 0

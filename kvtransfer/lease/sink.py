@@ -202,7 +202,7 @@ class SinkMachine:
             return []
         confirmed = message.reason == RELEASED and message.pull_id == pull.pull_id
         if pull.releasing and confirmed and not pull.done:
-            self._forget(pull)
+            self._remove(pull)
             return [pull.finish(now_s)]
         reason = message.reason if message.reason in END_REASONS else "ended"
         return [*self._drop(pull, f"lease {reason}"), *self._advance_all(source, now_s)]
@@ -373,10 +373,10 @@ class SinkMachine:
         return [*effects, *self._advance_all(source, now_s)]
 
     def _drop(self, pull: Pull, reason: str) -> list[SinkEffect]:
-        self._forget(pull)
+        self._remove(pull)
         return [*pull.fail(reason)]
 
-    def _forget(self, pull: Pull) -> None:
+    def _remove(self, pull: Pull) -> None:
         pull.source.num_asked -= len(pull.asked)
         del pull.source.pulls[pull.lease.lease_id]
         del self._pulls[pull.seq_id]

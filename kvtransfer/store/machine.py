@@ -181,7 +181,7 @@ class StoreMachine:
             case FromGateway():
                 return self._on_message(event, now_s)
             case GatewayLost(gateway_id):
-                return self.offers.forget_gateway(gateway_id)
+                return self.offers.remove_gateway(gateway_id)
             case LeaseEnded(lease_id):
                 self.offers.end(lease_id)
             case PullDone() | PullFailed():

@@ -190,7 +190,7 @@ class StoreOffers:
         lease = self.leases.get(lease_id)
         return [] if lease is None else self._revoke(lease_id, lease)
 
-    def forget_gateway(self, gateway_id: GatewayId) -> list[StoreEffect]:
+    def remove_gateway(self, gateway_id: GatewayId) -> list[StoreEffect]:
         """Ends all leases for a lost gateway."""
         lost = [(i, lease) for i, lease in self.leases.items() if lease.gateway_id == gateway_id]
         return [effect for each in lost for effect in self._revoke(*each)]

@@ -70,7 +70,7 @@ class Shelf:
         if num > self.num_free:
             evicted = self.eviction.choose(num - self.num_free, self._may_go)
             for block in evicted:
-                self._forget(block)
+                self._remove(block)
             self.num_evicted += len(evicted)
         slots = [self._next_free() for _ in range(min(num, self.num_free))]
         self._writing.update(slots)
@@ -127,7 +127,7 @@ class Shelf:
         slot = self._slots.get(block)
         if slot is not None:
             self.eviction.remove(block)
-            self._forget(block)
+            self._remove(block)
         return slot
 
     # ------------------------------------------------------------ holders
@@ -187,7 +187,7 @@ class Shelf:
         slot = self._slots[block]
         return slot not in self._leased and slot not in self._copied
 
-    def _forget(self, block: BlockHash) -> None:
+    def _remove(self, block: BlockHash) -> None:
         slot = self._slots.pop(block)
         del self._blocks[slot], self._parents[block]
         self._settle(slot)

@@ -266,7 +266,7 @@ class KeyAccounts:
         if account is None or account.limits != limits:
             fresh = _new_account(limits, now_s)
             if account is None:
-                self._forget_one()
+                self._remove_one()
                 self._accounts[name] = account = fresh
                 if self._shared is not None:
                     account.held = partial(self._shared.held, name, account)
@@ -279,7 +279,7 @@ class KeyAccounts:
         self._accounts.move_to_end(name)
         return account
 
-    def _forget_one(self) -> None:
+    def _remove_one(self) -> None:
         if len(self._accounts) < self._max_accounts:
             return
         idle = (name for name, account in self._accounts.items() if not account.num_streams)

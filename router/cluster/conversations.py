@@ -29,7 +29,7 @@ class Conversations:
         self._num = [0.0, 0.0]  # prompts: others, and continued ones
         self._num_followed = [0.0, 0.0]  # how many of these were continued
 
-    def note(self, hashes: Sequence[BlockHash]) -> bool:
+    def record(self, hashes: Sequence[BlockHash]) -> bool:
         """Remembers a prompt by the hashes of its full blocks. Returns True if it recurs."""
         if not hashes:
             return False

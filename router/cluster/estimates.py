@@ -79,7 +79,7 @@ class _Sizes:
     least: float = field(default=float("inf"))
     most: float = 0.0
 
-    def note(self, size: float) -> bool:
+    def record(self, size: float) -> bool:
         """Notes an observation of this size. Returns True if the fit should use it."""
         self.number += 1
         self.least, self.most = min(self.least, size), max(self.most, size)
@@ -158,7 +158,7 @@ class Estimates:
     def _is_taken(self, kind: str, worker: WorkerView, size: float) -> bool:
         for found in (self._alike, self._decode_costs, self._pull_costs):
             found.clear()
-        return self._of(kind, worker).note(size)
+        return self._of(kind, worker).record(size)
 
     def _of(self, kind: str, worker: WorkerView) -> _Sizes:
         """Returns the sizes from which a formula was learned.

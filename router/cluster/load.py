@@ -14,7 +14,7 @@ class PromptLoad:
         self._noted_s = 0.0
         self._compute_s = self._num_computed = self._num_cached = 0.0  # recent sums
 
-    def note(self, seconds: float, now_s: float, *, num_computed: int, num_cached: int) -> None:
+    def record(self, seconds: float, now_s: float, *, num_computed: int, num_cached: int) -> None:
         """Adds a prompt: `num_computed` tokens took `seconds`, `num_cached` were cached."""
         self._seconds = self._left(now_s) + seconds
         self._noted_s = now_s

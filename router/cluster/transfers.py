@@ -37,7 +37,7 @@ class PairTransfers:
         """A record for each pair, the pair that was used last at the end. Read only."""
         return self._pairs.values()
 
-    def note(
+    def record(
         self,
         source: WorkerId,
         sink: WorkerId,

@@ -373,7 +373,7 @@ class ClusterView:
             return "no decode worker"
         return None
 
-    def forget_severed(self, now_s: float) -> None:
+    def remove_severed(self, now_s: float) -> None:
         """Forgets severed pairs whose time to be tried again has come."""
         if self.severed:
             self.severed = {pair: at_s for pair, at_s in self.severed.items() if at_s > now_s}

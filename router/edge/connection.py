@@ -165,7 +165,7 @@ class Connection(HttpToolsProtocol):
         if self._num_parts > FREE_PARTS + self._num_parts_bytes // MIN_PART_BYTES:
             self._raise(SMALL_PARTS)
         if self._callers and self._callers[-1].streams_body:
-            self._forget_body()  # the application has it, but for what uvicorn buffers
+            self._remove_body()  # the application has it, but for what uvicorn buffers
             self._pace.begin_body(self.loop.time())
             super().on_body(body)
             return
@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Notes a complete request. From now on its body counts as the application's."""
-        self._forget_body()
+        self._remove_body()
         self._num_fed = 0
         self._pace.end_message()
         super().on_message_complete()
@@ -207,8 +207,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Notes that the client has left."""
         self.is_ready = False
-        self._feeder.forget(self)
-        self._forget_body()
+        self._feeder.remove(self)
+        self._remove_body()
         self.uncount()
         super().connection_lost(exc)
         self._leave_callers()
@@ -272,8 +272,8 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._is_last = True
-        self._feeder.forget(self)
-        self._forget_body()
+        self._feeder.remove(self)
+        self._remove_body()
         self._pace.last_s = self.loop.time()
         self.flow.resume_reading()
 
@@ -307,7 +307,7 @@ class Connection(HttpToolsProtocol):
         self._callers.clear()
         self.pipeline.clear()
 
-    def _forget_body(self) -> None:
+    def _remove_body(self) -> None:
         self._book.bodies_bytes -= self._num_body
         self._num_body = 0
 

@@ -63,7 +63,7 @@ class Feeder:
         else:
             self._begin(connection, memoryview(data))
 
-    def forget(self, connection: FedConnection) -> None:
+    def remove(self, connection: FedConnection) -> None:
         """Throws away what waits for a connection."""
         if self._waiting.pop(connection, None) is not None:
             connection.let_go()
@@ -93,11 +93,11 @@ class Feeder:
                 connection.cut()
                 goes_on = False
             if not goes_on:
-                self.forget(connection)
+                self.remove(connection)
                 continue
             if len(data) > SLICE_BYTES:
                 inputs.appendleft(data[SLICE_BYTES:])
             if not inputs:
-                self.forget(connection)
+                self.remove(connection)
             elif self._waiting.pop(connection, None) is not None:  # it has not ended meanwhile
                 self._waiting[connection] = inputs

@@ -251,7 +251,7 @@ class AnswerService:
     def _count(self, call: CheckedCall, choice: AnswerChoice) -> None:
         """Counts a choice that is over, and tells stores which blocks it used."""
         choice.measure()
-        self._parts.recent.note(_ended(call, choice))
+        self._parts.recent.record(_ended(call, choice))
         if call.notes is not None and not choice.index % call.num_candidates:
             _tell_stores(call, call.notes, choice)
 
@@ -304,10 +304,10 @@ class AnswerService:
         names = call.own_ignored(checked.ignored) if call.own_ignored else checked.ignored
         if not names:
             return checked
-        self._note_ignored(call, names)
+        self._record_ignored(call, names)
         return replace(checked, ignored=tuple(names[:MAX_IGNORED]))
 
-    def _note_ignored(self, call: ApiCall, names: Sequence[str]) -> None:
+    def _record_ignored(self, call: ApiCall, names: Sequence[str]) -> None:
         """Logs the fields of a request that have no effect, at most once in `IGNORED_EVERY_S`."""
         num_calls = self._with_ignored.due(self._parts.clock.now_s())
         if num_calls is None:

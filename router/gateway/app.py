@@ -271,7 +271,7 @@ class _Front:
             if not has_begun:  # this is the head
                 has_begun = True
                 handler = OTHER_PATHS if endpoint is None else path
-                self._metrics.note_status(str(method), handler, message.get("status", 0))
+                self._metrics.record_status(str(method), handler, message.get("status", 0))
             await send(message)
 
         if method == "POST":
@@ -279,7 +279,7 @@ class _Front:
                 check_content(scope)
             except InvalidRequest as error:
                 if endpoint is not None:
-                    self._metrics.note_invalid()
+                    self._metrics.record_invalid()
                 await send_invalid(noted, error)
                 return
         if endpoint is None:

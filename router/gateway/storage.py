@@ -65,13 +65,13 @@ class Storage:
     async def _in_thread(self, call: Callable[[], T]) -> T:
         self._num_waiting += 1
         future = asyncio.get_running_loop().run_in_executor(self._thread, call)
-        future.add_done_callback(self._note_done)
+        future.add_done_callback(self._record_done)
         try:
             return await future
         finally:
             del future  # it holds the error, whose traceback holds this frame
 
-    def _note_done(self, _: object) -> None:
+    def _record_done(self, _: object) -> None:
         self._num_waiting -= 1
 
     def _opened(self) -> sqlite3.Connection:

@@ -28,7 +28,7 @@ class VersionTally:
         self._turn(now_s)
         return max(self._longest)
 
-    def note_len(self, num_tokens: int, now_s: float) -> None:
+    def record_len(self, num_tokens: int, now_s: float) -> None:
         """Takes the length of a sequence that ended."""
         self._turn(now_s)
         self._longest[1] = max(self._longest[1], num_tokens)
@@ -51,7 +51,7 @@ class Tallies:
         """The tally of a version; zeros if none of its requests has ended."""
         return self._by_name.get(name) or VersionTally()
 
-    def note(self, name: str, *, failed: bool, late: bool, num_tokens: int, now_s: float) -> None:
+    def record(self, name: str, *, failed: bool, late: bool, num_tokens: int, now_s: float) -> None:
         """Takes the end of one answer."""
         tally = self._by_name.get(name)
         if tally is None:
@@ -62,4 +62,4 @@ class Tallies:
         tally.ended += 1
         tally.failed += failed
         tally.late += late
-        tally.note_len(num_tokens, now_s)
+        tally.record_len(num_tokens, now_s)

@@ -43,7 +43,7 @@ class TenantTurns(Generic[TenantT, ItemT]):
         self._got[tenant] += weight
         if not queue:
             del self._queues[tenant]
-            self._forget()
+            self._remove()
         return item
 
     @property
@@ -51,7 +51,7 @@ class TenantTurns(Generic[TenantT, ItemT]):
         """The least weight that a waiting tenant got."""
         return min((self._got[tenant] for tenant in self._queues), default=0.0)
 
-    def _forget(self) -> None:
+    def _remove(self) -> None:
         """Forgets the weights of tenants without waiting work, except the largest."""
         if not self._queues:
             self._got.clear()

@@ -26,7 +26,7 @@ class Deadlines:
         self._noted: dict[RequestId, float] = {}
         self._heap: list[tuple[float, RequestId]] = []  # outdated entries stay for now
 
-    def note(self, request_id: RequestId, due_s: float) -> None:
+    def record(self, request_id: RequestId, due_s: float) -> None:
         """Notes the lower bound of a request's deadline, in place of an earlier one."""
         if self._noted.get(request_id) != due_s:
             self._noted[request_id] = due_s
@@ -35,7 +35,7 @@ class Deadlines:
                 self._heap = [(at_s, i) for i, at_s in self._noted.items()]
                 heapify(self._heap)
 
-    def forget(self, request_id: RequestId) -> None:
+    def remove(self, request_id: RequestId) -> None:
         """Removes a request."""
         self._noted.pop(request_id, None)
 
@@ -62,7 +62,7 @@ class Deadlines:
 
     def watch(self, flight: Flight) -> None:
         """Notes the next deadline of a request. To be called if that may be sooner than before."""
-        self.note(flight.request.request_id, self.due_s(flight))
+        self.record(flight.request.request_id, self.due_s(flight))
 
     def due_s(self, flight: Flight) -> float:
         """When the next deadline of a request falls due. A follower held back has none."""

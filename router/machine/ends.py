@@ -39,7 +39,7 @@ class Ends:
             state.lengths.observe(flight.max_tokens, len(flight.tokens))
         effects = self.end_attempt(flight, now_s, tell_workers=tell_workers)
         del state.flights[request_id]
-        state.deadlines.forget(request_id)
+        state.deadlines.remove(request_id)
         state.counters["ended", type(outcome).__name__.lower()] += 1
         return [*effects, End(request_id, outcome, timeline(flight, now_s))]
 
@@ -91,7 +91,7 @@ class Ends:
         attempts = flight.attempts
         if attempts:
             flight.attempt = flight.hedge = None
-            self._state.moves.forget(flight.request.request_id)
+            self._state.moves.remove(flight.request.request_id)
         effects: list[RouterEffect] = []
         for attempt in attempts:
             effects += self._end_one(flight, attempt, now_s, tell_workers=tell_workers)

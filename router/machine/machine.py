@@ -340,7 +340,7 @@ class RouterMachine:
             self.state.counters["block events", "unknown medium"] += num_ignored
 
     def _on_blocks_unheard(self, worker_id: WorkerId, reason: str) -> None:
-        if self.state.workers.forget_events(worker_id):
+        if self.state.workers.remove_events(worker_id):
             self.state.count("blocks unheard", reason)
 
     def _on_worker_lost(self, worker_id: WorkerId, reason: str, now_s: float) -> list[RouterEffect]:

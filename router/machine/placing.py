@@ -63,7 +63,7 @@ class Placing:
     def place_all(self, now_s: float) -> list[RouterEffect]:
         """Places queued requests in order, as far as there is room."""
         state = self._state
-        state.view.forget_severed(now_s)
+        state.view.remove_severed(now_s)
         self.busy = None
         effects: list[RouterEffect] = []
         while (head := state.waiting.queue.head()) is not None:
@@ -83,7 +83,7 @@ class Placing:
     def place_one(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Places a new request, or a queued one out of turn, if there is room."""
         state = self._state
-        state.view.forget_severed(now_s)
+        state.view.remove_severed(now_s)
         need = self.need(flight, now_s)
         decision = self._choose(flight, need, now_s)
         if not isinstance(decision, Decision):
@@ -227,7 +227,7 @@ class Placing:
         """Returns a new attempt, with all that it needs reserved."""
         if not flight.num_ids:
             hashes = KnownPrefixes(self._state, flight).hashes()
-            flight.recurs = self._state.conversations.note(hashes)
+            flight.recurs = self._state.conversations.record(hashes)
         seq_id = flight.next_seq_id()
         flight.num_attempts += 1
         attempt = Attempt(
@@ -270,7 +270,7 @@ class Placing:
         prefill, decode = workers[attempt.prefill], workers[attempt.decode]
         compute_s = state.estimates.prefill_s(prefill, need.num_tokens, num_cached)
         num_computed = need.num_tokens - num_cached
-        self._load.note(compute_s or 0.0, now_s, num_computed=num_computed, num_cached=num_cached)
+        self._load.record(compute_s or 0.0, now_s, num_computed=num_computed, num_cached=num_cached)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
         # Demand counts the first attempt only. A prompt is needed no less in the prefill pool if a
         # decode worker lends itself because that pool is busy.

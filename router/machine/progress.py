@@ -138,7 +138,7 @@ class Progress:
             flight.prefix_pull_s = message.pull_s if message.num_pulled_blocks else None
         attempt.started_s, attempt.num_cached_tokens = now_s, message.num_cached_tokens
         if attempt.holder is not None:
-            self._note_pulled_prefix(attempt, attempt.holder, message, now_s)
+            self._record_pulled_prefix(attempt, attempt.holder, message, now_s)
             attempt.holder = None  # a pull of its prefix, and so its lease, is over
         worker = self._state.view.workers[attempt.prefill]
         worker.begin_prefill(attempt.seq_id, now_s)
@@ -162,7 +162,7 @@ class Progress:
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         return [SendTo(attempt.decode, decode), *effects]
 
-    def _note_pulled_prefix(
+    def _record_pulled_prefix(
         self, attempt: Attempt, holder: WorkerId, message: PrefillStarted, now_s: float
     ) -> None:
         """Learns from a pull that ended before the prompt's first chunk.
@@ -179,7 +179,7 @@ class Progress:
         if medium not in LOWER_MEDIA:
             state.estimates.observe_pull(sink, num_blocks, seconds=message.pull_s)
         num_bytes = num_blocks * layout.block_bytes
-        state.transfers.note(holder, attempt.prefill, num_bytes, now_s, seconds=message.pull_s)
+        state.transfers.record(holder, attempt.prefill, num_bytes, now_s, seconds=message.pull_s)
         state.counters["pulled tokens", medium or "worker"] += num_blocks * layout.block_size
 
     def _on_prefill_done(

@@ -77,7 +77,7 @@ class RouterState:
         """Learns from a pull of KV that has ended."""
         num_blocks = message.num_pulled_blocks
         self.estimates.observe_pull(sink, num_blocks, seconds=message.transfer_s)
-        self.transfers.note(
+        self.transfers.record(
             source,
             sink.info.worker_id,
             num_blocks * sink.info.layout.block_bytes,

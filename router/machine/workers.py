@@ -60,9 +60,9 @@ class Workers:
             return False
         self.view.touched.discard(worker_id)
         if self.fleet is not None:
-            self.fleet.forget(worker)
+            self.fleet.remove(worker)
         for name in self._names_of(worker_id):
-            self.prefixes.forget(name)
+            self.prefixes.remove(name)
             self.on_lower.pop(name, None)
         self._media.pop(worker_id, None)
         self._heard.discard(worker_id)
@@ -71,7 +71,7 @@ class Workers:
     def change_role(self, worker: WorkerView, message: RoleChanged) -> None:
         """Changes the role of a worker, which is no store. Claims on it stay."""
         if self.fleet is not None:
-            self.fleet.forget(worker)
+            self.fleet.remove(worker)
         worker.change_role(message)
         self.view.measure()
         if self.fleet is not None:
@@ -99,7 +99,7 @@ class Workers:
         media = self._media.get(worker_id)
         return (worker_id,) if media is None else media.values()
 
-    def forget_events(self, worker_id: WorkerId) -> bool:
+    def remove_events(self, worker_id: WorkerId) -> bool:
         """Forgets what events said: the worker is credited again with what its requests leave.
 
         Returns False if there were no events.

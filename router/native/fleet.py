@@ -163,7 +163,7 @@ class Fleet:
         self._measure()
         self._view.touched.add(worker_id)
 
-    def forget(self, worker: WorkerView) -> None:
+    def remove(self, worker: WorkerView) -> None:
         """Removes a worker that the index still knows."""
         worker_id = worker.info.worker_id
         if worker_id in self._stores:

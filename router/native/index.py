@@ -69,7 +69,7 @@ class PrefixIndex:
 
         Raises TooManyWorkers.
         """
-        self.forget(worker_id)
+        self.remove(worker_id)
         slot = self._core.baton_index_add(self.handle)
         if slot == library.NONE:
             raise TooManyWorkers(f"{len(self.slots)} workers are known already")
@@ -81,7 +81,7 @@ class PrefixIndex:
         self._num_blocks[worker_id] = num_blocks
         self._seen[worker_id] = OrderedDict()
 
-    def forget(self, worker_id: WorkerId) -> None:
+    def remove(self, worker_id: WorkerId) -> None:
         """Removes a worker and all that it held."""
         slot = self.slots.pop(worker_id, None)
         if slot is None:

@@ -162,7 +162,7 @@ class Planner:
 
     def decide(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> PoolPlan:
         """Decides the sizes of the pools. `seen` is None if no gateway reports."""
-        self._note(seen, pools, now_s)
+        self._record(seen, pools, now_s)
         held = self._held(seen, pools, now_s)
         if held is not None or seen is None:
             why_held = (f"nothing: {held}",)
@@ -182,7 +182,7 @@ class Planner:
 
     # ------------------------------------------------------------ when not to decide
 
-    def _note(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> None:
+    def _record(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> None:
         """Notes a change of the pools, from any cause."""
         sizes = pools.prefill, pools.decode
         if sizes != self._sizes:

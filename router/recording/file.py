@@ -74,12 +74,12 @@ class RecordingFile:
         self._recorder = Recorder(self._config, self._put)
         self._thread.start()
 
-    def note(self, event: RouterEvent, now_s: float, effects: Sequence[RouterEffect]) -> None:
+    def record(self, event: RouterEvent, now_s: float, effects: Sequence[RouterEffect]) -> None:
         """Records an event and its effects."""
         if self.failure is not None:
             return
         try:
-            self._recorder.note(event, now_s, effects)
+            self._recorder.record(event, now_s, effects)
         except Exception as error:  # the effects must be performed anyway
             # The error's text may hold a client's text.
             self._fail(f"{type(event).__name__} cannot be encoded: {type(error).__name__}")

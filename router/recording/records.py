@@ -102,7 +102,7 @@ class Recorder:
         self._encoder = msgspec.msgpack.Encoder()
         write(self._encoder.encode(_Head(PROTOCOL_VERSION, config)))
 
-    def note(self, event: RouterEvent, now_s: float, effects: Iterable[RouterEffect]) -> None:
+    def record(self, event: RouterEvent, now_s: float, effects: Iterable[RouterEffect]) -> None:
         """Writes an event and its effects."""
         record = {
             "now_s": now_s,

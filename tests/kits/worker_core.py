@@ -332,7 +332,7 @@ class FixedSpeculator:
     def learn(self, seq_id, proposal, *, num_drafted, num_accepted):
         self.learned.append((seq_id, num_drafted, num_accepted))
 
-    def forget(self, seq_id):
+    def remove(self, seq_id):
         self.forgotten.append(seq_id)
 
     def observe(self, plan, result, now_s):

@@ -37,8 +37,8 @@ class IndexAndItsTwin(RuleBasedStateMachine):
         self.twin[name] = set()
 
     @rule(name=some_names)
-    def forget(self, name):
-        self.index.forget(name)
+    def remove(self, name):
+        self.index.remove(name)
         self.twin.pop(name, None)
 
     @rule(name=some_names, hashes=slices)

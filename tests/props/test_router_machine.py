@@ -534,7 +534,7 @@ class World:
 
     def _handle(self, event: RouterEvent) -> None:
         effects = self.machine.handle(event, self.now_s)
-        self.recorder.note(event, self.now_s, effects)
+        self.recorder.record(event, self.now_s, effects)
         for effect in effects:
             match effect:
                 case SendTo(worker_id, message):

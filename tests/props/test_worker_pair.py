@@ -301,7 +301,7 @@ def _keep_what_has_not_arrived(self, arrived, pool):
     _keep(self, range(max(arrived, default=-2) + 2), pool)
 
 
-def _forget_the_aborted_prefix(self, seq_id):
+def _remove_the_aborted_prefix(self, seq_id):
     """Releases blocks of a cancelled prompt while its pull still writes to them."""
     effects = _cancel_prompt(self, seq_id)
     if (job := self.aborting.pop(seq_id, None)) is not None:
@@ -326,7 +326,7 @@ def _grow_too_early(self, job, num_ready):
     return _grow(self, job, max(num_ready, computed))
 
 
-def _forget_the_aborted(self, seq_id):
+def _remove_the_aborted(self, seq_id):
     """Forgets a cancelled pull before it has ended."""
     effects = _cancel(self, seq_id)
     if (arriving := self.aborting.pop(seq_id, None)) is not None:
@@ -405,11 +405,11 @@ MISTAKES = {
     "a block is free while a step may write to it": (BlockPool, "_let_go", _free_at_once),
     "a step's writes are not waited for": (FakeRunner, "write", _write_late),
     "a half computed block is leased": (PrefillScheduler, "_grow_lease", _grow_too_early),
-    "an aborted pull holds nothing": (Arrivals, "cancel", _forget_the_aborted),
+    "an aborted pull holds nothing": (Arrivals, "cancel", _remove_the_aborted),
     "a cancelled prefix pull holds nothing": (
         WaitingPrompts,
         "cancel",
-        _forget_the_aborted_prefix,
+        _remove_the_aborted_prefix,
     ),
     "a failed prefix pull is taken for done": (
         WaitingPrompts,

@@ -104,7 +104,7 @@ class CanaryWatch:
         self._before: tuple[ByGateway, ByGateway] = ((), ())
         self._ended = (EndedCounts(), EndedCounts())  # in the step, as it was seen last
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Ends the step: an earlier attempt of the same name does not count for the next one."""
         self._step = None
 

@@ -43,7 +43,7 @@ class ModelSleep:
         """Changes one version at most. Gateways must have been told of the last change before."""
         intent, self._waiting = self._wanted.intent, None
         versions = [each for line in self._wanted.limits.idle_s for each in self._able(line)]
-        self._note_use(versions, scene, now_s)
+        self._record_use(versions, scene, now_s)
         if (intent.versions, intent.rollout) != (told.versions, told.rollout):
             return
         for version in versions:
@@ -72,7 +72,7 @@ class ModelSleep:
         if len(own) == 1 and not is_rolling:
             yield own[0]
 
-    def _note_use(self, versions: list[Version], scene: Scene, now_s: float) -> None:
+    def _record_use(self, versions: list[Version], scene: Scene, now_s: float) -> None:
         before, self._used = self._used, {}
         for version in versions:
             num_ended = scene.num_ended(version.name)

@@ -131,7 +131,7 @@ class VersionUpdates:
         if None in scene.reports:
             return None, False
         if not to.weight:
-            self._canary.forget()
+            self._canary.remove()
             fault = scene.fault_of_probes(to.name)
             if fault is None:
                 return None, None

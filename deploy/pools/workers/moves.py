@@ -64,7 +64,7 @@ class WorkerMoves:
         by_id = self.workers.by_id
         match move:
             case Drop(worker_id):
-                self.workers.forget(by_id[worker_id])
+                self.workers.remove(by_id[worker_id])
                 yield self.history.tell(now_s, worker_id, "is not started", "too many")
             case TakeSpare(worker_id, dead_id):
                 dead = by_id[dead_id]

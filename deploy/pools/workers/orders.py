@@ -90,7 +90,7 @@ class WorkerOrders:
         """Ends a worker that does not listen yet."""
         worker_id = worker.worker_id
         if worker.state is WorkerState.WAITING:
-            self.workers.forget(worker)
+            self.workers.remove(worker)
             yield self.history.tell(now_s, worker_id, "is not started", "ordered")
         else:
             yield self.history.tell(now_s, worker_id, "is stopped while it starts", "ordered")

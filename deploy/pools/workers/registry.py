@@ -83,7 +83,7 @@ class PoolWorkers:
     def begin(self, version: str, role: Role, now_s: float) -> WorkerId:
         """Adds a worker that waits for its first start. Returns its name."""
         worker_id = self._free_name()
-        self._restarts.forget(worker_id)
+        self._restarts.remove(worker_id)
         self.by_id[worker_id] = PoolWorker(worker_id, role, now_s, version=version)
         return worker_id
 
@@ -145,7 +145,7 @@ class PoolWorkers:
     def lose(self, worker: PoolWorker, how: str, now_s: float) -> Iterator[PoolEffect]:
         """Notes that a wanted worker ended. It waits for its next start."""
         worker_id = worker.worker_id
-        outlook = self._restarts.note_end(worker_id, now_s, how)
+        outlook = self._restarts.record_end(worker_id, now_s, how)
         yield self._history.tell(now_s, worker_id, how, outlook, role=worker.target)
         self.by_id[worker_id] = PoolWorker(
             worker_id,
@@ -176,10 +176,10 @@ class PoolWorkers:
                 what = why.removeprefix(f"{worker_id} ")
                 yield f"{with_role(worker_id, worker.target)} {what}"
 
-    def forget(self, worker: PoolWorker) -> None:
+    def remove(self, worker: PoolWorker) -> None:
         """Removes a worker that has ended and is not wanted."""
         del self.by_id[worker.worker_id]
-        self._restarts.forget(worker.worker_id)
+        self._restarts.remove(worker.worker_id)
 
     def validate(self) -> None:
         """Asserts the invariants of each worker."""

@@ -70,7 +70,7 @@ class WorkerSightings:
         if worker is None or worker.state is not WorkerState.STOPPING:
             return
         if worker.target is Role.DRAINED or worker.target is None:
-            self.workers.forget(worker)
+            self.workers.remove(worker)
             yield self.history.tell(now_s, worker.worker_id, "was stopped")
         else:
             yield from self.workers.lose(worker, "was stopped", now_s)
@@ -82,7 +82,7 @@ class WorkerSightings:
             return
         self.history.counters["workers died"] += 1
         if worker.target in (Role.DRAINED, None) and not worker.is_spare:
-            self.workers.forget(worker)
+            self.workers.remove(worker)
             yield self.history.tell(now_s, event.name, event.how, "it was not needed")
         else:
             yield from self.workers.lose(worker, event.how, now_s)
@@ -94,7 +94,7 @@ class WorkerSightings:
             return
         worker.is_connected, worker.lost_s, worker.died_s = True, None, None
         worker.kv_format, worker.kernels = event.kv_format, event.kernels
-        _note_role(worker, event.role, now_s)
+        _record_role(worker, event.role, now_s)
         if worker.target is None:
             worker.target = event.role
             if event.role is Role.DRAINED and worker.worker_id not in self.wanted.intent.drained:
@@ -134,7 +134,7 @@ class WorkerSightings:
         if worker is None:
             return
         before = worker.role
-        _note_role(worker, event.role, now_s)
+        _record_role(worker, event.role, now_s)
         worker.load = None  # the last report was about the role before
         if event.role is worker.target:
             if worker.state is WorkerState.FLIPPING:
@@ -199,7 +199,7 @@ class WorkerSightings:
         return drains and waited_s >= self.wanted.limits.drain_timeout_s
 
 
-def _note_role(worker: PoolWorker, role: Role, now_s: float) -> None:
+def _record_role(worker: PoolWorker, role: Role, now_s: float) -> None:
     """Sets the role. If the new role does not decode, sequences that decode here must move away.
 
     A drained worker is an exception: it may finish its sequences.

@@ -248,7 +248,7 @@ class DiskTier:
         """Starts as many of the requests as there is room for, and returns how many."""
         return self._accept(DiskVerb.WRITE, requests, now_s)
 
-    def forget(self, slot: int, now_s: float) -> None:
+    def remove(self, slot: int, now_s: float) -> None:
         """Clears the header of a slot, so that its block is not recovered."""
         if self._is_held[slot] or slot in self._queues:
             self._is_held[slot] = False

@@ -119,7 +119,7 @@ class SegmentIndex:
         if name in self._segments:
             self._segments[name].is_bad = self._segments[name].is_filled = True
 
-    def forget_block(self, name: str, block_hash: BlockHash) -> None:
+    def remove_block(self, name: str, block_hash: BlockHash) -> None:
         """Never reads this block from this segment again: it is damaged."""
         segment = self._segments.get(name)
         if segment is not None and segment.blocks.pop(block_hash, None) is not None:

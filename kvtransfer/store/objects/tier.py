@@ -323,7 +323,7 @@ class ObjectTier:
                 continue
             self._count_error("block_checksum" if has_length else "block_length")
             with self._lock:
-                self._index.forget_block(read.name, BlockHash(block.block_hash))
+                self._index.remove_block(read.name, BlockHash(block.block_hash))
         return good
 
     def _drop(self, call: TimedCall[bool]) -> bool:

@@ -181,7 +181,7 @@ class AnswerChoice:
         has_tokens = bool(update.token_ids)
         if has_tokens:
             self._meter.tokens(len(update.token_ids), now_s)
-            self._note(update)
+            self._record(update)
             if self._is_only_prompt:
                 update = _without_answer(update)
         if update.timeline is not None:
@@ -350,13 +350,13 @@ class AnswerChoice:
             return self._text.finish(), ()
         return self._scored.finish()
 
-    def _note(self, update: Update) -> None:
+    def _record(self, update: Update) -> None:
         if self.noted_ids is not None:
             self.noted_ids += update.token_ids
         if self._is_scored:
-            self._note_scores(update)
+            self._record_scores(update)
 
-    def _note_scores(self, update: Update) -> None:
+    def _record_scores(self, update: Update) -> None:
         self._logprobs.extend([scores.logprob for scores in update.logprobs])
         request = self.request
         if request.prompt_logprobs is not None and not self.prompt.are_known:

@@ -83,7 +83,7 @@ class Idleness:
         self._idle_s = idle_s
         self._busy_s = -inf  # when other work was last seen
 
-    def note_other(self, now_s: float) -> None:
+    def record_other(self, now_s: float) -> None:
         """Notes a request that arrives."""
         self._busy_s = max(self._busy_s, now_s)
 
@@ -96,7 +96,7 @@ class Idleness:
     def num_allowed(self, load: PoolsLoad, now_s: float) -> int:
         """Requests of batches that may run now."""
         if load.is_busy:
-            self.note_other(now_s)
+            self.record_other(now_s)
         if not load.is_ready:
             return 0
         if load.is_busy or now_s - self._busy_s < self._idle_s:

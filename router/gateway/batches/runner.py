@@ -143,7 +143,7 @@ class BatchRunner:
         """Begins to run batches."""
         self._gate.on_ticket = self._moved.set
         self._gate.has_time = lambda: has_time(self._versions.workers().values())
-        self._metrics.on_arrival = self.note_arrival
+        self._metrics.on_arrival = self.record_arrival
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -163,10 +163,10 @@ class BatchRunner:
         self._renew_at_s = 0.0
         self._woken.set()
 
-    def note_arrival(self) -> None:
+    def record_arrival(self) -> None:
         """Makes way for a request that arrives, within this call."""
         if self._jobs:
-            self._idleness.note_other(self._clock.now_s())
+            self._idleness.record_other(self._clock.now_s())
             self._gate.allow(self._num_beside)
 
     async def _run(self) -> None:
@@ -267,7 +267,7 @@ class BatchRunner:
                 max_line_bytes=self._max_line_bytes,
                 now_s=now_s,
             )
-            self._note(job, await self._storage.run(validate))
+            self._record(job, await self._storage.run(validate))
         elif batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
             if now_s >= batch.expires_s:
                 await self._begin_end(job, BatchStatus.EXPIRED)
@@ -276,7 +276,7 @@ class BatchRunner:
         else:
             await _cancel(job)
             write = partial(tables.write_slice, owner=self._owner, batch_id=batch.id, now_s=now_s)
-            self._note(job, await self._storage.run(write))
+            self._record(job, await self._storage.run(write))
 
     async def _begin_end(self, job: _Job, ending: BatchStatus) -> None:
         await _cancel(job)
@@ -287,10 +287,10 @@ class BatchRunner:
             ending=ending,
             now_s=self._unix_s(),
         )
-        self._note(job, await self._storage.run(begin))
+        self._record(job, await self._storage.run(begin))
         job.after, job.is_read = 0, False  # if it is in progress still, a line has no result
 
-    def _note(self, job: _Job, batch: BatchRecord) -> None:
+    def _record(self, job: _Job, batch: BatchRecord) -> None:
         """Notes what a batch has become; one with more to validate or write goes on at once."""
         if batch.status is not job.batch.status:
             log.info("%s is %s", batch.id, batch.status)
@@ -376,7 +376,7 @@ class BatchRunner:
         if is_retried(status, line.num_lost + 1, MAX_LOST, LOST, code):
             if code in LOST:
                 line.num_lost += 1
-                lost = partial(tables.note_lost, owner=self._owner, number=line.number)
+                lost = partial(tables.record_lost, owner=self._owner, number=line.number)
                 await self._change(job, line, partial(lost, batch_id=batch.id))
             self._try_later(job, line, retry_after_s(line.tries, answer.headers.get("retry-after")))
             return

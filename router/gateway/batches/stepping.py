@@ -178,9 +178,9 @@ class SteppingPort:
         ticket = self._gate.ticket(self._port, self._stays)
         has_token = False  # the present part has a token
 
-        def note(token_ids: Sequence[int]) -> None:
+        def record(token_ids: Sequence[int]) -> None:
             nonlocal has_token
-            journal.note(token_ids)
+            journal.record(token_ids)
             if token_ids and not has_token:  # its prompt is computed: there is time for another
                 has_token = True
                 self._gate.admit()
@@ -190,13 +190,13 @@ class SteppingPort:
                 return False
             taken = take_at_once(journal.shown(update))
             if taken:
-                note(update.token_ids)
+                record(update.token_ids)
             return taken
 
         def noted_tokens(token_ids: Sequence[int], now_s: float) -> bool:
             taken = take_tokens(token_ids, now_s)
             if taken:
-                note(token_ids)
+                record(token_ids)
             return taken
 
         try:
@@ -209,7 +209,7 @@ class SteppingPort:
                 async with aclosing(updates):
                     async for update in updates:
                         shown = journal.shown(update)
-                        note(update.token_ids)
+                        record(update.token_ids)
                         is_paused = isinstance(update.outcome, Cancelled) and not ticket.is_in
                         if is_paused:
                             shown = replace(shown, outcome=None, timeline=None)
@@ -231,7 +231,7 @@ class Journal:
         self._num_parts = 0
         self._num_cached: int | None = None  # tokens of the prompt that the first part found cached
 
-    def note(self, token_ids: Sequence[int]) -> None:
+    def record(self, token_ids: Sequence[int]) -> None:
         """Adds tokens that were delivered."""
         self._tokens += token_ids
 

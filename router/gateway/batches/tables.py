@@ -451,7 +451,7 @@ def keep_result(
     return bool(changed)
 
 
-def note_lost(connection: Connection, owner: str, batch_id: str, number: int) -> None:
+def record_lost(connection: Connection, owner: str, batch_id: str, number: int) -> None:
     """Counts that workers were lost while they computed a request."""
     check_lease(connection, owner)
     connection.execute(

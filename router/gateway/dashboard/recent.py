@@ -82,7 +82,7 @@ class RecentRequests:
                 self._hung.add(request_id)
         return found
 
-    def note(self, ended: EndedChoice) -> None:
+    def record(self, ended: EndedChoice) -> None:
         """Takes the end of one answer."""
         request, timeline = ended.request, ended.timeline
         self.running.pop(request.request_id, None)
@@ -93,7 +93,7 @@ class RecentRequests:
         if not kept.is_background and kept.outcome != "cancelled":
             self._count(kept.missed, request, ended.num_tokens)
         if not kept.is_background and (kept.outcome != "cancelled" or has_hung):
-            self._tallies.note(
+            self._tallies.record(
                 ended.version,
                 failed=kept.outcome == "failed",
                 late=has_hung or kept.outcome == "rejected" or kept.missed not in ("", FAILED),
@@ -101,7 +101,7 @@ class RecentRequests:
                 now_s=kept.received_s + kept.e2e_s,
             )
         if timeline is not None:
-            self._note_hits(request, timeline)
+            self._record_hits(request, timeline)
 
     def _record(self, ended: EndedChoice) -> EndedRequest:
         """The record of an answer that is over."""
@@ -180,7 +180,7 @@ class RecentRequests:
         """The times in which a running answer stood still, in seconds since its request."""
         return self._paces.stalls_of(request_id)
 
-    def _note_hits(self, request: Request, timeline: Timeline) -> None:
+    def _record_hits(self, request: Request, timeline: Timeline) -> None:
         if request.leader is not None:  # its prompt counts once
             return
         hits, decision = self.hits, timeline.decision

@@ -183,13 +183,13 @@ class GatewayMetrics:
         """Returns the meter of one request, which counts it while it is entered."""
         return RequestMeter(self)
 
-    def note_status(self, method: str, handler: str, status: int) -> None:
+    def record_status(self, method: str, handler: str, status: int) -> None:
         """Counts the head of an HTTP answer. `handler` is a known path, or one word for others."""
         if method not in _METHODS:
             method = "other"
         self._answers[method, handler, f"{status // 100}xx"] += 1
 
-    def note_invalid(self) -> None:
+    def record_invalid(self) -> None:
         """Counts a request that is refused by its head alone."""
         self.num_by_outcome["invalid"] += 1
 

@@ -204,7 +204,7 @@ class GrammarChecker:
         loop = asyncio.get_running_loop()
         while (waiting := self._next()) is not None:
             answered = await loop.run_in_executor(self._thread, self._child.ask, waiting.asked)
-            self._note(waiting.key, answered)
+            self._record(waiting.key, answered)
             if not waiting.done.done():
                 waiting.done.set_result(answered)
 
@@ -216,7 +216,7 @@ class GrammarChecker:
             waiting.done.cancel()
         return None
 
-    def _note(self, key: bytes, answered: GrammarResult) -> None:
+    def _record(self, key: bytes, answered: GrammarResult) -> None:
         self.counters[answered.verdict] += 1
         if answered.verdict not in (GrammarVerdict.FOLLOWED, GrammarVerdict.REFUSED):
             self._log(f"{answered.verdict}: {answered.message}")

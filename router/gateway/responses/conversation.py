@@ -54,7 +54,7 @@ def messages_of(instructions: str | None, items: Sequence[PlacedItem]) -> Messag
     for placed in items:
         item, kind = placed.item, placed.item["type"]
         if kind in HIDDEN:
-            _note_hidden(placed, made)
+            _record_hidden(placed, made)
             continue
         if kind == "reasoning":
             if ENCRYPTED in item:
@@ -82,7 +82,7 @@ def messages_of(instructions: str | None, items: Sequence[PlacedItem]) -> Messag
     return made
 
 
-def _note_hidden(placed: PlacedItem, made: Messages) -> None:
+def _record_hidden(placed: PlacedItem, made: Messages) -> None:
     kind, tools = placed.item["type"], placed.item.get("tools")
     if kind in ("additional_tools", "tool_search_output") and tools is not None:
         made.tools.append((f"{placed.place}.tools", tools))

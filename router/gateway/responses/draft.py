@@ -96,7 +96,7 @@ class ResponseDraft:
         """The whole response as it is now."""
         return {**self.fields(), "output": self.items}
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Notes that the response is not kept."""
         self._fields["store"] = False
 

@@ -66,14 +66,14 @@ class BackgroundRun:
         elif not self.checked.cancelled():
             self.checked.exception()  # its caller may have left
 
-    def note(self, events: list[Event]) -> None:
+    def record(self, events: list[Event]) -> None:
         """Keeps events for the table."""
         if self.has_events:
             self.events += [
                 KeptEvent(event["sequence_number"], encode_events([event])) for event in events
             ]
 
-    async def note_long(self, events: list[Event]) -> None:
+    async def record_long(self, events: list[Event]) -> None:
         """Keeps events that may be long, in turns."""
         for event in events if self.has_events else ():
             data = await joined_in_turns(event_parts(event), self._turn)
@@ -89,7 +89,7 @@ class BackgroundRun:
         self.draft = self._new_draft(heading)
         self.headers = heading.headers
         self._turn = heading.turn
-        self.note(self.draft.queue())
+        self.record(self.draft.queue())
         if not self.checked.done():
             self.checked.set_result(self._keeper.record(self.draft))
         return self
@@ -106,24 +106,24 @@ class BackgroundRun:
 
     def write_at_once(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
-        self.note(self._begun().take(piece))
+        self.record(self._begun().take(piece))
 
     def write_text(self, choice: int, text: str) -> None:
         """Keeps the text."""
-        self.note(self._begun().take_text(text))
+        self.record(self._begun().take_text(text))
 
     async def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
-        self.note(self._begun().take(piece))
+        self.record(self._begun().take(piece))
 
     async def end(self, ending: Ending) -> None:
         """Keeps the end."""
         assert self.draft is not None
-        await self.note_long(self.draft.end(ending, unix_time_s()))
+        await self.record_long(self.draft.end(ending, unix_time_s()))
 
     def _begun(self) -> ResponseDraft:
         assert self.draft is not None
         if not self._has_begun:
             self._has_begun = True
-            self.note(self.draft.begin())
+            self.record(self.draft.begin())
         return self.draft

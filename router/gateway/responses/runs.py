@@ -145,12 +145,12 @@ class BackgroundRuns:
 
     async def _fail(self, run: BackgroundRun, message: str) -> None:
         if run.draft is not None:
-            run.note(run.draft.fail(message))
+            run.record(run.draft.fail(message))
             await self._finish(run, run.draft)
 
     async def _finish(self, run: BackgroundRun, draft: ResponseDraft) -> None:
         await run.is_kept.wait()
-        await run.note_long(draft.last())
+        await run.record_long(draft.last())
         for attempt in range(FINISH_ATTEMPTS):
             try:
                 async with self._turn:

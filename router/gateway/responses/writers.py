@@ -55,7 +55,7 @@ class ResponseKeeper:
         except ApiError as error:
             self._store.counters["not_kept"] += 1
             log.warning("the response %s is not kept: %s", draft.id, error.message)
-            draft.forget()
+            draft.remove()
 
     def record(self, draft: ResponseDraft) -> NewResponse:
         """What is kept of the response as it is now."""

@@ -44,7 +44,7 @@ class Balancing:
         if not self._state.config.balance:
             return
         if reporting.info.role.decodes:
-            self._note(reporting, now_s)
+            self._record(reporting, now_s)
         elif not is_idle_lender(reporting):
             return
         self._look(now_s)
@@ -121,12 +121,12 @@ class Balancing:
                 continue
             noted = steps.get(worker_id)
             if noted is None or now_s - noted[1] > STALE_S:
-                noted = self._note(worker, now_s)
+                noted = self._record(worker, now_s)
             if noted is not None:
                 found.append(noted[0])
         return len(found) > 1 and max(found) > (1 + least_gain) * min(found)
 
-    def _note(self, worker: WorkerView, now_s: float) -> tuple[float, float] | None:
+    def _record(self, worker: WorkerView, now_s: float) -> tuple[float, float] | None:
         """Notes the predicted step of a worker, and returns it with the time; None if unknown."""
         step_s = counted_step_s(worker, self._state.estimates)
         if step_s is None:

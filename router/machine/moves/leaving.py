@@ -128,7 +128,7 @@ class Departures:
         flight.num_attempts += 1
         flight.num_moves += 1
         flight.moved_why = move.reason
-        state.moves.forget(flight.request.request_id)
+        state.moves.remove(flight.request.request_id)
         state.moves.enter(flight.request.request_id, MoveStage.ARRIVING, old.decode)
         flight.workers = (flight.workers[0], move.decode)
         flight.attempt = Attempt(

@@ -137,7 +137,7 @@ class Moving:
         that just found no room is skipped.
         """
         state, moves = self._state, self._state.moves
-        state.view.forget_severed(now_s)
+        state.view.remove_severed(now_s)
         effects: list[RouterEffect] = []
         too_long: dict[WorkerId, int] = {}  # by source: a length for which there is no room
         for since_s, flight in self._stranded():

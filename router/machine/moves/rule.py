@@ -40,7 +40,7 @@ class MoveRule:
         moves, request_id = self._state.moves, flight.request.request_id
         worker = self._state.view.workers[attempt.decode]
         if may_stay(worker.info, attempt):
-            moves.forget(request_id)
+            moves.remove(request_id)
             is_free = attempt.move is not None and attempt.move.is_free
             return [] if is_free else self.call_off(flight, attempt)
         reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED

@@ -88,7 +88,7 @@ class Moves:
         if not self._at[MoveStage.STRANDED]:
             self.retry_s = None
 
-    def forget(self, request_id: RequestId) -> None:
+    def remove(self, request_id: RequestId) -> None:
         """Notes that the sequence has left its worker, or may stay there."""
         self.wanted.pop(request_id, None)
         if self.stage(request_id) is MoveStage.STRANDED:

@@ -119,7 +119,7 @@ class LenientSchema:
         """An expression for the values of a schema: a rule of its own, which repeats share."""
         if not isinstance(schema, dict) or self._inside > MAX_INSIDE or self._is_full:
             if not isinstance(schema, bool):
-                self._note(at)
+                self._record(at)
             return "anything"
         if id(schema) in self._named:
             return self._named[id(schema)][1]
@@ -137,7 +137,7 @@ class LenientSchema:
     def _alternatives(self, schema: Schema, at: str) -> str:
         for keyword in sorted(_UNHELD & schema.keys()):
             if schema[keyword] not in _NO_DEMAND and not self._is_only(schema, keyword):
-                self._note(f"{at}.{keyword}")
+                self._record(f"{at}.{keyword}")
         if "$ref" in schema:
             return self._referred(schema["$ref"], at)
         if self._is_only(schema, "allOf"):
@@ -147,7 +147,7 @@ class LenientSchema:
                 found = self._branches(schema, keyword, at)
                 if found is not None:
                     return found
-                self._note(f"{at}.{keyword}")
+                self._record(f"{at}.{keyword}")
         if "const" in schema or isinstance(schema.get("enum"), list):
             values = [schema["const"]] if "const" in schema else schema["enum"]
             return " | ".join(map(_constant, values)) or "anything"
@@ -170,7 +170,7 @@ class LenientSchema:
                 break
             target = self._known.target(target["$ref"])
         if not isinstance(target, dict) or "$ref" in target:
-            self._note(f"{at}.$ref")
+            self._record(f"{at}.$ref")
             return "anything"
         return self._value(target, f"{at}.$ref")
 
@@ -181,7 +181,7 @@ class LenientSchema:
         if not isinstance(branches, list) or demands & schema.keys():
             return None
         if keyword == "oneOf" and not self._are_apart(branches):
-            self._note(f"{at}.oneOf")
+            self._record(f"{at}.oneOf")
         kind = {"type": schema["type"]} if "type" in schema else {}
         typed = [
             {**kind, **branch} if isinstance(branch, dict) and kind else branch
@@ -204,7 +204,7 @@ class LenientSchema:
         if names is not None and not (
             isinstance(names, list) and names and known.issuperset(names)
         ):
-            self._note(f"{at}.type")
+            self._record(f"{at}.type")
             return "anything"
         if names is None:
             if not set().union(*_BY_TYPE.values()) & schema.keys():
@@ -246,7 +246,7 @@ class LenientSchema:
             try:
                 followed({"type": kind, **known, name: value})
             except GrammarError:
-                self._note(f"{at}.{name}")
+                self._record(f"{at}.{name}")
             else:
                 known[name] = value
         return known
@@ -256,10 +256,10 @@ class LenientSchema:
         low, high = schema.get(least) or 0, schema.get(most)
         counts = [each for each in (low, high) if each is not None]
         if not all(type(each) is int and 0 <= each <= MAX_REPEATS for each in counts):
-            self._note(f"{at}.{most if high is not None else least}")
+            self._record(f"{at}.{most if high is not None else least}")
             return 0, None
         if high is not None and low > high:
-            self._note(f"{at}.{most}")
+            self._record(f"{at}.{most}")
             return 0, None
         return low, high
 
@@ -282,7 +282,7 @@ class LenientSchema:
             properties = {}
         required = names_in(schema.get("required"))
         if schema.get("required") is not None and not isinstance(schema["required"], list):
-            self._note(f"{at}.required")
+            self._record(f"{at}.required")
         others = schema.get("additionalProperties", True)
         named = [name for name in properties if properties[name] is not False]
         keys = list(dict.fromkeys([*required, *named]))
@@ -331,7 +331,7 @@ class LenientSchema:
         self.rules.append(f"{name}: {body}")
         return name
 
-    def _note(self, at: str) -> None:
+    def _record(self, at: str) -> None:
         if at not in self.unheld:
             self.unheld.append(at)
 

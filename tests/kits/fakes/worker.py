@@ -69,7 +69,7 @@ class WilfulSpeculator:
     ) -> None:
         assert 0 <= num_accepted <= num_drafted <= proposal.num_tokens
 
-    def forget(self, seq_id: SeqId) -> None:
+    def remove(self, seq_id: SeqId) -> None:
         pass
 
     def observe(self, plan: BatchPlan, result: BatchResult, now_s: float) -> None:

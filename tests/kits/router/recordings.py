@@ -80,5 +80,5 @@ def recorded(config: RouterConfig = CONFIG, script=SCRIPT) -> list[bytes]:
     records: list[bytes] = []
     machine, recorder = RouterMachine(config), Recorder(config, records.append)
     for now_s, event in script:
-        recorder.note(event, now_s, machine.handle(event, now_s))
+        recorder.record(event, now_s, machine.handle(event, now_s))
     return records

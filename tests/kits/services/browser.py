@@ -50,7 +50,7 @@ class Page:
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return await self._browser.call(method, parameters, self._session)
 
-    def note(self, method: str, parameters: dict[str, Any]) -> None:
+    def record(self, method: str, parameters: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
             details = parameters["exceptionDetails"]
             thrown = details.get("exception", {}).get("description", details["text"])
@@ -168,7 +168,7 @@ class Browser:
                 else:
                     answer.set_result(told["result"])
             elif (page := self._pages.get(told.get("sessionId"))) is not None:
-                page.note(told["method"], told["params"])
+                page.record(told["method"], told["params"])
 
 
 @asynccontextmanager

@@ -172,7 +172,7 @@ def full_page() -> str:
         choice.tokens(2, 2.0)
         choice.end(STOP, TIMELINE)
         meter.end(STOP, 2.0)
-    parts.metrics.note_status("POST", "/v1/completions", 200)
+    parts.metrics.record_status("POST", "/v1/completions", 200)
     parts.metrics.prediction_ratio.observe(1.0, ("ttft",))
     return parts.metrics.exposition().decode()
 

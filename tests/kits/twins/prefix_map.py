@@ -35,7 +35,7 @@ class PrefixMap:
         self._held[worker_id] = OrderedDict()
         self._num_blocks[worker_id] = num_blocks
 
-    def forget(self, worker_id: WorkerId) -> None:
+    def remove(self, worker_id: WorkerId) -> None:
         """Removes a worker and all that it held."""
         self._held.pop(worker_id, None)
         self._num_blocks.pop(worker_id, None)

@@ -39,7 +39,7 @@ def main() -> None:
             tell("end  ", new)
             slot = rng.choice(list(held))
             tell("begin", {slot: NOTHING})
-            tier.forget(slot, 0.0)
+            tier.remove(slot, 0.0)
             row = content_of(NOTHING, BLOCK_BYTES)
             tier.read([DiskRead(slot, held[slot], row)], 0.0)
             polled(tier, 1)

@@ -75,10 +75,10 @@ def test_forgotten_blocks_are_neither_read_nor_recovered(tmp_path, engine):
     with opened(tmp_path, engine) as (tier, _):
         for slot in (0, 1):
             assert write(tier, slot, hash_of(slot)) is None
-        tier.forget(0, 0.0)
+        tier.remove(0, 0.0)
         assert read(tier, 0, hash_of(0)) == "not_held"
         settle(tier, lambda: tier.counters.get("clears") == 1)
-        tier.forget(0, 0.0)  # again: there is nothing to do
+        tier.remove(0, 0.0)  # again: there is nothing to do
         assert read(tier, 1, hash_of(1)) is not None
         assert tier.counters["clears"] == 1
     with opened(tmp_path, engine) as (_, blocks):
@@ -94,7 +94,7 @@ def test_operations_on_one_slot_take_place_in_order(tmp_path, engine):
         tier.write([DiskWrite(0, NEW, content_of(NEW))], 0.0)
         tier.read([DiskRead(0, hash_of(1), np.zeros(4096, np.uint8))], 0.0)
         tier.read([DiskRead(0, NEW, new)], 0.0)
-        tier.forget(0, 0.0)
+        tier.remove(0, 0.0)
         reasons = [done.reason for done in polled(tier, 5, 0.0)]
         settle(tier, lambda: "clears" in tier.counters)
         assert np.array_equal(old, content_of(hash_of(1)))

@@ -162,7 +162,7 @@ def test_the_longest_request_of_a_report_runs_or_ran_lately():
             return world.routers.reports()["v1"].longest_len
 
         now_s = MonotonicClock().now_s()
-        world.versions.tallies.note("v1", failed=False, late=False, num_tokens=500, now_s=now_s)
+        world.versions.tallies.record("v1", failed=False, late=False, num_tokens=500, now_s=now_s)
         router.machine.longest_len = 400
         assert longest_len() == 500
         router.machine.longest_len = 900

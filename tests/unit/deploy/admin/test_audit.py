@@ -5,7 +5,7 @@ import logging
 import pytest
 from starlette.requests import Request
 
-from deploy.admin.audit import MAX_CALLER_CHARS, note_order
+from deploy.admin.audit import MAX_CALLER_CHARS, record_order
 from deploy.pools.orders import Drain
 from engine.log_context import AUDIT
 
@@ -43,7 +43,7 @@ def request(**headers):
 
 
 def test_an_order_that_is_carried_out(lines):
-    note_order(request(), Drain("worker-1"), 202)
+    record_order(request(), Drain("worker-1"), 202)
     [line] = lines
     assert line["what"] == "Drain(worker_id='worker-1')"
     assert (line["who"], line["from"], line["status"]) == ("admin", "10.0.0.7", 202)
@@ -52,14 +52,14 @@ def test_an_order_that_is_carried_out(lines):
 
 
 def test_a_body_that_is_not_understood(lines):
-    note_order(request(), None, 400, "it is no JSON")
+    record_order(request(), None, 400, "it is no JSON")
     [line] = lines
     assert line["what"] == "POST /v1/workers/worker-1/drain"
     assert line["refusal"] == "it is no JSON"
 
 
 def test_a_gateway_names_its_client(lines):
-    note_order(request(x_baton_caller="1.2.3.4 " + "x" * 500), None, 202)
+    record_order(request(x_baton_caller="1.2.3.4 " + "x" * 500), None, 202)
     [line] = lines
     assert line["caller"].startswith("1.2.3.4 ")
     assert len(line["caller"]) == MAX_CALLER_CHARS

@@ -159,10 +159,10 @@ class KeeperWorld:
             declared="declared",
             tasks=self.tasks,
             report=self.told.append,
-            handle=self._note,
+            handle=self._record,
         )
 
-    def _note(self, event: OrdersStored) -> None:
+    def _record(self, event: OrdersStored) -> None:
         self.events.append(event)
         if event.trouble is None:
             self.is_stored.set()
@@ -174,7 +174,7 @@ async def test_each_change_is_written_and_failures_are_told_and_tried_again(monk
     world = KeeperWorld(store)
     world.tasks.spawn(world.keeper.run())
     assert not world.keeper.has_replaced
-    world.keeper.note(Members(7, (), ORDERED))
+    world.keeper.record(Members(7, (), ORDERED))
     await asyncio.wait_for(world.is_stored.wait(), 5)
     assert world.keeper.has_replaced
     assert store.record == encode_kept(KEPT)

@@ -92,7 +92,7 @@ def test_unknown_service_may_start_at_once():
     assert restarts.is_due("other", 0.0)
     restarts.failed("gateway", 0.0)
     assert not restarts.is_due("gateway", 0.5)
-    restarts.forget("gateway")
+    restarts.remove("gateway")
     assert restarts.is_due("gateway", 0.5)
     assert restarts.num_failed("gateway") == 0
 
@@ -104,5 +104,5 @@ def test_all_ends_are_counted_until_a_service_is_forgotten():
         restarts.started("a", at_s)
     assert restarts.num_failed("a") == 1  # after a long run, it is the first again
     assert restarts.num_ends("a") == 2
-    restarts.forget("a")
+    restarts.remove("a")
     assert restarts.num_ends("a") == 0

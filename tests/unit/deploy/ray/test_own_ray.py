@@ -3,7 +3,7 @@
 import os
 
 from deploy.ray import own_ray
-from engine.config import forget_environment
+from engine.config import remove_environment
 
 
 def test_own_ray_is_set_to_loopback_and_a_new_token():
@@ -32,5 +32,5 @@ def test_only_keys_are_removed_from_the_environment():
         "BATON_CACHE": "/cache",
         "PATH": "/bin",
     }
-    forget_environment(environment)
+    remove_environment(environment)
     assert environment == {"BATON_CACHE": "/cache", "PATH": "/bin"}

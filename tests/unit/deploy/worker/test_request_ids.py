@@ -35,7 +35,7 @@ def lines():
 
 def test_both_ids_are_known_while_a_line_is_logged():
     ids = RequestIds()
-    ids.note(SEQ_ID, "mine")
+    ids.record(SEQ_ID, "mine")
     with ids.logged(SEQ_ID):
         assert REQUEST.get() == "cmpl-1 mine"
     with ids.logged(SeqId("cmpl-2.0.copy")):
@@ -46,8 +46,8 @@ def test_both_ids_are_known_while_a_line_is_logged():
 def test_only_the_latest_ids_are_kept():
     ids = RequestIds()
     for number in range(MAX_KEPT + 10):
-        ids.note(SeqId(f"cmpl-{number}.0"), "mine")
-        ids.note(SeqId(f"cmpl-x{number}.0"), "")
+        ids.record(SeqId(f"cmpl-{number}.0"), "mine")
+        ids.record(SeqId(f"cmpl-x{number}.0"), "")
     assert len(ids._client_ids) == MAX_KEPT
     with ids.logged(SeqId("cmpl-0.0")):
         assert REQUEST.get() == "cmpl-0"

@@ -15,9 +15,9 @@ def row(start: int, num_tokens: int, *, chooses: bool) -> Row:
 
 def test_a_prompt_in_two_chunks_is_as_much_attention_as_in_one():
     whole, chunks = StepEffort(SIZES), StepEffort(SIZES)
-    whole.note([row(0, 8, chooses=True)], 1.0)
-    chunks.note([row(0, 5, chooses=False)], 0.5)
-    chunks.note([row(5, 3, chooses=True)], 0.5)
+    whole.record([row(0, 8, chooses=True)], 1.0)
+    chunks.record([row(0, 5, chooses=False)], 0.5)
+    chunks.record([row(5, 3, chooses=True)], 0.5)
     expected = 2 * (8 * 100 + 10) + 4 * 3 * (8 * 9 / 2)
     assert whole.counters()["flops"] == chunks.counters()["flops"] == expected
     assert whole.counters()["read_bytes"] == 1000 + 7 * 8
@@ -28,7 +28,7 @@ def test_a_prompt_in_two_chunks_is_as_much_attention_as_in_one():
 
 def test_decode_rows_read_the_weights_once_together():
     effort = StepEffort(SIZES)
-    effort.note([row(9, 1, chooses=True), row(19, 1, chooses=True)], 0.1)
+    effort.record([row(9, 1, chooses=True), row(19, 1, chooses=True)], 0.1)
     assert effort.counters() == {
         "busy_seconds": 0.1,
         "computed_prompt_tokens": 0,
@@ -39,5 +39,5 @@ def test_decode_rows_read_the_weights_once_together():
 
 def test_without_sizes_nothing_is_estimated():
     effort = StepEffort(None)
-    effort.note([row(0, 4, chooses=True)], 0.1)
+    effort.record([row(0, 4, chooses=True)], 0.1)
     assert effort.counters() == {"busy_seconds": 0.1, "computed_prompt_tokens": 4}

@@ -14,7 +14,7 @@ def prompt(name, *, num_blocks=10):
 def talk(known, names, num_turns):
     """Conversations of so many turns each. Returns what was said of each prompt."""
     return [
-        known.note(prompt(name, num_blocks=10 + turn))
+        known.record(prompt(name, num_blocks=10 + turn))
         for name in names
         for turn in range(num_turns)
     ]
@@ -38,20 +38,20 @@ def test_prompt_that_adds_much_does_not_recur(num_new, recurs):
     known = Conversations()
     talk(known, (f"short {number}" for number in range(100)), 1)
     talk(known, (f"long {number}" for number in range(ENOUGH)), 4)
-    known.note(prompt("new"))
-    assert known.note(prompt("new", num_blocks=10 + num_new)) == recurs
+    known.record(prompt("new"))
+    assert known.record(prompt("new", num_blocks=10 + num_new)) == recurs
 
 
 def test_prompt_without_a_full_block_says_nothing():
     known = Conversations()
-    assert not known.note([])
-    assert not known.note([])
+    assert not known.record([])
+    assert not known.record([])
 
 
 def test_the_latest_prompts_are_remembered(monkeypatch):
     monkeypatch.setattr(conversations, "MEMORY", 3)
     known = Conversations()
     for name in "abcd":
-        known.note(prompt(name))
+        known.record(prompt(name))
     assert list(known._ends) == [prompt(name)[-1] for name in "bcd"]
     assert sum(known._num) <= 3

@@ -88,7 +88,7 @@ async def test_a_connection_that_ends_gets_no_more():
     feeder.take(connection, bytes(20 * SLICE_BYTES))
     feeder.take(other, bytes(20 * SLICE_BYTES))
     await turns(5)
-    feeder.forget(other)
+    feeder.remove(other)
     seen = len(other.parsed)
     await turns(50)
     assert len(connection.parsed) == connection.ends_at

@@ -13,7 +13,7 @@ def test_soonest_is_found_and_due_ones_are_taken_once():
     deadlines = Deadlines(RouterConfig())
     assert deadlines.soonest_s() is None
     for request_id, due_s in ((A, 3.0), (B, 1.0), (C, 2.0)):
-        deadlines.note(request_id, due_s)
+        deadlines.record(request_id, due_s)
     assert deadlines.soonest_s() == 1.0
     assert deadlines.take_due(0.5) == set()
     assert deadlines.take_due(2.0) == {B, C}
@@ -23,21 +23,21 @@ def test_soonest_is_found_and_due_ones_are_taken_once():
 
 def test_a_new_note_counts_if_sooner_or_later():
     deadlines = Deadlines(RouterConfig())
-    deadlines.note(A, 3.0)
-    deadlines.note(A, 2.0)
+    deadlines.record(A, 3.0)
+    deadlines.record(A, 2.0)
     assert deadlines.soonest_s() == 2.0
-    deadlines.note(A, 4.0)
+    deadlines.record(A, 4.0)
     assert deadlines.soonest_s() == 4.0
-    deadlines.note(A, 2.0)  # again
+    deadlines.record(A, 2.0)  # again
     assert deadlines.take_due(9.0) == {A}
     assert deadlines.soonest_s() is None
 
 
 def test_forgotten_requests_are_never_due():
     deadlines = Deadlines(RouterConfig())
-    deadlines.note(A, 1.0)
-    deadlines.forget(A)
-    deadlines.forget(B)
+    deadlines.record(A, 1.0)
+    deadlines.remove(A)
+    deadlines.remove(B)
     assert deadlines.soonest_s() is None
     assert deadlines.take_due(9.0) == set()
 
@@ -48,10 +48,10 @@ def test_soonest_is_the_least_deadline_and_memory_is_bounded():
     for _ in range(5000):
         request_id = RequestId(f"r{rng.randrange(20)}")
         if rng.random() < 0.2:
-            deadlines.forget(request_id)
+            deadlines.remove(request_id)
             truth.pop(request_id, None)
         else:
             truth[request_id] = float(rng.randrange(100))
-            deadlines.note(request_id, truth[request_id])
+            deadlines.record(request_id, truth[request_id])
         assert len(deadlines._heap) <= MAX_STALE * 20 + LEAST_STALE + 1
         assert deadlines.soonest_s() == min(truth.values(), default=None)

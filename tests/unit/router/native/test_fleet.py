@@ -96,21 +96,21 @@ class Cluster:
         self.fleet.add(self.view.add(info))
 
     def lose(self, name):
-        self.fleet.forget(self.view.remove(name))
+        self.fleet.remove(self.view.remove(name))
         for each in [name, *(i for i, (store, _) in self.on_lower.items() if store == name)]:
-            self.index.forget(each)
+            self.index.remove(each)
             self.on_lower.pop(each, None)
 
     def change_role(self, name, message):
         worker = self.view.workers[name]
-        self.fleet.forget(worker)
+        self.fleet.remove(worker)
         worker.change_role(message)
         self.view.measure()
         self.fleet.add(worker)
 
     def change_info(self, name, **fields):
         worker = self.view.workers[name]
-        self.fleet.forget(worker)
+        self.fleet.remove(worker)
         worker.info = msgspec.structs.replace(worker.info, **fields)
         self.view.measure()
         self.fleet.add(worker)
@@ -825,7 +825,7 @@ def test_a_prompt_waits_for_workers_that_are_not_severed():
     cluster.view.severed["p0", "d0"] = 9.0
     cluster.view.workers["p1"].reserve_prefill("s", 9, seconds=9.0)
     assert isinstance(cluster.fleet_choice(NEED), Busy)
-    cluster.view.forget_severed(10.0)
+    cluster.view.remove_severed(10.0)
     assert cluster.fleet_choice(NEED).placement == Placement("p0", "d0")
 
 

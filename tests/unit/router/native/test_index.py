@@ -76,7 +76,7 @@ def test_reused_blocks_are_kept(known):
 
 def test_a_worker_that_comes_back_holds_nothing(known):
     known.record(A, hashes(range(8)))
-    known.forget(A)
+    known.remove(A)
     assert known.workers == {B}
     known.record(A, hashes(range(8)))
     known.add(A, 6)
@@ -95,7 +95,7 @@ def test_events_of_unknown_workers_are_ignored(known):
     for tell in (known.record, known.retract, known.stored, known.removed):
         tell(stranger, hashes(range(8)))
     known.cleared(stranger)
-    known.forget(stranger)
+    known.remove(stranger)
     assert known.longest(hashes(range(8))) == {}
 
 

@@ -27,7 +27,7 @@ NO_TEXT = "secret\ud800"  # JSON has no bytes for it
 def play(file: RecordingFile) -> None:
     machine = RouterMachine(CONFIG)
     for now_s, event in SCRIPT:
-        file.note(event, now_s, machine.handle(event, now_s))
+        file.record(event, now_s, machine.handle(event, now_s))
 
 
 class BadDisk:
@@ -172,8 +172,8 @@ def test_encoding_error_ends_the_recording(tmp_path, caplog):
     file = RecordingFile(tmp_path / "r.msgpack", CONFIG)
     file.open()
     play(file)
-    file.note(ClientGone(NO_TEXT), 200.0, [])
-    file.note(ClientGone("r0"), 201.0, [])  # nothing follows a hole
+    file.record(ClientGone(NO_TEXT), 200.0, [])
+    file.record(ClientGone("r0"), 201.0, [])  # nothing follows a hole
     file.close()
     assert file.failure == "ClientGone cannot be encoded: UnicodeEncodeError"
     assert file.failure in caplog.text

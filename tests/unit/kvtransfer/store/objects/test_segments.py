@@ -63,9 +63,9 @@ def test_a_duplicate_is_read_from_the_other_segment_when_one_goes():
 
 def test_a_damaged_block_is_read_from_its_duplicate():
     index = filled([1, 2], [2, 3])
-    index.forget_block("1", digest(2))
+    index.remove_block("1", digest(2))
     assert [one.name for one in index.plan_reads([digest(2)])] == ["0"]
-    index.forget_block("0", digest(2))
+    index.remove_block("0", digest(2))
     assert index.plan_reads([digest(2)]) == []
     assert digest(1) in index
 
@@ -157,8 +157,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.model.pop(name, None)
 
     @rule(name=names, number=st.integers(0, 5))
-    def forget(self, name, number):
-        self.index.forget_block(name, digest(number))
+    def remove_one(self, name, number):
+        self.index.remove_block(name, digest(number))
         if name in self.model:
             self.model[name][1].discard(digest(number))
 

@@ -39,7 +39,7 @@ def test_without_a_wait_nothing_runs_beside_other_requests_either() -> None:
 
 def test_a_request_that_arrives_counts_before_it_is_seen() -> None:
     idleness = Idleness(share=0.0, idle_s=0.5)
-    idleness.note_other(3.0)
+    idleness.record_other(3.0)
     assert [idleness.num_allowed(IDLE, now_s) for now_s in (3.4, 3.5)] == [0, 8]
 
 

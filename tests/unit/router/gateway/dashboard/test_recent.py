@@ -54,8 +54,8 @@ def test_without_bounds_nothing_is_missed():
 
 def test_a_request_brings_its_own_bounds():
     recent = RecentRequests(BOUNDS)
-    recent.note(ended(timeline=line(queue_s=0.5), deadline_s=10.3))
-    recent.note(ended(timeline=line(queue_s=0.5)))
+    recent.record(ended(timeline=line(queue_s=0.5), deadline_s=10.3))
+    recent.record(ended(timeline=line(queue_s=0.5)))
     assert [each.missed for each in recent.requests] == ["queue", ""]
 
 
@@ -71,23 +71,23 @@ def test_a_request_brings_its_own_bounds():
 )
 def test_outcomes_have_names_and_reasons(outcome, told, missed):
     recent = RecentRequests(BOUNDS)
-    recent.note(ended(outcome))
+    recent.record(ended(outcome))
     kept = recent.requests[0]
     assert ((kept.outcome, kept.reason), kept.missed) == (told, missed)
 
 
 def test_cancelled_and_background_requests_do_not_count():
     recent = RecentRequests(BOUNDS)
-    recent.note(ended(None))
-    recent.note(ended(is_background=True))
+    recent.record(ended(None))
+    recent.record(ended(is_background=True))
     assert recent.totals.ended == 0
     assert len(recent.requests) == 2
 
 
 def test_a_sample_has_what_ended_since_the_one_before():
     recent = RecentRequests(BOUNDS)
-    recent.note(ended())
-    recent.note(ended(timeline=line(queue_s=5.0)))
+    recent.record(ended())
+    recent.record(ended(timeline=line(queue_s=5.0)))
     first = recent.sample(1.0, queue=3, in_flight=4, answer_tokens=50)
     second = recent.sample(2.0, queue=0, in_flight=0, answer_tokens=50)
     assert (first.ended, first.good, first.missed) == (2, 1, {"queue": 1})
@@ -98,7 +98,7 @@ def test_a_sample_has_what_ended_since_the_one_before():
 
 def test_times_follow_from_the_timeline_and_the_last_token():
     recent = RecentRequests(BOUNDS)
-    recent.note(ended())
+    recent.record(ended())
     kept = recent.requests[0]
     assert kept.ttft_s == pytest.approx(0.2)
     assert kept.tpot_s == pytest.approx(0.08)
@@ -109,7 +109,7 @@ def test_an_answer_runs_until_its_end_is_noted():
     recent, over = RecentRequests(BOUNDS), ended()
     recent.begin(RunningChoice("shown", "v1", over))
     assert [each.shown_id for each in recent.running.values()] == ["shown"]
-    recent.note(over)
+    recent.record(over)
     assert not recent.running
 
 
@@ -119,7 +119,7 @@ def test_an_answer_without_a_token_for_many_bounds_hangs_and_counts_as_late():
     recent.begin(RunningChoice("shown", "v1", over))
     assert tallies.hung(12.0 + HUNG_AFTER * 1.0) == {}
     assert tallies.hung(12.1 + HUNG_AFTER * 1.0) == {"v1": 1}
-    recent.note(over)  # its client leaves
+    recent.record(over)  # its client leaves
     assert tallies.hung(99.0) == {}
     assert (tallies.of("v1").ended, tallies.of("v1").late) == (1, 1)
     assert recent.totals.ended == 0
@@ -127,7 +127,7 @@ def test_an_answer_without_a_token_for_many_bounds_hangs_and_counts_as_late():
 
 def test_a_refused_request_counts_as_late_for_its_version():
     tallies = Tallies()
-    RecentRequests(BOUNDS, tallies).note(ended(Rejected("no time", 1.0)))
+    RecentRequests(BOUNDS, tallies).record(ended(Rejected("no time", 1.0)))
     assert (tallies.of("v1").failed, tallies.of("v1").late) == (0, 1)
 
 
@@ -141,30 +141,30 @@ def test_without_a_bound_an_answer_may_be_silent_for_longer():
 def test_pulled_prefixes_count_as_hits_of_a_peer():
     recent = RecentRequests(BOUNDS)
     decision = Decision("slo", "why", "p0", "d0", 1, pulled_from="p1", num_pulled_tokens=64)
-    recent.note(ended(timeline=line(num_cached_tokens=100, decision=decision)))
+    recent.record(ended(timeline=line(num_cached_tokens=100, decision=decision)))
     assert (recent.hits.local, recent.hits.peer, recent.hits.prompt_tokens) == (36, 64, 200)
 
 
 def test_a_prefix_that_could_not_be_pulled_is_no_hit_of_a_peer():
     recent = RecentRequests(BOUNDS)
     decision = Decision("slo", "why", "p0", "d0", 1, 36, pulled_from="p1", num_pulled_tokens=64)
-    recent.note(ended(timeline=line(num_cached_tokens=36, decision=decision)))
+    recent.record(ended(timeline=line(num_cached_tokens=36, decision=decision)))
     assert (recent.hits.local, recent.hits.peer) == (36, 0)
 
 
 def test_the_unbounded_cache_knows_each_prompt_of_its_salt():
     recent = RecentRequests(BOUNDS)
-    recent.note(ended())
+    recent.record(ended())
     assert recent.hits.infinite == 0
-    recent.note(ended())
+    recent.record(ended())
     assert recent.hits.infinite == 192  # full units of 64 tokens
-    recent.note(ended(salt=b"of another key"))
+    recent.record(ended(salt=b"of another key"))
     assert recent.hits.infinite == 192
 
 
 def test_requests_are_bounded():
     recent = RecentRequests(BOUNDS)
     for _ in range(MAX_REQUESTS + 10):
-        recent.note(ended())
+        recent.record(ended())
     assert len(recent.requests) == MAX_REQUESTS
     assert recent.requests[-1].number == MAX_REQUESTS + 10

@@ -91,11 +91,11 @@ def test_one_of_two_workers_keeps_a_prompt():
 def test_both_workers_hear_that_a_prompt_recurs(monkeypatch):
     driver, noted = Driver("p0", "d0"), []
 
-    def note(hashes):
+    def record(hashes):
         noted.append(len(hashes))
         return len(hashes) > 1
 
-    monkeypatch.setattr(driver.machine.state.conversations, "note", note)
+    monkeypatch.setattr(driver.machine.state.conversations, "record", record)
     for name, num_tokens in (("short", 5), ("long", 9)):
         [(_, prompt)] = sent(driver.ask(name, range(num_tokens), max_tokens=8), Prefill)
         [(_, decode)] = sent(driver.say("p0", PrefillStarted(f"{name}.0", 0, LEASE)), Decode)

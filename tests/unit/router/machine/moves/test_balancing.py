@@ -281,7 +281,7 @@ def test_what_it_took_is_lent_and_may_go_back_at_once():
 
 def test_a_prompt_sends_back_what_was_lent_if_prompts_take_much_of_the_time():
     fluid = lent_sequence()
-    fluid.machine._placing._load.note(5.0, fluid.now_s, num_computed=1, num_cached=0)
+    fluid.machine._placing._load.record(5.0, fluid.now_s, num_computed=1, num_cached=0)
     fluid.ask("next", max_tokens=1)
     effects = fluid.say("p1", PrefillStarted("next.0", 0, None))
     assert [worker for worker, _ in sent(effects, OfferPrefix)] == ["p1"]
@@ -290,7 +290,7 @@ def test_a_prompt_sends_back_what_was_lent_if_prompts_take_much_of_the_time():
 
 def test_prompts_that_were_placed_together_send_it_back_too():
     fluid = lent_sequence()
-    fluid.machine._placing._load.note(5.0, fluid.now_s, num_computed=1, num_cached=0)
+    fluid.machine._placing._load.record(5.0, fluid.now_s, num_computed=1, num_cached=0)
     fluid.say("d0", Tokens("c.0", [4], FinishReason.STOP))  # makes a place
     one = Request(RequestId("one"), (1, 2, 3), Sampling(), Limits(max_len=9), fluid.now_s)
     fluid.handle(Arrived(one, more_come=True))
