@@ -400,7 +400,7 @@ _grow = PrefillScheduler._grow_lease
 _cancel = Arrivals.cancel
 
 MISTAKES = {
-    "an evicted block is still found": (BlockPool, "_forget", lambda self, block: None),
+    "an evicted block is still found": (BlockPool, "_remove", lambda self, block: None),
     "a stop is not banned": (EngineSequence, "banned", lambda self, num_pending=0: ()),
     "a block is free while a step may write to it": (BlockPool, "_let_go", _free_at_once),
     "a step's writes are not waited for": (FakeRunner, "write", _write_late),
