@@ -61,17 +61,17 @@ class StepFit:
         self._variance = [x**2 for x in spread]
         self._surprises = {False: 0, True: 0}  # by `is_special`: > 0 if too slow, < 0 if too fast
         self._covariance: list[list[float]] = []
-        self.doubt()
+        self.restart()
 
     def scale(self, factor: float) -> None:
-        """Makes all weights so much larger."""
+        """Multiplies all weights by `factor`."""
         self._scale *= factor
         self._variance = [x * factor**2 for x in self._variance]
         self.weights = [x * factor for x in self.weights]
-        self.doubt()
+        self.restart()
 
-    def keep_pace(self, factor: float) -> None:
-        """Makes all weights so much larger, and keeps their learned proportions."""
+    def scale_learned(self, factor: float) -> None:
+        """Multiplies all weights by `factor`, and keeps their learned proportions."""
         covariance = [[value * factor**2 for value in row] for row in self._covariance]
         num_since_start = self.num_since_start
         self.scale(factor)
@@ -96,9 +96,9 @@ class StepFit:
         error = y / predicted - 1
         if self._is_change(error, is_special=is_special):
             if not is_special and self.num_since_start > _YOUNG:
-                self.keep_pace(y / predicted)
+                self.scale_learned(y / predicted)
                 return y / predicted
-            self.doubt()
+            self.restart()
         is_young = self.num_since_start <= _YOUNG
         fastest, slowest = _YOUNG_ERRORS if is_young else _ERRORS
         error = min(max(error, fastest), slowest)
@@ -108,7 +108,7 @@ class StepFit:
             self._covariance = [[value / _MEMORY for value in row] for row in covariance]
         return 1.0
 
-    def lean(self, index: int) -> None:
+    def shrink(self, index: int) -> None:
         """Pulls a weight towards zero, as far as other weights explain the same times."""
         features = [0.0] * len(self.weights)
         features[index] = 1 / self._scale
@@ -133,7 +133,7 @@ class StepFit:
         self._surprises[is_special] = count
         return abs(count) >= _SURPRISES
 
-    def doubt(self) -> None:
+    def restart(self) -> None:
         """Starts learning anew, with large uncertainty."""
         self._surprises = {False: 0, True: 0}
         self.num_since_start = 0
@@ -161,8 +161,8 @@ class StepCost:
     def begun_anew(self) -> "StepCost":
         """Returns a copy with large uncertainty: a first guess for batches of another size."""
         other = copy.deepcopy(self)
-        other.target.doubt()
-        other.draft.doubt()
+        other.target.restart()
+        other.draft.restart()
         return other
 
     @property
@@ -214,10 +214,10 @@ class StepCost:
         is_first, is_special = not self.is_known, x[3] > 0
         factor = self.target.learn(x, seconds, is_special=is_special)
         if factor != 1.0:
-            (self.draft.scale if is_first else self.draft.keep_pace)(factor)
+            (self.draft.scale if is_first else self.draft.scale_learned)(factor)
             self._pace = 1.0
         if is_special:
-            self.target.lean(3)
+            self.target.shrink(3)
 
     def recent_plain_s(self, num_rows: int, read: float) -> float:
         """Returns the time of a plain step as the latest ones had it.

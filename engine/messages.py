@@ -257,9 +257,8 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     them. With `prompt_logprobs` it computes all blocks. Then each token of the prompt but the first
     comes with its log-probability and with that many of the likeliest tokens.
 
-    If the blocks `are_spare`, another worker keeps them: once they have no holder here, they are
-    evicted before others. If they `recur`, they are more likely to be used again than others, and
-    are evicted later.
+    With `evict_first`, another worker keeps the blocks: once they have no holder here, they are
+    evicted before others. If they are `likely_reused`, they are evicted later than others.
     """
 
     seq_id: SeqId
@@ -270,8 +269,8 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None = None
     salt: Salt = b""
     client_id: str = ""  # the client's own id of the request, for log lines
-    are_spare: bool = False
-    recur: bool = False
+    evict_first: bool = False
+    likely_reused: bool = False
 
 
 class Prefill(ComputePrompt, frozen=True, tag=True):
@@ -303,8 +302,8 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     is_moved: bool = False
     salt: Salt = b""
     client_id: str = ""  # as of a prompt
-    are_spare: bool = False  # as of a prompt
-    recur: bool = False  # as of a prompt
+    evict_first: bool = False  # as of a prompt
+    likely_reused: bool = False  # as of a prompt
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
@@ -320,7 +319,7 @@ class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
     token_ids: Prompt
     salt: Salt = b""
-    are_spare: bool = False  # as of a prompt, once they were pulled
+    evict_first: bool = False  # as of a prompt, once they were pulled
 
 
 class OfferBlocks(msgspec.Struct, frozen=True, tag=True):

@@ -31,6 +31,7 @@ from router.prefixes.news import (
     AskSnapshot,
     BlockNews,
     Counted,
+    EventsMissed,
     Garbled,
     NewsEffect,
     NewsEnded,
@@ -38,7 +39,6 @@ from router.prefixes.news import (
     NewsPiece,
     NewsTick,
     Published,
-    Unheard,
 )
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class BlockFeed:
         *,
         secret: Secret,
         clock: Clock,
-        on_news: Callable[[Apply | Unheard], None],
+        on_news: Callable[[Apply | EventsMissed], None],
         count: Callable[[str], None],
     ) -> None:
         self._info = info
@@ -176,7 +176,7 @@ class BlockFeed:
                 case AskSnapshot():
                     self._count("snapshot asked for")
                     self._ask(SNAPSHOT)
-                case Unheard(reason):
+                case EventsMissed(reason):
                     log.warning("block events of %s: %s", self._info.worker_id, reason)
                     self._count("unheard")
                     self._hang_up()

@@ -49,7 +49,7 @@ from router.block_feed import BlockFeed
 from router.cluster.estimates import Estimates
 from router.cluster.media import SEPARATOR
 from router.cluster.transfers import MovedKv
-from router.machine.events import BlocksChanged, BlocksUnheard, Stepped
+from router.machine.events import BlockEventsMissed, BlocksChanged, Stepped
 from router.machine.flight import running_timeline
 from router.machine.machine import (
     Arrived,
@@ -76,7 +76,7 @@ from router.port import (
     take_no_tokens,
     take_nothing,
 )
-from router.prefixes.news import Apply, Unheard
+from router.prefixes.news import Apply, EventsMissed
 from router.recording.file import RecordingFile
 
 log = logging.getLogger(__name__)
@@ -662,13 +662,13 @@ class Router:
             return None
         worker_id = info.worker_id
 
-        def on_news(news: Apply | Unheard) -> None:
+        def on_news(news: Apply | EventsMissed) -> None:
             try:
                 match news:
                     case Apply(events):
                         self._handle(BlocksChanged(worker_id, events))
-                    case Unheard(reason):
-                        self._handle(BlocksUnheard(worker_id, reason))
+                    case EventsMissed(reason):
+                        self._handle(BlockEventsMissed(worker_id, reason))
             except Exception as error:  # no task of the router ends by it
                 self._record_bug(error)
                 raise

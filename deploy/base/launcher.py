@@ -25,8 +25,8 @@ from engine.control import Pools
 
 ServiceReady = WorkerReady | GatewayReady | StoreReady
 STOP_TIMEOUT_S = 30.0  # for a service to stop; a gateway's drain time comes on top
-HURRIED_TIMEOUT_S = 10.0  # the same after `hurry`
-LOOK_EVERY_S = 0.2  # how often a stop looks for `hurry`
+CUT_TIMEOUT_S = 10.0  # the same after `stop_draining`
+LOOK_EVERY_S = 0.2  # how often a stop looks for `stop_draining`
 
 
 class Launcher(Protocol):
@@ -120,6 +120,6 @@ class Launcher(Protocol):
         """Stops all services. Nothing of them is left on return."""
         ...
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes `close` stop waiting for answers. May be called from another thread, or before."""
         ...

@@ -39,7 +39,7 @@ class LoopService(Protocol[T]):
         """Starts the service. Returns what its clients need to know."""
         ...
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Lets a running `close` wait no longer. Does nothing if it never waits."""
         return
 
@@ -81,9 +81,9 @@ class ServiceThread(Generic[T]):
             asked.cancel()
             raise
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Lets a running close wait no longer. Signal handlers may call this."""
-        self._loop.call_soon_threadsafe(self._service.hurry)
+        self._loop.call_soon_threadsafe(self._service.stop_draining)
 
     def close(self) -> None:
         """Closes the service, even while it opens, and ends the thread."""

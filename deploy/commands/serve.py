@@ -240,7 +240,7 @@ def run(
 
 
 def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int | None:
-    """Closes the deployment. Returns the signal that hurried it, if there was one."""
+    """Closes the deployment. Returns the signal that cut it short, if there was one."""
     num_answers = deployment.num_answers()
     if num_answers != 0:
         how_many = "answers are" if num_answers is None else f"{num_answers} answers"
@@ -249,17 +249,17 @@ def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int
             "Ctrl-C again to stop now",
             highlight=False,
         )
-    hurried: int | None = None
+    cut: int | None = None
     with ThreadPoolExecutor(1, "stop") as thread, console.status("stopping"):
         closing = thread.submit(deployment.close)
         while not closing.done():
             number = signals.wait(LOOK_EVERY_S)
-            if number is not None and hurried is None:
-                hurried = number
-                deployment.hurry()
+            if number is not None and cut is None:
+                cut = number
+                deployment.stop_draining()
         closing.result()
     console.print("stopped")
-    return hurried
+    return cut
 
 
 def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) -> None:

@@ -15,7 +15,7 @@ from deploy.pools.events import (
     Connected,
     Disconnected,
     GatewaySeen,
-    GatewayUnheard,
+    GatewaySilent,
     LoadSeen,
     PoolEvent,
     RoleSeen,
@@ -340,7 +340,7 @@ class GatewayLink(_Session):
         self.report = None
         self._due_s = self._clock.now_s()
         self._on_event(GatewaySeen(self._name, None))
-        self._on_event(GatewayUnheard(self._name, reason))
+        self._on_event(GatewaySilent(self._name, reason))
 
     def _post(self, message: Members | PoolNews | ClusterNews | ListRequests) -> None:
         if self._client is not None:

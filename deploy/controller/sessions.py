@@ -16,7 +16,7 @@ from deploy.controller.links import (
     talk,
 )
 from deploy.controller.tasks import ControllerTasks, pause
-from deploy.pools.events import GatewayHeard, GatewayUnheard, Overtaken, PoolEvent
+from deploy.pools.events import GatewayHeard, GatewaySilent, Overtaken, PoolEvent
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
 from engine.clock import Clock
@@ -208,7 +208,7 @@ class PoolSessions:
 
     def _on_gateway_event(self, event: PoolEvent) -> None:
         """Passes an event to the machine. A session that `hang_up` ended does not count as lost."""
-        is_hung_up = isinstance(event, GatewayUnheard) and event.name not in self.gateway_links
+        is_hung_up = isinstance(event, GatewaySilent) and event.name not in self.gateway_links
         if self._machine is not None and not is_hung_up:
             self._handle(event)
 

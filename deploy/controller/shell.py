@@ -39,7 +39,7 @@ from deploy.pools.events import (
     Died,
     Found,
     FoundStore,
-    GatewayUnheard,
+    GatewaySilent,
     NodesSeen,
     PartsSeen,
     PoolEvent,
@@ -214,7 +214,7 @@ class PoolController:
             self._handle(Found(members, gateways, stores))
         for name, link in self.sessions.gateway_links.items():
             if not link.is_open:
-                self._handle(GatewayUnheard(name, "it does not answer"))
+                self._handle(GatewaySilent(name, "it does not answer"))
         for worker_id, ready in self.workers.items():
             self.sessions.dial_worker(worker_id, ready.address)
         for name, store in self.stores.items():

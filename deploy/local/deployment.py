@@ -166,7 +166,7 @@ class Deployment:
         try:
             return self._open()
         except BaseException:
-            self.hurry()
+            self.stop_draining()
             self.close()
             raise
 
@@ -190,9 +190,9 @@ class Deployment:
             if thread is not None:
                 stack.callback(thread.close)
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes `close` stop waiting for answers. Any thread may call it."""
-        self._launcher.hurry()
+        self._launcher.stop_draining()
 
     def num_answers(self) -> int | None:
         """Counts the requests being served. None if a gateway does not answer at once."""

@@ -51,7 +51,7 @@ class ProcessLauncher(Launcher):
         self._processes: list[ServiceProcess] = []
         self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start is over
         self._is_closed = False
-        self._hurry = threading.Event()
+        self._stops_draining = threading.Event()
         self._look = look
         self._gpus: GpuBooks | None = None  # made when they are first asked for
         self._books = threading.Lock()  # guards the collections and flags above
@@ -143,7 +143,7 @@ class ProcessLauncher(Launcher):
             if process not in self._starting and not process.is_running()
         ]
         for process in ended:
-            process.stop(self._hurry)  # closes its pipes
+            process.stop(self._stops_draining)  # closes its pipes
             self._remove(process)
         how = {p.name: explain_status(p.exit_status).removeprefix("exit ") for p in ended}
         return {name: f"{name} ended with {status}" for name, status in how.items()}
@@ -163,9 +163,9 @@ class ProcessLauncher(Launcher):
                 if not (self._is_shared and nursery is self._nursery):
                     nursery.close()
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes stopping processes end their answers at once."""
-        self._hurry.set()
+        self._stops_draining.set()
 
     def _gpu_books(self) -> GpuBooks:
         if self._gpus is None:
@@ -204,7 +204,7 @@ class ProcessLauncher(Launcher):
         except Exception as error:
             if not isinstance(error, ConfigError):  # after a ConfigError it ends by itself
                 process.kill()
-            process.stop(self._hurry)
+            process.stop(self._stops_draining)
             self._remove(process)
             raise
         finally:
@@ -220,7 +220,7 @@ class ProcessLauncher(Launcher):
             is_over.wait(STOP_TIMEOUT_S)
         elif by_force:
             process.kill()
-        process.stop(self._hurry)
+        process.stop(self._stops_draining)
         self._remove(process)
 
     def _remove(self, process: ServiceProcess) -> None:

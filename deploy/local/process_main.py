@@ -86,7 +86,7 @@ def main(kind: str) -> int:
     stopping.has_begun = True
     if is_orphan and service.drain_timeout_s:
         log.error("the controller died: answers that run are ended")
-        thread.hurry()
+        thread.stop_draining()
     thread.close()
     return 0
 
@@ -112,7 +112,7 @@ class _Stopping:
 
     def on_signal(self, *_: object) -> None:
         if self.has_begun:
-            self._thread.hurry()
+            self._thread.stop_draining()
         else:
             self.has_begun = True
             raise _Stop

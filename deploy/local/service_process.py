@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deploy.base.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
+from deploy.base.launcher import CUT_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
 from deploy.base.reasons import explain_status
 from deploy.base.spec import (
     READY_TIMEOUT_S,
@@ -97,17 +97,17 @@ class ServiceProcess:
             if self._child is not None:
                 self._child.kill()
 
-    def stop(self, hurry: threading.Event) -> None:
+    def stop(self, stop_draining: threading.Event) -> None:
         """Asks the process to stop by closing its standard input; kills it after a deadline.
 
-        If `hurry` is set, the deadline is shorter and a gateway ends its answers at once.
+        If `stop_draining` is set, the deadline is shorter and a gateway ends its answers at once.
         """
         child = self._child
         if child is None:
             return
         child.hang_up()
         drain_s = self.ready.drain_timeout_s if isinstance(self.ready, GatewayReady) else 0.0
-        if not _ends_within(STOP_TIMEOUT_S + drain_s, child, hurry):
+        if not _ends_within(STOP_TIMEOUT_S + drain_s, child, stop_draining):
             child.kill()
             child.wait(STOP_TIMEOUT_S)
         child.close()
@@ -166,17 +166,17 @@ class ServiceProcess:
             raise ConfigError(f"{self.name} did not {step} in {timeout_s:g} s")
 
 
-def _ends_within(timeout_s: float, child: Child, hurry: threading.Event) -> bool:
-    """Waits for the child's end. On `hurry` sends SIGTERM repeatedly: it may not listen yet."""
+def _ends_within(timeout_s: float, child: Child, stop_draining: threading.Event) -> bool:
+    """Waits for the child's end. On `stop_draining`, repeats SIGTERM: it may not listen yet."""
     clock = MonotonicClock()
     end_s = clock.now_s() + timeout_s
-    is_hurried = False
+    is_cut = False
     while clock.now_s() < end_s:
         with contextlib.suppress(TimeoutError):
             child.wait(LOOK_EVERY_S)
             return True
-        if hurry.is_set():
-            if not is_hurried:
-                is_hurried, end_s = True, clock.now_s() + HURRIED_TIMEOUT_S
+        if stop_draining.is_set():
+            if not is_cut:
+                is_cut, end_s = True, clock.now_s() + CUT_TIMEOUT_S
             child.terminate()
     return False

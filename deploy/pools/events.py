@@ -132,7 +132,7 @@ class GatewayHeard:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayUnheard:
+class GatewaySilent:
     """A running gateway has no session with the controller."""
 
     name: str
@@ -241,7 +241,7 @@ PoolEvent = (
     | GatewayStarted
     | GatewayFailed
     | GatewayHeard
-    | GatewayUnheard
+    | GatewaySilent
     | GatewayStopped
     | GatewaySeen
     | Overtaken

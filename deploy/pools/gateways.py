@@ -21,9 +21,9 @@ from deploy.pools.events import (
     Died,
     GatewayFailed,
     GatewaySeen,
+    GatewaySilent,
     GatewayStarted,
     GatewayStopped,
-    GatewayUnheard,
 )
 from deploy.pools.history import PoolHistory
 from deploy.pools.restarts import Restarts
@@ -60,7 +60,7 @@ class Gateways:
         """
         self.states = dict.fromkeys(names, GatewayState.WAITING)
         self.have_served = False  # at least one of them
-        self._unheard_s: dict[str, float] = {}  # when a session ended
+        self._silent_since_s: dict[str, float] = {}  # when a session ended
         self._reports: dict[str, GatewayReport] = {}  # the latest ones
         self._lost: set[str] = set()  # gateways that had a session, and have none now
         self._num_requests: dict[str, int] = {}  # by the last reports, also of gateways without one
@@ -98,7 +98,7 @@ class Gateways:
 
     def heard(self, name: str) -> None:
         """Notes that a gateway has a session."""
-        self._unheard_s.pop(name, None)
+        self._silent_since_s.pop(name, None)
         self._lost.discard(name)
 
     def troubles(self) -> Iterator[str]:
@@ -125,23 +125,25 @@ class Gateways:
 
     def sweep(self, now_s: float) -> Iterator[PoolEffect]:
         """Stops the gateways that had no session for too long."""
-        for name, since_s in list(self._unheard_s.items()):
+        for name, since_s in list(self._silent_since_s.items()):
             is_lost_alone = self._shares_socket and name in self._lost and self._others_serve(name)
             patience_s = GATEWAY_PATIENCE_S if is_lost_alone else GATEWAY_UNREACHABLE_S
             if now_s - since_s >= patience_s:
-                del self._unheard_s[name]
+                del self._silent_since_s[name]
                 self.states[name] = GatewayState.STOPPING
                 self._history.counters["gateways unreachable"] += 1
                 why = f"no session for {patience_s:g} s"
-                yield self._history.tell(now_s, name, "is stopped", why)
+                yield self._history.record(now_s, name, "is stopped", why)
                 yield StopGateway(name)
 
     def on_started(self, event: GatewayStarted, now_s: float) -> Iterator[PoolEffect]:
         """Notes a start. From now on a session is expected."""
         again = self._restarts.num_failed(event.name) > 0
         self.serve(event.name, now_s)
-        self._unheard_s[event.name] = now_s
-        yield self._history.tell(now_s, event.name, "was started again" if again else "was started")
+        self._silent_since_s[event.name] = now_s
+        yield self._history.record(
+            now_s, event.name, "was started again" if again else "was started"
+        )
 
     def on_failed(self, event: GatewayFailed, now_s: float) -> Iterator[PoolEffect]:
         """Tries again later."""
@@ -152,12 +154,12 @@ class Gateways:
         if self.states[event.name] is not GatewayState.STOPPING:
             yield from self._lose(event.name, event.how, now_s)
 
-    def on_unheard(self, event: GatewayUnheard, now_s: float) -> Iterator[PoolEffect]:
+    def on_silent(self, event: GatewaySilent, now_s: float) -> Iterator[PoolEffect]:
         """Starts the deadline by which a session must be open again."""
         if self.states.get(event.name) is GatewayState.SERVING:
-            self._unheard_s.setdefault(event.name, now_s)
+            self._silent_since_s.setdefault(event.name, now_s)
             self._lost.add(event.name)
-            yield self._history.tell(now_s, event.name, "cannot be reached", event.reason)
+            yield self._history.record(now_s, event.name, "cannot be reached", event.reason)
 
     def on_stopped(self, event: GatewayStopped, now_s: float) -> Iterator[PoolEffect]:
         """Starts the gateway again later."""
@@ -175,16 +177,16 @@ class Gateways:
 
     def _lose(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
         self.states[name] = GatewayState.WAITING
-        self._unheard_s.pop(name, None)
+        self._silent_since_s.pop(name, None)
         self._lost.discard(name)
         if num_lost := self._num_requests.pop(name, 0):
             self._history.counters["requests lost with gateways"] += num_lost
             how = f"{how}, with {num_lost} requests"
-        yield self._history.tell(now_s, name, how, self._restarts.record_end(name, now_s, how))
+        yield self._history.record(now_s, name, how, self._restarts.record_end(name, now_s, how))
 
     def _others_serve(self, name: str) -> bool:
         """True if another gateway serves and has a session."""
         return any(
-            other != name and state is GatewayState.SERVING and other not in self._unheard_s
+            other != name and state is GatewayState.SERVING and other not in self._silent_since_s
             for other, state in self.states.items()
         )

@@ -16,7 +16,7 @@ class PoolHistory:
         self.counters: Counter[str] = Counter()
         self._num_steps = 0
 
-    def tell(
+    def record(
         self, now_s: float, subject: str, what: str, why: str = "", *, role: Role | None = None
     ) -> HistoryStep:
         """Records a step and returns it, as the effect that reports it."""

@@ -38,9 +38,9 @@ from deploy.pools.events import (
     GatewayFailed,
     GatewayHeard,
     GatewaySeen,
+    GatewaySilent,
     GatewayStarted,
     GatewayStopped,
-    GatewayUnheard,
     LoadSeen,
     NodesSeen,
     OrdersStored,
@@ -112,7 +112,7 @@ class PoolMachine:
         """
         self.members = Members(version, (), intent)
         self.restarts = Restarts(limits.steady_s)
-        self.wanted = Wanted(intent, limits, is_guess=is_guess, is_unheard=is_guess)
+        self.wanted = Wanted(intent, limits, is_guess=is_guess, is_unconfirmed=is_guess)
         self.wanted.follow()
         self._history = history = PoolHistory()
         self._workers = workers = PoolWorkers(self.wanted, self.restarts, history)
@@ -159,7 +159,7 @@ class PoolMachine:
             StoresSeen: self._stores.on_seen,
             GatewayStarted: self._gateways.on_started,
             GatewayFailed: self._gateways.on_failed,
-            GatewayUnheard: self._gateways.on_unheard,
+            GatewaySilent: self._gateways.on_silent,
             GatewayStopped: self._gateways.on_stopped,
             GatewaySeen: self._gateways.on_seen,
             SetPools: orders.set_pools,
@@ -275,11 +275,11 @@ class PoolMachine:
             yield from self._sightings.on_found(member, now_s)
         for name in event.gateways:
             self._gateways.serve(name, now_s)
-            yield self._history.tell(now_s, name, "was found running")
+            yield self._history.record(now_s, name, "was found running")
         for store in event.stores:
             version = self.intent.version(store.version) or Version(store.version)
             self._stores.found(store.name, version, store.node, store.address, now_s)
-            yield self._history.tell(now_s, store.name, "was found running")
+            yield self._history.record(now_s, store.name, "was found running")
 
     def _on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
         if event.name in self.stores:
@@ -295,7 +295,7 @@ class PoolMachine:
 
     def _on_gateway_heard(self, event: GatewayHeard, _: float) -> Iterator[PoolEffect]:
         self._gateways.heard(event.name)
-        self.wanted.is_guess = self.wanted.is_unheard = False
+        self.wanted.is_guess = self.wanted.is_unconfirmed = False
         yield from ()
 
     def _on_overtaken(self, event: Overtaken, now_s: float) -> Iterator[PoolEffect]:
@@ -309,7 +309,7 @@ class PoolMachine:
             self.wanted.intent = theirs.intent
             names = ", ".join(version.name for version in self.intent.versions)
             what = f"continue with {names}"
-            yield self._history.tell(now_s, "pools", what, "a gateway reported it")
+            yield self._history.record(now_s, "pools", what, "a gateway reported it")
         if takes or theirs.version >= ours.version:
             number = max(theirs.version, ours.version) + 1
             self.members = Members(number, ours.workers, self.intent, ours.stores)
@@ -321,7 +321,7 @@ class PoolMachine:
         self.wanted.limit(most, event.why)
         if most != before:
             what = f"can have {most} workers"
-            yield self._history.tell(now_s, "pools", what, f"before, {before}")
+            yield self._history.record(now_s, "pools", what, f"before, {before}")
 
     def troubles(self) -> tuple[str, ...]:
         """Returns what is broken or limited now, a sentence each, while requests are served."""
@@ -348,19 +348,19 @@ class PoolMachine:
             if name not in self.dead_parts:
                 self._history.counters["deaths of Ray's parts"] += 1
                 why = "no service can be started or stopped until it runs again"
-                yield self._history.tell(now_s, name, "is dead", why)
+                yield self._history.record(now_s, name, "is dead", why)
         for name in self.dead_parts:
             if name not in dead:
-                yield self._history.tell(now_s, name, "runs again")
+                yield self._history.record(now_s, name, "runs again")
         self.dead_parts = dead
 
     def _on_orders_stored(self, event: OrdersStored, now_s: float) -> Iterator[PoolEffect]:
         """Tells when orders cannot be stored, and when they can again."""
         before, self._unstored = self._unstored, event.trouble
         if before is None and event.trouble is not None:
-            yield self._history.tell(now_s, "pools", event.trouble)
+            yield self._history.record(now_s, "pools", event.trouble)
         elif before is not None and event.trouble is None:
-            yield self._history.tell(now_s, "pools", "store orders again")
+            yield self._history.record(now_s, "pools", "store orders again")
 
     def _on_tick(self, _: PoolTick, now_s: float) -> Iterator[PoolEffect]:
         yield from self._sightings.sweep(now_s)

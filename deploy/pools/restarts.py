@@ -72,7 +72,7 @@ class Restarts:
         restart.started_s = now_s
         restart.why = ""
 
-    def hurry(self, name: str, now_s: float) -> None:
+    def restart_now(self, name: str, now_s: float) -> None:
         """Lets a service that waits for its next start begin it now."""
         restart = self._restarts.get(name)
         if restart is not None and restart.due_s is not None:

@@ -119,7 +119,7 @@ class Stores:
         elif store.state is StoreState.SERVING:
             store.state = StoreState.STOPPING
             why = "its version is over" if is_over else "its node is gone"
-            yield self._history.tell(now_s, name, "is stopped", why)
+            yield self._history.record(now_s, name, "is stopped", why)
             yield StopStore(name, is_over)
 
     def found(self, name: str, version: Version, node: str, address: str, now_s: float) -> None:
@@ -135,7 +135,9 @@ class Stores:
         again = self._restarts.num_failed(event.name) > 0
         store.state, store.address = StoreState.SERVING, event.address
         self._restarts.started(event.name, now_s)
-        yield self._history.tell(now_s, event.name, "was started again" if again else "was started")
+        yield self._history.record(
+            now_s, event.name, "was started again" if again else "was started"
+        )
 
     def on_failed(self, event: StoreFailed, now_s: float) -> Iterator[PoolEffect]:
         """Tries again later."""
@@ -151,14 +153,14 @@ class Stores:
         """Forgets a store that was stopped."""
         if event.name in self.by_name:
             self._remove(event.name)
-            yield self._history.tell(now_s, event.name, "has stopped")
+            yield self._history.record(now_s, event.name, "has stopped")
 
     def _lose(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
         store = self.by_name.get(name)
         if store is None:
             return
         store.state, store.address = StoreState.WAITING, ""
-        yield self._history.tell(now_s, name, how, self._restarts.record_end(name, now_s, how))
+        yield self._history.record(now_s, name, how, self._restarts.record_end(name, now_s, how))
 
     def _remove(self, name: str) -> None:
         del self.by_name[name]

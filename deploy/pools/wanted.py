@@ -38,7 +38,7 @@ class Wanted:
     intent: Intent
     limits: PoolLimits
     is_guess: bool = False
-    is_unheard: bool = False  # no gateway has told an earlier controller's intent yet
+    is_unconfirmed: bool = False  # no gateway has told an earlier controller's intent yet
     followed: LiveSettings | None = None  # the settings that the limits come from
 
     def follow(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import ray
 
-from deploy.base.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S, ServiceReady
+from deploy.base.launcher import CUT_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S, ServiceReady
 from deploy.base.reasons import explain
 from deploy.base.spec import (
     READY_TIMEOUT_S,
@@ -98,9 +98,9 @@ class ServiceActor:
         """Closes the service."""
         self._hosting.stop()
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes `stop` wait for nothing."""
-        self._hosting.hurry()
+        self._hosting.stop_draining()
 
     def ping(self) -> None:
         """Answers while the actor lives."""
@@ -130,7 +130,7 @@ class ServiceActors:
         self.nursery: str | None = None
         self._options = options
         self._hosted: dict[str, _Hosted] = {}
-        self._hurry = threading.Event()
+        self._stops_draining = threading.Event()
 
     @property
     def names(self) -> set[str]:
@@ -175,9 +175,9 @@ class ServiceActors:
             for name in of_kind:
                 self._drop(name)
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes stopping actors end their answers at once."""
-        self._hurry.set()
+        self._stops_draining.set()
 
     def dead(self) -> dict[str, str]:
         """Returns the actors whose ping failed, each once, with the reason."""
@@ -270,13 +270,13 @@ class ServiceActors:
         stopping = {name: each.actor.stop.remote() for name, each in started.items()}
         clock = MonotonicClock()
         end_s = clock.now_s() + STOP_TIMEOUT_S + max(drains_s, default=0.0)
-        left, is_hurried = list(stopping.values()), False
+        left, is_cut = list(stopping.values()), False
         while left and clock.now_s() < end_s:
             _, left = ray.wait(left, num_returns=len(left), timeout=LOOK_EVERY_S)
-            if self._hurry.is_set() and not is_hurried:
-                is_hurried, end_s = True, clock.now_s() + HURRIED_TIMEOUT_S
+            if self._stops_draining.is_set() and not is_cut:
+                is_cut, end_s = True, clock.now_s() + CUT_TIMEOUT_S
                 for each in started.values():
-                    each.actor.hurry.remote()
+                    each.actor.stop_draining.remote()
         for name, answer in stopping.items():
             try:
                 ray.get(answer, timeout=0)

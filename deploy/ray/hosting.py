@@ -48,7 +48,7 @@ ENDED = 70  # exit status of an actor whose child has ended
 
 
 class Hosting(Protocol):
-    """One service of an actor. `hurry` may be called while `stop` runs."""
+    """One service of an actor. `stop_draining` may be called while `stop` runs."""
 
     def start(self, limit_s: float) -> ServiceReady:
         """Starts the service. Raises BatonError, OSError, MemoryError."""
@@ -58,7 +58,7 @@ class Hosting(Protocol):
         """Closes the service."""
         ...
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes `stop` wait for nothing."""
         ...
 
@@ -86,9 +86,9 @@ class HostingThread(Hosting):
         """Closes the service."""
         self._thread.close()
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes `stop` wait for nothing."""
-        self._thread.hurry()
+        self._thread.stop_draining()
 
 
 class HostingChild(Hosting):
@@ -105,7 +105,7 @@ class HostingChild(Hosting):
             name = self._spec.name
         configure_logging(LogSource(name, self._spec.logs), MonotonicClock())
         self._process = ServiceProcess(name, kind, DistantNursery(port))
-        self._hurry = threading.Event()
+        self._stops_draining = threading.Event()
         self._is_stopping = False
 
     def start(self, limit_s: float) -> ServiceReady:
@@ -118,11 +118,11 @@ class HostingChild(Hosting):
     def stop(self) -> None:
         """Stops the child."""
         self._is_stopping = True
-        self._process.stop(self._hurry)
+        self._process.stop(self._stops_draining)
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes `stop` wait for nothing."""
-        self._hurry.set()
+        self._stops_draining.set()
 
     def _watch(self) -> None:
         """Ends this process when the child has ended without being asked to."""

@@ -154,9 +154,9 @@ class OwnRayLauncher(Launcher):
                 self._port = None
             closing.result()
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes stopping actors end their answers at once."""
-        self._actors.hurry()
+        self._actors.stop_draining()
 
     def _open_port(self) -> None:
         """Lets actors ask the nursery, which goes on when Ray is replaced. Raises ConfigError."""
@@ -327,9 +327,9 @@ class ClusterLauncher(Launcher):
         self.stop_all()
         return num_left
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes stopping actors end their answers at once."""
-        self._actors.hurry()
+        self._actors.stop_draining()
 
     def _strangers(self) -> list[str]:
         """Names of Baton's services in this cluster that this launcher does not know."""

@@ -208,13 +208,13 @@ class GatewayService(LoopService[GatewayReady]):
             os.close(self._folder)
             self._folder = None
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Ends running answers now."""
         if self._listener is not None:
-            self._listener.hurry()
-            self._background.hurry()
+            self._listener.stop_draining()
+            self._background.stop_draining()
         if self._inference is not None:
-            self._inference.hurry()
+            self._inference.stop_draining()
 
     async def close(self) -> None:
         """Takes no more requests, waits for running answers, and ends all sessions."""

@@ -31,7 +31,7 @@ from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from engine.worker.block_events import BlockEvent
 from router.block_feed import BlockFeed
-from router.prefixes.news import Apply, Unheard
+from router.prefixes.news import Apply, EventsMissed
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +164,6 @@ class StorePeers:
             del self._clients[info.worker_id]
             self._listener.lost(info.worker_id)
 
-    def _take_news(self, peer_id: WorkerId, news: Apply | Unheard) -> None:
+    def _take_news(self, peer_id: WorkerId, news: Apply | EventsMissed) -> None:
         if isinstance(news, Apply):
             self._listener.news(peer_id, news.events)

@@ -7,12 +7,12 @@ Each block has three independent kinds of holders, and becomes free when the las
     in flight  pulls that write into it; or a step that may still do, after its owner let go
 
 A block without a holder is free. If it is full and its hash is known, it is also *cached*. It keeps
-its content until the free list, least recently used first, reaches it. *Spare* blocks are handed
-out before other cached ones: the last sequence or lease that held them said that another worker
-keeps a copy. Blocks before one that is kept are no spare ones, or nothing would be found of the
-prefix. Generated blocks do not count here: the next prompt repeats the answer, or cannot use it.
-*Recurring* blocks are likely to be used again, as the last sequence's request said. They stay
-`RECURRING_STAY` times as long as others, counted in blocks handed out. So at all times
+its content until the free list, least recently used first, reaches it. *Evict-first* blocks are
+handed out before other cached ones: the last sequence or lease that held them said that another
+worker keeps a copy. A block before a kept block is not evicted first, or the prefix would be lost.
+Generated blocks do not count here: the next prompt repeats the answer, or cannot use it.
+*Likely-reused* blocks were marked by the last sequence's request. They stay `LIKELY_REUSED_STAY`
+times as long as others, counted in blocks handed out. So at all times
 
     num_blocks = free + cached + owned + leased + in flight        (each block counted once)
 
@@ -51,8 +51,8 @@ from engine.messages import HASH_BYTES
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)
 
-RECURRING_STAY = 3
-ORDINARY, SPARE, RECURRING = range(3)  # marks of blocks
+LIKELY_REUSED_STAY = 3
+ORDINARY, EVICT_FIRST, LIKELY_REUSED = range(3)  # marks of blocks
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: bytes = b"") -> BlockHash:
@@ -160,11 +160,11 @@ class BlockPool:
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
         # a prefix hit takes a block out of the middle. All of the first are handed out before any
         # others: blocks without a hash and evict-first blocks, then blocks worth keeping.
-        self._spare: OrderedDict[BlockId, None] = OrderedDict(
+        self._evict_first: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
         )
         self._kept: OrderedDict[BlockId, None] = OrderedDict()
-        self._recurring: OrderedDict[BlockId, None] = OrderedDict()
+        self._likely_reused: OrderedDict[BlockId, None] = OrderedDict()
         self._marks = bytearray(num_blocks)  # where a block goes once no holder is left
         self._num_handed_out = 0  # blocks, so far
         self._idle_since = [0] * num_blocks  # that number, when a cached block became idle
@@ -172,7 +172,7 @@ class BlockPool:
     @property
     def num_idle(self) -> int:
         """Blocks that `allocate` can hand out: free and cached ones."""
-        return len(self._spare) + len(self._kept) + len(self._recurring)
+        return len(self._evict_first) + len(self._kept) + len(self._likely_reused)
 
     def counts(self) -> BlockCounts:
         """Counts every block by its holders."""
@@ -209,13 +209,13 @@ class BlockPool:
         """Takes that many blocks for a sequence, evicting cached ones. Raises OutOfBlocks."""
         if num_blocks > self.num_idle:
             raise OutOfBlocks(num_blocks, self.num_idle)
-        owned, known, spare, kept = self._owned, self._hash, self._spare, self._kept
-        blocks = list(islice(chain(spare, self._longest_idle()), num_blocks))
-        num_spare, marks, recurring = len(spare), self._marks, self._recurring
-        for block in blocks[:num_spare]:
-            del spare[block]
-        for block in blocks[num_spare:]:
-            del (recurring if marks[block] == RECURRING else kept)[block]
+        owned, known, first, kept = self._owned, self._hash, self._evict_first, self._kept
+        blocks = list(islice(chain(first, self._longest_idle()), num_blocks))
+        num_first, marks, likely_reused = len(first), self._marks, self._likely_reused
+        for block in blocks[:num_first]:
+            del first[block]
+        for block in blocks[num_first:]:
+            del (likely_reused if marks[block] == LIKELY_REUSED else kept)[block]
         self._num_handed_out += num_blocks
         for block in blocks:
             owned[block] = 1
@@ -226,15 +226,15 @@ class BlockPool:
 
     def _longest_idle(self) -> Iterable[BlockId]:
         """Returns the blocks that are worth keeping, those first whose stay ends first."""
-        if not self._recurring:
+        if not self._likely_reused:
             return self._kept
         now, since, marks = self._num_handed_out, self._idle_since, self._marks
 
         def stay(block: BlockId) -> int:
             age = since[block] - now
-            return age if marks[block] == RECURRING else RECURRING_STAY * age
+            return age if marks[block] == LIKELY_REUSED else LIKELY_REUSED_STAY * age
 
-        return merge(self._kept, self._recurring, key=stay)
+        return merge(self._kept, self._likely_reused, key=stay)
 
     def set_hash(
         self,
@@ -295,13 +295,13 @@ class BlockPool:
         self._hold(self._owned, blocks)
 
     def disown(
-        self, blocks: Sequence[BlockId], *, are_spare: bool = False, recur: bool = False
+        self, blocks: Sequence[BlockId], *, evict_first: bool = False, likely_reused: bool = False
     ) -> None:
         """Removes an owner. The end of a prefix becomes free before its beginning."""
-        if are_spare:
-            self._mark_spare(blocks)
+        if evict_first:
+            self._mark_evict_first(blocks)
         else:
-            mark, marks = RECURRING if recur else ORDINARY, self._marks
+            mark, marks = LIKELY_REUSED if likely_reused else ORDINARY, self._marks
             for block in blocks:
                 marks[block] = mark
         self._let_go(self._owned, reversed(blocks))
@@ -310,10 +310,10 @@ class BlockPool:
         """Lets another worker read these blocks from now on."""
         self._num_leased += self._hold(self._leased, blocks)
 
-    def end_lease(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
+    def end_lease(self, blocks: Sequence[BlockId], *, evict_first: bool = False) -> None:
         """Ends a lease: its reader is gone. It may keep what it read."""
-        if are_spare:
-            self._mark_spare(blocks)
+        if evict_first:
+            self._mark_evict_first(blocks)
         self._num_leased -= self._let_go(self._leased, reversed(blocks))
 
     def begin_write(self, blocks: Iterable[BlockId]) -> None:
@@ -336,8 +336,8 @@ class BlockPool:
     def end_step(self) -> None:
         """Notes that the first of the launched steps has ended, and frees blocks that it held."""
         for block in self._freed_in_flight.popleft():
-            self._spare[block] = None
-            self._spare.move_to_end(block, last=False)
+            self._evict_first[block] = None
+            self._evict_first.move_to_end(block, last=False)
 
     def validate(self) -> None:
         """Asserts every invariant of the pool."""
@@ -352,12 +352,12 @@ class BlockPool:
         assert counts.owned == sum(
             own > 0 and not (flight or lease) for flight, lease, own in holders
         )
-        idle = [*self._spare, *self._kept, *self._recurring]
+        idle = [*self._evict_first, *self._kept, *self._likely_reused]
         assert len(set(idle)) == len(idle)
         assert counts.cached == sum(self._hash[block] is not None for block in idle)
         assert all(self._marks[block] == ORDINARY for block in self._kept)
-        assert all(self._marks[block] == RECURRING for block in self._recurring)
-        for blocks in (self._kept, self._recurring):
+        assert all(self._marks[block] == LIKELY_REUSED for block in self._likely_reused)
+        for blocks in (self._kept, self._likely_reused):
             since = [self._idle_since[block] for block in blocks]
             assert since == sorted(since)
         assert counts.total == self.num_blocks
@@ -375,19 +375,19 @@ class BlockPool:
     def _hold(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
         """Adds a holder to each block; returns for how many it is the first of its kind."""
         num_first = 0
-        spare, kept, known = self._spare, self._kept, self._hash
-        recurring = self._recurring
+        first, kept, known = self._evict_first, self._kept, self._hash
+        likely_reused = self._likely_reused
         for block in blocks:
             num_first += not holders[block]
             holders[block] += 1
             if block in kept:
                 del kept[block]
                 self._num_cached -= 1
-            elif block in recurring:
-                del recurring[block]
+            elif block in likely_reused:
+                del likely_reused[block]
                 self._num_cached -= 1
-            elif block in spare:
-                del spare[block]
+            elif block in first:
+                del first[block]
                 self._num_cached -= known[block] is not None
         return num_first
 
@@ -395,7 +395,7 @@ class BlockPool:
         """Removes a holder from each block; returns for how many it was the last of its kind."""
         num_last = 0
         owned, leased, in_flight = self._owned, self._leased, self._in_flight
-        spare, queues = self._spare, (self._kept, self._spare, self._recurring)
+        first, queues = self._evict_first, (self._kept, self._evict_first, self._likely_reused)
         marks, since, now = self._marks, self._idle_since, self._num_handed_out
         known, freed, num_cached = self._hash, self._freed_in_flight, self._num_cached
         for block in blocks:
@@ -413,13 +413,13 @@ class BlockPool:
                 elif freed:
                     freed[-1].append(block)
                 else:
-                    spare[block] = None
-                    spare.move_to_end(block, last=False)
+                    first[block] = None
+                    first.move_to_end(block, last=False)
         self._num_cached = num_cached
         return num_last
 
     def _is_idle(self, block: BlockId) -> bool:
-        return block in self._kept or block in self._spare or block in self._recurring
+        return block in self._kept or block in self._evict_first or block in self._likely_reused
 
     def _follow(self, block: BlockId, parent: BlockHash | None) -> None:
         """Notes which block a newly known one follows."""
@@ -427,10 +427,10 @@ class BlockPool:
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
 
-    def _mark_spare(self, blocks: Sequence[BlockId]) -> None:
-        """Notes that the blocks of a prefix are spare ones.
+    def _mark_evict_first(self, blocks: Sequence[BlockId]) -> None:
+        """Marks the blocks of a prefix to be evicted first.
 
-        A block that others follow is no spare one, nor are those before it.
+        A block that others follow is not marked, nor are the blocks before it.
         """
         num_after = 0  # known blocks of this prefix that directly follow
         for block in reversed(blocks):
@@ -439,7 +439,7 @@ class BlockPool:
                 continue
             if self._num_children.get(block_hash, 0) > num_after:
                 break
-            self._marks[block], num_after = SPARE, 1
+            self._marks[block], num_after = EVICT_FIRST, 1
 
     def _remove(self, blocks: Iterable[BlockId]) -> None:
         """Removes what is known of blocks with a hash."""

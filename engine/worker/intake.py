@@ -96,8 +96,8 @@ class Intake:
             salt=message.salt,
             block_hashes=list(facts.block_hashes),
             guide=guide,
-            are_spare=message.are_spare,
-            recur=message.recur,
+            evict_first=message.evict_first,
+            likely_reused=message.likely_reused,
         )
 
     def knows(self, token: int) -> bool:

@@ -17,7 +17,7 @@ class OpenedLease:
 
     gateway_id: GatewayId
     block_ids: tuple[BlockId, ...]
-    are_spare: bool = False  # once it ended
+    evict_first: bool = False  # once it ended
 
 
 class LeaseTable:
@@ -46,14 +46,14 @@ class LeaseTable:
         block_ids: Sequence[BlockId],
         *,
         num_ready: int,
-        are_spare: bool = False,
+        evict_first: bool = False,
     ) -> tuple[LeaseRef, list[Effect]]:
         """Opens a lease on blocks, of which the first `num_ready` are computed.
 
-        They `are_spare` if the sink keeps them.
+        They `evict_first` if the sink keeps them.
         """
         assert lease_id not in self.opened
-        lease = OpenedLease(gateway_id, tuple(block_ids), are_spare)
+        lease = OpenedLease(gateway_id, tuple(block_ids), evict_first)
         self.opened[lease_id] = lease
         self._pool.lease(lease.block_ids)
         effects: list[Effect] = [OpenLease(lease_id, len(block_ids))]
@@ -66,5 +66,5 @@ class LeaseTable:
         lease = self.opened.pop(lease_id, None)
         if lease is None:
             return False
-        self._pool.end_lease(lease.block_ids, are_spare=lease.are_spare)
+        self._pool.end_lease(lease.block_ids, evict_first=lease.evict_first)
         return True

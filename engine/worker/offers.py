@@ -164,7 +164,7 @@ class PrefixOffers:
             gateway_id,
             block_ids,
             num_ready=len(block_ids),
-            are_spare=message.are_spare,
+            evict_first=message.evict_first,
         )
         return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
 

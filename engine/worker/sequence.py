@@ -26,8 +26,8 @@ class Sequence:
 
     `in_flight` are its rows in steps that have not ended, oldest first; the last may be pending.
 
-    If its blocks `are_spare`, another worker keeps what is cached of them. If they `recur`, they
-    are likely to be used again.
+    With `evict_first`, another worker keeps its cached blocks. `likely_reused` blocks are evicted
+    later than others.
 
     `history` is a packed copy of the tokens for penalties. `guide` tracks the answer in its
     grammar.
@@ -46,8 +46,8 @@ class Sequence:
     num_draft_tokens: int = 0
     num_cached_tokens: int = 0
     num_hashed_blocks: int = 0  # blocks whose hash the pool knows
-    are_spare: bool = False
-    recur: bool = False
+    evict_first: bool = False
+    likely_reused: bool = False
     history: "array[int] | None" = None
     guide: Guide | None = None
     in_flight: list[Row] = field(default_factory=list)
@@ -213,7 +213,9 @@ class Sequence:
 
     def release(self, pool: BlockPool) -> None:
         """Gives up every block; no token counts as computed any more."""
-        pool.disown(self.block_table, are_spare=self.are_spare, recur=self.recur)
+        pool.disown(
+            self.block_table, evict_first=self.evict_first, likely_reused=self.likely_reused
+        )
         self.block_table = []
         self.num_computed_tokens = self.num_cached_tokens = self.num_draft_tokens = 0
         self.num_hashed_blocks = 0

@@ -3,8 +3,8 @@
 The next prompt of a conversation repeats the last one and adds an answer and a question. So a
 prompt goes on if it begins with all full blocks of an earlier one, and if these are most of it. In
 many loads it is more likely to be followed by yet another than one that begins a conversation, or
-that adds much to what it shares. Where that was so lately, it *recurs*: workers keep its blocks
-longer (`engine.worker.blocks`).
+that adds much to what it shares. Where that was so lately, its blocks are
+*likely reused*: workers keep them longer (`engine.worker.blocks`).
 
 Of each prompt the hash of its last full block is remembered, which covers all blocks before.
 """
@@ -30,7 +30,7 @@ class Conversations:
         self._num_followed = [0.0, 0.0]  # how many of these were continued
 
     def record(self, hashes: Sequence[BlockHash]) -> bool:
-        """Remembers a prompt by the hashes of its full blocks. Returns True if it recurs."""
+        """Records a prompt by its full blocks. Returns True if they are likely to be reused."""
         if not hashes:
             return False
         ends, goes_on = self._ends, False

@@ -49,7 +49,7 @@ class Listener:
             access_log=False,
         )
         self._server = uvicorn.Server(config)
-        self._hurried = asyncio.Event()
+        self._stops_draining = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self, sock: socket.socket) -> None:
@@ -60,9 +60,9 @@ class Listener:
         self._serving = asyncio.create_task(self._server.serve(sockets=[]))
         self._sweep()
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes `close` stop waiting for running answers."""
-        self._hurried.set()
+        self._stops_draining.set()
 
     async def close(self, drain_timeout_s: float, cut: Callable[[], Any]) -> None:
         """Takes no more connections and waits for answers; after the timeout, `cut` ends them."""
@@ -88,12 +88,12 @@ class Listener:
         )
 
     async def _ended(self, timeout_s: float) -> None:
-        """Returns when all answers have ended, after the timeout, or on `hurry`."""
-        hurried = asyncio.create_task(self._hurried.wait())
+        """Returns when all answers have ended, after the timeout, or on `stop_draining`."""
+        cut = asyncio.create_task(self._stops_draining.wait())
         await asyncio.wait(
-            [self._serving, hurried], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            [self._serving, cut], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
-        hurried.cancel()
+        cut.cancel()
 
     @property
     def _connections(self) -> list[Connection]:

@@ -10,7 +10,7 @@ class BackgroundPart(Protocol):
         """Begins. The routers are open."""
         ...
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Lets a running `close` wait no longer."""
         ...
 
@@ -34,10 +34,10 @@ class BackgroundWork:
         for part in self._parts:
             await part.open()
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Lets a running `close` wait no longer."""
         for part in self._parts:
-            part.hurry()
+            part.stop_draining()
 
     async def close(self, timeout_s: float) -> None:
         """Stops all work, the latest first; what a client waits for may take so long."""

@@ -64,7 +64,7 @@ class Admission:
         if flight.request.leader is not None:
             return None  # a group is admitted with its leader
         if flight.request.is_background:
-            return None  # it is in no hurry
+            return None  # it can wait
         return self._late(flight, now_s)
 
     def drain_s(self, now_s: float) -> float:

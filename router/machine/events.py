@@ -71,7 +71,7 @@ class BlocksChanged(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksUnheard:
+class BlockEventsMissed:
     """Block events of a worker were lost: they are out of date until its next snapshot."""
 
     worker_id: WorkerId
@@ -91,7 +91,7 @@ RouterEvent = (
     | FromWorker
     | Stepped
     | BlocksChanged
-    | BlocksUnheard
+    | BlockEventsMissed
     | Tick
 )
 

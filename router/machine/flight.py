@@ -156,7 +156,7 @@ class Flight:
     num_hedges: int = 0  # attempts beside another
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last time, by worker
     back_off_until_s: float | None = None
-    recurs: bool = False  # see `router.cluster.conversations`
+    likely_reused: bool = False  # see `router.cluster.conversations`
     leads: bool = True  # followers are held back for it
     shared: SharedPrompt | None = None  # its leader's, or its own once it no longer leads
     num_cached_tokens: int = 0

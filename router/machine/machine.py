@@ -53,8 +53,8 @@ from router.machine.admission import Admission
 from router.machine.ends import Ends
 from router.machine.events import (
     Arrived,
+    BlockEventsMissed,
     BlocksChanged,
-    BlocksUnheard,
     ClientGone,
     Deliver,
     End,
@@ -202,8 +202,8 @@ class RouterMachine:
                 self.state.workers.join(info)
             case WorkerLost(worker_id, reason):
                 effects = self._on_worker_lost(worker_id, reason, now_s)
-            case BlocksUnheard(worker_id, reason):
-                self._on_blocks_unheard(worker_id, reason)
+            case BlockEventsMissed(worker_id, reason):
+                self._on_block_events_missed(worker_id, reason)
             case Tick():
                 effects = self._on_tick(now_s)
         return effects
@@ -234,7 +234,7 @@ class RouterMachine:
         match event:
             case BlocksChanged(worker_id):
                 return self._may_prefill_locally(worker_id)
-            case BlocksUnheard() | Arrived(more_come=True):
+            case BlockEventsMissed() | Arrived(more_come=True):
                 return False
             case FromWorker(_, Tokens(finish=None) | DecodeStarted()):
                 return False
@@ -339,7 +339,7 @@ class RouterMachine:
         if num_ignored:
             self.state.counters["block events", "unknown medium"] += num_ignored
 
-    def _on_blocks_unheard(self, worker_id: WorkerId, reason: str) -> None:
+    def _on_block_events_missed(self, worker_id: WorkerId, reason: str) -> None:
         if self.state.workers.remove_events(worker_id):
             self.state.count("blocks unheard", reason)
 

@@ -227,7 +227,7 @@ class Placing:
         """Returns a new attempt, with all that it needs reserved."""
         if not flight.num_ids:
             hashes = KnownPrefixes(self._state, flight).hashes()
-            flight.recurs = self._state.conversations.record(hashes)
+            flight.likely_reused = self._state.conversations.record(hashes)
         seq_id = flight.next_seq_id()
         flight.num_attempts += 1
         attempt = Attempt(
@@ -314,7 +314,7 @@ class Placing:
             attempt.seq_id,
             flight.token_ids,
             flight.request.salt,
-            are_spare=attempt.kept_by not in keepers,
+            evict_first=attempt.kept_by not in keepers,
         )
         return SendTo(decision.pulled_from, offer)
 
@@ -338,8 +338,8 @@ class Placing:
             prompt_logprobs=flight.prompt_logprobs,
             salt=request.salt,
             client_id=request.client_id,
-            are_spare=attempt.kept_by == attempt.decode != attempt.prefill,
-            recur=flight.recurs,
+            evict_first=attempt.kept_by == attempt.decode != attempt.prefill,
+            likely_reused=flight.likely_reused,
         )
         return SendTo(attempt.prefill, message)
 

@@ -156,8 +156,8 @@ class Progress:
             message.lease,
             salt=request.salt,
             client_id=request.client_id,
-            are_spare=attempt.kept_by == attempt.prefill,
-            recur=flight.recurs,
+            evict_first=attempt.kept_by == attempt.prefill,
+            likely_reused=flight.likely_reused,
         )
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         return [SendTo(attempt.decode, decode), *effects]

@@ -9,7 +9,7 @@ buffered and the missing one is requested. If the worker no longer has it, a sna
 The worker's own count of published batches, which comes with its load reports, shows a loss at the
 end.
 
-Without an answer in time the worker is *unheard*. Its events are no longer believed, and the
+Without an answer in time, events are *missed*. The worker's events are no longer believed, and the
 gateway uses what it had the worker do. A snapshot is requested again after a pause that grows.
 
 Repeated, late and disordered batches change nothing. A snapshot counts only if it is not older than
@@ -143,13 +143,13 @@ class AskSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Unheard:
+class EventsMissed:
     """The applied events are out of date, until the next `Apply`."""
 
     reason: str
 
 
-NewsEffect = Apply | AskBatches | AskSnapshot | Unheard
+NewsEffect = Apply | AskBatches | AskSnapshot | EventsMissed
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ class BlockNews:
         self._overdue_s: float | None = None
         self._ask_again_s: float | None = None
         self._num_failures = 0
-        self._is_heard = True  # until an `Unheard` is returned
+        self._is_heard = True  # until an `EventsMissed` is returned
 
     @property
     def is_following(self) -> bool:
@@ -325,4 +325,4 @@ class BlockNews:
         self._ask, self._ask_again_s = None, now_s + pause_s
         self._next, self._overdue_s = None, None
         was_heard, self._is_heard = self._is_heard, False
-        return [Unheard(reason)] if was_heard else []
+        return [EventsMissed(reason)] if was_heard else []

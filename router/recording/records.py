@@ -29,8 +29,8 @@ from engine.errors import ProtocolError
 from engine.messages import PROTOCOL_VERSION
 from router.machine.events import (
     Arrived,
+    BlockEventsMissed,
     BlocksChanged,
-    BlocksUnheard,
     ClientGone,
     FromWorker,
     RouterEffect,
@@ -52,7 +52,7 @@ _EVENTS: dict[str, type[RouterEvent]] = {
         FromWorker,
         Stepped,
         BlocksChanged,
-        BlocksUnheard,
+        BlockEventsMissed,
         Tick,
     )
 }

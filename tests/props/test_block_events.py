@@ -25,13 +25,13 @@ from router.prefixes.news import (
     AskSnapshot,
     BlockNews,
     Counted,
+    EventsMissed,
     NewsEffect,
     NewsEnded,
     NewsEvent,
     NewsPiece,
     NewsTick,
     Published,
-    Unheard,
     apply_events,
 )
 from tests.kits.twins.prefix_map import PrefixMap
@@ -60,20 +60,20 @@ class Gateway:
     asks: list[AskBatches | AskSnapshot] = field(default_factory=list)  # the last one, or none
     answer: list[Numbered] = field(default_factory=list)  # in order, its end left out
     is_answered: bool = False
-    is_unheard: bool = False
+    is_unconfirmed: bool = False
 
     def perform(self, effects: Sequence[NewsEffect]) -> None:
         for effect in effects:
             match effect:
                 case Apply(events):
                     apply_events(self.index, WORKER, events)
-                    self.is_unheard = False
+                    self.is_unconfirmed = False
                 case AskBatches() | AskSnapshot():
                     self.asks, self.answer, self.is_answered = [effect], [], False
-                case Unheard():
-                    assert not self.is_unheard, "it was said twice"
+                case EventsMissed():
+                    assert not self.is_unconfirmed, "it was said twice"
                     self.asks, self.answer, self.is_answered = [], [], False
-                    self.is_unheard = True
+                    self.is_unconfirmed = True
 
     def knows(self) -> set[BlockHash]:
         return {h for h in HASHES if self.index.longest([h])}
@@ -222,7 +222,7 @@ class TellingWorker(RuleBasedStateMachine):
                 self.wait(number, 2.0)
             assert gateway.news.is_following
             assert gateway.news.next_wake_s() is None
-            assert not gateway.is_unheard
+            assert not gateway.is_unconfirmed
             assert gateway.knows() == self.states[-1]
 
 

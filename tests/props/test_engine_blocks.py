@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.errors import OutOfBlocks
 from engine.worker.blocks import (
-    RECURRING_STAY,
+    LIKELY_REUSED_STAY,
     BlockCounts,
     BlockHash,
     BlockPool,
@@ -56,7 +56,7 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         """Sorts by age, and of equals ordinary blocks before recurring ones."""
         age = self.num_handed_out - self.twin[block].idle_since
         recurs = self.twin[block].mark == "recurring"
-        return -age * (1 if recurs else RECURRING_STAY), recurs
+        return -age * (1 if recurs else LIKELY_REUSED_STAY), recurs
 
     @rule(num_blocks=st.integers(0, NUM_BLOCKS))
     def allocate(self, num_blocks):
@@ -111,8 +111,8 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         if kind == "in_flight":
             self.pool.end_write(blocks)
         else:
-            recur = {"recur": mark == "recurring"} if kind == "owned" else {}
-            LET_GO[kind](self.pool, blocks, are_spare=mark == "spare", **recur)
+            recur = {"likely_reused": mark == "recurring"} if kind == "owned" else {}
+            LET_GO[kind](self.pool, blocks, evict_first=mark == "spare", **recur)
             self._mark(blocks, kind, mark)
         for block in reversed(blocks):
             twin = self.twin[block]

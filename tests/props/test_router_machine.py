@@ -71,7 +71,7 @@ from engine.worker.blocks import BlockHash, hash_blocks
 from engine.worker.costs import LoadCost, PrefillCost, PullCost
 from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
-from router.machine.events import BlocksChanged, BlocksUnheard
+from router.machine.events import BlockEventsMissed, BlocksChanged
 from router.machine.machine import (
     Arrived,
     ClientGone,
@@ -453,7 +453,7 @@ class World:
             events = [AllBlocksCleared()]
         self._handle(BlocksChanged(store.name, events))
         if rng.random() < 0.05:
-            self._handle(BlocksUnheard(store.name, "silent"))
+            self._handle(BlockEventsMissed(store.name, "silent"))
 
     def leave(self, rng: random.Random) -> None:
         live = [c for c in self.clients.values() if not c.outcomes]

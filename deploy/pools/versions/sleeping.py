@@ -96,7 +96,7 @@ class ModelSleep:
         if wanted.intent.num_wanted + pools.total <= self._workers.room():
             wanted.intent = wanted.intent.changed(version.name, pools=pools, asleep=None)
             self._history.counters["models woken"] += 1
-            yield self._history.tell(now_s, version.name, "wakes", "a request waits for it")
+            yield self._history.record(now_s, version.name, "wakes", "a request waits for it")
             return
         idle = [each for each in versions if self._may_sleep(each, scene)]
         if idle:
@@ -111,4 +111,4 @@ class ModelSleep:
         intent = self._wanted.intent
         self._wanted.intent = intent.changed(version.name, pools=NO_WORKERS, asleep=asleep)
         self._history.counters["models put to sleep"] += 1
-        return self._history.tell(now_s, version.name, "falls asleep", why)
+        return self._history.record(now_s, version.name, "falls asleep", why)

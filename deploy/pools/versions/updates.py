@@ -49,19 +49,19 @@ class VersionUpdates:
         self._set(orders.added(self._wanted.intent, order, self._workers.room()))
         what = f"is to have {counts_text(version.pools)}"
         what += ", in place of all others" if order.takes_over else f" and weight {version.weight}"
-        yield self._history.tell(now_s, version.name, what, "ordered")
+        yield self._history.record(now_s, version.name, what, "ordered")
 
     def set_weights(self, order: SetWeights, now_s: float) -> Iterator[PoolEffect]:
         """Sets the shares of new requests."""
         self._wanted.intent = orders.weighed(self._wanted.intent, order)
         for name, weight in order.weights.items():
-            yield self._history.tell(now_s, name, f"has weight {weight}", "ordered")
+            yield self._history.record(now_s, name, f"has weight {weight}", "ordered")
 
     def finish(self, order: Finish, now_s: float) -> Iterator[PoolEffect]:
         """Lets a version replace all others."""
         room = self._workers.room()
         self._set(orders.finished(self._wanted.intent, order.name, order.pools, room))
-        yield self._history.tell(now_s, order.name, "takes over from all others", "ordered")
+        yield self._history.record(now_s, order.name, "takes over from all others", "ordered")
 
     def abort(self, order: Abort, now_s: float) -> Iterator[PoolEffect]:
         """Removes a version."""
@@ -86,7 +86,7 @@ class VersionUpdates:
         self._history.counters["updates aborted"] += 1
         line = named(self._wanted.intent, name).line
         what = f"leaves: {self._wanted.intent.of_line(line)[0].name} goes on"
-        yield self._history.tell(now_s, name, what, why)
+        yield self._history.record(now_s, name, what, why)
 
     def _set(self, intent: Intent) -> None:
         self._wanted.intent, self._stalled_s = intent, 0.0
@@ -108,7 +108,7 @@ class VersionUpdates:
         step = None if has_held is None else next_change(intent, scene, has_held=has_held)
         if step is not None:
             self._set(step.intent)
-            yield self._history.tell(now_s, step.subject, step.what, step.why)
+            yield self._history.record(now_s, step.subject, step.what, step.why)
 
     @property
     def canary(self) -> CanaryStanding | None:
@@ -191,7 +191,7 @@ class VersionUpdates:
             yield from self._abort(to, why, now_s)
         else:  # no earlier version is left to go back to
             self._wanted.intent = ended(intent)
-            yield self._history.tell(now_s, to, "keeps its present workers", why)
+            yield self._history.record(now_s, to, "keeps its present workers", why)
 
     def _give_up_new_versions(self, now_s: float) -> Iterator[PoolEffect]:
         """Aborts versions beside the current one that do not serve and keep failing."""

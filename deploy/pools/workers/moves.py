@@ -12,8 +12,8 @@ from deploy.pools.workers.reconcile import (
     BeginSpare,
     Drop,
     FlipTo,
-    Hurry,
     PoolMove,
+    RestartNow,
     Retire,
     StandIn,
     TakeSpare,
@@ -45,7 +45,7 @@ class WorkerMoves:
         """
         all_workers = workers = self.workers.by_id
         versions = self.wanted.intent.versions
-        if self.wanted.is_unheard:
+        if self.wanted.is_unconfirmed:
             names = {version.name for version in versions}
             workers = {name: w for name, w in all_workers.items() if w.version in names}
         most = self.wanted.limits.max_workers - (len(all_workers) - len(workers))
@@ -65,7 +65,7 @@ class WorkerMoves:
         match move:
             case Drop(worker_id):
                 self.workers.remove(by_id[worker_id])
-                yield self.history.tell(now_s, worker_id, "is not started", "too many")
+                yield self.history.record(now_s, worker_id, "is not started", "too many")
             case TakeSpare(worker_id, dead_id):
                 dead = by_id[dead_id]
                 role, dead.target, dead.is_spare = dead.target, Role.DRAINED, True
@@ -75,10 +75,10 @@ class WorkerMoves:
             case BeginSpare(version):
                 worker_id = self.workers.begin(version, Role.DRAINED, now_s)
                 by_id[worker_id].is_spare = True
-                yield self.history.tell(now_s, worker_id, "is being started", "as a spare")
-            case Hurry(worker_id, role):
+                yield self.history.record(now_s, worker_id, "is being started", "as a spare")
+            case RestartNow(worker_id, role):
                 why = f"no {role} worker is left, and none can stand in"
-                yield from self.workers.hurry(by_id[worker_id], why, now_s)
+                yield from self.workers.restart_now(by_id[worker_id], why, now_s)
             case StandIn(worker_id, role, is_exact):
                 self.history.counters["stand-ins"] += 1
                 why = f"no {role} worker is left until one has started again"
@@ -91,14 +91,14 @@ class WorkerMoves:
             case Begin(version, role):
                 worker_id = self.workers.begin(version, role, now_s)
                 why = self._lack(version, role)
-                yield self.history.tell(now_s, worker_id, "is being started", why)
+                yield self.history.record(now_s, worker_id, "is being started", why)
             case Retire(worker_id):
                 yield from self._retire(by_id[worker_id], now_s)
             case Abandon(worker_id):
                 worker = by_id[worker_id]
                 worker.target, worker.leaves = Role.DRAINED, True
                 why = self._why_not_needed(worker.version)
-                yield self.history.tell(now_s, worker_id, "is stopped while it starts", why)
+                yield self.history.record(now_s, worker_id, "is stopped while it starts", why)
                 yield self.workers.end(worker, now_s, by_force=True)
 
     def _retire(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:

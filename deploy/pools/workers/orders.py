@@ -35,7 +35,7 @@ class WorkerOrders:
         wanted.intent = intent
         subject = "pools" if len(intent.versions) == 1 else f"pools of {name}"
         what = f"are to be {counts_text(order.pools)}"
-        yield self.history.tell(now_s, subject, what, order.why)
+        yield self.history.record(now_s, subject, what, order.why)
 
     def flip(self, order: Flip, now_s: float) -> Iterator[PoolEffect]:
         """Gives a worker another role."""
@@ -71,12 +71,12 @@ class WorkerOrders:
     def set_planner(self, order: SetPlanner, now_s: float) -> Iterator[PoolEffect]:
         """Switches the planner."""
         self.wanted.intent = msgspec.structs.replace(self.wanted.intent, planner=order.mode)
-        yield self.history.tell(now_s, "planner", f"is {order.mode}", "ordered")
+        yield self.history.record(now_s, "planner", f"is {order.mode}", "ordered")
 
     def adjust(self, order: Adjust, now_s: float) -> Iterator[PoolEffect]:
         """Changes settings."""
         self.wanted.intent = msgspec.structs.replace(self.wanted.intent, live=order.settings)
-        yield self.history.tell(now_s, "pools", "have other settings", "ordered")
+        yield self.history.record(now_s, "pools", "have other settings", "ordered")
 
     def _take_out(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
         """Drains a worker, and wants one worker less in its pool."""
@@ -91,9 +91,9 @@ class WorkerOrders:
         worker_id = worker.worker_id
         if worker.state is WorkerState.WAITING:
             self.workers.remove(worker)
-            yield self.history.tell(now_s, worker_id, "is not started", "ordered")
+            yield self.history.record(now_s, worker_id, "is not started", "ordered")
         else:
-            yield self.history.tell(now_s, worker_id, "is stopped while it starts", "ordered")
+            yield self.history.record(now_s, worker_id, "is stopped while it starts", "ordered")
             yield self.workers.end(worker, now_s, by_force=True)
 
     # ------------------------------------------------------------ checks

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from deploy.pools.formats import formats_of
 from deploy.pools.workers.record import PoolWorker, WorkerState
-from deploy.pools.workers.stand_ins import AWAY, dead_pools, is_exact, to_hurry
+from deploy.pools.workers.stand_ins import AWAY, dead_pools, is_exact, to_restart_now
 from engine.control import SERVING_ROLES, Version, by_number
 from engine.layout import KVFormat
 from engine.messages import Role, WorkerId
@@ -66,7 +66,7 @@ class StandIn:
 
 
 @dataclass(frozen=True, slots=True)
-class Hurry:
+class RestartNow:
     """Start a dead worker at once: none can stand in for the workers of `role`."""
 
     worker_id: WorkerId
@@ -103,7 +103,7 @@ class Abandon:
     worker_id: WorkerId
 
 
-PoolMove = TakeSpare | BeginSpare | StandIn | Hurry | Drop | FlipTo | Begin | Retire | Abandon
+PoolMove = TakeSpare | BeginSpare | StandIn | RestartNow | Drop | FlipTo | Begin | Retire | Abandon
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +232,8 @@ class _Fleet:
             return None
         return _clear(max(self._spares, key=lambda w: (w.state in AWAY, _number(w))))
 
-    def _stand_in(self) -> StandIn | Hurry | None:
-        """Finds a worker for the work of a pool whose workers all start again, or hurries them."""
+    def _stand_in(self) -> StandIn | RestartNow | None:
+        """Finds a worker for the work of a pool whose workers all restart, or restarts one now."""
         rules = self._rules
         for role, dead in dead_pools(self._workers.values()).items():
             exact, found = is_exact(role, rules.formats), None
@@ -243,8 +243,8 @@ class _Fleet:
                 )
             if found is not None:
                 return StandIn(found.worker_id, role, exact)
-            if (hurried := to_hurry(dead)) is not None:
-                return Hurry(hurried.worker_id, role)
+            if (waiting := to_restart_now(dead)) is not None:
+                return RestartNow(waiting.worker_id, role)
         return None
 
     def _drop(self) -> Drop | None:

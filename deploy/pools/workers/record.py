@@ -51,7 +51,7 @@ class PoolWorker:
     lost_s: float | None = None  # when its session ended; None while it has one
     died_s: float | None = None  # when it last ended by itself; None once it serves again
     failures: int = 0  # ends and failed starts in a row
-    is_hurried: bool = False  # its next start does not wait
+    restarts_now: bool = False  # its next start does not wait
     leaves: bool = False  # is stopped once it is drained
     is_spare: bool = False  # its target is DRAINED: it waits to take the place of a dead worker
     refuses: set[Role] = field(default_factory=set)  # roles that it did not take

@@ -110,7 +110,7 @@ class PoolWorkers:
         """Tells a worker its new role."""
         self._history.counters["flips"] += 1
         what = f"is flipped from {worker.role} to {role}"
-        yield self._history.tell(now_s, worker.worker_id, what, why)
+        yield self._history.record(now_s, worker.worker_id, what, why)
         worker.target, worker.is_spare = role, False
         self.enter(worker, WorkerState.FLIPPING, now_s)
         yield SetWorkerRole(worker.worker_id, role)
@@ -122,7 +122,7 @@ class PoolWorkers:
         assert worker.target is not None
         assert worker.role is not None
         self._history.counters["flips failed"] += 1
-        yield self._history.tell(now_s, worker.worker_id, f"did not become {worker.target}", why)
+        yield self._history.record(now_s, worker.worker_id, f"did not become {worker.target}", why)
         worker.refuses.add(worker.target)
         worker.target = worker.role
         drained = worker.role is Role.DRAINED
@@ -131,7 +131,7 @@ class PoolWorkers:
     def drain(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
         """Tells a worker to finish or hand over its work and to take no more."""
         self._history.counters["drains"] += 1
-        yield self._history.tell(now_s, worker.worker_id, "is drained of its work", why)
+        yield self._history.record(now_s, worker.worker_id, "is drained of its work", why)
         worker.target = Role.DRAINED
         self.enter(worker, WorkerState.DRAINING, now_s)
         yield SetWorkerRole(worker.worker_id, Role.DRAINED)
@@ -146,7 +146,7 @@ class PoolWorkers:
         """Notes that a wanted worker ended. It waits for its next start."""
         worker_id = worker.worker_id
         outlook = self._restarts.record_end(worker_id, now_s, how)
-        yield self._history.tell(now_s, worker_id, how, outlook, role=worker.target)
+        yield self._history.record(now_s, worker_id, how, outlook, role=worker.target)
         self.by_id[worker_id] = PoolWorker(
             worker_id,
             worker.target,
@@ -158,12 +158,12 @@ class PoolWorkers:
             failures=self._restarts.num_failed(worker_id),
         )
 
-    def hurry(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
+    def restart_now(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
         """Lets a worker that died start again at once."""
-        worker.is_hurried = True
-        self._restarts.hurry(worker.worker_id, now_s)
+        worker.restarts_now = True
+        self._restarts.restart_now(worker.worker_id, now_s)
         self._history.counters["hurried starts"] += 1
-        yield self._history.tell(now_s, worker.worker_id, "is started again at once", why)
+        yield self._history.record(now_s, worker.worker_id, "is started again at once", why)
 
     def troubles(self) -> Iterator[str]:
         """Yields a sentence for each worker that did not start or keeps ending, until it runs.

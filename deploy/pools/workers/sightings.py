@@ -42,7 +42,7 @@ class WorkerSightings:
         worker.address, worker.lost_s = member.address, now_s
         worker.context_len, worker.has_run = member.context_len, True
         self.workers.by_id[worker_id] = worker
-        yield self.history.tell(now_s, worker_id, "was found running")
+        yield self.history.record(now_s, worker_id, "was found running")
 
     def on_started(self, event: WorkerStarted, now_s: float) -> Iterator[PoolEffect]:
         """Waits for a session with a worker that listens now."""
@@ -55,7 +55,7 @@ class WorkerSightings:
         again = self.restarts.num_failed(worker.worker_id) > 0
         self.restarts.started(worker.worker_id, now_s)
         what = "was started again" if again else "was started"
-        yield self.history.tell(now_s, worker.worker_id, what, role=worker.target)
+        yield self.history.record(now_s, worker.worker_id, what, role=worker.target)
 
     def on_start_failed(self, event: WorkerStartFailed, now_s: float) -> Iterator[PoolEffect]:
         """Tries again later."""
@@ -71,7 +71,7 @@ class WorkerSightings:
             return
         if worker.target is Role.DRAINED or worker.target is None:
             self.workers.remove(worker)
-            yield self.history.tell(now_s, worker.worker_id, "was stopped")
+            yield self.history.record(now_s, worker.worker_id, "was stopped")
         else:
             yield from self.workers.lose(worker, "was stopped", now_s)
 
@@ -83,7 +83,7 @@ class WorkerSightings:
         self.history.counters["workers died"] += 1
         if worker.target in (Role.DRAINED, None) and not worker.is_spare:
             self.workers.remove(worker)
-            yield self.history.tell(now_s, event.name, event.how, "it was not needed")
+            yield self.history.record(now_s, event.name, event.how, "it was not needed")
         else:
             yield from self.workers.lose(worker, event.how, now_s)
 
@@ -124,7 +124,7 @@ class WorkerSightings:
         if worker is None or not worker.is_connected:
             return
         worker.is_connected, worker.lost_s, worker.load = False, now_s, None
-        yield self.history.tell(
+        yield self.history.record(
             now_s, worker.worker_id, "cannot be reached", event.reason, role=worker.role
         )
 
@@ -141,13 +141,13 @@ class WorkerSightings:
                 took_s = now_s - worker.since_s
                 self.workers.enter(worker, WorkerState.SERVING, now_s)
                 what = f"is {event.role} now, {took_s:.1f} s"
-                yield self.history.tell(now_s, worker.worker_id, what)
+                yield self.history.record(now_s, worker.worker_id, what)
         elif worker.state is WorkerState.SERVING:  # another program set it
             worker.target = event.role
             if event.role is Role.DRAINED:
                 self.workers.enter(worker, WorkerState.DRAINING, now_s)
             what = f"became {event.role}"
-            yield self.history.tell(now_s, worker.worker_id, what, "not by an order")
+            yield self.history.record(now_s, worker.worker_id, what, "not by an order")
         elif event.role is before:
             yield from self.workers.give_up_flip(worker, "the worker refuses it", now_s)
 
@@ -161,10 +161,10 @@ class WorkerSightings:
             took_s = now_s - worker.moves_since_s
             worker.moves_since_s = None
             what = f"has stopped decoding, after {took_s:.1f} s"
-            yield self.history.tell(now_s, worker.worker_id, what)
+            yield self.history.record(now_s, worker.worker_id, what)
         if worker.state is WorkerState.DRAINING and worker.role is Role.DRAINED and worker.is_idle:
             what = f"is drained, after {now_s - worker.since_s:.1f} s"
-            yield self.history.tell(now_s, worker.worker_id, what)
+            yield self.history.record(now_s, worker.worker_id, what)
             self.workers.enter(worker, WorkerState.DRAINED, now_s)
         if worker.state is WorkerState.DRAINED and worker.leaves:
             yield self.workers.end(worker, now_s)
@@ -182,7 +182,7 @@ class WorkerSightings:
             if now_s - worker.lost_s >= UNREACHABLE_S:
                 self.history.counters["workers unreachable"] += 1
                 why = f"no session for {UNREACHABLE_S:g} s"
-                yield self.history.tell(now_s, worker.worker_id, "is stopped", why)
+                yield self.history.record(now_s, worker.worker_id, "is stopped", why)
                 yield self.workers.end(worker, now_s, by_force=True)
         elif worker.state is WorkerState.FLIPPING and waited_s >= FLIP_TIMEOUT_S:
             why = f"no answer in {FLIP_TIMEOUT_S:g} s"
@@ -190,7 +190,7 @@ class WorkerSightings:
         elif self._drains_too_long(worker, waited_s):
             self.history.counters["drains timed out"] += 1
             why = f"not drained in {waited_s:.0f} s, {worker.num_seqs} sequences are retried"
-            yield self.history.tell(now_s, worker.worker_id, "is stopped anyway", why)
+            yield self.history.record(now_s, worker.worker_id, "is stopped anyway", why)
             yield self.workers.end(worker, now_s)
 
     def _drains_too_long(self, worker: PoolWorker, waited_s: float) -> bool:

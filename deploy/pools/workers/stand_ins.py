@@ -44,10 +44,10 @@ def is_exact(role: Role, formats: Mapping[Role, KVFormat]) -> bool:
     return formats[role] == formats[Role.MIXED]
 
 
-def to_hurry(dead: Iterable[PoolWorker]) -> PoolWorker | None:
+def to_restart_now(dead: Iterable[PoolWorker]) -> PoolWorker | None:
     """Returns a dead worker that waits for its first restart; None if there is none."""
     waiting = (w for w in dead if w.state is WorkerState.WAITING and w.failures == 1)
-    return next((w for w in waiting if not w.is_hurried), None)
+    return next((w for w in waiting if not w.restarts_now), None)
 
 
 def stand_in_troubles(

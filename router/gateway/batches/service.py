@@ -71,7 +71,7 @@ class Batches:
         """Begins to run batches."""
         await self._runner.open()
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Does nothing: `close` waits for nothing."""
 
     async def close(self, timeout_s: float) -> None:

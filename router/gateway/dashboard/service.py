@@ -81,7 +81,7 @@ class Dashboard:
         """Begins to take samples."""
         self._task = asyncio.create_task(self._watch())
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Ends all streams now."""
         self.feed.close()
 

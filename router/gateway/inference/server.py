@@ -53,7 +53,7 @@ class InferenceServer:
         self._tls = tls
         self._health = health_aio.HealthServicer()
         self._closing = asyncio.Event()
-        self._hurried = asyncio.Event()
+        self._stops_draining = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._relay: Relay | None = None
         self._directory: int | None = None
@@ -100,9 +100,9 @@ class InferenceServer:
         self._following = asyncio.create_task(self._follow())
         return int(port)
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Makes `close` cancel running calls now."""
-        self._hurried.set()
+        self._stops_draining.set()
 
     async def close(self, timeout_s: float) -> None:
         """Takes no more calls, waits for those that run, and cancels them after the timeout."""
@@ -114,9 +114,9 @@ class InferenceServer:
         await self._following
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(self._server.stop(timeout_s))
-        hurried = asyncio.create_task(self._hurried.wait())
-        await asyncio.wait([stopping, hurried], return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
+        cut = asyncio.create_task(self._stops_draining.wait())
+        await asyncio.wait([stopping, cut], return_when=asyncio.FIRST_COMPLETED)
+        cut.cancel()
         if not stopping.done():
             await self._server.stop(0)
         await stopping

@@ -98,9 +98,9 @@ class ResponsePages:
     async def open(self) -> None:
         """Does nothing: responses begin with their calls."""
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Lets a running `close` wait no longer."""
-        self._service.runs.hurry()
+        self._service.runs.stop_draining()
 
     async def close(self, timeout_s: float) -> None:
         """Waits for responses in the background, and ends the rest as failed."""

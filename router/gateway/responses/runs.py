@@ -46,7 +46,7 @@ class BackgroundRuns:
         self._turn = asyncio.Lock()  # one writes events at a time
         self._writer: asyncio.Task[None] | None = None
         self._is_closing = False
-        self._hurried = asyncio.Event()
+        self._stops_draining = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -101,9 +101,9 @@ class BackgroundRuns:
                 return
             await _pause(POLL_S, bell)
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Lets a running `close` wait no longer."""
-        self._hurried.set()
+        self._stops_draining.set()
 
     async def close(self, timeout_s: float) -> None:
         """Waits for the runs, and ends the rest as failed."""
@@ -111,11 +111,9 @@ class BackgroundRuns:
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         if tasks:
             ended = asyncio.ensure_future(asyncio.wait(tasks))
-            hurried = asyncio.create_task(self._hurried.wait())
-            await asyncio.wait(
-                (ended, hurried), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            hurried.cancel()
+            cut = asyncio.create_task(self._stops_draining.wait())
+            await asyncio.wait((ended, cut), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            cut.cancel()
             ended.cancel()
         if left := [task for task in tasks if not task.done()]:
             log.warning("%d responses in the background are ended", len(left))

@@ -85,7 +85,7 @@ class Copying:
                     lease,
                     is_copy=True,
                     salt=flight.request.salt,
-                    are_spare=move.is_free,
+                    evict_first=move.is_free,
                 )
                 return [SendTo(move.decode, copy)]
             case PrefixOffered():

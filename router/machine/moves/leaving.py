@@ -105,8 +105,8 @@ class Departures:
             is_moved=is_near,
             salt=request.salt,
             client_id=request.client_id,
-            are_spare=move.is_free,
-            recur=flight.recurs,
+            evict_first=move.is_free,
+            likely_reused=flight.likely_reused,
         )
         return [
             SendTo(move.decode, decode),

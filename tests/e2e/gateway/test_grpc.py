@@ -453,7 +453,7 @@ async def test_a_server_that_closes_waits_for_answers_unless_it_is_hurried(hurri
         await router.waiting.wait()
         closing = asyncio.create_task(server.close(DEADLINE_S if hurries else 0.2))
         if hurries:
-            server.hurry()
+            server.stop_draining()
         assert await call.code() in (CODES.UNAVAILABLE, CODES.CANCELLED)
         await closing
     assert router.live == 0

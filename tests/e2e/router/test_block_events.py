@@ -41,7 +41,7 @@ from router import block_feed
 from router.block_feed import BlockFeed
 from router.machine.requests import Finished
 from router.prefixes import news as block_news
-from router.prefixes.news import Apply, Unheard, apply_events
+from router.prefixes.news import Apply, EventsMissed, apply_events
 from tests.kits.router.scripted_workers import ScriptedWorker, serving
 from tests.kits.services.cluster import ask, request, router, until, workers
 from tests.kits.twins.prefix_map import PrefixMap
@@ -89,11 +89,11 @@ class Gateway:
             count=lambda what: self.counted.update([what]),
         )
 
-    def _take(self, news: Apply | Unheard) -> None:
+    def _take(self, news: Apply | EventsMissed) -> None:
         match news:
             case Apply(events):
                 apply_events(self.index, WORKER, events)
-            case Unheard(reason):
+            case EventsMissed(reason):
                 self.unheard.append(reason)
 
     def num_known(self, blocks: Sequence[BlockHash]) -> int:

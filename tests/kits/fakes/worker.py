@@ -92,13 +92,13 @@ class SpoilingPool(BlockPool):
         return blocks
 
     def disown(
-        self, blocks: Sequence[BlockId], *, are_spare: bool = False, recur: bool = False
+        self, blocks: Sequence[BlockId], *, evict_first: bool = False, likely_reused: bool = False
     ) -> None:
-        super().disown(blocks, are_spare=are_spare, recur=recur)
+        super().disown(blocks, evict_first=evict_first, likely_reused=likely_reused)
         self._spoil_free(blocks)
 
-    def end_lease(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
-        super().end_lease(blocks, are_spare=are_spare)
+    def end_lease(self, blocks: Sequence[BlockId], *, evict_first: bool = False) -> None:
+        super().end_lease(blocks, evict_first=evict_first)
         self._spoil_free(blocks)
 
     def end_write(self, blocks: Sequence[BlockId]) -> None:
@@ -120,7 +120,7 @@ class SpoilingPool(BlockPool):
         return ((block, block_hash) for block_hash, block in self._by_hash.items())
 
     def _spoil_free(self, blocks: Sequence[BlockId]) -> None:
-        self._runner.spoil(b for b in blocks if b in self._spare and self._hash[b] is None)
+        self._runner.spoil(b for b in blocks if b in self._evict_first and self._hash[b] is None)
 
     def end_step(self) -> None:
         freed = list(self._freed_in_flight[0])

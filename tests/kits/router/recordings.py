@@ -19,8 +19,8 @@ from engine.messages import (
 from engine.worker.block_events import AllBlocksCleared, BlockStored
 from router.machine.events import (
     Arrived,
+    BlockEventsMissed,
     BlocksChanged,
-    BlocksUnheard,
     ClientGone,
     FromWorker,
     Tick,
@@ -65,7 +65,7 @@ SCRIPT = [
         for i in range(6)
     ),
     (5.5, FromWorker("d0", KvReady("r1.0", 2, 0, "shm", 0.1, 0.05))),
-    (5.6, BlocksUnheard("d0", "why")),
+    (5.6, BlockEventsMissed("d0", "why")),
     (5.7, FromWorker("d0", Tokens("r0.0", [7, 8]))),
     (6.0, FromWorker("d0", GivenBack("r2.0", "pull failed"))),
     (6.1, ClientGone("r3")),

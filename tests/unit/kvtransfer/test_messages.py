@@ -98,7 +98,7 @@ def test_garbage_is_a_protocol_error(decode, frame):
         {"type": "Read", "lease_id": "l", "indices": None},
         {"type": "Release", "lease_id": "l"},
         {"type": "Ready", "lease_id": "l", "first": 0, "block_ids": []},
-        {"type": "Unheard"},
+        {"type": "EventsMissed"},
         {"lease_id": "l", "num_known": 3, "stamp": 0},
     ],
 )

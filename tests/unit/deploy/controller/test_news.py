@@ -57,5 +57,5 @@ def test_news_have_the_standing_of_a_version_that_takes_over():
 def test_unchanged_news_are_equal_and_long_texts_are_cut():
     machine = PoolMachine(Intent((Version(pools=Pools(1, 1)),)), limits=PoolLimits(4))
     assert news(machine) == news(machine)
-    machine._history.tell(1.0, "pools", "x" * 5000)
+    machine._history.record(1.0, "pools", "x" * 5000)
     assert len(news(machine).steps[-1].what) <= MAX_TEXT + 1

@@ -195,8 +195,8 @@ def test_nursery_without_an_answer_is_replaced(launcher_of, monkeypatch):
     launcher.open()
     nursery = launcher._nursery
     os.kill(nursery._process.pid, signal.SIGSTOP)
-    with monkeypatch.context() as hurried:
-        hurried.setattr("deploy.local.service_process.FORK_TIMEOUT_S", 0.05)
+    with monkeypatch.context() as cut:
+        cut.setattr("deploy.local.service_process.FORK_TIMEOUT_S", 0.05)
         with pytest.raises(ConfigError, match=r"gateway was not started: .* no answer in 0.05 s"):
             launcher.start_gateway(SPEC)
     assert launcher.start_gateway(SPEC).pid == 7

@@ -5,8 +5,8 @@ from deploy.pools.events import (
     GatewayFailed,
     GatewayHeard,
     GatewaySeen,
+    GatewaySilent,
     GatewayStopped,
-    GatewayUnheard,
 )
 from deploy.pools.gateways import GATEWAY_PATIENCE_S, GATEWAY_UNREACHABLE_S, GatewayState
 from engine.control import GatewayReport, Pools
@@ -26,7 +26,7 @@ def test_dead_gateway_is_started_again():
 def test_unreachable_gateway_is_stopped_and_started_again():
     world = settled(Pools(1, 1))
     begun_s = world.now_s
-    world.feed(GatewayUnheard("gateway", "silent for 5.1 s"))
+    world.feed(GatewaySilent("gateway", "silent for 5.1 s"))
     world.run(GATEWAY_UNREACHABLE_S - 1)
     assert not world.stopped_gateways
     world.run(2)
@@ -42,7 +42,7 @@ def test_unreachable_gateway_is_stopped_and_started_again():
 
 def test_gateway_that_reconnects_in_time_stays():
     world = settled(Pools(1, 1))
-    world.feed(GatewayUnheard("gateway", "silent for 5.1 s"))
+    world.feed(GatewaySilent("gateway", "silent for 5.1 s"))
     world.run(GATEWAY_UNREACHABLE_S - 2)
     world.feed(GatewayHeard("gateway"))
     world.run(60)
@@ -73,7 +73,7 @@ def test_end_of_a_stopped_gateway_is_reported_once():
 def test_a_silent_gateway_is_waited_for_while_another_serves():
     world = settled(Pools(1, 1), gateways=("gateway-0", "gateway-1"))
     world.silent.add("gateway-0")
-    world.feed(GatewayUnheard("gateway-0", "silent for 5.1 s"))
+    world.feed(GatewaySilent("gateway-0", "silent for 5.1 s"))
     world.run(GATEWAY_PATIENCE_S - 2)
     assert not world.stopped_gateways
     [trouble] = world.machine.troubles()
@@ -86,7 +86,7 @@ def test_a_silent_gateway_is_waited_for_while_another_serves():
 
 def test_a_silent_gateway_is_ended_soon_if_no_other_serves():
     world = settled(Pools(1, 1), gateways=("gateway-0", "gateway-1"))
-    world.feed(GatewayUnheard("gateway-0", "silent for 5.1 s"))
+    world.feed(GatewaySilent("gateway-0", "silent for 5.1 s"))
     world.run(1)
     world.feed(Died("gateway-1", "ended with status -9"))
     world.run(0.0)
@@ -101,7 +101,7 @@ def test_requests_that_end_with_a_gateway_are_counted():
     version = world.machine.members.version
     world.feed(GatewaySeen("gateway-0", GatewayReport(None, version, 2, 7, 1, 0.0)))
     world.feed(GatewaySeen("gateway-0", None))
-    world.feed(GatewayUnheard("gateway-0", "silent for 5.1 s"))
+    world.feed(GatewaySilent("gateway-0", "silent for 5.1 s"))
     world.silent.add("gateway-0")
     world.run(GATEWAY_PATIENCE_S + 2)
     assert world.machine.counters["requests lost with gateways"] == 7

@@ -40,12 +40,12 @@ from router.prefixes.news import (
     AskSnapshot,
     BlockNews,
     Counted,
+    EventsMissed,
     Garbled,
     NewsEnded,
     NewsPiece,
     NewsTick,
     Published,
-    Unheard,
     apply_events,
 )
 from tests.kits.twins.prefix_map import PrefixMap
@@ -413,7 +413,7 @@ def test_every_piece_of_an_answer_gives_the_next_one_time():
 def test_a_silent_worker_is_asked_again_ever_less_often():
     news = following()
     news.handle(Published(1, told(1)), 0.0)
-    assert news.handle(NewsTick(), ANSWER_TIMEOUT_S) == [Unheard("no answer in time")]
+    assert news.handle(NewsTick(), ANSWER_TIMEOUT_S) == [EventsMissed("no answer in time")]
     pauses, now_s = [], ANSWER_TIMEOUT_S
     for _ in range(7):
         asked_s = news.next_wake_s()
@@ -429,7 +429,7 @@ def test_a_silent_worker_is_asked_again_ever_less_often():
     assert news.handle(NewsEnded(), now_s) == [Apply([CLEARED, *told(1)])]
     assert news.handle(Published(10, told(2)), now_s) == [AskBatches(9)]
     later_s = now_s + ANSWER_TIMEOUT_S
-    assert news.handle(NewsTick(), later_s) == [Unheard("no answer in time")]
+    assert news.handle(NewsTick(), later_s) == [EventsMissed("no answer in time")]
     assert news.next_wake_s() == later_s + FIRST_PAUSE_S
 
 
@@ -447,7 +447,7 @@ def test_impossible_answers_are_ignored(events, reason):
     news = BlockNews()
     news.open(0.0)
     effects = [effect for event in events for effect in news.handle(event, 0.0)]
-    assert effects == [Unheard(reason)]
+    assert effects == [EventsMissed(reason)]
     assert news.next_wake_s() == FIRST_PAUSE_S
     news.validate()
 

@@ -134,21 +134,21 @@ def test_a_misplaced_block_is_noticed():
         pool.validate()
 
 
-def cached(pool, hashes, *, are_spare=False, recur=False, after=()):
+def cached(pool, hashes, *, evict_first=False, likely_reused=False, after=()):
     """Caches a prefix; of its blocks, those `after` are cached already."""
     blocks = list(pool.match(after))
     pool.own(blocks)
     blocks += pool.allocate(len(hashes) - len(blocks))
     for block, block_hash, parent in zip(blocks, hashes, (None, *hashes), strict=False):
         pool.set_hash(block, block_hash, parent=parent)
-    pool.disown(blocks, are_spare=are_spare, recur=recur)
+    pool.disown(blocks, evict_first=evict_first, likely_reused=likely_reused)
     pool.validate()
 
 
 def test_spare_blocks_are_evicted_before_older_ones():
     pool = BlockPool(4)
     cached(pool, [b"old", b"old2"])
-    cached(pool, [b"new", b"new2"], are_spare=True)
+    cached(pool, [b"new", b"new2"], evict_first=True)
     pool.allocate(2)
     assert len(pool.match([b"old", b"old2"])) == 2
     assert not pool.match([b"new"])
@@ -157,7 +157,7 @@ def test_spare_blocks_are_evicted_before_older_ones():
 def test_a_prefix_that_a_kept_block_follows_is_not_spare():
     pool = BlockPool(4)
     cached(pool, [b"system", b"theirs"])
-    cached(pool, [b"system", b"ours"], are_spare=True, after=[b"system"])
+    cached(pool, [b"system", b"ours"], evict_first=True, after=[b"system"])
     pool.allocate(2)  # a free block, and the one spare block
     assert len(pool.match([b"system", b"theirs"])) == 2
     pool.validate()
@@ -171,7 +171,7 @@ def test_a_prompt_that_only_an_answer_follows_may_be_spare():
     pool.set_hash(blocks[1], b"answer", parent=b"prompt", is_answer=True)
     pool.disown(blocks)
     pool.lease(blocks[:1])
-    pool.end_lease(blocks[:1], are_spare=True)
+    pool.end_lease(blocks[:1], evict_first=True)
     pool.validate()
     pool.allocate(1)
     assert not pool.match([b"prompt"])
@@ -181,7 +181,7 @@ def test_a_prompt_that_only_an_answer_follows_may_be_spare():
 
 def test_a_spare_prefix_that_is_used_again_is_kept():
     pool = BlockPool(4)
-    cached(pool, [b"a", b"b"], are_spare=True)
+    cached(pool, [b"a", b"b"], evict_first=True)
     cached(pool, [b"c", b"d"])
     cached(pool, [b"a", b"b"], after=[b"a", b"b"])
     pool.allocate(2)
@@ -194,7 +194,7 @@ def test_what_a_reader_keeps_is_spare_once_its_lease_ended():
     cached(pool, [b"c", b"d"])
     blocks = pool.match([b"c", b"d"])
     pool.lease(blocks)
-    pool.end_lease(blocks, are_spare=True)
+    pool.end_lease(blocks, evict_first=True)
     pool.allocate(2)
     assert len(pool.match([b"a", b"b"])) == 2
     assert not pool.match([b"c"])
@@ -202,7 +202,7 @@ def test_what_a_reader_keeps_is_spare_once_its_lease_ended():
 
 def test_recurring_blocks_stay_longer_than_others_but_not_for_ever():
     pool = BlockPool(8)
-    cached(pool, [b"a", b"a2"], recur=True)
+    cached(pool, [b"a", b"a2"], likely_reused=True)
     for name in (b"b", b"c", b"d"):
         cached(pool, [name, name + b"2"])
     for number in range(4):  # the oldest of the others were idle for 4 blocks, then handed out

@@ -26,8 +26,8 @@ from router.cluster.estimates import Estimates
 from router.cluster.lengths import ENOUGH
 from router.machine.events import (
     Arrived,
+    BlockEventsMissed,
     BlocksChanged,
-    BlocksUnheard,
     ClientGone,
     Deliver,
     Tick,
@@ -139,9 +139,9 @@ def test_block_events_replace_own_observations():
     assert known.longest(hashes) == {"p0": 10, "d0": 25}  # events of p0, and the pull of d0
     driver.handle(BlocksChanged("p0", [BlockRemoved([hashes[5]], None)]))
     assert known.longest(hashes)["p0"] == 5
-    driver.handle(BlocksUnheard("p0", "silent"))
+    driver.handle(BlockEventsMissed("p0", "silent"))
     assert "p0" not in known.longest(hashes)
-    driver.handle(BlocksUnheard("p0", "silent"))
+    driver.handle(BlockEventsMissed("p0", "silent"))
     assert driver.machine.counters["blocks unheard", "silent"] == 1
 
 
@@ -209,7 +209,7 @@ def test_queue_is_tried_when_room_may_be_free_and_not_at_each_token():
     looks = counting_placements(driver)
     driver.say("d0", Tokens("running.0", [1]))
     driver.holds("d0", LONG)
-    driver.handle(BlocksUnheard("d0", "silent"))
+    driver.handle(BlockEventsMissed("d0", "silent"))
     assert looks == []
     driver.say("d0", Tokens("running.0", [1], FinishReason.STOP))
     driver.handle(Tick())

@@ -244,7 +244,7 @@ def test_the_background_ends_its_streams():
         dashboard, work = dashboard_of(parts(FakeRouter())), BackgroundWork()
         work.add(dashboard)
         await work.open()
-        work.hurry()
+        work.stop_draining()
         await work.close(1.0)
 
     asyncio.run(check())

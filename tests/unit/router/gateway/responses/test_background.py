@@ -353,7 +353,7 @@ def test_a_drain_ends_what_runs(hurries):
             if hurries:
                 closing = asyncio.create_task(background.close(1000.0))
                 await asyncio.sleep(0)
-                background.hurry()
+                background.stop_draining()
                 await closing
             else:
                 await background.close(0.01)

@@ -79,8 +79,8 @@ def test_one_of_two_workers_keeps_a_prompt():
         [(_, prompt)] = sent(effects, Prefill)
         effects = driver.say("p0", PrefillStarted(f"{name}.0", 0, LEASE))
         [(_, decode)] = sent(effects, Decode)
-        assert prompt.are_spare != decode.are_spare
-        kept.append("d0" if prompt.are_spare else "p0")
+        assert prompt.evict_first != decode.evict_first
+        kept.append("d0" if prompt.evict_first else "p0")
         driver.say("p0", PrefillDone(f"{name}.0", 100, None), after_s=0.1)
         driver.say("d0", KvReady(f"{name}.0", 25, 0, "shm", transfer_s=0.001))
         driver.say("d0", DecodeStarted(f"{name}.0"))
@@ -99,7 +99,7 @@ def test_both_workers_hear_that_a_prompt_recurs(monkeypatch):
     for name, num_tokens in (("short", 5), ("long", 9)):
         [(_, prompt)] = sent(driver.ask(name, range(num_tokens), max_tokens=8), Prefill)
         [(_, decode)] = sent(driver.say("p0", PrefillStarted(f"{name}.0", 0, LEASE)), Decode)
-        assert prompt.recur == decode.recur == (name == "long")
+        assert prompt.likely_reused == decode.likely_reused == (name == "long")
     assert noted == [1, 2]
 
 
@@ -108,7 +108,7 @@ def test_a_prompt_for_one_token_is_kept_where_it_is_computed():
     for number in range(4):
         effects = driver.ask(f"r{number}", range(1000 * number, 1000 * number + 9), max_tokens=1)
         prompts = [prompt for _, prompt in sent(effects, Prefill)]
-        assert not any(prompt.are_spare for prompt in prompts)
+        assert not any(prompt.evict_first for prompt in prompts)
 
 
 def test_a_holder_that_does_not_keep_a_prompt_offers_spare_blocks():
@@ -117,13 +117,13 @@ def test_a_holder_that_does_not_keep_a_prompt_offers_spare_blocks():
     effects = driver.ask("again", (*LONG, 7, 8))
     [(holder, offer)] = sent(effects, OfferPrefix)
     attempt = driver.machine.state.flights["again"].attempt
-    assert offer.are_spare == (attempt.kept_by != holder)
+    assert offer.evict_first == (attempt.kept_by != holder)
 
 
 def test_a_prompt_that_is_not_handed_over_is_kept_where_it_is_pulled_to(driver):
     effects = driver.ask("again", (*LONG, 7, 8), max_tokens=1)
     [(holder, offer)] = sent(effects, OfferPrefix)
-    assert (holder, offer.are_spare) == ("d0", True)
+    assert (holder, offer.evict_first) == ("d0", True)
 
 
 def test_a_decode_worker_holds_its_answers_except_the_last_token():

@@ -29,7 +29,7 @@ from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemov
 from engine.worker.blocks import hash_blocks
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import PULL_OVERHEAD_S, Estimates
-from router.machine.events import BlocksChanged, BlocksUnheard
+from router.machine.events import BlockEventsMissed, BlocksChanged
 from router.machine.machine import RouterMachine, Tick, WorkerJoined, WorkerLost
 from router.planning.demand import members
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, First, sent
@@ -135,7 +135,7 @@ def test_all_media_are_forgotten_with_the_store_or_its_events(end):
     for medium in (Medium.HOST, *LOWER_MEDIA):
         driver.holds("s0", medium)
     if end == "unheard":
-        driver.handle(BlocksUnheard("s0", "silent"))
+        driver.handle(BlockEventsMissed("s0", "silent"))
     else:
         driver.handle(WorkerLost("s0", "gone"))
         driver.join("s0")

@@ -102,7 +102,7 @@ def test_what_a_sequence_takes_along_stays_cached_where_it_was(copying):
     effects = copying.say("d0", PrefixOffered("a.1.copy", COPIED))
     effects += copying.say("d1", KvReady("a.1.copy", 1, 0, "shm", 0.01))
     effects += copying.say("d0", HandedOver("a.0", LEASE))
-    assert [decode.are_spare for _, decode in sent(effects, Decode)] == [True, True]
+    assert [decode.evict_first for _, decode in sent(effects, Decode)] == [True, True]
 
 
 def test_a_worker_that_flips_to_decode_takes_a_sequence_too():
