@@ -266,31 +266,24 @@ class _Cluster:
             )
             for worker_id, role in _names(setup.pools)
         }
-        self._stores = self._open_stores()
-        self._near = _nodes(list(self._workers), list(self._stores.values()), setup.stores)
-        self._store_records: Sequence[StoreRecord] = ()
-        settles = setup.settles
-        self._settles = setup.pools.total <= MAX_SETTLED_WORKERS if settles is None else settles
-        self._planned = None if setup.rules is None else SimulatedPlanner(setup.rules, machine)
-        self._decoding = [w for w in self._workers.values() if w.role.decodes]  # now or earlier
-
-    def _open_stores(self) -> dict[WorkerId, SimStore]:
-        setup = self._setup
-        if setup.stores is None:
-            return {}
-        ids = [WorkerId(f"store-{i}") for i in range(setup.stores.num_nodes(setup.pools.total))]
-        return {
+        self._stores = {
             store_id: SimStore(
                 store_id,
-                setup.stores,
+                stores,
                 hardware=setup.hardware,
                 future=self._future,
                 transfers=self._transfers,
                 listener=self,
                 read=self._prompts.read,
             )
-            for store_id in ids
+            for store_id, stores in _stores(setup)
         }
+        self._near = _nodes(list(self._workers), list(self._stores.values()), setup.stores)
+        self._store_records: Sequence[StoreRecord] = ()
+        settles = setup.settles
+        self._settles = setup.pools.total <= MAX_SETTLED_WORKERS if settles is None else settles
+        self._planned = None if setup.rules is None else SimulatedPlanner(setup.rules, machine)
+        self._decoding = [w for w in self._workers.values() if w.role.decodes]  # now or earlier
 
     # ------------------------------------------------------------ the run
 
@@ -340,8 +333,7 @@ class _Cluster:
         now_s = self._future.now_s
         evenness.sample(self._machine, now_s)
         if self._goes_on and now_s < evenness.began_s + AFTER_S:
-            at_s = now_s + SAMPLED_EVERY_S
-            self._future.plan(at_s, Rank.ROUTINE, self._on_sample_due, evenness)
+            self._future.plan(now_s + SAMPLED_EVERY_S, Rank.ROUTINE, self._on_sample_due, evenness)
 
     def validate(self) -> None:
         """Asserts that no worker holds a block or a lease, nor a store a lease."""
@@ -376,9 +368,7 @@ class _Cluster:
             return
         now_s = self._future.now_s
         for worker_id, message in planned.tick(now_s):
-            event = FromGateway(GATEWAY, message)
-            at_s = self._arrival_s(worker_id, [event])
-            self._future.plan(at_s, Rank.MESSAGE, self._workers[worker_id].receive, [event])
+            self._send(worker_id, [FromGateway(GATEWAY, message)])
         self._future.plan(now_s + EVERY_S, Rank.ROUTINE, self._on_plan_due, planned)
 
     # ------------------------------------------------------------ clients
@@ -443,7 +433,9 @@ class _Cluster:
                 self._stores[store_of(message.seq_id)].answered(worker_id, message)
                 continue
             if isinstance(message, RoleChanged):
-                self._note_role(worker_id)
+                worker = self._workers[worker_id]
+                if worker not in self._decoding:  # its new role may decode
+                    self._decoding.append(worker)
             if isinstance(message, _MAKES_ROOM):
                 self._settle(places=True)
             self._take(FromWorker(worker_id, message), said.times_s)
@@ -452,15 +444,18 @@ class _Cluster:
 
     def ask(self, store_id: WorkerId, worker_id: WorkerId, message: OfferBlocks | Cancel) -> None:
         """Plans the arrival of a store's message to a worker."""
-        event = FromGateway(GatewayId(store_id), message)
-        at_s = self._arrival_s(worker_id, [event])
-        self._future.plan(at_s, Rank.MESSAGE, self._workers[worker_id].receive, [event])
+        self._send(worker_id, [FromGateway(GatewayId(store_id), message)])
 
-    def _note_role(self, worker_id: WorkerId) -> None:
-        """Asks the worker for tokens from now on, since its new role may decode."""
-        worker = self._workers[worker_id]
-        if worker not in self._decoding:
-            self._decoding.append(worker)
+    def _send(self, worker_id: WorkerId, events: list[Event]) -> None:
+        """Plans the arrival of messages to a worker or a store: never before earlier ones."""
+        at_s = self._future.now_s + self._setup.latency_s
+        if self._crowd.varies:
+            messages = (event.message for event in events if isinstance(event, FromGateway))
+            at_s += max((self._crowd.delay_s(m) for m in messages), default=0.0)
+            at_s = max(at_s, self._arrives_s.get(worker_id, 0.0))
+            self._arrives_s[worker_id] = at_s
+        side = self._stores.get(worker_id) or self._workers[worker_id]
+        self._future.plan(at_s, Rank.MESSAGE, side.receive, events)
 
     def _handle(self, event: RouterEvent) -> None:
         self._settle(places=isinstance(event, Arrived))
@@ -482,15 +477,13 @@ class _Cluster:
         if len(effects) < len(told):  # some belong to ended attempts
             here = {effect.request_id for effect in effects if isinstance(effect, Deliver)}
             told = [one for one in told if request_of(tokens_of(one).seq_id) in here]
-        records = self._records
         for effect, one in zip(effects, told, strict=True):
             assert isinstance(effect, Deliver)
-            records[effect.request_id].times_s.extend(one.times_s)
+            self._records[effect.request_id].times_s.extend(one.times_s)
 
     def _take(self, event: RouterEvent, times_s: Sequence[float] = ()) -> None:
         """Hands an event to the machine; `times_s` are the times of its tokens."""
-        now_s = self._future.now_s
-        effects = self._machine.handle(event, now_s)
+        effects = self._machine.handle(event, self._future.now_s)
         frames: dict[WorkerId, list[Event]] = {}
         for effect in effects:
             if isinstance(effect, Deliver):  # most effects
@@ -499,54 +492,28 @@ class _Cluster:
             elif isinstance(effect, SendTo):
                 events = frames.setdefault(effect.worker_id, [])
                 message = effect.message
-                if isinstance(message, _BEGINS):
-                    message = self._as_it_ends(message)
+                if isinstance(message, _BEGINS) and self._setup.max_answer_tokens is not None:
+                    asked = self._records[request_of(message.seq_id)].asked
+                    message = _as_it_ends(message, asked)
                 if not isinstance(message, Hello):
                     events.append(FromGateway(GATEWAY, message))
             elif isinstance(effect, End):
                 self._prompts.close(effect.request_id)
                 self._end(effect.request_id, effect.outcome, effect.timeline)
         for worker_id, events in frames.items():
-            at_s = self._arrival_s(worker_id, events)
-            side = self._stores.get(worker_id) or self._workers[worker_id]
-            self._future.plan(at_s, Rank.MESSAGE, side.receive, events)
+            self._send(worker_id, events)
         num_stranded = self._machine.num_stranded
         if frames or num_stranded or isinstance(event, _MAY_QUEUE):
             self._num_waiting = self._machine.queue_len + num_stranded
         if frames or self._num_waiting:  # otherwise there is no new deadline
             self._look_ahead()
 
-    def _as_it_ends(self, message: _Begins) -> _Begins:
-        """Gives the worker the true length of the answer, as if the model ended it.
-
-        A copy produces no answer and is left as it is.
-        """
-        is_copy = isinstance(message, Decode) and message.is_copy
-        if self._setup.max_answer_tokens is None or is_copy:
-            return message
-        limits = _limits(self._records[request_of(message.seq_id)].asked)
-        return replace(message, limits=replace(limits, tpot_s=message.limits.tpot_s))
-
-    def _arrival_s(self, worker_id: WorkerId, events: Sequence[Event]) -> float:
-        """Returns when messages sent now arrive: never before earlier ones."""
-        now_s = self._future.now_s
-        at_s = now_s + self._setup.latency_s
-        if self._crowd.varies:
-            messages = (event.message for event in events if isinstance(event, FromGateway))
-            at_s += max((self._crowd.delay_s(m) for m in messages), default=0.0)
-            at_s = max(at_s, self._arrives_s.get(worker_id, 0.0))
-            self._arrives_s[worker_id] = at_s
-        return at_s
-
     def _look_ahead(self) -> None:
         """Wakes the machine earlier, if it asks for that."""
         at_s = self._machine.next_wake_s()
         if at_s is not None and (self._wake_s is None or at_s < self._wake_s):
-            self._plan_wake(at_s)
-
-    def _plan_wake(self, at_s: float) -> None:
-        self._wake_s = at_s
-        self._future.plan(max(at_s, self._future.now_s), Rank.ROUTINE, self._on_wake, at_s)
+            self._wake_s = at_s
+            self._future.plan(max(at_s, self._future.now_s), Rank.ROUTINE, self._on_wake, at_s)
 
     def _on_wake(self, at_s: float) -> None:
         if at_s != self._wake_s or not self._goes_on:
@@ -584,6 +551,23 @@ def request_of(seq_id: SeqId) -> RequestId:
 def _limits(asked: TraceRequest, max_answer_tokens: int | None = None) -> Limits:
     output_len = max(asked.output_len, max_answer_tokens or 0)
     return Limits(max_len=asked.input_len + output_len, prompt_len=asked.input_len)
+
+
+def _as_it_ends(message: _Begins, asked: TraceRequest) -> _Begins:
+    """Gives the worker the true length of the answer, as if the model ended it.
+
+    A copy produces no answer and is left as it is.
+    """
+    if isinstance(message, Decode) and message.is_copy:
+        return message
+    return replace(message, limits=replace(_limits(asked), tpot_s=message.limits.tpot_s))
+
+
+def _stores(setup: SimulationSetup) -> Iterator[tuple[WorkerId, SimulatedStores]]:
+    """Yields the name of each node's store, and how it is set up."""
+    if setup.stores is not None:
+        for index in range(setup.stores.num_nodes(setup.pools.total)):
+            yield WorkerId(f"store-{index}"), setup.stores
 
 
 def _names(pools: SimulatedPools) -> Iterable[tuple[WorkerId, Role]]:
