@@ -27,7 +27,7 @@ import typer
 
 from bench.batches.cli import batches
 from bench.chaos.cli import chaos
-from bench.compare.cli import compare
+from bench.compare import compare
 from bench.engine.cli import engine
 from bench.hostile.cli import hostile
 from bench.lab.elastic import ElasticStudy

@@ -1,4 +1,4 @@
-"""A client that repeats a request if its connection breaks.
+"""A client that repeats a request if its connection breaks, and the loads that it sends.
 
 A gateway process that dies takes its connections with it. The client then connects again, which
 leads to another process, and sends the same request with the same seed. The answer is the same, so
@@ -6,12 +6,18 @@ the part that was read before is skipped. Nothing else is repeated: a refusal, a
 that ends early is the server's answer. Where no gateway may be there for a while, it knocks again.
 """
 
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
 import aiohttp
 
 from bench.chaos.asks import ChaosRequest
+from bench.chaos.checker import disorder
 from bench.chaos.streams import ReceivedStream, StreamReader
 from bench.common.waiting import pause
 from engine.clock import Clock
+from engine.errors import BatonError
 
 MAX_SENDS = 5
 KNOCK_EVERY_S = 0.25
@@ -82,3 +88,46 @@ class ReconnectingClient:
         except aiohttp.ClientError as error:
             return reader.fail(str(error) or type(error).__name__, clock.now_s())
         return reader.finish(clock.now_s())
+
+
+# ---------------------------------------------------------------- loads
+
+AT_ONCE = 8  # requests of the undisturbed run, where their times do not matter
+
+
+class NotUndisturbed(BatonError):
+    """The undisturbed run is not clean, so there is nothing to compare with."""
+
+
+async def undisturbed(
+    client: ReconnectingClient, asked: Sequence[ChaosRequest]
+) -> list[ReceivedStream]:
+    """Returns every answer. Raises NotUndisturbed if an answer is not complete."""
+    waiting = deque(enumerate(asked))
+    found: dict[int, ReceivedStream] = {}
+
+    async def worker() -> None:
+        while waiting:
+            number, ask = waiting.popleft()
+            found[number] = (await client.ask(ask))[0]
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(worker())
+    for number, ask in enumerate(asked):
+        if (what := disorder(found[number], ask.num_choices)) is not None:
+            raise NotUndisturbed(f"request {number}, {ask.kind}, undisturbed: {what}")
+    return [found[number] for number in range(len(asked))]
+
+
+async def open_loop(
+    client: ReconnectingClient, asked: Sequence[ChaosRequest], due_s: Sequence[float], clock: Clock
+) -> list[list[ReceivedStream]]:
+    """Sends each request when it is due and waits for no earlier one; returns all streams."""
+    start_s = clock.now_s()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for ask, after_s in zip(asked, due_s, strict=True):
+            await pause(start_s + after_s - clock.now_s())
+            tasks.append(group.create_task(client.ask(ask)))
+    return [task.result() for task in tasks]

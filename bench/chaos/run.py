@@ -20,9 +20,8 @@ from bench.chaos.checker import (
     judge,
     reply_of,
 )
-from bench.chaos.client import ReconnectingClient
+from bench.chaos.client import ReconnectingClient, open_loop, undisturbed
 from bench.chaos.faults import Cuts, Director, FullDisks, Injector, Orders, RayKills, Signals
-from bench.chaos.load import open_loop, undisturbed
 from bench.chaos.plan import (
     BREAKS_CONNECTIONS,
     OF_RAY,

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.client.chunks import DONE, ChunkChoice, ChunkLogprobs, decode_chunk, shown
-from bench.client.sse import SseParser
+from bench.client.stream import DONE, ChunkChoice, ChunkLogprobs, SseParser, decode_chunk, shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,15 +23,16 @@ from itertools import pairwise
 
 import msgspec
 
-from bench.client.chunks import (
+from bench.client.stream import (
     DONE,
     AnswerChunk,
     ChunkPromptDetails,
     ChunkUsage,
+    SseEvent,
+    SseParser,
     decode_chunk,
     shown,
 )
-from bench.client.sse import SseEvent, SseParser
 from bench.common.prompts import Messages, Prompt
 
 

@@ -109,3 +109,16 @@ def printed_errors() -> Iterator[None]:
     except KeyboardInterrupt as error:
         typer.echo(f"ended by {END_SIGNALS.last.name}", err=True)
         raise typer.Exit(END_SIGNALS.exit_status) from error
+
+
+def splits_of(text: str) -> tuple[tuple[int, int], ...]:
+    """Returns the (prefill, decode) pairs in a text such as "1+1,2+2". Raises ConfigError."""
+    splits = values_of("--splits", text, _split, "PREFILL+DECODE,…")
+    if not splits or min(map(min, splits)) < 1:
+        raise ConfigError("--splits: workers of both roles are needed")
+    return splits
+
+
+def _split(text: str) -> tuple[int, int]:
+    prefill, decode = text.split("+")
+    return int(prefill), int(decode)

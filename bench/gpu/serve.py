@@ -28,7 +28,7 @@ import aiohttp
 import msgspec
 
 from bench.client.http import http_session
-from bench.client.sse import SseParser
+from bench.client.stream import SseParser
 from bench.common.report import Scalar
 from bench.common.shapes import Shape, make_checkpoint
 from bench.gpu.run import conclude, config_of_run

@@ -39,7 +39,7 @@ from bench.simulator.cluster import (
     SimulationSetup,
     simulate,
 )
-from bench.simulator.figures.latencies import latencies_of, meets
+from bench.simulator.figures import latencies_of, meets
 from bench.simulator.hardware import hardware_named
 from bench.simulator.planned import SimulatedDecision
 from bench.simulator.traces import Trace

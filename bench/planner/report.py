@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.common.report import Figure, Scalar
+from bench.planner.load import num_conversations
 from bench.planner.plan import CannotPlan, CapacityPlan, PlanInput, SizedPools
 from bench.planner.search import NEEDED, Simulated
 from bench.planner.stores import cheapest, mib_text, take_bytes_per_s
-from bench.planner.workload import num_conversations
 from bench.simulator.cluster import SimulatedPools
 
 ASSUMPTIONS = (

@@ -23,9 +23,8 @@ from random import Random
 
 from bench.client.load import SloBounds
 from bench.common.stats import percentile
-from bench.planner.load import ExpectedLoad, PoolEstimate
+from bench.planner.load import ExpectedLoad, PoolEstimate, workload
 from bench.planner.pricing import PlannedWorker
-from bench.planner.workload import workload
 from bench.simulator.cluster import (
     MAX_ANSWER_TOKENS,
     SimulatedPools,
@@ -34,7 +33,7 @@ from bench.simulator.cluster import (
     SimulationSetup,
     simulate,
 )
-from bench.simulator.figures.latencies import latencies_of, meets
+from bench.simulator.figures import latencies_of, meets
 from bench.simulator.tiers import SimulatedStores
 from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy

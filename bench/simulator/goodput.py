@@ -14,7 +14,7 @@ from collections.abc import Callable
 from bench.client.load import SloBounds
 from bench.common.report import Figure
 from bench.simulator.cluster import SimulatedRun
-from bench.simulator.figures.latencies import latencies_of, meets
+from bench.simulator.figures import latencies_of, meets
 from bench.simulator.traces import Trace
 
 ATTAINMENT = 0.9

@@ -37,10 +37,15 @@ from bench.simulator.cluster import (
     SimulationSetup,
     simulate_stream,
 )
-from bench.simulator.figures.cache import InfiniteCache, infinite_cache_hits
-from bench.simulator.figures.gaps import GapSketch
-from bench.simulator.figures.latencies import Values, gaps_of, latencies_of
-from bench.simulator.figures.tally import RequestTally
+from bench.simulator.figures import (
+    GapSketch,
+    InfiniteCache,
+    RequestTally,
+    Values,
+    gaps_of,
+    infinite_cache_hits,
+    latencies_of,
+)
 from bench.simulator.joining import join_figures
 from bench.simulator.traces import Trace, TraceRequest
 from engine.worker.block_events import Medium

@@ -18,6 +18,7 @@ from bench.common.command import (
     printed_errors,
     publish,
     quick_option,
+    splits_of,
 )
 from bench.common.machine import report_here
 from bench.common.plots import plot_cdfs, require_matplotlib
@@ -25,7 +26,6 @@ from bench.common.progress import say_on_stderr
 from bench.common.report import Scalar
 from bench.common.tables import print_results
 from bench.simulator.hardware import write_hardware
-from bench.simulator.splits import splits_of
 from bench.validation.plan import QUICK_REQUESTS, ValidationPlan
 from bench.validation.results import GOALS, SplitComparison, results_of
 from bench.validation.run import measure

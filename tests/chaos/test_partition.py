@@ -17,8 +17,7 @@ import pytest
 
 from bench.chaos.asks import chaos_requests
 from bench.chaos.checker import RequestEnd, judge, reply_of
-from bench.chaos.client import ReconnectingClient
-from bench.chaos.load import open_loop, undisturbed
+from bench.chaos.client import ReconnectingClient, open_loop, undisturbed
 from bench.chaos.netns import Unavailable
 from bench.chaos.plan import ChaosPlan, due_times_s
 from bench.common.prompts import plain_token_ids

@@ -58,7 +58,7 @@ from bench.simulator.cluster import (
     simulate,
     simulate_clients,
 )
-from bench.simulator.figures.latencies import latencies_of
+from bench.simulator.figures import latencies_of
 from bench.simulator.goodput import attained_per_s, attainment
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.traces import (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.client.sse import SseEvent, SseParser
+from bench.client.stream import SseEvent, SseParser
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
 

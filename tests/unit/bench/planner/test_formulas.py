@@ -13,6 +13,7 @@ from bench.planner.load import (
     floor_of,
     prefill_mean_s,
     wait_p90_s,
+    workload,
 )
 from bench.planner.model import MODELS, model_named, read_model
 from bench.planner.pricing import (
@@ -24,8 +25,7 @@ from bench.planner.pricing import (
     check_profile,
     worker_of,
 )
-from bench.planner.workload import workload
-from bench.simulator.figures.cache import infinite_cache_hits
+from bench.simulator.figures import infinite_cache_hits
 from bench.simulator.hardware import PROFILES
 from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from bench.client.load import SloBounds
 from bench.common.report import from_json
-from bench.planner.load import ExpectedLoad, PoolEstimate
+from bench.planner.load import ExpectedLoad, PoolEstimate, num_conversations
 from bench.planner.model import MODELS
 from bench.planner.plan import CannotPlan, CapacityPlan, PlanInput, SizedPools, plan_of
 from bench.planner.pricing import GPUS, ModelOptions, Platform, worker_of
@@ -19,7 +19,6 @@ from bench.planner.stores import (
     offers,
     take_bytes_per_s,
 )
-from bench.planner.workload import num_conversations
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.tiers import StoreSizes
 from deploy.commands.main import app

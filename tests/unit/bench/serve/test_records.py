@@ -7,13 +7,12 @@ import pytest
 from bench.client.answers import Failure
 from bench.client.load import ClientCost, LoadRun, RequestOutcome, SloBounds, figures_of_runs
 from bench.common.report import Hardware, Report, results_of
-from bench.serve.html import page_of
+from bench.serve.html import page_of, slowest_of, timelines_of
 from bench.serve.lengths import fixed
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
 from bench.serve.processes import merged, share_of
 from bench.serve.records import COLUMNS, csv_of
 from bench.serve.tally import ENDED, NUM_COUNTS, Tally, told
-from bench.serve.timelines import slowest_of, timelines_of
 from tests.kits.answers import answer_at
 from tests.kits.bench.explained import unexplained
 

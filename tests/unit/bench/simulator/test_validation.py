@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from bench.common.command import splits_of
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile, StepPrice
-from bench.simulator.splits import splits_of
 from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
 from bench.validation.crowd import NO_CHANCES, Chances, Crowd
 from bench.validation.fitting import Fitted, TooFewSamples, WorkerLimits, _runs, fit

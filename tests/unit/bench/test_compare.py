@@ -1,7 +1,7 @@
 import pytest
 
 from bench.common.report import Hardware, Report, result_of
-from bench.compare.differences import are_single, changes_of, settings_that_differ
+from bench.compare import are_single, changes_of, settings_that_differ
 from engine.errors import ConfigError
 
 HERE = Hardware("cpu", 2, None, (), "3.11")

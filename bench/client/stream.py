@@ -1,0 +1,148 @@
+"""Parses the stream of an answer: server-sent events, and the chunks in them. Pure.
+
+Events are parsed as bytes arrive, independent of how the network cuts them. They follow the WHATWG
+HTML standard, §9.2.6. A line ends with CRLF, LF or CR. A line with a colon first is a comment. A
+blank line ends an event. The `data` lines of one event are joined with LF. An event without data
+is dropped. `id` and `retry` are ignored, because a benchmark never reconnects.
+
+`finish` departs from the standard. The standard drops an event that the end of the stream cut
+short; `finish` returns it, because some servers omit the last blank line.
+
+Chunks are those of OpenAI-compatible servers. Fields that a server leaves out have defaults, since
+servers differ. Only what is not JSON, or has fields of another type, fails.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class SseEvent:
+    """One event. `data` stays bytes, because most of it is JSON and its parser takes bytes."""
+
+    data: bytes
+    kind: bytes = b"message"
+
+
+class SseParser:
+    """Turns the pieces of one response into events."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # a line without its end
+        self._ended_in_cr = False  # if true, a leading LF belongs to the previous line
+        self._at_start = True
+        self._data: list[bytes] = []
+        self._kind = b""
+
+    def feed(self, piece: bytes) -> list[SseEvent]:
+        """Returns the events that `piece` completes."""
+        if not piece:
+            return []
+        if self._ended_in_cr:
+            piece = piece.removeprefix(b"\n")
+        lines = (self._rest + piece).splitlines(keepends=True)
+        self._ended_in_cr = piece.endswith(b"\r")
+        self._rest = b""
+        if lines and not lines[-1].endswith((b"\r", b"\n")):
+            self._rest = lines.pop()
+        return [event for line in lines if (event := self._take(line.rstrip(b"\r\n")))]
+
+    def finish(self) -> list[SseEvent]:
+        """Returns the last event if the stream ended before its blank line."""
+        last_line, self._rest = self._rest, b""
+        return [event for line in (last_line, b"") if (event := self._take(line))]
+
+    def _take(self, line: bytes) -> SseEvent | None:
+        if self._at_start:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            self._at_start = False
+        if not line:
+            return self._dispatch()
+        name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"data":
+            self._data.append(value)
+        elif name == b"event":
+            self._kind = value
+        return None
+
+    def _dispatch(self) -> SseEvent | None:
+        data, kind = self._data, self._kind
+        self._data, self._kind = [], b""
+        if not data:
+            return None
+        return SseEvent(data=b"\n".join(data), kind=kind or b"message")
+
+
+DONE = b"[DONE]"  # marks the end of a stream
+NO_INDEX = -1
+
+
+class ChunkDelta(msgspec.Struct):
+    """What a chunk adds to an answer of the chat endpoint."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class ChunkLogprobs(msgspec.Struct):
+    """Log-probabilities of the completions endpoint, one for each token of the chunk."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+
+
+class ChunkChoice(msgspec.Struct):
+    """What a chunk adds to one choice."""
+
+    index: int = NO_INDEX
+    text: str | None = None
+    delta: ChunkDelta | None = None
+    finish_reason: str | None = None
+    logprobs: ChunkLogprobs | None = None
+
+    @property
+    def said(self) -> str:
+        """The text, without reasoning."""
+        return self.text or (self.delta.content if self.delta else None) or ""
+
+    @property
+    def has_content(self) -> bool:
+        """True if there is text or reasoning."""
+        delta = self.delta or ChunkDelta()
+        return bool(self.said or delta.reasoning_content or delta.reasoning)
+
+
+class ChunkPromptDetails(msgspec.Struct):
+    """Prompt tokens by kind."""
+
+    cached_tokens: int | None = None
+
+
+class ChunkUsage(msgspec.Struct):
+    """Tokens as the server counted them; None if it did not say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: ChunkPromptDetails | None = None
+
+
+class AnswerChunk(msgspec.Struct):
+    """One event of the stream. `baton_timeline` holds Baton's stages."""
+
+    choices: list[ChunkChoice] | None = None
+    usage: ChunkUsage | None = None
+    error: object = None
+    baton_timeline: dict[str, object] | None = None
+
+
+decode_chunk = msgspec.json.Decoder(AnswerChunk).decode
+
+
+def shown(data: bytes) -> str:
+    """Returns the beginning of an event's data for an error message."""
+    return data[:200].decode(errors="replace")

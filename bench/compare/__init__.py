@@ -1,1 +1,0 @@
-"""`baton bench compare`: two reports of one benchmark, side by side."""

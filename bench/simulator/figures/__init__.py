@@ -1,1 +1,0 @@
-"""Figures of a simulation that are made request by request, so that no request need be kept."""
