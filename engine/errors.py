@@ -31,7 +31,7 @@ BatonError
 ├── PeerSilent                no frame has come from a peer for too long
 ├── LayoutMismatch            two workers whose configuration forbids to exchange KV
 ├── Disagreement              two workers whose blocks cannot be converted into each other
-├── NixlUnavailable           NIXL cannot be used here, or not with this source
+├── TransportUnavailable      a transport of KV cannot be used here, or not with this source
 ├── DriverError               a GPU refuses an operation of a transfer
 ├── ShmUnavailable            another worker's memory cannot be mapped
 ├── NoWords                   words of leases cannot be used between two workers

@@ -25,10 +25,11 @@ import secrets
 import select
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
+import msgspec
 import zmq
 
 from engine.clock import Clock
@@ -45,6 +46,7 @@ from engine.worker.events import (
     Event,
     GrowLease,
     HoldLease,
+    LeaseEnded,
     OpenLease,
     PullDone,
     PullFailed,
@@ -53,21 +55,25 @@ from engine.worker.events import (
     TransferOrder,
     TransferReport,
 )
+from kvtransfer.connections import SourceConnections
 from kvtransfer.device.driver import DriverError
 from kvtransfer.device.pool import DevicePool, reach
 from kvtransfer.lease.effects import Peer
 from kvtransfer.lease.group import RankedPulls
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
-from kvtransfer.lease.terms import Timing, counts_of
+from kvtransfer.lease.terms import Timing
 from kvtransfer.lease_words import LeaseWords, NoWords
 from kvtransfer.memory import Pool, keep_freed_memory, touch
-from kvtransfer.messages import Identity, IpcOffer, LeaseMessage, Offers
+from kvtransfer.messages import Identity, LeaseMessage, Offers
 from kvtransfer.native.stream import can_seal
-from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
-from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
-from kvtransfer.stream.source import SealedSource
+from kvtransfer.transports.ipc import DeviceTransport
+from kvtransfer.transports.nixl import NixlTransport
+from kvtransfer.transports.nixl_agent import has_rdma
+from kvtransfer.transports.seam import BlockTransport, TransferContext, TransportUnavailable
+from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.zmq import ZmqTransport
 
 log = logging.getLogger(__name__)
 
@@ -124,22 +130,22 @@ class TransferEndpoint:
         """
         config = self._config
         keep_freed_memory()
-        self._nixl = self._open_nixl()
-        blocks = reach(self._pool)
-        ipc = self._open_ipc()
+        self._blocks = self._pool.blocks
+        by_memory = self._transports_by_memory()
+        offers = self._offer_memory(by_memory)
         words = self._open_words()
         self._context = zmq.Context()
         self._doorkeeper.open(self._context)
         self._poller = select.epoll()
-        sealed = self._open_sealed() if blocks is not None and can_seal() else None
-        offers = Offers(
-            shm=self._pool.offer() if config.transport in (Transport.AUTO, Transport.SHM) else None,
-            nixl=self._nixl.offer() if self._nixl is not None else None,
-            sends=blocks is not None,
-            ipc=ipc,
-            words=None if words is None else words.offer(),
-            sealed_port=None if sealed is None else sealed.port,
+        shared = TransferContext(
+            self._context, self._poller, config.secret, config.timing, self._clock, self._count
         )
+        self._open_sink(shared, by_memory)
+        if reach(self._pool) is not None and can_seal():
+            self._by_message.sealed_source.listen(config.host)
+        offers = self._by_message.offer(offers)
+        if words is not None:
+            offers = msgspec.structs.replace(offers, words=words.offer())
         self.transports = tuple(_ways(offers))
         self.source = SourceMachine(
             incarnation=config.incarnation,
@@ -148,34 +154,10 @@ class TransferEndpoint:
             timing=config.timing,
             offers=offers,
         )
-        self.sink = SinkMachine(
-            incarnation=config.incarnation,
-            identity=config.identity,
-            timing=config.timing,
-        )
-        self._ranked = RankedPulls(config.identity, self.sink)
         self._source_end = SourceEnd(
-            self.source,
-            blocks,
-            words=words,
-            sealed=sealed,
-            timing=config.timing,
-            on_ended=self._report,
-            count=self._count,
+            *(shared, self.source, self._by_message), words=words, on_ended=self._report
         )
-        self._sink_end = SinkEnd(
-            self.sink,
-            blocks,
-            self._pool.block_bytes,
-            transport=config.transport,
-            timing=config.timing,
-            clock=self._clock,
-            nixl=self._nixl,
-            on_end=self._on_end,
-            count=self._count,
-        )
-        address = self._source_end.open(self._context, config.secret, config.host)
-        self._sink_end.open(self._context, config.secret, self._poller)
+        address = self._source_end.open(config.host)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._source_end.socket, select.EPOLLIN)
         self._poller.register(self._wake_fd, select.EPOLLIN)
@@ -207,28 +189,67 @@ class TransferEndpoint:
         assert not self._thread.is_alive(), "the transfer thread did not stop"
         self._poller.close()
         os.close(self._wake_fd)  # not by the thread, which may end before it is woken
-        del self._source_end, self._sink_end  # they refer to this object; frees the pool at once
+        # They refer to this object and to the pool, which is freed at once.
+        del self._source_end, self._connections, self._by_message, self._nixl, self._blocks
 
-    def _open_nixl(self) -> NixlAgent | None:
-        """Opens an agent if the configuration or an RDMA device calls for it."""
+    def _open_sink(self, shared: TransferContext, by_memory: Sequence[BlockTransport]) -> None:
         config = self._config
-        wanted = config.transport is Transport.NIXL or reach(self._pool) is None
-        if not wanted and not (config.transport is Transport.AUTO and has_rdma()):
-            return None
-        agent = NixlAgent(
-            f"{config.worker_id}.{config.incarnation}.{secrets.token_hex(4)}",  # of this rank
-            self._pool.region(),
-            record_bytes=self._pool.block_bytes,
+        self.sink = SinkMachine(
+            incarnation=config.incarnation, identity=config.identity, timing=config.timing
         )
-        try:
-            agent.open()
-        except NixlUnavailable as error:
-            if wanted:
-                raise ConfigError(f"KV cannot be moved over NIXL: {error}") from error
-            self._count("fallbacks:nixl_unavailable")
-            log.warning("NIXL is not used: %s", error)
-            return None
-        return agent
+        self._ranked = RankedPulls(config.identity, self.sink)
+        self._connections = SourceConnections(
+            shared, self.sink, block_bytes=self._pool.block_bytes, on_end=self._on_end
+        )
+        self._by_message = ZmqTransport(
+            shared, reach(self._pool), places=self.sink.places, post=self._connections.post
+        )
+        transports = [*by_memory, self._by_message]
+        if config.transport is not Transport.AUTO:
+            transports = [one for one in transports if one.name is config.transport]
+        self._connections.open(transports, self._by_message)
+
+    def _transports_by_memory(self) -> list[BlockTransport]:
+        """Returns the transports that read memory of sources, in order of preference."""
+        pool, config = self._pool, self._config
+        transports: list[BlockTransport] = [ShmTransport(pool)]
+        if isinstance(pool, DevicePool):
+            transports = [DeviceTransport(way, pool) for way in (Transport.SHM, Transport.IPC)]
+        elif config.transport is Transport.IPC:
+            raise ConfigError("kv_transport = ipc is for workers that compute on GPUs")
+        self._nixl: NixlTransport | None = None
+        if self._needs_nixl or (config.transport is Transport.AUTO and has_rdma()):
+            name = f"{config.worker_id}.{config.incarnation}.{secrets.token_hex(4)}"  # of this rank
+            self._nixl = NixlTransport(
+                *(name, pool.region()), record_bytes=pool.block_bytes, count=self._count
+            )
+            transports.append(self._nixl)
+        return transports
+
+    @property
+    def _needs_nixl(self) -> bool:
+        return self._config.transport is Transport.NIXL or reach(self._pool) is None
+
+    def _offer_memory(self, transports: Sequence[BlockTransport]) -> Offers:
+        """Lets others read the pool in all allowed ways. Raises ConfigError."""
+        if isinstance(self._pool, DevicePool):
+            try:
+                self._pool.device.driver.enter()
+            except DriverError as error:
+                raise ConfigError(f"KV cannot be moved from a GPU: {error}") from error
+        offers = Offers()
+        for transport in transports:
+            is_nixl = transport is self._nixl
+            if not is_nixl and self._config.transport not in (Transport.AUTO, transport.name):
+                continue
+            try:
+                offers = transport.offer(offers)
+            except TransportUnavailable as error:
+                if is_nixl and self._needs_nixl:
+                    raise ConfigError(f"KV cannot be moved over NIXL: {error}") from error
+                self._count(f"fallbacks:{transport.name}_{error.fallback}")
+                log.warning("KV is not offered over %s: %s", transport.name, error)
+        return offers
 
     def _open_words(self) -> LeaseWords | None:
         """Makes the words of leases, if sinks may read the pool's memory themselves."""
@@ -242,32 +263,6 @@ class TransferEndpoint:
             log.warning("leases have no words, so each pull waits for an answer: %s", error)
             return None
         return words
-
-    def _open_sealed(self) -> SealedSource:
-        config = self._config
-        sealed = SealedSource(config.timing, self._clock, self._count)
-        sealed.open(config.host, self._poller)
-        return sealed
-
-    def _open_ipc(self) -> IpcOffer | None:
-        """Opens the device, and offers its memory. Raises ConfigError."""
-        pool, transport = self._pool, self._config.transport
-        if not isinstance(pool, DevicePool):
-            if transport is Transport.IPC:
-                raise ConfigError("kv_transport = ipc is for workers that compute on GPUs")
-            return None
-        try:
-            pool.device.driver.enter()
-        except DriverError as error:
-            raise ConfigError(f"KV cannot be moved from a GPU: {error}") from error
-        if transport not in (Transport.AUTO, Transport.IPC):
-            return None
-        try:
-            return pool.ipc_offer()
-        except DriverError as error:
-            self._count("fallbacks:ipc_unavailable")
-            log.warning("the GPU's memory is not offered to other workers: %s", error)
-            return None
 
     # ------------------------------------------------------------ the thread that orders
 
@@ -285,10 +280,10 @@ class TransferEndpoint:
             if self._stopping:
                 return False
             self._order(order)
-            if self._sink_end.must_poll:
-                self._sink_end.poll()
+            if self._connections.must_poll:
+                self._connections.poll()
             self._take_part_ends()
-            self._sink_end.send()
+            self._connections.send()
             return self._must_go_on
         except BaseException as error:
             self._on_crash(error)
@@ -317,31 +312,32 @@ class TransferEndpoint:
                 self._close_ends()
 
     def _close_ends(self) -> None:
-        self._sink_end.close()  # unmaps the sources' memory
+        self._connections.close()  # unmaps the sources' memory
         self._source_end.close()
         if self._nixl is not None:
-            self._nixl.close()
+            self._nixl.stop()
         self._context.term()
         if isinstance(self._pool, DevicePool):
             self._pool.device.driver.close()
 
     def _take_turn(self, ready: Collection[int]) -> None:
-        self._source_end.wait_for_buffer(BUFFER_WAIT_S)
+        self._by_message.wait_for_buffer(BUFFER_WAIT_S)
         self._take_orders()
         self._source_end.receive(self._on_sinks_message, ready)
-        self._source_end.send_blocks(may_wait=not self._sink_end.must_poll)
-        self._sink_end.receive(ready, may_wait=not self._source_end.has_work)
-        self._count_served_reads()
+        self._source_end.send_blocks(may_wait=not self._connections.must_poll)
+        self._connections.receive(ready, may_wait=not self._by_message.has_work)
         if (now_s := self._clock.now_s()) >= self._due_s:
             self._source_end.perform(self.source.sweep(now_s))
-            self._sink_end.perform(self.sink.sweep(now_s))
+            self._connections.perform(self.sink.sweep(now_s))
         self._take_part_ends()
-        self._sink_end.send()
+        self._connections.send()
         if not ready:
             self._touch_next()
 
     def _touch_soon(self, blocks: list[BlockId]) -> None:
-        self._untouched.extend(block for block in blocks if block not in self._touched)
+        for block in blocks:
+            if block not in self._touched:
+                self._untouched.append(block)
 
     def _touch_next(self) -> None:
         """Touches one block, so that sockets and orders have their turn between two."""
@@ -349,10 +345,9 @@ class TransferEndpoint:
             self._untouched.clear()
         if not self._untouched:
             return
-        blocks = self._pool.blocks
         block = self._untouched.popleft()
         self._touched.add(block)
-        if blocks is None or not touch(blocks, block):
+        if self._blocks is None or not touch(self._blocks, block):
             self._untouched.clear()
 
     def _wait(self, timeout_s: float) -> Collection[int]:
@@ -365,9 +360,9 @@ class TransferEndpoint:
     @property
     def _must_go_on(self) -> bool:
         """True if there is work to do of which no descriptor will tell."""
-        source, sink = self._source_end, self._sink_end
-        has_mail = sink.has_mail or source.has_mail
-        return has_mail or sink.must_poll or source.has_work or bool(self._untouched)
+        source, sink = self._source_end, self._connections
+        has_work = source.has_mail or sink.has_mail or self._by_message.has_work
+        return has_work or sink.must_poll or bool(self._untouched)
 
     def _timeout_s(self) -> float:
         wakes = [self.source.next_wake_s(), self.sink.next_wake_s()]
@@ -376,18 +371,13 @@ class TransferEndpoint:
             return 0.0
         return min(max(self._due_s - self._clock.now_s(), 0.0), MAX_POLL_S)
 
-    def _count_served_reads(self) -> None:
-        """Counts the reads that sinks finished over NIXL."""
-        if self._nixl is not None:
-            self._counters["served_reads"] += len(self._nixl.progress())
-
     def _take_orders(self) -> None:
         while not self._orders.empty():
             self._order(self._orders.get())
 
     def _order(self, order: TransferOrder) -> None:
         now_s = self._clock.now_s()
-        sink = self._sink_end
+        sink = self._connections
         match order:
             case OpenLease():
                 effects = self.source.open(order.lease_id, order.num_blocks, now_s)
@@ -400,10 +390,10 @@ class TransferEndpoint:
                 lease.source.shard == WHOLE and not lease.source.others
             ):
                 sink.perform(self.sink.hold(seq_id, lease, now_s))
-            case StartPull(seq_id, blocks) if seq_id not in self._ranked:
+            case StartPull(seq_id, blocks) if seq_id not in self._ranked.parts:
                 sink.perform(self.sink.start(seq_id, blocks, now_s))
                 self._touch_soon(self.sink.awaited(seq_id))
-            case AbortPull(seq_id) if seq_id not in self._ranked:
+            case AbortPull(seq_id) if seq_id not in self._ranked.parts:
                 sink.perform(self.sink.abort(seq_id, now_s))
             case HoldLease() | StartPull() | AbortPull():
                 sink.perform(self._ranked.order(order, now_s))
@@ -411,7 +401,7 @@ class TransferEndpoint:
                 self._take_part_ends()
 
     def _on_end(self, end: PullDone | PullFailed) -> None:
-        if self._ranked.is_part(end.seq_id):
+        if end.seq_id in self._ranked.wholes:
             self._part_ends.append(end)
         else:
             self._report(end)
@@ -419,7 +409,7 @@ class TransferEndpoint:
     def _take_part_ends(self) -> None:
         while self._part_ends:
             end = self._part_ends.popleft()
-            self._sink_end.perform(self._ranked.ended(end, self._clock.now_s()))
+            self._connections.perform(self._ranked.ended(end, self._clock.now_s()))
 
     def _report(self, report: TransferReport) -> None:
         for name, amount in counts_of(report).items():
@@ -443,3 +433,12 @@ def _ways(offers: Offers) -> Iterator[str]:
         Transport.ZMQ: offers.sends,
     }
     yield from (str(way) for way, is_there in has.items() if is_there)
+
+
+def counts_of(report: TransferReport) -> dict[str, float]:
+    """Returns what an end adds to the counters of its endpoint."""
+    if isinstance(report, PullDone):
+        transfer_s, exposed_s = report.transfer_s, report.exposed_s
+        return {"pulls_done": 1, "transfer_seconds": transfer_s, "exposed_seconds": exposed_s}
+    what = "leases_ended" if isinstance(report, LeaseEnded) else "pulls_failed"
+    return {f"{what}:{report.reason.partition(':')[0].replace(' ', '_')}": 1}

@@ -33,9 +33,8 @@ from engine.worker.events import (
     TransferOrder,
     TransferReport,
 )
-from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.endpoint import EndpointConfig, TransferEndpoint, counts_of
 from kvtransfer.lease.group import GroupEffect, LeaseGroups, PullGroups, ToMember
-from kvtransfer.lease.terms import counts_of
 from kvtransfer.memory import Pool
 
 log = logging.getLogger(__name__)

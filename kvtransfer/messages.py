@@ -6,6 +6,8 @@ source answers with `Attached` or `AttachRefused`. The version is compared befor
 followed by one payload frame, which holds the records of its blocks without gaps.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -236,18 +238,13 @@ def decode_attach_body(raw: msgspec.Raw) -> AttachBody:
     return _decode(_attach_body, bytes(raw))
 
 
-def decode_to_source(frame: bytes) -> ToSource:
-    """Decodes a sink's message. Raises ProtocolError."""
-    return _decode(_to_source, frame)
-
-
-def decode_to_sink(frame: bytes) -> ToSink:
-    """Decodes a source's message. Raises ProtocolError."""
-    return _decode(_to_sink, frame)
-
-
 def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"bad transfer message: {error}") from error
+
+
+# Decode a message of a sink, and a message of a source. Both raise ProtocolError.
+decode_to_source: Callable[[bytes], ToSource] = partial(_decode, _to_source)
+decode_to_sink: Callable[[bytes], ToSink] = partial(_decode, _to_sink)

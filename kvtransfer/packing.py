@@ -52,10 +52,10 @@ def pack(wire: Wire, pool: Blocks | DeviceBlocks, block_ids: Sequence[int], out:
 
 def convert_blocks(
     wire: Wire,
-    source: Blocks,
-    source_ids: Sequence[int],
     sink: Blocks,
-    sink_ids: Sequence[BlockId],
+    source: Blocks,
+    sink_ids: Sequence[int],
+    source_ids: Sequence[int],
 ) -> None:
     """Copies blocks from pool to pool through the records that would travel on a wire."""
     records = np.empty((len(source_ids), wire.stored.block_bytes), np.uint8)

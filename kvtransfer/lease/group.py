@@ -191,16 +191,8 @@ class RankedPulls:
         self._identity = identity
         self._sink = sink
         self._pulls = PullGroups()
-        self._parts: dict[SeqId, list[SeqId]] = {}  # of each pull
-        self._wholes: dict[SeqId, tuple[SeqId, Member]] = {}  # by part
-
-    def __contains__(self, seq_id: SeqId) -> bool:
-        """True for a pull whose end was not reported."""
-        return seq_id in self._parts
-
-    def is_part(self, seq_id: SeqId) -> bool:
-        """True if `ended` must hear of the end of this pull of `sink`."""
-        return seq_id in self._wholes
+        self.parts: dict[SeqId, list[SeqId]] = {}  # of each pull whose end was not reported
+        self.wholes: dict[SeqId, tuple[SeqId, Member]] = {}  # by part: `ended` takes its end
 
     def order(self, order: HoldLease | StartPull | AbortPull, now_s: float) -> list[SinkEffect]:
         """Carries out an order of the worker."""
@@ -214,7 +206,7 @@ class RankedPulls:
 
     def awaited(self, seq_id: SeqId) -> list[BlockId]:
         """Returns the places of blocks that some part has not asked for yet."""
-        parts = self._parts.get(seq_id, ())
+        parts = self.parts.get(seq_id, ())
         return [*dict.fromkeys(block for part in parts for block in self._sink.awaited(part))]
 
     def ended(self, end: PullDone | PullFailed, now_s: float) -> list[SinkEffect]:
@@ -222,9 +214,9 @@ class RankedPulls:
 
         Earlier, the end of the whole could overtake a fetch of another part.
         """
-        if end.seq_id not in self._wholes:
+        if end.seq_id not in self.wholes:
             return []  # a part that failed twice, of a pull that has ended
-        seq_id, member = self._wholes[end.seq_id]
+        seq_id, member = self.wholes[end.seq_id]
         whole = msgspec.structs.replace(end, seq_id=seq_id)
         return self._perform(self._pulls.ended(member, whole), now_s)
 
@@ -236,7 +228,7 @@ class RankedPulls:
             found = ranks_to_hold(own.layout, shards, own.ranks, own.shard)
         except Disagreement as error:
             return [PullFailed(order.seq_id, f"source refused: {error.field} differs")]
-        self._parts[order.seq_id] = []
+        self.parts[order.seq_id] = []
         leases = {i: msgspec.structs.replace(order.lease, source=ranks[i]) for i in found.held}
         return self._perform(self._pulls.hold(order.seq_id, leases, idle=found.idle), now_s)
 
@@ -246,16 +238,16 @@ class RankedPulls:
             match effect:
                 case ToMember(rank, HoldLease(seq_id, lease)):
                     part = part_id(seq_id, rank)
-                    self._wholes[part] = seq_id, rank
-                    self._parts[seq_id].append(part)
+                    self.wholes[part] = seq_id, rank
+                    self.parts[seq_id].append(part)
                     performed += self._sink.hold(part, lease, now_s)
                 case ToMember(rank, StartPull(seq_id, blocks)):
                     performed += self._sink.start(part_id(seq_id, rank), blocks, now_s)
                 case ToMember(rank, AbortPull(seq_id)):
                     performed += self._sink.abort(part_id(seq_id, rank), now_s)
                 case PullDone(seq_id) | PullFailed(seq_id):
-                    for part in self._parts.pop(seq_id, ()):
-                        del self._wholes[part]
+                    for part in self.parts.pop(seq_id, ()):
+                        del self.wholes[part]
                     performed.append(effect)
         return performed
 

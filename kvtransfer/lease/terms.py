@@ -1,8 +1,6 @@
-"""Terms of both ends of the lease protocol: deadlines, reasons for an end, and counters of them."""
+"""Terms of both ends of the lease protocol: deadlines and reasons for an end."""
 
 from dataclasses import dataclass
-
-from engine.worker.events import LeaseEnded, PullDone, TransferReport
 
 RELEASED = "released"
 LOST_WHILE_WAITING = "lease was lost while waiting"  # why a pull fails that ended before its start
@@ -27,12 +25,3 @@ class Timing:
     hold_every_s: float = 1.0  # a sink renews its leases at this interval
     reread_s: float = 2.0  # if the source sends no block for so long, the sink asks again
     silence_s: float = 6.0  # if a question stays unanswered for so long, the source counts as dead
-
-
-def counts_of(report: TransferReport) -> dict[str, float]:
-    """Returns what an end adds to the counters of its endpoint."""
-    if isinstance(report, PullDone):
-        transfer_s, exposed_s = report.transfer_s, report.exposed_s
-        return {"pulls_done": 1, "transfer_seconds": transfer_s, "exposed_seconds": exposed_s}
-    what = "leases_ended" if isinstance(report, LeaseEnded) else "pulls_failed"
-    return {f"{what}:{report.reason.partition(':')[0].replace(' ', '_')}": 1}

@@ -36,8 +36,7 @@ from kvtransfer.messages import (
     decode_to_sink,
     encode,
 )
-from kvtransfer.stream import GREETING_BYTES
-from kvtransfer.stream.sink import SealedLink
+from kvtransfer.transports.sealed import GREETING_BYTES, SealedLink
 from tests.kits.endpoints import LAYOUT, SECRET, worker
 
 LISTENERS = ("sessions", "kv", "sealed kv", "published", "asked")

@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 import zmq
 
-from engine.config import Transport
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
@@ -45,6 +44,7 @@ from engine.messages import (
 from engine.net.trust import Secret
 from engine.worker.blocks import BlockId
 from engine.worker.events import PullDone
+from kvtransfer.connections import SourceConnections
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
@@ -73,8 +73,10 @@ from kvtransfer.messages import (
     encode,
 )
 from kvtransfer.native.copying import checksum
-from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
+from kvtransfer.transports.seam import TransferContext
+from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.zmq import ZmqTransport
 from tests.fuzz.mutation import DECODE_ERRORS, Script, spoiled
 
 LAYOUT = KVLayout(block_size=2, kv_format=KVFormat.FP32, sections=(KVSection(1, 2, 8),))
@@ -162,6 +164,10 @@ class FakePoller:
         """Does nothing."""
 
 
+def ignore(*_: object) -> None:
+    """Does nothing."""
+
+
 # ---------------------------------------------------------------- the two ends
 
 
@@ -172,7 +178,7 @@ class World:
         rng = np.random.default_rng(0)
         shape = (NUM_BLOCKS, LAYOUT.block_bytes)
         self.content = rng.integers(0, 256, shape, dtype=np.uint8)
-        self.pool = self.content.copy()
+        self.pool = self.blocks = self.content.copy()
         self.offered = SharedPool(*shape)
         self.offered.open()
         self.offered.blocks[:] = rng.integers(0, 256, shape, dtype=np.uint8)
@@ -181,6 +187,10 @@ class World:
         self.words.set(WORD.place, WORD.generation)
         wanted = {WANTED_OF_HONEST, *dict(WANTED).values()}
         self.unwanted = [b for b in range(NUM_BLOCKS) if b not in wanted]
+
+
+def context_of(sockets: FakeContext) -> TransferContext:
+    return TransferContext(sockets, FakePoller(), SECRET, Timing(), FixedClock(), ignore)  # type: ignore[arg-type]
 
 
 def attack_source(world: World, script: Script) -> None:
@@ -194,16 +204,10 @@ def attack_source(world: World, script: Script) -> None:
         timing=Timing(),
         offers=offers,
     )
-    end = SourceEnd(
-        machine,
-        world.pool,
-        words=None,
-        sealed=None,
-        timing=Timing(),
-        on_ended=ended.append,
-        count=lambda _: None,
-    )
-    end.open(FakeContext([(b"peer", *message) for message in script]), SECRET, "host")  # type: ignore[arg-type]
+    context = context_of(FakeContext([(b"peer", *message) for message in script]))
+    sender = ZmqTransport(context, world.pool, places=ignore, post=ignore)  # type: ignore[arg-type]
+    end = SourceEnd(context, machine, sender, words=None, on_ended=ended.append)
+    end.open("host")
     machine.open(LEASE, 3, 0.0)
     machine.grow(LEASE, tuple(BlockId(b) for b in LEASED), 0.0)
 
@@ -240,18 +244,11 @@ def attack_sink(world: World, script: Script) -> None:
     context = FakeContext(script, _honest_script())
     ended: list[Any] = []
     machine = SinkMachine(incarnation=SINK, identity=IDENTITY, timing=Timing())
-    end = SinkEnd(
-        machine,
-        world.pool,
-        LAYOUT.block_bytes,
-        transport=Transport.AUTO,
-        timing=Timing(),
-        clock=FixedClock(),
-        nixl=None,
-        on_end=ended.append,
-        count=lambda *_: None,
+    end = SourceConnections(
+        context_of(context), machine, block_bytes=LAYOUT.block_bytes, on_end=ended.append
     )
-    end.open(context, SECRET, FakePoller())  # type: ignore[arg-type]
+    sender = ZmqTransport(context_of(context), world.pool, places=machine.places, post=end.post)
+    end.open([ShmTransport(world), sender], sender)  # type: ignore[arg-type]
     end.perform(machine.hold(SeqId("s"), LeaseRef(LEASE, ADDRESS, 3), 0.0))
     end.perform(machine.hold(SeqId("honest"), LeaseRef(HONEST_LEASE, HONEST, 1), 0.0))
     end.perform(machine.start(SeqId("honest"), ((0, BlockId(WANTED_OF_HONEST)),), 0.0))

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from kvtransfer import sink_end
 from kvtransfer.lease.sink import SinkMachine
+from kvtransfer.transports.zmq import ZmqTransport
 from tests.fuzz import targets
 
 NUM_RUNS = 5000
@@ -58,7 +58,7 @@ def test_an_input_is_its_target_and_script():
     ("place", "name", "planted"),
     [
         (SinkMachine, "places", lambda _, __, data: [targets.BlockId(1)] * len(data.indices)),
-        (sink_end.ZmqReader, "take", lambda *_: 1 // 0),
+        (ZmqTransport, "place", lambda *_: 1 // 0),
         (targets, "decode_to_source", lambda frame: {b"\xff": 0}[frame[:1]]),
     ],
     ids=["a write elsewhere", "an exception in an end", "an exception in a decoder"],

@@ -99,7 +99,7 @@ class Worker:
 
     def connections(self) -> list[str]:
         """Returns the addresses of the connected sources."""
-        return list(self.endpoint._sink_end._links)
+        return list(self.endpoint._connections._links)
 
     def end_of_pull(self) -> Event:
         return self.next_event((PullDone, PullFailed))  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ from engine.config import Transport
 from engine.layout import KVFormat
 from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.events import AbortPull, PullDone, PullFailed, RevokeLease
-from kvtransfer import endpoint, source_end
+from kvtransfer import endpoint
+from kvtransfer.transports import zmq as by_message
 from tests.kits.endpoints import (
     LAYOUT,
     NUM_BLOCKS,
@@ -180,9 +181,9 @@ def test_damaged_blocks_are_sent_again(monkeypatch):
     monkeypatch.setattr(endpoint, "can_seal", lambda: False)
     with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
         fill(source.pool, seed=1)
-        real = source_end.pack
+        real = by_message.pack
         once = iter([1])
-        monkeypatch.setattr(source_end, "pack", lambda *what: real(*what) ^ next(once, 0))
+        monkeypatch.setattr(by_message, "pack", lambda *what: real(*what) ^ next(once, 0))
         end = sink.pull("s", source.lease("l", [1, 2]), [(0, 1), (1, 2)])
         assert is_done(end, "zmq")
         assert np.array_equal(sink.pool.blocks[[1, 2]], source.pool.blocks[[1, 2]])

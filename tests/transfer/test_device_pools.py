@@ -19,8 +19,8 @@ from kvtransfer.device.cuda_driver import CudaDriver
 from kvtransfer.device.driver import DriverError
 from kvtransfer.formats import convert
 from kvtransfer.memory import Region, SharedPool
-from kvtransfer.nixl_backend import PACKAGES
 from kvtransfer.records import Shard
+from kvtransfer.transports.nixl_agent import PACKAGES
 from tests.kits.endpoints import LAYOUT, fill, is_done, until, worker
 from tests.kits.fakes.device import LateDriver, on_device
 

@@ -14,7 +14,7 @@ from engine.config import Transport
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.net.trust import Secret
 from engine.worker.events import AbortPull, LeaseEnded, PullDone, PullFailed
-from kvtransfer import sink_end, source_end
+from kvtransfer import source_end
 from kvtransfer.lease.sink import MAX_DAMAGED
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import ShmUnavailable
@@ -38,6 +38,7 @@ from kvtransfer.messages import (
     encode,
 )
 from kvtransfer.native.copying import checksum
+from kvtransfer.transports import shm
 from tests.kits.endpoints import (
     DEADLINE_S,
     LAYOUT,
@@ -219,7 +220,7 @@ def test_a_sink_with_invalid_messages_loses_its_leases_and_must_attach_again():
     with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
         sink.hold("s", source.lease("l", [1, 2], ready=1))
         until(lambda: source.is_held("l"), "held")
-        (link,) = sink.endpoint._sink_end._links.values()
+        (link,) = sink.endpoint._connections._links.values()
         link.socket.send(b"\xc1")
         assert source.end_of_lease() == LeaseEnded(LeaseId("l"), "bad message")
         sink.start("s", [(0, 1)])
@@ -286,7 +287,7 @@ def test_auto_falls_back_when_the_offered_memory_cannot_be_mapped(monkeypatch):
     def unavailable(*_: object) -> None:
         raise ShmUnavailable("the source's memory is gone")
 
-    monkeypatch.setattr(sink_end, "map_offer", unavailable)
+    monkeypatch.setattr(shm, "map_offer", unavailable)
     with worker("source", Transport.AUTO) as source, worker("sink", Transport.AUTO) as sink:
         fill(source.pool, seed=1)
         done = sink.pull("s", source.lease("l", [3]), [(0, 4)])

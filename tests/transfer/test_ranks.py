@@ -10,12 +10,12 @@ from engine.config import Transport
 from engine.layout import KVFormat, KVLayout, KVSection, LayerRange, Shard
 from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.events import AbortPull, LeaseEnded, PullFailed, RevokeLease
-from kvtransfer import source_end
 from kvtransfer.formats import convert
 from kvtransfer.lease.sink import MAX_DAMAGED
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
-from kvtransfer.stream.source import SealedSource
+from kvtransfer.transports import zmq as by_message
+from kvtransfer.transports.sealed_source import SealedSource
 from kvtransfer.wire import Wire
 from tests.kits.endpoints import (
     NUM_BLOCKS,
@@ -237,9 +237,9 @@ def test_shares_that_arrive_damaged_are_sent_again(monkeypatch):
     ):
         fill(source, tp(2), whole)
         monkeypatch.setattr(SealedSource, "is_connected", lambda *what: False)
-        real = source_end.pack
+        real = by_message.pack
         once = iter([1])
-        monkeypatch.setattr(source_end, "pack", lambda *what: real(*what) ^ next(once, 0))
+        monkeypatch.setattr(by_message, "pack", lambda *what: real(*what) ^ next(once, 0))
         begin([sink], lease(source, "l", THERE))
         assert is_done(sink.end_of_pull(), "zmq")
         assert has_share(sink, whole, Shard())
@@ -252,12 +252,12 @@ def test_a_rank_whose_shares_stay_damaged_fails_the_pull_with_no_block(monkeypat
         ranks("d", Transport.ZMQ, tp(1), layout=FP32) as [sink],
     ):
         monkeypatch.setattr(SealedSource, "is_connected", lambda *what: False)
-        real, broken = source_end.pack, source[1].pool.blocks
+        real, broken = by_message.pack, source[1].pool.blocks
 
         def pack(wire: Wire, pool: Blocks, *what: Any) -> int:
             return real(wire, pool, *what) ^ np.shares_memory(pool, broken)
 
-        monkeypatch.setattr(source_end, "pack", pack)
+        monkeypatch.setattr(by_message, "pack", pack)
         begin([sink], lease(source, "l", THERE))
         assert sink.end_of_pull() == PullFailed(SeqId("s"), "blocks arrive damaged")
         found = sink.endpoint.counters()["failed_fetches:blocks_arrive_damaged"]

@@ -19,7 +19,6 @@ from engine.messages import LeaseId, SeqId
 from engine.worker.blocks import BlockId
 from engine.worker.events import AbortPull, PullDone, PullFailed
 from kvtransfer import endpoint as endpoints
-from kvtransfer import sink_end
 from kvtransfer.lease.effects import SendBlocks
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import PrivatePool
@@ -32,10 +31,12 @@ from kvtransfer.native.stream import (
     agreed_lanes,
     can_seal,
 )
-from kvtransfer.stream.sink import SealedLink, StreamLost, Target
-from kvtransfer.stream.source import MAX_GUESTS, SealedSource
+from kvtransfer.transports import sealed
+from kvtransfer.transports.sealed import SealedLink, StreamLost, Target
+from kvtransfer.transports.sealed_source import MAX_GUESTS, SealedSource
+from kvtransfer.transports.seam import TransferContext
 from kvtransfer.wire import agree
-from tests.kits.endpoints import LAYOUT, NUM_BLOCKS, fill, is_done, until, worker
+from tests.kits.endpoints import LAYOUT, NUM_BLOCKS, SECRET, fill, is_done, until, worker
 
 pytestmark = pytest.mark.skipif(not can_seal(), reason="there is no libsodium with AEGIS here")
 KEY = bytes(range(KEY_BYTES))
@@ -221,8 +222,12 @@ class Ends:
     def __init__(self):
         self.poller = select.epoll()
         self.counted = []
-        self.source = SealedSource(Timing(), MonotonicClock(), self.counted.append)
-        self.source.open("127.0.0.1", self.poller)
+        shared = TransferContext(
+            *(None, self.poller, SECRET, Timing(), MonotonicClock()),
+            count=lambda name, _: self.counted.append(name),
+        )
+        self.source = SealedSource(shared)
+        self.source.listen("127.0.0.1")
         self.pool = PrivatePool(NUM_BLOCKS, LAYOUT.block_bytes)
         self.pool.open()
         fill(self.pool, seed=1)
@@ -233,7 +238,7 @@ class Ends:
 
     def close(self):
         self.link.close()
-        self.source.close()
+        self.source.stop()
         self.poller.close()
         self.sink_poller.close()
         self.pool.close()
@@ -371,7 +376,7 @@ def test_silent_guests_make_room_for_others(ends):
 
 
 def test_silent_guests_do_not_stay(ends, monkeypatch):
-    monkeypatch.setattr("kvtransfer.stream.source.GREETING_S", 0.0)
+    monkeypatch.setattr("kvtransfer.transports.sealed_source.GREETING_S", 0.0)
     with socket.create_connection(("127.0.0.1", ends.source.port)) as guest:
         until(lambda: ends.turn() == [] and not guest.recv(1), "it is sent away")
 
@@ -419,14 +424,14 @@ def seal(source, sink):
 
 
 def link_of(sink):
-    (link,) = sink.endpoint._sink_end._links.values()
-    return link.sealed or SealedLink()
+    (source,) = sink.endpoint._by_message.sealed_sink._sources.values()
+    return source.link or SealedLink()
 
 
 @pytest.mark.parametrize("travels_as", [None, KVFormat.INT8])
 def test_pulls_go_over_the_stream_once_it_is_there(travels_as, monkeypatch):
     with sealing_pair(kv_wire_dtype=travels_as) as (source, sink):
-        monkeypatch.setattr(source.endpoint._source_end, "_send_frame", None)  # CURVE's
+        monkeypatch.setattr(source.endpoint._by_message, "_staging", None)  # CURVE's
         fill(sink.pool, seed=2)
         end = sink.pull("s", source.lease("l", [1, 2]), [(0, 7), (1, 8)])
         assert is_done(end, "zmq")
@@ -441,7 +446,7 @@ def test_pulls_go_over_the_stream_once_it_is_there(travels_as, monkeypatch):
 @pytest.mark.parametrize("budget", [50_000, 300_000, 2**20])
 def test_the_end_of_a_read_comes_however_it_is_cut_into_steps(monkeypatch, budget):
     with sealing_pair() as (source, sink):
-        monkeypatch.setattr("kvtransfer.stream.sink.BUDGET_BYTES", budget)
+        monkeypatch.setattr("kvtransfer.transports.sealed.BUDGET_BYTES", budget)
         for number in range(5):
             lease = source.lease(f"l{number}", list(range(NUM_BLOCKS)))
             pairs = [(block, block) for block in range(NUM_BLOCKS)]
@@ -456,7 +461,7 @@ def test_pulls_go_on_over_curve_if_the_stream_breaks(which):
         if which == "sink":
             streams._connection.shutdown(socket.SHUT_RDWR)
         else:
-            (line,) = source.endpoint._source_end._sealed._lines.values()
+            (line,) = source.endpoint._by_message.sealed_source._lines.values()
             until(lambda: line.stream is not None, "the source knows whose connection it is")
             line.stream._connection.shutdown(socket.SHUT_RDWR)
         end = sink.pull("s", source.lease("l", [1, 2]), [(0, 7), (1, 8)])
@@ -511,7 +516,7 @@ def test_a_pull_that_was_given_up_is_written_no_more():
         assert link_of(sink) is sealed
 
 
-@pytest.mark.parametrize("lacks_it", [endpoints, sink_end], ids=["source", "sink"])
+@pytest.mark.parametrize("lacks_it", [endpoints, sealed], ids=["source", "sink"])
 def test_without_libsodium_at_an_end_blocks_come_over_curve_and_that_is_counted(
     monkeypatch, lacks_it
 ):

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from engine.clock import MonotonicClock
-from kvtransfer.nixl_backend import PACKAGES
+from kvtransfer.transports.nixl_agent import PACKAGES
 from tests.kits.services.served import (
     START_TIMEOUT_S,
     held,

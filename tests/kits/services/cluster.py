@@ -25,7 +25,7 @@ from engine.config import DeviceKind, PoolsConfig, RouterConfig, Transport, Work
 from engine.devices.settings import resolve
 from engine.messages import Limits, LoadReport, RequestId, Role, Sampling, WorkerId
 from engine.net.trust import Secret
-from kvtransfer.nixl_backend import PACKAGES
+from kvtransfer.transports.nixl_agent import PACKAGES
 from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
 from router.machine.requests import Finished, Outcome, Request, Timeline

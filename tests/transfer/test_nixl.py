@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,15 +18,25 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import Incarnation, LeaseId, SeqId
+from engine.worker.blocks import BlockId
+from kvtransfer.lease.effects import Fetch, UseSource
 from kvtransfer.memory import Region, SharedPool
-from kvtransfer.messages import NixlOffer
-from kvtransfer.nixl_backend import PACKAGES, NixlAgent, NixlReader, NixlUnavailable
+from kvtransfer.messages import Attached, Identity, NixlOffer, Offers
 from kvtransfer.records import RecordPiece
+from kvtransfer.transports.nixl import NixlTransport
+from kvtransfer.transports.nixl_agent import PACKAGES
+from kvtransfer.transports.seam import BlocksArrived, BlocksFailed, TransportUnavailable
+from kvtransfer.wire import agree
 
 if not any(importlib.util.find_spec(package) for package in PACKAGES):
     pytest.skip(f"none of {', '.join(PACKAGES)} is installed", allow_module_level=True)
 
-NUM_BLOCKS, BLOCK_BYTES = 64, 16384
+LAYOUT = KVLayout(16, KVFormat.FP32, (KVSection(4, 2, 16),))
+NUM_BLOCKS, BLOCK_BYTES = 64, LAYOUT.block_bytes
+IDENTITY = Identity("model", LAYOUT)
+SEQ = SeqId("s")
 DEADLINE_S = 30.0
 SPAWN = multiprocessing.get_context("spawn")  # a fork must not use the agents of its parent
 
@@ -34,12 +44,30 @@ SPAWN = multiprocessing.get_context("spawn")  # a fork must not use the agents o
 # ---------------------------------------------------------------- processes
 
 
-def open_agent(name: str, num_blocks: int = NUM_BLOCKS) -> tuple[NixlAgent, SharedPool]:
+def ignore(*_: object) -> None:
+    """Counts nothing."""
+
+
+def opened(name: str, num_blocks: int = NUM_BLOCKS) -> tuple[NixlTransport, NixlOffer, SharedPool]:
     pool = SharedPool(num_blocks, BLOCK_BYTES)
     pool.open()
-    agent = NixlAgent(name, pool.region(), record_bytes=BLOCK_BYTES)
-    agent.open()
-    return agent, pool
+    transport = NixlTransport(name, pool.region(), record_bytes=BLOCK_BYTES, count=ignore)
+    offer = transport.offer(Offers()).nixl
+    assert offer is not None
+    return transport, offer, pool
+
+
+def use_of(offer: NixlOffer, num_blocks: int, pieces: Sequence[RecordPiece] | None) -> UseSource:
+    wire = agree(IDENTITY, IDENTITY)
+    if pieces is not None:
+        wire = replace(wire, pieces=tuple(pieces))
+    attached = Attached(Incarnation("life"), IDENTITY, num_blocks, Offers(nixl=offer))
+    return UseSource(offer.agent, wire, attached)
+
+
+def fetch_of(address: str, there: Sequence[int], here: Sequence[int]) -> Fetch:
+    blocks = tuple(map(BlockId, here))
+    return Fetch(SEQ, address, LeaseId("l"), tuple(range(len(here))), tuple(there), blocks)
 
 
 def contents(num_blocks: int, seed: int) -> np.ndarray:
@@ -49,30 +77,28 @@ def contents(num_blocks: int, seed: int) -> np.ndarray:
 
 def run_source(orders: Connection, name: str, num_blocks: int, seed: int) -> None:
     """A source's process: sends its offer, then obeys commands."""
-    agent, pool = open_agent(name, num_blocks)
+    transport, offer, pool = opened(name, num_blocks)
     pool.blocks[:] = contents(num_blocks, seed)
-    orders.send(agent.offer())
+    orders.send(offer)
     while (order := orders.recv()) != "end":
-        if order == "notifications":
-            orders.send(agent.progress())
-        elif order == "idle":
+        if order == "idle":
             started_s, started_cpu_s = time.perf_counter(), time.process_time()
             select.select([], [], [], 1.0)
             idle_s = time.perf_counter() - started_s
             orders.send((time.process_time() - started_cpu_s) / idle_s)
-    agent.close()
+    transport.stop()
 
 
 def run_greedy_sink(orders: Connection, offer: NixlOffer) -> None:
     """A sink's process that reads again and again, until it is killed."""
-    agent, _ = open_agent(f"sink-{os.getpid()}")
-    reader = agent.connect(offer, NUM_BLOCKS, record_bytes=BLOCK_BYTES)
-    everything = range(NUM_BLOCKS)
-    for read_id in range(10**9):
-        reader.fetch(read_id, everything, everything)
-        while not reader.poll():
-            pass
-        if read_id == 0:
+    transport, _, _ = opened(f"sink-{os.getpid()}")
+    transport.open(use_of(offer, NUM_BLOCKS, None))
+    everything = fetch_of(offer.agent, range(NUM_BLOCKS), range(NUM_BLOCKS))
+    for number in range(10**9):
+        ended = transport.fetch(everything)
+        while not ended:
+            ended = transport.poll((), may_wait=False)
+        if number == 0:
             orders.send("reading")
 
 
@@ -125,31 +151,50 @@ def lasting() -> Iterator[Source]:
 
 @dataclass
 class Sink:
-    agent: NixlAgent
+    transport: NixlTransport
     pool: SharedPool
 
-    def connect(self, there: Source, **kwargs: Any) -> NixlReader:
-        return self.agent.connect(there.offer, len(there.bytes), record_bytes=BLOCK_BYTES, **kwargs)
+    def connect(
+        self, there: Source, offer: NixlOffer | None = None, pieces: Any = None
+    ) -> Callable[..., str | None]:
+        """Returns what reads from the source, and says why a read failed."""
+        offer = offer or there.offer
+        self.transport.open(use_of(offer, len(there.bytes), pieces))
+
+        def read(there: Sequence[int], here: Sequence[int]) -> str | None:
+            ended = list(self.transport.fetch(fetch_of(offer.agent, there, here)))
+            return self.end(ended)
+
+        return read
+
+    def end(self, ended: list[Any]) -> str | None:
+        """Waits for a read; returns why it failed."""
+
+        def has_ended() -> bool:
+            ended.extend(self.transport.poll((), may_wait=False))
+            return bool(ended)
+
+        until(has_ended, "a read did not end")
+        (news,) = ended
+        assert isinstance(news, BlocksArrived | BlocksFailed)
+        return news.reason if isinstance(news, BlocksFailed) else None
+
+
+@contextmanager
+def sink_of(num_blocks: int = NUM_BLOCKS) -> Iterator[Sink]:
+    transport, _, pool = opened("sink", num_blocks)
+    yield Sink(transport, pool)
+    transport.stop()
+    pool.close()
 
 
 @pytest.fixture
 def sink() -> Iterator[Sink]:
-    agent, pool = open_agent("sink")
-    yield Sink(agent, pool)
-    agent.close()
-    pool.close()
+    with sink_of() as one:
+        yield one
 
 
-def ends(reader: NixlReader, num: int = 1) -> dict[int, str | None]:
-    """Returns the next `num` reads that end."""
-    ended: dict[int, str | None] = {}
-
-    def have_ended() -> bool:
-        ended.update(reader.poll())
-        return len(ended) >= num
-
-    until(have_ended, "a read did not end")
-    return ended
+ALL = range(NUM_BLOCKS)
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -158,45 +203,14 @@ def until(holds: Callable[[], bool], what: str) -> None:
         assert time.monotonic() < deadline_s, what
 
 
-def read_all(reader: NixlReader, read_id: int, num_blocks: int = NUM_BLOCKS) -> str | None:
-    reader.fetch(read_id, range(num_blocks), range(num_blocks))
-    return ends(reader)[read_id]
-
-
 # ---------------------------------------------------------------- reads
-
-
-def test_scattered_blocks_arrive_and_no_other_block_is_touched(sink, lasting):
-    sink.pool.blocks[:] = contents(NUM_BLOCKS, seed=2)
-    expected = sink.pool.blocks.copy()
-    rng = np.random.default_rng(3)
-    there, here = rng.permutation(NUM_BLOCKS)[:40], rng.permutation(NUM_BLOCKS)[:40]
-    reader = sink.connect(lasting)
-    for first in (0, 10, 20, 30):  # several in flight
-        part = slice(first, first + 10)
-        reader.fetch(first, there[part].tolist(), here[part].tolist())
-    assert ends(reader, 4) == {0: None, 10: None, 20: None, 30: None}
-    assert reader.num_outstanding == 0
-    expected[here] = lasting.bytes[there]
-    np.testing.assert_array_equal(sink.pool.blocks, expected)
-
-
-def test_adjacent_blocks_arrive_where_they_belong(sink, lasting):
-    reader = sink.connect(lasting)
-    reader.fetch(1, [5, 6, 7, 8, 20], [30, 31, 32, 40, 41])
-    assert ends(reader) == {1: None}
-    np.testing.assert_array_equal(
-        sink.pool.blocks[[30, 31, 32, 40, 41]], lasting.bytes[[5, 6, 7, 8, 20]]
-    )
-    assert not np.delete(sink.pool.blocks, [30, 31, 32, 40, 41], axis=0).any()
 
 
 def test_only_the_pieces_of_each_record_are_read(sink, lasting):
     pieces = (RecordPiece(0, 64, 1000), RecordPiece(8192, 4096, 128))
     there, here = [63, 0, 31], [1, 62, 5]
-    reader = sink.connect(lasting, pieces=pieces)
-    reader.fetch(9, there, here)
-    assert ends(reader) == {9: None}
+    read = sink.connect(lasting, pieces=pieces)
+    assert read(there, here) is None
     expected = np.zeros_like(lasting.bytes)
     expected[here, 64:1064] = lasting.bytes[there, :1000]
     expected[here, 4096:4224] = lasting.bytes[there, 8192:8320]
@@ -205,34 +219,19 @@ def test_only_the_pieces_of_each_record_are_read(sink, lasting):
 
 def test_a_source_may_have_more_blocks_than_the_sink(sink):
     with source(num_blocks=3 * NUM_BLOCKS) as other:
-        reader = sink.connect(other)
-        reader.fetch(1, [3 * NUM_BLOCKS - 1], [0])
-        assert ends(reader) == {1: None}
+        read = sink.connect(other)
+        assert read([3 * NUM_BLOCKS - 1], [0]) is None
         np.testing.assert_array_equal(sink.pool.blocks[0], other.bytes[-1])
 
 
 @pytest.mark.parametrize(("there", "here"), [(NUM_BLOCKS, 0), (-1, 0), (0, NUM_BLOCKS), (0, -1)])
 def test_a_block_outside_its_pool_is_refused_before_anything_is_read(sink, lasting, there, here):
-    reader = sink.connect(lasting)
+    read = sink.connect(lasting)
     with pytest.raises(IndexError):
-        reader.fetch(1, [1, there], [1, here])
-    assert reader.num_outstanding == 0
-    assert read_all(reader, 2) is None
-    assert sink.agent.num_restarts == 0
-
-
-def test_the_source_is_notified_of_the_read_by_its_id(sink):
-    with source() as other:
-        reader = sink.connect(other)
-        assert read_all(reader, 2**63 + 5) is None
-        seen: list[bytes] = []
-
-        def is_notified() -> bool:
-            seen.extend(other.ask("notifications"))
-            return bool(seen)
-
-        until(is_notified, "no notification")
-        assert seen == [(2**63 + 5).to_bytes(8, "little")]
+        read([1, there], [1, here])
+    assert sink.transport.num_reads == 0
+    assert read(ALL, ALL) is None
+    assert sink.transport.num_restarts == 0
 
 
 # ---------------------------------------------------------------- false offers
@@ -253,93 +252,74 @@ def test_the_source_is_notified_of_the_read_by_its_id(sink):
 )
 def test_a_false_offer_is_refused(sink, lasting, changed, reason):
     offer = msgspec.structs.replace(lasting.offer, **changed)
-    with pytest.raises(NixlUnavailable, match=reason):
-        sink.agent.connect(offer, NUM_BLOCKS, record_bytes=BLOCK_BYTES)
-    assert read_all(sink.connect(lasting), 1) is None
+    with pytest.raises(TransportUnavailable, match=reason):
+        sink.connect(lasting, offer)
+    assert sink.connect(lasting)(ALL, ALL) is None
 
 
 @pytest.mark.parametrize("piece", [RecordPiece(1, 0, BLOCK_BYTES), RecordPiece(0, 1, BLOCK_BYTES)])
 def test_a_piece_that_exceeds_its_record_is_refused(sink, lasting, piece):
-    with pytest.raises(NixlUnavailable, match="within"):
+    with pytest.raises(TransportUnavailable, match="within"):
         sink.connect(lasting, pieces=[piece])
 
 
 def test_a_host_without_nixl_gets_a_clear_error(monkeypatch):
-    monkeypatch.setattr("kvtransfer.nixl_backend.PACKAGES", ("no_such_nixl",))
-    agent = NixlAgent("agent", Region(4096, 4096), record_bytes=4096)
-    with pytest.raises(NixlUnavailable, match="no_such_nixl"):
-        agent.open()
+    monkeypatch.setattr("kvtransfer.transports.nixl_agent.PACKAGES", ("no_such_nixl",))
+    transport = NixlTransport("agent", Region(4096, 4096), record_bytes=4096, count=ignore)
+    with pytest.raises(TransportUnavailable, match="no_such_nixl"):
+        transport.offer(Offers())
 
 
 # ---------------------------------------------------------------- ends, and accidents
 
 
-def test_reading_from_a_killed_source_fails(sink):
-    with source() as other:
-        reader = sink.connect(other)
-        assert read_all(reader, 1) is None
-        other.kill()
-        assert read_all(reader, 2) is not None
-        reader.close()
-
-
 def test_a_source_that_died_does_not_keep_others_from_being_read(sink):
     with source("first") as first, source("second", seed=5) as second:
-        readers = [sink.connect(first), sink.connect(second)]
-        assert [read_all(reader, 1) for reader in readers] == [None, None]
+        reads = [sink.connect(first), sink.connect(second)]
+        assert [read(ALL, ALL) for read in reads] == [None, None]
         first.kill()
-        assert read_all(readers[0], 2) is not None
-        assert read_all(readers[1], 2) is None
+        assert reads[0](ALL, ALL) is not None
+        assert reads[1](ALL, ALL) is None
         np.testing.assert_array_equal(sink.pool.blocks, second.bytes)
 
 
 def test_a_restarted_source_can_be_read_after_the_old_one_died(sink):
     with source("incarnation-1") as old:
-        reader = sink.connect(old)
-        assert read_all(reader, 1) is None
+        assert sink.connect(old)(ALL, ALL) is None
         old.kill()
-        reader.close()
+        sink.transport.close(old.offer.agent)
     with source("incarnation-2", seed=7) as new:
-        assert read_all(sink.connect(new), 2) is None
+        assert sink.connect(new)(ALL, ALL) is None
         np.testing.assert_array_equal(sink.pool.blocks, new.bytes)
 
 
-def test_a_cancelled_read_of_a_stopped_source_ends_and_writes_no_more(monkeypatch):
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_cancelled_read_of_a_stopped_source_ends_and_writes_no_more(monkeypatch, is_closed):
     """Uses tcp, where the source sends the bytes: they are in flight when the read is cancelled."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     num_blocks = 4096  # more than sockets buffer
-    with source(num_blocks=num_blocks) as other:
-        agent, pool = open_agent("sink", num_blocks)
-        reader = agent.connect(other.offer, num_blocks, record_bytes=BLOCK_BYTES)
-        assert read_all(reader, 1, num_blocks) is None
+    with source(num_blocks=num_blocks) as other, sink_of(num_blocks) as sink:
+        everything = range(num_blocks)
+        transport = sink.transport
+        assert sink.connect(other)(everything, everything) is None
         other.signal(signal.SIGSTOP)
-        reader.fetch(2, range(num_blocks), range(num_blocks))
-        reader.poll()
-        assert reader.num_outstanding == 1
-        reader.cancel(2)
-        assert ends(reader) == {2: "a cancelled read does not end"}
-        assert agent.num_restarts == 1
-        pool.blocks[:] = 0
+        assert not transport.fetch(fetch_of(other.offer.agent, everything, everything))
+        transport.poll((), may_wait=False)
+        assert transport.cancel(SEQ)
+        if is_closed:  # of a closed source there is no news
+            transport.close(other.offer.agent)
+            until(lambda: not transport.poll((), may_wait=False) and not transport.cancel(SEQ), "")
+        else:
+            assert sink.end([]) == "a cancelled read does not end"
+        assert not transport.cancel(SEQ)
+        assert transport.num_restarts == 1
+        sink.pool.blocks[:] = 0
         other.signal(signal.SIGCONT)
         deadline_s = time.monotonic() + 0.5
         while time.monotonic() < deadline_s:  # any late write would happen by then
-            assert reader.poll() == []
+            assert transport.poll((), may_wait=False) == []
             select.select([], [], [], 0.01)
-        assert not pool.blocks.any()
-        agent.close()
-
-
-def test_closing_a_reader_ends_what_it_reads(monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    with source() as other:
-        agent, _ = open_agent("sink")
-        reader = agent.connect(other.offer, NUM_BLOCKS, record_bytes=BLOCK_BYTES)
-        assert read_all(reader, 1) is None
-        other.signal(signal.SIGSTOP)
-        reader.fetch(2, [0], [0])
-        reader.close()
-        assert [read_id for read_id, reason in reader.poll() if reason] == [2]
-        agent.close()
+        assert not sink.pool.blocks.any()
 
 
 def test_a_source_outlives_sinks_that_are_killed_while_they_read(sink):
@@ -355,7 +335,7 @@ def test_a_source_outlives_sinks_that_are_killed_while_they_read(sink):
             assert ours.recv() == "reading"
             process.kill()
             process.join(DEADLINE_S)
-        assert read_all(sink.connect(other), 1) is None
+        assert sink.connect(other)(ALL, ALL) is None
         np.testing.assert_array_equal(sink.pool.blocks, other.bytes)
 
 
@@ -364,7 +344,7 @@ def test_a_source_outlives_sinks_that_are_killed_while_they_read(sink):
 
 def test_an_idle_agent_leaves_the_processor_alone(sink):
     with source() as other:
-        assert read_all(sink.connect(other), 1) is None
+        assert sink.connect(other)(ALL, ALL) is None
         assert other.ask("idle") < 0.05
 
 
@@ -374,28 +354,27 @@ def test_closing_frees_threads_and_files():
 
     with source() as other:
 
-        def read_once(name: str) -> None:
-            agent, pool = open_agent(name)
-            reader = agent.connect(other.offer, NUM_BLOCKS, record_bytes=BLOCK_BYTES)
-            assert read_all(reader, 1) is None
-            agent.close()
-            pool.close()
+        def read_once() -> None:
+            with sink_of() as sink:
+                assert sink.connect(other)(ALL, ALL) is None
 
-        read_once("first")  # loads libraries, which stay
+        read_once()  # loads libraries, which stay
         before = held()
-        for number in range(4):
-            read_once(f"again-{number}")
+        for _ in range(4):
+            read_once()
         assert held() == before
 
 
 USES_NIXL = """
 import numpy as np
 from kvtransfer.memory import Region
-from kvtransfer.nixl_backend import NixlAgent
+from kvtransfer.messages import Offers
+from kvtransfer.transports.nixl import NixlTransport
 memory = np.zeros(2**20, np.uint8)
-agent = NixlAgent("one", Region(memory.ctypes.data, memory.nbytes), record_bytes=4096)
-agent.open()
-agent.close()
+region = Region(memory.ctypes.data, memory.nbytes)
+transport = NixlTransport("one", region, record_bytes=4096, count=print)
+transport.offer(Offers())
+transport.stop()
 print("closed", flush=True)
 """
 

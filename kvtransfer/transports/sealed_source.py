@@ -2,24 +2,22 @@
 
 import select
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from hmac import compare_digest
 
 import numpy as np
 
-from engine.clock import Clock
 from engine.errors import ProtocolError
 from engine.worker.blocks import BlockId
 from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.lease.effects import Peer, SendBlocks
-from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import AskSealed, Data, Read, decode_to_source, encode
 from kvtransfer.native.stream import RecordFrame, SealedStream, StreamStop, agreed_lanes
 from kvtransfer.packing import pack, rows_to_send
-from kvtransfer.readers import FRAME_BYTES, num_records
-from kvtransfer.stream import BUDGET_BYTES, GREETING_BYTES, prepare
+from kvtransfer.transports.sealed import BUDGET_BYTES, GREETING_BYTES, prepare
+from kvtransfer.transports.seam import FRAME_BYTES, TransferContext, num_records
 
 GREETING_S = 5.0  # for a connection to say which sink it is
 MAX_GUESTS = 64  # connections that have not; the oldest makes room
@@ -52,31 +50,34 @@ class _Line:
 class SealedSource:
     """The sealed streams of a source."""
 
-    def __init__(self, timing: Timing, clock: Clock, count: Callable[[str], None]) -> None:
-        self._timing = timing
-        self._clock = clock
-        self._count = count
+    def __init__(self, context: TransferContext) -> None:
+        self._count = context.count
+        self._timing = context.timing
+        self._clock = context.clock
+        self._poller = context.poller
+        self._listener: socket.socket | None = None
+        self.port: int | None = None  # where sinks connect, once it listens
         self._lines: dict[Peer, _Line] = {}  # oldest first
         self._peers: dict[bytes, Peer] = {}  # by the name of the line
         self._connected: dict[int, Peer] = {}  # by descriptor
         self._guests: dict[int, _Guest] = {}  # by descriptor, oldest first
 
-    def open(self, host: str, poller: select.epoll) -> None:
+    def listen(self, host: str) -> None:
         """Listens on a `port` that the system chooses. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_GUESTS)
         self._listener.settimeout(0)
-        self.port: int = self._listener.getsockname()[1]
-        self._poller = poller
-        poller.register(self._listener, select.EPOLLIN)
+        self.port = self._listener.getsockname()[1]
+        self._poller.register(self._listener, select.EPOLLIN)
 
-    def close(self) -> None:
-        """Closes all connections, and forgets all keys."""
+    def stop(self) -> None:
+        """Closes all connections, and drops all keys."""
         for peer in list(self._lines):
             self.dismiss(peer)
         for fd in list(self._guests):
             self._send_away(fd)
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
     # ------------------------------------------------------------ sinks
 
@@ -118,8 +119,8 @@ class SealedSource:
 
     def receive(self, ready: Collection[int]) -> Iterator[tuple[Peer, Read | ProtocolError]]:
         """Yields the reads of sinks whose connections are ready; an error for an invalid one."""
-        if self._listener.fileno() in ready:
-            self._accept()
+        if self._listener is not None and self._listener.fileno() in ready:
+            self._accept(self._listener)
         for fd in [fd for fd in self._guests if fd in ready]:
             self._greet(fd)
         now_s = self._clock.now_s()
@@ -130,15 +131,15 @@ class SealedSource:
             if line is not None and (fd in ready or line.has_more):
                 yield from self._receive_of(peer, line)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(MAX_GUESTS):
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
                 prepare(connection, self._timing)
             except BlockingIOError:
                 return
             except OSError:  # it has gone again, or there are no descriptors left
-                self._count("refused_connections:cannot be accepted")
+                self._count("refused_connections:cannot be accepted", 1)
                 return
             if len(self._guests) >= MAX_GUESTS:
                 self._send_away(next(iter(self._guests)))
@@ -160,7 +161,7 @@ class SealedSource:
             return
         peer = self._known(guest.greeting)
         if peer is None:
-            self._count("refused_connections:wrong pass")
+            self._count("refused_connections:wrong pass", 1)
             self._send_away(fd)
             return
         del self._guests[fd]
@@ -200,7 +201,7 @@ class SealedSource:
             yield peer, _read(line.stream.received_note)
 
     def _lose(self, peer: Peer) -> None:
-        self._count("fallbacks:zmq_unsealed")
+        self._count("fallbacks:zmq_unsealed", 1)
         self.dismiss(peer)
 
     # ------------------------------------------------------------ blocks

@@ -1,10 +1,34 @@
-"""The sink's end of a sealed stream."""
+"""Sealed streams between endpoints, over which sources send blocks beside ZeroMQ.
 
+CURVE encrypts less than 1 GiB/s in one thread, and a frame of ZeroMQ's passes two more threads and
+two more copies. So blocks, and the reads that ask for them, go over a TCP connection of their own:
+
+    sink                      CURVE                      source
+    AskSealed(name, word, key)  ──────────────────────>  keeps the key
+                                <──────────────────────  MaySeal
+    connects, name | word       ──────── TCP ─────────>  knows the sink
+    Read                        ──────── sealed ──────>
+                                <─────── sealed ───────  Data, its records; the next Data, …
+
+All three are random, and travel over CURVE only: so a recorded connection cannot be decrypted later
+with the deployment's secret. A key serves one connection. Who reads the name and the word on the
+network can connect in the sink's place, and gets bytes that it cannot open.
+
+Neither end waits for the connection: records are sent and received as far as it takes them, and the
+lease is looked at before each such step. So each record that arrives was sent while its lease was
+open.
+
+Until the connection is there, blocks come over CURVE. So they do if it breaks, or if C++ or
+libsodium is missing at an end; that is counted.
+"""
+
+import logging
+import math
 import os
 import secrets
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,20 +37,33 @@ import numpy as np
 from engine.errors import ProtocolError
 from engine.worker.blocks import BlockId
 from kvtransfer.device.blocks import DeviceBlocks
+from kvtransfer.lease.effects import UseSource
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
-from kvtransfer.messages import AskSealed, Data, Read, decode_to_sink, encode
+from kvtransfer.messages import AskSealed, Data, Read, ToSource, decode_to_sink, encode
 from kvtransfer.native.stream import (
     KEY_BYTES,
     RecordFrame,
     SealedStream,
     StreamStop,
     agreed_lanes,
+    can_seal,
 )
 from kvtransfer.packing import rows_to_receive, unpack
-from kvtransfer.stream import BUDGET_BYTES, GREETING_BYTES, prepare
+from kvtransfer.transports.seam import (
+    BlocksArrived,
+    BlocksFailed,
+    FetchNews,
+    SourceFault,
+    TransferContext,
+)
 from kvtransfer.wire import Wire
 
+log = logging.getLogger(__name__)
+
+BUDGET_BYTES = 8 * 2**20  # of one call; then other connections and deadlines have their turn
+GREETING_BYTES = 32  # a name and a word
+MAX_STEPS_PER_TURN = 64  # of one source; then other sources and deadlines have their turn
 Places = Sequence[BlockId | None]
 NO_PLACE = -1
 
@@ -239,3 +276,138 @@ class SealedLink:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+
+@dataclass(slots=True)
+class _Source:
+    """A source that sends its blocks."""
+
+    target: Target
+    port: int | None
+    link: SealedLink | None = None
+    ask_again_s: float = math.inf  # when to ask for another stream
+    num_ended: int = 0  # pulls that had ended when blocks were last received
+
+
+class SealedSink:
+    """The sealed streams from all sources of an endpoint."""
+
+    def __init__(
+        self,
+        context: TransferContext,
+        *,
+        places: Callable[[str, Data], Places],
+        post: Callable[[str, ToSource], None],
+    ) -> None:
+        """`places` are those of the blocks of a Data from an address; `post` sends over CURVE."""
+        self._places = places
+        self._post = post
+        self._count = context.count
+        self._timing = context.timing
+        self._clock = context.clock
+        self._poller = context.poller
+        self._sources: dict[str, _Source] = {}  # by address
+        self.num_ended = 0  # pulls that have ended, whose places must not be written any more
+
+    @property
+    def has_more(self) -> bool:
+        """True if blocks may have come that no descriptor reports."""
+        links = [source.link for source in self._sources.values()]
+        return any(link is not None and link.has_more for link in links)
+
+    def open(self, use: UseSource, pool: Blocks | DeviceBlocks, *, max_blocks: int) -> None:
+        """Asks a source for a stream, if both ends can seal."""
+        address = use.address
+        target = Target(use.wire, pool, max_blocks, lambda data: self._places(address, data))
+        self._sources[address] = _Source(target, use.source.offers.sealed_port)
+        self._ask(address)
+
+    def connect(self, address: str, lanes: int) -> None:
+        """Connects to a source that has agreed to a stream."""
+        source = self._sources.get(address)
+        if source is None or source.link is None or source.link.is_connecting:
+            return  # a source that answers twice
+        assert source.port is not None
+        try:
+            source.link.connect(address, source.port, self._poller, self._timing, lanes=lanes)
+        except OSError as error:
+            self._lose(address, source.link, str(error))
+
+    def read(self, address: str, read: Read) -> bool:
+        """Asks for blocks. Returns False if the message must go over CURVE."""
+        source = self._sources[address]
+        if source.ask_again_s <= self._clock.now_s():
+            self._ask(address)
+        return source.link is not None and source.link.read(read)
+
+    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
+        """Returns the blocks that have come. The news of a source end with its first blocks."""
+        news: list[FetchNews] = []
+        for address, source in list(self._sources.items()):
+            link = source.link
+            if link is not None and (link.fileno() in ready or link.has_more):
+                link.is_stale = link.is_stale or source.num_ended != self.num_ended
+                source.num_ended = self.num_ended
+                news += self._receive(address, link, source.target, may_wait=may_wait)
+        return news
+
+    def close(self, address: str) -> None:
+        """Closes the stream of a source."""
+        source = self._sources.pop(address, None)
+        if source is not None and source.link is not None:
+            source.link.close()
+
+    def _ask(self, address: str) -> None:
+        source = self._sources[address]
+        source.ask_again_s = math.inf
+        if source.port is None or not can_seal():
+            self._count("fallbacks:zmq_unsealed", 1)
+            log.warning("blocks of %s come over CURVE, which is slower", address)
+            return
+        source.link = SealedLink()
+        self._post(address, source.link.ask())
+
+    def _receive(
+        self, address: str, link: SealedLink, target: Target, *, may_wait: bool
+    ) -> list[FetchNews]:
+        news: list[FetchNews] = []
+        for _ in range(MAX_STEPS_PER_TURN):
+            try:
+                landed = link.receive(target, may_wait=may_wait)
+            except ProtocolError as error:
+                return [*news, SourceFault(address, error)]
+            except StreamLost as error:
+                return [*news, *self._lose(address, link, str(error))]
+            if landed is not None:
+                data, indices = landed
+                news.append(BlocksArrived(address, data.lease_id, indices, data=data))
+            if not link.has_more or (landed is not None and landed.indices):
+                break
+        return news
+
+    def _lose(self, address: str, link: SealedLink, reason: str) -> list[FetchNews]:
+        """Blocks come over CURVE again, until another stream is there."""
+        source, landing = self._sources[address], link.landing
+        link.close()
+        source.link = None
+        source.ask_again_s = self._clock.now_s() + self._timing.silence_s
+        self._count("fallbacks:zmq_unsealed", 1)
+        log.warning("the sealed stream of %s has ended: %s", address, reason)
+        if landing is None or not landing.awaited:
+            return []
+        what = address, landing.data.lease_id, landing.awaited
+        return [BlocksFailed(*what, reason, damaged=True)]
+
+
+def prepare(connection: socket.socket, timing: Timing) -> None:
+    """Sets up a connection: it never blocks, and ends if its peer is gone."""
+    connection.settimeout(0)
+    silence_ms = max(1, int(1000 * timing.silence_s))
+    for level, option, number in (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(timing.silence_s))),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(timing.hold_every_s))),
+    ):
+        connection.setsockopt(level, option, number)

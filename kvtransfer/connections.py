@@ -1,0 +1,307 @@
+"""The connections of a sink to its sources: a DEALER socket for each, and a transport.
+
+A connection keeps its routing id when it breaks and is made again. So the source still knows the
+sink and its leases, and a pull continues from the blocks that it has.
+"""
+
+import logging
+import secrets
+import select
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from engine.config import Transport
+from engine.errors import ProtocolError
+from engine.net.curve import Channel, secure_client
+from engine.worker.events import PullDone, PullFailed
+from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, SinkEffect, UseSource
+from kvtransfer.lease.sink import SinkMachine
+from kvtransfer.lease_words import NoWords, SourcesWords
+from kvtransfer.memory import boot_id
+from kvtransfer.messages import Data, MaySeal, ToSource, decode_to_sink, encode
+from kvtransfer.source_end import has_mail, set_heartbeat
+from kvtransfer.transports.seam import (
+    FRAME_BYTES,
+    BlocksArrived,
+    BlocksFailed,
+    BlockTransport,
+    FetchNews,
+    TransferContext,
+    TransportUnavailable,
+)
+from kvtransfer.transports.zmq import ZmqTransport
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGES_PER_TURN = 64  # of one source; then other sources and deadlines have their turn
+
+
+@dataclass(slots=True)
+class _Connection:
+    """A connection to a source. `transport` is set once the source has accepted this sink."""
+
+    socket: "zmq.Socket[bytes]"
+    transport: BlockTransport | None = None
+    words: SourcesWords | None = None  # of its leases, if it is on this host
+    share_bytes: int = 0  # of a block here that come from this source
+
+
+class SourceConnections:
+    """Performs the effects of the sink's machine. Owned by the transfer thread."""
+
+    def __init__(
+        self,
+        context: TransferContext,
+        machine: SinkMachine,
+        *,
+        block_bytes: int,
+        on_end: Callable[[PullDone | PullFailed], None],
+    ) -> None:
+        self._context = context
+        self._clock = context.clock
+        self._count = context.count
+        self._machine = machine
+        self._block_bytes = block_bytes
+        self._on_end = on_end
+        self._links: dict[str, _Connection] = {}  # by address
+        self._ending: list[PullDone | PullFailed] = []  # their blocks are still being written
+        self._outbox: list[SendToSource] = []
+        self._has_mail = False  # messages may wait that no descriptor reports
+
+    def open(self, transports: Sequence[BlockTransport], by_message: ZmqTransport) -> None:
+        """Sets the transports. The first that fits a source is used for its blocks."""
+        self._transports = transports
+        self._by_message = by_message
+        self._sealed = by_message.sealed_sink
+
+    def close(self) -> None:
+        """Closes every connection, and lets go of the sources' memory."""
+        for address in list(self._links):
+            self._close_link(address)
+
+    @property
+    def must_poll(self) -> bool:
+        """True if a read is under way whose end no descriptor reports."""
+        return any(transport.num_reads for transport in self._transports)
+
+    @property
+    def has_mail(self) -> bool:
+        """True if messages or blocks may wait that no descriptor reports."""
+        return self._has_mail or self._sealed.has_more
+
+    # ------------------------------------------------------------ what comes
+
+    def receive(self, ready: Collection[int], *, may_wait: bool) -> None:
+        """Takes messages of sources, and fetches that ended.
+
+        `ready` are the descriptors that can be read or written. `may_wait`, for a moment, for
+        more of what has begun to come.
+        """
+        self._has_mail = False
+        for address in list(self._links):
+            for _ in range(MAX_MESSAGES_PER_TURN):
+                if not self._receive_one(address):
+                    break
+            else:
+                self._has_mail = True  # perhaps
+        self.poll(ready, may_wait=may_wait and not self.must_poll)
+
+    def poll(self, ready: Collection[int] = (), *, may_wait: bool = False) -> None:
+        """Takes fetches that ended."""
+        for transport in self._transports:
+            for news in transport.poll(ready, may_wait=may_wait):
+                self.perform(self._take_news(news))
+        ending, self._ending = self._ending, []
+        for end in ending:
+            self._end(end)
+
+    def _receive_one(self, address: str) -> bool:
+        """Takes one message, if there is one."""
+        link = self._links.get(address)
+        if link is None or not has_mail(link.socket):
+            return False
+        header = link.socket.recv(zmq.NOBLOCK)
+        news: FetchNews | None = None
+        try:
+            message = decode_to_sink(header)
+            if isinstance(message, Data):
+                payload, places = self._payload(link), self._machine.places(address, message)
+                news = self._by_message.place(address, message, payload, places)
+            elif link.socket.get(zmq.RCVMORE):
+                raise ProtocolError("unexpected payload")
+        except ProtocolError as error:
+            self.perform(self._cut_off(address, error))
+            return False
+        if isinstance(message, MaySeal):
+            self._sealed.connect(address, message.lanes)
+        self.perform(self._machine.receive(address, message, self._clock.now_s()))
+        if news is not None:
+            self.perform(self._take_news(news))
+        return True
+
+    def _payload(self, link: _Connection) -> memoryview:
+        """Takes the second frame of a Data. Raises ProtocolError."""
+        if not link.socket.get(zmq.RCVMORE):
+            raise ProtocolError("Data without its payload")
+        frame = link.socket.recv(copy=False)
+        if link.socket.get(zmq.RCVMORE):
+            raise ProtocolError("Data has too many frames")
+        return frame.buffer
+
+    def _cut_off(self, address: str, error: ProtocolError) -> list[SinkEffect]:
+        self._count("bad_messages", 1)
+        log.warning("cut off source %s: %s", address, error)
+        return self._machine.refuse_source(address, "source sends nonsense")
+
+    def _take_news(self, news: FetchNews) -> list[SinkEffect]:
+        now_s, link = self._clock.now_s(), self._links.get(news.address)
+        if link is None:
+            return []  # it was closed meanwhile
+        if isinstance(news, BlocksArrived):
+            are_good = news.data is not None
+            if news.data is not None:
+                self._machine.receive(news.address, news.data, now_s)
+            if not news.indices:
+                return []
+            num_bytes = len(news.indices) * link.share_bytes
+            self._count("pulled_blocks", num_bytes / self._block_bytes)
+            self._count("pulled_bytes", num_bytes)
+            what = news.address, news.lease_id, news.indices, now_s
+            return self._machine.fetched(*what, are_good=are_good or self._prove(link, news))
+        if not isinstance(news, BlocksFailed):
+            return self._cut_off(news.address, news.error)
+        log.warning("could not fetch blocks of lease %s: %s", news.lease_id, news.reason)
+        self._count(f"failed_fetches:{news.reason.split(':')[0].replace(' ', '_')}", 1)
+        if news.damaged:
+            return self._machine.damaged(news.address, news.lease_id, news.indices, now_s)
+        return self._machine.fetch_failed(news.address, news.lease_id, news.reason, now_s)
+
+    def _prove(self, link: _Connection, news: BlocksArrived) -> bool:
+        """True if the lease was open after its blocks were copied, as its word says."""
+        if link.words is None:
+            return False
+        if news.word is None:
+            self._count("fallbacks:lease_without_word", 1)
+            return False
+        return link.words.prove(news.word)
+
+    # ------------------------------------------------------------ what follows
+
+    def perform(self, effects: list[SinkEffect]) -> None:
+        """Performs effects, and the effects that follow from them."""
+        todo = list(effects)
+        while todo:
+            effect = todo.pop(0)
+            match effect:
+                case SendToSource():
+                    self._outbox.append(effect)
+                case UseSource():
+                    todo += self._use_source(effect)
+                case Fetch():
+                    transport = self._links[effect.address].transport
+                    assert transport is not None, "the source has not accepted us"
+                    for news in transport.fetch(effect):
+                        todo += self._take_news(news)
+                case CloseSource():
+                    self._close_link(effect.address)
+                case PullDone() | PullFailed():
+                    self._end(effect)
+
+    def _end(self, end: PullDone | PullFailed) -> None:
+        """Reports the end of a pull once nothing writes to its blocks any more."""
+        self._sealed.num_ended += 1
+        for transport in self._transports:
+            if transport.num_reads and transport.cancel(end.seq_id):
+                self._ending.append(end)
+                return
+        self._on_end(end)
+
+    # ------------------------------------------------------------ sources
+
+    def _use_source(self, use: UseSource) -> list[SinkEffect]:
+        link = self._links[use.address]
+        if link.transport is not None or not use.wire.record_bytes:
+            return []  # a repeated answer, or other ranks give us all we need
+        refused: list[str] = []
+        for transport in self._transports:
+            try:
+                means = transport.open(use)
+            except TransportUnavailable as error:
+                refused.append(f"{transport.name}: {error}")
+                if error.fallback is not None:
+                    self._count(f"fallbacks:{transport.name}_{error.fallback}", 1)
+                continue
+            link.transport, link.share_bytes = transport, use.wire.wanted.block_bytes
+            link.words = self._open_words(transport.name, use)
+            self._machine.use_transport(use.address, means)
+            why = "; ".join(refused) or "the first choice"
+            log.info("pulling from %s over %s (%s)", use.address, transport.name, why)
+            return []
+        log.warning("not pulling from %s: %s", use.address, "; ".join(refused))
+        return self._machine.refuse_source(use.address, f"no transport: {refused[-1]}")
+
+    def _open_words(self, way: Transport, use: UseSource) -> SourcesWords | None:
+        """Maps the words of the source's leases, unless it sends its blocks or is elsewhere."""
+        offer = use.source.offers.words
+        if way is Transport.ZMQ or (offer is not None and offer.boot_id != boot_id()):
+            return None
+        words = SourcesWords()
+        try:
+            if offer is None:
+                raise NoWords("source offers none")
+            words.open(offer)
+        except NoWords as error:
+            self._count(f"fallbacks:{way}_without_words", 1)
+            log.warning("each pull from %s needs an answer to be done: %s", use.address, error)
+            return None
+        return words
+
+    # ------------------------------------------------------------ sockets
+
+    def post(self, address: str, message: ToSource) -> None:
+        """Queues a message for `send`."""
+        self._outbox.append(SendToSource(address, message))
+
+    def send(self) -> None:
+        """Sends the messages of this turn. It may wake another thread, so it comes last."""
+        outbox, self._outbox = self._outbox, []
+        for letter in outbox:
+            try:
+                link = self._links.get(letter.address) or self._open_link(letter.address)
+                link.socket.send(encode(letter.message), zmq.NOBLOCK)
+                self._has_mail = self._has_mail or has_mail(link.socket)
+            except zmq.ZMQError as error:
+                self._count("unsent_messages", 1)  # the source counts as silent soon
+                log.warning("could not send a message to %s: %s", letter.address, error)
+
+    def _open_link(self, address: str) -> _Connection:
+        context = self._context
+        socket = context.sockets.socket(zmq.DEALER)
+        socket.set(zmq.ROUTING_ID, b"sink" + secrets.token_bytes(12))
+        socket.set(zmq.LINGER, 0)
+        longest_bytes = max(self._block_bytes, FRAME_BYTES)
+        secure_client(socket, context.secret, Channel.KV, max_message_bytes=longest_bytes)
+        set_heartbeat(socket, context.timing)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        link = self._links[address] = _Connection(socket)
+        self._context.poller.register(socket, select.EPOLLIN)
+        self._has_mail = True  # perhaps, before the descriptor was watched
+        return link
+
+    def _close_link(self, address: str) -> None:
+        self._outbox = [letter for letter in self._outbox if letter.address != address]
+        link = self._links.pop(address, None)
+        if link is None:
+            return
+        self._context.poller.unregister(link.socket)
+        link.socket.close(linger=0)
+        if link.words is not None:
+            link.words.close()
+        if link.transport is not None:
+            link.transport.close(address)

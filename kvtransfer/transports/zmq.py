@@ -1,0 +1,274 @@
+"""Sends blocks in messages: over the sink's sealed stream if it has one, else over CURVE.
+
+Over CURVE, blocks are gathered into staging buffers, from which ZeroMQ sends without another copy.
+The buffers bound the memory that a source holds for its sinks: reads wait, sink by sink, until one
+is free, or until the stream takes more. A read whose lease ended meanwhile is dropped; its sink has
+been told.
+"""
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+import numpy as np
+import zmq
+
+from engine.config import Transport
+from engine.errors import ProtocolError
+from engine.messages import SeqId
+from engine.worker.blocks import BlockId
+from kvtransfer.device.blocks import DeviceBlocks
+from kvtransfer.lease.effects import Fetch, Peer, SendBlocks, UseSource
+from kvtransfer.lease.pull import Means
+from kvtransfer.memory import Blocks
+from kvtransfer.messages import Data, Offers, Read, ToSource, encode
+from kvtransfer.packing import pack, unpack
+from kvtransfer.transports.sealed import Places, SealedSink
+from kvtransfer.transports.sealed_source import SealedSource
+from kvtransfer.transports.seam import (
+    BATCH_BYTES,
+    FRAME_BYTES,
+    WINDOW_BYTES,
+    BlocksArrived,
+    BlocksFailed,
+    FetchNews,
+    TransferContext,
+    TransportUnavailable,
+    num_records,
+)
+from kvtransfer.wire import Wire
+
+log = logging.getLogger(__name__)
+
+MAX_FRAMES_PER_TURN = 16  # to each sink
+MAX_BUFFERS_PER_SINK = 3  # one is filled while ZeroMQ sends the others; few stay in caches
+MAX_BUFFERS = 64
+MAX_QUEUED_READS = 256  # of one sink; it asks again for dropped ones
+
+# Sends a header and a payload to a sink; returns when ZeroMQ is done with the payload.
+SendFrame = Callable[[Peer, bytes, memoryview], zmq.MessageTracker | None]
+
+
+class Staging:
+    """Buffers of one frame each, reused once ZeroMQ has sent their contents."""
+
+    def __init__(self, allocate: Callable[[int], Blocks]) -> None:
+        self._allocate = allocate
+        self._free: list[Blocks] = []
+        self._sending: list[tuple[zmq.MessageTracker, Peer, Blocks]] = []  # oldest first
+
+    def take(self, peer: Peer, num_bytes: int) -> Blocks | None:
+        """Returns a buffer of at least `num_bytes` for that sink; None while it must wait."""
+        still = []
+        for tracker, holder, buffer in self._sending:  # ask each once: it may end meanwhile
+            if tracker.done:
+                self._free.append(buffer)
+            else:
+                still.append((tracker, holder, buffer))
+        self._sending = still
+        if sum(holder == peer for _, holder, _ in self._sending) >= MAX_BUFFERS_PER_SINK:
+            return None
+        while self._free:
+            buffer = self._free.pop()
+            if buffer.nbytes >= num_bytes:
+                return buffer
+        if len(self._sending) >= MAX_BUFFERS:
+            return None
+        return self._allocate(max(num_bytes, FRAME_BYTES))  # fits any frame of small blocks
+
+    def lend(self, buffer: Blocks, peer: Peer, tracker: zmq.MessageTracker) -> None:
+        """Marks a buffer as being sent."""
+        self._sending.append((tracker, peer, buffer))
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the oldest buffer is sent, for at most `timeout_s`."""
+        if self._sending:
+            with contextlib.suppress(zmq.NotDone):
+                self._sending[0][0].wait(timeout_s)
+
+
+class ZmqTransport:
+    """Asks sources for blocks and puts in place what they send; sends blocks to sinks."""
+
+    name = Transport.ZMQ
+    num_reads = 0
+
+    def __init__(
+        self,
+        context: TransferContext,
+        pool: Blocks | DeviceBlocks | None,
+        *,
+        places: Callable[[str, Data], Places],
+        post: Callable[[str, ToSource], None],
+    ) -> None:
+        """`pool` is None if the host cannot reach it. `post` sends a message to a source.
+
+        `places` are those of the blocks of a Data that came from an address.
+        """
+        self._pool = pool
+        self._post = post
+        self._count = context.count
+        self.sealed_sink = SealedSink(context, places=places, post=post)
+        self.sealed_source = SealedSource(context)
+        self._wires: dict[str, Wire] = {}  # by address of a source
+        self._staging = Staging(
+            pool.driver.pinned if isinstance(pool, DeviceBlocks) else _host_bytes
+        )
+        self._queued: dict[Peer, deque[SendBlocks]] = {}
+        self._lacks_buffer = False
+
+    # ------------------------------------------------------------ as a sink
+
+    def offer(self, offers: Offers) -> Offers:
+        """Offers to send blocks, if the host can reach them."""
+        port = self.sealed_source.port
+        return msgspec.structs.replace(offers, sends=self._pool is not None, sealed_port=port)
+
+    def open(self, use: UseSource) -> Means:
+        """Asks the source for a sealed stream; until it is there, blocks come over CURVE."""
+        if not use.source.offers.sends:
+            raise TransportUnavailable("source cannot send what is in a GPU's memory", None)
+        if self._pool is None:
+            raise TransportUnavailable("KV here is in a GPU's memory", None)
+        self._wires[use.address] = use.wire
+        means = Means(
+            self.name,
+            batch_blocks=num_records(BATCH_BYTES, use.wire),
+            window_blocks=num_records(WINDOW_BYTES, use.wire),
+            resends=True,
+        )
+        self.sealed_sink.open(use, self._pool, max_blocks=means.batch_blocks)
+        return means
+
+    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
+        """No block is in place yet."""
+        read = Read(fetch.lease_id, list(fetch.indices))
+        if not self.sealed_sink.read(fetch.address, read):
+            self._post(fetch.address, read)
+        return ()
+
+    def place(
+        self, address: str, data: Data, payload: memoryview, places: Sequence[BlockId | None]
+    ) -> FetchNews:
+        """Puts records that came over CURVE in their places. None: no pull waits for the block.
+
+        Damage is found only after they are in place. The places belong to this pull alone, so
+        nothing else is overwritten. Damaged blocks are asked for again, or the pull fails. Raises
+        ProtocolError.
+        """
+        wire = self._wires.get(address)
+        if wire is None or self._pool is None:
+            raise ProtocolError("unrequested Data")
+        indices = tuple(data.indices)
+        rows = [row for row, place in enumerate(places) if place is not None]
+        here = BlocksArrived(address, data.lease_id, tuple(indices[r] for r in rows), data=data)
+        if not rows:
+            return here
+        damaged = BlocksFailed(
+            address, data.lease_id, indices, "blocks arrive damaged", damaged=True
+        )
+        if payload.nbytes != len(indices) * wire.record_bytes:
+            return damaged
+        blocks = [place for place in places if place is not None]
+        records = np.frombuffer(payload, np.uint8).reshape(len(indices), wire.record_bytes)
+        checksum = unpack(wire, records, rows, self._pool, blocks)
+        return here if checksum == data.checksum else damaged
+
+    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
+        """Returns the blocks that came over sealed streams. `place` reports the others."""
+        return self.sealed_sink.poll(ready, may_wait=may_wait)
+
+    def cancel(self, seq_id: SeqId) -> bool:
+        """Blocks that still come have no place."""
+        return False
+
+    def close(self, address: str) -> None:
+        """Closes the stream of a source."""
+        self._wires.pop(address, None)
+        self.sealed_sink.close(address)
+
+    # ------------------------------------------------------------ as a source
+
+    @property
+    def has_work(self) -> bool:
+        """True if blocks wait to be sent, and no descriptor will tell when they can be."""
+        sealed = self.sealed_source
+        return sealed.has_more or any(sealed.can_send(peer) for peer in self._queued)
+
+    def queue(self, read: SendBlocks) -> None:
+        """Lets a sink wait for blocks until `flush` sends them."""
+        queue = self._queued.setdefault(read.peer, deque())
+        if len(queue) >= MAX_QUEUED_READS:
+            self._count("dropped_reads", 1)
+            log.warning("dropped a read: the sink asks faster than it receives")
+            return
+        queue.append(read)
+
+    def flush(
+        self, may_send: Callable[[SendBlocks], bool], send: SendFrame, *, may_wait: bool
+    ) -> None:
+        """Sends frames to the waiting sinks by turns, as long as there are buffers.
+
+        `may_send` says if the lease still goes on. `may_wait` for a moment: if only one sink waits.
+        """
+        self._lacks_buffer = False
+        may_wait = may_wait and len(self._queued) == 1
+        for _ in range(MAX_FRAMES_PER_TURN):
+            have_sent = False
+            for peer, queue in list(self._queued.items()):
+                read = queue[0]
+                num = len(read.indices)
+                if may_send(read):
+                    num = self._send(read, send, may_wait=may_wait)
+                if num:
+                    have_sent = True
+                    self._drop_first(peer, num)
+            if not have_sent:
+                return
+
+    def wait_for_buffer(self, timeout_s: float) -> None:
+        """Waits for a buffer, if `flush` lacked one, so that it can continue."""
+        if self._lacks_buffer:
+            self._staging.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Ends all sealed streams to sinks, and lets go of the pool."""
+        self.sealed_source.stop()
+        self._pool = None
+
+    def _send(self, read: SendBlocks, send: SendFrame, *, may_wait: bool) -> int:
+        """Sends the first blocks of a read. Returns how many; none if they must wait."""
+        pool, sealed = self._pool, self.sealed_source
+        assert pool is not None, "a source that cannot reach its pool offers no sending"
+        if sealed.is_connected(read.peer):
+            is_sent = sealed.can_send(read.peer) and sealed.send(read, pool, may_wait=may_wait)
+            return len(read.indices) if is_sent else 0
+        num = min(num_records(FRAME_BYTES, read.wire), len(read.indices))
+        num_bytes = num * read.wire.record_bytes
+        buffer = self._staging.take(read.peer, num_bytes)
+        if buffer is None:
+            self._lacks_buffer = True
+            return 0
+        payload = buffer[:num_bytes]
+        checksum = pack(read.wire, pool, read.block_ids[:num], payload.reshape(num, -1))
+        data = Data(read.lease_id, list(read.indices[:num]), checksum)
+        tracker = send(read.peer, encode(data), payload.data)
+        if tracker is not None:
+            self._staging.lend(buffer, read.peer, tracker)
+        return num
+
+    def _drop_first(self, peer: Peer, num: int) -> None:
+        """Takes the first blocks of a sink's oldest read from its queue."""
+        queue = self._queued[peer]
+        read = queue.popleft()
+        if len(read.indices) > num:
+            rest = read.indices[num:], read.block_ids[num:]
+            queue.appendleft(msgspec.structs.replace(read, indices=rest[0], block_ids=rest[1]))
+        if not queue:
+            del self._queued[peer]
+
+
+def _host_bytes(num_bytes: int) -> Blocks:
+    return np.empty(num_bytes, np.uint8)
