@@ -43,8 +43,8 @@ from router.gateway.answers.writing import (
     Heading,
 )
 from router.gateway.dashboard.recent import RecentRequests
-from router.gateway.dashboard.records import EndedChoice, RunningChoice
-from router.gateway.hints.claims import claim_of
+from router.gateway.dashboard.records import RunningChoice
+from router.gateway.hints.claims import KEEP_HEADER, SESSION_HEADER, claim_of
 from router.gateway.hints.uses import SessionNotes
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
 from router.gateway.requests.body import Body
@@ -129,7 +129,14 @@ class AnswerService:
 
         Raises ApiError for a wrong header.
         """
-        rng = self._parts.rng
+        rng, client_id = self._parts.rng, headers.get(ID_HEADER)
+        timeout_s = session = None
+        if client_id is not None:
+            _check_id(client_id)
+        if TIMEOUT_HEADER in headers:
+            timeout_s = seconds_in(headers, TIMEOUT_HEADER, MIN_TIMEOUT_S, MAX_TIMEOUT_S)
+        if SESSION_HEADER in headers or KEEP_HEADER in headers:
+            session = claim_of(headers, tenant, self._parts.settings.secret)
         return ApiCall(
             data,
             RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}"),
@@ -137,9 +144,9 @@ class AnswerService:
             self._parts.clock.now_s(),
             tenant,
             headers,
-            client_id=_client_id(headers.get(ID_HEADER)),
-            timeout_s=seconds_in(headers, TIMEOUT_HEADER, MIN_TIMEOUT_S, MAX_TIMEOUT_S),
-            session=claim_of(headers, tenant, self._parts.settings.secret),
+            client_id,
+            timeout_s,
+            session,
         )
 
     async def answer(self, call: ApiCall, open: OpenWriter, meter: RequestMeter) -> None:
@@ -205,8 +212,7 @@ class AnswerService:
         uncounted = iter(choices)
         try:
             async for choice in _by_turns(choices, turn):
-                shown_id = call.asked.client_id or choice.request.request_id
-                parts.recent.begin(RunningChoice(shown_id, call.served.name, choice))
+                parts.recent.begin(_shown(call, choice))
             if searches is None:
                 following = follow(port, clock, choices, writer, turn)
             else:
@@ -251,7 +257,7 @@ class AnswerService:
     def _count(self, call: CheckedCall, choice: AnswerChoice) -> None:
         """Counts a choice that is over, and tells stores which blocks it used."""
         choice.measure()
-        self._parts.recent.record(_ended(call, choice))
+        self._parts.recent.record(_shown(call, choice))
         if call.notes is not None and not choice.index % call.num_candidates:
             _tell_stores(call, call.notes, choice)
 
@@ -335,16 +341,9 @@ def _tell_stores(call: CheckedCall, notes: SessionNotes, choice: AnswerChoice) -
         call.served.port.tell_stores(use)
 
 
-def _ended(call: CheckedCall, choice: AnswerChoice) -> EndedChoice:
-    return EndedChoice(
-        shown_id=call.asked.client_id or choice.request.request_id,
-        version=call.served.name,
-        request=choice.request,
-        outcome=choice.outcome,
-        timeline=choice.timeline,
-        last_s=choice.last_s,
-        num_tokens=choice.num_tokens,
-    )
+def _shown(call: CheckedCall, choice: AnswerChoice) -> RunningChoice:
+    shown_id = call.asked.client_id or choice.request.request_id
+    return RunningChoice(shown_id, call.served.name, choice)
 
 
 def _vocabulary_of(text: TextModel) -> Vocabulary | None:
@@ -353,11 +352,8 @@ def _vocabulary_of(text: TextModel) -> Vocabulary | None:
     return Vocabulary(str(text.file), text.vocab_size, text.eos_token_ids)
 
 
-def _client_id(text: str | None) -> str | None:
-    """The client's own id of a call. Raises ApiError if it could not be sent back as it came."""
-    if text is None:
-        return None
+def _check_id(text: str) -> None:
+    """Raises ApiError if the client's own id of a call could not be sent back as it came."""
     if not (0 < len(text) <= MAX_ID_LEN and text.isascii() and text.isprintable()):
         message = f"{ID_HEADER} must be 1 to {MAX_ID_LEN} printable ASCII characters"
         raise invalid_value(message, ID_HEADER)
-    return text

@@ -150,12 +150,9 @@ def app_of(  # noqa: PLR0913 - all that it shows
     if background is not None:
         background.add(responses)
         background.add(batches)
-    status = StatusPages(versions, metrics, version, siblings, board)
-    models, tokens = ModelPages(versions), TokenPages(parts)
     config = parts.settings.gateway
     mode = config.dashboard
     has_pages = mode is not DashboardMode.OFF
-    description = DescriptionPages(version, needs_key=keys is not None, has_home=has_pages)
     by_name = {
         ChatBody.endpoint: HttpAnswers(parts, CHAT, ChatBody),
         CompletionBody.endpoint: HttpAnswers(parts, COMPLETION, CompletionBody),
@@ -171,19 +168,10 @@ def app_of(  # noqa: PLR0913 - all that it shows
     others = Starlette(
         routes=[
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answers.items()),
-            Route("/tokenize", tokens.tokenize, methods=["POST"]),
-            Route("/detokenize", tokens.detokenize, methods=["POST"]),
-            Route("/v1/models", models.models),
-            Route("/v1/models/{model_id:path}", models.model),
-            Route("/health", status.health),
-            Route("/ready", status.ready),
-            Route("/ping", status.ready, methods=["GET", "POST"]),
-            Route("/load", status.load),
-            Route("/metrics", status.metrics),
-            Route("/metrics/targets", status.targets),
-            Route("/version", status.version),
-            Route("/openapi.json", description.openapi),
-            Route("/docs", description.docs),
+            *TokenPages(parts).routes(),
+            *ModelPages(versions).routes(),
+            *StatusPages(versions, metrics, version, siblings, board).routes(),
+            *DescriptionPages(version, needs_key=keys is not None, has_home=has_pages).routes(),
             *HintPages(parts).routes(),
             *responses.routes(),
             *batches.routes(),

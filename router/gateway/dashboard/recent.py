@@ -16,9 +16,9 @@ from engine.messages import RequestId
 from router.gateway.dashboard.pace import Paces
 from router.gateway.dashboard.records import (
     Bounds,
-    EndedChoice,
     EndedRequest,
     Hits,
+    RunningAnswer,
     RunningChoice,
     Sample,
     Totals,
@@ -82,19 +82,19 @@ class RecentRequests:
                 self._hung.add(request_id)
         return found
 
-    def record(self, ended: EndedChoice) -> None:
-        """Takes the end of one answer."""
-        request, timeline = ended.request, ended.timeline
+    def record(self, choice: RunningChoice) -> None:
+        """Takes an answer that is over, or that its client has left."""
+        request, timeline = choice.answer.request, choice.answer.timeline
         self.running.pop(request.request_id, None)
         has_hung = request.request_id in self._hung
         self._hung.discard(request.request_id)
-        kept = self._record(ended)
+        kept = self._record(choice)
         self.requests.append(kept)
         if not kept.is_background and kept.outcome != "cancelled":
-            self._count(kept.missed, request, ended.num_tokens)
+            self._count(kept, request)
         if not kept.is_background and (kept.outcome != "cancelled" or has_hung):
             self._tallies.record(
-                ended.version,
+                choice.version,
                 failed=kept.outcome == "failed",
                 late=has_hung or kept.outcome == "rejected" or kept.missed not in ("", FAILED),
                 num_tokens=kept.prompt_tokens + kept.answer_tokens,
@@ -103,12 +103,13 @@ class RecentRequests:
         if timeline is not None:
             self._record_hits(request, timeline)
 
-    def _record(self, ended: EndedChoice) -> EndedRequest:
+    def _record(self, choice: RunningChoice) -> EndedRequest:
         """The record of an answer that is over."""
-        request, timeline = ended.request, ended.timeline
-        e2e_s = max(ended.last_s - request.received_s, 0.0)
-        outcome, reason = _told(ended.outcome)
-        ttft_s, tpot_s = _times(ended, e2e_s)
+        answer = choice.answer
+        request, timeline = answer.request, answer.timeline
+        e2e_s = max(answer.last_s - request.received_s, 0.0)
+        outcome, reason = _told(answer.outcome)
+        ttft_s, tpot_s = _times(answer, e2e_s)
         missed = ""
         if outcome in ("failed", "rejected"):
             missed = FAILED
@@ -118,9 +119,9 @@ class RecentRequests:
         self._num_requests += 1
         return EndedRequest(
             number=self._num_requests,
-            id=ended.shown_id,
+            id=choice.shown_id,
             request_id=request.request_id,
-            version=ended.version,
+            version=choice.version,
             tenant=request.tenant,
             outcome=outcome,
             reason=reason,
@@ -129,7 +130,7 @@ class RecentRequests:
             ttft_s=ttft_s,
             tpot_s=tpot_s,
             prompt_tokens=len(request.token_ids),
-            answer_tokens=ended.num_tokens,
+            answer_tokens=answer.num_tokens,
             is_background=request.is_background,
             missed=missed,
             timeline=timeline,
@@ -164,13 +165,13 @@ class RecentRequests:
         self._sampled_tokens = answer_tokens
         return sample
 
-    def _count(self, missed: str, request: Request, answer_tokens: int) -> None:
+    def _count(self, kept: EndedRequest, request: Request) -> None:
         totals = self.totals
         totals.ended += 1
-        totals.prompt_tokens += len(request.token_ids)
-        totals.answer_tokens += answer_tokens
-        if missed:
-            totals.missed[missed] = totals.missed.get(missed, 0) + 1
+        totals.prompt_tokens += kept.prompt_tokens
+        totals.answer_tokens += kept.answer_tokens
+        if kept.missed:
+            totals.missed[kept.missed] = totals.missed.get(kept.missed, 0) + 1
         elif bounds_of(request, self.bounds).is_set:
             totals.good += 1
         else:
@@ -234,14 +235,14 @@ def missed_stage(
     return ""
 
 
-def _times(ended: EndedChoice, e2e_s: float) -> tuple[float | None, float | None]:
+def _times(answer: RunningAnswer, e2e_s: float) -> tuple[float | None, float | None]:
     """The time to the first token, and that for each other one."""
-    if ended.timeline is None or not ended.num_tokens:
+    if answer.timeline is None or not answer.num_tokens:
         return None, None
-    ttft_s = ended.timeline.ttft_s
-    if ended.num_tokens == 1:
+    ttft_s = answer.timeline.ttft_s
+    if answer.num_tokens == 1:
         return ttft_s, None
-    return ttft_s, max(e2e_s - ttft_s, 0.0) / (ended.num_tokens - 1)
+    return ttft_s, max(e2e_s - ttft_s, 0.0) / (answer.num_tokens - 1)
 
 
 def _longest(timeline: Timeline, names: Sequence[str]) -> str:

@@ -48,7 +48,9 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
 
 class RunningAnswer(Protocol):
-    """One answer that grows."""
+    """One answer that grows, or that is over."""
+
+    outcome: Outcome | None  # None: it runs, or its client has left
 
     @property
     def request(self) -> Request:
@@ -72,7 +74,7 @@ class RunningAnswer(Protocol):
 
 
 class RunningChoice(NamedTuple):
-    """One answer that is not over."""
+    """One answer, with the id that its client knows and the version that gives it."""
 
     shown_id: str
     version: str
@@ -142,15 +144,3 @@ class Sample(msgspec.Struct, frozen=True):
     tpot: TimeSpread | None = None
     waiting_s: float = 0.0  # the longest time for which a request waits for its first token
     num_stalled: int = 0  # answers that began and stand still
-
-
-class EndedChoice(msgspec.Struct, frozen=True):
-    """The facts about one answer at its end."""
-
-    shown_id: str
-    version: str
-    request: Request
-    outcome: Outcome | None  # None: its client left
-    timeline: Timeline | None
-    last_s: float  # when its last token came; 0 if none did
-    num_tokens: int

@@ -5,6 +5,7 @@ from functools import cached_property
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from router.gateway.openapi.document import document
 from router.gateway.openapi.page import page_of
@@ -19,6 +20,10 @@ class DescriptionPages:
         self._version = version
         self._needs_key = needs_key
         self._has_home = has_home  # a landing page
+
+    def routes(self) -> list[Route]:
+        """The routes of all handlers."""
+        return [Route("/openapi.json", self.openapi), Route("/docs", self.docs)]
 
     async def openapi(self, _: HttpRequest) -> Response:
         """GET /openapi.json."""

@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import Struct
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from engine.clock import unix_time_s
 from router.gateway.pages.replies import json_reply
@@ -54,6 +55,13 @@ class ModelPages:
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
         self._created = unix_time_s()
+
+    def routes(self) -> list[Route]:
+        """The routes of all handlers."""
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model_id:path}", self.model),
+        ]
 
     async def models(self, _: HttpRequest) -> Response:
         """GET /v1/models."""

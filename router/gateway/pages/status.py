@@ -6,6 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from router.gateway.metrics.meters import GatewayMetrics
 from router.gateway.metrics.pools import PoolBoard
@@ -59,6 +60,18 @@ class StatusPages:
         self._version = version
         self._siblings = siblings
         self._board = board
+
+    def routes(self) -> list[Route]:
+        """The routes of all handlers."""
+        return [
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/ping", self.ready, methods=["GET", "POST"]),
+            Route("/load", self.load),
+            Route("/metrics", self.metrics),
+            Route("/metrics/targets", self.targets),
+            Route("/version", self.version),
+        ]
 
     async def health(self, _: HttpRequest) -> Response:
         """GET /health: 200 while this process is alive."""

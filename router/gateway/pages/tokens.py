@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from router.access.guard import tenant_of
 from router.gateway.answering import LONG_BODY_BYTES, GatewayParts
@@ -77,6 +78,13 @@ class TokenPages:
 
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
+
+    def routes(self) -> list[Route]:
+        """The routes of all handlers."""
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
 
     async def tokenize(self, request: HttpRequest) -> Response:
         """POST /tokenize."""

@@ -183,11 +183,6 @@ class Body(msgspec.Struct, kw_only=True):
         """One body for each prompt. They differ in the prompt only."""
         return (self,)
 
-    @property
-    def is_cut(self) -> bool:
-        """True if the prompt is cut to a length."""
-        return self.truncate_prompt_tokens is not None
-
     def cut(self, token_ids: list[int], context_len: int) -> list[int]:
         """The prompt's tokens, without those that `truncate_prompt_tokens` leaves out."""
         most = self.truncate_prompt_tokens
@@ -304,7 +299,13 @@ def _refused_fields(body_type: type[Body]) -> Mapping[str, RefusedField]:
 
 def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
     """Converts fields to a body and checks each. Raises ApiError."""
-    _refuse_unsupported(fields, _refused_fields(body_type))
+    refused = _refused_fields(body_type)
+    for name in fields.keys() & refused.keys():
+        value, field = fields[name], refused[name]
+        if value is None or any(type(value) is type(ok) and value == ok for ok in field.harmless):
+            continue  # types are compared too: `1` is not `true`
+        message = f"{name} is not supported: {field.reason}; it is {shortened(value)}"
+        raise ApiError(message, param=name, code="unsupported_parameter")
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         if fields.get(name) == -1:  # all tokens, with vLLM
             message = f"{name}: -1 (all tokens) is not supported; at most {MAX_TOP_LOGPROBS}"
@@ -315,16 +316,6 @@ def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
         raise from_validation(error, value=fields) from error
     body.check()
     return body
-
-
-def _refuse_unsupported(fields: dict[str, Any], refused: Mapping[str, RefusedField]) -> None:
-    """Raises ApiError for a refused field. Types are compared too: `1` is not `true`."""
-    for name in fields.keys() & refused.keys():
-        value, field = fields[name], refused[name]
-        if value is None or any(type(value) is type(ok) and value == ok for ok in field.harmless):
-            continue
-        message = f"{name} is not supported: {field.reason}; it is {shortened(value)}"
-        raise ApiError(message, param=name, code="unsupported_parameter")
 
 
 def check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -27,8 +27,7 @@ from router.gateway.requests.json_fields import (
 from router.gateway.requests.parameters import (
     behind_thinking,
     check_answer_scores,
-    check_batch,
-    check_num_choices,
+    check_choices,
     check_prompt_scores,
     checked_structure,
     limits_of,
@@ -185,12 +184,12 @@ def _checked(
     text = served.text
     body.check_model(text)
     structure = checked_structure(fields, text, is_parsed=body.endpoint == CHAT)
-    check_in_vocabulary(body.stop_token_ids or (), text.vocab_size, "stop_token_ids")
-    check_num_choices(body, settings.gateway.max_choices)
-    check_batch(body, settings.gateway.max_batch_choices)
+    if body.stop_token_ids:
+        check_in_vocabulary(body.stop_token_ids, text.vocab_size, "stop_token_ids")
+    check_choices(body, settings.gateway.max_choices, settings.gateway.max_batch_choices)
     check_answer_scores(body)
-    _check_beams(body, structure, text)
-    body.embedding_form(text)  # which the model may not have
+    if body.use_beam_search:
+        _check_beams(body, structure, text)
     prompts = _prompts(body.singles(), served, structure)
     check_prompt_scores(body, [len(prompt.token_ids) for prompt in prompts])
     if body.use_beam_search:
@@ -215,14 +214,16 @@ def _checked(
         # With a key, its name counts: else each invented `user` would get another turn.
         tenant=call.tenant.name or body.user or "",
         has_key=bool(call.tenant.name),
-        deadline_s=_after(call.received_s, body.slo_ttft_ms),
-        tpot_bound_s=_after(0.0, body.slo_tpot_ms),
+        deadline_s=body.slo_ttft_ms and call.received_s + body.slo_ttft_ms / 1e3,
+        tpot_bound_s=body.slo_tpot_ms and body.slo_tpot_ms / 1e3,
     )
     num_candidates = body.num_choices if body.use_beam_search else body.num_candidates
     requests = _requests(first, prompts, num_candidates)
     setattr(body, body.prompt_field, [])  # the answer does not need it
     ignored = (*structure.unheld, *ignored_names(call.data, fields, body_type))
-    notes = _notes(call.session, served, requests[::num_candidates])
+    notes = None
+    if call.session is not None and (block_size := served.port.store_block_size()) is not None:
+        notes = notes_of(call.session, block_size, requests[::num_candidates])
     echoes = tuple([prompt.echo for prompt in prompts])
     return CheckedCall(call, body, served, requests, echoes, structure, reader, ignored, notes)
 
@@ -239,19 +240,8 @@ def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
     )
 
 
-def _notes(
-    claim: SessionClaim | None, served: ServedVersion, leaders: Sequence[Request]
-) -> SessionNotes | None:
-    """The notes of a call of a session; None without a session or a store."""
-    if claim is None or (block_size := served.port.store_block_size()) is None:
-        return None
-    return notes_of(claim, block_size, leaders)
-
-
 def _check_beams(body: Body, structure: Structure, text: TextModel) -> None:
     """Raises ApiError for a beam search that is not possible."""
-    if not body.use_beam_search:
-        return
     if structure.grammar is not None:
         raise unsupported("use_beam_search", "with a grammar")
     if 2 * body.num_candidates >= text.vocab_size:
@@ -277,34 +267,29 @@ def _prompts(
 ) -> list[_Prompt]:
     """The prompts of a call. Raises InvalidRequest, which names the prompt of a batch."""
     prompts: list[_Prompt] = []
-    num_tokens = 0
+    text, max_len, num_tokens = served.text, served.max_len, 0
     for index, single in enumerate(singles):
         try:
-            prompts.append(_prompt(single, served, structure))
+            token_ids = tuple(single.encode(text, max_len, structure.tools))
+            limits = limits_of(
+                single,
+                prompt_len=len(token_ids),
+                context_len=max_len,
+                model_max_tokens=text.defaults.max_new_tokens,
+                stop_token_ids=() if single.ignore_eos else text.eos_token_ids,
+            )
+            prompts.append(_Prompt(token_ids, limits, single.echoed(token_ids, text)))
         except InvalidRequest as error:
             if len(singles) > 1 and error.param == single.prompt_field:
                 error.param = f"{single.prompt_field}[{index}]"
                 error.message = f"{error.param}: {error.message}"
             raise
-        num_tokens += len(prompts[-1].token_ids)
+        num_tokens += len(token_ids)
         if index and num_tokens > MAX_BATCH_TOKENS:
             message = f"the first {index + 1} prompts have {num_tokens} tokens"
             message += f"; a batch may have {MAX_BATCH_TOKENS}"
             raise invalid_value(message, single.prompt_field)
     return prompts
-
-
-def _prompt(body: Body, served: ServedVersion, structure: Structure) -> _Prompt:
-    text, max_len = served.text, served.max_len
-    token_ids = tuple(body.encode(text, max_len, structure.tools))
-    limits = limits_of(
-        body,
-        prompt_len=len(token_ids),
-        context_len=max_len,
-        model_max_tokens=text.defaults.max_new_tokens,
-        stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
-    )
-    return _Prompt(token_ids, limits, body.echoed(token_ids, text))
 
 
 def _requests(
@@ -336,7 +321,3 @@ def _requests(
 
 def _nth_id(first: Request, index: int) -> RequestId:
     return RequestId(f"{first.request_id}-{index}")
-
-
-def _after(start_s: float, bound_ms: float | None) -> float | None:
-    return None if bound_ms is None else start_s + bound_ms / 1e3

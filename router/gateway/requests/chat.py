@@ -113,7 +113,7 @@ class ChatBody(Body, kw_only=True):
             tools or None,
             options,
             add_special_tokens=bool(self.add_special_tokens),
-            may_exceed=may_exceed or self.is_cut,
+            may_exceed=may_exceed or self.truncate_prompt_tokens is not None,
         )
         return self.cut(token_ids, context_len)
 

@@ -71,7 +71,7 @@ class CompletionBody(Body, kw_only=True):
                 prompt,
                 context_len,
                 add_special_tokens=self.add_special_tokens is not False,
-                may_exceed=may_exceed or self.is_cut,
+                may_exceed=may_exceed or self.truncate_prompt_tokens is not None,
             )
         else:
             check_in_vocabulary(prompt, text.vocab_size, "prompt")

@@ -67,7 +67,7 @@ class EmbeddingBody(Body, kw_only=True):
                 context_len,
                 "input",
                 add_special_tokens=self.add_special_tokens is not False,
-                may_exceed=may_exceed or self.is_cut,
+                may_exceed=may_exceed or self.truncate_prompt_tokens is not None,
             )
         else:
             check_in_vocabulary(prompt, text.vocab_size, "input")
@@ -79,6 +79,7 @@ class EmbeddingBody(Body, kw_only=True):
         if text.embedding is None:
             message = "this model gives no embeddings: it was trained to go on with text"
             raise ApiError(message, param="model", code="model_not_supported", status=404)
+        self.embedding_form(text)
 
     def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
         """The form asked for. Raises ApiError if the model cannot give it."""

@@ -57,6 +57,9 @@ def sampling_of(
     """The sampling parameters. `random_seed` is used if the client gave no seed."""
     seed = random_seed if body.seed is None else body.seed
     model, vocab_size = text.defaults, text.vocab_size
+    logprobs = body.num_top_logprobs
+    if logprobs is None and body.num_candidates > body.num_choices:
+        logprobs = 0  # they rank the candidates
     return Sampling(
         temperature=_first(body.temperature, model.temperature, 1.0),
         top_p=_first(body.top_p, model.top_p, 1.0),
@@ -68,7 +71,7 @@ def sampling_of(
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias, vocab_size) if body.logit_bias else (),
         grammar=grammar,
-        logprobs=_scored(body),
+        logprobs=logprobs,
     )
 
 
@@ -122,23 +125,23 @@ def nth_seed(sampling: Sampling, index: int) -> Sampling:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & UINT64_MASK)
 
 
-def check_num_choices(body: Body, max_choices: int) -> None:
-    """Raises ApiError if the request asks for more answers than the operator allows."""
-    for name, count in (("n", body.num_choices), ("best_of", body.num_candidates)):
+def check_choices(body: Body, max_choices: int, max_batch_choices: int) -> None:
+    """Raises ApiError if a request asks for more answers than the operator allows.
+
+    `max_choices` are those to one prompt, `max_batch_choices` those to all prompts of a batch.
+    """
+    num_each = body.num_candidates
+    for name, count in (("n", body.num_choices), ("best_of", num_each)):
         if count > max_choices:
             raise invalid_value(f"{name} is {count}; at most {max_choices} are allowed", name)
-
-
-def check_batch(body: Body, max_choices: int) -> None:
-    """Raises ApiError if several prompts ask for more answers than the operator allows."""
     num_prompts = body.num_prompts
     if num_prompts == 1:
         return
-    max_choices = body.most_candidates(max_choices)
-    if num_prompts * body.num_candidates > max_choices:
+    max_batch_choices = body.most_candidates(max_batch_choices)
+    if num_prompts * num_each > max_batch_choices:
         message = (
-            f"{num_prompts} prompts with {body.num_candidates} choices each are too many; "
-            f"at most {max_choices} answers to one request are allowed"
+            f"{num_prompts} prompts with {num_each} choices each are too many; "
+            f"at most {max_batch_choices} answers to one request are allowed"
         )
         raise invalid_value(message, body.prompt_field)
 
@@ -169,8 +172,22 @@ def limits_of(
 
     If the request has no length, the model's default counts, or else the API's default.
     """
-    default = _default_tokens(body, model_max_tokens)
-    max_tokens = _max_tokens(body, default, prompt_len, context_len)
+    max_tokens, room = body.wanted_tokens, context_len - prompt_len
+    if room < 1:
+        raise no_room(context_len, prompt_len, body.prompt_field)
+    if max_tokens is None:
+        default = model_max_tokens or body.default_tokens
+        if body.use_beam_search and default is not None:
+            default = min(default, MAX_BEAM_TOKENS)
+        bounds = (room, default, most_scored_tokens(body))
+        max_tokens = min(bound for bound in bounds if bound is not None)
+    elif max_tokens > room:
+        message = (
+            f"This model's maximum context length is {context_len} tokens. However, you requested "
+            f"{prompt_len + max_tokens} tokens ({prompt_len} in the prompt, {max_tokens} in the "
+            "answer)"
+        )
+        raise context_exceeded(message, "max_tokens")
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         message = f"min_tokens is {min_tokens}, more than the {max_tokens} tokens allowed"
@@ -181,35 +198,6 @@ def limits_of(
         stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *(body.stop_token_ids or ())])),
         prompt_len=prompt_len,
     )
-
-
-def _default_tokens(body: Body, of_model: int | None) -> int | None:
-    if of_model is None:
-        return body.default_tokens
-    return min(of_model, MAX_BEAM_TOKENS) if body.use_beam_search else of_model
-
-
-def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: int) -> int:
-    wanted, room = body.wanted_tokens, context_len - prompt_len
-    if room < 1:
-        raise no_room(context_len, prompt_len, body.prompt_field)
-    if wanted is None:
-        bounds = (room, default, most_scored_tokens(body))
-        return min(bound for bound in bounds if bound is not None)
-    if wanted > room:
-        message = (
-            f"This model's maximum context length is {context_len} tokens. However, you requested "
-            f"{prompt_len + wanted} tokens ({prompt_len} in the prompt, {wanted} in the answer)"
-        )
-        raise context_exceeded(message, "max_tokens")
-    return wanted
-
-
-def _scored(body: Body) -> int | None:
-    """The number of top log-probabilities to compute; to rank candidates, at least 0."""
-    if body.num_candidates > body.num_choices:
-        return body.num_top_logprobs or 0
-    return body.num_top_logprobs
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -1,5 +1,7 @@
 """Requests that ended: what is kept of them, and which stage is charged with a missed bound."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine.messages import FinishReason, Limits, RequestId, Sampling
@@ -10,7 +12,7 @@ from router.gateway.dashboard.recent import (
     RecentRequests,
     missed_stage,
 )
-from router.gateway.dashboard.records import Bounds, EndedChoice, RunningChoice
+from router.gateway.dashboard.records import Bounds, RunningChoice
 from router.gateway.tallies import Tallies
 from router.machine.requests import Cancelled, Failed, Finished, Rejected, Request, Timeline
 from router.policies.base import Decision
@@ -28,7 +30,14 @@ def ended(outcome=DONE, *, timeline=None, last_s=11.0, num_tokens=11, tokens=ran
     request = Request(
         RequestId("r"), tuple(tokens), Sampling(), Limits(300), received_s=10.0, **fields
     )
-    return EndedChoice("r", "v1", request, outcome, timeline or line(), last_s, num_tokens)
+    answer = SimpleNamespace(
+        request=request,
+        outcome=outcome,
+        timeline=timeline or line(),
+        last_s=last_s,
+        num_tokens=num_tokens,
+    )
+    return RunningChoice("shown", "v1", answer)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +116,7 @@ def test_times_follow_from_the_timeline_and_the_last_token():
 
 def test_an_answer_runs_until_its_end_is_noted():
     recent, over = RecentRequests(BOUNDS), ended()
-    recent.begin(RunningChoice("shown", "v1", over))
+    recent.begin(over)
     assert [each.shown_id for each in recent.running.values()] == ["shown"]
     recent.record(over)
     assert not recent.running
@@ -116,7 +125,7 @@ def test_an_answer_runs_until_its_end_is_noted():
 def test_an_answer_without_a_token_for_many_bounds_hangs_and_counts_as_late():
     tallies = Tallies()
     recent, over = RecentRequests(BOUNDS, tallies), ended(None, last_s=12.0)
-    recent.begin(RunningChoice("shown", "v1", over))
+    recent.begin(over)
     assert tallies.hung(12.0 + HUNG_AFTER * 1.0) == {}
     assert tallies.hung(12.1 + HUNG_AFTER * 1.0) == {"v1": 1}
     recent.record(over)  # its client leaves
@@ -133,7 +142,7 @@ def test_a_refused_request_counts_as_late_for_its_version():
 
 def test_without_a_bound_an_answer_may_be_silent_for_longer():
     recent = RecentRequests(Bounds())
-    recent.begin(RunningChoice("shown", "v1", ended(last_s=0.0)))
+    recent.begin(ended(last_s=0.0))
     assert recent.hung(10.0 + HUNG_AFTER * DEFAULT_BOUND_S) == {}
     assert recent.hung(10.1 + HUNG_AFTER * DEFAULT_BOUND_S) == {"v1": 1}
 
