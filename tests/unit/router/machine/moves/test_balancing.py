@@ -127,11 +127,6 @@ def test_without_the_setting_all_stay():
     assert not sent(driver.report(), OfferPrefix)
 
 
-def test_the_gain_must_be_positive():
-    with pytest.raises(ValueError, match="balance_gain"):
-        RouterConfig(balance_gain=0.0)
-
-
 def test_no_look_while_a_sequence_is_on_its_way(copying):
     copying.join("d2")
     assert not sent(copying.report(), OfferPrefix)
