@@ -199,7 +199,7 @@ class FullDisks:
                 raise FaultFailed(f"process {pids[0]} is gone")
 
             async def is_told() -> bool:
-                troubles = (await self._deployment.look()).troubles
+                troubles = (await self._deployment.check()).troubles
                 return any(
                     t.startswith(f"{victim} (") and " did not start: " in t for t in troubles
                 )
@@ -243,7 +243,7 @@ class RayKills:
 
         async def is_replaced() -> bool:
             found = self._deployment.part_of_ray(victim)
-            return found not in (None, *pids) and (await self._deployment.look()).settled
+            return found not in (None, *pids) and (await self._deployment.check()).settled
 
         if not await holds_within(is_replaced, REPLACED_WITHIN_S, self._clock):
             raise FaultFailed(f"{victim} was not replaced in {REPLACED_WITHIN_S:g} s")
@@ -265,7 +265,7 @@ class Orders:
         """
         begun_s = self._clock.now_s()
         try:
-            seen = (await self._deployment.look()).by_name.get(victim)
+            seen = (await self._deployment.check()).by_name.get(victim)
             if seen is None or seen.role is None:
                 raise FaultFailed("its role is unknown")
             try:
@@ -296,7 +296,7 @@ class Orders:
         """
 
         async def is_taken() -> bool:
-            worker = (await self._deployment.look()).by_name.get(victim)
+            worker = (await self._deployment.check()).by_name.get(victim)
             if worker is not None and worker.target is role:
                 return True
             try:
@@ -312,11 +312,11 @@ class Orders:
         """Waits until the worker is in this state and role. Raises FaultFailed."""
 
         async def has_come() -> bool:
-            worker = (await self._deployment.look()).by_name.get(victim)
+            worker = (await self._deployment.check()).by_name.get(victim)
             return worker is not None and (worker.state, worker.role) == (state, role)
 
         if not await holds_within(has_come, ORDER_WITHIN_S, self._clock):
-            worker = (await self._deployment.look()).by_name.get(victim)
+            worker = (await self._deployment.check()).by_name.get(victim)
             raise FaultFailed(f"not {state} as {role} in {ORDER_WITHIN_S:g} s, but {worker}")
 
 
@@ -376,15 +376,15 @@ class Director:
                 kinds = kinds_in_turn(self._kinds, fault, self._counts)
                 if self._clock.now_s() < rarest_until_s:
                     kinds = [k for k in kinds if self._counts[k] == self._counts[kinds[0]]]
-                found = await self._look_for(fault, kinds)
+                found = await self._find_kind(fault, kinds)
                 if found is not None:
                     return found
             if self._clock.now_s() + POLL_EVERY_S > until_s:
                 return None
             await pause(POLL_EVERY_S)
 
-    async def _look_for(self, fault: Fault, kinds: Sequence[FaultKind]) -> Found | None:
-        seen = await self._deployment.look()
+    async def _find_kind(self, fault: Fault, kinds: Sequence[FaultKind]) -> Found | None:
+        seen = await self._deployment.check()
         self._killed = {n: old for n, old in self._killed.items() if pid_of(n, seen) == old}
         held = self._held | self._killed.keys()
         for kind in kinds:

@@ -24,7 +24,7 @@ class WholeRestarts:
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
         """Returns how long no gateway was there. Raises FaultFailed."""
-        gateways = [each.pid for each in (await self._deployment.look()).gateways]
+        gateways = [each.pid for each in (await self._deployment.check()).gateways]
         begun_s = self._clock.now_s()
         # Gateways first: a gateway without its controller would end its answers with an error.
         for pid in (*gateways, *pids):
@@ -45,7 +45,7 @@ class WholeRestarts:
         served_s = self._clock.now_s() - begun_s
 
         async def is_settled() -> bool:
-            return (await self._deployment.look()).settled
+            return (await self._deployment.check()).settled
 
         if not await holds_within(is_settled, SETTLED_WITHIN_S, self._clock):
             raise FaultFailed("the pools did not become as ordered")

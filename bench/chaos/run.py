@@ -174,7 +174,7 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
             await settle(deployment, whole, clock, steady_s=STEADY_S)
             watching.cancel()
         say("looking for what was left behind")
-        seen = await deployment.look()
+        seen = await deployment.check()
         store_left = StoreLeft()
         if plan.has_store:
             store_left = await idle_store(session, deployment.url, slots, clock)
@@ -240,7 +240,7 @@ class _Watch:
         """Polls the pools for ever."""
         while True:
             now_s = self._clock.now_s()
-            for worker in (await self._deployment.look()).workers:
+            for worker in (await self._deployment.check()).workers:
                 name = worker.worker_id
                 if worker.state in ("waiting", "starting", "joining"):
                     self._absent_s.setdefault(name, now_s)

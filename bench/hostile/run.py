@@ -124,7 +124,7 @@ async def _measure(
             for name in plan.assaults:
                 await storm.assault(Attacker(name, plan.times, served, grpc_port))
         await settle(deployment, is_whole, clock, steady_s=STEADY_S)
-        seen = await deployment.look()
+        seen = await deployment.check()
     blocks, leases = seen.leaked
     return HostileRun(
         phases=tuple(storm.phases),

@@ -287,13 +287,13 @@ class _Bench:
         await self._deployment.set_pools(num_prefill, self._study.workers - num_prefill)
 
         async def is_settled() -> bool:
-            return (await self._deployment.look()).settled
+            return (await self._deployment.check()).settled
 
         if not await holds_within(is_settled, SETTLED_WITHIN_S, self._clock):
             raise PaceUnknown(f"the pools were not settled in {SETTLED_WITHIN_S:g} s")
 
     async def _num_flips(self) -> int:
-        return (await self._deployment.look()).counters.get("flips", 0)
+        return (await self._deployment.check()).counters.get("flips", 0)
 
     async def _answer(self, mix: LiveMix, rng: Random) -> Answer:
         result = await self._send(self._body(mix, rng))

@@ -199,7 +199,7 @@ class _Bench:
         await self._deployment.flip(worker, role)
 
         async def has_flipped() -> bool:
-            seen = (await self._deployment.look()).by_name.get(worker)
+            seen = (await self._deployment.check()).by_name.get(worker)
             if seen is None or not seen.works or seen.role is not role:
                 return False
             return role.decodes or seen.num_seqs == 0
@@ -209,7 +209,7 @@ class _Bench:
 
     async def _run_in(self, num_streams: int, *workers: str) -> None:
         async def all_run() -> bool:
-            by_name = (await self._deployment.look()).by_name
+            by_name = (await self._deployment.check()).by_name
             running = (seen.running_seqs for name, seen in by_name.items() if name in workers)
             return sum(running) == num_streams
 
@@ -251,7 +251,7 @@ class _Bench:
 
     async def _decoding(self) -> tuple[int, ...]:
         """Returns the streams of each decode worker that serves."""
-        seen = await self._deployment.look()
+        seen = await self._deployment.check()
         return tuple(w.running_seqs for w in seen.workers if w.works and w.role is Role.DECODE)
 
     async def _decoders(self, holds: Callable[[tuple[int, ...]], bool], what: str) -> None:

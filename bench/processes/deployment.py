@@ -145,7 +145,7 @@ class OperatedDeployment:
         """Starts the command again after its end, with the same options. Raises ServerFailed."""
         self.served, self._access = self._serve()
 
-    async def look(self) -> SeenPools:
+    async def check(self) -> SeenPools:
         """Returns the pools as the controller sees them; `NOTHING` if it does not answer."""
         try:
             return msgspec.json.decode(await self._call("GET", "/v1/pools"), type=SeenPools)
@@ -262,7 +262,7 @@ async def settle(
 
     async def is_steady() -> bool:
         nonlocal since_s
-        if not is_whole(await deployment.look()):
+        if not is_whole(await deployment.check()):
             since_s = None
         elif since_s is None:
             since_s = clock.now_s()

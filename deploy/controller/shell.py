@@ -117,7 +117,7 @@ class PoolController:
 
         Raises ConfigError if a service cannot be started at all on a first start.
         """
-        room = await self._tasks.in_thread(self._look_for_room, self._plan.config.pools)
+        room = await self._tasks.in_thread(self._find_room, self._plan.config.pools)
         found = await self._tasks.in_thread(self._launcher.running)
         self._services.adopt(found)
         known = await self._known(room)
@@ -356,7 +356,7 @@ class PoolController:
                 nodes = tuple(await self._tasks.in_thread(self._launcher.nodes))
                 self._handle(NodesSeen(nodes))
                 await self._ask_for_room()
-                room = await self._tasks.in_thread(self._look_for_room, self.config.pools)
+                room = await self._tasks.in_thread(self._find_room, self.config.pools)
                 limits = self.machine.limits
                 if room != RoomSeen(limits.max_workers, limits.why_no_more):
                     self._handle(room)
@@ -388,7 +388,7 @@ class PoolController:
             epoch_s=self._epoch_s,
         )
 
-    def _look_for_room(self, pools: PoolsConfig) -> RoomSeen:
+    def _find_room(self, pools: PoolsConfig) -> RoomSeen:
         """Returns the configured limit, or the launcher's."""
         if pools.max_workers is not None:
             return RoomSeen(pools.max_workers, MAX_WORKERS)

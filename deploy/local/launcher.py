@@ -52,7 +52,7 @@ class ProcessLauncher(Launcher):
         self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start is over
         self._is_closed = False
         self._stops_draining = threading.Event()
-        self._look = look
+        self._check = look
         self._gpus: GpuBooks | None = None  # made when they are first asked for
         self._books = threading.Lock()  # guards the collections and flags above
 
@@ -169,7 +169,7 @@ class ProcessLauncher(Launcher):
 
     def _gpu_books(self) -> GpuBooks:
         if self._gpus is None:
-            found = self._look()
+            found = self._check()
             with self._books:
                 self._gpus = self._gpus or GpuBooks(found)
         return self._gpus

@@ -188,7 +188,7 @@ class PoolMachine:
             self.wanted.is_guess = False
         self.wanted.follow()
         effects += self._updates.roll(self.members.intent, self._scene(), now_s)
-        effects += self._sleep.look(self.members.intent, self._scene(), now_s)
+        effects += self._sleep.check(self.members.intent, self._scene(), now_s)
         effects += self._moves.reconcile(now_s)
         effects += self._stores.reconcile(self.intent.versions, now_s)
         if self._gateways.have_served or self._workers.serve_enough():

@@ -78,7 +78,7 @@ class RankEndpoint:
         """
         self.rank = rank
         self._process = process
-        self._frames = FrameSocket(connection, on_idle=self._look)
+        self._frames = FrameSocket(connection, on_idle=self._check)
         self._silent_s = silent_s
         self._clock = MonotonicClock()
         self._silence = Silence(self._clock.now_s())
@@ -181,9 +181,9 @@ class RankEndpoint:
         if self._has_started:
             self._on_death(died)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Notes a second without a message. Raises RankDied if there were too many."""
-        silent_s = self._silence.look(self._clock.now_s())
+        silent_s = self._silence.check(self._clock.now_s())
         if self._has_started and self._silent_s is not None and silent_s > self._silent_s:
             raise RankDied(f"rank {self.rank} hangs: it has been silent for {silent_s:.0f} s")
 

@@ -137,7 +137,7 @@ class DiskShelf(LowerTier):
         self._num_slots = tier.num_slots  # as the machine knows
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(tier.fd, self._poll)
-        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._check)
 
     def load(self, effect: LoadBlock) -> None:
         """Begins a load, now or when there is room."""
@@ -212,9 +212,9 @@ class DiskShelf(LowerTier):
         else:
             self._on_event(BlockWritten(self.medium, effect.block, done.reason))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Lets time pass in the tier, which may try again."""
-        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._check)
         self._poll()
 
     def _tell_state(self) -> None:
@@ -251,7 +251,7 @@ class ObjectShelf(LowerTier):
         self._loop = asyncio.get_running_loop()
         self._flush: asyncio.Handle | None = None
         self._gather: asyncio.TimerHandle | None = None
-        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._check)
         self._refreshed_s = clock.now_s()
         self._is_closed = False
         self._when_done(tier.open(), self._tell_all)
@@ -332,8 +332,8 @@ class ObjectShelf(LowerTier):
         if not self._is_closed:
             then()
 
-    def _look(self) -> None:
-        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+    def _check(self) -> None:
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._check)
         off = self._tier.why_off()
         if off != self._off:
             self._off = off

@@ -288,7 +288,7 @@ class WorkerHost:
                 due_s = self._clock.now_s() + REPORT_EVERY_S
                 await asyncio.wait([never], timeout=REPORT_EVERY_S)
                 self._loop_lag_s = max(self._loop_lag_s, self._clock.now_s() - due_s)
-                self._long_step = self._watch.look(self._clock.now_s())
+                self._long_step = self._watch.check(self._clock.now_s())
                 if self._long_step is not None:
                     self._sessions.post_all(encode_frame([self._long_step]))
         except Exception as error:  # StepStuck, or a bug: no other part notices a stuck step

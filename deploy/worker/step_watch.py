@@ -42,7 +42,7 @@ class StepWatch:
         self._is_early = self._num_steps[kind] < NUM_FIRST_STEPS
         self._num_steps[kind] += 1
 
-    def look(self, now_s: float) -> StillStepping | None:
+    def check(self, now_s: float) -> StillStepping | None:
         """Returns the time of the present step if it is long, or else None.
 
         To be called about once a second. Raises StepStuck.
@@ -51,7 +51,7 @@ class StepWatch:
         if self._num_turns != self._num_turns_seen:
             self._silence.broken()
             self._num_turns_seen = self._num_turns
-        lasted_s = self._silence.look(now_s)
+        lasted_s = self._silence.check(now_s)
         if self._timeout_s is not None:
             factor = FIRST_STEPS_FACTOR if is_early else 1.0
             if lasted_s > factor * self._timeout_s:

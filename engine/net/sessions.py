@@ -89,7 +89,7 @@ class Line(asyncio.Protocol):
         self.on_end: Callable[[], object] = lambda: None
         self._silence = Silence(self._loop.time())
         self._silence.broken()
-        self._beat = self._loop.call_later(BEAT_EVERY_S, self._look)
+        self._beat = self._loop.call_later(BEAT_EVERY_S, self._check)
         transport.set_protocol(self)
 
     # ------------------------------------------------------------ out
@@ -238,16 +238,16 @@ class Line(asyncio.Protocol):
 
     # ------------------------------------------------------------ beats
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Sends a beat if it is due. Ends the session if the other end is silent."""
-        self._beat = self._loop.call_later(BEAT_EVERY_S, self._look)
+        self._beat = self._loop.call_later(BEAT_EVERY_S, self._check)
         try:
             if not (self._has_sent or self._drained is not None):
                 self._transport.write(head_of(BEAT))
             self._has_sent = False
             if not self._reads:  # as long as we do not listen, the other end is not silent
                 self._silence.broken()
-            if self._silence.look(self._loop.time()) > self._silence_s:
+            if self._silence.check(self._loop.time()) > self._silence_s:
                 self.fail(PeerSilent(self._silence.seconds))
         except Exception as error:  # a bug: silence would go unnoticed from now on
             self.fail(error)

@@ -21,7 +21,7 @@ class Silence:
         """Notes a sign of life. It is cheap, so call it for each one."""
         self._is_broken = True
 
-    def look(self, now_s: float) -> float:
+    def check(self, now_s: float) -> float:
         """Returns how long the silence has lasted, in seconds."""
         passed_s = min(now_s - self._looked_s, MAX_BETWEEN_LOOKS_S)
         self.seconds = 0.0 if self._is_broken else self.seconds + passed_s

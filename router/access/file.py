@@ -57,10 +57,10 @@ class KeyFile:
         now_s = self._clock.now_s()
         if now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
-            self._look()
+            self._check()
         return self._table.find(key, self._unix_s())
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         try:
             self._load()
             self._complaint = None

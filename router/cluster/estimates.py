@@ -179,10 +179,10 @@ class Estimates:
         """
         key = kind, worker_class(worker)
         if key not in self._alike:
-            self._alike[key] = self._look_for(kind, worker)
+            self._alike[key] = self._find(kind, worker)
         return self._alike[key]
 
-    def _look_for(self, kind: str, worker: WorkerView) -> WorkerClass | None:
+    def _find(self, kind: str, worker: WorkerView) -> WorkerClass | None:
         own = worker_class(worker)
         if self._of(kind, worker).are_enough:
             return own
@@ -236,10 +236,10 @@ class Estimates:
         """The formula for a worker's decode steps."""
         key = worker_class(worker)
         if key not in self._decode_costs:
-            self._decode_costs[key] = self._look_for_decode_cost(worker)
+            self._decode_costs[key] = self._find_decode_cost(worker)
         return self._decode_costs[key]
 
-    def _look_for_decode_cost(self, worker: WorkerView) -> DecodeCost | None:
+    def _find_decode_cost(self, worker: WorkerView) -> DecodeCost | None:
         known = self._known("decode", worker)
         if known is not None:
             return self._online.costs(known).decode

@@ -233,7 +233,7 @@ class Connection(HttpToolsProtocol):
         self._pace.resume(self.loop.time())
         super().on_response_complete()
 
-    def look(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Closes the connection if it is overdue."""
         cycle, num_callers = self.cycle, len(self._callers)
         why = self._pace.overdue(

@@ -101,11 +101,11 @@ class Listener:
 
     def _sweep(self) -> None:
         if self._tls is not None:
-            self._tls.look()
+            self._tls.check()
         now_s = self._loop.time()
         for connection in self._connections:
             try:
-                connection.look(now_s)
+                connection.check(now_s)
             except Exception:  # other connections go on
                 log.exception("checking a connection failed: it is cut")
                 connection.cut()

@@ -51,13 +51,13 @@ class TlsFiles:
 
     def open(self) -> None:
         """Reads the files. Raises TlsError."""
-        self._signature = self._look_at_files()
+        self._signature = self._stat_files()
         self._context = self._load()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Reads the files again if they changed."""
         try:
-            signature = self._look_at_files()
+            signature = self._stat_files()
             if signature == self._signature:
                 return
             self._signature = signature
@@ -69,7 +69,7 @@ class TlsFiles:
             self.counters["reloaded"] += 1
             log.warning("%s was read again", self._certificate)
 
-    def _look_at_files(self) -> _Signature:
+    def _stat_files(self) -> _Signature:
         return tuple(_signature(path) for path in self._paths)
 
     @property

@@ -32,7 +32,7 @@ class Hedging:
         self._ends = ends
         self._placing = placing
 
-    def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+    def examine(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Begins a second attempt if the first is overdue and a worker has room."""
         attempt = flight.attempt
         if attempt is None or attempt.hedge_due_s is None or attempt.hedge_due_s > now_s:

@@ -402,7 +402,7 @@ class RouterMachine:
             effects = self._stop_waiting_for_offer(flight, now_s)
             effects += self._moving.copying.stop_waiting(flight, now_s)
             self._moving.departures.stop_gathering(flight, now_s)
-            return effects + self._hedging.look_at(flight, now_s)
+            return effects + self._hedging.examine(flight, now_s)
         if flight.hedge is not None:
             effects = self._ends.drop(flight, flight.hedge, "no news in time", now_s)
             return effects + self._ends.retry(flight, "no news in time", now_s)

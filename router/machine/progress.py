@@ -85,7 +85,7 @@ class Progress:
             case KvReady():
                 self._on_kv_ready(flight, attempt, message, now_s)
                 self._release_if_computed(flight, attempt, now_s)
-                return self._moving.rule.look_at(flight, now_s)
+                return self._moving.rule.examine(flight, now_s)
             case DecodeStarted():
                 attempt.decode_started_s = now_s
                 if len(flight.tokens) == 1:
@@ -219,7 +219,7 @@ class Progress:
         self._release_if_computed(flight, attempt, now_s)
         if attempt.lease is not None:
             effects.append(SendTo(attempt.decode, FirstToken(attempt.seq_id, message.token)))
-        return effects + self._moving.rule.look_at(flight, now_s)
+        return effects + self._moving.rule.examine(flight, now_s)
 
     def _release_if_computed(self, flight: Flight, attempt: Attempt, now_s: float) -> None:
         if flight.leads and attempt.prefilled and attempt.kv_ready:

@@ -120,7 +120,7 @@ class CanaryWatch:
         verdict = CanaryVerdict.GOOD if is_enough else CanaryVerdict.TOO_FEW
         return CanaryStanding(verdict, self._begun_s, own, others)
 
-    def look(
+    def check(
         self,
         step: tuple[str, int],
         new: ByGateway,

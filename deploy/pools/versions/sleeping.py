@@ -39,7 +39,7 @@ class ModelSleep:
         self._used: dict[str, _Use] = {}  # by version
         self._waiting: str | None = None  # a version that lacks room to wake
 
-    def look(self, told: Intent, scene: Scene, now_s: float) -> Iterator[PoolEffect]:
+    def check(self, told: Intent, scene: Scene, now_s: float) -> Iterator[PoolEffect]:
         """Changes one version at most. Gateways must have been told of the last change before."""
         intent, self._waiting = self._wanted.intent, None
         versions = [each for line in self._wanted.limits.idle_s for each in self._able(line)]

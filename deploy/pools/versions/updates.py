@@ -141,7 +141,7 @@ class VersionUpdates:
         new, reports = tally(scene.reports, [to.name]), scene.reports
         hung = hung_of(reports, [to.name]), hung_of(reports, others)
         step = to.name, to.weight
-        why = self._canary.look(step, new, tally(reports, others), now_s, hung)
+        why = self._canary.check(step, new, tally(reports, others), now_s, hung)
         return why, self._canary.has_held(new, rollout.hold_s, now_s)
 
     @staticmethod

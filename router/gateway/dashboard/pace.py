@@ -36,7 +36,7 @@ class _Progress:
         self.is_stalled = False
         self.stalls: list[Stall] = []
 
-    def look(self, answer: RunningAnswer, now_s: float) -> float:
+    def check(self, answer: RunningAnswer, now_s: float) -> float:
         """Returns the seconds for each token since the last look; without tokens, the silence."""
         num_tokens, silent_s = answer.num_tokens, now_s - answer.last_s
         num_new, lasted_s = num_tokens - self.num_tokens, now_s - self.looked_s
@@ -57,7 +57,7 @@ class Paces:
         self._progress: dict[RequestId, _Progress] = {}
         self._ttfts_s: list[float] = []  # answers that began and ended since the last look
 
-    def look(self, running: Mapping[RequestId, RunningChoice], now_s: float) -> PaceSeen:
+    def check(self, running: Mapping[RequestId, RunningChoice], now_s: float) -> PaceSeen:
         """Looks at all answers that run. Batches do not count."""
         ttfts_s, self._ttfts_s = self._ttfts_s, []
         tpots_s: list[float] = []
@@ -74,7 +74,7 @@ class Paces:
                 if answer.timeline is not None and not request.is_background:
                     ttfts_s.append(answer.timeline.ttft_s)
                 continue
-            pace_s = known.look(answer, now_s)
+            pace_s = known.check(answer, now_s)
             num_stalled += known.is_stalled
             if not request.is_background:
                 tpots_s.append(pace_s)

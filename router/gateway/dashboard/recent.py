@@ -143,7 +143,7 @@ class RecentRequests:
         totals, before = self.totals, self._sampled
         self._num_samples += 1
         missed = {name: n - before.missed.get(name, 0) for name, n in totals.missed.items()}
-        seen = self._paces.look(self.running, now_s)
+        seen = self._paces.check(self.running, now_s)
         sample = Sample(
             number=self._num_samples,
             at_s=now_s,

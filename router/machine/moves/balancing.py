@@ -47,7 +47,7 @@ class Balancing:
             self._record(reporting, now_s)
         elif not is_idle_lender(reporting):
             return
-        self._look(now_s)
+        self._check(now_s)
 
     def on_computed(self, worker: WorkerView, now_s: float) -> None:
         """Notes that a worker has computed a prompt. Without another one it may take sequences."""
@@ -58,9 +58,9 @@ class Balancing:
         """Looks again if that is due."""
         if self.due_s is not None and now_s >= self.due_s:
             self.due_s = None
-            self._look(now_s)
+            self._check(now_s)
 
-    def _look(self, now_s: float) -> None:
+    def _check(self, now_s: float) -> None:
         state, config = self._state, self._state.config
         if now_s < self._next_look_s or state.moves.under_way():
             return

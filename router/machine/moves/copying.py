@@ -116,7 +116,7 @@ class Copying:
             wanted.num_late += 1
             if wanted.num_late > LATE_COPIES:
                 wanted.not_before_s = now_s + RETRY_S
-        return [*self._rule.call_off(flight, attempt), *self._rule.look_at(flight, now_s)]
+        return [*self._rule.call_off(flight, attempt), *self._rule.examine(flight, now_s)]
 
     def _on_copy_given_back(
         self, flight: Flight, attempt: Attempt, move: Move, reason: str, now_s: float
@@ -137,7 +137,7 @@ class Copying:
             state.view.severed[attempt.decode, move.decode] = now_s + SEVERED_S
         elif wanted is not None:
             wanted.not_before_s = now_s + RETRY_S
-        return [*self._rule.call_off(flight, attempt), *self._rule.look_at(flight, now_s)]
+        return [*self._rule.call_off(flight, attempt), *self._rule.examine(flight, now_s)]
 
     def _end_copying(self, flight: Flight, move: Move, now_s: float) -> None:
         """Lets a sequence wait for its turn to leave: its copy is as complete as it gets."""

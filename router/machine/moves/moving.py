@@ -101,7 +101,7 @@ class Moving:
             effects += self._after_change(flight, worker_id, now_s)
         for flight in list(state.flights.values()):
             if flight.attempt is not None and flight.attempt.decode == worker_id:
-                effects += self.rule.look_at(flight, now_s)
+                effects += self.rule.examine(flight, now_s)
         return effects
 
     def _after_change(
@@ -146,7 +146,7 @@ class Moving:
             if now_s >= moves.wanted[request_id].not_before_s:
                 source, end_len = attempt.decode, self._placing.need(flight, now_s).end_len
                 if source not in too_long or end_len < too_long[source]:
-                    effects += self.rule.look_at(flight, now_s)
+                    effects += self.rule.examine(flight, now_s)
                 if moves.stage(request_id) is MoveStage.STRANDED:
                     too_long[source] = min(end_len, too_long.get(source, end_len))
             is_stranded = moves.stage(request_id) is MoveStage.STRANDED
@@ -171,7 +171,7 @@ class Moving:
         move = attempt.move
         assert move is not None
         if self._state.moves.stage(flight.request.request_id) is not MoveStage.LEAVING:
-            return [*self.rule.call_off(flight, attempt), *self.rule.look_at(flight, now_s)]
+            return [*self.rule.call_off(flight, attempt), *self.rule.examine(flight, now_s)]
         need = self._placing.need(flight, now_s)
         target = self.rule.choose(attempt, need)
         if target is None:

@@ -32,7 +32,7 @@ class MoveRule:
         self._placing = placing
         self._departures = departures
 
-    def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+    def examine(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Begins to move a sequence that decodes on a worker which is no longer to decode."""
         attempt = flight.attempt
         if attempt is None or not attempt.is_decoding:

@@ -393,7 +393,7 @@ async def test_tls_uses_the_certificate_and_follows_its_change(tmp_path):
     try:
         assert await ask()
         make_certificate(tmp_path, "second")
-        tls.look()
+        tls.check()
         assert await ask()
         with pytest.raises(grpc.aio.AioRpcError):
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -145,9 +145,9 @@ def test_a_change_of_the_time_stamp_alone_reloads_the_files(tmp_path):
     files = TlsFiles(certificate, key)
     files.open()
     before = files.context
-    files.look()
+    files.check()
     assert files.context is before
     os.utime(certificate, ns=(1, 1))
-    files.look()
+    files.check()
     assert files.context is not before
     assert files.counters == {"reloaded": 1}

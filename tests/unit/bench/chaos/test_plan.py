@@ -231,7 +231,7 @@ class SeenDeployment:
     def __init__(self, seen: SeenPools) -> None:
         self._seen = seen
 
-    async def look(self) -> SeenPools:
+    async def check(self) -> SeenPools:
         return self._seen
 
 
@@ -296,7 +296,7 @@ class StubbornDeployment:
         self._refuses = refuses
         self.orders: list[Role] = []
 
-    async def look(self) -> SeenPools:
+    async def check(self) -> SeenPools:
         return pools(self._worker)
 
     async def flip(self, victim: str, role: Role) -> None:

@@ -42,13 +42,13 @@ class Worker:
         self.watch.turn()
         self.watch.begin(step)
 
-    def look(self) -> StillStepping | None:
+    def check(self) -> StillStepping | None:
         self.now_s += 1.0
-        return self.watch.look(self.now_s)
+        return self.watch.check(self.now_s)
 
     def hang(self, seconds: int) -> list[StillStepping | None]:
         """Returns the reports of each second while a step goes on."""
-        return [self.look() for _ in range(seconds)]
+        return [self.check() for _ in range(seconds)]
 
 
 def test_only_long_steps_are_reported():
@@ -56,22 +56,22 @@ def test_only_long_steps_are_reported():
     worker.warm_up(DECODE)
     for _ in range(5):
         worker.begin(DECODE)
-        assert worker.look() is None
+        assert worker.check() is None
     assert worker.hang(4) == [None, None, StillStepping(3.0), StillStepping(4.0)]
     assert LONG_STEP_S == 2.0
     worker.begin(DECODE)
-    assert worker.look() is None
+    assert worker.check() is None
 
 
 def test_endless_step_is_stuck():
     worker = Worker(10.0)
     worker.warm_up(DECODE)
-    worker.look()
+    worker.check()
     worker.begin(DECODE)
-    worker.look()
+    worker.check()
     worker.hang(10)
     with pytest.raises(StepStuck) as caught:
-        worker.look()
+        worker.check()
     assert caught.value.seconds == 11.0
 
 
@@ -82,11 +82,11 @@ def test_without_a_timeout_no_step_is_stuck():
 def test_first_steps_get_more_time_and_are_reported_as_early():
     worker = Worker(10.0)
     worker.begin(DECODE)
-    worker.look()
+    worker.check()
     told = worker.hang(int(10 * FIRST_STEPS_FACTOR))
     assert told[2:] == [StillStepping(s, is_early=True) for s in range(3, len(told) + 1)]
     with pytest.raises(StepStuck):
-        worker.look()
+        worker.check()
 
 
 @pytest.mark.parametrize(
@@ -98,17 +98,17 @@ def test_each_kind_of_step_has_first_steps(usual, new):
     worker.warm_up(usual)
     for step, is_early in ((usual, False), (new, True), (usual, False)):
         worker.begin(step)
-        worker.look()
+        worker.check()
         assert worker.hang(3)[-1] == StillStepping(3.0, is_early)
     worker.warm_up(new)
     worker.begin(new)
-    worker.look()
+    worker.check()
     assert worker.hang(3)[-1] == StillStepping(3.0)
 
 
 def test_stopped_process_is_not_stuck():
     worker = Worker(10.0)
     worker.begin(DECODE)
-    worker.look()
+    worker.check()
     worker.now_s += 3600.0
     assert worker.hang(2) == [None, None]

@@ -8,16 +8,16 @@ from engine.net.silence import MAX_BETWEEN_LOOKS_S, Silence
 
 def test_silence_lasts_from_the_last_sign_of_life():
     silence = Silence(10.0)
-    assert [silence.look(10.0 + 0.5 * i) for i in range(1, 4)] == [0.5, 1.0, 1.5]
+    assert [silence.check(10.0 + 0.5 * i) for i in range(1, 4)] == [0.5, 1.0, 1.5]
     silence.broken()
-    assert silence.look(12.0) == 0.0
-    assert silence.look(12.5) == 0.5
+    assert silence.check(12.0) == 0.0
+    assert silence.check(12.5) == 0.5
 
 
 def test_own_pause_is_not_peer_silence():
     silence = Silence(0.0)
-    assert silence.look(0.5) == 0.5
-    assert silence.look(60.5) == 0.5 + MAX_BETWEEN_LOOKS_S
+    assert silence.check(0.5) == 0.5
+    assert silence.check(60.5) == 0.5 + MAX_BETWEEN_LOOKS_S
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=30))
@@ -29,7 +29,7 @@ def test_silence_never_exceeds_real_time_and_grows_by_bounded_steps(looks):
         if heard:
             silence.broken()
             heard_s = now_s
-        seconds = silence.look(now_s)
+        seconds = silence.check(now_s)
         assert seconds <= now_s - heard_s + 1e-9
         assert seconds <= last_s + MAX_BETWEEN_LOOKS_S
         last_s = seconds

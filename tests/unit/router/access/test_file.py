@@ -132,7 +132,7 @@ def test_a_new_key_opens_and_a_revoked_one_does_not_without_a_restart(path, cloc
 def test_the_file_is_looked_at_once_a_second_at_most(path, clock, monkeypatch):
     keys = key_file(path, "a", clock=clock)
     looks = []
-    monkeypatch.setattr(KeyFile, "_look", lambda _: looks.append(clock.seconds))
+    monkeypatch.setattr(KeyFile, "_check", lambda _: looks.append(clock.seconds))
     for tenth in range(35):
         clock.seconds = tenth / 10
         keys.find(b"a")

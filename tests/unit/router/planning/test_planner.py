@@ -40,7 +40,7 @@ def at_rest(start, rules=RULES):
     return planner
 
 
-def look(observation, start, rules=RULES):
+def check(observation, start, rules=RULES):
     """Returns the plan at the first look at a load; the pools are a minute old."""
     return at_rest(start, rules).decide(observation, start, 0.0)
 
@@ -78,14 +78,14 @@ def test_a_decode_pool_that_fills_up_takes_prefill_workers_before_it_is_full():
 
 
 def test_a_queue_is_answered_at_the_first_look():
-    plan = look(seen(3.0, 20, queued_s=10.0), pools(4, 12))
+    plan = check(seen(3.0, 20, queued_s=10.0), pools(4, 12))
     assert plan.prefill >= 7
     assert "10.00 s wait" in plan.reasons[0]
 
 
 def test_requests_waiting_for_decode_count_there():
     waiting = seen(1.0, 90, num_queued=200, queued_tokens=200 * 8000)
-    plan = look(waiting, pools(8, 2))
+    plan = check(waiting, pools(8, 2))
     assert plan.decode > 4
 
 
@@ -99,13 +99,13 @@ def test_running_sequences_keep_their_workers():
 
 
 def test_at_most_half_of_a_pool_goes_at_once():
-    plan = look(seen(30.0, 0, queued_s=300.0), pools(1, 15))
+    plan = check(seen(30.0, 0, queued_s=300.0), pools(1, 15))
     assert plan.decode == 8
 
 
 def test_short_memory_counts_like_pace():
     plenty = replace(seen(0.5, 10), reserved_tokens=4_000_000)
-    plan = look(plenty, pools(8, 2))
+    plan = check(plenty, pools(8, 2))
     assert plan.decode >= 6
 
 
@@ -116,7 +116,7 @@ def test_without_a_bound_on_pace_memory_and_places_alone_count():
 
 def test_a_bound_that_no_worker_can_keep_is_left_out():
     rules = PlannerRules(tpot_s=0.009)
-    assert look(seen(1.0, 70), pools(4, 4), rules).decode == 4
+    assert check(seen(1.0, 70), pools(4, 4), rules).decode == 4
 
 
 @given(
@@ -138,7 +138,7 @@ def test_the_total_is_kept_and_the_limits_are_too(
         max_decode=limits[3],
     )
     start = pools(prefill, decode)
-    plan = look(seen(work, decoding, queued_s=queued_s), start, rules)
+    plan = check(seen(work, decoding, queued_s=queued_s), start, rules)
     assert plan.prefill + plan.decode == prefill + decode
     assert min(plan.prefill, plan.decode) >= 0
     changed = plan.prefill != prefill
@@ -159,7 +159,7 @@ def test_equal_facts_give_equal_plans(work, decoding, prefill):
 
 def test_a_flip_that_gains_little_is_not_made():
     # 8.6 of 8 are needed, 8 of 8: one flip would only move the shortage.
-    plan = look(seen(7.3, 420), pools(8, 8))
+    plan = check(seen(7.3, 420), pools(8, 8))
     assert plan.prefill == 8
     assert any("it would gain" in reason for reason in plan.reasons)
 
@@ -221,7 +221,7 @@ def test_absent_workers_count_towards_the_target_size(sizes, work, decoding, roo
     }
     rules = replace(RULES, max_total=20, grow_after_s=0.0, change_timeout_s=0.0)
     start = pools(prefill, decode, num_changing=1, room=room, **absent)
-    plan = look(seen(work, decoding), start, rules)
+    plan = check(seen(work, decoding), start, rules)
     assert plan.prefill >= absent["absent_prefill"]
     assert plan.decode >= absent["absent_decode"]
     assert plan.prefill + plan.decode <= max(room, start.total)
@@ -279,18 +279,18 @@ def test_an_order_outside_of_the_limits_stays_until_it_has_cooled_down():
 
 
 def test_limits_that_are_set_later_are_carried_out():
-    plan = look(QUIET, pools(2, 14), replace(RULES, min_prefill=6))
+    plan = check(QUIET, pools(2, 14), replace(RULES, min_prefill=6))
     assert plan.prefill == 6
 
 
 def test_limits_that_cannot_be_kept_are_reported():
-    plan = look(QUIET, pools(2, 2), replace(RULES, min_prefill=3, min_decode=3))
+    plan = check(QUIET, pools(2, 2), replace(RULES, min_prefill=3, min_decode=3))
     assert plan.prefill == 2
     assert any("leave no choice" in reason for reason in plan.reasons)
 
 
 def test_no_workers_are_no_error():
-    plan = look(QUIET, pools(0, 0))
+    plan = check(QUIET, pools(0, 0))
     assert (plan.prefill, plan.decode) == (0, 0)
 
 
@@ -356,7 +356,7 @@ def test_a_flip_does_not_restart_the_wait_for_nodes():
 def test_a_total_outside_of_its_bounds_is_brought_inside_when_it_has_cooled_down():
     rules = replace(RULES, min_total=6, max_total=8)
     for total in (4, 10):
-        plan = look(QUIET, pools(total // 2, total // 2, room=16), rules)
+        plan = check(QUIET, pools(total // 2, total // 2, room=16), rules)
         assert plan.nodes == plan.prefill + plan.decode == min(max(total, 6), 8)
         assert "there are to be 6 to 8" in plan.reasons[-1]
     planner = at_rest(pools(4, 4), rules)
