@@ -16,21 +16,121 @@ Blocks that a prefix hit finds here are not pulled. If a pull fails or is cancel
 blocks that arrived stay cached, so the next attempt on this worker pulls only the rest. The
 gateway is told how many tokens that is.
 
+**Hold.** A moved sequence lacks a block or two, and its client waits in the middle of an answer. So
+the next step is held while these blocks are pulled, for `HOLD_S` at most; otherwise the sequence
+would wait for a whole step first. No step is held twice, and each sequence is waited for once.
+After a held step no step is held for `REST_S`, even if many sequences move here in that time.
+
 Source: two owners of a block, sglang#24527.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from math import inf
 
-from decode.hold import StepHold
 from engine.messages import PREEMPTED, PULL_FAILED, STUCK, Decode, GivenBack, KvReady, SeqId
 from engine.worker.blocks import BlockId, BlockPool
 from engine.worker.events import AbortPull, Effect, Emit, HoldLease, PullDone, PullFailed, StartPull
 from engine.worker.sequence import Sequence
 
 STUCK_S = 2.0
+HOLD_S = 0.02  # longest time for which a step is held
+REST_S = 0.05  # time after a held step in which no step is held
+
+
+class DecodeMemory:
+    """Judges the room in the pool. `growth_tokens` is the growth to reserve for each sequence."""
+
+    def __init__(self, pool: BlockPool, *, block_size: int, growth_tokens: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.growth_tokens = growth_tokens
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Returns how many blocks `num_tokens` need."""
+        return -(-num_tokens // self.block_size)
+
+    def soon_blocks(self, seq: Sequence) -> int:
+        """Returns the blocks that a sequence lacks for its tokens and the next `growth_tokens`."""
+        length = min(seq.limits.max_len, len(seq.token_ids) + self.growth_tokens)
+        return max(self.blocks_of(length) - len(seq.block_table), 0)
+
+    def has_room(
+        self, candidate: Sequence, *, num_admitted: int, admitted: Callable[[], Iterable[Sequence]]
+    ) -> bool:
+        """True if the candidate's prompt fits, and the growth of all admitted sequences with it.
+
+        If nothing else is admitted, the prompt alone counts. `admitted` is called only if the
+        answer is not plain from the number.
+        """
+        if not num_admitted:
+            return candidate.num_blocks - len(candidate.block_table) <= self.pool.num_idle
+        # A sequence lacks at most its growth, a block begun before, and one not yet given to it.
+        most = self.growth_tokens // self.block_size + 2
+        if self.soon_blocks(candidate) + num_admitted * most <= self.pool.num_idle:
+            return True
+        num_soon = sum(map(self.soon_blocks, (candidate, *admitted())))
+        return num_soon <= self.pool.num_idle
+
+    def take_for_draft(
+        self, seq: Sequence, num_tokens: int, admitted: Callable[[], Iterable[Sequence]]
+    ) -> int:
+        """Takes blocks for drafted tokens; returns for how many tokens there is room.
+
+        Blocks that other sequences may need soon stay idle.
+        """
+        length = len(seq.token_ids)
+        num_missing = self.blocks_of(length + num_tokens) - len(seq.block_table)
+        if num_missing > 0:
+            others = sum(map(self.soon_blocks, admitted())) - self.soon_blocks(seq)
+            num_blocks = min(num_missing, self.pool.num_idle, self.pool.num_idle - others)
+            seq.block_table += self.pool.allocate(max(num_blocks, 0))
+        return min(num_tokens, len(seq.block_table) * self.block_size - length)
+
+
+class StepHold:
+    """Decides whether the next step is held. Counts `held_steps` and `held_steps:late`."""
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+        self._awaited: set[SeqId] = set()  # moved here, and pulling since the last step
+        self._until_s: float | None = None  # the next step is held until then
+        self._delays_running = False  # the held step delays sequences that run
+        self._rests_until_s = -inf
+
+    @property
+    def until_s(self) -> float | None:
+        """The time until which the next step is held; None if it is not held."""
+        return self._until_s
+
+    @property
+    def is_open(self) -> bool:
+        """True if the next step is held, or may have to be."""
+        return bool(self._awaited) or self._until_s is not None
+
+    def await_blocks(self, seq_id: SeqId) -> None:
+        """Waits for the blocks of a sequence that moved here."""
+        self._awaited.add(seq_id)
+
+    def holds(self, now_s: float, arriving: Set[SeqId], *, is_any_running: bool) -> bool:
+        """True if no step may begin now: blocks of moved sequences are still on their way."""
+        if not self.is_open:
+            return False  # true for most steps
+        self._awaited &= arriving
+        if self._awaited and now_s >= self._rests_until_s:
+            if self._until_s is None:
+                self._until_s = now_s + HOLD_S
+            if now_s < self._until_s:
+                self._delays_running = self._delays_running or is_any_running
+                return True
+        if self._delays_running:
+            self._counters["held_steps"] += 1
+            self._counters["held_steps:late"] += bool(self._awaited)
+            self._rests_until_s = now_s + REST_S
+        self._awaited.clear()
+        self._until_s, self._delays_running = None, False
+        return False
 
 
 @dataclass(slots=True)
@@ -44,11 +144,6 @@ class ArrivingSequence:
     num_draft_tokens: int | None = None  # that the source's draft model has seen; None: all
     is_copy: bool = False
     is_moved: bool = False
-
-    @property
-    def is_complete(self) -> bool:
-        """True if the sequence can run: its KV and its first token are here."""
-        return self.kv_here and self.first_token is not None
 
     def may_keep(self, index: int, block_size: int) -> bool:
         """True if a block of the prompt is full for the draft model too."""
@@ -79,8 +174,8 @@ class Arrivals:
         return self._stuck_until_s if self._stuck_id in self.queued else None
 
     def __contains__(self, seq_id: SeqId) -> bool:
-        states = (self.queued, self.arriving, self.copies, self.aborting)
-        return any(seq_id in state for state in states)
+        has_memory = seq_id in self.arriving or seq_id in self.copies
+        return has_memory or seq_id in self.queued or seq_id in self.aborting
 
     @property
     def num_waiting(self) -> int:
@@ -207,7 +302,7 @@ class Arrivals:
     def take_complete(self, seq_id: SeqId) -> ArrivingSequence | None:
         """Removes and returns the sequence if its KV and its first token are here."""
         arriving = self.arriving.get(seq_id)
-        if arriving is None or not arriving.is_complete:
+        if arriving is None or not arriving.kv_here or arriving.first_token is None:
             return None
         return self.arriving.pop(seq_id)
 
@@ -271,7 +366,7 @@ class Arrivals:
             assert queued.seq.num_computed_tokens == 0
         for arriving in self.arriving.values():
             assert arriving.pulled is not None
-            assert not arriving.is_complete
+            assert not arriving.kv_here or arriving.first_token is None, "it could run"
         for aborting in self.aborting.values():
             assert aborting.pulled is not None
             assert not aborting.kv_here

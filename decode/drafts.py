@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from decode.acceptance import Proposer
+from decode.arrivals import DecodeMemory
 from decode.choosing import MAX_UNSEEN_TOKENS, Candidate, Proposal
-from decode.memory import DecodeMemory
 from decode.ngram import Match, Ngrams, follow
 from decode.speculation import Speculator
 from engine.messages import SeqId
@@ -74,17 +74,12 @@ class DraftPlanner:
         self._counters = counters
         self._ngrams = ngrams
         self._drafts: dict[SeqId, _Draft] = {}
-        self._marked: list[_Draft] = []  # with a proposal or seen, in the step planned last
+        self.marked: list[_Draft] = []  # with a proposal or seen, in the step planned last
 
     @property
     def needs_last_step(self) -> bool:
         """True if rows depend on the tokens of the step before, or on what a draft model knows."""
         return self.speculator is not None
-
-    @property
-    def is_idle(self) -> bool:
-        """True if the step planned last drafts nothing, and the draft model has no part in it."""
-        return not self._marked
 
     def join(self, seq: Sequence) -> None:
         """A sequence runs from now on."""
@@ -114,17 +109,17 @@ class DraftPlanner:
         speculator = self.speculator
         if speculator is None or not chosen:
             return False
-        if self._marked:
-            for draft in self._marked:
+        if self.marked:
+            for draft in self.marked:
                 draft.proposal, draft.is_seen = None, False
-            self._marked = []
+            self.marked = []
         if speculator.num_to_pass:
             return False
         proposed: list[_Draft] = []
         if not speculator.rests():
             proposed = self._propose(chosen, speculator, budget_tokens, admitted)
         seen = self._look(chosen, proposed, speculator) if self.has_draft_model else []
-        self._marked = proposed + seen
+        self.marked = proposed + seen
         return bool(proposed)
 
     def _propose(
@@ -213,7 +208,7 @@ class DraftPlanner:
 
     def row_draft(self, seq: Sequence) -> RowDraft:
         """Returns the drafting fields of the sequence's row in the planned step."""
-        if not self._marked:
+        if not self.marked:
             return NO_DRAFT
         draft = self._drafts[seq.seq_id]
         unseen = seq.token_ids[seq.num_draft_tokens :] if draft.is_seen else ()
@@ -242,7 +237,7 @@ class DraftPlanner:
 
     def learn(self, seq_id: SeqId, result: RowResult, num_accepted: int) -> None:
         """Learns from a verified draft; `num_accepted` is cut at the answer's end."""
-        if self.speculator is None or not self._marked:
+        if self.speculator is None or not self.marked:
             return
         proposal = self._drafts[seq_id].proposal
         if proposal is None:

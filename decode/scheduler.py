@@ -15,8 +15,8 @@ may have to go on elsewhere (`HandOver`). Then it leaves between two steps with 
 seen its last tokens.
 
 A row has one token, or more where drafts are verified (`decode.drafts`). Room for admission
-includes the growth of the sequences admitted before (`decode.memory`). A step may be held for
-sequences that have just moved here (`decode.hold`).
+includes the growth of the sequences admitted before (`DecodeMemory`). A step may be held for
+sequences that have just moved here (`StepHold`).
 
 The scheduler knows no clock, tensor or socket.
 
@@ -27,10 +27,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 
-from decode.arrivals import Arrivals
+from decode.arrivals import Arrivals, DecodeMemory, StepHold
 from decode.drafts import DraftPlanner
-from decode.hold import StepHold
-from decode.memory import DecodeMemory
 from decode.ngram import Ngrams, PythonNgrams
 from decode.running import RunningBatch
 from decode.speculation import Speculator
@@ -261,11 +259,14 @@ class DecodeScheduler:
         if effects:
             due = self.running.due()  # some may have been given back
         chosen = due[:budget_tokens]
-        admitted = self._admit()
+        admitted: list[Effect] = []
+        is_any_running = bool(len(self.running))
         if self.arrivals.queued:
-            is_any_running = bool(len(self.running))
+            max_arriving = self._max_running - len(self.running)
+            admitted = self.arrivals.admit(max_arriving, self._has_room)
             admitted += self.arrivals.give_back_stuck(now_s, is_any_running=is_any_running)
-        if self._is_held(now_s):
+        arriving = self.arrivals.arriving.keys()
+        if self._hold.is_open and self._hold.holds(now_s, arriving, is_any_running=is_any_running):
             return Scheduled(effects=effects + admitted, held_until_s=self.held_until_s)
         # Half of what plain rows leave is for drafts: prompts must make progress beside them.
         has_drafts = self.drafts.plan(chosen, (budget_tokens - len(chosen)) // 2, self._growing)
@@ -303,7 +304,7 @@ class DecodeScheduler:
         num_taken = len(taken)
         num_accepted = min(len(chosen) - 1, num_taken) if len(chosen) > 1 else 0
         num_computed = len(row.token_ids) + num_accepted
-        if drafts.is_idle:
+        if not drafts.marked:
             num_seen = seq.num_draft_tokens if drafts.has_draft_model else None
             seq.advance(num_computed, self._pool, num_draft_tokens=num_seen)
         else:
@@ -318,9 +319,6 @@ class DecodeScheduler:
         logprobs = list(result.logprobs[:num_taken]) if result.logprobs else []
         return Tokens(row.seq_id, taken, finish, logprobs, result.num_drafted, num_accepted)
 
-    def _admit(self) -> list[Effect]:
-        return self.arrivals.admit(self._max_running - len(self.running), self._has_room)
-
     def _has_room(self, candidate: Sequence) -> bool:
         num_admitted = len(self.running) + len(self.arrivals.arriving)
         return self.memory.has_room(candidate, num_admitted=num_admitted, admitted=self._growing)
@@ -332,10 +330,6 @@ class DecodeScheduler:
 
     def _drop_copy(self) -> Effect | None:
         return self.arrivals.drop_copy() if self.arrivals.copies else None
-
-    def _is_held(self, now_s: float) -> bool:
-        arriving = self.arrivals.arriving.keys()
-        return self._hold.holds(now_s, arriving, is_any_running=bool(len(self.running)))
 
     def validate(self) -> None:
         """Asserts the scheduler's invariants."""

@@ -5,7 +5,7 @@ The life of a sequence, and the part that owns it:
     waiting, pulling   has nothing, or waits for its prefix         `prefill.prompts`
     computing          runs chunk by chunk; its lease, if it has    here
                        one, grows with each chunk
-    leased             computed: the sequence is gone, its blocks   `engine.worker.leases`
+    leased             computed: the sequence is gone, its blocks   `engine.worker.offers`
                        belong to the lease until that ends
 
 A `Prefill` leases its blocks and forgets the sequence after the first token. A `Generate` opens no
@@ -59,7 +59,7 @@ from engine.worker.events import (
     RevokeLease,
 )
 from engine.worker.intake import Intake
-from engine.worker.leases import LeaseTable
+from engine.worker.offers import LeaseTable
 from engine.worker.pace import StepPace
 from prefill.prompts import PendingPrompt, WaitingPrompts
 
@@ -207,7 +207,9 @@ class PrefillScheduler:
         scheduled, left = Scheduled(), _Budget(budget_tokens)
         for prompt in self.computing.values():
             self._add_row(prompt, left, scheduled)
-        while left.num_tokens > 0 and self.waiting.waiting and self._has_room():
+        while left.num_tokens > 0 and self.waiting.waiting:
+            if self._pace is not None and self._pace.most_tokens(0) == 0:
+                break  # no room for a chunk of one more prompt
             started, effects = self.waiting.start_next()
             scheduled.effects += effects
             if started is None:
@@ -216,10 +218,6 @@ class PrefillScheduler:
                 scheduled.effects += self._begin(started)
                 self._add_row(started, left, scheduled)
         return scheduled
-
-    def _has_room(self) -> bool:
-        """True if the step may take a chunk of one more prompt."""
-        return self._pace is None or self._pace.most_tokens(0) != 0
 
     def _begin(self, prompt: PendingPrompt) -> list[Effect]:
         """Opens the lease of a prompt whose next chunk can run."""

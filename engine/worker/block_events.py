@@ -27,6 +27,7 @@ Sources: vLLM 0.32, vllm/distributed/kv_events.py (`EventBatch`, `KVCacheEvent`,
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from typing import Annotated, TypeGuard
 
@@ -209,8 +210,7 @@ class EventLog:
         max_batches: int = MAX_BATCHES,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        self._block_size = block_size
-        self._with_token_ids = with_token_ids
+        self._events_of = partial(events_of, block_size=block_size, with_token_ids=with_token_ids)
         self._max_batches = max_batches
         self._max_kept_bytes = max_kept_bytes
         self._recent: deque[bytes] = deque()  # the last one's number is `num_batches` - 1
@@ -226,9 +226,12 @@ class EventLog:
         for start in range(0, len(news), MAX_BLOCKS_PER_BATCH):
             part = news[start : start + MAX_BLOCKS_PER_BATCH]
             payload = _encode(EventBatch(unix_s, self._events_of(part)))
-            self._keep(payload)
+            self._recent.append(payload)
+            self._recent_bytes += len(payload)
             numbered.append((self.num_batches, payload))
             self.num_batches += 1
+        while len(self._recent) > self._max_batches or self._recent_bytes > self._max_kept_bytes:
+            self._recent_bytes -= len(self._recent.popleft())
         for item in news:
             if isinstance(item, Stored):
                 self._cached[item.medium][item.block_hash] = item.parent
@@ -259,12 +262,3 @@ class EventLog:
             events += self._events_of(part)
             yield number, _encode(EventBatch(unix_s, events))
             events = []
-
-    def _keep(self, payload: bytes) -> None:
-        self._recent.append(payload)
-        self._recent_bytes += len(payload)
-        while len(self._recent) > self._max_batches or self._recent_bytes > self._max_kept_bytes:
-            self._recent_bytes -= len(self._recent.popleft())
-
-    def _events_of(self, news: Sequence[CacheNews]) -> list[BlockEvent]:
-        return events_of(news, self._block_size, with_token_ids=self._with_token_ids)

@@ -226,6 +226,8 @@ class WorkerCore:
         self._in_flight: deque[Planned] = deque()
         self._takers = {kind: self._taker(kind) for kind in (*_PASSED_ON, *_OPENERS)}
         self._decoder = self._takers[Adopted]
+        if self._decoder is None:
+            self._takers[Generate] = None  # what it would pass on could not go on here
         self._decode_steps, self._other_steps = StepSamples(), StepSamples()
         self._held_until_s: float | None = None
 
@@ -241,9 +243,6 @@ class WorkerCore:
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Feeds an event to its scheduler. Gives back a sequence that no scheduler accepts."""
-        return self._dispatch(event, now_s)
-
-    def _dispatch(self, event: Event, now_s: float) -> list[Effect]:
         if isinstance(event, _PASSED_ON):
             taker = self._takers[type(event)]
             assert taker is not None, f"no scheduler takes what is passed on: {event}"
@@ -251,8 +250,8 @@ class WorkerCore:
         if isinstance(event, FromGateway):
             gateway_id, message = event.gateway_id, event.message
             if isinstance(message, _OPENERS):
-                taker = self._takers[type(message)] if self._accepts(type(message)) else None
-                if taker is None:
+                taker = self._takers[type(message)]
+                if taker is None or not self._duties.accepts(type(message)):
                     return [Emit(gateway_id, GivenBack(message.seq_id, WRONG_ROLE))]
                 return self._settled(taker.handle(event, now_s), now_s)
             if isinstance(message, HandOver) and self._decoder is None:
@@ -269,18 +268,12 @@ class WorkerCore:
         settled: list[Effect] = []
         for effect in effects:
             if isinstance(effect, _PASSED_ON):
-                settled += self._dispatch(effect, now_s)
+                settled += self.handle(effect, now_s)
             else:
                 settled.append(effect)
         return settled
 
     # ------------------------------------------------------------ roles
-
-    def _accepts(self, kind: type) -> bool:
-        """True if the worker takes new work of this kind."""
-        if kind is Generate and self._decoder is None:
-            return False
-        return self._duties.accepts(kind)
 
     def _set_role(self, role: Role) -> list[Effect]:
         """Sets the role and tells all gateways, even if nothing changed: the sender waits for the
@@ -291,7 +284,7 @@ class WorkerCore:
         duties = self._duties
         effects: list[Effect] = [EmitToAll(RoleChanged(duties.role))]
         for scheduler in self._schedulers:
-            effects += scheduler.give_back(self._accepts)
+            effects += scheduler.give_back(duties.accepts)
         return effects
 
     def _taker(self, kind: type) -> Scheduler | None:

@@ -42,13 +42,6 @@ class PromptFacts(NamedTuple):
 ReadPrompt = Callable[[ComputePrompt | Decode | OfferPrefix, int], PromptFacts]
 
 
-def _guide_of(opened: OpenedGuide) -> Guide:
-    """Returns the guide. Raises the error with which opening it ended."""
-    if isinstance(opened, GrammarError):
-        raise opened
-    return opened
-
-
 def read_prompt(message: ComputePrompt | Decode | OfferPrefix, block_size: int) -> PromptFacts:
     """Reads the facts of a message's tokens."""
     token_ids = message.token_ids
@@ -83,7 +76,8 @@ class Intake:
         if fault is not None:
             return GivenBack(message.seq_id, fault, hopeless=True)
         try:
-            guide = self._open_guide(message) if opened is None else _guide_of(opened)
+            has_grammar = opened is not None or message.sampling.grammar is not None
+            guide = self._guide_of(message, opened) if has_grammar else None
         except GrammarError as error:
             return GivenBack(message.seq_id, f"grammar: {error}", hopeless=True)
         return Sequence(
@@ -108,10 +102,14 @@ class Intake:
     def _last_id(self) -> int:
         return MAX_ID if self.vocab_size is None else self.vocab_size - 1
 
-    def _open_guide(self, message: ComputePrompt | Decode) -> Guide | None:
+    def _guide_of(self, message: ComputePrompt | Decode, opened: OpenedGuide | None) -> Guide:
+        """Returns the guide, which may be open already. Raises GrammarError."""
+        if isinstance(opened, GrammarError):
+            raise opened
+        if opened is not None:
+            return opened
         grammar = message.sampling.grammar
-        if grammar is None:
-            return None
+        assert grammar is not None
         if self.guides is None:
             raise GrammarError("this worker follows no grammars")
         return self.guides.open(

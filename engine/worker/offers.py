@@ -1,4 +1,6 @@
-"""Leases of blocks that this worker has computed already.
+"""The open leases on a worker's blocks, and offers of blocks that it has computed already.
+
+Blocks stay leased until their lease ends, whatever becomes of the sequence that computed them.
 
 A gateway may place a prompt on another worker, although this one has cached more of its beginning.
 It then asks this worker to offer its blocks (`OfferPrefix`), and the other worker pulls them.
@@ -21,6 +23,7 @@ Sources: pulling a prefix from any node that holds it, Qin et al., Mooncake, FAS
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from engine.messages import (
     BlocksOffered,
@@ -28,6 +31,7 @@ from engine.messages import (
     GatewayId,
     HandedOver,
     LeaseId,
+    LeaseRef,
     OfferBlocks,
     OfferPrefix,
     PrefixOffered,
@@ -35,7 +39,7 @@ from engine.messages import (
     TransferAddress,
 )
 from engine.worker.batch import Row, RowResult
-from engine.worker.blocks import BlockHash, BlockPool
+from engine.worker.blocks import BlockHash, BlockId, BlockPool
 from engine.worker.core import NOTHING, Scheduled, Workload
 from engine.worker.events import (
     Adopted,
@@ -44,12 +48,72 @@ from engine.worker.events import (
     Event,
     FromGateway,
     GatewayLost,
+    GrowLease,
     LeaseEnded,
     Leaving,
+    OpenLease,
     RevokeLease,
 )
 from engine.worker.intake import Intake
-from engine.worker.leases import LeaseTable
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedLease:
+    """A lease that has not ended, and the gateway that wanted it."""
+
+    gateway_id: GatewayId
+    block_ids: tuple[BlockId, ...]
+    evict_first: bool = False  # once it ended
+
+
+class LeaseTable:
+    """Leases by id. Holds their blocks in the pool."""
+
+    def __init__(self, pool: BlockPool, address: TransferAddress) -> None:
+        """`address` is where sinks pull from."""
+        self._pool = pool
+        self._address = address
+        self.opened: dict[LeaseId, OpenedLease] = {}
+
+    def __len__(self) -> int:
+        return len(self.opened)
+
+    def __contains__(self, lease_id: LeaseId) -> bool:
+        return lease_id in self.opened
+
+    def of(self, gateway_id: GatewayId) -> list[LeaseId]:
+        """Returns the leases that a gateway wanted."""
+        return [i for i, lease in self.opened.items() if lease.gateway_id == gateway_id]
+
+    def open(
+        self,
+        lease_id: LeaseId,
+        gateway_id: GatewayId,
+        block_ids: Sequence[BlockId],
+        *,
+        num_ready: int,
+        evict_first: bool = False,
+    ) -> tuple[LeaseRef, list[Effect]]:
+        """Opens a lease on blocks, of which the first `num_ready` are computed.
+
+        They `evict_first` if the sink keeps them.
+        """
+        assert lease_id not in self.opened
+        lease = OpenedLease(gateway_id, tuple(block_ids), evict_first)
+        self.opened[lease_id] = lease
+        self._pool.lease(lease.block_ids)
+        effects: list[Effect] = [OpenLease(lease_id, len(block_ids))]
+        if num_ready:
+            effects.append(GrowLease(lease_id, lease.block_ids[:num_ready]))
+        return LeaseRef(lease_id, self._address, len(block_ids)), effects
+
+    def end(self, lease_id: LeaseId) -> bool:
+        """Lets go of the blocks of a lease that ended. Returns False if it is not one of these."""
+        lease = self.opened.pop(lease_id, None)
+        if lease is None:
+            return False
+        self._pool.end_lease(lease.block_ids, evict_first=lease.evict_first)
+        return True
 
 
 def prefix_lease_id(seq_id: SeqId) -> LeaseId:

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.arrivals import STUCK_S
-from decode.hold import HOLD_S, REST_S
+from decode.arrivals import HOLD_S, REST_S, STUCK_S
 from engine.messages import GivenBack, Role
 from engine.worker.events import AbortPull, Emit, StartPull
 from tests.kits.worker_core import (

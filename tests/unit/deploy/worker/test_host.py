@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from decode.hold import HOLD_S
+from decode.arrivals import HOLD_S
 from deploy.worker import host as worker_host
 from deploy.worker.gateway_sessions import MAX_UNSENT_BYTES
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
