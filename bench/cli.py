@@ -25,11 +25,11 @@ baton bench report --write
 
 import typer
 
-from bench.batches.cli import batches
 from bench.chaos.cli import chaos
 from bench.compare import compare
 from bench.engine.cli import engine
 from bench.hostile.cli import hostile
+from bench.lab.batches.study import BatchesStudy
 from bench.lab.elastic import ElasticStudy
 from bench.lab.elastic_live import ElasticLiveStudy
 from bench.lab.experiment import command_of
@@ -51,6 +51,7 @@ from bench.validation.cli import validation
 STUDIES = (
     KvStudy,
     StoreStudy,
+    BatchesStudy,
     GatewayStudy,
     RouterStudy,
     InterferenceStudy,
@@ -68,7 +69,6 @@ app.command()(speculate)
 app.command()(validation)
 app.command()(chaos)
 app.command()(hostile)
-app.command()(batches)
 app.command()(schemas)
 app.command()(report)
 

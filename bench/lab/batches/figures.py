@@ -25,19 +25,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.batches.plan import WITH, WITHOUT, BesidePlan
 from bench.client.answers import Answer
 from bench.client.load import LoadRun
 from bench.common.background import TOO_BUSY, busy_results, busy_warning
 from bench.common.report import Result, result_of
 from bench.common.stats import percentile
+from bench.lab.batches.api import Texts
+
+WITH, WITHOUT = "with", "without"
 
 PERCENTS = (50, 99)
 GOAL = 1.05  # of the 99th percentiles
 NOISE = "noise/"
 ENOUGH_ACTIVE = 0.9
-
-Texts = Sequence[tuple[str, str]]  # custom ids and answers of an output file
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class Window:
 class Killed:
     """One file twice: undisturbed, and with kills."""
 
+    num_requests: int
     undisturbed: Texts
     disturbed: Texts
     num_before: int  # results at the last kill
@@ -64,6 +65,7 @@ class Killed:
 class BatchesMeasured:
     """All that was measured."""
 
+    num_requests: int  # of the batches of all windows
     windows: tuple[Window, ...]
     texts: Texts  # of the batches of all windows
     num_pauses: float
@@ -71,17 +73,17 @@ class BatchesMeasured:
     background: tuple[float, ...] = ()
 
 
-def results(plan: BesidePlan, measured: BatchesMeasured) -> tuple[Result, ...]:
+def results(measured: BatchesMeasured) -> tuple[Result, ...]:
     """All results, in the order of the table above."""
     found = [
         _compared(f"clients/{name}/p{percent}", measured.windows, of, percent)
         for name, of in _TIMES.items()
         for percent in PERCENTS
     ]
-    found += _quiet(plan, measured)
+    found += _quiet(measured)
     found += _noise(measured)
     beside = [window for window in measured.windows if window.which == WITH]
-    number = plan.num_of_window * plan.num_pairs
+    number = measured.num_requests
     once = float(len(once_of(measured.texts)))
     found.append(result_of("batches/answered_once", [once], "requests").limited(number))
     rates = [window.num_answered / window.load.duration_s for window in beside]
@@ -90,7 +92,7 @@ def results(plan: BesidePlan, measured: BatchesMeasured) -> tuple[Result, ...]:
     found.append(result_of("batches/active", shares, "%"))
     found.append(result_of("batches/pauses", [measured.num_pauses / number], "1/request"))
     if measured.killed is not None:
-        found += _killed(plan, measured.killed)
+        found += _killed(measured.killed)
     return (*found, *busy_results(measured.background))
 
 
@@ -100,13 +102,13 @@ def once_of(texts: Texts) -> dict[str, str]:
     return {name: text for name, text in texts if counts[name] == 1}
 
 
-def warnings(plan: BesidePlan, measured: BatchesMeasured) -> list[str]:
+def warnings(measured: BatchesMeasured) -> list[str]:
     """A line for each reason not to trust the results, and for each goal that was missed."""
     lines = busy_warning(measured.background)
     failures = sum(len(window.load.failures) for window in measured.windows)
     if failures:
         lines.append(f"{failures} requests of clients failed")
-    for result in results(plan, measured):
+    for result in results(measured):
         ratio = max((peer.ratio for peer in result.peers.values()), default=0.0)
         if result.name.endswith("/p99") and ratio > GOAL and not result.name.startswith(NOISE):
             lines.append(f"{result.name} is {ratio:.2f} times that without batches")
@@ -117,7 +119,7 @@ def warnings(plan: BesidePlan, measured: BatchesMeasured) -> list[str]:
     return lines
 
 
-def _quiet(plan: BesidePlan, measured: BatchesMeasured) -> list[Result]:
+def _quiet(measured: BatchesMeasured) -> list[Result]:
     """The percentiles over pairs of windows in which other programs used little of the CPU."""
     quiet = {pair for pair, share in enumerate(measured.background) if share <= TOO_BUSY}
     windows = [window for window in measured.windows if window.pair in quiet]
@@ -129,7 +131,7 @@ def _quiet(plan: BesidePlan, measured: BatchesMeasured) -> list[Result]:
         for percent in PERCENTS
     ]
     number = result_of("quiet/pairs", [float(len(quiet))], "1")
-    return [*found, number.limited(plan.num_pairs)]
+    return [*found, number.limited(len({window.pair for window in measured.windows}))]
 
 
 def _noise(measured: BatchesMeasured) -> list[Result]:
@@ -155,15 +157,15 @@ def _pooled(
     return [1e3 * s for window in windows for each in window.load.answers for s in times_of(each)]
 
 
-def _killed(plan: BesidePlan, killed: Killed) -> list[Result]:
+def _killed(killed: Killed) -> list[Result]:
     undisturbed, disturbed = once_of(killed.undisturbed), once_of(killed.disturbed)
     equal = sum(undisturbed.get(name) == text for name, text in disturbed.items())
     before = float(killed.num_before)
     return [
         result_of("killed/answered_once", [float(len(disturbed))], "requests").limited(
-            plan.num_requests
+            killed.num_requests
         ),
-        result_of("killed/equal", [float(equal)], "requests").limited(plan.num_requests),
+        result_of("killed/equal", [float(equal)], "requests").limited(killed.num_requests),
         result_of("killed/answered_before", [before], "requests"),
     ]
 

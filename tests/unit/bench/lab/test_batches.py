@@ -1,9 +1,11 @@
-"""The plan of `bench batches`, and what it makes of its windows and files."""
+"""The options of `bench batches`, and its figures of windows and files."""
 
 import pytest
 
-from bench.batches.plan import WITH, WITHOUT, BesidePlan, due_times_s, lines_of, order_of, quick
-from bench.batches.results import (
+from bench.client.load import LoadRun, RequestOutcome
+from bench.lab.batches.figures import (
+    WITH,
+    WITHOUT,
     BatchesMeasured,
     Killed,
     Window,
@@ -11,10 +13,10 @@ from bench.batches.results import (
     results,
     warnings,
 )
-from bench.client.load import LoadRun, RequestOutcome
+from bench.lab.batches.study import BatchesStudy
 from tests.kits.answers import answer_at
 
-PLAN = BesidePlan(num_requests=4, num_pairs=2, window_s=10.0, num_kills=1)
+STUDY = BatchesStudy(requests=4, pairs=2, window_s=10.0, kills=1)
 TEXTS = [("a", "x"), ("b", "y"), ("c", "z"), ("d", "w")]
 
 
@@ -29,25 +31,25 @@ def window(
 
 def measured(*windows: Window, texts=TEXTS, **rest) -> BatchesMeasured:
     both = windows or (window(WITHOUT, 0.1), window(WITH, 0.1, num_answered=2, active_s=10.0))
-    return BatchesMeasured(both, texts, 8.0, **rest)
+    return BatchesMeasured(4, both, texts, 8.0, **rest)
 
 
 def found_in(data: BatchesMeasured) -> dict[str, float]:
-    return {result.name: result.value for result in results(PLAN, data)}
+    return {result.name: result.value for result in results(data)}
 
 
 def test_both_orders_of_windows_come_in_turn():
-    orders = [order_of(PLAN, pair) for pair in range(4)]
+    orders = [STUDY.order_of(pair) for pair in range(4)]
     assert orders == [(WITHOUT, WITH), (WITH, WITHOUT)] * 2
-    assert due_times_s(PLAN, 1) == due_times_s(PLAN, 1) != due_times_s(PLAN, 2)
+    assert STUDY.due_times_s(1) == STUDY.due_times_s(1) != STUDY.due_times_s(2)
 
 
 def test_lines_of_a_file_differ_and_are_the_same_again():
-    lines = lines_of(PLAN, "file", 5, "m")
-    assert lines == lines_of(PLAN, "file", 5, "m")
+    lines = STUDY.lines_of("file", 5, "m")
+    assert lines == STUDY.lines_of("file", 5, "m")
     assert len({line["custom_id"] for line in lines}) == 5
     assert len({line["body"]["prompt"] for line in lines}) == 5
-    assert quick(PLAN).num_kills == 1
+    assert STUDY.quick().kills == 1
 
 
 def test_percentiles_are_over_all_windows_and_held_against_those_without():
@@ -57,13 +59,13 @@ def test_percentiles_are_over_all_windows_and_held_against_those_without():
         window(WITHOUT, 0.1),
         window(WITHOUT, 0.1),
     )
-    by_name = {result.name: result for result in results(PLAN, data)}
+    by_name = {result.name: result for result in results(data)}
     assert by_name["clients/ttft/p50"].value == pytest.approx(300)
     assert by_name["clients/ttft/p50"].peers[WITHOUT].ratio == pytest.approx(3)
     assert by_name["batches/beside_clients"].runs == (0.5, 1.5)
     assert by_name["batches/active"].runs == (100, 50)
     assert by_name["batches/pauses"].value == 2
-    lines = warnings(PLAN, data)
+    lines = warnings(data)
     assert any("clients/ttft/p99" in line for line in lines)
     assert any("over before their windows" in line for line in lines)
 
@@ -72,18 +74,18 @@ def test_a_result_that_comes_twice_or_not_at_all_is_missed():
     assert once_of([("a", "x"), ("a", "x"), ("b", "y")]) == {"b": "y"}
     data = measured(texts=[*TEXTS[:3], TEXTS[0]])
     assert found_in(data)["batches/answered_once"] == 2
-    assert "batches/answered_once: 2 of 4" in warnings(PLAN, data)
-    assert not warnings(PLAN, measured())
+    assert "batches/answered_once: 2 of 4" in warnings(data)
+    assert not warnings(measured())
 
 
 def test_a_killed_batch_is_compared_with_the_undisturbed_one():
     other = [*TEXTS[:3], ("d", "other")]
-    data = measured(killed=Killed(TEXTS, other, num_before=2))
+    data = measured(killed=Killed(4, TEXTS, other, num_before=2))
     found = found_in(data)
     assert found["killed/answered_once"] == 4
     assert found["killed/equal"] == 3
     assert found["killed/answered_before"] == 2
-    assert "killed/equal: 3 of 4" in warnings(PLAN, data)
+    assert "killed/equal: 3 of 4" in warnings(data)
 
 
 def test_pairs_with_other_load_are_left_out_of_the_quiet_ones():
@@ -99,8 +101,8 @@ def test_the_noise_is_that_of_windows_without_batches():
         return window(WITHOUT, ttft_s, pair=number), window(WITH, 9.0, num_answered=1, pair=number)
 
     data = measured(*pair(0, 0.1), *pair(1, 0.2))
-    [noise] = [each for each in results(PLAN, data) if each.name == "noise/ttft/p99"]
+    [noise] = [each for each in results(data) if each.name == "noise/ttft/p99"]
     assert noise.value == pytest.approx(100.0)
     assert noise.peers["other_half"].ratio == pytest.approx(0.5)
-    assert not any(line.startswith("noise") for line in warnings(PLAN, data))
+    assert not any(line.startswith("noise") for line in warnings(data))
     assert not any(name.startswith("noise") for name in found_in(measured()))
