@@ -39,19 +39,21 @@ from bench.lab.interference import InterferenceStudy
 from bench.lab.kv.study import KvStudy
 from bench.lab.moves import MovesStudy
 from bench.lab.router.study import RouterStudy
+from bench.lab.schemas.study import SchemasStudy
+from bench.lab.speculate.study import SpeculateStudy
 from bench.lab.store.study import StoreStudy
 from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
 from bench.quality.cli import quality
-from bench.schemas.cli import schemas
 from bench.serve.cli import serve
-from bench.speculate.cli import speculate
 from bench.validation.cli import validation
 
 STUDIES = (
     KvStudy,
     StoreStudy,
     BatchesStudy,
+    SpeculateStudy,
+    SchemasStudy,
     GatewayStudy,
     RouterStudy,
     InterferenceStudy,
@@ -65,11 +67,9 @@ app.command()(serve)
 app.command()(compare)
 app.command()(engine)
 app.command()(quality)
-app.command()(speculate)
 app.command()(validation)
 app.command()(chaos)
 app.command()(hostile)
-app.command()(schemas)
 app.command()(report)
 
 for kind in STUDIES:

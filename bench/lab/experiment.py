@@ -19,7 +19,7 @@ machine affects all arms alike. `results_by_arm` and `held_against` name and com
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_origin, get_type_hints
@@ -123,7 +123,7 @@ def command_of(kind: type[Experiment]) -> Callable[..., None]:
 
     hints = get_type_hints(kind, include_extras=True)
     options = [one for one in fields(kind) if get_origin(hints[one.name]) is Annotated]
-    parameters = {one.name: (hints[one.name], one.default) for one in options}
+    parameters = {one.name: (hints[one.name], _default_of(one)) for one in options}
     parameters["quick"] = (Annotated[bool, quick_option(kind.QUICK)], False)
     parameters["json"] = (JsonOption, None)
     if kind.plot is not Experiment.plot:
@@ -139,6 +139,10 @@ def command_of(kind: type[Experiment]) -> Callable[..., None]:
         ]
     )
     return command
+
+
+def _default_of(option: Field[Any]) -> Any:
+    return inspect.Parameter.empty if option.default is MISSING else option.default
 
 
 def _run(study: Experiment, json: Path | None, plot: Path | None) -> None:

@@ -2,13 +2,10 @@
 
 import json
 import sys
-from pathlib import Path
 
-from bench.common.options import PeerProgram
-from bench.schemas.cli import BUNDLED
-from bench.schemas.plan import SchemasPlan
-from bench.schemas.results import results, warnings
-from bench.schemas.run import measure
+from bench.common.progress import say_nothing
+from bench.lab.schemas.figures import results, warnings
+from bench.lab.schemas.study import SchemasStudy
 
 PERSON = {
     "type": "object",
@@ -27,8 +24,8 @@ def test_engines_are_measured_side_by_side(tmp_path):
     for name, (schema, good, bad) in CASES.items():
         tests = [{"data": good, "valid": True}, {"data": bad, "valid": False}]
         (tmp_path / f"{name}.json").write_text(json.dumps({"schema": schema, "tests": tests}))
-    plan = SchemasPlan(tmp_path, BUNDLED, eos=0, num_walks=4)
-    measured = measure(plan, [PeerProgram("llguidance", Path(sys.executable))])
+    study = SchemasStudy(suite=tmp_path, num_walks=4, peer=[f"llguidance={sys.executable}"])
+    measured = study.run(say_nothing)
     found = {result.name: result for result in results(measured)}
     assert found["accepted/people"].value == 100
     assert found["accepted/hard"].value == 0

@@ -6,12 +6,13 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-import bench.speculate.run as speculate
+import bench.lab.speculate.study as speculate
+from bench.common.progress import say_nothing
 from bench.common.shapes import cached_pair
-from bench.speculate.plan import GOALS, MAX_DRAFT_TOKENS, SpeculatePlan
-from bench.speculate.prompts import identity_asks, random_prompts
-from bench.speculate.results import mean_acceptance, results
-from bench.speculate.worker import Bench, CoreAsk, CoreOptions
+from bench.lab.speculate.figures import mean_acceptance, results
+from bench.lab.speculate.plan import GOALS, MAX_DRAFT_TOKENS
+from bench.lab.speculate.prompts import identity_asks, random_prompts
+from bench.lab.speculate.worker import Bench, CoreAsk, CoreOptions
 from engine.config import Speculate, WeightFormat
 from engine.layout import KVFormat
 from engine.messages import Sampling, SeqId
@@ -132,15 +133,15 @@ def test_a_sequence_that_is_given_back_is_an_error(pair):
 
 
 def test_measurement_holds_every_promised_result(pair, monkeypatch):
-    plan = SpeculatePlan(
+    plan = speculate.SpeculateStudy(
         shape="tiny",
-        setups=("bundled", "shape"),
+        setups="bundled,shape",
         weights=WeightFormat.FP32,
-        num_threads=1,
-        batches=(1, 8),
-        num_tokens=6,
-        num_identity=2,
-        num_repeats=1,
+        threads=1,
+        batches="1,8",
+        tokens=6,
+        identity=2,
+        repeat=1,
     )
 
     @contextmanager
@@ -149,11 +150,11 @@ def test_measurement_holds_every_promised_result(pair, monkeypatch):
         yield InProcess(bench), bench.facts
 
     tokens = [[token % VOCAB_SIZE for token in prompt] for prompt in PROMPTS]
-    monkeypatch.setattr("bench.speculate.worker.PASSES_S", 0.0)
+    monkeypatch.setattr("bench.lab.speculate.worker.PASSES_S", 0.0)
     monkeypatch.setattr(speculate, "MOST_ROUNDS", 3)
     monkeypatch.setattr(speculate, "_worker", in_process)
     monkeypatch.setattr(speculate, "text_prompts", lambda tokenizer_file, count, seed: tokens)
-    measured = speculate.measure(plan)
+    measured = speculate.measure(plan, say_nothing)
     found = {result.name: result for result in results(plan, measured)}
     assert found.keys() >= GOALS.keys()
     assert found["identical_share"].value == found["identical_share/fp32"].value == 1

@@ -14,9 +14,9 @@ import msgspec
 from tokenizers import Tokenizer
 
 from bench.common.prompts import PromptShape, token_prompts
+from bench.lab.speculate.plan import EDIT_EVERY, PROMPT_LEN
+from bench.lab.speculate.worker import CoreAsk
 from bench.quality import corpus
-from bench.speculate.plan import EDIT_EVERY, PROMPT_LEN
-from bench.speculate.worker import CoreAsk
 from engine.messages import Grammar, GrammarKind, Sampling
 
 NUM_DOCUMENTS = 100  # of those held out; to read all of them takes seconds

@@ -6,30 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.speculate.plan import (
-    CALIBRATED_LENS,
-    GOALS,
-    MOST_ROUNDS,
-    PromptKind,
-    SpeculatePlan,
-    SpeculateWorkload,
-    cells_of,
-    config_of,
-    order_of,
-    prompts_for,
-    quick,
-    setups_of,
-)
-from bench.speculate.prompts import (
-    FEWEST_REPEATED,
-    NUM_CHOICES,
-    edited,
-    identity_asks,
-    random_prompts,
-    repeating_asks,
-    until_end,
-)
-from bench.speculate.results import (
+from bench.lab.speculate.figures import (
     BatchRun,
     Passes,
     RunKey,
@@ -44,20 +21,30 @@ from bench.speculate.results import (
     results,
     warnings,
 )
+from bench.lab.speculate.plan import (
+    CALIBRATED_LENS,
+    GOALS,
+    MOST_ROUNDS,
+    PromptKind,
+    SpeculateWorkload,
+    prompts_for,
+    turn_order,
+)
+from bench.lab.speculate.prompts import (
+    FEWEST_REPEATED,
+    NUM_CHOICES,
+    edited,
+    identity_asks,
+    random_prompts,
+    repeating_asks,
+    until_end,
+)
+from bench.lab.speculate.study import SpeculateStudy
 from engine.config import Speculate, WeightFormat
 from engine.layout import KVFormat
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
-PLAN = SpeculatePlan(
-    shape="tiny",
-    setups=("bundled", "shape", "bad"),
-    weights=WeightFormat.INT8,
-    num_threads=2,
-    batches=(1, 8, 32),
-    num_tokens=64,
-    num_identity=200,
-    num_repeats=5,
-)
+PLAN = SpeculateStudy(shape="tiny", threads=2)
 PASSES = Passes(
     plain_s=1.0,
     verify_s=[1.0 + 0.05 * num for num in CALIBRATED_LENS],
@@ -90,53 +77,52 @@ def drafting_run(drafted, kept, *, seconds):
 
 
 def test_each_setup_has_the_workloads_of_its_models():
-    cells = {s.name: [c.thing for c in cells_of(PLAN, s)[::3]] for s in setups_of(PLAN)}
+    cells = {s.name: [c.thing for c in PLAN.cells_of(s)[::3]] for s in PLAN.setups_of()}
     assert cells == {
         "bundled": ["bundled_text", "bundled_text_sampled", "bundled_repeat"],
         "tiny": ["tiny_random", "tiny_random_sampled", "tiny_repeat"],
         "tiny_bad": ["tiny_bad_random"],
     }
-    *_, bad = setups_of(PLAN)
+    *_, bad = PLAN.setups_of()
     assert Speculate.NGRAM not in bad.modes
     assert Speculate.OFF in bad.modes
 
 
 def test_setups_can_be_left_out():
-    assert [s.name for s in setups_of(replace(PLAN, setups=("bad", "bundled")))] == [
+    assert [s.name for s in replace(PLAN, setups="bad,bundled").setups_of()] == [
         "bundled",
         "tiny_bad",
     ]
 
 
-def test_quick_plan_is_smaller_and_keeps_all_promised_speeds():
-    small = quick(PLAN)
-    assert small.num_repeats == 1
-    assert small.num_tokens < PLAN.num_tokens
-    assert small.num_identity < PLAN.num_identity
+def test_a_quick_study_is_smaller_and_keeps_all_promised_speeds():
+    small = PLAN.quick()
+    assert small.repeat == 1
+    assert small.tokens < PLAN.tokens
+    assert small.identity < PLAN.identity
     assert small.num_prompts < PLAN.num_prompts
-    assert [[c.thing for c in cells_of(small, s)[::3]] for s in setups_of(small)] == [
+    assert [[c.thing for c in small.cells_of(s)[::3]] for s in small.setups_of()] == [
         ["bundled_text", "bundled_repeat"],
         ["tiny_random", "tiny_repeat"],
     ]
-    assert config_of(small)["quick"] is True
-    assert quick(replace(PLAN, setups=("bad",))).setups == ("bad",)
+    assert replace(PLAN, setups="bad").quick().setups == "bad"
 
 
 def test_turns_have_prompts_of_their_own():
-    cell = cells_of(PLAN, setups_of(PLAN)[0])[0]
+    cell = PLAN.cells_of(PLAN.setups_of()[0])[0]
     assert cell.batch == 1
     assert sorted(prompts_for(cell, 32, turn=turn) for turn in range(8)) == [[i] for i in range(8)]
 
 
 def test_a_batch_larger_than_the_prompts_has_some_of_them_twice():
-    cell = replace(cells_of(PLAN, setups_of(PLAN)[0])[0], batch=5)
+    cell = replace(PLAN.cells_of(PLAN.setups_of()[0])[0], batch=5)
     assert prompts_for(cell, 3, turn=0) == [0, 1, 2, 0, 1]
 
 
 def test_order_of_modes_changes_with_each_turn_and_repetition():
     modes = [*Speculate]
-    assert order_of(modes, 0) == order_of(modes, 2) == modes
-    assert order_of(modes, 1) == order_of(modes, MOST_ROUNDS) == modes[::-1]
+    assert turn_order(modes, 0) == turn_order(modes, 2) == modes
+    assert turn_order(modes, 1) == turn_order(modes, MOST_ROUNDS) == modes[::-1]
 
 
 def test_kv_format_follows_the_weights():
@@ -266,10 +252,10 @@ def test_answers_are_compared_up_to_the_shorter_length():
 def measured_with(seconds):
     """Three repetitions; `seconds` gives those of each cell and mode for the tokens of `off`."""
     measured = SpeculateMeasured(identical={"int8": 1.0, "fp32": 0.9}, background=[0.01])
-    for setup in setups_of(PLAN):
-        for batch in PLAN.batches:
+    for setup in PLAN.setups_of():
+        for batch in PLAN.sizes:
             measured.passes[setup.name, batch] = PASSES
-        for cell in cells_of(PLAN, setup):
+        for cell in PLAN.cells_of(setup):
             for mode in setup.modes:
                 key = RunKey(cell.thing, cell.batch, mode)
                 measured.runs[key] = [
@@ -323,7 +309,7 @@ def test_acceptance_by_place_has_its_expectation():
 
 
 def test_a_plan_of_one_setup_promises_only_what_it_can_show():
-    plan = replace(PLAN, setups=("bad",))
+    plan = replace(PLAN, setups="bad")
     names = {result.name for result in results(plan, measured_with(lambda cell, mode: 1.0))}
     assert "speedup/worst" in names
     assert "speedup/draft_b1" not in names

@@ -1,4 +1,4 @@
-"""Baton's own guides, driven as the peers are: `python -m bench.schemas.ours baton …`.
+"""Baton's own guides, driven as the peers are: `python -m bench.lab.schemas.ours baton …`.
 
 A schema is checked as a gateway checks it, in a fork with bounds of time and memory. Then it is
 compiled as a worker does it, which is what is timed.

@@ -13,15 +13,31 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from bench.common.background import BusyWatch
-from bench.common.progress import Say, say_nothing
+from bench.common.plots import plot_bars
+from bench.common.progress import Say
+from bench.common.report import Report
 from bench.common.shapes import cached_pair
-from bench.processes.driven import Answer, Driven
-from bench.speculate.plan import (
+from bench.common.tables import print_pivot, print_results
+from bench.lab.experiment import Findings
+from bench.lab.speculate.figures import (
+    BatchRun,
+    Passes,
+    RunKey,
+    SpeculateMeasured,
+    is_same,
+    joined,
+    results,
+    warnings,
+)
+from bench.lab.speculate.plan import (
     BUNDLED,
     CALIBRATED_LENS,
     MAX_DRAFT_TOKENS,
@@ -33,22 +49,21 @@ from bench.speculate.plan import (
     SpeculatePlan,
     SpeculateSetup,
     SpeculateWorkload,
-    cells_of,
-    order_of,
     prompts_for,
-    setups_of,
+    turn_order,
 )
-from bench.speculate.prompts import (
+from bench.lab.speculate.prompts import (
     MOST_REPEATED,
     identity_asks,
     random_prompts,
     repeating_asks,
     text_prompts,
 )
-from bench.speculate.results import BatchRun, Passes, RunKey, SpeculateMeasured, is_same, joined
-from bench.speculate.worker import CoreAsk, CoreOptions
+from bench.lab.speculate.worker import CoreAsk, CoreOptions
+from bench.processes.driven import Answer, Driven
 from deploy.base.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from engine.config import Speculate, WeightFormat
+from engine.errors import ConfigError
 from engine.layout import KVFormat
 from engine.messages import Sampling
 
@@ -61,13 +76,65 @@ IDENTITY_WEIGHTS = {WeightFormat.INT8: KVFormat.INT8, WeightFormat.FP32: KVForma
 Asks = Mapping[SpeculateWorkload, Sequence[CoreAsk]]
 
 
-def measure(plan: SpeculatePlan, say: Say = say_nothing) -> SpeculateMeasured:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculateStudy(SpeculatePlan):
+    """Measure what speculation gains and costs, and that it changes no token."""
+
+    def measure(self, say: Say) -> Findings:
+        """Raises DrivenFailed and ConfigError."""
+        if find_spec("torch") is None:
+            raise ConfigError("torch is not installed: pip install 'baton-serve[worker]'")
+        measured = measure(self, say)
+        return Findings(results(self, measured), warnings(measured))
+
+    def show(self, console: Console, report: Report) -> None:
+        """Prints what is promised, then grids of the medians of all cells and of all places."""
+        cells = [result for result in report.results if result.name.count("/") == 2]
+        places = [r for r in report.results if "acceptance/" in r.name and r not in cells]
+        others = [r for r in report.results if r not in cells and r not in places]
+        print_results(console, replace(report, results=tuple(others)))
+        for grid in filter(None, (cells, places)):
+            medians = tuple(replace(result, runs=(result.value,)) for result in grid)
+            print_pivot(console, replace(report, results=medians))
+
+    def plot(self, report: Report, path: Path) -> None:
+        """Plots speed-ups beside predictions, and acceptance by place beside expectations."""
+        panels: dict[str, dict[str, float]] = {}
+        limits: dict[str, dict[str, float]] = {}
+        values = {result.name: result.value for result in report.results}
+        for name, value in values.items():
+            thing, _, rest = name.partition("/")
+            if thing == "speedup" and f"predicted/{rest}" in values:
+                cell, _, bar = rest.partition("/")
+                _add(panels, limits, f"{cell}, speed-up", bar, value, values[f"predicted/{rest}"])
+            elif thing == "acceptance":
+                drafter, _, bar = rest.rpartition("_")
+                expected = values[f"expected_{name}"]
+                _add(panels, limits, f"{drafter}, accepted", bar, value, expected)
+        where = f"{report.hardware.cpu}, commit {report.commit}"
+        title = f"{self.title}; lines are expectations\n{where}"
+        plot_bars(panels, path, title=title, limits=limits)
+
+
+def _add(
+    panels: dict[str, dict[str, float]],
+    limits: dict[str, dict[str, float]],
+    panel: str,
+    bar: str,
+    value: float,
+    expected: float,
+) -> None:
+    panels.setdefault(panel, {})[bar] = value
+    limits.setdefault(panel, {})[bar] = expected
+
+
+def measure(plan: SpeculatePlan, say: Say) -> SpeculateMeasured:
     """Carries out the plan. Raises DrivenFailed and ConfigError."""
     measured = SpeculateMeasured()
-    for setup in setups_of(plan):
+    for setup in plan.setups_of():
         _measure_setup(plan, setup, measured, say)
     for weights, kv_format in _identity_weights(plan).items():
-        if plan.num_identity and weights not in measured.identical:
+        if plan.identity and weights not in measured.identical:
             say(f"loading: {BUNDLED}, {weights}")
             with _worker(plan, BUNDLED_MODEL, BUNDLED_DRAFT, weights, kv_format) as (worker, facts):
                 _compare(plan, worker, facts, weights, measured, say)
@@ -80,26 +147,26 @@ def _measure_setup(
     say(f"loading: {setup.name}")
     target, draft = _checkpoints(plan, setup)
     with _worker(plan, target, draft, plan.weights, plan.kv_format) as (worker, facts):
-        for batch in plan.batches:
+        for batch in plan.sizes:
             answer = worker.ask(
                 "passes",
                 timeout_s=JOB_TIMEOUT_S,
                 batch=batch,
-                context_len=PROMPT_LEN + plan.num_tokens // 2,
+                context_len=PROMPT_LEN + plan.tokens // 2,
                 lens=CALIBRATED_LENS,
             )
             measured.passes[setup.name, batch] = msgspec.convert(answer, Passes)
         asks = _asks_of(plan, setup, worker, facts)
         for workload in setup.workloads:
             worker.ask("prime", timeout_s=JOB_TIMEOUT_S, asks=msgspec.to_builtins(asks[workload]))
-        if setup.shape is None and plan.num_identity:
+        if setup.shape is None and plan.identity:
             _compare(plan, worker, facts, plan.weights, measured, say)
         busy = BusyWatch(lambda: [worker.session or 0])
-        for repeat in range(WARM_UP, plan.num_repeats):
+        for repeat in range(WARM_UP, plan.repeat):
             turn = "warming up" if repeat == WARM_UP else f"repetition {repeat + 1}"
-            say(f"{setup.name}: {turn} of {plan.num_repeats}")
+            say(f"{setup.name}: {turn} of {plan.repeat}")
             with nullcontext() if repeat == WARM_UP else busy.repetition():
-                for cell in cells_of(plan, setup):
+                for cell in plan.cells_of(setup):
                     _measure_cell(plan, cell, worker, asks[cell.workload], repeat, measured)
         measured.background += busy.shares
 
@@ -118,7 +185,7 @@ def _measure_cell(
     for round_ in range(MOST_ROUNDS):
         turn = repeat * MOST_ROUNDS + round_
         chosen = msgspec.to_builtins([asks[i] for i in prompts_for(cell, len(asks), turn=turn)])
-        for mode in order_of(cell.setup.modes, turn):
+        for mode in turn_order(cell.setup.modes, turn):
             answer = worker.ask("decode", timeout_s=JOB_TIMEOUT_S, mode=mode, asks=chosen)
             found[mode].append(msgspec.convert(answer, BatchRun))
         plain_s += found[Speculate.OFF][-1].seconds
@@ -146,7 +213,7 @@ def _asks_of(plan: SpeculatePlan, setup: SpeculateSetup, worker: Driven, facts: 
             asks[workload] = _repeating(plan, worker, prompts, facts)
         else:
             asks[workload] = [
-                CoreAsk(prompt, plan.num_tokens, Sampling(workload.temperature, seed=plan.seed + i))
+                CoreAsk(prompt, plan.tokens, Sampling(workload.temperature, seed=plan.seed + i))
                 for i, prompt in enumerate(prompts)
             ]
     return asks
@@ -172,7 +239,7 @@ def _repeating(
         prompts,
         _answers(worker, Speculate.OFF, first),
         end_token_ids=facts["eos_token_ids"],
-        num_tokens=plan.num_tokens,
+        num_tokens=plan.tokens,
         seed=plan.seed,
     )
 
@@ -188,7 +255,7 @@ def _compare(
     """Share of requests to the bundled models that are answered alike in all modes."""
     say(f"comparing answers: {weights}")
     ends = facts["eos_token_ids"]
-    asks = identity_asks(_texts(plan), plan.num_identity, end_token_ids=ends, seed=plan.seed)
+    asks = identity_asks(_texts(plan), plan.identity, end_token_ids=ends, seed=plan.seed)
     plain, *others = (_answers(worker, mode, asks) for mode in Speculate)
     same = [all(answer == a for a in rest) for answer, *rest in zip(plain, *others, strict=True)]
     measured.identical[weights] = statistics.mean(same)
@@ -226,7 +293,7 @@ def _worker(
     command = [
         sys.executable,
         "-m",
-        "bench.speculate.worker",
+        "bench.lab.speculate.worker",
         msgspec.json.encode(options).decode(),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(plan.num_threads)}
@@ -240,5 +307,5 @@ def _worker(
 def _kv_tokens(plan: SpeculatePlan) -> int:
     """Room for all prompts, which stay cached, and for the sequences of the largest batch."""
     cached = 3 * NUM_PROMPTS * (2 * PROMPT_LEN + MOST_REPEATED)
-    running = max(*plan.batches, 64) * LONGEST_PROMPT
+    running = max(*plan.sizes, 64) * LONGEST_PROMPT
     return cached + running

@@ -1,4 +1,6 @@
-"""Validates texts against schemas, in a process of its own: `python -m bench.schemas.validator`.
+"""Validates texts against schemas, in a process of its own.
+
+    python -m bench.lab.schemas.validator
 
 A pattern of a schema may take Python's expressions for ever, so the driver sets a deadline.
 """
@@ -17,7 +19,7 @@ FORMATS = ("date", "email", "ipv4", "ipv6", "uuid")
 
 
 class Validator:
-    """Answers commands of `bench.schemas.run`."""
+    """Answers commands of `bench.lab.schemas.study`."""
 
     facts: ClassVar[dict[str, object]] = {}
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from bench.common.report import Result, result_of
 from bench.common.stats import percentile
-from bench.schemas.ours import NAME
-from bench.schemas.plan import SchemaCase
+from bench.lab.schemas.cases import SchemaCase
+from bench.lab.schemas.ours import NAME
 
 GOAL = 90.0  # percent of schemas
 MAX_NAMED = 5  # schemas in a warning

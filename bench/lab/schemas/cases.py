@@ -1,4 +1,4 @@
-"""The plan of one `bench schemas`: which schemas of a suite are tried. Pure, but for reading files.
+"""The schemas of a suite. Pure, but for reading files.
 
 A suite is a folder of JSON files, each in one of these forms:
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.common.report import Scalar
 from engine.errors import ConfigError
 
 DATASET_MARK = "---"
@@ -41,37 +40,13 @@ class SchemaCase:
     tests: tuple[SchemaTest, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SchemasPlan:
-    """Everything that is run."""
-
-    suite: Path
-    tokenizer: Path
-    eos: int
-    num_schemas: int = 1000  # drawn from the suite; 0: all
-    num_walks: int = 2  # random texts for each schema
-    deadline_s: float = 5.0  # for one schema and one engine
-    seed: int = 0
-
-
-def config_of(plan: SchemasPlan) -> dict[str, Scalar]:
-    """The plan as a flat mapping for the report. Paths are names only."""
-    return {
-        "suite": plan.suite.name,
-        "tokenizer": plan.tokenizer.parent.name,
-        "num_schemas": plan.num_schemas,
-        "num_walks": plan.num_walks,
-        "deadline_s": plan.deadline_s,
-    }
-
-
-def cases_of(plan: SchemasPlan) -> list[SchemaCase]:
-    """The schemas to try, in the order of their names. Raises ConfigError."""
-    files = sorted(plan.suite.rglob("*.json"))
-    if plan.num_schemas and plan.num_schemas < len(files):
-        files = sorted(Random(plan.seed).sample(files, plan.num_schemas))
+def cases_of(suite: Path, number: int, seed: int) -> list[SchemaCase]:
+    """Draws schemas of a suite; 0: all. Returns them by name. Raises ConfigError."""
+    files = sorted(suite.rglob("*.json"))
+    if number and number < len(files):
+        files = sorted(Random(seed).sample(files, number))
     if not files:
-        raise ConfigError(f"{plan.suite} holds no JSON files")
+        raise ConfigError(f"{suite} holds no JSON files")
     return [case for file in files for case in _cases_in(file)]
 
 

@@ -1,6 +1,6 @@
-"""Workers without sockets in a process of their own, driven by `bench.speculate.run`.
+"""Workers without sockets in a process of their own, driven by `bench.lab.speculate.study`.
 
-    python -m bench.speculate.worker '{"target": …}'          (the fields of `CoreOptions`, as JSON)
+    python -m bench.lab.speculate.worker '{"target": …}'   (the fields of `CoreOptions`, as JSON)
 
 Each mode of speculation has the core of a mixed worker, with the schedulers and the speculator of a
 real one. It lives from the first command to the last, and keeps what it learns of costs and

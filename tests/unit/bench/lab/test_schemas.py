@@ -5,17 +5,14 @@ import json
 import numpy as np
 import pytest
 
+from bench.lab.schemas.cases import SchemaCase, SchemaTest, cases_of
+from bench.lab.schemas.figures import Judged, SchemasMeasured, reasons, results, warnings
+from bench.lab.schemas.ours import NAME
+from bench.lab.schemas.study import SchemasStudy
 from bench.peers.schemas_driver import Judge, closing_tokens
-from bench.schemas.ours import NAME
-from bench.schemas.plan import SchemaCase, SchemasPlan, SchemaTest, cases_of, config_of
-from bench.schemas.results import Judged, SchemasMeasured, reasons, results, warnings
 from engine.errors import ConfigError
 
 EOS = 0
-
-
-def plan_in(folder, **rest):
-    return SchemasPlan(folder, folder / "tiny" / "tokenizer.json", EOS, **rest)
 
 
 @pytest.fixture
@@ -33,7 +30,7 @@ def suite(tmp_path):
 
 
 def test_files_are_schemas_with_tests_or_without(suite):
-    cases = cases_of(plan_in(suite))
+    cases = cases_of(suite, 0, 0)
     assert [(case.dataset, case.name, len(case.tests)) for case in cases] == [
         ("mine", "bare", 0),
         ("easy", "easy---one", 1),
@@ -41,16 +38,16 @@ def test_files_are_schemas_with_tests_or_without(suite):
         ("mine", "list/1", 1),
     ]
     assert cases[1].tests == (SchemaTest("null", is_valid=True),)
-    assert cases_of(plan_in(suite, num_schemas=1)) == cases_of(plan_in(suite, num_schemas=1))
-    assert config_of(plan_in(suite))["suite"] == "suite"
+    assert cases_of(suite, 1, 0) == cases_of(suite, 1, 0)
+    assert SchemasStudy(suite=suite).config()["suite"] == "suite"
 
 
 def test_a_folder_without_schemas_and_a_wrong_file_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no JSON"):
-        cases_of(plan_in(tmp_path))
+        cases_of(tmp_path, 0, 0)
     (tmp_path / "wrong.json").write_text("{")
     with pytest.raises(ConfigError, match=r"wrong\.json"):
-        cases_of(plan_in(tmp_path))
+        cases_of(tmp_path, 0, 0)
 
 
 class OneWord:

@@ -39,20 +39,18 @@ import msgspec
 
 from bench.common.background import busy_results, busy_warning
 from bench.common.report import Figure, Result, result_of, results_of
-from bench.speculate.plan import (
+from bench.lab.speculate.plan import (
     CALIBRATED_LENS,
     GOALS,
     Cell,
     PromptKind,
     SpeculatePlan,
-    cells_of,
-    setups_of,
 )
 from engine.config import Speculate
 
 
 class BatchRun(msgspec.Struct, frozen=True):
-    """Decoding a batch for a while, as `bench.speculate.worker` tells it."""
+    """Decoding a batch for a while, as `bench.lab.speculate.worker` tells it."""
 
     seconds: float
     outside_s: float  # of the runner
@@ -167,7 +165,7 @@ def predicted_speedup(run: BatchRun, passes: Passes) -> float:
 
 def results(plan: SpeculatePlan, measured: SpeculateMeasured) -> tuple[Result, ...]:
     """Every result, in the order of the table above."""
-    cells = [cell for setup in setups_of(plan) for cell in cells_of(plan, setup)]
+    cells = [cell for setup in plan.setups_of() for cell in plan.cells_of(setup)]
     by_cell = [
         result
         for cell in cells
@@ -175,7 +173,7 @@ def results(plan: SpeculatePlan, measured: SpeculateMeasured) -> tuple[Result, .
         for result in results_of(_figures(cell, mode, measured))
     ]
     by_cell.sort(key=lambda result: _ORDER.index(result.name.partition("/")[0]))
-    places = [result for cell in cells[:: len(plan.batches)] for result in _places(cell, measured)]
+    places = [result for cell in cells[:: len(plan.sizes)] for result in _places(cell, measured)]
     named = [*_named(cells, by_cell), *_identical(measured)]
     return (*map(_with_goal, named), *by_cell, *places, *busy_results(measured.background))
 

@@ -1,0 +1,224 @@
+"""The options of `bench speculate`, its setups, workloads and cells. Pure.
+
+Setups, each a target with a draft, in a process of its own:
+
+    bundled        the bundled models
+    <shape>        a target of that shape that drafts for itself (see `bench.common.shapes`)
+    <shape>_bad    the same target, and a draft with unrelated weights
+
+Workloads, each run with every mode of speculation, without it first or last in turn:
+
+    text, text_sampled       Python code and questions that ask for some         bundled
+    random, random_sampled   random tokens                                       shapes
+    repeat                   a prompt, its answer with some tokens replaced,     all but bad
+                             and the prompt again: most of the answer follows
+
+Answers are greedy, or at temperature 0.7. Answers to random tokens hardly repeat, and sampled ones
+not at all, so n-grams find least there. A *cell* is a workload, a batch size and a mode.
+
+Speed is that of decoding while the whole batch runs. It is measured from the step after the last
+sequence had its first token, until one sequence has as many as wanted. Such a batch is over in a
+tenth of a second, so a run of a cell is many of them, with all modes in turn, until those without
+speculation have taken long enough together. The worker lives on from cell to cell.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Annotated, ClassVar, Self
+
+import typer
+
+from bench.common.command import RepeatOption, numbers_of
+from bench.common.machine import hardware
+from bench.common.options import check_choices
+from bench.common.shapes import SHAPES, shape_named
+from bench.engine.plan import KV_OF_WEIGHTS
+from bench.lab.experiment import Experiment
+from engine.config import Speculate, WeightFormat
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+
+BUNDLED = "bundled"
+NUM_PROMPTS = 32
+PROMPT_LEN = 64
+TEMPERATURE = 0.7
+EDIT_EVERY = 16  # tokens of an earlier answer, on average, one is replaced
+MAX_DRAFT_TOKENS = 8
+LEAST_S = 0.5  # of plain decoding, in one run of a cell
+MOST_ROUNDS = 61  # batches in one run; odd, as the order of modes changes with each
+CALIBRATED_LENS = (0, 1, 2, 4, 8)  # drafts whose passes are timed by themselves
+QUICK_TOKENS = 16
+QUICK_IDENTITY = 40
+QUICK_PROMPTS = 8
+
+# The least promised values; results of these names have them as limits.
+GOALS = {
+    "speedup/draft_b1": 1.6,
+    "speedup/draft_b8": 1.2,
+    "speedup/ngram_repeat_b1": 2.0,
+    "speedup/worst": 0.97,
+    "identical_share": 1.0,
+}
+
+
+class PromptKind(StrEnum):
+    """The source of a prompt."""
+
+    TEXT = "text"
+    RANDOM = "random"
+    REPEAT = "repeat"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculateWorkload:
+    """Prompts of one kind, answered at one temperature."""
+
+    kind: PromptKind
+    temperature: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """In names of results."""
+        return f"{self.kind}_sampled" if self.temperature else str(self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculateSetup:
+    """Two models and what they are asked."""
+
+    name: str
+    shape: str | None  # None: the bundled models
+    agrees: bool  # whether the draft was made for this target
+    workloads: tuple[SpeculateWorkload, ...]
+
+    @property
+    def modes(self) -> tuple[Speculate, ...]:
+        """The modes that differ: for n-grams the drafter does not matter."""
+        if self.agrees:
+            return tuple(Speculate)
+        return (Speculate.OFF, Speculate.DRAFT, Speculate.AUTO)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One workload at one batch size, in all modes of its setup."""
+
+    setup: SpeculateSetup
+    workload: SpeculateWorkload
+    batch: int
+
+    @property
+    def thing(self) -> str:
+        """Setup and workload, as in names of results."""
+        return f"{self.setup.name}_{self.workload.name}"
+
+    def name(self, mode: str) -> str:
+        """The rest of a result's name."""
+        return f"{self.thing}/{mode}_b{self.batch}"
+
+
+SETUPS = ("bundled", "shape", "bad")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculatePlan(Experiment):
+    """The options of the study, and what follows from them."""
+
+    NAME: ClassVar = "speculate"
+    QUICK: ClassVar = "One run of shorter answers: under 50 s."
+
+    setups: Annotated[str, typer.Option(help="Which pairs of models to measure.")] = ",".join(
+        SETUPS
+    )
+    shape: Annotated[
+        str, typer.Option(help=f"Random weights that draft for themselves: {', '.join(SHAPES)}.")
+    ] = "88m"
+    weights: Annotated[WeightFormat, typer.Option(help="fp32, bf16 or int8.")] = WeightFormat.INT8
+    threads: Annotated[int | None, typer.Option(min=1, show_default="all cores")] = None
+    batches: Annotated[str, typer.Option(help="Sequences at once.")] = "1,8,32"
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer that is timed.")] = 64
+    identity: Annotated[
+        int, typer.Option(min=0, help="Requests whose answers are compared between modes.")
+    ] = 200
+    repeat: RepeatOption = 5
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, which names the option that is wrong."""
+        shape_named(self.shape)
+        check_choices("--setups", [name for name in self.setups.split(",") if name], SETUPS)
+        if not self.sizes or min(self.sizes) < 1:
+            raise ConfigError("--batches must be positive")
+        if self.weights not in (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8):
+            raise ConfigError(f"--weights must be fp32, bf16 or int8, not {self.weights}")
+
+    @property
+    def title(self) -> str:
+        """Returns the line above the table."""
+        runs = "once" if self.repeat == 1 else f"{self.repeat} times"
+        return f"speculation with {self.weights} weights: {self.num_threads} threads, each {runs}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Returns the batch sizes."""
+        return numbers_of("--batches", self.batches)
+
+    @property
+    def num_threads(self) -> int:
+        """Returns the threads of the worker."""
+        return self.threads or hardware().num_cores
+
+    @property
+    def least_s(self) -> float:
+        """Returns the seconds of plain decoding in one run of a cell."""
+        return 0.0 if self.is_quick else LEAST_S
+
+    @property
+    def num_prompts(self) -> int:
+        """Returns the prompts of a workload; a larger batch repeats them."""
+        return QUICK_PROMPTS if self.is_quick else NUM_PROMPTS
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """Returns the KV format that fits the weights."""
+        return KV_OF_WEIGHTS.get(self.weights, KVFormat.FP32)
+
+    def quick(self) -> Self:
+        """Returns a study under 50 s on two cores: greedy, and with good drafts only."""
+        setups = ",".join(name for name in self.setups.split(",") if name != "bad")
+        return replace(
+            self,
+            setups=setups or self.setups,
+            repeat=1,
+            tokens=min(self.tokens, QUICK_TOKENS),
+            identity=min(self.identity, QUICK_IDENTITY),
+            is_quick=True,
+        )
+
+    def setups_of(self) -> list[SpeculateSetup]:
+        """Returns the setups with their workloads."""
+        both = (0.0,) if self.is_quick else (0.0, TEMPERATURE)
+        repeat = SpeculateWorkload(PromptKind.REPEAT)
+        text = tuple(SpeculateWorkload(PromptKind.TEXT, temperature) for temperature in both)
+        random = tuple(SpeculateWorkload(PromptKind.RANDOM, temperature) for temperature in both)
+        shape, bad = self.shape, f"{self.shape}_bad"
+        known = {
+            "bundled": SpeculateSetup(BUNDLED, None, agrees=True, workloads=(*text, repeat)),
+            "shape": SpeculateSetup(shape, shape, agrees=True, workloads=(*random, repeat)),
+            "bad": SpeculateSetup(bad, shape, agrees=False, workloads=random[:1]),
+        }
+        return [known[name] for name in SETUPS if name in self.setups.split(",")]
+
+    def cells_of(self, setup: SpeculateSetup) -> list[Cell]:
+        """Returns the cells in the order in which they are measured."""
+        return [Cell(setup, workload, b) for workload in setup.workloads for b in self.sizes]
+
+
+def prompts_for(cell: Cell, count: int, *, turn: int) -> list[int]:
+    """Chooses the prompts of this batch out of `count`: others in each turn."""
+    return [(turn * cell.batch + i) % count for i in range(cell.batch)]
+
+
+def turn_order(modes: Sequence[Speculate], turn: int) -> list[Speculate]:
+    """Modes in the order of one turn, so that drift meets all of them alike."""
+    return [*modes[::-1]] if turn % 2 else [*modes]
