@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NEEDED = ("torch", "transformers", "numpy", "msgspec")
-NEEDED_TO_SERVE = ("aiohttp", "grpc", "llguidance", "starlette", "tokenizers", "uvicorn", "zmq")
+NEEDED_TO_SERVE = ("aiohttp", "grpc", "llguidance", "starlette", "tokenizers", "httptools", "zmq")
 NEEDED_ON_A_GPU = ("triton",)
 BUDGET_S = 500.0
 

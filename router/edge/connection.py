@@ -1,39 +1,28 @@
-"""One HTTP connection of the server: uvicorn's, with limits and two extensions of ASGI.
+"""One HTTP/1.1 connection of the server, within the limits of `router.edge.limits`.
 
-uvicorn does all of HTTP: parsing, heads, keep-alive, pipelining, shutdown. This module adds the
-limits of `router.edge.limits`, and the pipe and the caller of `router.edge.extension`, which an
-application finds in `scope["extensions"]`.
+httptools parses requests. Each becomes an `Exchange`, which a task of the application answers. The
+exchanges of a connection are answered one after the other.
 
-With the *pipe* an application writes parts of a body straight to the transport. `send` is a
-coroutine, so it would need to wake a task for each token of each stream, for one call of
-`transport.write`. Measured with 64 streams, that task costs more than everything else that is done
-for a token, including the system call. Parts are sent at the end of the loop's turn: see `_Outbox`.
+Parts of bodies that go through the pipe are sent at the end of the loop's turn: see `Outbox`.
 
-The pipe may be used between `http.response.start`, with a head without a length, and the last
-`http.response.body`. uvicorn starts the next request of a connection only after that.
-
-With the *caller* an application takes a body that has come already, without waiting. It also gets a
-callback when the client leaves. With `receive` alone, a task would have to wait for that.
-
-The head of a response is sent in one piece with what follows in the same turn.
-
-uvicorn has no limit on heads. A connection that breaks our limits is refused, with an answer if no
-other answer has begun. If the body of a request is incomplete, its response is the connection's
-last. Input after it is discarded for a moment, so that the client can read the response.
+A connection that breaks our limits is refused, with an answer if no other answer has begun. If the
+body of a request is incomplete, its response is the connection's last. Input after it is discarded
+for a moment, so that the client can read the response.
 """
 
 import asyncio
 import logging
-from typing import Any
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.protocols.utils import is_ssl
+from starlette.types import ASGIApp, Scope
 
-from router.edge.extension import EXTENSION, NO_SOCKET, Caller
+from router.edge.exchange import EXTENSION, NO_SOCKET, Exchange, Outbox, cut_off
 from router.edge.feeding import FIELD_WORK, PART_WORK, Feeder
-from router.edge.limits import Book, ConnectionPace, EdgeLimits, Overdue
+from router.edge.limits import Book, ConnectionPace, Overdue
 from router.edge.refusals import (
     LONG_HEAD,
     NO_ROOM,
@@ -58,142 +47,74 @@ class _NotParsed(Exception):
     """Raised inside a callback of the parser, which swallows it."""
 
 
-class Connection(HttpToolsProtocol):
-    """uvicorn's connection as a `BodyPipe`. Each part is one chunk of HTTP/1.1's chunked coding."""
+@dataclass(eq=False, slots=True)
+class Clients:
+    """The connections of a listener, and the tasks that answer them."""
+
+    app: ASGIApp
+    book: Book
+    connections: "set[Connection]" = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set at each end
+
+    def end_task(self, task: asyncio.Task[None]) -> None:
+        """Forgets a task that has ended."""
+        self.tasks.discard(task)
+        self.ended.set()
+
+
+class Connection(asyncio.Protocol):
+    """One connection, and its `BodyPipe`: each part is one chunk of the chunked coding."""
 
     is_ready = False
+    transport: asyncio.Transport
 
-    def __init__(self, *args: Any, book: Book | None = None, **options: Any) -> None:
-        """`book` is the listener's. Without it, the connection has limits of its own."""
-        super().__init__(*args, **options)
-        self._book = book or Book(EdgeLimits())
-        self._limits = self._book.limits
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+        self._book = clients.book
+        self._limits = clients.book.limits
+        self._loop = asyncio.get_running_loop()
+        self._exchanges: list[Exchange] = []  # that are not answered yet, oldest first
+        self._present: Exchange | None = None  # whose body comes
+        self._is_paused = False  # the application should take a body first
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
         self._address = ""  # the address that it is counted under
         self._is_counted = False
         self._is_last = False  # further input is discarded
         self._is_draining = False
         self._num_fed = 0  # bytes since the parser last completed a part or a piece of a body
         self._num_body = 0  # bytes of an incomplete body
-        self._has_head = False  # the present request's head is complete
+        self._has_head = self._expects_continue = False  # the present request's head is complete
         self._num_parts = self._num_parts_bytes = 0  # of its body
         self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
+        self._outbox = _outboxes.setdefault(self._loop, Outbox())
+        self._feeder = _feeders.setdefault(self._loop, Feeder())
+        self._pace = ConnectionPace(self._loop.time())
 
-    def data_received(self, data: bytes) -> None:
-        """Parses input, unless the last answer was sent."""
-        if self._is_last:
-            return
-        self._unset_keepalive_if_required()
-        self._feeder.take(self, data)
+    # ------------------------------------------------------------ the transport's side
 
-    def parse(self, data: bytes | memoryview) -> bool:
-        """Parses a slice of input; implements `FedConnection`."""
-        pace = self._pace
-        if pace.head_s is None and pace.body_s is None:
-            pace.await_head(self.loop.time())
-        pace.has_begun = True
-        self._num_fed += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # no other protocol is offered
-            self.cycle.keep_alive = False
-            self._is_last = True
-        except httptools.HttpParserError:
-            self._refuse(self._refusal or NOT_HTTP)
-        else:
-            if self._num_fed > self._limits.max_head_bytes:
-                self._refuse(LONG_HEAD)
-        return not self._is_last and not self.transport.is_closing()
-
-    def hold(self) -> None:
-        """Stops reading until the input is parsed; implements `FedConnection`."""
-        self.transport.pause_reading()
-
-    def let_go(self) -> None:
-        """Reads again unless uvicorn does not want to; implements `FedConnection`."""
-        if not (self.flow.read_paused or self.transport.is_closing()):
-            self.transport.resume_reading()
-
-    def on_message_begin(self) -> None:
-        """Begins a head."""
-        self._has_head = False
-        super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a field of the head. Drops trailers, which uvicorn would add to the head."""
-        self._feeder.spend(FIELD_WORK)
-        if not self._has_head:
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """Begins a request; its task has not run yet."""
-        limits = self._limits
-        if len(self.headers) > limits.max_headers or (
-            self._num_fed > limits.max_head_bytes and self._head_bytes() > limits.max_head_bytes
-        ):
-            self._raise(LONG_HEAD)
-        if len(self.pipeline) >= limits.max_pipelined:
-            self._raise(TOO_MANY)
-        if not self.url.isascii():
-            self._raise(NOT_HTTP)
-        if _has_twice(self.headers):
-            self._raise(TWICE)
-        self._has_head = True
-        self._num_fed = self._num_parts = self._num_parts_bytes = 0
-        self._pace.begin_body(self.loop.time())
-        super().on_headers_complete()
-        cycle = self.cycle
-        if cycle is not None and cycle.scope is self.scope:
-            if self._is_draining:
-                cycle.keep_alive = False
-            cycle.transport = _LastOrNot(self, cycle)  # type: ignore[assignment]
-            caller = Caller(cycle)
-            self._callers.append(caller)
-            offered: dict[object, object] = {"pipe": self, "caller": caller}
-            if self.scope["http_version"] != "1.1":  # clients of HTTP/1.0 know no chunks
-                del offered["pipe"]
-                cycle.chunked_encoding = False
-                cycle.expected_content_length = _UntilClosed()
-            self.scope["extensions"] = {EXTENSION: offered}
-
-    def on_body(self, body: bytes) -> None:
-        """Takes a part of a body."""
-        book = self._book
-        self._num_fed = 0
-        self._feeder.spend(PART_WORK)
-        self._num_parts += 1
-        self._num_parts_bytes += len(body)
-        if self._num_parts > FREE_PARTS + self._num_parts_bytes // MIN_PART_BYTES:
-            self._raise(SMALL_PARTS)
-        if self._callers and self._callers[-1].streams_body:
-            self._remove_body()  # the application has it, but for what uvicorn buffers
-            self._pace.begin_body(self.loop.time())
-            super().on_body(body)
-            return
-        self._num_body += len(body)
-        book.bodies_bytes += len(body)
-        if book.bodies_bytes > self._limits.max_bodies_bytes:
-            self._raise(NO_ROOM)
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        """Notes a complete request. From now on its body counts as the application's."""
-        self._remove_body()
-        self._num_fed = 0
-        self._pace.end_message()
-        super().on_message_complete()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Admits the connection of a client, or refuses it."""
-        super().connection_made(transport)
-        self._outbox = _outboxes.setdefault(self.loop, _Outbox())
-        self._feeder = _feeders.setdefault(self.loop, Feeder())
-        self._callers: list[Caller] = []  # of requests that are not answered yet
-        self._descriptor = _descriptor_of(transport)
-        self._pace = ConnectionPace(self.loop.time())
+        self.transport = transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self._parser = httptools.HttpRequestParser(self)
+        # A client may send more behind a request that asks for the last answer.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._clients.connections.add(self)
+        peer = transport.get_extra_info("peername")
+        local = transport.get_extra_info("sockname")
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self._ends: Scope = {
+            "client": tuple(peer[:2]) if peer else None,
+            "server": tuple(local[:2]) if local else None,
+            "scheme": "https" if self._is_tls else "http",
+        }
+        sock = None if self._is_tls else transport.get_extra_info("socket")
+        self._descriptor = NO_SOCKET if sock is None else int(sock.fileno())
         self.is_ready = True
         if self._is_counted:
             return
-        self._address = self.client[0] if self.client else ""
+        self._address = str(peer[0]) if peer else ""
         reason = self._book.admit(self._address)
         if reason is None:
             self._is_counted = True
@@ -207,11 +128,238 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Notes that the client has left."""
         self.is_ready = False
+        self._clients.connections.discard(self)
+        self._clients.ended.set()
         self._feeder.remove(self)
         self._remove_body()
         self.uncount()
-        super().connection_lost(exc)
-        self._leave_callers()
+        self._is_writable.set()
+        self._leave_exchanges()
+        del self._parser  # it refers to this object
+
+    def data_received(self, data: bytes) -> None:
+        """Parses input, unless the last answer was sent."""
+        if not self._is_last:
+            self._pace.idle_s = None
+            self._feeder.take(self, data)
+
+    def pause_writing(self) -> None:
+        """Notes that the client reads too slowly."""
+        self.is_ready = False
+        self._is_writable.clear()
+
+    def resume_writing(self) -> None:
+        """Notes that the client has caught up."""
+        self.is_ready = not self.transport.is_closing()
+        self._is_writable.set()
+
+    # ------------------------------------------------------------ the feeder's side
+
+    def parse(self, data: bytes | memoryview) -> bool:
+        """Parses a slice of input; implements `FedConnection`."""
+        pace = self._pace
+        if pace.head_s is None and pace.body_s is None:
+            pace.await_head(self._loop.time())
+        pace.has_begun = True
+        self._num_fed += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # no other protocol is offered
+            if self._present is not None:
+                self._present.keep_alive = False
+            self._is_last = True
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or NOT_HTTP)
+        else:
+            if self._num_fed > self._limits.max_head_bytes:
+                self._refuse(LONG_HEAD)
+        return not self._is_last and not self.transport.is_closing()
+
+    def hold(self) -> None:
+        """Stops reading until the input is parsed; implements `FedConnection`."""
+        self.transport.pause_reading()
+
+    def let_go(self) -> None:
+        """Reads again unless the application should take a body; implements `FedConnection`."""
+        if not (self._is_paused or self.transport.is_closing()):
+            self.transport.resume_reading()
+
+    # ------------------------------------------------------------ the parser's side
+
+    def on_message_begin(self) -> None:
+        """Begins a head."""
+        self._has_head = self._expects_continue = False
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+
+    def on_url(self, url: bytes) -> None:
+        """Takes a part of the target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a field of the head. Drops trailers, which come behind the body."""
+        self._feeder.spend(FIELD_WORK)
+        if self._has_head:
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._expects_continue = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Begins a request; its task has not run yet."""
+        self._check_head()
+        self._has_head = True
+        self._num_fed = self._num_parts = self._num_parts_bytes = 0
+        self._pace.begin_body(self._loop.time())
+        version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "method": self._parser.get_method().decode("ascii"),
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "root_path": "",
+            "headers": self._headers,
+            **self._ends,
+        }
+        may_stay = version != "1.0" and self._parser.should_keep_alive() and not self._is_draining
+        exchange = Exchange(
+            self, scope, keep_alive=may_stay, expects_continue=self._expects_continue
+        )
+        offered: dict[str, object] = {"caller": exchange}
+        if version == "1.1":  # clients of HTTP/1.0 know no chunks
+            offered["pipe"] = self
+        scope["extensions"] = {EXTENSION: offered}
+        self._present = exchange
+        self._exchanges.append(exchange)
+        if len(self._exchanges) == 1:
+            self._start(exchange)
+        else:
+            self._pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a part of a body."""
+        book, present = self._book, self._present
+        assert present is not None
+        self._num_fed = 0
+        self._feeder.spend(PART_WORK)
+        self._num_parts += 1
+        self._num_parts_bytes += len(body)
+        if self._num_parts > FREE_PARTS + self._num_parts_bytes // MIN_PART_BYTES:
+            self._raise(SMALL_PARTS)
+        if present.streams_body and not present.is_complete:
+            self._remove_body()  # the application has it, but for what waits here
+            self._pace.begin_body(self._loop.time())
+        else:
+            self._num_body += len(body)
+            book.bodies_bytes += len(body)
+            if book.bodies_bytes > self._limits.max_bodies_bytes:
+                self._raise(NO_ROOM)
+        if not present.put(body):
+            self._pause_reading()
+
+    def on_message_complete(self) -> None:
+        """Notes a complete request. From now on its body counts as the application's."""
+        self._remove_body()
+        self._num_fed = 0
+        self._pace.end_message()
+        present = self._present
+        assert present is not None
+        present.end_body()
+        if present.is_complete:
+            self._present = None
+
+    def _check_head(self) -> None:
+        limits, fields = self._limits, self._headers
+        num_bytes = len(self._url) + sum([len(name) + len(value) + 4 for name, value in fields])
+        if len(fields) > limits.max_headers or num_bytes > limits.max_head_bytes:
+            self._raise(LONG_HEAD)
+        if len(self._exchanges) > limits.max_pipelined:
+            self._raise(TOO_MANY)
+        if not self._url.isascii():
+            self._raise(NOT_HTTP)
+        once = [name for name, _ in fields if name in _ONCE]
+        if len(once) > len(set(once)):  # a field that must be unambiguous is given twice
+            self._raise(TWICE)
+
+    def _raise(self, refusal: EdgeRefusal) -> None:
+        """Stops the parser and remembers the refusal."""
+        self._refusal = refusal
+        raise _NotParsed
+
+    # ------------------------------------------------------------ the exchanges' side
+
+    def _start(self, exchange: Exchange) -> None:
+        clients = self._clients
+        task = self._loop.create_task(exchange.run(clients.app))
+        clients.tasks.add(task)
+        task.add_done_callback(clients.end_task)
+
+    async def drain(self) -> None:
+        """Returns when the client has read enough to get more."""
+        await self._is_writable.wait()
+
+    def send(self, data: bytes) -> None:
+        """Sends data now, unless the connection is closing."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
+    def close(self) -> None:
+        """Closes the connection when everything is sent."""
+        self.transport.close()
+
+    def _pause_reading(self) -> None:
+        if not self._is_paused:
+            self._is_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Reads more, if reading was stopped for the application."""
+        if self._is_paused:
+            self._is_paused = False
+            self.transport.resume_reading()
+
+    def answered(self, exchange: Exchange) -> None:
+        """Notes that the response of the oldest request is complete."""
+        self._exchanges.remove(exchange)
+        if exchange is self._present and not exchange.more_body:
+            self._present = None
+        now_s = self._loop.time()
+        self._pace.resume(now_s)
+        if not exchange.keep_alive:
+            self._finish() if exchange.more_body else self.transport.close()
+        if self.transport.is_closing():
+            return
+        self.resume_reading()
+        if self._exchanges:
+            self._start(self._exchanges[0])
+        else:
+            self._pace.idle_s = now_s
+
+    def _finish(self) -> None:
+        """Notes that the connection's last response is sent."""
+        if self.transport.is_closing():
+            return
+        self._is_last = True
+        self._feeder.remove(self)
+        self._remove_body()
+        self._pace.last_s = self._loop.time()
+        self.resume_reading()
+
+    def _leave_exchanges(self) -> None:
+        for exchange in self._exchanges:
+            exchange.leave()
+        self._exchanges.clear()
+
+    def _remove_body(self) -> None:
+        self._book.bodies_bytes -= self._num_body
+        self._num_body = 0
+
+    # ------------------------------------------------------------ the listener's side
 
     def count_under(self, address: str) -> None:
         """Notes the address of a connection that was admitted when it was accepted."""
@@ -223,109 +371,65 @@ class Connection(HttpToolsProtocol):
             self._is_counted = False
             self._book.leave(self._address)
 
-    def on_response_complete(self) -> None:
-        """Notes that the oldest request is answered."""
-        if self._callers:
-            # The cycle refers to itself by these two. Without them all of it is freed now.
-            cycle = self._callers.pop(0).cycle
-            del cycle.scope["extensions"]
-            cycle.transport = self.transport
-        self._pace.resume(self.loop.time())
-        super().on_response_complete()
-
     def check(self, now_s: float) -> None:
         """Closes the connection if it is overdue."""
-        cycle, num_callers = self.cycle, len(self._callers)
+        exchanges = self._exchanges
         why = self._pace.overdue(
             now_s,
             self._limits,
             num_unsent=self.transport.get_write_buffer_size(),
-            is_answered=num_callers > 1
-            or (num_callers == 1 and (cycle.response_started or not cycle.more_body)),
+            is_answered=len(exchanges) > 1
+            or (len(exchanges) == 1 and (exchanges[0].has_begun or not exchanges[0].more_body)),
         )
-        if why is None:
-            return
-        if why is Overdue.LINGER:
-            self.transport.close()
-            self._pace.last_s = None  # what is unsent may still stall
-        elif why is Overdue.STALLED:
-            log.warning("a connection from %s is cut: %s", self._address, self._book.refuse(why))
-            self.transport.abort()
-        elif why is Overdue.SILENT:
-            self._book.refuse(why)
-            self.transport.close()
-        else:
-            self._refuse(SLOW_HEAD if why is Overdue.HEAD else SLOW_BODY)
+        match why:
+            case None:
+                return
+            case Overdue.LINGER:
+                self.transport.close()
+                self._pace.last_s = None  # what is unsent may still stall
+            case Overdue.STALLED:
+                log.warning(
+                    "a connection from %s is cut: %s", self._address, self._book.refuse(why)
+                )
+                self.transport.abort()
+            case Overdue.SILENT:
+                self._book.refuse(why)
+                self.transport.close()
+            case Overdue.IDLE:
+                self.transport.close()
+            case _:
+                self._refuse(SLOW_HEAD if why is Overdue.HEAD else SLOW_BODY)
 
     def shutdown(self) -> None:
         """Takes no requests after those that have begun to arrive."""
         self._is_draining = True
-        if self._callers or not (self._pace.head_s is not None and self._pace.has_begun):
-            super().shutdown()
+        if self._exchanges:
+            self._exchanges[-1].keep_alive = False
+        elif not (self._pace.head_s is not None and self._pace.has_begun):
+            self.transport.close()
 
     def cut(self) -> None:
         """Ends the connection at once."""
         self.transport.abort()
 
-    def finish(self) -> None:
-        """Notes that the connection's last response is sent."""
-        if self.transport.is_closing():
-            return
-        self._is_last = True
-        self._feeder.remove(self)
-        self._remove_body()
-        self._pace.last_s = self.loop.time()
-        self.flow.resume_reading()
-
-    def _head_bytes(self) -> int:
-        fields = sum(len(name) + len(value) + 4 for name, value in self.headers)
-        return len(self.url) + fields
-
-    def _raise(self, refusal: EdgeRefusal) -> None:
-        """Stops the parser and remembers the refusal."""
-        self._refusal = refusal
-        raise _NotParsed
-
     def _refuse(self, refusal: EdgeRefusal) -> None:
         self._book.refuse(refusal.message)
         log.warning("a connection from %s is ended: %s", self._address, refusal.message)
-        cycle = self.cycle
-        if len(self._callers) > 1 or (self._callers and cycle.response_started):
+        exchanges = self._exchanges
+        if len(exchanges) > 1 or (exchanges and exchanges[0].has_begun):
             self.transport.close()  # an answer has begun, so no other one can be sent
             return
-        self._answer_last(refusal)
-        self._leave_callers()
+        self.send(refusal.response())
+        self._finish()
+        self._leave_exchanges()
 
-    def _answer_last(self, refusal: EdgeRefusal) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(refusal.response())
-        self.finish()
-
-    def _leave_callers(self) -> None:
-        for caller in self._callers:
-            caller.leave()
-        self._callers.clear()
-        self.pipeline.clear()
-
-    def _remove_body(self) -> None:
-        self._book.bodies_bytes -= self._num_body
-        self._num_body = 0
-
-    def pause_writing(self) -> None:
-        """Notes that the client reads too slowly."""
-        self.is_ready = False
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        """Notes that the client has caught up."""
-        self.is_ready = not self.transport.is_closing()
-        super().resume_writing()
+    # ------------------------------------------------------------ the pipe
 
     def write(self, data: bytes) -> None:
         """Sends a non-empty part at the end of the loop's turn."""
         outbox = self._outbox
         if not outbox.parts:
-            self.loop.call_soon(outbox.send)
+            self._loop.call_soon(outbox.send)
         outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
 
     def socket(self) -> int:
@@ -342,7 +446,7 @@ class Connection(HttpToolsProtocol):
             try:
                 transport.write(data)
             except Exception:  # other clients go on
-                _cut(transport)
+                cut_off(transport)
 
     def flush(self) -> None:
         """Sends all waiting parts now, also those of other connections."""
@@ -350,106 +454,5 @@ class Connection(HttpToolsProtocol):
             self._outbox.send()
 
 
-class _LastOrNot:
-    """The transport of one response.
-
-    The first write, the head, waits for the next write of the same turn, since each write by itself
-    would wake the client. The head says whether the response is the connection's last.
-    """
-
-    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
-        self._connection = connection
-        self._cycle = cycle
-        self._transport = cycle.transport
-        self._is_begun = False
-        self._held = b""
-
-    def write(self, data: bytes) -> None:
-        """Sends data, unless it is the first."""
-        if self._is_begun:
-            self._transport.write(self._held + data if self._held else data)
-            self._held = b""
-            return
-        cycle = self._cycle
-        if cycle.more_body and cycle.keep_alive and cycle.response_started:
-            cycle.keep_alive = False
-            data = data.removesuffix(b"\r\n") + b"connection: close\r\n\r\n"
-        self._is_begun, self._held = True, data
-        self._connection.loop.call_soon(self._send_held)
-
-    def is_closing(self) -> bool:
-        """True if nothing can be sent any more."""
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        """Closes the connection when everything is sent."""
-        self._send_held()
-        if self._cycle.more_body and self._cycle.response_complete:
-            self._connection.finish()
-        else:
-            self._transport.close()
-
-    def _send_held(self) -> None:
-        held, self._held = self._held, b""
-        if held and not self._transport.is_closing():
-            self._transport.write(held)
-
-
-class _Outbox:
-    """Parts of bodies from one turn of the loop, sent one right after the other.
-
-    A step of a worker brings a token of each stream. If each token were sent at once, nearly every
-    one would wake its client, which would take the processor from the work for the next token.
-    """
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[asyncio.Transport, bytes]] = []
-
-    def send(self) -> None:
-        """Sends all parts whose clients are connected."""
-        parts, self.parts = self.parts, []
-        for transport, data in parts:
-            if not transport.is_closing():
-                try:
-                    transport.write(data)
-                except Exception:  # other clients go on
-                    _cut(transport)
-
-
-def _descriptor_of(transport: asyncio.Transport) -> int:
-    """The descriptor that carries what is written to a transport, as it is; else NO_SOCKET."""
-    if is_ssl(transport):
-        return NO_SOCKET
-    sock = transport.get_extra_info("socket")
-    return NO_SOCKET if sock is None else int(sock.fileno())
-
-
-def _cut(transport: asyncio.Transport) -> None:
-    """Ends a connection that cannot be written to, in the handler of the error."""
-    log.exception("sending a part of a body failed: its connection is cut")
-    transport.abort()
-
-
-def _has_twice(headers: list[tuple[bytes, bytes]]) -> bool:
-    """True if a field that must be unambiguous is given more than once."""
-    once = [name for name, _ in headers if name in _ONCE]
-    return len(once) > len(set(once))
-
-
-class _UntilClosed(int):
-    """The length, in uvicorn's count, of a body that ends with its connection: any."""
-
-    def __lt__(self, _: int) -> bool:
-        return False
-
-    def __ne__(self, _: object) -> bool:
-        return False
-
-    def __sub__(self, _: int) -> "_UntilClosed":
-        return self
-
-    __hash__ = int.__hash__
-
-
-_outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()
+_outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Outbox] = WeakKeyDictionary()
 _feeders: WeakKeyDictionary[asyncio.AbstractEventLoop, Feeder] = WeakKeyDictionary()

@@ -26,6 +26,7 @@ class EdgeLimits:
     body_timeout_s: float = 30.0
     stall_timeout_s: float = 60.0  # a client that reads nothing of its answer is cut off after this
     linger_s: float = 2.0  # after a last answer, input is discarded for this long
+    idle_timeout_s: float = 5.0  # after an answer without a further request
 
     @property
     def sweep_every_s(self) -> float:
@@ -42,6 +43,7 @@ class Overdue(StrEnum):
     BODY = "the body of a request took too long"
     STALLED = "the client took nothing of its answer"
     LINGER = "the last answer was sent"
+    IDLE = "no further request came"
 
 
 class Book:
@@ -91,6 +93,7 @@ class ConnectionPace:
     head_s: float | None  # the head of a request
     body_s: float | None = None  # the rest of a body
     last_s: float | None = None  # when its last answer was sent
+    idle_s: float | None = None  # when an answer was sent; no further request has come
     has_begun: bool = False  # a byte of the head has come
     num_unsent: int = 0  # bytes of answers at the last look
     stall_s: float | None = None  # since when `num_unsent` has not fallen
@@ -125,6 +128,8 @@ class ConnectionPace:
             return Overdue.STALLED
         if self.last_s is not None:
             return Overdue.LINGER if now_s - self.last_s >= limits.linger_s else None
+        if self.idle_s is not None and now_s - self.idle_s >= limits.idle_timeout_s:
+            return Overdue.IDLE
         if is_answered:
             return None
         if self.head_s is not None and now_s - self.head_s >= limits.head_timeout_s:

@@ -1,4 +1,9 @@
-"""Serves an ASGI application on a socket: uvicorn, within limits, optionally over TLS.
+"""Serves an ASGI application on a socket, within limits, optionally over TLS.
+
+A listener accepts several connections in a turn of the loop. libuv's servers accept one. If many
+clients come at once, those that are in already keep the turns long, and the last ones wait until
+nearly all others are answered. With TLS, asyncio's own servers would also not count handshakes, and
+would never change the certificate.
 
 One sweep a second looks for overdue connections and for changed certificate files.
 
@@ -10,19 +15,18 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import uvicorn
 from starlette.types import ASGIApp
 
-from router.edge.acceptor import Acceptor
-from router.edge.connection import Connection
+from router.edge.connection import Clients, Connection
 from router.edge.limits import Book
 from router.edge.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
+ACCEPTED_AT_ONCE = 16  # then other events have their turn, and other processes get connections
+SHUTDOWN_TIMEOUT_S = 5.0  # time to wait for a client's close message
 CUT_TIMEOUT_S = 2.0  # time to send the errors that end answers
 END_TIMEOUT_S = 5.0  # time for cut connections to end
 BACKLOG = 2048  # connections that the kernel keeps until they are accepted
@@ -37,27 +41,15 @@ class Listener:
         self._tls = tls
         if tls is not None:
             book.tls_events = tls.counters
-        self._acceptor = Acceptor(self._new_connection, files=tls, book=book)
-        config = uvicorn.Config(
-            app,
-            http=cast("type[asyncio.Protocol]", partial(Connection, book=book)),
-            ws="none",  # else a request could change to a protocol without limits
-            interface="asgi3",
-            proxy_headers=False,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-        )
-        self._server = uvicorn.Server(config)
+        self._clients = Clients(app, book)
+        self._acceptor = Acceptor(self._clients, tls)
         self._stops_draining = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self, sock: socket.socket) -> None:
         """Starts to serve connections of a listening socket."""
         self._loop = asyncio.get_running_loop()
-        self._server.config.load()  # connections need it
         self._acceptor.open(sock)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[]))
         self._sweep()
 
     def stop_draining(self) -> None:
@@ -66,47 +58,131 @@ class Listener:
 
     async def close(self, drain_timeout_s: float, cut: Callable[[], Any]) -> None:
         """Takes no more connections and waits for answers; after the timeout, `cut` ends them."""
-        self._server.should_exit = True
         self._acceptor.close()
-        await self._ended(drain_timeout_s)
-        if not self._serving.done():
+        for connection in list(self._clients.connections):
+            connection.shutdown()
+        serving = asyncio.create_task(self._until_all_left())
+        stopped = asyncio.create_task(self._stops_draining.wait())
+        await asyncio.wait(
+            [serving, stopped], timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        stopped.cancel()
+        if not serving.done():
             cut()
-            await asyncio.wait([self._serving], timeout=CUT_TIMEOUT_S)
+            await asyncio.wait([serving], timeout=CUT_TIMEOUT_S)
         self._acceptor.cut()
-        for connection in self._connections:
+        for connection in list(self._clients.connections):
             connection.cut()
-        await asyncio.wait([self._serving], timeout=END_TIMEOUT_S)
+        await asyncio.wait([serving], timeout=END_TIMEOUT_S)
         if self._timer is not None:
             self._timer.cancel()
-        self._serving.cancel()
+        serving.cancel()
 
-    def _new_connection(self) -> Connection:
-        """Makes the protocol of an accepted connection, as uvicorn does."""
-        server = self._server
-        return Connection(
-            config=server.config, server_state=server.server_state, app_state={}, book=self._book
-        )
-
-    async def _ended(self, timeout_s: float) -> None:
-        """Returns when all answers have ended, after the timeout, or on `stop_draining`."""
-        cut = asyncio.create_task(self._stops_draining.wait())
-        await asyncio.wait(
-            [self._serving, cut], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        cut.cancel()
-
-    @property
-    def _connections(self) -> list[Connection]:
-        return cast("list[Connection]", list(self._server.server_state.connections))
+    async def _until_all_left(self) -> None:
+        clients = self._clients
+        while clients.connections or clients.tasks:
+            clients.ended.clear()
+            await clients.ended.wait()
 
     def _sweep(self) -> None:
         if self._tls is not None:
             self._tls.check()
         now_s = self._loop.time()
-        for connection in self._connections:
+        for connection in list(self._clients.connections):
             try:
                 connection.check(now_s)
             except Exception:  # other connections go on
                 log.exception("checking a connection failed: it is cut")
                 connection.cut()
         self._timer = self._loop.call_later(self._book.limits.sweep_every_s, self._sweep)
+
+
+class Acceptor:
+    """Makes HTTP connections of accepted sockets. Connections with TLS are counted before their
+    handshake, others by themselves.
+    """
+
+    def __init__(self, clients: Clients, files: TlsFiles | None) -> None:
+        """`files` is None without TLS."""
+        self._clients = clients
+        self._files = files
+        self._book = clients.book
+        self._sock: socket.socket | None = None
+        self._beginning: set[asyncio.Task[None]] = set()  # connections
+
+    def open(self, sock: socket.socket) -> None:
+        """Starts to accept. The acceptor owns the socket from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        sock.settimeout(0.0)
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Stops accepting. Running handshakes go on."""
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+
+    def cut(self) -> None:
+        """Cancels running handshakes."""
+        for task in self._beginning:
+            task.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            if self._sock is None:
+                return
+            try:
+                client, peer = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no file descriptor is left
+                log.error("no connection can be accepted for a second: %s", error)
+                self._loop.remove_reader(self._sock.fileno())
+                self._loop.call_later(1.0, self._resume)
+                return
+            self._take(client, str(peer[0]))
+
+    def _resume(self) -> None:
+        if self._sock is not None:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _take(self, client: socket.socket, address: str) -> None:
+        client.settimeout(0.0)
+        begun = self._begin(client, address)
+        if self._files is not None and (reason := self._book.admit(address)) is not None:
+            log.warning("a connection from %s was refused: %s", address, reason)
+            begun.close()
+            client.close()
+            return
+        task = self._loop.create_task(begun)
+        self._beginning.add(task)
+        task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, client: socket.socket, address: str) -> None:
+        connection = Connection(self._clients)
+        try:
+            if self._files is None:
+                await self._loop.connect_accepted_socket(lambda: connection, client)
+            else:
+                await self._shake_hands(connection, client, address, self._files)
+        except (Exception, asyncio.CancelledError) as error:
+            # Whatever the reason, this connection ends.
+            connection.uncount()
+            client.close()
+            if self._files is not None:
+                self._book.refuse("no TLS handshake")
+            log.info("a connection from %s was closed before it began: %s", address, error)
+
+    async def _shake_hands(
+        self, connection: Connection, client: socket.socket, address: str, files: TlsFiles
+    ) -> None:
+        connection.count_under(address)
+        await self._loop.connect_accepted_socket(
+            lambda: connection,
+            client,
+            ssl=files.context,
+            ssl_handshake_timeout=self._book.limits.head_timeout_s,
+            ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        )

@@ -21,9 +21,8 @@ from engine.errors import InvalidRequest
 from router.access.guard import HostGuard, KeyFinder, KeyGuard
 from router.access.limits import KeyAccounts, KeyLimits
 from router.access.shared_accounts import SharedAccounts
-from router.edge.content_types import check_content
 from router.edge.limits import Book
-from router.edge.responses import send_invalid, send_json
+from router.edge.responses import check_content, send_invalid, send_json
 from router.gateway.access_log import AccessLog
 from router.gateway.answering import GatewayParts
 from router.gateway.answers.batching import TextBatch

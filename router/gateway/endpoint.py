@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from engine.config import GatewayConfig
 from engine.errors import InvalidRequest
 from router.access.guard import tenant_of
-from router.edge.extension import Caller, caller_of, pipe_of
+from router.edge.exchange import Exchange, caller_of, pipe_of
 from router.edge.responses import send_invalid
 from router.gateway.access_log import METER
 from router.gateway.answering import (
@@ -181,7 +181,7 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
 class _UntilCallerLeaves:
     """Cancels what runs inside, on a server that calls back when the client has left."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Exchange) -> None:
         self._caller = caller
         self._has_left = False
 

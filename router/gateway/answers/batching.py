@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextvars import Context
 
 from engine.messages import SeqId
-from router.edge.extension import NO_SOCKET, BodyPipe
+from router.edge.exchange import NO_SOCKET, BodyPipe
 from router.gateway.metrics.meters import GatewayMetrics
 from router.text.native.step import BatchedText, TextSteps
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.clock import Clock
 from engine.messages import SeqId
-from router.edge.extension import BodyPipe
+from router.edge.exchange import BodyPipe
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.writing import AnswerWriter

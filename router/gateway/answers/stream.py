@@ -8,7 +8,7 @@ import asyncio
 import msgspec
 from starlette.types import Send
 
-from router.edge.extension import BodyPipe
+from router.edge.exchange import BodyPipe
 from router.edge.responses import EVENT_STREAM, send_head
 from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import SCORED_AT_ONCE, AnswerPiece

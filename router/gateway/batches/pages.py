@@ -16,7 +16,7 @@ from engine.clock import unix_time_s
 from engine.config import GatewayConfig
 from router.access.guard import tenant_of
 from router.access.limits import Tenant
-from router.edge.extension import caller_of
+from router.edge.exchange import caller_of
 from router.gateway.batches import tables
 from router.gateway.batches.records import (
     BatchList,

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from engine.messages import PinBlocks, SessionEnd, UnpinBlocks
 from engine.worker.blocks import BlockHash
 from router.access.guard import tenant_of
-from router.edge.content_types import check_content
+from router.edge.responses import check_content
 from router.gateway.answering import LONG_BODY_BYTES, AnswerService, GatewayParts
 from router.gateway.answers.dialects import CHAT as CHAT_DIALECT
 from router.gateway.endpoint import read_body

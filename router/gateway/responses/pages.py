@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import InvalidRequest
 from router.access.guard import tenant_of
-from router.edge.extension import pipe_of
+from router.edge.exchange import pipe_of
 from router.edge.responses import (
     EVENT_STREAM,
     send_head,

@@ -20,7 +20,7 @@ from starlette.types import Send
 
 from engine.errors import InvalidRequest
 from router.access.limits import Tenant
-from router.edge.extension import BodyPipe
+from router.edge.exchange import BodyPipe
 from router.gateway.answering import LONG_BODY_BYTES, AnswerService, GatewayParts
 from router.gateway.answers.dialects import CHAT
 from router.gateway.answers.writing import AnswerWriter, Heading

@@ -12,7 +12,7 @@ from itertools import chain
 from starlette.types import Send
 
 from engine.clock import unix_time_s
-from router.edge.extension import BodyPipe
+from router.edge.exchange import BodyPipe
 from router.edge.responses import EVENT_STREAM, send_head, send_parts
 from router.gateway.answers.choice import AnswerPiece
 from router.gateway.answers.writing import Ending, Heading, send_failure

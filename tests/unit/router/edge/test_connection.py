@@ -7,12 +7,17 @@ from socket import socketpair
 
 import msgspec
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
-from router.edge.connection import FREE_PARTS, MIN_PART_BYTES, Connection, _outboxes
-from router.edge.extension import NO_SOCKET, caller_of
+from router.edge.connection import (
+    FREE_PARTS,
+    MIN_PART_BYTES,
+    Clients,
+    Connection,
+    _outboxes,
+)
+from router.edge.exchange import NO_SOCKET, caller_of
 from router.edge.feeding import PART_WORK, SLICE_BYTES, WORK_PER_TURN
+from router.edge.limits import Book, EdgeLimits
 from router.inbox.lanes import WIDE_BODY_BYTES
 from tests.kits.router.frames import no_frames_in_cycles
 from tests.kits.router.gateway import (
@@ -59,13 +64,14 @@ async def nothing(scope, receive, send):
 
 
 def connect(name, written, app=nothing, facts=None, kind=Connection):
-    config = uvicorn.Config(app, lifespan="off", log_config=None)
-    config.load()
-    loop = asyncio.get_running_loop()
-    connection = kind(config, server_state=ServerState(), app_state={}, _loop=loop)
+    connection = kind(Clients(app, Book(EdgeLimits())))
     transport = Transport(name, written, facts)
     connection.connection_made(transport)
     return connection, transport
+
+
+def tasks_of(connection):
+    return connection._clients.tasks
 
 
 async def test_parts_of_all_connections_are_sent_together_at_the_end_of_a_turn():
@@ -213,7 +219,7 @@ async def test_pipelined_requests_keep_their_own_bodies():
     await until(lambda: len(written) == 2)
     bodies = [data.partition(b"\r\n\r\n")[2].split(b"\r\n")[1] for _, data in written]
     assert bodies == [b"at once first", b"at once second"]
-    assert connection._callers == []
+    assert connection._exchanges == []
 
 
 async def test_what_was_made_for_a_request_is_freed_at_its_end():
@@ -243,7 +249,7 @@ async def test_a_refused_body_is_freed_at_its_end(body):
     async def refuse():
         written.clear()
         connection.data_received(request(body))
-        await until(lambda: written and not connection.tasks)
+        await until(lambda: written and not tasks_of(connection))
         assert written[0][1].startswith(b"HTTP/1.1 400 ")
 
     await refuse()
@@ -280,11 +286,11 @@ async def test_a_head_alone_is_sent_at_the_end_of_its_turn():
     connection.data_received(request(b""))
     await until(lambda: written)
     assert written[0][1].endswith(b"\r\n\r\n")
-    connection.cycle.transport.close()
+    connection.close()
     assert len(written) == 1
-    for task in connection.tasks:
+    for task in tasks_of(connection):
         task.cancel()
-    await asyncio.wait(connection.tasks)
+    await asyncio.wait(tasks_of(connection))
 
 
 async def test_an_answer_over_a_connection_is_whole():
@@ -293,7 +299,7 @@ async def test_an_answer_over_a_connection_is_whole():
     connection, _ = connect("a", written, make_app(router))
     connection.data_received(asked())
     await until(lambda: written and written[-1][1].endswith(b"0\r\n\r\n"))
-    await until(lambda: not connection.tasks)
+    await until(lambda: not tasks_of(connection))
     text = b"".join(data for _, data in written)
     assert text.count(b"data: {") == 4  # three tokens, and the end
     assert written[0][1].count(b"data: {") == 1  # the first one comes with the head
@@ -307,7 +313,7 @@ async def test_a_client_that_leaves_cancels_its_request_and_nothing_stays_behind
     await router.waiting.wait()
     transport.closing = True
     connection.connection_lost(None)
-    await until(lambda: not connection.tasks)
+    await until(lambda: not tasks_of(connection))
     assert router.live == 0
     assert router.cancelled == [router.requests[0].request_id]
 
@@ -318,7 +324,7 @@ async def test_a_client_that_leaves_before_its_request_is_looked_at_asks_the_rou
     connection.data_received(asked())
     transport.closing = True
     connection.connection_lost(None)
-    await until(lambda: not connection.tasks)
+    await until(lambda: not tasks_of(connection))
     assert router.requests == []
 
 
@@ -327,7 +333,7 @@ async def test_a_stopping_server_may_cancel_running_answers():
     connection, _ = connect("a", [], make_app(router))
     connection.data_received(asked())
     await router.waiting.wait()
-    [task] = connection.tasks
+    [task] = tasks_of(connection)
     task.cancel()
     await asyncio.wait([task])
     assert router.live == 0
@@ -366,7 +372,7 @@ async def test_a_body_that_is_taken_in_pieces_does_not_count_and_has_a_deadline_
     assert book.bodies_bytes == 0
     assert pace.body_s > 0.0
     connection.data_received(body[20:])
-    await until(lambda: not connection.tasks)
+    await until(lambda: not tasks_of(connection))
     assert book.bodies_bytes == 0
     assert b"".join(received) == body
     book.validate()
@@ -383,7 +389,7 @@ async def answered(app, *inputs):
     for data in inputs:
         if not transport.closing:
             connection.data_received(data)
-    await until(lambda: written and not connection.tasks and not connection._feeder._waiting)
+    await until(lambda: written and not tasks_of(connection) and not connection._feeder._waiting)
     return b"".join(data for _, data in written)
 
 
@@ -448,7 +454,7 @@ async def test_tiny_parts_of_many_connections_take_little_of_each_turn():
     assert worst * PART_WORK < WORK_PER_TURN + PART_WORK * SLICE_BYTES
     for connection in made:
         connection.connection_lost(None)
-    await until(lambda: not any(connection.tasks for connection in made))
+    await until(lambda: not any(tasks_of(connection) for connection in made))
 
 
 async def test_endless_trailers_are_refused_early():
@@ -511,7 +517,7 @@ async def test_a_client_that_leaves_pipelined_requests_leaves_no_trace(
         await asyncio.sleep(0)
     transport.closing = True
     connection.connection_lost(None)
-    await until(lambda: not connection.tasks)
+    await until(lambda: not tasks_of(connection))
     assert router.live == 0
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -524,6 +530,28 @@ async def test_frames_of_another_protocol_end_the_connection():
     connection, transport = connect("a", written, make_app(FakeRouter()))
     connection.data_received(upgrade + b"\x81\x01a" * 100_000)
     connection.data_received(b"\x81\x01a" * 100_000)
-    await until(lambda: not connection.tasks and transport.closing)
+    await until(lambda: not tasks_of(connection) and transport.closing)
     assert written[0][1].startswith(b"HTTP/1.1 200 ")
     assert connection._feeder._waiting == {}
+
+
+async def test_a_response_of_another_length_than_its_head_says_ends_the_connection(caplog):
+    async def app(scope, receive, send):
+        headers = [(b"content-length", b"3")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"four"})
+
+    connection, transport = connect("a", [], app)
+    connection.data_received(request(b""))
+    await until(lambda: transport.closing)
+    assert "the application failed" in caplog.text
+
+
+@pytest.mark.parametrize("header", [(b"x-a", b"1\r\nx-b: 2"), (b"x a", b"1")])
+async def test_a_header_that_would_be_two_is_not_sent(header):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [header]})
+
+    said = await answered(app, request(b""))
+    assert b"x-b" not in said
+    assert said.startswith(b"HTTP/1.1 500 ")

@@ -95,3 +95,9 @@ def test_after_the_last_answer_a_connection_lingers_a_moment():
     pace = ConnectionPace(0.0, last_s=100.0)
     assert overdue(pace, 101.9) is None
     assert overdue(pace, 102.0) is Overdue.LINGER
+
+
+def test_an_idle_connection_is_closed_after_its_last_answer():
+    pace = ConnectionPace(None, idle_s=100.0)
+    assert overdue(pace, 104.9) is None
+    assert overdue(pace, 105.0) is Overdue.IDLE

@@ -5,7 +5,7 @@ from socket import socketpair
 import pytest
 
 from engine.messages import Tokens, encode_frame
-from router.edge.extension import NO_SOCKET
+from router.edge.exchange import NO_SOCKET
 from router.gateway.answers.batching import TextBatch
 from router.gateway.metrics.histograms import Buckets
 from router.text.native.library import NativeText

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import Logprobs
-from router.edge.extension import EXTENSION, NO_SOCKET
+from router.edge.exchange import EXTENSION, NO_SOCKET
 from router.machine.requests import Update
 from tests.kits.router.gateway import (
     LENGTH,

@@ -1,0 +1,315 @@
+"""One request of a connection and its response, as an ASGI application sees them.
+
+An application finds two objects beyond ASGI in `scope["extensions"]`. Other servers have neither.
+
+With the *pipe*, a `BodyPipe`, it writes parts of a body straight to the transport. With the
+*caller*, the `Exchange`, it takes a body that has come already, without waiting. It also gets a
+callback when the client leaves. With `receive` alone, a task would have to wait for that.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterable
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Scope
+
+from engine.clock import unix_time_s
+
+log = logging.getLogger(__name__)
+
+EXTENSION = "baton.pipe"
+NO_SOCKET = -1  # an invalid descriptor
+HIGH_WATER_BYTES = 65_536  # of a body that the application has not taken: then no more is read
+_NOT_IN_NAMES = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
+_NOT_IN_VALUES = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
+_LAST = b"connection: close\r\n"
+
+
+class BodyPipe(Protocol):
+    """Carries parts of a body that has begun, in order and without waiting, past `send`.
+
+    It may be used between `http.response.start`, with a head without a length, and the last
+    `http.response.body`. Call `flush` before sending anything by other ways. A wait at `send` needs
+    a task, whose turn comes later. That costs more than everything else that is done for a token.
+    """
+
+    is_ready: bool  # the client is connected and reads fast enough
+
+    def write(self, data: bytes) -> None:
+        """Sends a non-empty part soon."""
+        ...
+
+    def socket(self) -> int:
+        """The descriptor to which coded parts may be sent now, or NO_SOCKET.
+
+        It may be used before anything else is done. Call `flush` before.
+        """
+        ...
+
+    def write_coded(self, data: bytes) -> None:
+        """Sends parts that have HTTP's chunked coding already, at once. Call `flush` before."""
+        ...
+
+    def cut(self) -> None:
+        """Ends the connection at once, as its body cannot go on."""
+        ...
+
+    def flush(self) -> None:
+        """Sends all parts now: needed before sending anything by other ways."""
+        ...
+
+
+class ExchangeWire(Protocol):
+    """The connection of an exchange."""
+
+    is_ready: bool  # the client is connected and reads fast enough
+
+    async def drain(self) -> None:
+        """Returns when the client has read enough to get more."""
+        ...
+
+    def send(self, data: bytes) -> None:
+        """Sends data now, unless the connection is closing."""
+        ...
+
+    def resume_reading(self) -> None:
+        """Reads more of the request."""
+        ...
+
+    def answered(self, exchange: "Exchange") -> None:
+        """Notes that the response of the oldest request is complete."""
+        ...
+
+    def close(self) -> None:
+        """Closes the connection when everything is sent."""
+        ...
+
+
+class Exchange:
+    """A request whose head has come, and its response.
+
+    The head of the response waits for the next part of the same turn of the loop, since each write
+    by itself would wake the client. It says whether the response is the connection's last one.
+    """
+
+    def __init__(
+        self, way: ExchangeWire, scope: Scope, *, keep_alive: bool, expects_continue: bool
+    ) -> None:
+        self.scope = scope
+        self.keep_alive = keep_alive
+        self.streams_body = False
+        self.body = bytearray()  # what has come and was not taken
+        self.more_body = True
+        self.has_begun = self.is_complete = False  # the response
+        self._way = way
+        self._expects_continue = expects_continue
+        self._news = asyncio.Event()  # of the body, or of the end
+        self._held = b""  # the head
+        self._is_chunked = False
+        self._num_left: int | None = None  # bytes of the response's body; None: any number
+        self._on_gone: Callable[[], None] | None = None
+        self._is_gone = False
+
+    # ------------------------------------------------------------ the application's side
+
+    async def run(self, app: ASGIApp) -> None:
+        """Lets the application answer."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except Exception:
+            log.exception("the application failed")
+        except asyncio.CancelledError:
+            self._way.close()
+            raise
+        else:
+            if self.is_complete or self._is_gone:
+                return
+            log.error("the application returned before its response was complete")
+        if self.has_begun:
+            self._way.close()
+            return
+        headers = [(b"content-length", b"0"), (b"connection", b"close")]
+        await self.send({"type": "http.response.start", "status": 500, "headers": headers})
+        await self.send({"type": "http.response.body"})
+
+    async def receive(self) -> Message:
+        """Returns the next part of the body, or that the client has left."""
+        if self._expects_continue:
+            self._expects_continue = False
+            self._way.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if not (self._is_gone or self.is_complete):
+            self._way.resume_reading()
+            await self._news.wait()
+            self._news.clear()
+        if self._is_gone or self.is_complete:
+            return {"type": "http.disconnect"}
+        data, self.body = bytes(self.body), bytearray()
+        return {"type": "http.request", "body": data, "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        """Sends the head of the response, or a part of its body."""
+        if not (self._way.is_ready or self._is_gone):
+            await self._way.drain()
+        if self._is_gone:
+            return
+        if not self.has_begun:
+            assert message["type"] == "http.response.start"
+            self._begin(message["status"], message.get("headers", ()))
+            return
+        assert message["type"] == "http.response.body"
+        assert not self.is_complete
+        body, more_body = message.get("body", b""), message.get("more_body", False)
+        if self._is_chunked:
+            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            if not more_body:
+                body += b"0\r\n\r\n"
+        elif self.scope["method"] == "HEAD":
+            body = b""
+        elif self._num_left is not None:
+            self._num_left -= len(body)
+            if self._num_left < 0 or (self._num_left and not more_body):
+                raise RuntimeError("the length of a response's body is not that of its head")
+        if body or not more_body:
+            self._send_held(body)
+        if not more_body:
+            self.is_complete = True
+            self._news.set()
+            del self.scope["extensions"]  # it refers to this object
+            self._way.answered(self)
+
+    def take_body(self) -> bytes | None:
+        """The request's body if it has come whole and was not read yet, else None."""
+        if self.more_body or self._is_gone or self._expects_continue:
+            return None
+        data, self.body = bytes(self.body), bytearray()
+        self._news.clear()
+        self._way.resume_reading()
+        return data
+
+    def stream_body(self) -> None:
+        """Says that the application takes the body in pieces as it comes.
+
+        The body then has no deadline as a whole, but each piece has. What was taken does not count
+        as a body in memory.
+        """
+        self.streams_body = True
+
+    def watch(self, on_gone: Callable[[], None] | None) -> bool:
+        """Sets the callback for the client's leaving, or none. False: it has left already."""
+        self._on_gone = on_gone
+        return not self._is_gone
+
+    # ------------------------------------------------------------ the connection's side
+
+    def put(self, data: bytes) -> bool:
+        """Adds a part of the body. Returns False if the application should take it first."""
+        if not self.is_complete:
+            self.body += data
+            self._news.set()
+        return len(self.body) <= HIGH_WATER_BYTES
+
+    def end_body(self) -> None:
+        """Notes that the body is complete."""
+        if not self.is_complete:
+            self.more_body = False
+            self._news.set()
+
+    def leave(self) -> None:
+        """Notes that the client has left."""
+        self._is_gone = True
+        self.scope.pop("extensions", None)
+        self._news.set()
+        if self._on_gone is not None:
+            self._on_gone()
+
+    def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Holds the head back until there is more to send, or the turn of the loop is over."""
+        if self.more_body:  # the rest of the request's body would be taken for a request
+            self.keep_alive = False
+        lines, has_length, is_last = [_status_line(status), _date(unix_time_s())], False, False
+        for given, value in headers:
+            name = given.lower()
+            if _NOT_IN_NAMES.search(name) or _NOT_IN_VALUES.search(value):
+                raise RuntimeError(f"a header cannot be sent: {name!r}")
+            if name == b"content-length":
+                has_length, self._num_left = True, int(value)
+            elif name == b"connection" and value.lower() == b"close":
+                is_last = True
+            lines.append(b"%b: %b\r\n" % (name, value))
+        self.keep_alive = self.keep_alive and not is_last
+        if not (self.keep_alive or is_last):
+            lines.append(_LAST)
+        if not (has_length or self.scope["method"] == "HEAD" or status in (204, 304)):
+            self._is_chunked = self.scope["http_version"] == "1.1"
+            if self._is_chunked:
+                lines.append(b"transfer-encoding: chunked\r\n")
+        elif not has_length:
+            self._num_left = 0
+        lines.append(b"\r\n")
+        self._held = b"".join(lines)
+        self.has_begun, self._expects_continue = True, False
+        asyncio.get_running_loop().call_soon(self._send_held, b"")
+
+    def _send_held(self, data: bytes) -> None:
+        """Sends the head if it is not sent yet, and more of the response."""
+        held, self._held = self._held, b""
+        if held or data:
+            self._way.send(held + data)
+
+
+@lru_cache(64)
+def _status_line(status: int) -> bytes:
+    return f"HTTP/1.1 {status} {_phrase(status)}\r\n".encode()
+
+
+def _phrase(status: int) -> str:
+    return HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else ""
+
+
+@lru_cache(1)
+def _date(now_s: int) -> bytes:
+    return f"date: {formatdate(now_s, usegmt=True)}\r\n".encode()
+
+
+def caller_of(scope: Scope) -> Exchange | None:
+    """The client's side of a request, if its server offers it."""
+    caller: Exchange | None = scope.get("extensions", {}).get(EXTENSION, {}).get("caller")
+    return caller
+
+
+def pipe_of(scope: Scope) -> BodyPipe | None:
+    """The pipe of a request's connection, if its server offers one."""
+    pipe: BodyPipe | None = scope.get("extensions", {}).get(EXTENSION, {}).get("pipe")
+    return pipe
+
+
+class Outbox:
+    """Parts of bodies from one turn of the loop, sent one right after the other.
+
+    A step of a worker brings a token of each stream. If each token were sent at once, nearly every
+    one would wake its client, which would take the processor from the work for the next token.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[asyncio.Transport, bytes]] = []
+
+    def send(self) -> None:
+        """Sends all parts whose clients are connected."""
+        parts, self.parts = self.parts, []
+        for transport, data in parts:
+            if not transport.is_closing():
+                try:
+                    transport.write(data)
+                except Exception:  # other clients go on
+                    cut_off(transport)
+
+
+def cut_off(transport: asyncio.Transport) -> None:
+    """Ends a connection that cannot be written to, in the handler of the error."""
+    log.exception("sending a part of a body failed: its connection is cut")
+    transport.abort()
