@@ -61,6 +61,7 @@ def test_all_blocks_arrive_and_no_other_block_is_touched(pair):
     others = sorted(set(range(NUM_BLOCKS)) - set(here))
     assert np.array_equal(sink.pool.blocks[others], before[others])
     assert source.end_of_lease().reason == "released"
+    assert source.endpoint.counters()["leases_ended:released"] == 1
 
 
 def test_blocks_arrive_while_the_source_still_computes(pair):
@@ -135,6 +136,7 @@ def test_an_aborted_pull_ends_the_lease_and_writes_no_more(pair):
     end = sink.end_of_pull()
     assert isinstance(end, PullFailed)
     assert end.reason == "aborted"
+    assert sink.endpoint.counters()["pulls_failed:aborted"] == 1
     # A fast backend has fetched some of the ready blocks before it reads the abort.
     assert set(end.arrived) <= set(range(5))
     for index in end.arrived:

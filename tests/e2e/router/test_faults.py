@@ -2,23 +2,16 @@
 
 import asyncio
 import random
-from itertools import count
 
 import pytest
 
-from deploy.base.defaults import BUNDLED_MODEL
-from engine.config import RouterConfig, Transport, WorkerConfig
+from engine.config import WorkerConfig
 from engine.messages import Role, Sampling
-from router.gateway.metrics.meters import GatewayMetrics
-from router.gateway.versions import ServedVersion, Versions
-from router.machine.requests import Failed, Finished, Rejected
+from router.machine.requests import Finished
 from router.service import Router
-from router.text.tokenizer import load_text_model
 from tests.kits.services.cluster import (
-    DEADLINE_S,
     TRANSPORTS,
     ask,
-    counted,
     prompts,
     request,
     router,
@@ -81,55 +74,6 @@ def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
     assert ends.count("left") > 50
 
 
-def test_transfers_are_counted_and_failures_have_a_reason():
-    own = {
-        Role.PREFILL: WorkerConfig(kv_mib=64, kv_transport=Transport.ZMQ),
-        Role.DECODE: WorkerConfig(kv_mib=64),  # prefers shared memory
-    }
-    source, sink = 'role="prefill",worker="prefill-0"', 'role="decode",worker="decode-1"'
-    rng = random.Random(6)
-
-    async def leave_in_the_middle_of_a_pull(r: Router, name: str) -> None:
-        """The client leaves during prefill, when the pull has begun."""
-        prompt = [rng.randrange(5, 4096) for _ in range(3900)]
-        updates = r.submit(request(name, prompt, max_tokens=9, sampling=Sampling()))
-        try:
-            async with asyncio.timeout(0.3):
-                async for _ in updates:
-                    pass
-        except TimeoutError:
-            pass
-        finally:
-            await updates.aclose()
-
-    async def run() -> None:
-        async with router(running) as r:
-            answer = await ask(r, request("r", [7] * 100, max_tokens=5, sampling=Sampling()))
-            assert isinstance(answer.outcome, Finished)
-            served = ServedVersion("v1", r, load_text_model(BUNDLED_MODEL), ("m",), context_len=256)
-            page = GatewayMetrics(Versions(served), version="1")
-            async with asyncio.timeout(DEADLINE_S):
-                for i in count():
-                    await leave_in_the_middle_of_a_pull(r, f"left-{i}")
-                    if counted(r, "pulls_failed:aborted")["decode-1"]:
-                        break
-            await until(lambda: counted(r, "leases_ended:released")["prefill-0"] > 0, "released")
-            samples = dict(
-                line.rsplit(maxsplit=1) for line in page.exposition().decode().splitlines()
-            )
-            for name in (
-                f"pulled_bytes_total{{{sink}}}",
-                f"transfer_seconds_total{{{sink}}}",
-                f'pulls_failed_total{{reason="aborted",{sink}}}',
-                f'fallbacks_total{{reason="shm_not_offered",{sink}}}',
-                f'leases_ended_total{{reason="released",{source}}}',
-            ):
-                assert float(samples[f"baton_worker_{name}"]) > 0
-
-    with workers([Role.PREFILL, Role.DECODE], config=own) as running:
-        asyncio.run(run())
-
-
 def decoder_of_the_youngest(r: Router) -> str | None:
     """The worker with the running answer that is furthest from its end; None if none runs."""
     running = [
@@ -176,53 +120,3 @@ def test_killed_worker_changes_no_token(victim):
     assert disturbed == undisturbed
     if victim == "decode":
         assert attempts > 1  # the kill hit a running request
-
-
-def test_the_last_decode_worker_dies_and_the_client_gets_a_clear_error():
-    async def run() -> None:
-        async with router(running, RouterConfig(queue_timeout_s=1.0)) as r:
-            # Long, so that it still runs when the kill has come on a busy machine.
-            req = request("r", [7] * 40, max_tokens=1000, sampling=Sampling(seed=1))
-            killed: list[int] = []
-
-            def kill_once(num_tokens: int) -> None:
-                if num_tokens >= 5 and not killed:  # several may come at once
-                    killed.append(num_tokens)
-                    running.kill("decode-1")
-
-            answer = await ask(r, req, kill_once)
-            assert answer.outcome == Failed("no decode worker came in time")
-            late = await ask(r, request("late", [7], max_tokens=5, sampling=Sampling()))
-            assert isinstance(late.outcome, Rejected)
-            assert late.outcome.message == "no decode worker came in time"
-            assert r.readiness() == "no decode worker is connected"
-
-    with workers([Role.PREFILL, Role.DECODE], config=SMALL) as running:
-        asyncio.run(run())
-
-
-def test_full_queue_refuses_and_accepted_requests_finish():
-    async def run() -> None:
-        async with router(running, RouterConfig(max_queue=4)) as r:
-            requests = [
-                request(f"r{i}", [9] * 700, max_tokens=4, sampling=Sampling(seed=i))
-                for i in range(16)
-            ]
-            answers = await asyncio.gather(*(ask(r, req) for req in requests))
-            kinds = [type(a.outcome) for a in answers]
-            assert set(kinds) == {Finished, Rejected}
-
-    with workers([Role.PREFILL, Role.DECODE], config=SMALL) as running:
-        asyncio.run(run())
-
-
-def test_a_request_larger_than_the_kv_memory_fails_with_the_reason():
-    async def run() -> None:
-        async with router(running) as r:
-            answer = await ask(r, request("r", [9] * 4000, max_tokens=90, sampling=Sampling()))
-            assert isinstance(answer.outcome, Failed)
-            assert "KV memory" in answer.outcome.message
-
-    config = WorkerConfig(kv_mib=8, chunk_tokens=64)
-    with workers([Role.PREFILL, Role.DECODE], config=config) as running:
-        asyncio.run(run())

@@ -24,7 +24,6 @@ from engine.messages import (
     Role,
     StepReport,
     StillStepping,
-    encode_frame,
 )
 from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
@@ -267,20 +266,6 @@ def test_absent_worker_is_dialled_until_the_router_closes_quickly(monkeypatch):
 # ---------------------------------------------------------------- serving
 
 
-def test_an_answer_of_one_worker():
-    async def test() -> None:
-        worker = ScriptedWorker()
-        async with serving(worker) as router:
-            token_ids, updates = await follow(router, request())
-            assert token_ids == answer([1, 2, 3], 6)
-            assert isinstance(updates[-1].outcome, Finished)
-            assert updates[-1].timeline is not None
-            assert [u for u in updates if u.outcome is not None] == updates[-1:]
-            assert router.machine.num_flights == 0
-
-    run(test())
-
-
 def test_an_answer_of_two_workers():
     async def test() -> None:
         p0, d0 = ScriptedWorker("p0", Role.PREFILL), ScriptedWorker("d0", Role.DECODE)
@@ -334,19 +319,6 @@ def test_closed_stream_is_cancelled_at_the_worker():
             assert router.machine.num_flights == 0
             assert router.counters()["ended", "cancelled"] == 1
             assert router._clients == {}
-
-    run(test())
-
-
-def test_a_load_report_reaches_the_status_of_its_worker():
-    async def test() -> None:
-        worker = ScriptedWorker()
-        report = LoadReport(1, 2, 3, 4, 5, 6, 7, 8, {"pulls_done": 3.0})
-        async with serving(worker) as router:
-            await worker.session.say(report)
-            await until(lambda: router.workers()["m0"].load is not None, "it arrived")
-            assert router.workers()["m0"].load == report
-            assert router.queue_len() == 0
 
     run(test())
 
@@ -423,21 +395,6 @@ def test_cut_off_worker_joins_again():
     run(test())
 
 
-def test_request_is_retried_without_messages_in_time():
-    async def test() -> None:
-        worker = ScriptedWorker()
-        worker.patience = 0  # each attempt brings only the first token of its prefill
-        async with serving(worker, progress_timeout_s=0.5) as router:
-            token_ids, updates = await follow(router, request(max_tokens=3))
-            assert isinstance(updates[-1].outcome, Finished)
-            assert token_ids == answer([1, 2, 3], 3)
-            cancelled = [m for m in worker.received if isinstance(m, Cancel)]
-            assert cancelled[:2] == [Cancel("r.0"), Cancel("r.1")]
-            assert router.counters()["retried", "no news in time"] == 2
-
-    run(test())
-
-
 def test_worker_that_answers_but_hangs_in_a_step_is_lost():
     async def test() -> None:
         stuck, other = ScriptedWorker("m0"), ScriptedWorker("m1")
@@ -457,18 +414,6 @@ def test_worker_that_answers_but_hangs_in_a_step_is_lost():
             token_ids, _ = await task
             assert token_ids == answer([1, 2, 3], 6)
             assert router.counters()["worker lost", "StepStuck"] == 1
-
-    run(test())
-
-
-def test_stuck_worker_joins_when_it_computes_again():
-    async def test() -> None:
-        worker = ScriptedWorker(step=StillStepping(61.0))
-        async with serving(worker, joined=0) as router:
-            await until(lambda: len(worker.hellos) > 2, "it is tried")
-            assert not router.workers()
-            worker.welcome = msgspec.structs.replace(worker.welcome, step=None)
-            await until(lambda: len(router.workers()) == 1, "it joins")
 
     run(test())
 
@@ -568,40 +513,6 @@ def test_a_router_that_has_lost_a_task_to_a_bug_is_not_ready(caplog):
 
     run(test())
     assert "a router task died" in caplog.text
-
-
-# ---------------------------------------------------------------- the session beneath
-
-
-def test_frame_to_an_ended_session_is_a_connection_error():
-    async def test() -> None:
-        worker = ScriptedWorker()
-        worker.greeting = []
-        client = SessionClient(await worker.open(), SECRET)
-        await client.open()
-        await client.send(encode_frame([Hello(PROTOCOL_VERSION, "gateway")]))
-        await until(lambda: len(worker.sessions) == 1, "it is greeted")
-        worker.session.broken.set()
-        assert await client.receive() is None
-        with pytest.raises(ConnectionError, match="session ended"):
-            await client.send(b"too late")
-        await client.close()
-        await worker.close()
-
-    run(test())
-
-
-def test_an_address_where_nothing_listens_is_a_connection_error():
-    async def test() -> None:
-        gone = ScriptedWorker()
-        address = await gone.open()
-        await gone.close()
-        client = SessionClient(address, SECRET)
-        with pytest.raises(ConnectionError, match="failed to connect"):
-            await client.open()
-        await client.close()
-
-    run(test())
 
 
 # ---------------------------------------------------------------- arrival

@@ -10,12 +10,23 @@ import pytest
 
 from engine.config import Speculate, Transport, WeightFormat, WorkerConfig
 from engine.errors import ConfigError
-from engine.messages import Role, WorkerId
+from engine.messages import (
+    PROTOCOL_VERSION,
+    GatewayId,
+    Hello,
+    LoadReport,
+    Role,
+    RoleChanged,
+    SetRole,
+    WorkerId,
+    decode_to_gateway,
+    encode_frame,
+)
+from engine.net.sessions import SessionClient
 from router.machine.requests import Finished
-from tests.e2e.pools.test_roles import controls, decoding_at
 from tests.e2e.tokens.test_exactness import GREEDY, generate, serve
 from tests.kits.checkpoints import COMMON, KINDS, save_checkpoint, tiny_checkpoint
-from tests.kits.services.cluster import ask, prompts, request, router, until, workers
+from tests.kits.services.cluster import SECRET, ask, prompts, request, router, until, workers
 from tests.kits.services.processes import ended, processes
 
 pytestmark = pytest.mark.torch
@@ -196,6 +207,22 @@ def test_a_rank_that_hangs_ends_its_worker_even_without_work(tmp_path_factory):
         assert worker not in running.live
 
 
+async def set_role(address: str, role: Role) -> None:
+    """Sets a worker's role and waits until the worker has it, and decodes only if it may."""
+    client = SessionClient(address, SECRET)
+    await client.open()
+    client.post(encode_frame([Hello(PROTOCOL_VERSION, GatewayId("operator"))]))
+    client.post(encode_frame([SetRole(role)]))
+    is_set = is_over = False
+    while not is_over and (frame := await client.receive()) is not None:
+        for message in decode_to_gateway(frame):
+            is_set |= isinstance(message, RoleChanged) and message.role is role
+            is_empty = isinstance(message, LoadReport) and not message.decode_seqs
+            is_over |= is_set and (role.decodes or is_empty)
+    assert is_over
+    await client.close()
+
+
 def test_running_answers_move_between_workers_of_other_ranks(tmp_path_factory):
     model = tiny_checkpoint(tmp_path_factory, "llama")
     split_up, whole = WorkerId("decode-1"), WorkerId("mixed-2")
@@ -204,7 +231,7 @@ def test_running_answers_move_between_workers_of_other_ranks(tmp_path_factory):
     num_tokens = 440
 
     async def run(running):
-        async with router(running) as r, controls(running) as control:
+        async with router(running) as r:
             streams = [[] for _ in inputs]
 
             async def stream(i: int) -> None:
@@ -215,11 +242,13 @@ def test_running_answers_move_between_workers_of_other_ranks(tmp_path_factory):
             tasks = [asyncio.create_task(stream(i)) for i in range(len(inputs))]
             await until(lambda: all(len(s) > 5 for s in streams), "all have begun")
             for left, other in ((split_up, whole), (whole, split_up)):
-                await control[other].set_role(Role.DECODE)
-                await control[left].set_role(Role.PREFILL)
-                assert decoding_at(r, left) == 0
+                await set_role(running.ready[other].address, Role.DECODE)
+                await set_role(running.ready[left].address, Role.PREFILL)
+                assert not r.machine.view.workers[left].decodes
             await asyncio.gather(*tasks)
-            assert r.machine.counters["moved", "role changed"] > 0
+            counters = r.machine.counters
+            assert counters["moved", "role changed"] > 0
+            assert not [reason for name, reason in counters if name == "retried"]
             return streams
 
     roles = (Role.PREFILL, Role.DECODE, Role.MIXED)
