@@ -6,7 +6,7 @@ the field has a `typer.Option`. It has an option for each `SettingOption` of a p
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -39,6 +39,18 @@ class SettingOption(NamedTuple):
 def options_of(section: str, *names: str) -> tuple[SettingOption, ...]:
     """Returns options that have the names of their keys in a section."""
     return tuple(SettingOption(f"{section}.{name}") for name in names)
+
+
+def with_defaults(options: Sequence[SettingOption], **own: Any) -> tuple[SettingOption, ...]:
+    """Returns options that always set their key: to a default of `own`, or to the setting's."""
+    return tuple(
+        each._replace(default=own.get(each.parameter, _value_of(each.key))) for each in options
+    )
+
+
+def _value_of(key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(Config(), section), name)
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:

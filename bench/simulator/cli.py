@@ -6,7 +6,7 @@ baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --
 """
 
 import random
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -18,9 +18,15 @@ from bench.client.load import SloBounds
 from bench.common.command import JsonOption, PlotOption, SeedOption, printed_errors, publish
 from bench.common.machine import report_here
 from bench.common.plots import plot_load, require_matplotlib
-from bench.common.report import Scalar, results_of
+from bench.common.report import Figure, Scalar, results_of
 from bench.common.series import panels_of
-from bench.simulator.cluster import MAX_ANSWER_TOKENS, SimulatedPools, SimulationSetup, simulate
+from bench.simulator.cluster import (
+    MAX_ANSWER_TOKENS,
+    SimulatedPools,
+    SimulatedRun,
+    SimulationSetup,
+    simulate,
+)
 from bench.simulator.goodput import distserve_goodput
 from bench.simulator.hardware import PROFILES, HardwareProfile, hardware_named, write_hardware
 from bench.simulator.results import figures_of, series_ms, spans_of, streamed_figures
@@ -42,7 +48,14 @@ from bench.simulator.traces import (
     synthetic,
     write_trace,
 )
-from engine.config import PoolsConfig, RouterConfig, RouterPolicy, StoreEviction, StoreWrites
+from engine.command_options import (
+    SettingOption,
+    Settings,
+    expanded,
+    options_of,
+    with_defaults,
+)
+from engine.config import PoolsConfig, RouterConfig, StoreConfig, load_config
 from engine.errors import ConfigError
 from router.machine.machine import RouterMachine
 
@@ -51,256 +64,317 @@ NUM_SYNTHETIC = 1000  # requests of such a trace by default
 MAX_KEPT = 100_000  # by default; some 5 kB each
 
 
-def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
-    *,
+@dataclass(frozen=True)
+class PlayedLoad:
+    """Options of the trace that is played."""
+
     trace: Annotated[
         str, typer.Option(help="Mooncake JSONL, Azure CSV or Baton's own; or `synthetic`.")
-    ],
-    hardware_: Annotated[
-        str,
-        typer.Option("--hardware", help=f"A profile: its file, or one of {', '.join(PROFILES)}."),
-    ] = "h200-qwen3-8b",
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
-    mixed: Annotated[int, typer.Option(min=0, help="Workers of both roles.")] = 0,
-    fluid: Annotated[bool, typer.Option(help="Pools take each other's work.")] = True,
-    stretch: Annotated[
-        float, typer.Option(min=1.01, help="Of steps by prompts, in fluid pools.")
-    ] = PoolsConfig().stretch,
-    join: Annotated[
-        float | None, typer.Option(min=0.0, help="The last decode worker joins at this second.")
-    ] = None,
-    balance: Annotated[
-        bool, typer.Option(help="Running sequences move to decode workers that joined late.")
-    ] = True,
-    policy: Annotated[
-        RouterPolicy, typer.Option(help="How workers are chosen.")
-    ] = RouterPolicy.SLO,
-    speed_up: Annotated[float, typer.Option(help="Factor on the arrival rate.")] = 1.0,
-    shorten: Annotated[int, typer.Option(min=1, help="Divisor of all lengths.")] = 1,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Play only the first requests.")
-    ] = None,
-    rate: Annotated[float, typer.Option(help="Requests/s of a synthetic trace.")] = 3.4,
-    families: Annotated[int, typer.Option(min=1, help="System prompts of a synthetic trace.")] = 1,
-    kv_blocks: Annotated[
-        int | None, typer.Option(min=1, help="KV blocks of a worker.", show_default="profile")
-    ] = None,
-    latency_ms: Annotated[
-        float, typer.Option(min=0.0, help="Of one message, in milliseconds.")
-    ] = 0.2,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Limit that clients send with each request.")
-    ] = MAX_ANSWER_TOKENS,
-    slo_ttft_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TTFT.")] = 5000.0,
-    slo_tpot_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TPOT.")] = 25.0,
-    reject: Annotated[
-        bool, typer.Option(help="Refuse requests that are predicted to miss a bound.")
-    ] = False,
+    ]
+    speed_up: Annotated[float, typer.Option(help="Factor on the arrival rate.")] = 1.0
+    shorten: Annotated[int, typer.Option(min=1, help="Divisor of all lengths.")] = 1
+    requests: Annotated[int | None, typer.Option(min=1, help="Play only the first requests.")] = (
+        None
+    )
+    rate: Annotated[float, typer.Option(help="Requests/s of a synthetic trace.")] = 3.4
+    families: Annotated[int, typer.Option(min=1, help="System prompts of a synthetic trace.")] = 1
+    seed: SeedOption = 0
     goodput_requests: Annotated[
-        int,
-        typer.Option(min=0, help="Requests for DistServe's goodput; 0 leaves it out."),
-    ] = 1000,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 100_000,
-    queue_timeout_s: Annotated[float, typer.Option(help="Longest wait of a request.")] = 3600.0,
-    gpu_hour_usd: Annotated[
-        float | None, typer.Option(min=0.0, help="Price.", show_default="profile")
-    ] = None,
-    node_workers: Annotated[
-        int, typer.Option(min=1, help="Workers of a node, which has one store.")
-    ] = 8,
-    store_memory_gib: Annotated[
-        float, typer.Option(min=0.0, help="KV in memory of each store; 0: no stores.")
-    ] = 0.0,
-    store_disk_gib: Annotated[
-        float, typer.Option(min=0.0, help="KV on the disk of each store; 0: no disk.")
-    ] = 0.0,
-    store_disk_read_gib_per_s: Annotated[float, typer.Option(help="Reads of a disk.")] = 6.0,
-    store_disk_write_gib_per_s: Annotated[float, typer.Option(help="Writes to a disk.")] = 3.0,
-    store_disk_latency_ms: Annotated[
-        float, typer.Option(min=0.0, help="Of each read and write of a disk.")
-    ] = 0.2,
-    store_objects_gib: Annotated[
-        float, typer.Option(min=0.0, help="KV in objects of each store; 0: no objects.")
-    ] = 0.0,
-    store_objects_gib_per_s: Annotated[
-        float, typer.Option(help="Reads, and writes, of objects.")
-    ] = 1.0,
-    store_objects_latency_ms: Annotated[
-        float, typer.Option(min=0.0, help="Of each read and write of an object.")
-    ] = 50.0,
-    store_eviction: Annotated[
-        StoreEviction, typer.Option(help="Which blocks leave a full tier of a store.")
-    ] = StoreEviction.WORTH,
-    store_writes: Annotated[
-        StoreWrites, typer.Option(help="When blocks go to disk and objects.")
-    ] = StoreWrites.THROUGH,
-    store_copies: Annotated[
-        int, typer.Option(min=1, help="Stores that may hold a block in memory.")
-    ] = 2,
-    store_take_gib_per_s: Annotated[
-        float, typer.Option(help="A store takes blocks from workers no faster.")
-    ] = 0.5,
+        int, typer.Option(min=0, help="Requests for DistServe's goodput; 0 leaves it out.")
+    ] = 1000
     stream: Annotated[
         bool | None,
         typer.Option(
             help="Keep sums of the requests of a synthetic trace, but none of them.",
             show_default=f"if there are more than {MAX_KEPT:,}, and no option needs them",
         ),
-    ] = None,
-    seed: SeedOption = 0,
-    json: JsonOption = None,
-    plot: PlotOption = None,
-    write_trace_: Annotated[
-        Path | None, typer.Option("--write-trace", help="Write the played trace here.")
-    ] = None,
-    write_hardware_: Annotated[
-        Path | None, typer.Option("--write-hardware", help="Write the profile here.")
-    ] = None,
-) -> None:
-    """Play a trace against a simulated cluster and report latency, goodput, hits and cost."""
-    with printed_errors():
-        if plot:
-            require_matplotlib()
-        profile = hardware_named(hardware_)
-        if kv_blocks is not None:
-            profile = msgspec.structs.replace(profile, num_blocks=kv_blocks)
-        sizes = StoreSizes(store_memory_gib, store_disk_gib, store_objects_gib)
+    ] = None
+
+    @property
+    def chat(self) -> Chat:
+        """The conversations of a synthetic trace."""
+        return Chat(rate_per_s=self.rate, families=self.families)
+
+    @property
+    def is_changed(self) -> bool:
+        """True if it is not played as recorded."""
+        return self.speed_up != 1.0 or self.shorten != 1
+
+    def streams(self, *, uses_requests: bool) -> bool:
+        """True if no request is kept. Raises ConfigError if an option needs requests.
+
+        By default that is so for a long synthetic trace, if no option uses its requests.
+        """
+        if self.stream is None:
+            is_long = self.trace == SYNTHETIC and (self.requests or NUM_SYNTHETIC) > MAX_KEPT
+            return is_long and not uses_requests and not self.goodput_requests
+        if self.stream and (self.trace != SYNTHETIC or uses_requests):
+            raise ConfigError(
+                "--stream is for a synthetic trace as it is: "
+                "without --plot, --write-trace, --speed-up, --shorten and --join"
+            )
+        return self.stream
+
+    def read(self) -> Trace:
+        """Returns the trace as it is played."""
+        if self.trace == SYNTHETIC:
+            read = synthetic(self.chat, self.requests or NUM_SYNTHETIC, random.Random(self.seed))
+        else:
+            read = read_trace(Path(self.trace))
+            read = read if self.requests is None else read.first(self.requests)
+        return read.sped_up(self.speed_up).shortened(self.shorten)
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Options of the simulated machines and of their clients."""
+
+    hardware: Annotated[
+        str, typer.Option(help=f"A profile: its file, or one of {', '.join(PROFILES)}.")
+    ] = "h200-qwen3-8b"
+    join: Annotated[
+        float | None, typer.Option(min=0.0, help="The last decode worker joins at this second.")
+    ] = None
+    kv_blocks: Annotated[
+        int | None, typer.Option(min=1, help="KV blocks of a worker.", show_default="profile")
+    ] = None
+    latency_ms: Annotated[float, typer.Option(min=0.0, help="Of one message, in milliseconds.")] = (
+        0.2
+    )
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Limit that clients send with each request.")
+    ] = MAX_ANSWER_TOKENS
+    gpu_hour_usd: Annotated[
+        float | None, typer.Option(min=0.0, help="Price.", show_default="profile")
+    ] = None
+
+    def profile(self) -> HardwareProfile:
+        """Returns the profile of the workers."""
+        found = hardware_named(self.hardware)
+        if self.kv_blocks is not None:
+            found = msgspec.structs.replace(found, num_blocks=self.kv_blocks)
+        return found
+
+    def priced(self, profile: HardwareProfile) -> HardwareProfile:
+        """Returns the profile with the price that the options give."""
+        if self.gpu_hour_usd is None:
+            return profile
+        return msgspec.structs.replace(profile, usd_per_gpu_hour=self.gpu_hour_usd)
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Options of the simulated stores."""
+
+    node_workers: Annotated[
+        int, typer.Option(min=1, help="Workers of a node, which has one store.")
+    ] = 8
+    store_memory_gib: Annotated[
+        float, typer.Option(min=0.0, help="KV in memory of each store; 0: no stores.")
+    ] = 0.0
+    store_disk_gib: Annotated[
+        float, typer.Option(min=0.0, help="KV on the disk of each store; 0: no disk.")
+    ] = 0.0
+    store_disk_read_gib_per_s: Annotated[float, typer.Option(help="Reads of a disk.")] = 6.0
+    store_disk_write_gib_per_s: Annotated[float, typer.Option(help="Writes to a disk.")] = 3.0
+    store_disk_latency_ms: Annotated[
+        float, typer.Option(min=0.0, help="Of each read and write of a disk.")
+    ] = 0.2
+    store_objects_gib: Annotated[
+        float, typer.Option(min=0.0, help="KV in objects of each store; 0: no objects.")
+    ] = 0.0
+    store_objects_gib_per_s: Annotated[
+        float, typer.Option(help="Reads, and writes, of objects.")
+    ] = 1.0
+    store_objects_latency_ms: Annotated[
+        float, typer.Option(min=0.0, help="Of each read and write of an object.")
+    ] = 50.0
+    store_take_gib_per_s: Annotated[
+        float, typer.Option(help="A store takes blocks from workers no faster.")
+    ] = 0.5
+
+    def stores(self, profile: HardwareProfile, config: StoreConfig) -> SimulatedStores | None:
+        """Returns the stores, None without any. Raises ConfigError."""
+        sizes = StoreSizes(self.store_memory_gib, self.store_disk_gib, self.store_objects_gib)
+        objects_rate = self.store_objects_gib_per_s * GIB
         disk = TierPrice(
-            store_disk_read_gib_per_s * GIB,
-            store_disk_write_gib_per_s * GIB,
-            store_disk_latency_ms / 1000,
+            self.store_disk_read_gib_per_s * GIB,
+            self.store_disk_write_gib_per_s * GIB,
+            self.store_disk_latency_ms / 1000,
             DISK_REQUESTS,
         )
         objects = TierPrice(
-            store_objects_gib_per_s * GIB,
-            store_objects_gib_per_s * GIB,
-            store_objects_latency_ms / 1000,
-            OBJECT_REQUESTS,
+            objects_rate, objects_rate, self.store_objects_latency_ms / 1000, OBJECT_REQUESTS
         )
-        stores = None
-        if sizes != NO_STORE:
-            stores = SimulatedStores(
-                *sizes.blocks(profile.layout),
-                disk=disk,
-                objects=objects,
-                node_workers=node_workers,
-                eviction=store_eviction,
-                writes=store_writes,
-                copies=store_copies,
-                take_bytes_per_s=store_take_gib_per_s * GIB,
-            )
-        chat = Chat(rate_per_s=rate, families=families)
-        changes = speed_up != 1.0 or shorten != 1
-        uses_requests = bool(plot or write_trace_ or changes or join)
-        if stream is None:
-            stream = streams_by_default(
-                trace, requests, uses_requests=uses_requests or goodput_requests > 0
-            )
-        if stream:
-            _check_stream(trace, uses_requests=uses_requests)
-            played = Trace(SYNTHETIC, MOONCAKE_BLOCK_TOKENS, ())
-        else:
-            played = _trace(trace, chat, requests=requests, seed=seed)
-            played = played.sped_up(speed_up).shortened(shorten)
+        if sizes == NO_STORE:
+            return None
+        return SimulatedStores(
+            *sizes.blocks(profile.layout),
+            disk=disk,
+            objects=objects,
+            node_workers=self.node_workers,
+            eviction=config.eviction,
+            writes=config.writes,
+            copies=config.copies,
+            take_bytes_per_s=self.store_take_gib_per_s * GIB,
+        )
+
+
+@dataclass(frozen=True)
+class SloOptions:
+    """Options of the bounds on latencies."""
+
+    slo_ttft_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TTFT.")] = 5000.0
+    slo_tpot_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TPOT.")] = 25.0
+    reject: Annotated[
+        bool, typer.Option(help="Refuse requests that are predicted to miss a bound.")
+    ] = False
+
+    @property
+    def bounds(self) -> SloBounds:
+        """The bounds in seconds."""
+        return SloBounds.from_ms(self.slo_ttft_ms, self.slo_tpot_ms)
+
+
+@dataclass(frozen=True)
+class OutOptions:
+    """Options of what is written where."""
+
+    json: JsonOption = None
+    plot: PlotOption = None
+    write_trace: Annotated[Path | None, typer.Option(help="Write the played trace here.")] = None
+    write_hardware: Annotated[Path | None, typer.Option(help="Write the profile here.")] = None
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulation found."""
+
+    trace: Trace
+    num_requests: int
+    figures: dict[str, Figure]
+    run: SimulatedRun | None  # None: no request was kept
+
+
+SETTINGS = with_defaults(
+    (
+        *options_of("pools", "prefill", "decode", "mixed", "fluid", "stretch"),
+        *options_of("router", "balance", "policy", "max_queue", "queue_timeout_s"),
+        SettingOption("store.eviction", "store_eviction"),
+        SettingOption("store.writes", "store_writes"),
+        SettingOption("store.copies", "store_copies"),
+    ),
+    prefill=1,
+    decode=1,
+    max_queue=100_000,
+    queue_timeout_s=3600.0,
+)
+
+
+@expanded
+def simulate_command(
+    load: PlayedLoad,
+    cluster: ClusterOptions,
+    settings: Annotated[Settings, SETTINGS],
+    slo: SloOptions,
+    store: StoreOptions,
+    out: OutOptions,
+) -> None:
+    """Play a trace against a simulated cluster and report latency, goodput, hits and cost."""
+    with printed_errors():
+        if out.plot:
+            require_matplotlib()
+        profile, config = cluster.profile(), load_config(None, {}, settings)
         setup = SimulationSetup(
-            profile,
-            _pools(prefill, decode, mixed, join),
-            latency_s=latency_ms / 1000,
-            max_answer_tokens=max_tokens,
-            stretch=stretch if fluid else None,
-            joins_s=join,
-            stores=stores,
+            cluster.priced(profile),
+            _pools(config.pools, cluster.join),
+            latency_s=cluster.latency_ms / 1000,
+            max_answer_tokens=cluster.max_tokens,
+            stretch=config.pools.stretch if config.pools.fluid else None,
+            joins_s=cluster.join,
+            stores=store.stores(profile, config.store),
         )
-        slo = SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms)
-        router = RouterConfig(
-            policy=policy,
-            seed=seed,
-            max_queue=max_queue,
-            queue_timeout_s=queue_timeout_s,
-            slo_ttft_s=slo.ttft_s if reject else None,
-            slo_tpot_s=slo.tpot_s,
-            balance=balance,
+        router = msgspec.structs.replace(
+            config.router,
+            seed=load.seed,
+            slo_ttft_s=slo.bounds.ttft_s if slo.reject else None,
+            slo_tpot_s=slo.bounds.tpot_s,
         )
-        if write_trace_:
-            write_trace(played, write_trace_)
-        if write_hardware_:
-            write_hardware(profile, write_hardware_)
-        price = profile.usd_per_gpu_hour if gpu_hour_usd is None else gpu_hour_usd
-        if stream:
-            number = requests or NUM_SYNTHETIC
-            asked = islice(conversations(chat, random.Random(seed)), number)
-            figures = streamed_figures(
-                played, asked, setup, RouterMachine(router), slo, usd_per_gpu_hour=price
-            )
-        else:
-            number = len(played.requests)
-            run = simulate(played, setup, RouterMachine(router))
-            figures = figures_of(run, slo, usd_per_gpu_hour=price)
-            figures |= distserve_goodput(
-                played.first(goodput_requests),
-                lambda sped_up: simulate(sped_up, setup, RouterMachine(router)),
-                slo,
-                gpus=setup.pools.total * profile.gpus,
-            )
+        uses_requests = bool(out.plot or out.write_trace or load.is_changed or cluster.join)
+        play = _streamed if load.streams(uses_requests=uses_requests) else _played
+        done = play(load, setup, router, slo.bounds)
+        if out.write_trace:
+            write_trace(done.trace, out.write_trace)
+        if out.write_hardware:
+            write_hardware(profile, out.write_hardware)
         report = report_here(
             "simulate",
-            seed=seed,
-            config=_config(played, number, setup, router, speed_up),
-            results=results_of([figures]),
+            seed=load.seed,
+            config=_config(done, setup, router, load.speed_up),
+            results=results_of([done.figures]),
         )
-        title = _title(played, number, setup, router)
-        publish(report, json, title=title)
-        if plot and not stream:
+        title = _title(done, setup, router)
+        publish(report, out.json, title=title)
+        if out.plot and done.run is not None:
+            ttft_ms, tpot_ms = slo.slo_ttft_ms, slo.slo_tpot_ms
             plot_load(
-                series_ms(run),
-                panels_of(spans_of(run), bound_ttft_ms=slo_ttft_ms, bound_tpot_ms=slo_tpot_ms),
-                plot,
+                series_ms(done.run),
+                panels_of(spans_of(done.run), bound_ttft_ms=ttft_ms, bound_tpot_ms=tpot_ms),
+                out.plot,
                 title=title,
-                bounds_ms={"TTFT": slo_ttft_ms, "TPOT": slo_tpot_ms},
+                bounds_ms={"TTFT": ttft_ms, "TPOT": tpot_ms},
             )
 
 
-def streams_by_default(trace: str, requests: int | None, *, uses_requests: bool) -> bool:
-    """True if requests are not kept by default: a long synthetic trace, and no option uses them."""
-    return trace == SYNTHETIC and (requests or NUM_SYNTHETIC) > MAX_KEPT and not uses_requests
+def _streamed(
+    load: PlayedLoad, setup: SimulationSetup, router: RouterConfig, slo: SloBounds
+) -> Simulated:
+    """Plays a synthetic trace of which no request is kept."""
+    trace = Trace(SYNTHETIC, MOONCAKE_BLOCK_TOKENS, ())
+    number = load.requests or NUM_SYNTHETIC
+    asked = islice(conversations(load.chat, random.Random(load.seed)), number)
+    price = setup.hardware.usd_per_gpu_hour
+    figures = streamed_figures(
+        trace, asked, setup, RouterMachine(router), slo, usd_per_gpu_hour=price
+    )
+    return Simulated(trace, number, figures, None)
 
 
-def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:
-    if name == SYNTHETIC:
-        return synthetic(chat, requests or NUM_SYNTHETIC, random.Random(seed))
-    read = read_trace(Path(name))
-    return read if requests is None else read.first(requests)
+def _played(
+    load: PlayedLoad, setup: SimulationSetup, router: RouterConfig, slo: SloBounds
+) -> Simulated:
+    """Plays a trace, and parts of it at other rates for its goodput."""
+    trace = load.read()
+    run = simulate(trace, setup, RouterMachine(router))
+    figures = figures_of(run, slo, usd_per_gpu_hour=setup.hardware.usd_per_gpu_hour)
+    figures |= distserve_goodput(
+        trace.first(load.goodput_requests),
+        lambda sped_up: simulate(sped_up, setup, RouterMachine(router)),
+        slo,
+        gpus=setup.pools.total * setup.hardware.gpus,
+    )
+    return Simulated(trace, len(trace.requests), figures, run)
 
 
-def _check_stream(trace: str, *, uses_requests: bool) -> None:
-    """Raises ConfigError if an option needs the requests, which a stream does not keep."""
-    if trace != SYNTHETIC or uses_requests:
-        raise ConfigError(
-            "--stream is for a synthetic trace as it is: "
-            "without --plot, --write-trace, --speed-up, --shorten and --join"
-        )
-
-
-def _pools(prefill: int, decode: int, mixed: int, joins_s: float | None) -> SimulatedPools:
+def _pools(config: PoolsConfig, joins_s: float | None) -> SimulatedPools:
     """Returns the pools. Raises ConfigError without workers of either role, also before a join."""
-    pools = SimulatedPools(prefill, decode, mixed)
+    pools = SimulatedPools(config.prefill or 0, config.decode or 0, config.mixed)
     if not (pools.prefill or pools.mixed) or not (pools.decode or pools.mixed):
         raise ConfigError("a cluster needs workers that prefill and workers that decode")
-    if joins_s is not None and (not decode or decode + mixed < 2):
+    if joins_s is not None and (not pools.decode or pools.decode + pools.mixed < 2):
         raise ConfigError("a decode worker that joins late needs another worker that decodes")
     return pools
 
 
 def _config(
-    trace: Trace, number: int, setup: SimulationSetup, router: RouterConfig, speed_up: float
+    done: Simulated, setup: SimulationSetup, router: RouterConfig, speed_up: float
 ) -> dict[str, Scalar]:
     profile: HardwareProfile = setup.hardware
     return {
-        "trace": trace.name,
-        "requests": number,
+        "trace": done.trace.name,
+        "requests": done.num_requests,
         "speed_up": speed_up,
-        "block_tokens": trace.block_tokens,
+        "block_tokens": done.trace.block_tokens,
         "profile": profile.name,
         "profile_source": profile.source,
         "kv_blocks": profile.num_blocks,
@@ -333,13 +407,13 @@ def _scalar(value: object) -> Scalar:
     return value if isinstance(value, int | float | None) else str(value)
 
 
-def _title(trace: Trace, number: int, setup: SimulationSetup, router: RouterConfig) -> str:
+def _title(done: Simulated, setup: SimulationSetup, router: RouterConfig) -> str:
     pools = setup.pools
     parts = [f"{pools.prefill} prefill", f"{pools.decode} decode"]
     if pools.mixed:
         parts.append(f"{pools.mixed} mixed")
     return (
-        f"simulated: {number} requests of {trace.name} on {' + '.join(parts)} "
+        f"simulated: {done.num_requests} requests of {done.trace.name} on {' + '.join(parts)} "
         f"× {setup.hardware.name}{_stores_in(setup)}, policy {router.policy}"
     )
 

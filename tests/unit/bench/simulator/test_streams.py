@@ -1,5 +1,6 @@
 """Simulations that keep no request: their figures are those of simulations that do."""
 
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from bench.client.load import SloBounds
 from bench.common.stats import summarize
-from bench.simulator.cli import streams_by_default
+from bench.simulator.cli import PlayedLoad
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
 from bench.simulator.figures import WIDTH, GapSketch, InfiniteCache
 from bench.simulator.hardware import hardware_named
@@ -102,8 +103,10 @@ def test_only_a_synthetic_trace_streams(tmp_path):
 
 
 def test_long_synthetic_traces_stream_unless_an_option_needs_their_requests():
-    assert streams_by_default("synthetic", 1_000_000, uses_requests=False)
-    assert not streams_by_default("synthetic", 1_000_000, uses_requests=True)
-    assert not streams_by_default("synthetic", 1000, uses_requests=False)
-    assert not streams_by_default("synthetic", None, uses_requests=False)
-    assert not streams_by_default("trace.jsonl", 1_000_000, uses_requests=False)
+    long = PlayedLoad("synthetic", requests=1_000_000, goodput_requests=0)
+    assert long.streams(uses_requests=False)
+    assert not long.streams(uses_requests=True)
+    assert not replace(long, goodput_requests=1).streams(uses_requests=False)
+    assert not replace(long, requests=1000).streams(uses_requests=False)
+    assert not replace(long, requests=None).streams(uses_requests=False)
+    assert not replace(long, trace="trace.jsonl").streams(uses_requests=False)
