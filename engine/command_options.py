@@ -72,7 +72,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in shown}
-    run.__doc__ = command.__doc__
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
 
 

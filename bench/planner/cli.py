@@ -18,8 +18,9 @@ from bench.planner.plan import PlanInput, plan_of
 from bench.planner.pricing import GPUS, ModelOptions, Platform, Speculation, check_profile
 from bench.planner.report import config_of, figures_of, print_plan, title_of
 from bench.planner.search import Depth
-from bench.planner.stores import DISK_GIB_HOUR_USD, MEMORY_GIB_HOUR_USD, StorePrices
+from bench.planner.stores import StorePrices
 from bench.simulator.hardware import PROFILES, hardware_named
+from engine.command_options import expanded
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat
@@ -33,11 +34,10 @@ _MODEL_OF_PROFILE = {
 }
 
 
+@expanded
 def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
     *,
-    rps: Annotated[float, typer.Option(help="Requests/s.")],
-    input_: Annotated[float, typer.Option("--input", help="Mean prompt tokens of a request.")],
-    output: Annotated[float, typer.Option(help="Mean output tokens of a request.")],
+    load: ExpectedLoad,
     slo_ttft: Annotated[
         float, typer.Option("--slo-ttft", "--slo-ttft-ms", min=0.0, help="Bound on TTFT, ms.")
     ],
@@ -64,7 +64,6 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
         WeightFormat, typer.Option(help="Format of weights: bf16, fp8 or int8.")
     ] = WeightFormat.BF16,
     kv_dtype: Annotated[KVFormat, typer.Option(help="Format of cached K and V.")] = KVFormat.BF16,
-    prefix_hit: Annotated[float, typer.Option(help="Share of prompt tokens found cached.")] = 0.0,
     accepted: Annotated[
         float, typer.Option(help="Mean accepted drafted tokens of a step; 0: no speculation.")
     ] = 0.0,
@@ -72,7 +71,6 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
     draft_cost: Annotated[
         float, typer.Option(help="Cost of one drafted token, as a share of a decode step.")
     ] = 0.0,
-    spread: Annotated[float, typer.Option(help="Deviation of the logarithm of lengths.")] = 0.5,
     max_gpus: Annotated[int, typer.Option(min=1, help="Most GPUs that a plan may have.")] = 1024,
     gpu_hour_usd: Annotated[
         float | None, typer.Option(min=0.0, help="Price.", show_default="a round figure")
@@ -84,30 +82,21 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
         int, typer.Option(min=40, help="Least number of simulated requests.")
     ] = 600,
     savings: Annotated[bool, typer.Option(help="Show what each option saves.")] = True,
-    pause: Annotated[
-        float, typer.Option(help="Mean seconds between the turns of a conversation.")
-    ] = 30.0,
     stores: Annotated[
         bool, typer.Option(help="Try stores of KV, if prompts share prefixes; by simulation only.")
     ] = True,
-    memory_gib_hour_usd: Annotated[
-        float, typer.Option(help="Price of a store's memory.")
-    ] = MEMORY_GIB_HOUR_USD,
-    disk_gib_hour_usd: Annotated[
-        float, typer.Option(help="Price of a store's disk.")
-    ] = DISK_GIB_HOUR_USD,
+    prices: StorePrices,
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
     """Plan how many GPUs a load needs, in which pools, at what cost, and what options save."""
     with printed_errors():
-        prices = StorePrices(memory_gib_hour_usd, disk_gib_hour_usd)
         shape, platform = _machine(model, hardware_, gpu_hour_usd)
         ask = PlanInput(
             model=shape,
             platform=platform,
             options=_options(weights, kv_dtype, accepted, drafted, draft_cost),
-            load=ExpectedLoad(rps, input_, output, prefix_hit, spread, pause),
+            load=load,
             slo=SloBounds.from_ms(slo_ttft, slo_tpot),
             max_gpus=max_gpus,
             depth=Depth(requests, seed) if simulated else None,

@@ -24,6 +24,9 @@ import math
 from dataclasses import dataclass
 from itertools import count
 from random import Random
+from typing import Annotated
+
+import typer
 
 from bench.client.load import SloBounds
 from bench.planner.pricing import PlannedWorker
@@ -40,12 +43,16 @@ TPOT_HEADROOM = 0.9
 class ExpectedLoad:
     """Requests/s and their lengths in tokens."""
 
-    rate_per_s: float
-    input_tokens: float
-    output_tokens: float
-    prefix_hit: float = 0.0
-    spread: float = 0.5
-    pause_s: float = 30.0  # between the turns of a conversation, on average
+    rate_per_s: Annotated[float, typer.Option("--rps", help="Requests/s.")]
+    input_tokens: Annotated[float, typer.Option("--input", help="Mean prompt tokens of a request.")]
+    output_tokens: Annotated[
+        float, typer.Option("--output", help="Mean output tokens of a request.")
+    ]
+    prefix_hit: Annotated[float, typer.Option(help="Share of prompt tokens found cached.")] = 0.0
+    spread: Annotated[float, typer.Option(help="Deviation of the logarithm of lengths.")] = 0.5
+    pause_s: Annotated[
+        float, typer.Option("--pause", help="Mean seconds between the turns of a conversation.")
+    ] = 30.0
 
     def __post_init__(self) -> None:
         if not 0 < self.rate_per_s < math.inf:

@@ -18,6 +18,9 @@ volumes of fast disks in 2026. They are to be replaced by one's own.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
 
 from bench.planner.load import ExpectedLoad, PoolEstimate
 from bench.planner.pricing import PlannedWorker
@@ -42,8 +45,12 @@ TRIED = (
 class StorePrices:
     """The price of a store's memory and disk, in USD a GiB and hour."""
 
-    memory_gib_hour_usd: float = MEMORY_GIB_HOUR_USD
-    disk_gib_hour_usd: float = DISK_GIB_HOUR_USD
+    memory_gib_hour_usd: Annotated[float, typer.Option(help="Price of a store's memory.")] = (
+        MEMORY_GIB_HOUR_USD
+    )
+    disk_gib_hour_usd: Annotated[float, typer.Option(help="Price of a store's disk.")] = (
+        DISK_GIB_HOUR_USD
+    )
 
     def __post_init__(self) -> None:
         if min(self.memory_gib_hour_usd, self.disk_gib_hour_usd) < 0:

@@ -7,12 +7,10 @@ from typing import Annotated
 
 import typer
 
-from bench.client.answers import Endpoint
 from bench.client.load import LoadRun, SloBounds, figures_of_runs, num_within, warnings
 from bench.common.command import (
     JsonOption,
     PlotOption,
-    RepeatOption,
     SeedOption,
     printed_errors,
     publish,
@@ -24,7 +22,7 @@ from bench.common.progress import say_on_stderr
 from bench.common.report import Figure, Report, results_of
 from bench.common.series import panels_of
 from bench.serve.html import page_of, spans_of
-from bench.serve.lengths import LengthSpread, lengths_of
+from bench.serve.lengths import LengthSpread
 from bench.serve.plan import (
     ServeAsk,
     ServeLoad,
@@ -43,29 +41,19 @@ from bench.serve.records import csv_of
 from bench.serve.run import ServeMeasured
 from bench.serve.sessions import TalkShape
 from bench.serve.sweep import GOAL, HIGHEST, SHARE_AT, RateSearch, SweepGoal
+from engine.command_options import expanded
 from engine.errors import ConfigError
 
 SWEEP_STEP_S = 10.0  # a trial's arrivals last at least so long
 
 
+@expanded
 def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
     *,
-    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
-    rate: Annotated[float, typer.Option(help="Requests/s; inf sends all at once.")] = 4.0,
-    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 64,
-    input_len: Annotated[
-        str, typer.Option(help="Prompt tokens a request: 128, uniform:64-256, lognormal:128,0.8.")
-    ] = "128",
-    output_len: Annotated[str, typer.Option(help="Output tokens a request, likewise.")] = "64",
-    burstiness: Annotated[
-        float, typer.Option(help="Gamma shape of the gaps: 1 Poisson, less bursts, more even.")
-    ] = 1.0,
-    ramp_to: Annotated[
-        float | None, typer.Option(help="Move the rate from --rate to this one.")
-    ] = None,
-    clients: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: number of clients, no rate.")
-    ] = None,
+    target: ServeTarget,
+    load: ServeLoad,
+    ask: ServeAsk,
+    talk: TalkShape,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -76,38 +64,6 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
     ] = None,
     speed_up: Annotated[float, typer.Option(help="Factor on a trace's rate.")] = 1.0,
     shorten: Annotated[int, typer.Option(min=1, help="Divisor of a trace's lengths.")] = 1,
-    turns: Annotated[str, typer.Option(help="Turns of a session, as a length.")] = "1",
-    think_s: Annotated[float, typer.Option(min=0.0, help="Mean pause before a turn.")] = 0.0,
-    steps: Annotated[
-        str, typer.Option(help="Requests of an agent's turn, with tools between them.")
-    ] = "1",
-    tool_s: Annotated[float, typer.Option(min=0.0, help="Mean time of a tool.")] = 0.0,
-    tool_len: Annotated[str, typer.Option(help="Tokens of a tool's result.")] = "64",
-    concurrency_limit: Annotated[
-        int | None, typer.Option(min=1, help="Most requests in flight.")
-    ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
-    model: Annotated[
-        str | None, typer.Option(help="Model name.", show_default="the first listed")
-    ] = None,
-    endpoint: Annotated[Endpoint, typer.Option(help="Which API to ask.")] = Endpoint.COMPLETIONS,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            help="Folder of a tokenizer.json: prompts are token ids of exact length.",
-        ),
-    ] = None,
-    shared_prefix_len: Annotated[
-        int, typer.Option(min=0, help="Tokens of a prefix that prompts share.")
-    ] = 0,
-    prefixes: Annotated[int, typer.Option(min=1, help="How many shared prefixes.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")
-    ] = None,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit for one request.")] = 120.0,
     slo_ttft_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Bound on TTFT; adds goodput to the report.")
     ] = None,
@@ -120,8 +76,6 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
     attainment: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share that a sweep wants within bounds.")
     ] = 0.9,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first and not measured.")] = 2,
-    repeat: RepeatOption = 1,
     seed: SeedOption = 0,
     quick_: Annotated[bool, quick_option("At most 16 short requests: under 50 s.")] = False,
     json: JsonOption = None,
@@ -133,35 +87,12 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
     is_bounded = slo_ttft_ms is not None or slo_tpot_ms is not None
     with printed_errors():
         plan = ServePlan(
-            target=ServeTarget(url, endpoint, model, api_key, timeout_s),
-            load=ServeLoad(
-                rate,
-                requests,
-                burstiness,
-                concurrency_limit,
-                warmup,
-                repeat,
-                ramp_to_per_s=ramp_to,
-                clients=clients,
-                num_processes=processes,
-            ),
-            ask=ServeAsk(
-                lengths_of("--input-len", input_len),
-                lengths_of("--output-len", output_len),
-                shared_prefix_len,
-                temperature,
-                tokenizer,
-                prefixes,
-            ),
+            target,
+            load,
+            ask,
             slo=SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms) if is_bounded else None,
             seed=seed,
-            talk=TalkShape(
-                lengths_of("--turns", turns),
-                think_s,
-                lengths_of("--steps", steps),
-                tool_s,
-                lengths_of("--tool-len", tool_len),
-            ),
+            talk=talk,
             replay=ServeReplay(trace, speed_up, shorten) if trace else None,
         )
         plan = sized(check(quick(plan) if quick_ else plan))

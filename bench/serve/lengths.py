@@ -11,6 +11,9 @@
 import math
 from dataclasses import dataclass
 from random import Random
+from typing import Any
+
+import typer
 
 from engine.errors import ConfigError
 
@@ -58,6 +61,9 @@ def fixed(length: int) -> LengthSpread:
     return LengthSpread(length, length)
 
 
+LEN_1, LEN_64, LEN_128 = fixed(1), fixed(64), fixed(128)
+
+
 def lengths_of(option: str, text: str, *, least: int = 1) -> LengthSpread:
     """The distribution that `text` writes. Raises ConfigError, which names the option."""
     try:
@@ -69,6 +75,15 @@ def lengths_of(option: str, text: str, *, least: int = 1) -> LengthSpread:
     if spread.median is not None and not (spread.median >= 1 and 0 < spread.deviation <= 10):
         raise ConfigError(f"{option}: a median of 1 or more and a deviation of 10 at most")
     return spread
+
+
+def lengths_option(name: str, help_text: str) -> Any:
+    """The option of a field that holds lengths."""
+
+    def read(given: str | LengthSpread) -> LengthSpread:  # click reads a default value too
+        return given if isinstance(given, LengthSpread) else lengths_of(name, given)
+
+    return typer.Option(name, parser=read, metavar="LENGTHS", help=help_text)
 
 
 def _parsed(text: str, least: int) -> LengthSpread:

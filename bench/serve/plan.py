@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Annotated
 from urllib.parse import urlsplit, urlunsplit
+
+import typer
 
 from bench.client.answers import Endpoint
 from bench.client.load import SloBounds
 from bench.common.report import Scalar
-from bench.serve.lengths import LengthSpread, fixed
+from bench.serve.lengths import LEN_64, LEN_128, LengthSpread, fixed, lengths_option
 from bench.serve.sessions import (
     ArrivalShape,
     PromptLengths,
@@ -39,40 +42,75 @@ WARMUP_LEN = 64  # most tokens of a warm-up's answer
 
 @dataclass(frozen=True, slots=True)
 class ServeTarget:
-    """The server under test. `model` None means the first model that it lists."""
+    """The server under test."""
 
-    url: str
-    endpoint: Endpoint = Endpoint.COMPLETIONS
-    model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    timeout_s: float = 120.0
+    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000"
+    endpoint: Annotated[Endpoint, typer.Option(help="Which API to ask.")] = Endpoint.COMPLETIONS
+    model: Annotated[
+        str | None, typer.Option(help="Model name.", show_default="the first listed")
+    ] = None
+    api_key: Annotated[
+        str | None, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")
+    ] = field(default=None, repr=False)
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit for one request.")] = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServeLoad:
-    """Number and arrival times of requests. With `clients` the loop is closed."""
+    """Number and arrival times of requests."""
 
-    rate_per_s: float
-    num_requests: int
-    burstiness: float = 1.0
-    concurrency_limit: int | None = None
-    num_warmup: int = 2
-    num_repeats: int = 1
-    ramp_to_per_s: float | None = None
-    clients: int | None = None
-    num_processes: int = 1
+    rate_per_s: Annotated[
+        float, typer.Option("--rate", help="Requests/s; inf sends all at once.")
+    ] = 4.0
+    num_requests: Annotated[int, typer.Option("--requests", min=1, help="How many requests.")] = 64
+    burstiness: Annotated[
+        float, typer.Option(help="Gamma shape of the gaps: 1 Poisson, less bursts, more even.")
+    ] = 1.0
+    concurrency_limit: Annotated[
+        int | None, typer.Option(min=1, help="Most requests in flight.")
+    ] = None
+    num_warmup: Annotated[
+        int, typer.Option("--warmup", min=0, help="Requests sent first and not measured.")
+    ] = 2
+    num_repeats: Annotated[
+        int, typer.Option("--repeat", min=1, help="Runs; results are their medians.")
+    ] = 1
+    ramp_to_per_s: Annotated[
+        float | None, typer.Option("--ramp-to", help="Move the rate from --rate to this one.")
+    ] = None
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="Closed loop: this many clients, no rate.")
+    ] = None
+    num_processes: Annotated[int, typer.Option("--processes", min=1, help="Client processes.")] = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ServeAsk:
     """The content of each request. Prompts are token ids with a tokenizer, words without one."""
 
-    input_len: LengthSpread
-    output_len: LengthSpread
-    shared_prefix_len: int = 0
-    temperature: float = 0.0
-    tokenizer_dir: Path | None = None
-    num_prefixes: int = 1
+    input_len: Annotated[
+        LengthSpread,
+        lengths_option("--input-len", "Prompt tokens: 128, uniform:64-256, lognormal:128,0.8."),
+    ] = LEN_128
+    output_len: Annotated[
+        LengthSpread, lengths_option("--output-len", "Output tokens a request, likewise.")
+    ] = LEN_64
+    shared_prefix_len: Annotated[
+        int, typer.Option(min=0, help="Tokens of a prefix that prompts share.")
+    ] = 0
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0
+    tokenizer_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer",
+            exists=True,
+            file_okay=False,
+            help="Folder of a tokenizer.json: prompts are token ids of exact length.",
+        ),
+    ] = None
+    num_prefixes: Annotated[
+        int, typer.Option("--prefixes", min=1, help="How many shared prefixes.")
+    ] = 1
 
 
 @dataclass(frozen=True, slots=True)

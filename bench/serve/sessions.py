@@ -13,15 +13,18 @@ hold text: there, as many random ids stand for an answer.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 from random import Random
+from typing import Annotated
+
+import typer
 
 from bench.client.answers import Endpoint
 from bench.client.arrivals import arrival_times_s
 from bench.common.prompts import WORDS, Messages, Prompt
-from bench.serve.lengths import LengthSpread, fixed
+from bench.serve.lengths import LEN_1, LEN_64, LengthSpread, lengths_option
 from bench.simulator.traces import Trace, TraceRequest
 
 Symbol = int | str  # in a prompt: token ids or words, never both
@@ -56,11 +59,20 @@ class Session:
 class TalkShape:
     """The shape of sessions. One turn of one step is a request without history."""
 
-    turns: LengthSpread = field(default_factory=lambda: fixed(1))
-    think_s: float = 0.0  # mean pause of the user before a turn, exponential
-    steps: LengthSpread = field(default_factory=lambda: fixed(1))  # requests of one turn
-    tool_s: float = 0.0  # mean time of a tool, exponential
-    tool_len: LengthSpread = field(default_factory=lambda: fixed(64))  # tokens of its result
+    turns: Annotated[
+        LengthSpread, lengths_option("--turns", "Turns of a session, as a length.")
+    ] = LEN_1
+    think_s: Annotated[
+        float, typer.Option(min=0.0, help="Mean pause before a turn, exponential.")
+    ] = 0.0
+    steps: Annotated[
+        LengthSpread,
+        lengths_option("--steps", "Requests of an agent's turn, with tools between them."),
+    ] = LEN_1
+    tool_s: Annotated[float, typer.Option(min=0.0, help="Mean time of a tool, exponential.")] = 0.0
+    tool_len: Annotated[
+        LengthSpread, lengths_option("--tool-len", "Tokens of a tool's result.")
+    ] = LEN_64
 
     @property
     def is_single(self) -> bool:

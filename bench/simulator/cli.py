@@ -247,7 +247,7 @@ class OutOptions:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class Simulation:
     """What a simulation found."""
 
     trace: Trace
@@ -328,7 +328,7 @@ def simulate_command(
 
 def _streamed(
     load: PlayedLoad, setup: SimulationSetup, router: RouterConfig, slo: SloBounds
-) -> Simulated:
+) -> Simulation:
     """Plays a synthetic trace of which no request is kept."""
     trace = Trace(SYNTHETIC, MOONCAKE_BLOCK_TOKENS, ())
     number = load.requests or NUM_SYNTHETIC
@@ -337,12 +337,12 @@ def _streamed(
     figures = streamed_figures(
         trace, asked, setup, RouterMachine(router), slo, usd_per_gpu_hour=price
     )
-    return Simulated(trace, number, figures, None)
+    return Simulation(trace, number, figures, None)
 
 
 def _played(
     load: PlayedLoad, setup: SimulationSetup, router: RouterConfig, slo: SloBounds
-) -> Simulated:
+) -> Simulation:
     """Plays a trace, and parts of it at other rates for its goodput."""
     trace = load.read()
     run = simulate(trace, setup, RouterMachine(router))
@@ -353,7 +353,7 @@ def _played(
         slo,
         gpus=setup.pools.total * setup.hardware.gpus,
     )
-    return Simulated(trace, len(trace.requests), figures, run)
+    return Simulation(trace, len(trace.requests), figures, run)
 
 
 def _pools(config: PoolsConfig, joins_s: float | None) -> SimulatedPools:
@@ -367,7 +367,7 @@ def _pools(config: PoolsConfig, joins_s: float | None) -> SimulatedPools:
 
 
 def _config(
-    done: Simulated, setup: SimulationSetup, router: RouterConfig, speed_up: float
+    done: Simulation, setup: SimulationSetup, router: RouterConfig, speed_up: float
 ) -> dict[str, Scalar]:
     profile: HardwareProfile = setup.hardware
     return {
@@ -407,7 +407,7 @@ def _scalar(value: object) -> Scalar:
     return value if isinstance(value, int | float | None) else str(value)
 
 
-def _title(done: Simulated, setup: SimulationSetup, router: RouterConfig) -> str:
+def _title(done: Simulation, setup: SimulationSetup, router: RouterConfig) -> str:
     pools = setup.pools
     parts = [f"{pools.prefill} prefill", f"{pools.decode} decode"]
     if pools.mixed:
