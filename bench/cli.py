@@ -42,11 +42,11 @@ from bench.lab.router.study import RouterStudy
 from bench.lab.schemas.study import SchemasStudy
 from bench.lab.speculate.study import SpeculateStudy
 from bench.lab.store.study import StoreStudy
+from bench.lab.validation.study import ValidationStudy
 from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
 from bench.quality.cli import quality
 from bench.serve.cli import serve
-from bench.validation.cli import validation
 
 STUDIES = (
     KvStudy,
@@ -61,13 +61,13 @@ STUDIES = (
     ElasticStudy,
     ElasticLiveStudy,
     MovesStudy,
+    ValidationStudy,
 )
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
 app.command()(compare)
 app.command()(engine)
 app.command()(quality)
-app.command()(validation)
 app.command()(chaos)
 app.command()(hostile)
 app.command()(report)

@@ -57,6 +57,7 @@ class Findings:
     lines: Sequence[str] = ()  # printed below the table
     config: Mapping[str, Scalar] = field(default_factory=dict)  # measured on the way
     is_whole: bool = True  # False: a part could not be measured, and the command fails
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # for a plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ class Experiment(ABC):
         """Prints the results."""
         print_results(console, report, self.goals)
 
-    def plot(self, report: Report, path: Path) -> None:
+    def plot(self, report: Report, found: Findings, path: Path) -> None:
         """Draws the report. A study that defines this method has the option `--plot`."""
         raise NotImplementedError
 
@@ -154,7 +155,7 @@ def _run(study: Experiment, json: Path | None, plot: Path | None) -> None:
     publish(report, json, title=study.title, show=study.show, warnings=found.warnings)
     print_lines(Console(), found.lines)
     if plot:
-        study.plot(report, plot)
+        study.plot(report, found, plot)
     if not found.is_whole:
         raise typer.Exit(1)
 

@@ -10,10 +10,10 @@ from bench.common.goals import Goals
 from bench.lab.fluid import figures as fluid
 from bench.lab.fluid import simulated as fluid_simulated
 from bench.lab.router.study import RouterStudy
+from bench.lab.validation import figures as validation
 from bench.published.document import fill_in, names_in
 from bench.published.headline import HEADLINES
 from bench.published.reports import RESULTS, ROOT, read_reports
-from bench.validation import results as validation
 from engine.errors import ConfigError
 
 PAGES = (ROOT / "docs").glob("benchmarks/*.md")

@@ -26,6 +26,7 @@ from typing import cast
 import numpy as np
 from msgspec.structs import replace
 
+from bench.lab.validation.crowd import NO_CHANCES, Chances, Crowd
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.joining import AFTER_S, Evenness
@@ -37,7 +38,6 @@ from bench.simulator.tiers import SimulatedStores
 from bench.simulator.traces import Trace, TraceRequest, with_ids
 from bench.simulator.transfers import Transfers
 from bench.simulator.workers import Frame, Said, SimWorker
-from bench.validation.crowd import NO_CHANCES, Chances, Crowd
 from engine.messages import (
     BlocksOffered,
     Cancel,

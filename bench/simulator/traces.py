@@ -34,7 +34,7 @@ from typing import TypeVar
 
 import msgspec
 
-from bench.validation.recordings import RecordedRequest, read_run
+from bench.lab.validation.recordings import RecordedRequest, read_run
 from engine.errors import ConfigError, ProtocolError
 from engine.worker.blocks import BlockHash, hash_block
 from router.recording.records import is_recording, records_of

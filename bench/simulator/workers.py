@@ -25,11 +25,11 @@ from typing import Protocol, cast
 import msgspec
 import numpy as np
 
+from bench.lab.validation.crowd import Crowd
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile, Pricing, StepPrice
 from bench.simulator.prompts import base_of
 from bench.simulator.transfers import Transfers
-from bench.validation.crowd import Crowd
 from deploy.worker.core import worker_core
 from engine.messages import (
     PROTOCOL_VERSION,

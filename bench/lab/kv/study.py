@@ -156,7 +156,7 @@ class KvStudy(Experiment):
         movers = {name: partial(mover_of, name, peers) for name in names}
         return contest(self.pulls, movers, say)
 
-    def plot(self, report: Report, path: Path) -> None:
+    def plot(self, report: Report, found: Findings, path: Path) -> None:
         """Draws bandwidth over block size, and the phases after a handoff."""
         plot_kv(report, path, title=self.title)
 

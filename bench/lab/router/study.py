@@ -171,17 +171,17 @@ class RouterStudy(Experiment):
             theirs.append(ingested_per_s(world, range(len(world.names)), peer.stored))
         return tuple(ours), tuple(theirs)
 
-    def plot(self, report: Report, path: Path) -> None:
+    def plot(self, report: Report, found: Findings, path: Path) -> None:
         """Draws bars of decisions/s and p99, ours and the peer's."""
-        found: dict[str, dict[str, float]] = {}
+        bars: dict[str, dict[str, float]] = {}
         for thing in ("decisions", "latency_p99"):
             chosen = [result for result in report.results if result.name.startswith(f"{thing}/")]
             unit = chosen[0].unit
-            found[f"{thing}, {unit}"] = {r.name.partition("/")[2]: r.value for r in chosen}
-            found[f"{thing} of {PEER}, {unit}"] = {
+            bars[f"{thing}, {unit}"] = {r.name.partition("/")[2]: r.value for r in chosen}
+            bars[f"{thing} of {PEER}, {unit}"] = {
                 r.name.partition("/")[2]: r.peers[PEER].value for r in chosen if r.peers
             }
-        plot_bars(found, path, title=self.title)
+        plot_bars(bars, path, title=self.title)
 
 
 def results(

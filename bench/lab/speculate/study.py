@@ -97,7 +97,7 @@ class SpeculateStudy(SpeculatePlan):
             medians = tuple(replace(result, runs=(result.value,)) for result in grid)
             print_pivot(console, replace(report, results=medians))
 
-    def plot(self, report: Report, path: Path) -> None:
+    def plot(self, report: Report, found: Findings, path: Path) -> None:
         """Plots speed-ups beside predictions, and acceptance by place beside expectations."""
         panels: dict[str, dict[str, float]] = {}
         limits: dict[str, dict[str, float]] = {}

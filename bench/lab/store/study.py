@@ -45,7 +45,7 @@ class StoreStudy(StorePlan):
         is_whole = not measured.missing
         return Findings(found, warnings(measured, found), config=config, is_whole=is_whole)
 
-    def plot(self, report: Report, path: Path) -> None:
+    def plot(self, report: Report, found: Findings, path: Path) -> None:
         """Draws TTFT by where a prefix came from, and bandwidths."""
         plot_store(report, path, title=self.title)
 

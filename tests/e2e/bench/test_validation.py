@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
+from bench.lab.validation.live import deployment, play
+from bench.lab.validation.loads import ValidationLoad, made
+from bench.lab.validation.study import STRETCH, worker_settings
 from bench.simulator.cluster import SimulatedPools
-from bench.validation.live import deployment, play
-from bench.validation.plan import ValidationLoad, made
-from bench.validation.run import STRETCH, worker_settings
 from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import RouterConfig
 from engine.messages import Role

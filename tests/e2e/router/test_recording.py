@@ -14,8 +14,8 @@ import msgpack
 import pytest
 from msgspec.structs import replace
 
+from bench.lab.validation.recordings import read_run
 from bench.simulator.traces import read_trace
-from bench.validation.recordings import read_run
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig, WorkerConfig
 from engine.messages import Role, Sampling, WorkerId

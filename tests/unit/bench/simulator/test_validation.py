@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bench.common.command import splits_of
-from bench.simulator.clock import Future, Rank
-from bench.simulator.hardware import HardwareProfile, StepPrice
-from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
-from bench.validation.crowd import NO_CHANCES, Chances, Crowd
-from bench.validation.fitting import Fitted, TooFewSamples, WorkerLimits, _runs, fit
-from bench.validation.live import DeploymentFailed, _ask_all
-from bench.validation.plan import ValidationLoad, made
-from bench.validation.recordings import (
+from bench.lab.validation.crowd import NO_CHANCES, Chances, Crowd
+from bench.lab.validation.figures import GOALS, SplitComparison, results_of
+from bench.lab.validation.fitting import Fitted, TooFewSamples, WorkerLimits, _runs, fit
+from bench.lab.validation.live import DeploymentFailed, _ask_all
+from bench.lab.validation.loads import ValidationLoad, made
+from bench.lab.validation.recordings import (
     DecodeStep,
     RecordedAttempt,
     RecordedRequest,
     RecordedRun,
     read_run,
 )
-from bench.validation.results import GOALS, SplitComparison, results_of
+from bench.simulator.clock import Future, Rank
+from bench.simulator.hardware import HardwareProfile, StepPrice
+from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
 from engine.demand import DecodeCost
@@ -107,7 +107,7 @@ def recording() -> list[bytes]:
     lines: list[bytes] = []
     machine, recorder = RouterMachine(config), Recorder(config, lines.append)
     for now_s, event in events:
-        recorder.note(event, now_s, machine.handle(event, now_s))
+        recorder.record(event, now_s, machine.handle(event, now_s))
     return lines
 
 
@@ -199,7 +199,7 @@ async def asked_and_left(router: Silent) -> None:
 
 
 def test_unanswered_requests_time_out(monkeypatch):
-    monkeypatch.setattr("bench.validation.live.ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("bench.lab.validation.live.ANSWER_TIMEOUT_S", 0.05)
     router = Silent()
     with pytest.raises(DeploymentFailed, match="not all requests were answered"):
         asyncio.run(asked_and_left(router))

@@ -19,10 +19,10 @@ from time import process_time
 
 from msgspec.structs import replace
 
+from bench.lab.validation.recordings import RecordedRun, read_run
 from bench.processes.services import launched, listening
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.traces import Trace, TraceRequest
-from bench.validation.recordings import RecordedRun, read_run
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
 from engine.devices.settings import WorkerSettings

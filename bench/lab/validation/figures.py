@@ -15,9 +15,9 @@ from statistics import median
 from bench.common.goals import Goals
 from bench.common.report import Result, result_of
 from bench.common.stats import Summary, summarize
+from bench.lab.validation.fitting import Fitted
+from bench.lab.validation.recordings import RecordedRun
 from bench.simulator.cluster import SimulatedRun
-from bench.validation.fitting import Fitted
-from bench.validation.recordings import RecordedRun
 
 GOALS = Goals({"validation/*_mean": 0.10, "validation/*_p99": 0.20}, at_most=("*",))
 Samples = Mapping[str, Sequence[float]]  # seconds, by name
