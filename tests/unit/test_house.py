@@ -1,5 +1,6 @@
 """The tree stays one that people can live in: small folders, unique names, short documents."""
 
+import re
 import statistics
 
 import pytest
@@ -11,6 +12,7 @@ MOST_FILES = 15  # in a folder
 README_LINES = 150
 LONGEST_SENTENCE = 30  # words
 MEDIAN_SENTENCE = 17  # words
+MOST_TERMS = 60  # in the glossary
 DOCUMENTS = sorted(
     path for path in FILES if path.endswith(".md") and path.startswith(("docs/", "README"))
 )
@@ -39,6 +41,30 @@ def test_sentences_are_short(path):
     long = [one for one in house.sentences(FILES[path]) if house.num_words(one) > LONGEST_SENTENCE]
     assert not long
     assert statistics.median(house.sentence_lengths(FILES[path])) <= MEDIAN_SENTENCE
+
+
+def test_the_glossary_has_few_terms_and_all_are_in_the_code():
+    terms = house.rows_of(FILES["docs/glossary.md"], "Terms")
+    assert 40 < len(terms) <= MOST_TERMS
+    code = "".join(
+        text for path, text in FILES.items() if path.endswith(".py") and path[:5] != "tests"
+    )
+    words = set(re.findall(r"\w+", code))
+    assert [term for term, _, name in terms if name.strip("`") not in words] == []
+
+
+def test_no_public_name_has_a_replaced_word():
+    words = [
+        word.replace(" ", "_")
+        for row in house.rows_of(FILES["docs/glossary.md"], "Replaced words")
+        for word in row[0].split(", ")
+        if not word.endswith(")")  # another sense of the word stays
+    ]
+    assert len(words) > 5
+    assert house.names_with(words, FILES) == []
+    assert house.names_with(["drag"], {"router/a.py": "class BigDrag: ..."}) == [
+        "router/a.py: BigDrag"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ _CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[^a-z])")
 _CLASS = re.compile(r"^\s*class ", re.MULTILINE)
+_DEFINED = re.compile(r"^\s*(?:class|(?:async )?def) (\w+)", re.MULTILINE)
 _LIST_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 
 
@@ -118,6 +119,30 @@ def class_homes(classes: Iterable[ProductClass]) -> dict[str, list[str]]:
         if not each.name.startswith("_"):
             homes[each.name].append(each.path)
     return homes
+
+
+def rows_of(glossary: str, heading: str) -> list[list[str]]:
+    """The rows of the table below a heading, without its head."""
+    section = glossary.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    return rows[2:]
+
+
+def names_with(words: Iterable[str], files: Mapping[str, str]) -> list[str]:
+    """Public names of modules, classes and functions of the product that contain a word.
+
+    A word in the plural counts too, but not one that is only a part of a longer word.
+    """
+    pattern = re.compile(rf"(?:^|_)(?:{'|'.join(words)})s?(?:_|$)")
+    named = []
+    for path, text in files.items():
+        if not path.endswith(".py") or path.partition("/")[0] not in PRODUCT:
+            continue
+        for name in (Path(path).stem, *_DEFINED.findall(text)):
+            snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+            if not name.startswith("_") and pattern.search(snake):
+                named.append(f"{path}: {name}")
+    return named
 
 
 def function_lengths(files: Mapping[str, str]) -> list[int]:
