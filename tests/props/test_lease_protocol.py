@@ -219,6 +219,7 @@ class Sink:
         window: int,
     ) -> None:
         self.world = world
+        self.identity = identity
         self.is_dead = False
         self.ended: deque[tuple[Pull, PullDone | PullFailed]] = deque()
         self.copies_at_once = copies_at_once
@@ -239,14 +240,17 @@ class Sink:
         self.perform(self.machine.hold(pull.seq_id, pull.lease, self.world.now_s))
 
     def start(self, pull: Pull, indices: list[int]) -> None:
+        self.perform(self.machine.start(pull.seq_id, self.want(pull, indices), self.world.now_s))
+
+    def want(self, pull: Pull, indices: list[int]) -> tuple[tuple[int, int], ...]:
+        """Returns new memory for blocks of a lease, with their indices."""
         blocks = self.world.new_blocks(len(indices))
         pull.wanted = dict(zip(indices, blocks, strict=True))
         for block in blocks:
             self.memory[block] = next(rubbish)
             self.writers[block] = pull.lease.lease_id
         pull.ends.clear()  # one that came before the start was of the hold
-        wanted = tuple(pull.wanted.items())
-        self.perform(self.machine.start(pull.seq_id, wanted, self.world.now_s))
+        return tuple(pull.wanted.items())
 
     def abort(self, pull: Pull) -> None:
         pull.aborted = True

@@ -1,7 +1,8 @@
 """Sources of two ranks, on a network that delays, repeats, drops, reorders and cuts.
 
-Each lease is open at both ranks, and a pull has a part at each. Source and sink each have a group
-that joins the parts, as endpoints have. The checks of `test_lease_protocol` hold for each part.
+Each lease is open at both ranks, and a pull has a part at each. `LeaseGroups` joins the parts at
+the source, and `RankedPulls` at the sink, as at endpoints. The checks of `test_lease_protocol` hold
+for each part.
 """
 
 import random
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from engine.messages import LeaseRef
+from engine.messages import LeaseRef, RankAddress
 from engine.worker.events import (
     AbortPull,
     GrowLease,
@@ -23,13 +24,8 @@ from engine.worker.events import (
     RevokeLease,
     StartPull,
 )
-from kvtransfer.lease.group import (
-    GroupEffect,
-    LeaseGroups,
-    PullGroups,
-    ToMember,
-    part_id,
-)
+from kvtransfer.lease.effects import SinkEffect
+from kvtransfer.lease.group import GroupEffect, LeaseGroups, RankedPulls, ToMember
 from tests.kits.seeds import seeds
 from tests.props.test_lease_protocol import FAULTS, RANKS, Pull, Sink, World, deliver_some
 
@@ -49,6 +45,31 @@ class WholePull:
     is_started: bool = False
 
 
+class PartsOf:
+    """The machine of a sink. It records each part that `RankedPulls` begins, as the test's own."""
+
+    def __init__(self, sink: Sink, wholes: dict[str, WholePull]) -> None:
+        self._sink = sink
+        self._wholes = wholes
+        self.abort = sink.machine.abort
+        self.awaited = sink.machine.awaited
+
+    def hold(self, part_id: str, lease: LeaseRef, now_s: float) -> list[SinkEffect]:
+        here = self._sink.world.sources[lease.source.address].here  # ranks have lives of their own
+        lease = msgspec.structs.replace(lease, source=here)
+        part = self._sink.pulls[part_id] = Pull(part_id, self._sink, lease)
+        seq_id, _, rank = part_id.rpartition("#")
+        self._wholes[seq_id].parts[int(rank)] = part
+        return self._sink.machine.hold(part_id, lease, now_s)
+
+    def start(
+        self, part_id: str, blocks: tuple[tuple[int, int], ...], now_s: float
+    ) -> list[SinkEffect]:
+        part = self._sink.pulls[part_id]
+        wanted = self._sink.want(part, [index for index, _ in blocks])
+        return self._sink.machine.start(part_id, wanted, now_s)
+
+
 class RankedWorld:
     """A source of two ranks, two sinks of one, and the groups that join what the ranks do."""
 
@@ -63,19 +84,24 @@ class RankedWorld:
         self.lease_ends: list[str] = []
         self.rng = rng
         self.orders: list[deque[OpenLease | GrowLease | RevokeLease]] = [deque() for _ in RANKS]
-        self.groups = {sink: PullGroups() for sink in self.world.sinks}
         self.pulls: dict[str, WholePull] = {}
+        self.ranked = {
+            sink: RankedPulls(sink.identity, PartsOf(sink, self.pulls))  # type: ignore[arg-type]
+            for sink in self.world.sinks
+        }
 
     # ------------------------------------------------------------ orders of the two cores
 
-    def open(self, num_blocks: int) -> list[LeaseRef] | None:
+    def open(self, num_blocks: int) -> LeaseRef | None:
         if any(num_blocks > len(source.process.free) for source in self.sources):
             return None
         if any(isinstance(order, OpenLease) for orders in self.orders for order in orders):
             return None  # it will need room
         lease_id = self.world.new_name("lease")
         self.perform_leases(self.leases.open(OpenLease(lease_id, num_blocks)))
-        return [LeaseRef(lease_id, source.here, num_blocks) for source in self.sources]
+        first, second = (source.here for source in self.sources)
+        others = (RankAddress(second.address, second.shard),)
+        return LeaseRef(lease_id, msgspec.structs.replace(first, others=others), num_blocks)
 
     def grow(self, lease_id: str, num_blocks: int) -> None:
         self.perform_leases(self.leases.grow(GrowLease(lease_id, (0,) * num_blocks)))
@@ -83,37 +109,38 @@ class RankedWorld:
     def revoke(self, lease_id: str) -> None:
         self.perform_leases(self.leases.revoke(RevokeLease(lease_id)))
 
-    def hold(self, sink: Sink, leases: list[LeaseRef]) -> WholePull:
+    def hold(self, sink: Sink, lease: LeaseRef) -> WholePull:
         seq_id = self.world.new_name("seq")
-        pull = WholePull(seq_id, sink, leases[0].lease_id, leases[0].num_blocks)
-        self.pulls[seq_id] = pull
-        self.perform(sink, self.groups[sink].hold(seq_id, dict(enumerate(leases))))
+        pull = self.pulls[seq_id] = WholePull(seq_id, sink, lease.lease_id, lease.num_blocks)
+        self.order(pull, HoldLease(seq_id, lease))
         return pull
 
     def start(self, pull: WholePull) -> None:
         pull.is_started = True
         pull.reports.clear()  # one that came before the start was of the hold
         blocks = tuple((index, 0) for index in range(pull.num_blocks))
-        self.perform(pull.sink, self.groups[pull.sink].start(StartPull(pull.seq_id, blocks)))
+        order = StartPull(pull.seq_id, blocks)
+        if pull.seq_id in self.ranked[pull.sink].parts:
+            self.order(pull, order)
+        else:  # as an endpoint does
+            self.perform(pull.sink, pull.sink.machine.start(pull.seq_id, blocks, self.world.now_s))
 
     def abort(self, pull: WholePull) -> None:
-        self.perform(pull.sink, self.groups[pull.sink].abort(AbortPull(pull.seq_id)))
+        for part in pull.parts.values():
+            part.aborted = True
+        self.order(pull, AbortPull(pull.seq_id))
+
+    def order(self, pull: WholePull, order: HoldLease | StartPull | AbortPull) -> None:
+        self.perform(pull.sink, self.ranked[pull.sink].order(order, self.world.now_s))
 
     # ------------------------------------------------------------ what follows
 
-    def perform(self, sink: Sink, effects: list[GroupEffect]) -> None:
+    def perform(self, sink: Sink, effects: list[SinkEffect]) -> None:
         for effect in effects:
-            match effect:
-                case ToMember(rank, HoldLease(seq_id, lease)):
-                    part = Pull(part_id(seq_id, rank), sink, lease)
-                    self.pulls[seq_id].parts[rank] = part
-                    sink.hold(part)
-                case ToMember(rank, StartPull(seq_id, blocks)):
-                    sink.start(self.pulls[seq_id].parts[rank], [index for index, _ in blocks])
-                case ToMember(rank, AbortPull(seq_id)):
-                    sink.abort(self.pulls[seq_id].parts[rank])
-                case PullDone(seq_id) | PullFailed(seq_id):
-                    self.end(self.pulls[seq_id], effect)
+            if isinstance(effect, PullDone | PullFailed) and effect.seq_id in self.pulls:
+                self.end(self.pulls[effect.seq_id], effect)
+            else:
+                sink.perform([effect])
 
     def perform_leases(self, effects: list[GroupEffect]) -> None:
         for effect in effects:
@@ -138,14 +165,10 @@ class RankedWorld:
 
     def settle(self) -> None:
         """Takes in the ends of parts, after all effects that came with them."""
-        for sink, groups in self.groups.items():
+        for sink, ranked in self.ranked.items():
             while sink.ended:
-                part, end = sink.ended.popleft()
-                seq_id, _, rank = part.seq_id.rpartition("#")
-                self.perform(
-                    sink, groups.ended(int(rank), msgspec.structs.replace(end, seq_id=seq_id))
-                )
-                groups.validate()
+                _, end = sink.ended.popleft()
+                self.perform(sink, ranked.ended(end, self.world.now_s))
         while any(source.ended for source in self.sources):
             for rank, source in enumerate(self.sources):
                 while source.ended:
@@ -211,9 +234,9 @@ def busy_day(rng: random.Random, faults: frozenset[str]) -> RankedWorld:
     world = ranked.world
     pulls: list[WholePull] = []
     for _ in range(100):
-        leases = ranked.open(rng.randint(1, 4)) if rng.random() < 0.4 else None
-        if leases is not None:
-            pulls.append(ranked.hold(rng.choice(world.sinks), leases))
+        lease = ranked.open(rng.randint(1, 4)) if rng.random() < 0.4 else None
+        if lease is not None:
+            pulls.append(ranked.hold(rng.choice(world.sinks), lease))
         for pull in pulls[-6:]:
             if not pull.is_started and rng.random() < 0.3:
                 ranked.start(pull)
@@ -234,7 +257,7 @@ def busy_day(rng: random.Random, faults: frozenset[str]) -> RankedWorld:
     ranked.run_down()
     assert all(len(pull.reports) == 1 for pull in pulls)
     assert not any(sink.machine.num_pulls or sink.connections for sink in world.sinks)
-    assert not any(groups.num_pulls for groups in ranked.groups.values())
+    assert not any(one.parts or one.wholes for one in ranked.ranked.values())
     assert not any(source.process.machine.num_leases for source in ranked.sources)
     assert ranked.leases.num_leases == 0
     return ranked
