@@ -351,7 +351,7 @@ def _free_at_once(self, holders, blocks):
     """Hands blocks out again that a step in flight may write to."""
     num_last = _let_go(self, holders, blocks)
     for freed in self._freed_in_flight:
-        self._spare.update(dict.fromkeys(freed))
+        self._evict_first.update(dict.fromkeys(freed))
         freed.clear()
     return num_last
 
