@@ -56,8 +56,8 @@ from engine.worker.events import (
     TransferReport,
 )
 from kvtransfer.connections import SourceConnections
-from kvtransfer.device.driver import DriverError
-from kvtransfer.device.pool import DevicePool, reach
+from kvtransfer.device.blocks import DevicePool, reach
+from kvtransfer.device.cuda_driver import DriverError
 from kvtransfer.lease.effects import Peer
 from kvtransfer.lease.group import RankedPulls
 from kvtransfer.lease.sink import SinkMachine

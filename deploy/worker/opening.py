@@ -8,9 +8,8 @@ from deploy.worker import memory
 from deploy.worker.step_watch import FIRST_STEPS_FACTOR
 from engine.config import DeviceKind
 from engine.worker.ranks import RankPlace
-from kvtransfer.device.blocks import DeviceBlocks
+from kvtransfer.device.blocks import DeviceBlocks, DevicePool
 from kvtransfer.device.cuda_driver import CudaDriver
-from kvtransfer.device.pool import DevicePool
 from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
 
 if TYPE_CHECKING:

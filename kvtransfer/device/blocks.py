@@ -11,8 +11,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from engine.layout import KVFormat, KVLayout
-from kvtransfer.device.driver import CopyDriver, DeviceCopy
-from kvtransfer.memory import Blocks
+from kvtransfer.device.cuda_driver import CudaDriver, DeviceCopy
+from kvtransfer.memory import Blocks, Pool, Region, boot_id
+from kvtransfer.messages import IpcOffer
 from kvtransfer.native.copying import checksum
 from kvtransfer.records import RecordPiece
 from kvtransfer.wire import Wire
@@ -53,7 +54,7 @@ class DeviceBlocks:
         num_blocks: int,
         block_bytes: int,
         *,
-        driver: CopyDriver,
+        driver: CudaDriver,
         converter: RecordConverter,
     ) -> None:
         self.address = address
@@ -161,3 +162,33 @@ def rows_of(records: Blocks) -> Rows:
     assert records.dtype == np.uint8
     assert records.flags.c_contiguous
     return Rows(records.ctypes.data, records.shape[1])
+
+
+class DevicePool:
+    """A pool in a GPU's memory, owned by the runner."""
+
+    blocks = None
+
+    def __init__(self, device: DeviceBlocks, device_id: int) -> None:
+        self.device = device
+        self.num_blocks = device.num_blocks
+        self.block_bytes = device.block_bytes
+        num_bytes = device.num_blocks * device.block_bytes
+        self._region = Region(device.address, num_bytes, "VRAM", device_id)
+
+    def region(self) -> Region:
+        """The pool on its device."""
+        return self._region
+
+    def offer(self) -> None:
+        """No process can map it as host memory."""
+
+    def ipc_offer(self) -> IpcOffer:
+        """Returns what another worker of this host needs to map it. Raises DriverError."""
+        shared = self.device.driver.share(self._region.address)
+        return IpcOffer(boot_id(), shared.handle, shared.offset, self._region.num_bytes)
+
+
+def reach(pool: Pool) -> Blocks | DeviceBlocks | None:
+    """Returns a pool as the endpoint copies from and to it; None if it cannot."""
+    return pool.device if isinstance(pool, DevicePool) else pool.blocks

@@ -1,4 +1,8 @@
-"""A `CopyDriver` over CUDA's driver library, which every machine with an NVIDIA GPU has.
+"""Copies in a GPU's memory with CUDA's driver library, which every machine with an NVIDIA GPU has.
+
+Addresses are numbers in this process, of the device or of the host: CUDA tells them apart by
+itself. Copies are queued on a stream of their own, beside what the device computes, and end in
+their order. Nothing waits but `wait`.
 
 It shares the device's primary context with torch, so addresses are the same. Its stream does not
 wait for torch's, and has the highest priority. Copies use the copy engines, not the processors.
@@ -11,10 +15,11 @@ Source: NVIDIA, CUDA Driver API: streams, events, memory, interprocess communica
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from typing import NamedTuple
 
 import numpy as np
 
-from kvtransfer.device.driver import DeviceCopy, DriverError, SharedAddress
+from engine.errors import BatonError
 from kvtransfer.memory import Blocks
 
 LIBRARY = "libcuda.so.1"
@@ -24,6 +29,25 @@ NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class DriverError(BatonError):
+    """A device refuses an operation; the message says which and why."""
+
+
+class DeviceCopy(NamedTuple):
+    """Bytes to copy."""
+
+    to_address: int
+    from_address: int
+    num_bytes: int
+
+
+class SharedAddress(NamedTuple):
+    """Device memory for another process of this host: an allocation and a place in it."""
+
+    handle: bytes
+    offset: int
 
 
 class IpcHandle(ctypes.Structure):
@@ -61,7 +85,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 class CudaDriver:
     """One GPU of this process, by its number among the visible GPUs."""
 
-    stream: int = 0  # set by the first `enter`
+    stream: int = 0  # on which copies are queued; set by the first `enter`
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
@@ -88,12 +112,12 @@ class CudaDriver:
             self.stream = stream.value
 
     def copy(self, copies: Sequence[DeviceCopy]) -> None:
-        """Queues copies."""
+        """Queues copies. Host memory must stay as it is until they are done."""
         for each in copies:
             self._call("cuMemcpyAsync", *each, self.stream)
 
     def mark(self) -> int:
-        """Records an event."""
+        """Records an event behind all that is queued. It is dropped once it is done."""
         event = c_void_p(self._idle_events.pop()) if self._idle_events else c_void_p()
         if event.value is None:
             self._call("cuEventCreate", byref(event), NO_TIMING)
@@ -102,7 +126,7 @@ class CudaDriver:
         return event.value
 
     def is_done(self, mark: int) -> bool:
-        """Asks the event."""
+        """True if everything before the mark has ended."""
         if self._call("cuEventQuery", mark, but=NOT_READY) == NOT_READY:
             return False
         self._idle_events.append(mark)
@@ -114,7 +138,7 @@ class CudaDriver:
         self._idle_events.append(mark)
 
     def pinned(self, num_bytes: int) -> Blocks:
-        """Returns page-locked memory."""
+        """Returns page-locked host memory, which lasts until `close`."""
         address = c_void_p()
         self._call("cuMemHostAlloc", byref(address), num_bytes, PORTABLE)
         assert address.value is not None
@@ -148,7 +172,7 @@ class CudaDriver:
         return address
 
     def unmap(self, address: int) -> None:
-        """Closes the handle."""
+        """Closes the handle. No copy from the memory is under way."""
         self._call("cuIpcCloseMemHandle", self._mapped.pop(address))
 
     def close(self) -> None:

@@ -7,9 +7,8 @@ import msgspec
 
 from engine.config import Transport
 from engine.messages import SeqId
-from kvtransfer.device.blocks import Rows, rows_of
-from kvtransfer.device.driver import DriverError, SharedAddress
-from kvtransfer.device.pool import DevicePool
+from kvtransfer.device.blocks import DevicePool, Rows, rows_of
+from kvtransfer.device.cuda_driver import DriverError, SharedAddress
 from kvtransfer.lease.effects import Fetch, UseSource
 from kvtransfer.lease.pull import Means
 from kvtransfer.memory import boot_id

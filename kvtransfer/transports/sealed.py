@@ -30,7 +30,6 @@ import select
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -70,13 +69,6 @@ NO_PLACE = -1
 
 class StreamLost(Exception):
     """The connection is gone, or what came over it is not its source's."""
-
-
-class Landed(NamedTuple):
-    """Blocks of a Data that are in their places now."""
-
-    data: Data
-    indices: tuple[int, ...]
 
 
 class Landing:
@@ -145,7 +137,7 @@ class SealedLink:
     def __init__(self) -> None:
         """The connection is made by `connect`, once the source has answered `ask`."""
         half = GREETING_BYTES // 2
-        self._ask = AskSealed(
+        self.ask = AskSealed(
             secrets.token_bytes(half),
             secrets.token_bytes(half),
             secrets.token_bytes(KEY_BYTES),
@@ -158,15 +150,6 @@ class SealedLink:
         self.landing: Landing | None = None
         self.is_stale = False  # places may be others than when the records set out
         self.has_more = False  # more may have come than its descriptor reports
-
-    def ask(self) -> AskSealed:
-        """Returns the message for the source."""
-        return self._ask
-
-    @property
-    def is_connecting(self) -> bool:
-        """True once `connect` was called."""
-        return self._connection is not None
 
     def connect(
         self, address: str, port: int, poller: select.epoll, timing: Timing, *, lanes: int
@@ -209,8 +192,11 @@ class SealedLink:
             self._poller.modify(self._stream, select.EPOLLIN | also)
         return stop
 
-    def receive(self, target: Target, *, may_wait: bool) -> Landed | None:
-        """Takes what has come, up to the next Data. Raises StreamLost and ProtocolError."""
+    def receive(self, target: Target, *, may_wait: bool) -> tuple[Data, tuple[int, ...]] | None:
+        """Takes what has come, up to the next Data. Raises StreamLost and ProtocolError.
+
+        Returns the Data that was announced before, and which of its blocks are in place now.
+        """
         if self._stream is None:
             self._greet()
             return None
@@ -225,12 +211,12 @@ class SealedLink:
         self.has_more = stop is not StreamStop.BLOCKED  # then its descriptor tells
         arrived = None
         if landing is not None:
-            arrived = Landed(landing.data, landing.arrive(num))
+            arrived = landing.data, landing.arrive(num)
             if landing.is_over:
                 self.landing = None
         if stop is StreamStop.NOTE:
             self.landing = self._land(target)
-        elif stop in (StreamStop.LOST, StreamStop.BAD) and not (arrived and arrived.indices):
+        elif stop in (StreamStop.LOST, StreamStop.BAD) and not (arrived and arrived[1]):
             raise StreamLost("damaged" if stop is StreamStop.BAD else "lost")
         return arrived
 
@@ -240,7 +226,7 @@ class SealedLink:
         number = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             raise StreamLost(os.strerror(number))
-        greeting = self._ask.name + self._ask.word
+        greeting = self.ask.name + self.ask.word
         try:
             done = self._connection.send(greeting) == len(greeting)
         except BlockingIOError:
@@ -251,7 +237,7 @@ class SealedLink:
             raise StreamLost("a new connection takes no 32 bytes")
         self._stream = SealedStream(
             self._connection,
-            self._ask.key,
+            self.ask.key,
             is_source=False,
             others=self._poller.fileno(),
             lanes=self._lanes,
@@ -325,7 +311,7 @@ class SealedSink:
     def connect(self, address: str, lanes: int) -> None:
         """Connects to a source that has agreed to a stream."""
         source = self._sources.get(address)
-        if source is None or source.link is None or source.link.is_connecting:
+        if source is None or source.link is None or source.link.fileno() >= 0:
             return  # a source that answers twice
         assert source.port is not None
         try:
@@ -365,7 +351,7 @@ class SealedSink:
             log.warning("blocks of %s come over CURVE, which is slower", address)
             return
         source.link = SealedLink()
-        self._post(address, source.link.ask())
+        self._post(address, source.link.ask)
 
     def _receive(
         self, address: str, link: SealedLink, target: Target, *, may_wait: bool
@@ -381,7 +367,7 @@ class SealedSink:
             if landed is not None:
                 data, indices = landed
                 news.append(BlocksArrived(address, data.lease_id, indices, data=data))
-            if not link.has_more or (landed is not None and landed.indices):
+            if not link.has_more or (landed is not None and landed[1]):
                 break
         return news
 

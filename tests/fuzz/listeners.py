@@ -144,7 +144,7 @@ def _has_stream(control: str, address: str) -> bool:
         client.connect(f"tcp://{control}")
         client.send(encode(attach(AttachBody("raw", "w-1", Identity("model", LAYOUT)))))
         assert isinstance(decode_to_sink(client.recv()), Attached)
-        client.send(encode(link.ask()))
+        client.send(encode(link.ask))
         answer = decode_to_sink(client.recv())
         assert isinstance(answer, MaySeal)
         port = int(address.rpartition(":")[2])

@@ -14,8 +14,7 @@ import pytest
 
 from engine.native_build import find_compiler
 from kvtransfer.device import cuda_driver
-from kvtransfer.device.cuda_driver import CudaDriver
-from kvtransfer.device.driver import DeviceCopy, DriverError, SharedAddress
+from kvtransfer.device.cuda_driver import CudaDriver, DeviceCopy, DriverError, SharedAddress
 from tests.kits.fakes import device as fakes
 from tests.kits.fakes.device import LateDriver
 
@@ -134,7 +133,7 @@ READER = """
 import sys
 import numpy as np
 from kvtransfer.device.cuda_driver import CudaDriver
-from kvtransfer.device.driver import DeviceCopy, SharedAddress
+from kvtransfer.device.cuda_driver import DeviceCopy, SharedAddress
 driver = CudaDriver(0)
 driver.enter()
 address = driver.map(SharedAddress(bytes.fromhex(sys.argv[1]), int(sys.argv[2])), 4096)

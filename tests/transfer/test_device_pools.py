@@ -15,8 +15,7 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat
 from engine.messages import SeqId
 from engine.worker.events import AbortPull, PullFailed
-from kvtransfer.device.cuda_driver import CudaDriver
-from kvtransfer.device.driver import DriverError
+from kvtransfer.device.cuda_driver import CudaDriver, DriverError
 from kvtransfer.formats import convert
 from kvtransfer.memory import Region, SharedPool
 from kvtransfer.records import Shard

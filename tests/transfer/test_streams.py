@@ -253,7 +253,7 @@ class Ends:
         link.connect(address, self.source.port, self.sink_poller, Timing(), lanes=lanes)
 
     def admit_and_connect(self, lanes_of_sink=None):
-        ask = self.link.ask()
+        ask = self.link.ask
         lanes = ask.lanes if lanes_of_sink is None else lanes_of_sink
         self.source.admit(SINK, msgspec.structs.replace(ask, lanes=lanes))
         self.connect(self.link, lanes)
@@ -344,9 +344,9 @@ def test_what_is_not_the_sources_ends_the_link(ends):
 
 def test_only_a_sink_that_was_admitted_connects_and_only_once(ends):
     stranger, twin = SealedLink(), SealedLink()
-    twin._ask = ends.link.ask()
+    twin.ask = ends.link.ask
     for late in (stranger, twin):
-        ends.source.admit(SINK, ends.link.ask())
+        ends.source.admit(SINK, ends.link.ask)
         if late is twin:
             ends.admit_and_connect()
         ends.connect(late)
@@ -359,7 +359,7 @@ def test_only_a_sink_that_was_admitted_connects_and_only_once(ends):
             until(lambda late=late: late.receive(None, may_wait=False), "closed")
         ends.counted.clear()
         late.close()
-    wrong = AskSealed(ends.link.ask().name, bytes(16), KEY)
+    wrong = AskSealed(ends.link.ask.name, bytes(16), KEY)
     assert ends.source._known(wrong.name + wrong.word) is None
 
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from engine.layout import KVFormat, KVLayout
 from kvtransfer import formats
-from kvtransfer.device.blocks import DeviceBlocks
-from kvtransfer.device.driver import DeviceCopy, DriverError, SharedAddress
-from kvtransfer.device.pool import DevicePool
+from kvtransfer.device.blocks import DeviceBlocks, DevicePool
+from kvtransfer.device.cuda_driver import DeviceCopy, DriverError, SharedAddress
 from kvtransfer.memory import Blocks, PrivatePool, SharedPool
 
 LATE_BY = 3  # questions until a copy is made
@@ -22,7 +21,7 @@ _shared: dict[bytes, int] = {}  # what the devices of this process share, by han
 
 
 class LateDriver:
-    """A `CopyDriver` that copies on the host, in order, and late."""
+    """A `CudaDriver` that copies on the host, in order, and late."""
 
     stream = 7
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.device.blocks import Rows, copies, merged
-from kvtransfer.device.driver import DeviceCopy
+from kvtransfer.device.cuda_driver import DeviceCopy
 from kvtransfer.records import RecordPiece
 
 ids = st.lists(st.integers(0, 9), min_size=1, max_size=8, unique=True)
