@@ -29,40 +29,13 @@ from bench.chaos.cli import chaos
 from bench.compare import compare
 from bench.engine.cli import engine
 from bench.hostile.cli import hostile
-from bench.lab.batches.study import BatchesStudy
-from bench.lab.elastic import ElasticStudy
-from bench.lab.elastic_live import ElasticLiveStudy
 from bench.lab.experiment import command_of
-from bench.lab.fluid.study import FluidStudy
-from bench.lab.gateway.study import GatewayStudy
-from bench.lab.interference import InterferenceStudy
-from bench.lab.kv.study import KvStudy
-from bench.lab.moves import MovesStudy
-from bench.lab.router.study import RouterStudy
-from bench.lab.schemas.study import SchemasStudy
-from bench.lab.speculate.study import SpeculateStudy
-from bench.lab.store.study import StoreStudy
-from bench.lab.validation.study import ValidationStudy
+from bench.lab.studies import STUDIES
 from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
 from bench.quality.cli import quality
 from bench.serve.cli import serve
 
-STUDIES = (
-    KvStudy,
-    StoreStudy,
-    BatchesStudy,
-    SpeculateStudy,
-    SchemasStudy,
-    GatewayStudy,
-    RouterStudy,
-    InterferenceStudy,
-    FluidStudy,
-    ElasticStudy,
-    ElasticLiveStudy,
-    MovesStudy,
-    ValidationStudy,
-)
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
 app.command()(compare)

@@ -16,13 +16,12 @@ A field without a typer option can be set by code only, as `is_quick` by `quick`
 machine affects all arms alike. `results_by_arm` and `held_against` name and compare their figures.
 """
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_origin, get_type_hints
+from typing import Annotated, ClassVar, Self, TypeVar
 
 import typer
 from rich.console import Console
@@ -42,6 +41,7 @@ from bench.common.progress import Say, say_on_stderr
 from bench.common.report import Figure, Report, Result, Scalar, results_of
 from bench.common.shapes import SHAPES, shape_named
 from bench.common.tables import print_lines, print_results
+from engine.command_options import expanded
 from engine.errors import ConfigError
 
 ShapeOption = Annotated[str, typer.Option(help=f"Random weights: {', '.join(SHAPES)}.")]
@@ -115,35 +115,22 @@ class Experiment(ABC):
 def command_of(kind: type[Experiment]) -> Callable[..., None]:
     """Returns the function that typer makes the study's command of."""
 
-    def command(
-        *, quick: bool = False, json: Path | None = None, plot: Path | None = None, **options: Any
+    def plain(*, study: Experiment, quick: bool = False, json: JsonOption = None) -> None:
+        _run(study.quick() if quick else study, json, None)
+
+    def plotted(
+        *,
+        study: Experiment,
+        quick: bool = False,
+        json: JsonOption = None,
+        plot: PlotOption = None,
     ) -> None:
-        with printed_errors():
-            study = kind(**options)
-            _run(study.quick() if quick else study, json, plot)
+        _run(study.quick() if quick else study, json, plot)
 
-    hints = get_type_hints(kind, include_extras=True)
-    options = [one for one in fields(kind) if get_origin(hints[one.name]) is Annotated]
-    parameters = {one.name: (hints[one.name], _default_of(one)) for one in options}
-    parameters["quick"] = (Annotated[bool, quick_option(kind.QUICK)], False)
-    parameters["json"] = (JsonOption, None)
-    if kind.plot is not Experiment.plot:
-        parameters["plot"] = (PlotOption, None)
+    command = plain if kind.plot is Experiment.plot else plotted
+    command.__annotations__ |= {"study": kind, "quick": Annotated[bool, quick_option(kind.QUICK)]}
     command.__doc__ = kind.__doc__
-    command.__annotations__ = {name: hint for name, (hint, _) in parameters.items()}
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
-        [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
-            )
-            for name, (hint, default) in parameters.items()
-        ]
-    )
-    return command
-
-
-def _default_of(option: Field[Any]) -> Any:
-    return inspect.Parameter.empty if option.default is MISSING else option.default
+    return printed_errors()(expanded(command))
 
 
 def _run(study: Experiment, json: Path | None, plot: Path | None) -> None:

@@ -7,10 +7,8 @@ import typer
 
 from bench.common.command import printed_errors
 from bench.common.goals import Goals
-from bench.lab.fluid import figures as fluid
-from bench.lab.fluid import simulated as fluid_simulated
-from bench.lab.router.study import RouterStudy
-from bench.lab.validation import figures as validation
+from bench.lab.fluid.simulated import GOALS as SIMULATED_GOALS
+from bench.lab.studies import STUDIES
 from bench.published.document import fill_in, names_in
 from bench.published.headline import HEADLINES
 from bench.published.reports import RESULTS, ROOT, read_reports
@@ -23,11 +21,9 @@ SIMULATOR_GOALS = Goals(
     at_most=("sim/ttft_x1", "sim/ttft_x2", "sim/wall_s"),
 )
 GOALS = {
-    "fluid": fluid.GOALS,
-    "fluid_simulated": fluid_simulated.GOALS,
-    "router": RouterStudy.GOALS,
+    **{kind.NAME: kind.GOALS for kind in STUDIES},
+    "fluid_simulated": SIMULATED_GOALS,
     "simulator": SIMULATOR_GOALS,
-    "validation": validation.GOALS,
 }
 DOCUMENTS = (*sorted(PAGES), ROOT / "docs/benchmarks.md", ROOT / "README.md")
 

@@ -110,6 +110,7 @@ class FluidStudy(Experiment):
 
     NAME: ClassVar = "fluid"
     QUICK: ClassVar = "Few settings, once: under a minute."
+    GOALS: ClassVar = GOALS
 
     shape: ShapeOption = "88m"
     mixes: Annotated[
@@ -164,7 +165,7 @@ class FluidStudy(Experiment):
     @property
     def goals(self) -> Goals:
         """Returns the bounds of the ratios."""
-        return simulation.GOALS if self.simulated else GOALS
+        return simulation.GOALS if self.simulated else self.GOALS
 
     @property
     def title(self) -> str:
