@@ -272,7 +272,7 @@ class ListRequests(msgspec.Struct, frozen=True, tag=True):
     limit: int = MAX_LISTED
 
 
-class WorkerNews(msgspec.Struct, frozen=True):
+class WorkerSummary(msgspec.Struct, frozen=True):
     """A worker as the controller knows it, also before gateways can reach it."""
 
     worker_id: WorkerId
@@ -280,18 +280,23 @@ class WorkerNews(msgspec.Struct, frozen=True):
     role: Role | None
     target: Role | None  # the wanted role
     state: str
-    since_s: float  # Unix time of this state
     is_connected: bool
     is_leaving: bool
     failures: int  # ends and failed starts in a row
     is_crash_looping: bool
     num_blocks: int  # 0 while it does not run
-    leaving_seqs: int  # sequences that move away
-    kernels: str = ""  # what computes there
+    leaving_seqs: int  # sequences that move away: the role does not decode
+    kernels: str = ""  # what computes; the tokens of workers that differ here may differ
     why: str = ""  # it ended or did not start, while it does not run
 
 
-class VersionNews(msgspec.Struct, frozen=True):
+class WorkerNews(WorkerSummary, frozen=True, kw_only=True):
+    """A worker, and the Unix time of its state."""
+
+    since_s: float
+
+
+class VersionSummary(msgspec.Struct, frozen=True):
     """A version: its wanted workers, those that serve, and its share of requests."""
 
     name: str
@@ -347,7 +352,7 @@ class CanaryNews(msgspec.Struct, frozen=True):
     others: EndedCounts
 
 
-class GatewayNews(msgspec.Struct, frozen=True):
+class GatewaySummary(msgspec.Struct, frozen=True):
     """A gateway process."""
 
     name: str
@@ -355,15 +360,20 @@ class GatewayNews(msgspec.Struct, frozen=True):
     state: str
 
 
-class StepNews(msgspec.Struct, frozen=True):
-    """A line of the history of the pools, with its Unix time."""
+class HistoryStep(msgspec.Struct, frozen=True):
+    """A line of the history of the pools. A gateway gets it with its Unix time."""
 
     number: int
     at_s: float
-    subject: str
+    subject: str  # worker, gateway, or "pools"
     what: str
-    why: str
+    why: str = ""
     role: Role | None = None  # the worker's, where the text does not say it
+
+    def __str__(self) -> str:
+        return f"{with_role(self.subject, self.role)} {self.what}" + (
+            f": {self.why}" if self.why else ""
+        )
 
 
 class DecisionNews(msgspec.Struct, frozen=True):
@@ -392,11 +402,11 @@ class ClusterNews(msgspec.Struct, frozen=True, tag=True):
     planner: str
     planner_reasons: tuple[str, ...]
     taking_over: str | None
-    versions: list[VersionNews]
+    versions: list[VersionSummary]
     workers: list[WorkerNews]
-    gateways: list[GatewayNews]
+    gateways: list[GatewaySummary]
     counters: dict[str, int]
-    steps: list[StepNews]  # the latest, oldest first
+    steps: list[HistoryStep]  # the latest, oldest first
     decisions: list[DecisionNews]  # the latest, oldest first
     canary: CanaryNews | None = None  # while a version takes over and may still be given up
 

@@ -57,10 +57,10 @@ from deploy.admin.stores import chosen_stores, drop, stores_of
 from deploy.admin.updates import order_of, pools_of
 from deploy.base.run_dir import AdminAccess, announce, run_directory
 from deploy.base.thread import LoopService
+from deploy.controller.news import ready_of, version_fields, worker_fields
 from deploy.controller.shell import PoolController
 from deploy.model_source import pinned
 from deploy.pools.effects import (
-    HistoryStep,
     PoolEffect,
     SetWorkerRole,
     StartWorker,
@@ -86,7 +86,7 @@ from deploy.pools.versions.orders import known
 from deploy.pools.workers.record import PoolWorker
 from engine.clock import Clock
 from engine.config import AdminConfig, is_loopback
-from engine.control import SERVING_ROLES, GatewayReport, Pools, Version
+from engine.control import GatewayReport, HistoryStep, Pools, Version
 from engine.errors import ConfigError
 from engine.messages import LoadReport, WorkerId
 from router.edge.limits import Book, EdgeLimits
@@ -419,23 +419,14 @@ class _Pages:
         return [self._version(version, machine) for version in machine.intent.versions]
 
     def _version(self, version: Version, machine: PoolMachine) -> VersionInfo:
-        serving = machine.serving(version.name)
         said = machine.reports_of(version.name)
         return VersionInfo(
-            name=version.name,
+            **version_fields(machine, version),
             model=version.model,
-            model_name=version.model_name,
             fingerprint=next((each.fingerprint for each in said if each.fingerprint), ""),
-            wanted=version.pools,
-            serving=Pools(*(serving[role] for role in SERVING_ROLES)),
-            weight=version.weight,
             num_requests=sum(each.num_requests for each in said),
-            is_current=machine.intent.is_current(version),
-            is_leaving=version.is_leaving,
             missing=next((each.missing for each in said if each.missing is not None), None),
             worker=msgspec.to_builtins(version.worker),
-            line=version.line,
-            is_asleep=version.asleep is not None,
         )
 
     def _workers(self) -> list[WorkerInfo]:
@@ -443,31 +434,18 @@ class _Pages:
         return [self._worker(worker) for worker in sorted(workers, key=PoolWorker.order)]
 
     def _worker(self, worker: PoolWorker) -> WorkerInfo:
-        load, restarts = worker.load or _NO_LOAD, self._controller.machine.restarts
-        runs = worker.address is not None
-        ready = self._controller.workers.get(worker.worker_id) if runs else None
+        load = worker.load or _NO_LOAD
+        ready = ready_of(worker, self._controller.workers)
         return WorkerInfo(
-            worker_id=worker.worker_id,
-            version=worker.version,
-            role=worker.role,
-            target=worker.target,
-            state=worker.shown_state,
+            **worker_fields(self._controller.machine, worker, ready),
             state_s=self._clock.now_s() - worker.since_s,
-            is_connected=worker.is_connected,
-            is_leaving=worker.leaves,
-            failures=restarts.num_failed(worker.worker_id),
-            is_crash_looping=restarts.is_looping(worker.worker_id),
             pid=None if ready is None else ready.pid,
             address=worker.address,
             waiting_seqs=load.waiting_seqs,
             running_seqs=load.running_seqs,
-            leaving_seqs=worker.num_leaving_seqs,
             open_leases=load.open_leases,
-            num_blocks=0 if ready is None else ready.num_blocks,
             free_blocks=load.free_blocks + load.cached_blocks,
-            kernels=worker.kernels,
             facts=None if ready is None else ready.facts,
-            why=restarts.why(worker.worker_id),
         )
 
     def _gateways(self) -> list[GatewayInfo]:

@@ -13,8 +13,15 @@ from deploy.pools.stores import StoreState
 from deploy.pools.versions.orders import MAX_WEIGHT
 from deploy.pools.workers.record import WorkerState
 from engine.config import PlannerMode, WorkerConfig
-from engine.control import Pools, PrefixUse, RequestInfo
-from engine.messages import Role, WorkerId
+from engine.control import (
+    GatewaySummary,
+    Pools,
+    PrefixUse,
+    RequestInfo,
+    VersionSummary,
+    WorkerSummary,
+)
+from engine.messages import Role
 
 RESTART = "a restart"  # what changes a setting that no order does
 Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
@@ -114,39 +121,25 @@ class PlannerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: PlannerMode
 
 
-class WorkerInfo(msgspec.Struct, frozen=True):
+class WorkerInfo(WorkerSummary, frozen=True, kw_only=True):
     """A worker. It reports `role`; `target` is the wanted role."""
 
-    worker_id: WorkerId
-    version: str
-    role: Role | None
-    target: Role | None
     state: WorkerState
     state_s: float  # time in this state
-    is_connected: bool
-    is_leaving: bool
-    failures: int  # ends and failed starts in a row
-    is_crash_looping: bool
     pid: int | None
     address: str | None
     waiting_seqs: int
     running_seqs: int
-    leaving_seqs: int  # of these, sequences that move away: the role does not decode
     open_leases: int
-    num_blocks: int
     free_blocks: int  # including cached ones
-    kernels: str  # what computes; the tokens of workers that differ here may differ
     facts: WorkerFacts | None = None  # None while it does not run
-    why: str = ""  # it ended or did not start, while it does not run
 
 
-class GatewayInfo(msgspec.Struct, frozen=True):
+class GatewayInfo(GatewaySummary, frozen=True, kw_only=True):
     """A gateway process. `missing` is the reason why it cannot serve, or None."""
 
-    name: str
-    url: str
-    pid: int | None
     state: GatewayState
+    pid: int | None
     is_connected: bool
     missing: str | None
     members_version: int
@@ -199,26 +192,17 @@ class PlannerAnswer(msgspec.Struct, frozen=True):
     decisions: list[DecisionInfo]
 
 
-class VersionInfo(msgspec.Struct, frozen=True):
+class VersionInfo(VersionSummary, frozen=True, kw_only=True):
     """A version of a model. `missing` is the reason why a gateway cannot serve it, or None.
 
     `worker` has its settings of `[worker]`, by name.
     """
 
-    name: str
     model: str
-    model_name: str
     fingerprint: str
-    wanted: Pools
-    serving: Pools
-    weight: int
     num_requests: int
-    is_current: bool
-    is_leaving: bool
     missing: str | None
     worker: dict[str, Any]
-    line: str = ""  # the model beside the main one that it is a version of
-    is_asleep: bool = False  # has no workers until a request comes
 
 
 class VersionsAnswer(msgspec.Struct, frozen=True):

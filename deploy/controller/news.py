@@ -4,6 +4,9 @@ Pure: a function of the machine, the planner and what is known of processes.
 """
 
 from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from deploy.base.spec import GatewayReady, WorkerReady
 from deploy.pools.machine import PoolMachine
@@ -14,11 +17,10 @@ from engine.control import (
     CanaryNews,
     ClusterNews,
     DecisionNews,
-    GatewayNews,
+    GatewaySummary,
     Pools,
-    StepNews,
     Version,
-    VersionNews,
+    VersionSummary,
     WorkerNews,
 )
 from engine.messages import WorkerId
@@ -48,18 +50,15 @@ def news_of(  # noqa: PLR0913 - all that the news are about
         planner=machine.intent.planner.value,
         planner_reasons=tuple(_short(reason) for reason in planning.reasons),
         taking_over=None if rollout is None else rollout.to,
-        versions=[_version(machine, each) for each in machine.intent.versions],
-        workers=[_worker(machine, each, workers, epoch_s) for each in there],
+        versions=[
+            VersionSummary(**version_fields(machine, each)) for each in machine.intent.versions
+        ],
+        workers=[_worker(machine, each, ready_of(each, workers), epoch_s) for each in there],
         gateways=[_gateway(machine, name, gateways.get(name)) for name in machine.gateways],
         counters=counters,
         steps=[
-            StepNews(
-                each.number,
-                epoch_s + each.at_s,
-                each.subject,
-                _short(each.what),
-                _short(each.why),
-                each.role,
+            msgspec.structs.replace(
+                each, at_s=epoch_s + each.at_s, what=_short(each.what), why=_short(each.why)
             )
             for each in list(machine.history)[-MAX_STEPS:]
         ],
@@ -78,44 +77,55 @@ def news_of(  # noqa: PLR0913 - all that the news are about
     )
 
 
-def _worker(
-    machine: PoolMachine,
-    worker: PoolWorker,
-    ready: Mapping[WorkerId, WorkerReady],
-    epoch_s: float,
-) -> WorkerNews:
-    known = ready.get(worker.worker_id) if worker.address is not None else None
-    return WorkerNews(
-        worker_id=worker.worker_id,
-        version=worker.version,
-        role=worker.role,
-        target=worker.target,
-        state=worker.shown_state.value,
-        since_s=epoch_s + worker.since_s,
-        is_connected=worker.is_connected,
-        is_leaving=worker.leaves,
-        failures=machine.restarts.num_failed(worker.worker_id),
-        is_crash_looping=machine.restarts.is_looping(worker.worker_id),
-        num_blocks=0 if known is None else known.num_blocks,
-        leaving_seqs=worker.num_leaving_seqs,
-        kernels=worker.kernels,
-        why=_short(machine.restarts.why(worker.worker_id)),
-    )
+def ready_of(worker: PoolWorker, workers: Mapping[WorkerId, WorkerReady]) -> WorkerReady | None:
+    """Returns what the worker's process said of itself; None while it does not run."""
+    return None if worker.address is None else workers.get(worker.worker_id)
 
 
-def _version(machine: PoolMachine, version: Version) -> VersionNews:
+def worker_fields(
+    machine: PoolMachine, worker: PoolWorker, ready: WorkerReady | None
+) -> dict[str, Any]:
+    """Returns the fields of a `WorkerSummary`. `ready` is what its process said of itself."""
+    restarts = machine.restarts
+    return {
+        "worker_id": worker.worker_id,
+        "version": worker.version,
+        "role": worker.role,
+        "target": worker.target,
+        "state": worker.shown_state,
+        "is_connected": worker.is_connected,
+        "is_leaving": worker.leaves,
+        "failures": restarts.num_failed(worker.worker_id),
+        "is_crash_looping": restarts.is_looping(worker.worker_id),
+        "num_blocks": 0 if ready is None else ready.num_blocks,
+        "leaving_seqs": worker.num_leaving_seqs,
+        "kernels": worker.kernels,
+        "why": restarts.why(worker.worker_id),
+    }
+
+
+def version_fields(machine: PoolMachine, version: Version) -> dict[str, Any]:
+    """Returns the fields of a `VersionSummary`."""
     serving = machine.serving(version.name)
-    return VersionNews(
-        name=version.name,
-        model_name=version.model_name,
-        wanted=version.pools,
-        serving=Pools(*(serving[role] for role in SERVING_ROLES)),
-        weight=version.weight,
-        is_current=machine.intent.is_current(version),
-        is_leaving=version.is_leaving,
-        is_asleep=version.asleep is not None,
-        line=version.line,
-    )
+    return {
+        "name": version.name,
+        "model_name": version.model_name,
+        "wanted": version.pools,
+        "serving": Pools(*(serving[role] for role in SERVING_ROLES)),
+        "weight": version.weight,
+        "is_current": machine.intent.is_current(version),
+        "is_leaving": version.is_leaving,
+        "is_asleep": version.asleep is not None,
+        "line": version.line,
+    }
+
+
+def _worker(
+    machine: PoolMachine, worker: PoolWorker, ready: WorkerReady | None, epoch_s: float
+) -> WorkerNews:
+    fields = worker_fields(machine, worker, ready)
+    fields["why"] = _short(fields["why"])
+    return WorkerNews(**fields, since_s=epoch_s + worker.since_s)
 
 
 def _canary(machine: PoolMachine, epoch_s: float) -> CanaryNews | None:
@@ -136,9 +146,9 @@ def _canary(machine: PoolMachine, epoch_s: float) -> CanaryNews | None:
     )
 
 
-def _gateway(machine: PoolMachine, name: str, ready: GatewayReady | None) -> GatewayNews:
+def _gateway(machine: PoolMachine, name: str, ready: GatewayReady | None) -> GatewaySummary:
     url = "" if ready is None else ready.url
-    return GatewayNews(name=name, url=url, state=machine.gateways[name].value)
+    return GatewaySummary(name=name, url=url, state=machine.gateways[name].value)
 
 
 def _short(text: str) -> str:

@@ -24,7 +24,6 @@ from deploy.controller.tasks import ControllerTasks, pause
 from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.logs.reading import LogPieces, LogsQuery
 from deploy.pools.effects import (
-    HistoryStep,
     PoolEffect,
     Publish,
     SetWorkerRole,
@@ -53,7 +52,7 @@ from deploy.pools.planning import Planning, rules_of
 from deploy.pools.wanted import MAX_WORKERS, PoolLimits
 from engine.clock import Clock, unix_time_s
 from engine.config import Config, DeviceKind, PoolsConfig, WorkerConfig
-from engine.control import ClusterNews, Intent, Member, Members, PoolNews, Pools
+from engine.control import ClusterNews, HistoryStep, Intent, Member, Members, PoolNews, Pools
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 from engine.net.trust import Secret

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.control import Members, Version, with_role
+from engine.control import HistoryStep, Members, Version
 from engine.messages import Role, WorkerId
 
 
@@ -68,23 +68,6 @@ class Publish:
     """Send the list of workers to all gateways."""
 
     members: Members
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryStep:
-    """Report one line of the history of the pools to the operator."""
-
-    number: int
-    at_s: float
-    subject: str  # worker, gateway, or "pools"
-    what: str
-    why: str = ""
-    role: Role | None = None  # the worker's, where the text does not say it
-
-    def __str__(self) -> str:
-        return f"{with_role(self.subject, self.role)} {self.what}" + (
-            f": {self.why}" if self.why else ""
-        )
 
 
 PoolEffect = (

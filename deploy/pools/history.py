@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 
-from deploy.pools.effects import HistoryStep
+from engine.control import HistoryStep
 from engine.messages import Role
 
 MAX_STEPS_KEPT = 1000

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from deploy.pools.effects import (
-    HistoryStep,
     Publish,
     SetWorkerRole,
     StartGateway,
@@ -49,7 +48,7 @@ from deploy.pools.orders import OrderRefused
 from deploy.pools.wanted import PoolLimits
 from deploy.pools.workers.record import WorkerState
 from engine.config import WorkerConfig
-from engine.control import GatewayReport, Intent, Member, Pools, Version, VersionReport
+from engine.control import GatewayReport, HistoryStep, Intent, Member, Pools, Version, VersionReport
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
 

@@ -59,9 +59,32 @@ def test_differences_are_a_table_and_an_exit_status(capsys):
     assert row == ["pools.decode", "1", "3", "baton", "pools", "set"]
 
 
+def worker_of(facts: WorkerFacts | None = None, **fields) -> WorkerInfo:
+    plain = {
+        "worker_id": WorkerId("w"),
+        "version": "v1",
+        "role": Role.DECODE,
+        "target": Role.DECODE,
+        "state": WorkerState.SERVING,
+        "state_s": 1.0,
+        "is_connected": True,
+        "is_leaving": False,
+        "failures": 0,
+        "is_crash_looping": False,
+        "pid": 1,
+        "address": "a:1",
+        "waiting_seqs": 0,
+        "running_seqs": 0,
+        "leaving_seqs": 0,
+        "open_leases": 0,
+        "num_blocks": 9,
+        "free_blocks": 9,
+    }
+    return WorkerInfo(**plain | fields, facts=facts, kernels="" if facts is None else facts.kernels)
+
+
 def shown(facts: WorkerFacts, capsys) -> str:
-    who = (WorkerId("w"), "v1", Role.DECODE, Role.DECODE, WorkerState.SERVING, 1.0, True, False)
-    worker = WorkerInfo(*who, 0, False, 1, "a:1", 0, 0, 0, 0, 9, 9, facts.kernels, facts)
+    worker = worker_of(facts)
     Output(as_json=False).show(lambda: [worker], workers_view, watch=False)
     return capsys.readouterr().out
 
@@ -85,7 +108,6 @@ def test_workers_on_cpus_say_less(capsys):
 
 @pytest.mark.parametrize(("state_s", "is_told"), [(0.5, False), (FIRST_SESSION_S, True)])
 def test_worker_that_has_just_started_is_not_said_to_be_out_of_reach(capsys, state_s, is_told):
-    who = (WorkerId("w"), "v1", Role.DECODE, Role.DECODE, WorkerState.SERVING, state_s)
-    worker = WorkerInfo(*who, False, False, 0, False, 1, "a:1", 0, 0, 0, 0, 9, 9, "")
+    worker = worker_of(state_s=state_s, is_connected=False)
     Output(as_json=False).show(lambda: [worker], workers_view, watch=False)
     assert ("cannot be reached" in capsys.readouterr().out) is is_told

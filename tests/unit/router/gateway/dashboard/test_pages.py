@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.config import DashboardMode
-from engine.control import ClusterNews, StepNews, WorkerNews
+from engine.control import ClusterNews, HistoryStep, WorkerNews
 from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.transfers import MovedKv
 from router.gateway.app import app_of, dashboard_of
@@ -44,23 +44,19 @@ NEWS = ClusterNews(
     versions=[],
     workers=[
         WorkerNews(
-            WorkerId("p0"),
-            "v1",
-            Role.PREFILL,
-            Role.PREFILL,
-            "serving",
-            1.0,
-            True,
-            False,
-            0,
-            False,
-            9,
-            0,
+            *(WorkerId("p0"), "v1", Role.PREFILL, Role.PREFILL, "serving"),
+            is_connected=True,
+            is_leaving=False,
+            failures=0,
+            is_crash_looping=False,
+            num_blocks=9,
+            leaving_seqs=0,
+            since_s=1.0,
         )
     ],
     gateways=[],
     counters={"workers died": 2},
-    steps=[StepNews(1, 2.0, "p0", "was started", "")],
+    steps=[HistoryStep(1, 2.0, "p0", "was started", "")],
     decisions=[],
 )
 
