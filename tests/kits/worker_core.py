@@ -83,12 +83,7 @@ HERE, THERE = address("here"), address("there")
 def _fields(name, prompt, more, least, stops, sampling) -> dict[str, object]:
     tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
     limits = Limits(len(tokens) + more, len(tokens) + least, stops, len(tokens))
-    return {
-        "seq_id": SeqId(name),
-        "token_ids": tokens,
-        "sampling": sampling,
-        "limits": limits,
-    }
+    return {"seq_id": SeqId(name), "token_ids": tokens, "sampling": sampling, "limits": limits}
 
 
 def prefill(

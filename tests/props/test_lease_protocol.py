@@ -210,13 +210,7 @@ class Sink:
     """A worker, or a rank of one, that pulls: by copying at once or by Read and Data."""
 
     def __init__(
-        self,
-        world: "World",
-        name: str,
-        *,
-        identity: Identity,
-        copies_at_once: bool,
-        window: int,
+        self, world: "World", name: str, *, identity: Identity, copies_at_once: bool, window: int
     ) -> None:
         self.world = world
         self.identity = identity
@@ -224,11 +218,7 @@ class Sink:
         self.ended: deque[tuple[Pull, PullDone | PullFailed]] = deque()
         self.copies_at_once = copies_at_once
         self.means = Means("fake", window, 2 * window, resends=not copies_at_once)
-        self.machine = SinkMachine(
-            incarnation=f"life of {name}",
-            identity=identity,
-            timing=TIMING,
-        )
+        self.machine = SinkMachine(incarnation=f"life of {name}", identity=identity, timing=TIMING)
         self.memory: dict[int, Content] = {}
         self.writers: dict[int, str] = {}  # block -> lease that may write to it
         self.pulls: dict[str, Pull] = {}

@@ -40,10 +40,7 @@ OFFERED = [
     ("q", "d", "d"),
     ("d", "d", "q"),
 ]
-ROUTES = [
-    *[(route, *PATHS) for route in (*PATHS, *OFFERED)],
-    tuple(OFFERED),
-]
+ROUTES = [*[(route, *PATHS) for route in (*PATHS, *OFFERED)], tuple(OFFERED)]
 STEMS = [tuple((7 * i * i + k) % VOCAB_SIZE for i in range(16)) for k in (1, 4)]
 SAMPLINGS = (
     Sampling(),
@@ -406,16 +403,8 @@ MISTAKES = {
     "a step's writes are not waited for": (FakeRunner, "write", _write_late),
     "a half computed block is leased": (PrefillScheduler, "_grow_lease", _grow_too_early),
     "an aborted pull holds nothing": (Arrivals, "cancel", _remove_the_aborted),
-    "a cancelled prefix pull holds nothing": (
-        WaitingPrompts,
-        "cancel",
-        _remove_the_aborted_prefix,
-    ),
-    "a failed prefix pull is taken for done": (
-        WaitingPrompts,
-        "end_pull",
-        _count_all_as_pulled,
-    ),
+    "a cancelled prefix pull holds nothing": (WaitingPrompts, "cancel", _remove_the_aborted_prefix),
+    "a failed prefix pull is taken for done": (WaitingPrompts, "end_pull", _count_all_as_pulled),
     "what has not arrived is kept": (EngineSequence, "keep_pulled", _keep_what_has_not_arrived),
     "an offered prefix is not leased": (BlockPool, "lease", _lease_no_idle_block),
     "a finished lease keeps its blocks": (BlockPool, "end_lease", lambda *_, **__: None),
@@ -424,11 +413,7 @@ MISTAKES = {
         "num_seen",
         _see_all_that_was_accepted,
     ),
-    "the draft model has seen what it left out": (
-        DraftPlanner,
-        "num_seen",
-        _see_what_was_left_out,
-    ),
+    "the draft model has seen what it left out": (DraftPlanner, "num_seen", _see_what_was_left_out),
     "a draft goes on when a stop is banned no longer": (
         EngineSequence,
         "max_drafted",

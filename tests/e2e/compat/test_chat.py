@@ -262,10 +262,7 @@ def test_a_wrong_bias_is_named(client, biases, named):
 
 
 @like(
-    "vllm",
-    STOP_IDS,
-    "test_chat_stop_token_ids_out_of_vocab",
-    "test_chat_stop_token_ids_negative",
+    "vllm", STOP_IDS, "test_chat_stop_token_ids_out_of_vocab", "test_chat_stop_token_ids_negative"
 )
 @pytest.mark.parametrize("unknown", [4097, -1])
 def test_an_unknown_stop_token_is_refused(client, unknown):

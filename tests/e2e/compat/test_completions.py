@@ -319,11 +319,7 @@ def test_an_answer_goes_on_over_its_end(client):
     assert answer.choices[0].finish_reason == "length"
 
 
-@like(
-    "sglang",
-    "openai_server/validation/test_large_max_new_tokens.py",
-    "test_chat_completion",
-)
+@like("sglang", "openai_server/validation/test_large_max_new_tokens.py", "test_chat_completion")
 def test_answers_that_may_be_long_run_side_by_side(client, served):
     asked = {"model": MODEL, "prompt": "def f():", "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(**asked, max_tokens=3000, n=4, stream=True)

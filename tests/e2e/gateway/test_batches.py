@@ -109,9 +109,7 @@ def test_a_batch_goes_on_after_kill_9_of_every_process(tmp_path: Path) -> None:
         assert {line["response"]["status_code"] for line in lines} == {200}
         assert [each.id for each in client.batches.list(limit=5)] == [batch_id]
         other = client.batches.create(
-            input_file_id=batch.input_file_id,
-            endpoint="/v1/completions",
-            completion_window="24h",
+            input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
         )
         time.sleep(0.2)
         assert client.batches.cancel(other.id).status == "cancelling"

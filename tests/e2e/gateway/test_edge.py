@@ -103,9 +103,7 @@ def pour(sock: socket.socket, piece: bytes, num_bytes: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "piece",
-    [b"a: b\r\n" * 10_000, b"x" * 60_000],
-    ids=["many fields", "one long field"],
+    "piece", [b"a: b\r\n" * 10_000, b"x" * 60_000], ids=["many fields", "one long field"]
 )
 def test_115_mib_of_headers_cost_no_memory(gateway, piece):
     answers(gateway)

@@ -140,15 +140,9 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
 
     # At its first start the port was free. When it comes back, the second process has the port.
     ended = "ended with status -9: it is started again in 1 s"
-    assert restarted(serving, "gateway-1") == [
-        f"gateway-1 {ended}",
-        "gateway-1 was started again",
-    ]
+    assert restarted(serving, "gateway-1") == [f"gateway-1 {ended}", "gateway-1 was started again"]
     kill(first)
-    assert restarted(serving, "gateway-0") == [
-        f"gateway-0 {ended}",
-        "gateway-0 was started again",
-    ]
+    assert restarted(serving, "gateway-0") == [f"gateway-0 {ended}", "gateway-0 was started again"]
     assert {gateway.url for gateway in serving.gateways} == {url}
     before = finished(url)  # a process that came back early has answered some of these
     ask(url)

@@ -12,13 +12,7 @@ import pytest
 
 from engine.clock import MonotonicClock
 from kvtransfer.transports.nixl_agent import PACKAGES
-from tests.kits.services.served import (
-    START_TIMEOUT_S,
-    held,
-    matching,
-    metrics,
-    poll_until,
-)
+from tests.kits.services.served import START_TIMEOUT_S, held, matching, metrics, poll_until
 
 pytestmark = pytest.mark.torch
 

@@ -88,8 +88,7 @@ def test_streams_and_new_certificates_without_a_restart(secure):
         put(secure.certificate, FOLDERS["second"] / "cert.pem")  # without its key, which follows
         page = f"{secure.url}/metrics"
         poll_until(
-            lambda: 'event="reload failed"' in client.get(page).text,
-            "the gateway tried the files",
+            lambda: 'event="reload failed"' in client.get(page).text, "the gateway tried the files"
         )
         assert secure.served_name() == "first"
         put(secure.key, FOLDERS["second"] / "key.pem")

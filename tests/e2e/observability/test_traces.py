@@ -57,10 +57,7 @@ def test_a_request_is_a_trace_and_a_line(collector, tmp_path, monkeypatch):
     running = Deployment(NullWorkers(NURSERY), model=BUNDLED_MODEL, config=config)
     ready = running.open()
     try:
-        headers = {
-            "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
-            "x-request-id": "mine",
-        }
+        headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01", "x-request-id": "mine"}
         body = {"model": ready.model_name, "prompt": "yo", "max_tokens": 4, "ignore_eos": True}
         asked = httpx.post(f"{ready.url}/v1/completions", json=body, headers=headers, timeout=30)
     finally:

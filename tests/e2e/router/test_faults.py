@@ -9,15 +9,7 @@ from engine.config import WorkerConfig
 from engine.messages import Role, Sampling
 from router.machine.requests import Finished
 from router.service import Router
-from tests.kits.services.cluster import (
-    TRANSPORTS,
-    ask,
-    prompts,
-    request,
-    router,
-    until,
-    workers,
-)
+from tests.kits.services.cluster import TRANSPORTS, ask, prompts, request, router, until, workers
 
 pytestmark = pytest.mark.torch
 

@@ -103,10 +103,7 @@ def test_only_clients_with_the_keys_get_block_events(as_stranger):
         address = publisher.open()
         channel = Channel.BLOCK_EVENTS
         publisher.publish(news)
-        with (
-            client(zmq.SUB, channel, as_stranger) as stranger,
-            client(zmq.SUB, channel) as friend,
-        ):
+        with client(zmq.SUB, channel, as_stranger) as stranger, client(zmq.SUB, channel) as friend:
             for one in (stranger, friend):
                 one.set(zmq.SUBSCRIBE, b"")
                 one.connect(address.published)

@@ -28,15 +28,7 @@ from engine.worker.batch import BatchPlan, Row
 from engine.worker.blocks import BlockId
 from router.machine.requests import Finished, Request
 from router.service import Router
-from tests.kits.services.cluster import (
-    TOKEN,
-    Workers,
-    ask,
-    is_clean,
-    request,
-    router,
-    until,
-)
+from tests.kits.services.cluster import TOKEN, Workers, ask, is_clean, request, router, until
 from tests.kits.services.netns import Link, NetemLink, RelayedLink, network
 
 pytestmark = pytest.mark.torch

@@ -28,10 +28,7 @@ GREEDY = Sampling(temperature=0.0)
 PROMPTS = prompts(20, vocab_size=4096, seed=1)
 SAMPLINGS = [
     Sampling(
-        temperature=0.3 + 0.1 * (i % 8),
-        top_p=(1.0, 0.9)[i % 2],
-        top_k=(0, 50)[i % 3 > 0],
-        seed=i,
+        temperature=0.3 + 0.1 * (i % 8), top_p=(1.0, 0.9)[i % 2], top_k=(0, 50)[i % 3 > 0], seed=i
     )
     for i in range(20)
 ]

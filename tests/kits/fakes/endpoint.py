@@ -79,11 +79,7 @@ class FakeEndpoint:
             timing=TIMING,
             offers=Offers(),
         )
-        self.sink = SinkMachine(
-            incarnation=incarnation,
-            identity=identity,
-            timing=TIMING,
-        )
+        self.sink = SinkMachine(incarnation=incarnation, identity=identity, timing=TIMING)
         self.orders: deque[Effect] = deque()
 
     def take_order(self) -> None:

@@ -235,11 +235,7 @@ class FakeGateway:
                 raise AssertionError(f"unexpected message: {other}")
 
     def _deliver(
-        self,
-        ask: Ask,
-        token_ids: list[int],
-        finish: FinishReason | None,
-        logprobs: list[Logprobs],
+        self, ask: Ask, token_ids: list[int], finish: FinishReason | None, logprobs: list[Logprobs]
     ) -> None:
         num_before = len(ask.tokens)
         ask.tokens += token_ids

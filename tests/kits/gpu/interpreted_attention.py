@@ -51,10 +51,7 @@ def test_every_format_and_any_group_of_heads(kv_format, heads):
     check(kv_format, MIXED[1:4], heads=heads, head_dim=64)
 
 
-@pytest.mark.parametrize(
-    ("kv_format", "head_dim"),
-    [(BF16, 96), (INT4, 80), (INT8, 256)],
-)
+@pytest.mark.parametrize(("kv_format", "head_dim"), [(BF16, 96), (INT4, 80), (INT8, 256)])
 def test_head_sizes_that_need_padding_and_large_ones(kv_format, head_dim):
     check(kv_format, DECODE[3:5], head_dim=head_dim, scoring=Scoring(head_dim**-0.5))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 ALIGNMENT = 32
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14, "BF16": 30}
 BYTES = {  # the characters that byte-level BPE writes for bytes, in order of bytes
-    **{b: chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))},
+    **{b: chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))}
 }
 BYTES |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTES)}
 

@@ -218,12 +218,7 @@ LEFT_OUT: tuple[Left, ...] = (
         ),
         _INTERNAL,
     ),
-    Left(
-        "sglang",
-        "openai_server/features/test_cache_report.py",
-        ("test_generate",),
-        _NATIVE,
-    ),
+    Left("sglang", "openai_server/features/test_cache_report.py", ("test_generate",), _NATIVE),
     Left(
         "sglang",
         "openai_server/features/test_usage_tokens.py",

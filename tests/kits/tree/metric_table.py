@@ -16,15 +16,7 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.planning import Planning, rules_of
 from deploy.pools.wanted import PoolLimits
 from engine.config import Config
-from engine.control import (
-    Intent,
-    Members,
-    PoolNews,
-    PrefixUse,
-    StoreReport,
-    TierReport,
-    Version,
-)
+from engine.control import Intent, Members, PoolNews, PrefixUse, StoreReport, TierReport, Version
 from engine.messages import LoadReport, Role, WorkerId
 from engine.worker.costs import CostErrors
 from router.access.keys import FixedKeys

@@ -64,10 +64,7 @@ def attention_by_hand(*, window=None, softcap=None):
     if window == 1:
         weights[0] = 0.0
     total = sum(weights)
-    return [
-        (weights[0] * 1 + weights[1] * 3) / total,
-        (weights[0] * 10 + weights[1] * 30) / total,
-    ]
+    return [(weights[0] * 1 + weights[1] * 3) / total, (weights[0] * 10 + weights[1] * 30) / total]
 
 
 @pytest.mark.parametrize(

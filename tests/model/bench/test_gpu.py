@@ -13,12 +13,7 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import models as gpu_models
 from bench.gpu import run as gpu_run
-from bench.gpu.kernels import (
-    AttentionCase,
-    arguments_of,
-    attention_cases,
-    check_attention,
-)
+from bench.gpu.kernels import AttentionCase, arguments_of, attention_cases, check_attention
 from bench.gpu.run import GpuBench
 from bench.gpu.session import GpuSession
 from bench.gpu.shapes import SHAPES, scattered_tables

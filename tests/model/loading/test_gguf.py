@@ -84,8 +84,7 @@ def test_blocks_hold_the_values_that_the_format_defines(kind, values_of, blocks,
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)],
+    ("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)]
 )
 def test_plain_numbers_keep_their_type_and_bits(kind, dtype, tmp_path):
     values = torch.linspace(-3, 3, 35).to(dtype).reshape(5, 7)

@@ -97,12 +97,7 @@ LONGCAT = {
     "v_head_dim": 16,
     "head_dim": 8,
 }
-HUNYUAN = {
-    "model_type": "hunyuan_v1_moe",
-    "head_dim": 8,
-    "num_experts": 4,
-    "moe_topk": 2,
-}
+HUNYUAN = {"model_type": "hunyuan_v1_moe", "head_dim": 8, "num_experts": 4, "moe_topk": 2}
 HUNYUAN_LISTS = HUNYUAN | {"moe_topk": [2, 2, 1]}  # of each layer
 
 
@@ -171,10 +166,7 @@ def test_an_unused_head_is_refused(llama):
     ("name", "reason"),
     [
         ("adapter_config.json", "an adapter beside its base; merge them into one checkpoint"),
-        (
-            "config_sentence_transformers.json",
-            "a model of embeddings, and modules.json is missing",
-        ),
+        ("config_sentence_transformers.json", "a model of embeddings, and modules.json is missing"),
     ],
 )
 def test_a_directory_of_another_purpose_is_refused(llama, name, reason):

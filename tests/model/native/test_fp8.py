@@ -22,12 +22,7 @@ from engine.model.fp8 import (
     replace_linears,
 )
 from tests.kits.checkpoints import COMMON, KINDS, save_checkpoint
-from tests.kits.gpu.cuda_forward import (
-    check_like_the_hook,
-    loaded_from,
-    logits_of_the_hook,
-    opened,
-)
+from tests.kits.gpu.cuda_forward import check_like_the_hook, loaded_from, logits_of_the_hook, opened
 from tests.kits.models.experts import EXPERTS, NUM_EXPERTS, experts_of, tokens
 
 pytestmark = pytest.mark.torch

@@ -105,9 +105,7 @@ def batches(draw):
     if draw(st.booleans()):
         logits = logits.round()
     rows = st.tuples(
-        samplings,
-        st.integers(0, 2**40),
-        st.lists(st.integers(0, vocab - 1), max_size=5).map(tuple),
+        samplings, st.integers(0, 2**40), st.lists(st.integers(0, vocab - 1), max_size=5).map(tuple)
     )
     drawn = draw(st.lists(rows, min_size=num_rows, max_size=num_rows))
     return logits, *zip(*drawn, strict=True)

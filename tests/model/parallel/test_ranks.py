@@ -14,13 +14,7 @@ from engine.model.parallel.group import RankGroup
 from engine.model.runner import TorchRunner
 from engine.worker.batch import BatchPlan, Row
 from engine.worker.ranks import RankPlace
-from tests.kits.checkpoints import (
-    COMMON,
-    KINDS,
-    make_embedding,
-    save_checkpoint,
-    tiny_checkpoint,
-)
+from tests.kits.checkpoints import COMMON, KINDS, make_embedding, save_checkpoint, tiny_checkpoint
 from tests.kits.models.ranks import FP32, RankProcesses
 from tests.kits.models.served import generate
 

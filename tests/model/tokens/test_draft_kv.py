@@ -23,13 +23,7 @@ from engine.model.cuda import CudaForward
 from engine.model.loading.checkpoint import load
 from engine.model.runner import TorchRunner
 from engine.worker.batch import BatchPlan, Row
-from tests.kits.checkpoints import (
-    COMMON,
-    KINDS,
-    VOCAB_SIZE,
-    save_checkpoint,
-    tiny_checkpoint,
-)
+from tests.kits.checkpoints import COMMON, KINDS, VOCAB_SIZE, save_checkpoint, tiny_checkpoint
 from tests.kits.models.sequences import SharedBuffer, as_on_a_gpu, scattered
 
 pytestmark = pytest.mark.torch

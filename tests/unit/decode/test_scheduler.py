@@ -125,10 +125,7 @@ def test_arriving_and_running_sequences_together_are_bounded():
         (Step(), [decoding("a"), pull("b", (0, 1)), Ran("a", 3, 4), token("a")]),
     )
     assert (r.decode.num_waiting, r.decode.num_running) == (2, 1)
-    r.play(
-        (cancel("a"), []),
-        (Step(), [pull("c", (0, 2))]),
-    )
+    r.play((cancel("a"), []), (Step(), [pull("c", (0, 2))]))
 
 
 def test_cached_blocks_are_not_pulled():
@@ -187,8 +184,7 @@ def test_room_for_growth_ends_where_an_answer_ends():
 
 def test_a_sequence_that_is_alone_needs_no_room_for_growth():
     rig(num_blocks=3, growth=80).play(
-        (decode("a", 9), [hold("a", 3)]),
-        (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
+        (decode("a", 9), [hold("a", 3)]), (Step(), [pull("a", (0, 0), (1, 1), (2, 2))])
     )
 
 
@@ -509,10 +505,7 @@ def test_the_youngest_is_given_back_when_memory_is_short():
 def test_a_preempted_sequence_leaves_the_beginning_of_its_prefix_cached():
     r = crowded()
     r.step()
-    r.play(
-        (cancel("old"), []),
-        (decode("young", [*range(20, 27), 99, 99]), [hold("young", 3)]),
-    )
+    r.play((cancel("old"), []), (decode("young", [*range(20, 27), 99, 99]), [hold("young", 3)]))
     (started,) = r.step()
     assert [index for index, _ in started.blocks] == [1, 2]
 

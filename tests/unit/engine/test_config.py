@@ -7,14 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from engine.config import (
-    Config,
-    GatewayConfig,
-    RouterConfig,
-    Transport,
-    WorkerConfig,
-    load_config,
-)
+from engine.config import Config, GatewayConfig, RouterConfig, Transport, WorkerConfig, load_config
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 

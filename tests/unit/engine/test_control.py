@@ -61,9 +61,7 @@ costs = st.builds(DecodeCost, seconds, seconds, seconds)
 seen = st.builds(Observation, seconds, num_decoding=ints, decode_cost=st.none() | costs)
 
 to_gateway = st.one_of(
-    st.builds(ControllerHello, ints),
-    members,
-    st.builds(control.ListRequests, ints, ints),
+    st.builds(ControllerHello, ints), members, st.builds(control.ListRequests, ints, ints)
 )
 to_controller = st.one_of(
     st.builds(control.GatewayWelcome, ints, texts, st.none() | members),

@@ -112,8 +112,7 @@ def test_a_last_block_may_be_partial(num_tokens, num_blocks):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("block_size", 32), ("kv_format", KVFormat.BF16), ("sections", (TARGET,))],
+    ("field", "value"), [("block_size", 32), ("kv_format", KVFormat.BF16), ("sections", (TARGET,))]
 )
 def test_a_difference_is_named(field, value):
     other = msgspec.structs.replace(LAYOUT, **{field: value})

@@ -77,16 +77,7 @@ def test_a_step_that_completes_a_prompt_takes_little_else():
         (prefill("c", range(20 * size, 20 * size + 8), more=1), []),
         (Step(), [started("b"), Ran("b", 0, 2 * size), *done("b")]),
         (prefill("d", range(30 * size, 32 * size), more=1), []),
-        (
-            Step(),
-            [
-                started("c"),
-                started("d"),
-                Ran("c", 0, 8),
-                Ran("d", 0, size - 8),
-                *done("c"),
-            ],
-        ),
+        (Step(), [started("c"), started("d"), Ran("c", 0, 8), Ran("d", 0, size - 8), *done("c")]),
     )
 
 
@@ -432,11 +423,7 @@ def test_a_prompt_cancelled_while_it_waits_gives_its_offer_up():
 
 @pytest.mark.parametrize(
     ("end", "cached"),
-    [
-        (pull_failed("a", "aborted"), 0),
-        (pull_failed("a", "aborted", [0]), 1),
-        (pull_done("a"), 2),
-    ],
+    [(pull_failed("a", "aborted"), 0), (pull_failed("a", "aborted", [0]), 1), (pull_done("a"), 2)],
     ids=["nothing came", "a block came", "all came"],
 )
 @pytest.mark.parametrize("why", [cancel("a"), lost("g")], ids=["cancelled", "gateway lost"])

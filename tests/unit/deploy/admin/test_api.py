@@ -16,11 +16,7 @@ from rich.console import Console
 
 from deploy.admin.api import admin_app
 from deploy.admin.client import AdminError, find_deployment
-from deploy.admin.schema import (
-    PlannerAnswer,
-    PoolsAnswer,
-    VersionsAnswer,
-)
+from deploy.admin.schema import PlannerAnswer, PoolsAnswer, VersionsAnswer
 from deploy.base.run_dir import AdminAccess, announce, announced, run_directory
 from deploy.commands.operator import COUNTS, check_role
 from deploy.commands.options import parse_numbers

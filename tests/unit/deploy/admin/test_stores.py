@@ -98,10 +98,7 @@ def test_without_stores_the_list_is_empty():
 
 @pytest.mark.parametrize(
     ("body", "names"),
-    [
-        ({}, {"store-v1", "store-v1@n2"}),
-        ({"version": "v1"}, {"store-v1", "store-v1@n2"}),
-    ],
+    [({}, {"store-v1", "store-v1@n2"}), ({"version": "v1"}, {"store-v1", "store-v1@n2"})],
 )
 def test_stores_of_a_version_are_told_to_drop_all(body, names):
     controller = WithStores()

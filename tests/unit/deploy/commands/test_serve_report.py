@@ -8,14 +8,7 @@ from rich.console import Console
 
 from deploy.base.spec import GatewayReady, WorkerReady
 from deploy.commands.serve import _say_example, _say_ready
-from engine.config import (
-    Config,
-    DashboardMode,
-    GatewayConfig,
-    Speculate,
-    StoreConfig,
-    WorkerConfig,
-)
+from engine.config import Config, DashboardMode, GatewayConfig, Speculate, StoreConfig, WorkerConfig
 
 
 def report(*, needs_key=False, why_fallback=None, config=None, **says) -> str:

@@ -2,14 +2,7 @@
 
 from deploy.controller.metrics import controller_families
 from deploy.pools.effects import StartWorker
-from deploy.pools.events import (
-    Connected,
-    Died,
-    NodesSeen,
-    PoolTick,
-    StoreStarted,
-    WorkerStarted,
-)
+from deploy.pools.events import Connected, Died, NodesSeen, PoolTick, StoreStarted, WorkerStarted
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import AddVersion
 from deploy.pools.planning import Planning, rules_of

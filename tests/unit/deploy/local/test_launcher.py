@@ -104,10 +104,7 @@ def test_failed_start_is_a_typed_error_and_leaves_no_process(script, says, launc
         ([], [READY_TIMEOUT_S]),
         ([FETCHING, FETCHED], [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
         ([STARTING], [READY_TIMEOUT_S, 777.0]),
-        (
-            [FETCHING, FETCHED, STARTING],
-            [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S, 777.0],
-        ),
+        ([FETCHING, FETCHED, STARTING], [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S, 777.0]),
     ],
 )
 def test_fetches_and_starts_of_large_models_have_long_deadlines(

@@ -6,12 +6,7 @@ import logging
 
 import pytest
 
-from deploy.logs.lines import (
-    LogSource,
-    configure_logging,
-    controller_logs,
-    formatter_of,
-)
+from deploy.logs.lines import LogSource, configure_logging, controller_logs, formatter_of
 from engine.clock import MonotonicClock
 from engine.config import LogFormat, LogsConfig, config_of
 from engine.errors import ConfigError

@@ -8,13 +8,7 @@ import stat
 import pytest
 from rich.console import Console
 
-from deploy.logs.lines import (
-    JsonFormatter,
-    LogSource,
-    NewsStream,
-    configure_logging,
-    keep_lines,
-)
+from deploy.logs.lines import JsonFormatter, LogSource, NewsStream, configure_logging, keep_lines
 from deploy.logs.reading import (
     MAX_LINES,
     READ_BYTES,

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.pools.effects import (
-    StartGateway,
-)
-from deploy.pools.events import (
-    Found,
-    GatewayHeard,
-    Overtaken,
-    PartsSeen,
-    PoolTick,
-)
+from deploy.pools.effects import StartGateway
+from deploy.pools.events import Found, GatewayHeard, Overtaken, PartsSeen, PoolTick
 from deploy.pools.gateways import GatewayState
 from deploy.pools.orders import Drain, Flip, OrderRefused, SetPlanner, SetPools, Stop
 from engine.config import PlannerMode

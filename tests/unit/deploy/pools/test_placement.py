@@ -2,13 +2,7 @@
 
 import pytest
 
-from deploy.pools.placement import (
-    HARDLY_ANYTHING,
-    Node,
-    NodePlacement,
-    Place,
-    nodes_to_start_on,
-)
+from deploy.pools.placement import HARDLY_ANYTHING, Node, NodePlacement, Place, nodes_to_start_on
 from engine.config import PoolsConfig, Spread
 from engine.control import Pools
 from engine.errors import ConfigError

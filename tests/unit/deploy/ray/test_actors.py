@@ -10,12 +10,7 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
-from deploy.base.spec import (
-    READY_TIMEOUT_S,
-    GatewaySpec,
-    WorkerReady,
-    WorkerSpec,
-)
+from deploy.base.spec import READY_TIMEOUT_S, GatewaySpec, WorkerReady, WorkerSpec
 from deploy.fetching.cache import FETCH_TIMEOUT_S
 from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members

@@ -7,12 +7,7 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 
-from deploy.base.spec import (
-    READY_TIMEOUT_S,
-    SLOWEST_BYTES_PER_S,
-    GatewaySpec,
-    WorkerSpec,
-)
+from deploy.base.spec import READY_TIMEOUT_S, SLOWEST_BYTES_PER_S, GatewaySpec, WorkerSpec
 from deploy.base.thread import LateStart, ServiceThread
 from deploy.services.model import has_to_fetch, start_limit_s
 from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig

@@ -53,11 +53,7 @@ def test_machine_without_memory_gives_the_minimum(available):
 def test_one_block_always_fits():
     assert (
         kv_bytes(
-            0,
-            weights_bytes=0,
-            num_workers=1,
-            block_bytes=2 * LEAST_BYTES,
-            num_context_blocks=1,
+            0, weights_bytes=0, num_workers=1, block_bytes=2 * LEAST_BYTES, num_context_blocks=1
         )
         == 2 * LEAST_BYTES
     )

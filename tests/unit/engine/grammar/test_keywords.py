@@ -164,10 +164,7 @@ def test_what_a_rewritten_schema_allows(schema, allowed, forbidden):
         ({"propertyNames": {"maxLength": 3}}, "propertyNames"),
         ({"propertyNames": False}, "propertyNames"),
         ({"propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "propertyNames"),
-        (
-            {"dependentRequired": {f"a{i}": ["b"] for i in range(MAX_DEPENDENT + 1)}},
-            "dependencies",
-        ),
+        ({"dependentRequired": {f"a{i}": ["b"] for i in range(MAX_DEPENDENT + 1)}}, "dependencies"),
     ],
 )
 def test_what_cannot_be_rewritten_is_refused_by_name_and_place(schema, message):

@@ -20,14 +20,7 @@ from engine.worker.block_events import (
     stored,
     topic_of,
 )
-from engine.worker.blocks import (
-    HASH_BYTES,
-    BlockHash,
-    BlockPool,
-    Evicted,
-    Stored,
-    hash_blocks,
-)
+from engine.worker.blocks import HASH_BYTES, BlockHash, BlockPool, Evicted, Stored, hash_blocks
 from engine.worker.sequence import Sequence
 from router.prefixes import news as block_news
 from router.prefixes.news import (

@@ -88,11 +88,7 @@ def test_a_worker_ignores_what_is_meant_for_stores(role):
 
 def test_a_mixed_worker_takes_all_kinds_of_sequences():
     rig = Rig(Role.MIXED)
-    rig.play(
-        (prefill("a", 5), []),
-        (generate("b", 5), []),
-        (decode("c", 5), [hold("c", 2)]),
-    )
+    rig.play((prefill("a", 5), []), (generate("b", 5), []), (decode("c", 5), [hold("c", 2)]))
 
 
 def test_a_generated_sequence_is_decoded_where_it_was_prefilled():
@@ -349,9 +345,7 @@ def test_prefill_takes_no_block_that_a_pull_writes_to():
     rig.take(decode("a", 7))
     rig.step()
     rig.play(
-        (generate("b", range(20, 25)), []),
-        (Step(), []),
-        (Blocks(), blocks(free=1, in_flight=2)),
+        (generate("b", range(20, 25)), []), (Step(), []), (Blocks(), blocks(free=1, in_flight=2))
     )
 
 
@@ -361,11 +355,7 @@ def test_a_cancel_reaches_both_schedulers():
     rig.take(decode("pull", range(20, 24)))
     rig.step()
     rig.take(pull_done("pull"))
-    rig.play(
-        (cancel("prompt"), []),
-        (cancel("pull"), []),
-        (Blocks(), blocks(free=6, cached=2)),
-    )
+    rig.play((cancel("prompt"), []), (cancel("pull"), []), (Blocks(), blocks(free=6, cached=2)))
 
 
 def test_a_lost_gateway_is_lost_to_both_schedulers():

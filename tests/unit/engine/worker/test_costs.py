@@ -5,14 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.demand import DecodeCost
-from engine.worker.costs import (
-    Fit,
-    OnlineCosts,
-    PrefillCost,
-    PullCost,
-    StepReport,
-    WorkerCosts,
-)
+from engine.worker.costs import Fit, OnlineCosts, PrefillCost, PullCost, StepReport, WorkerCosts
 
 FEW = settings(max_examples=25, deadline=None)
 H200 = WorkerCosts(
@@ -93,9 +86,7 @@ def test_steps_that_were_interrupted_hardly_count():
 def test_changed_workers_are_measured_again():
     rng, online = random.Random(1), learned(200)
     slower = WorkerCosts(
-        prefill=PrefillCost(9e-3, 15e-5, 2e-9),
-        decode=DecodeCost(30e-3, 6e-5, 9e-8),
-        pull=H200.pull,
+        prefill=PrefillCost(9e-3, 15e-5, 2e-9), decode=DecodeCost(30e-3, 6e-5, 9e-8), pull=H200.pull
     )
     for _ in range(40):
         online.observe_step("w", prefill_step(rng, slower))

@@ -42,11 +42,7 @@ INTAKE = Intake(4, Guides(), vocab_size=50, context_len=100)
 def prefill(token_ids=(1, 2, 3), *, num_top=None, limits=None, **sampling) -> Prefill:
     limits = {"max_len": 10, "prompt_len": 3} | (limits or {})
     return Prefill(
-        SeqId("a"),
-        list(token_ids),
-        Sampling(**sampling),
-        Limits(**limits),
-        prompt_logprobs=num_top,
+        SeqId("a"), list(token_ids), Sampling(**sampling), Limits(**limits), prompt_logprobs=num_top
     )
 
 

@@ -58,10 +58,7 @@ def test_only_whole_blocks_that_are_held_and_useful_are_offered(rig, prompt, num
 
 @pytest.mark.parametrize("prompt", [range(1, 14), range(4), range(1)])
 def test_without_a_whole_block_there_is_no_lease(rig, prompt):
-    rig.play(
-        (offer_prefix("b", prompt), [offered("b", 0)]),
-        (Blocks(), blocks(free=5, cached=3)),
-    )
+    rig.play((offer_prefix("b", prompt), [offered("b", 0)]), (Blocks(), blocks(free=5, cached=3)))
     assert rig.offers.counters == {"prefix_offers:not_held": 1}
 
 

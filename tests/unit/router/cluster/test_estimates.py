@@ -28,11 +28,7 @@ def view(name: str, role: Role, num_blocks: int = 100) -> WorkerView:
     return WorkerView(info)
 
 
-P0, P1, LARGE = (
-    view("p0", Role.PREFILL),
-    view("p1", Role.PREFILL),
-    view("p2", Role.PREFILL, 1000),
-)
+P0, P1, LARGE = (view("p0", Role.PREFILL), view("p1", Role.PREFILL), view("p2", Role.PREFILL, 1000))
 D0 = view("d0", Role.DECODE)
 
 

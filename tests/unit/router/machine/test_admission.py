@@ -36,15 +36,7 @@ from engine.worker.blocks import hash_blocks
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.admission import Admission, DecodeLoad
-from router.machine.events import (
-    Arrived,
-    Deliver,
-    End,
-    FromWorker,
-    SendTo,
-    Tick,
-    WorkerJoined,
-)
+from router.machine.events import Arrived, Deliver, End, FromWorker, SendTo, Tick, WorkerJoined
 from router.machine.machine import RouterMachine
 from router.machine.requests import Finished, Rejected, Request
 
@@ -56,11 +48,7 @@ COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCo
 
 
 def welcome(
-    name: str,
-    num_blocks: int = 10_000,
-    max_running: int = 1000,
-    *,
-    stretch: float | None = None,
+    name: str, num_blocks: int = 10_000, max_running: int = 1000, *, stretch: float | None = None
 ) -> WorkerJoined:
     role = Role.PREFILL if name[0] == "p" else Role.DECODE
     info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, max_running)

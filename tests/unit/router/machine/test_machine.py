@@ -16,12 +16,7 @@ from engine.messages import (
     RequestId,
     Tokens,
 )
-from router.machine.machine import (
-    ClientGone,
-    Deliver,
-    End,
-    Tick,
-)
+from router.machine.machine import ClientGone, Deliver, End, Tick
 from router.machine.requests import Cancelled, Failed, Finished, Rejected
 from tests.kits.router.machine import LEASE, Driver, ends, sent
 

@@ -25,15 +25,7 @@ from engine.messages import (
     Tokens,
     Welcome,
 )
-from router.machine.machine import (
-    Arrived,
-    Deliver,
-    End,
-    FromWorker,
-    RouterMachine,
-    SendTo,
-    Tick,
-)
+from router.machine.machine import Arrived, Deliver, End, FromWorker, RouterMachine, SendTo, Tick
 from router.machine.machine import WorkerJoined as Joined
 from router.machine.requests import Finished, Request
 

@@ -206,9 +206,7 @@ def test_a_pull_that_fails_costs_a_prefill(moving):
 # ---------------------------------------------------------------- copies
 
 
-def test_full_blocks_are_copied_while_the_sequence_runs_and_its_room_is_reserved(
-    copying,
-):
+def test_full_blocks_are_copied_while_the_sequence_runs_and_its_room_is_reserved(copying):
     effects = copying.say("d0", PrefixOffered("r.1.copy", COPIED))
     [(worker, copy)] = sent(effects, Decode)
     assert (worker, copy.seq_id, copy.token_ids) == ("d1", "r.1.copy", [1, 2, 3, 4])
@@ -296,9 +294,7 @@ def be_late(driver: Driver, until_s: float):
     return driver.handle(Tick())
 
 
-def test_late_copy_is_repeated_once_and_severs_no_workers(
-    copying,
-):
+def test_late_copy_is_repeated_once_and_severs_no_workers(copying):
     timeout_s = copying.machine.state.config.move_timeout_s
     began_s = copying.now_s
     effects = be_late(copying, began_s + timeout_s)

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.messages import (
-    Role,
-)
+from engine.messages import Role
 from engine.worker.blocks import hash_blocks
 from router.machine.events import Tick
 from router.machine.requests import Rejected

@@ -2,9 +2,7 @@
 
 import pytest
 
-from deploy.pools.events import (
-    RoomSeen,
-)
+from deploy.pools.events import RoomSeen
 from deploy.pools.orders import Drain, Flip, OrderRefused, SetPools, Stop
 from deploy.pools.workers.record import WorkerState
 from engine.control import Pools
