@@ -15,22 +15,24 @@ yet, even for an unknown name: the next version may have that name. Neither is t
 name of a version of which no worker is known yet. Such a call is held. If a version has no workers,
 versions with workers share its requests. The choice follows from a key and the weights alone. So
 the same key gets the same version until the weights change, and then as few keys as possible move.
+
+`Tallies` counts how the requests of each version ended, so that a bad version can be given up. The
+requests' event loop writes the counts, and reads them once a second.
 """
 
 import asyncio
 import contextlib
 import math
 import threading
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 
 from engine.control import MAIN_LINE
 from engine.messages import RequestId, WorkerId
 from router.cluster.transfers import MovedKv
-from router.gateway.tallies import Tallies
 from router.inbox.api_errors import ApiError
 from router.machine.requests import Timeline
 from router.port import RouterPort, WorkerStatus
@@ -312,3 +314,61 @@ class Versions:
         for each in self.table:
             total.update(each.port.counters())
         return total
+
+
+MAX_VERSIONS = 16  # the ones that ended requests last
+LONGEST_FOR_S = 300.0  # the longest sequence is of the last one or two of these spans
+
+CountHung = Callable[[float], Mapping[str, int]]  # by version, at a time in seconds
+
+
+@dataclass(slots=True)
+class VersionTally:
+    """Requests of one version that ended in this process."""
+
+    ended: int = 0
+    failed: int = 0
+    late: int = 0
+    _longest: list[int] = field(default_factory=lambda: [0, 0])  # of the last span, and of this one
+    _span: int = 0
+
+    def longest_len(self, now_s: float) -> int:
+        """The longest sequence lately, in tokens."""
+        self._turn(now_s)
+        return max(self._longest)
+
+    def record_len(self, num_tokens: int, now_s: float) -> None:
+        """Takes the length of a sequence that ended."""
+        self._turn(now_s)
+        self._longest[1] = max(self._longest[1], num_tokens)
+
+    def _turn(self, now_s: float) -> None:
+        span = int(now_s // LONGEST_FOR_S)
+        if span != self._span:
+            self._longest = [self._longest[1] if span == self._span + 1 else 0, 0]
+            self._span = span
+
+
+class Tallies:
+    """The tallies of all versions, by name."""
+
+    def __init__(self) -> None:
+        self._by_name: OrderedDict[str, VersionTally] = OrderedDict()
+        self.hung: CountHung = lambda _: {}
+
+    def of(self, name: str) -> VersionTally:
+        """The tally of a version; zeros if none of its requests has ended."""
+        return self._by_name.get(name) or VersionTally()
+
+    def record(self, name: str, *, failed: bool, late: bool, num_tokens: int, now_s: float) -> None:
+        """Takes the end of one answer."""
+        tally = self._by_name.get(name)
+        if tally is None:
+            tally = self._by_name[name] = VersionTally()
+        self._by_name.move_to_end(name)
+        if len(self._by_name) > MAX_VERSIONS:
+            self._by_name.popitem(last=False)
+        tally.ended += 1
+        tally.failed += failed
+        tally.late += late
+        tally.record_len(num_tokens, now_s)

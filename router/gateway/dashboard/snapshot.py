@@ -23,9 +23,11 @@ from router.gateway.dashboard.records import (
     RunningChoice,
     RunningRequest,
     Sample,
+    Stall,
     Totals,
+    segments_of,
+    spent_of,
 )
-from router.gateway.dashboard.segments import Stall, segments_of, spent_of
 from router.gateway.metrics.pools import PoolCount
 from router.gateway.versions import Versions
 from router.machine.requests import Timeline

@@ -1,6 +1,6 @@
 """Tallies of versions: counts, the longest sequence lately, few versions."""
 
-from router.gateway.tallies import LONGEST_FOR_S, MAX_VERSIONS, Tallies
+from router.gateway.versions import LONGEST_FOR_S, MAX_VERSIONS, Tallies
 
 
 def test_ends_are_counted_by_version():

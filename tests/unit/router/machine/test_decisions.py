@@ -33,10 +33,9 @@ from router.machine.events import (
     Tick,
     WorkerLost,
 )
-from router.machine.explaining import BURST
+from router.machine.explaining import BURST, MOST_SHOWN
 from router.machine.machine import RouterMachine
 from router.machine.requests import Request
-from router.policies.comparing import MOST_SHOWN
 from tests.kits.router.machine import LEASE, Driver, First, ends, sent
 
 # a token of a prompt takes 10 ms, a step 10 ms and one for each sequence, a pull only its overhead

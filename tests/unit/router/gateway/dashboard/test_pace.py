@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.messages import Limits, RequestId, Sampling
-from router.gateway.dashboard.pace import MAX_STALLS, Paces, spread_of
+from router.gateway.dashboard.recent import MAX_STALLS, Paces, spread_of
 from router.gateway.dashboard.records import RunningChoice
 from router.machine.requests import Request, Timeline
 

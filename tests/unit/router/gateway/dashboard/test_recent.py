@@ -13,7 +13,7 @@ from router.gateway.dashboard.recent import (
     missed_stage,
 )
 from router.gateway.dashboard.records import Bounds, RunningChoice
-from router.gateway.tallies import Tallies
+from router.gateway.versions import Tallies
 from router.machine.requests import Cancelled, Failed, Finished, Rejected, Request, Timeline
 from router.policies.base import Decision
 

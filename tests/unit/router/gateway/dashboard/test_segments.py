@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.gateway.dashboard.segments import Segment, Spent, segments_of, spent_of
+from router.gateway.dashboard.records import Segment, Spent, segments_of, spent_of
 from router.machine.requests import Stay, Timeline
 
 FIRST = Stay("p0", "d0", 1.0, 1.5, 2.0, 2.2, 2.5, 10.0)
