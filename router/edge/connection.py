@@ -88,8 +88,8 @@ class Connection(asyncio.Protocol):
         self._has_head = self._expects_continue = False  # the present request's head is complete
         self._num_parts = self._num_parts_bytes = 0  # of its body
         self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
-        self._outbox = _outboxes.setdefault(self._loop, Outbox())
-        self._feeder = _feeders.setdefault(self._loop, Feeder())
+        self._outbox = _outboxes.get(self._loop) or _outboxes.setdefault(self._loop, Outbox())
+        self._feeder = _feeders.get(self._loop) or _feeders.setdefault(self._loop, Feeder())
         self._pace = ConnectionPace(self._loop.time())
 
     # ------------------------------------------------------------ the transport's side
@@ -275,9 +275,12 @@ class Connection(asyncio.Protocol):
 
     def _check_head(self) -> None:
         limits, fields = self._limits, self._headers
-        num_bytes = len(self._url) + sum([len(name) + len(value) + 4 for name, value in fields])
-        if len(fields) > limits.max_headers or num_bytes > limits.max_head_bytes:
+        if len(fields) > limits.max_headers:
             self._raise(LONG_HEAD)
+        if self._num_fed > limits.max_head_bytes:  # the end of a body may be among these bytes
+            num_bytes = sum([len(name) + len(value) + 4 for name, value in fields])
+            if len(self._url) + num_bytes > limits.max_head_bytes:
+                self._raise(LONG_HEAD)
         if len(self._exchanges) > limits.max_pipelined:
             self._raise(TOO_MANY)
         if not self._url.isascii():
@@ -302,15 +305,6 @@ class Connection(asyncio.Protocol):
     async def drain(self) -> None:
         """Returns when the client has read enough to get more."""
         await self._is_writable.wait()
-
-    def send(self, data: bytes) -> None:
-        """Sends data now, unless the connection is closing."""
-        if not self.transport.is_closing():
-            self.transport.write(data)
-
-    def close(self) -> None:
-        """Closes the connection when everything is sent."""
-        self.transport.close()
 
     def _pause_reading(self) -> None:
         if not self._is_paused:
@@ -419,7 +413,8 @@ class Connection(asyncio.Protocol):
         if len(exchanges) > 1 or (exchanges and exchanges[0].has_begun):
             self.transport.close()  # an answer has begun, so no other one can be sent
             return
-        self.send(refusal.response())
+        if not self.transport.is_closing():
+            self.transport.write(refusal.response())
         self._finish()
         self._leave_exchanges()
 

@@ -68,13 +68,10 @@ class ExchangeWire(Protocol):
     """The connection of an exchange."""
 
     is_ready: bool  # the client is connected and reads fast enough
+    transport: asyncio.Transport
 
     async def drain(self) -> None:
         """Returns when the client has read enough to get more."""
-        ...
-
-    def send(self, data: bytes) -> None:
-        """Sends data now, unless the connection is closing."""
         ...
 
     def resume_reading(self) -> None:
@@ -83,10 +80,6 @@ class ExchangeWire(Protocol):
 
     def answered(self, exchange: "Exchange") -> None:
         """Notes that the response of the oldest request is complete."""
-        ...
-
-    def close(self) -> None:
-        """Closes the connection when everything is sent."""
         ...
 
 
@@ -124,14 +117,14 @@ class Exchange:
         except Exception:
             log.exception("the application failed")
         except asyncio.CancelledError:
-            self._way.close()
+            self._way.transport.close()
             raise
         else:
             if self.is_complete or self._is_gone:
                 return
             log.error("the application returned before its response was complete")
         if self.has_begun:
-            self._way.close()
+            self._way.transport.close()
             return
         headers = [(b"content-length", b"0"), (b"connection", b"close")]
         await self.send({"type": "http.response.start", "status": 500, "headers": headers})
@@ -141,7 +134,8 @@ class Exchange:
         """Returns the next part of the body, or that the client has left."""
         if self._expects_continue:
             self._expects_continue = False
-            self._way.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if not self._way.transport.is_closing():
+                self._way.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not (self._is_gone or self.is_complete):
             self._way.resume_reading()
             await self._news.wait()
@@ -258,8 +252,9 @@ class Exchange:
     def _send_held(self, data: bytes) -> None:
         """Sends the head if it is not sent yet, and more of the response."""
         held, self._held = self._held, b""
-        if held or data:
-            self._way.send(held + data)
+        transport = self._way.transport
+        if (held or data) and not transport.is_closing():
+            transport.write(held + data)
 
 
 @lru_cache(64)

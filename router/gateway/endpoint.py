@@ -6,7 +6,7 @@ leave. When the client leaves, everything that runs for the call is cancelled an
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
@@ -67,10 +67,10 @@ class CallEndpoint:
                 body = None if caller is None else caller.take_body()
                 if body is None:
                     body = await read_body(receive, self._parts.settings.gateway)
-                check_size(len(body), self._parts.settings.gateway)
+                if len(body) > self._parts.settings.gateway.max_body_bytes:
+                    check_size(len(body), self._parts.settings.gateway)
                 if caller is not None:
-                    with _UntilCallerLeaves(caller):
-                        await self._serve(body, scope, meter, send)
+                    await _until_caller_leaves(caller, self._serve(body, scope, meter, send))
                     return
                 async with until_client_leaves(receive):
                     await self._serve(body, scope, meter, send)
@@ -178,31 +178,27 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
         del refused  # its traceback holds this frame
 
 
-class _UntilCallerLeaves:
-    """Cancels what runs inside, on a server that calls back when the client has left."""
+async def _until_caller_leaves(caller: Exchange, serving: Awaitable[None]) -> None:
+    """Waits for `serving`, and cancels it when the server calls back: the client has left."""
+    task, has_left = asyncio.current_task(), False
+    assert task is not None
 
-    def __init__(self, caller: Exchange) -> None:
-        self._caller = caller
-        self._has_left = False
+    def leave() -> None:
+        nonlocal has_left
+        has_left = True
+        task.cancel()
 
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        if not self._caller.watch(self._leave):
-            self._leave()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> bool:
-        self._caller.watch(None)
-        if self._has_left:
-            self._task.uncancel()
-        return self._has_left and isinstance(error, asyncio.CancelledError)
-
-    def _leave(self) -> None:
-        self._has_left = True
-        self._task.cancel()
+    try:
+        if not caller.watch(leave):
+            leave()
+        await serving
+    except asyncio.CancelledError:
+        if not has_left:
+            raise
+    finally:
+        caller.watch(None)
+        if has_left:
+            task.uncancel()
 
 
 async def _wait_until_gone(receive: Receive) -> None:

@@ -187,19 +187,27 @@ def _checked(
     if body.stop_token_ids:
         check_in_vocabulary(body.stop_token_ids, text.vocab_size, "stop_token_ids")
     check_choices(body, settings.gateway.max_choices, settings.gateway.max_batch_choices)
-    check_answer_scores(body)
+    has_scores = body.num_top_logprobs is not None or body.prompt_logprobs is not None
+    if has_scores:
+        check_answer_scores(body)
     if body.use_beam_search:
         _check_beams(body, structure, text)
     prompts = _prompts(body.singles(), served, structure)
-    check_prompt_scores(body, [len(prompt.token_ids) for prompt in prompts])
+    if has_scores:
+        check_prompt_scores(body, [len(prompt.token_ids) for prompt in prompts])
     if body.use_beam_search:
         _check_steps(body.num_candidates, prompts)
     reader = body.reader(text, structure.calling, prompts[0].token_ids)
+    grammar = None
+    if body.allowed_token_ids or body.bad_words:
+        grammar = token_grammar(body, text, structure)
+    elif structure.grammar is not None:
+        grammar = behind_thinking(structure, text, reader)
     sampling = sampling_of(
         body,
         text=text,
         random_seed=call.random_seed,
-        grammar=token_grammar(body, text, structure) or behind_thinking(structure, text, reader),
+        grammar=grammar,
     )
     first = Request(
         call.request_id,

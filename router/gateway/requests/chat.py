@@ -115,7 +115,9 @@ class ChatBody(Body, kw_only=True):
             add_special_tokens=bool(self.add_special_tokens),
             may_exceed=may_exceed or self.truncate_prompt_tokens is not None,
         )
-        return self.cut(token_ids, context_len)
+        return (
+            token_ids if self.truncate_prompt_tokens is None else self.cut(token_ids, context_len)
+        )
 
     def reader(
         self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]

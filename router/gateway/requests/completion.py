@@ -78,7 +78,9 @@ class CompletionBody(Body, kw_only=True):
             token_ids = prompt
         if self.suffix:
             token_ids = text.encode_between(token_ids, self.suffix, context_len)
-        return self.cut(token_ids, context_len)
+        return (
+            token_ids if self.truncate_prompt_tokens is None else self.cut(token_ids, context_len)
+        )
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
         """The prompt's text if each choice begins with it."""

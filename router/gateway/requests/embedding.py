@@ -72,7 +72,9 @@ class EmbeddingBody(Body, kw_only=True):
         else:
             check_in_vocabulary(prompt, text.vocab_size, "input")
             token_ids = prompt
-        return self.cut(token_ids, context_len)
+        return (
+            token_ids if self.truncate_prompt_tokens is None else self.cut(token_ids, context_len)
+        )
 
     def check_model(self, text: TextModel) -> None:
         """Raises ApiError if a model gives no embeddings."""

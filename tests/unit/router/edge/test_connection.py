@@ -286,7 +286,7 @@ async def test_a_head_alone_is_sent_at_the_end_of_its_turn():
     connection.data_received(request(b""))
     await until(lambda: written)
     assert written[0][1].endswith(b"\r\n\r\n")
-    connection.close()
+    connection.transport.close()
     assert len(written) == 1
     for task in tasks_of(connection):
         task.cancel()
