@@ -9,6 +9,7 @@ from math import log10, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.common.report import Report
 from bench.common.series import TimePanel
 from engine.errors import ConfigError
 
@@ -182,6 +183,22 @@ def plot_bars(
         panel.tick_params(axis="x", labelrotation=60, labelsize="small")
         panel.grid(axis="y", alpha=0.3)
     save_figure(figure, path, title=title)
+
+
+def plot_report(report: Report, path: Path, *, title: str) -> None:
+    """Draws a panel for each thing of a report: a bar for each result and each of its peers."""
+    panels: dict[str, dict[str, float]] = {}
+    limits: dict[str, dict[str, float]] = {}
+    for result in report.results:
+        thing, _, name = result.name.partition("/")
+        quantity = f"{thing}, {result.unit}" if result.unit else thing
+        bars = panels.setdefault(quantity, {})
+        bars[name or thing] = result.value
+        bars.update({f"{name} {peer}".strip(): one.value for peer, one in result.peers.items()})
+        if result.limit is not None:
+            limits.setdefault(quantity, {})[name or thing] = result.limit
+    where = f"{report.hardware.cpu}, commit {report.commit}"
+    plot_bars(panels, path, title=f"{title}\n{where}", limits=limits)
 
 
 def save_figure(figure: "Figure", path: Path, *, title: str) -> None:

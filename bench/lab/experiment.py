@@ -3,7 +3,7 @@
 A study is a frozen dataclass. Its fields are the options of its command, the configuration in its
 report and the plan of its run. `__post_init__` raises ConfigError for options that do not fit.
 A field without a typer option can be set by code only, as `is_quick` by `quick`. The form adds
-`--seed`, `--quick`, `--json` and, for a study with a plot, `--plot`.
+`--seed`, `--quick`, `--json` and `--plot`.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class InterferenceStudy(Experiment):
@@ -36,7 +36,7 @@ from bench.common.command import (
 )
 from bench.common.goals import NO_GOALS, Goals
 from bench.common.machine import report_here
-from bench.common.plots import require_matplotlib
+from bench.common.plots import plot_report, require_matplotlib
 from bench.common.progress import Say, say_on_stderr
 from bench.common.report import Figure, Report, Result, Scalar, results_of
 from bench.common.shapes import SHAPES, shape_named
@@ -99,8 +99,8 @@ class Experiment(ABC):
         print_results(console, report, self.goals)
 
     def plot(self, report: Report, found: Findings, path: Path) -> None:
-        """Draws the report. A study that defines this method has the option `--plot`."""
-        raise NotImplementedError
+        """Draws the report."""
+        plot_report(report, path, title=self.title)
 
     def config(self) -> dict[str, Scalar]:
         """Returns the options as a flat mapping, without the seed, paths and peers."""
@@ -115,10 +115,7 @@ class Experiment(ABC):
 def command_of(kind: type[Experiment]) -> Callable[..., None]:
     """Returns the function that typer makes the study's command of."""
 
-    def plain(*, study: Experiment, quick: bool = False, json: JsonOption = None) -> None:
-        _run(study.quick() if quick else study, json, None)
-
-    def plotted(
+    def command(
         *,
         study: Experiment,
         quick: bool = False,
@@ -127,7 +124,6 @@ def command_of(kind: type[Experiment]) -> Callable[..., None]:
     ) -> None:
         _run(study.quick() if quick else study, json, plot)
 
-    command = plain if kind.plot is Experiment.plot else plotted
     command.__annotations__ |= {"study": kind, "quick": Annotated[bool, quick_option(kind.QUICK)]}
     command.__doc__ = kind.__doc__
     return printed_errors()(expanded(command))

@@ -10,7 +10,6 @@ timelines.
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
 import typer
@@ -19,7 +18,7 @@ import uvloop
 from bench.common.command import RepeatOption, numbers_of, peer_option
 from bench.common.options import check_choices, peers_named
 from bench.common.progress import Say
-from bench.common.report import Missing, Report, notes_on
+from bench.common.report import Missing, notes_on
 from bench.common.shapes import SHAPES, cached_checkpoint, shape_named
 from bench.lab.experiment import Experiment, Findings
 from bench.lab.kv.cases import (
@@ -36,7 +35,6 @@ from bench.lab.kv.cases import (
 from bench.lab.kv.contest import KvMeasured, contest
 from bench.lab.kv.figures import Handoffs, results, warnings
 from bench.lab.kv.movers import mover_of
-from bench.lab.kv.plots import plot_kv
 from bench.processes.serving import Options, serving
 from bench.serve.lengths import fixed
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
@@ -155,10 +153,6 @@ class KvStudy(Experiment):
         names = (*self.movers, *(name for name in peers if name != "nixl"))
         movers = {name: partial(mover_of, name, peers) for name in names}
         return contest(self.pulls, movers, say)
-
-    def plot(self, report: Report, found: Findings, path: Path) -> None:
-        """Draws bandwidth over block size, and the phases after a handoff."""
-        plot_kv(report, path, title=self.title)
 
     # ---------------------------------------------------------------- handoffs
 

@@ -23,7 +23,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
-from pathlib import Path
 from typing import Annotated, ClassVar, Self, TypeVar
 
 import typer
@@ -31,9 +30,8 @@ import typer
 from bench.common.background import BusyWatch, busy_results, busy_warning
 from bench.common.command import RepeatOption, values_of
 from bench.common.goals import Goals
-from bench.common.plots import plot_bars
 from bench.common.progress import Say
-from bench.common.report import Figure, Report, Result, result_of, results_of
+from bench.common.report import Figure, Result, result_of, results_of
 from bench.common.stats import percentile
 from bench.lab.experiment import Experiment, Findings
 from bench.lab.router.peer import COSTS, BitmaskRouter
@@ -170,18 +168,6 @@ class RouterStudy(Experiment):
             peer = BitmaskRouter(world.prefills, POOL_BLOCKS, COSTS)
             theirs.append(ingested_per_s(world, range(len(world.names)), peer.stored))
         return tuple(ours), tuple(theirs)
-
-    def plot(self, report: Report, found: Findings, path: Path) -> None:
-        """Draws bars of decisions/s and p99, ours and the peer's."""
-        bars: dict[str, dict[str, float]] = {}
-        for thing in ("decisions", "latency_p99"):
-            chosen = [result for result in report.results if result.name.startswith(f"{thing}/")]
-            unit = chosen[0].unit
-            bars[f"{thing}, {unit}"] = {r.name.partition("/")[2]: r.value for r in chosen}
-            bars[f"{thing} of {PEER}, {unit}"] = {
-                r.name.partition("/")[2]: r.peers[PEER].value for r in chosen if r.peers
-            }
-        plot_bars(bars, path, title=self.title)
 
 
 def results(

@@ -21,7 +21,6 @@ import msgspec
 from rich.console import Console
 
 from bench.common.background import BusyWatch
-from bench.common.plots import plot_bars
 from bench.common.progress import Say
 from bench.common.report import Report
 from bench.common.shapes import cached_pair
@@ -96,36 +95,6 @@ class SpeculateStudy(SpeculatePlan):
         for grid in filter(None, (cells, places)):
             medians = tuple(replace(result, runs=(result.value,)) for result in grid)
             print_pivot(console, replace(report, results=medians))
-
-    def plot(self, report: Report, found: Findings, path: Path) -> None:
-        """Plots speed-ups beside predictions, and acceptance by place beside expectations."""
-        panels: dict[str, dict[str, float]] = {}
-        limits: dict[str, dict[str, float]] = {}
-        values = {result.name: result.value for result in report.results}
-        for name, value in values.items():
-            thing, _, rest = name.partition("/")
-            if thing == "speedup" and f"predicted/{rest}" in values:
-                cell, _, bar = rest.partition("/")
-                _add(panels, limits, f"{cell}, speed-up", bar, value, values[f"predicted/{rest}"])
-            elif thing == "acceptance":
-                drafter, _, bar = rest.rpartition("_")
-                expected = values[f"expected_{name}"]
-                _add(panels, limits, f"{drafter}, accepted", bar, value, expected)
-        where = f"{report.hardware.cpu}, commit {report.commit}"
-        title = f"{self.title}; lines are expectations\n{where}"
-        plot_bars(panels, path, title=title, limits=limits)
-
-
-def _add(
-    panels: dict[str, dict[str, float]],
-    limits: dict[str, dict[str, float]],
-    panel: str,
-    bar: str,
-    value: float,
-    expected: float,
-) -> None:
-    panels.setdefault(panel, {})[bar] = value
-    limits.setdefault(panel, {})[bar] = expected
 
 
 def measure(plan: SpeculatePlan, say: Say) -> SpeculateMeasured:

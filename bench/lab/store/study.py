@@ -12,14 +12,13 @@ from typing import Any
 from bench.common import background
 from bench.common.options import PeerProgram
 from bench.common.progress import Say
-from bench.common.report import Missing, Report, notes_on
+from bench.common.report import Missing, notes_on
 from bench.lab.experiment import Findings
 from bench.lab.kv.contest import TimeKey, contest
 from bench.lab.kv.movers import Mover, mover_of
 from bench.lab.store import disk, peer, restarts, streams, turns
 from bench.lab.store.figures import SLAB, StoreMeasured, results, warnings
 from bench.lab.store.plan import StorePart, StorePlan
-from bench.lab.store.plots import plot_store
 from bench.processes.driven import Driven
 from engine.errors import BatonError
 
@@ -44,10 +43,6 @@ class StoreStudy(StorePlan):
             config["disk_engines"] = measured.disk.facts
         is_whole = not measured.missing
         return Findings(found, warnings(measured, found), config=config, is_whole=is_whole)
-
-    def plot(self, report: Report, found: Findings, path: Path) -> None:
-        """Draws TTFT by where a prefix came from, and bandwidths."""
-        plot_store(report, path, title=self.title)
 
     def run(self, say: Say) -> StoreMeasured:
         """Carries out the parts. Each one's files are removed behind it."""
