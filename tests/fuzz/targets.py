@@ -7,6 +7,7 @@ sockets. These are findings:
     a decoder raises anything but ProtocolError, or an end raises anything
     an invariant of a machine does not hold
     a block is sent that is not leased, or a byte is written to a block that no pull wants
+    a block is reported as good that holds other bytes than its source offered or sent
     a pull from an honest source fails meanwhile
 
 `tests.fuzz.decoders` looks for findings with atheris.
@@ -43,7 +44,7 @@ from engine.messages import (
 )
 from engine.net.trust import Secret
 from engine.worker.blocks import BlockId
-from engine.worker.events import PullDone
+from engine.worker.events import PullDone, PullFailed
 from kvtransfer.connections import SourceConnections
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
@@ -269,10 +270,36 @@ def attack_sink(world: World, script: Script) -> None:
     assert sorted(event.seq_id for event in ended if event.seq_id != "t") == ["honest", "s"]
     assert any(isinstance(event, PullDone) and event.seq_id == "honest" for event in ended)
     assert world.pool[WANTED_OF_HONEST].tobytes() == honest_record
+    for event in ended:
+        if event.seq_id == "s":
+            _check_arrived(world, script, event)
     end.close()
     changed = (world.pool != world.content).any(axis=1)
     assert not changed[world.unwanted].any(), "a block was written that no pull wants"
     world.pool[:] = world.content
+
+
+def _check_arrived(world: World, script: Script, end: PullDone | PullFailed) -> None:
+    """Asserts that blocks reported as good hold what the source offered or sent for them."""
+    offered = {row.tobytes() for row in world.offered.blocks}
+    for index, block in WANTED:
+        if isinstance(end, PullDone) or index in end.arrived:
+            assert world.pool[block].tobytes() in offered | _sent_for(script, index)
+
+
+def _sent_for(script: Script, index: int) -> set[bytes]:
+    """Returns the contents that a sink may accept for the block with that index."""
+    found = set()
+    for header, *payload in script:
+        try:
+            data = decode_to_sink(header)
+        except ProtocolError:
+            continue
+        if isinstance(data, Data) and len(payload) == 1 and checksum(payload[0]) == data.checksum:
+            size = LAYOUT.block_bytes
+            rows = [row for row, i in enumerate(data.indices[:NUM_BLOCKS]) if i == index]
+            found |= {payload[0][row * size : (row + 1) * size] for row in rows}
+    return found
 
 
 def _honest_script() -> Script:
