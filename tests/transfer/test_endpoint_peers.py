@@ -331,14 +331,6 @@ def test_many_pulls_in_both_directions_at_once(backend):
             assert np.array_equal(here.pool.blocks[half:], sent[other][:half])
 
 
-def test_a_lease_whose_sink_is_gone_expires():
-    with worker("source", Transport.ZMQ, timing=IMPATIENT) as source:
-        with worker("sink", Transport.ZMQ) as sink:
-            sink.hold("s", source.lease("l", [1]))
-            until(lambda: source.is_held("l"), "held")
-        assert source.end_of_lease() == LeaseEnded(LeaseId("l"), "expired")
-
-
 def test_a_source_without_pulls_is_let_go():
     with (
         worker("source", Transport.SHM) as source,

@@ -131,44 +131,6 @@ def test_shares_are_converted_on_their_way(shape, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_shares_arrive_while_the_source_still_computes(backend):
-    of_source, of_sink = SHAPES["tp2 to tp1"]
-    whole = numbers(FP32, seed=1)
-    with (
-        ranks("p", backend, of_source, layout=FP32) as source,
-        ranks("d", backend, of_sink, layout=FP32) as [sink],
-    ):
-        fill(source, of_source, whole)
-        begin([sink], lease(source, "l", THERE, ready=2))
-        until(lambda: has_share(sink, whole, *of_sink, num=2), "two blocks arrive")
-        source[0].grow("l", THERE[2:])
-        assert source[1].endpoint.source.num_leases == 1
-        source[1].grow("l", THERE[2:])
-        assert is_done(sink.end_of_pull(), backend)
-        assert has_share(sink, whole, *of_sink)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_aborted_pull_ends_once_and_gives_back_every_lease(backend):
-    with (
-        ranks("p", backend, tp(2), layout=FP32) as source,
-        ranks("d", backend, tp(1), layout=FP32) as [sink],
-    ):
-        begin([sink], lease(source, "l", THERE, ready=2))
-        sink.endpoint.perform(AbortPull(SeqId("s")))
-        end = sink.end_of_pull()
-        assert isinstance(end, PullFailed)
-        assert end.reason == "aborted"
-        assert set(end.arrived) <= {0, 1}
-        written = sink.pool.blocks.copy()
-        for rank in source:
-            rank.grow("l", THERE[2:])
-            assert rank.end_of_lease().lease_id == "l"
-        assert np.array_equal(sink.pool.blocks, written)
-        assert sink.events.empty()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_lease_revoked_at_one_rank_fails_the_pull_and_ends_the_other(backend):
     with (
         ranks("p", backend, tp(2), layout=FP32) as source,
@@ -281,28 +243,3 @@ def test_an_address_that_lacks_a_rank_is_refused(named):
         )
         end = sink.pull("s", LeaseRef(LeaseId("l"), wrong, 4), PAIRS)
         assert end == PullFailed(SeqId("s"), "source refused: group differs")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_many_pulls_of_several_ranks_at_once(backend):
-    whole = numbers(FP32, seed=1)
-    with (
-        ranks("p", backend, tp(2), layout=FP32) as source,
-        ranks("d", backend, tp(4), layout=FP32) as sink,
-    ):
-        fill(source, tp(2), whole)
-        for first in range(0, 100, 10):
-            shared = lease(source, f"l{first}", list(range(first, first + 10)), ready=3)
-            for rank in sink:
-                rank.hold(f"s{first}", shared)
-                rank.start(f"s{first}", [(i, 100 + first + i) for i in range(10)])
-        for first in range(0, 100, 10):
-            for rank in source:
-                rank.grow(f"l{first}", list(range(first + 3, first + 10)))
-        for rank, shard in zip(sink, tp(4), strict=True):
-            assert {rank.end_of_pull().seq_id for _ in range(10)} == {
-                f"s{first}" for first in range(0, 100, 10)
-            }
-            assert np.array_equal(rank.pool.blocks[100:], share_of(whole[:100], FP32, shard))
-        for rank in source:
-            assert [rank.end_of_lease().reason for _ in range(10)] == ["released"] * 10

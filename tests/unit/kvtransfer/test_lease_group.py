@@ -53,12 +53,6 @@ def ended(groups: PullGroups, *reports: tuple[int, PullDone | PullFailed]) -> li
     return effects
 
 
-def test_each_member_gets_each_order():
-    groups = held()
-    assert groups.start(START) == to(START, *MEMBERS)
-    assert groups.abort(ABORT) == to(ABORT, *MEMBERS)
-
-
 def test_a_pull_is_done_with_its_last_part_and_took_as_long_as_the_longest():
     groups = pulling()
     parts = [(1, done(2.0, 0.5, "nixl")), (0, done(1.0, 1.0)), (2, done(0.5, 0.0))]
@@ -104,14 +98,6 @@ def test_a_pull_that_failed_while_held_fails_again_when_it_is_started():
     ended(groups, (0, PullFailed("s", "lease expired")), (1, ABORTED), (2, ABORTED))
     assert groups.start(START) == [PullFailed("s", "lease was lost while waiting")]
     assert groups.abort(ABORT) == []
-
-
-def test_a_second_report_of_a_part_is_ignored():
-    groups = pulling()
-    ended(groups, (0, PullFailed("s", "lease expired")))
-    assert ended(groups, (0, PullFailed("s", "lease was lost while waiting"))) == []
-    ended(groups, (1, ABORTED), (2, ABORTED))
-    assert ended(groups, (2, ABORTED)) == []
 
 
 def test_an_idle_member_is_asked_for_no_blocks_and_delays_none():
