@@ -1,56 +1,64 @@
 """The seam between the HTTP side and the router: each side is tested without the other."""
 
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.messages import LoadReport, RequestId, Role, SeqId, StoreHint, WorkerId
 from router.cluster.transfers import MovedKv
-from router.machine.requests import Forecast, Request, Timeline, Update
-
-# Takes an update in the call in which it arrives. Returns False to leave it to the iterator.
-TakeAtOnce = Callable[[Update], bool]
-
-# Takes the tokens of an update with tokens alone, and its time of arrival in seconds.
-TakeTokens = Callable[[Sequence[int], float], bool]
+from router.machine.requests import Forecast, Request, Timeline, Update, joined
 
 
-class StepTaker(Protocol):
-    """Takes the tokens of running answers from the frames of workers, and sends them.
+class Sink(Protocol):
+    """Gets the answer to one request, in calls that do not wait.
 
-    The way of one sequence's tokens is its *lane*. As long as it is open, the client of the answer
-    gets updates only through `take_frame`.
+    It keeps what a slow client has not read. An exception of a call ends the answer: see `fail`.
     """
 
+    def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
+        """Gets tokens with nothing beside them, and their time of arrival in seconds."""
+        ...
+
+    def update(self, update: Update) -> None:
+        """Gets an update. The last one has an outcome; it may come before `submit` returns."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Gets a bug that this request has met. Nothing else may come."""
+        ...
+
+
+class FrameTaker(Protocol):
+    """Takes the tokens of running answers straight from the frames of workers."""
+
     def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:
-        """Takes what a frame has for open lanes: messages with tokens and nothing else.
+        """Takes messages with tokens and nothing else, of sequences that it knows.
 
         Behind other news of a sequence, the frame's tokens for it are not taken. Returns the places
         of all other messages; None if nothing was taken.
         """
         ...
 
-    def close_lane(self, seq_id: SeqId) -> None:
-        """Closes a lane, if it is open. It may also close by itself."""
+    def close(self, seq_id: SeqId) -> None:
+        """Takes no more tokens of this sequence."""
         ...
 
 
-# Opens a lane for the sequence of an answer that is under way, if that is possible now.
-OpenLane = Callable[[SeqId], StepTaker | None]
+class Handle(Protocol):
+    """A request that a router has."""
 
+    def cancel(self) -> None:
+        """Ends the request; its sink gets nothing more. To be called in any case, at the end."""
+        ...
 
-def open_no_lane(_: SeqId) -> None:
-    """The default `OpenLane`: all tokens are updates."""
+    def offer_frames(self, taker: FrameTaker) -> SeqId | None:
+        """Offers frames to `taker` from now on, before their tokens go to sinks.
 
-
-def take_nothing(_: Update) -> bool:
-    """The default `TakeAtOnce`: every update comes out of the iterator."""
-    return False
-
-
-def take_no_tokens(_: Sequence[int], __: float) -> bool:
-    """The default `TakeTokens`: tokens are updates like others."""
-    return False
+        Returns the sequence that the next tokens of the answer come from; None if no sequence may
+        be taken from frames.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +115,39 @@ class RouterStatus(Protocol):
 class RequestPort(Protocol):
     """The way of requests to a router."""
 
-    def submit(
-        self,
-        request: Request,
-        take_at_once: TakeAtOnce = take_nothing,
-        take_tokens: TakeTokens = take_no_tokens,
-        open_lane: OpenLane = open_no_lane,
-    ) -> AsyncGenerator[Update, None]:
-        """Starts a request. Closing the iterator before its last update cancels the request.
-
-        Each update is first offered to `take_at_once`. If that returns True, the iterator does not
-        yield the update. So most tokens are sent as they arrive, and wait for no task. An update of
-        tokens alone is offered to `take_tokens` before. Where that takes them, a lane may be opened
-        for the next ones.
-        """
+    def submit(self, request: Request, sink: Sink) -> Handle:
+        """Starts a request, whose answer goes to `sink`."""
         ...
+
+
+class _WholeAnswer:
+    """The sink of `ask`: keeps an answer until it is complete."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Update] = asyncio.get_running_loop().create_future()
+        self._updates: list[Update] = []
+
+    def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
+        self._updates.append(Update(tuple(token_ids)))
+
+    def update(self, update: Update) -> None:
+        self._updates.append(update)
+        if update.outcome is not None and not self.answer.done():  # a cancelled call is done
+            self.answer.set_result(joined(self._updates))
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+async def ask(port: RequestPort, request: Request) -> Update:
+    """Returns the whole answer to a request as one update. A cancelled call cancels the request."""
+    sink = _WholeAnswer()
+    handle = port.submit(request, sink)
+    try:
+        return await sink.answer
+    finally:
+        handle.cancel()
 
 
 class RouterPort(RouterStatus, RequestPort, Protocol):

@@ -8,14 +8,13 @@ long     a prompt of several blocks, which must be computed in parts or handed o
 import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import aclosing
 from itertools import cycle, islice
 from uuid import uuid4
 
 from engine.clock import Clock
 from engine.messages import Limits, RequestId, Sampling
-from router.machine.requests import Finished, Outcome, Request, Update
-from router.port import RequestPort
+from router.machine.requests import Finished, Request, Update
+from router.port import RequestPort, ask
 from router.text.tokenizer import TextModel
 
 TENANT = "baton-probe"
@@ -37,12 +36,12 @@ async def fault_of_version(
     for name, prompt in (("short", short), ("again", short), ("long", long)):
         try:
             async with asyncio.timeout(WITHIN_S):
-                updates = await _answer(port, prompt, context_len, clock)
+                answer = await _answer(port, prompt, context_len, clock)
         except TimeoutError:
             return f"the {name} request was not answered in {WITHIN_S:g} s"
-        if fault := _fault(updates):
+        if fault := _fault(answer):
             return f"the {name} request {fault}"
-        said.append(tuple(token for update in updates for token in update.token_ids))
+        said.append(answer.token_ids)
     if said[0] != said[1]:
         return f"a request was answered by {list(said[0])}, and again by {list(said[1])}"
     return ""
@@ -50,7 +49,7 @@ async def fault_of_version(
 
 async def _answer(
     port: RequestPort, prompt: Sequence[int], context_len: int, clock: Clock
-) -> list[Update]:
+) -> Update:
     request = Request(
         request_id=RequestId(f"probe-{uuid4().hex}"),  # each gateway process sends its own
         token_ids=tuple(prompt),
@@ -59,16 +58,14 @@ async def _answer(
         received_s=clock.now_s(),
         tenant=TENANT,
     )
-    async with aclosing(port.submit(request)) as updates:
-        return [update async for update in updates]
+    return await ask(port, request)
 
 
-def _fault(updates: Sequence[Update]) -> str:
-    outcome: Outcome | None = updates[-1].outcome if updates else None
-    if not isinstance(outcome, Finished):
-        return f"ended with {outcome}"
-    if not any(update.token_ids for update in updates):
+def _fault(answer: Update) -> str:
+    if not isinstance(answer.outcome, Finished):
+        return f"ended with {answer.outcome}"
+    if not answer.token_ids:
         return "got no token"
-    if not all(math.isfinite(each.logprob) for update in updates for each in update.logprobs):
+    if not all(math.isfinite(each.logprob) for each in answer.logprobs):
         return "got log-probabilities that are no numbers"
     return ""

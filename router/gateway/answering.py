@@ -8,8 +8,8 @@ between is here. The life of one call:
 2. The router's updates become text, and text becomes pieces for the writer. Several choices are
    several requests to the router, with updates in any order. If one of them fails, the answer
    fails.
-3. The router's iterator is closed at the end, at a stop string, at the call's timeout, or when the
-   caller is cancelled. That cancels the request on the workers.
+3. The request is cancelled at a stop string, at the call's timeout, or when the caller is
+   cancelled. That cancels it on the workers.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from router.access.limits import KeyAccounts, KeyUse, Tenant
 from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece, PromptScores
 from router.gateway.answers.dialects import Dialect
-from router.gateway.answers.following import follow
+from router.gateway.answers.following import Following
 from router.gateway.answers.searching import Searches
 from router.gateway.answers.writing import (
     TIMED_OUT,
@@ -214,7 +214,7 @@ class AnswerService:
             async for choice in _by_turns(choices, turn):
                 parts.recent.begin(_shown(call, choice))
             if searches is None:
-                following = follow(port, clock, choices, writer, turn)
+                following = Following(port, clock, writer, turn).run(choices, parts.batch)
             else:
                 following = searches.follow(choices, writer, turn)
             if call.asked.timeout_s is not None:
@@ -223,7 +223,7 @@ class AnswerService:
             outcome, last_s = last.outcome, choices[last.choice].last_s
             assert outcome is not None
             if not last.is_empty or last.finish is not None:
-                await writer.write(last)
+                writer.write(last)
             await writer.end(Ending(outcome, call, choices))
             async for choice in _by_turns(uncounted, turn):
                 self._count(call, choice)

@@ -87,14 +87,13 @@ class HttpAnswers:
 
     def __init__(self, parts: GatewayParts, dialect: Dialect, body_type: type[Body]) -> None:
         self._service = AnswerService(parts, dialect, body_type)
-        self._batch = parts.batch
 
     async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
         """Sends the answer, as a stream or whole. Raises InvalidRequest."""
 
         def writer(heading: Heading) -> AnswerWriter:
             if heading.call.body.stream:
-                return StreamedAnswer(heading, send, pipe_of(scope), self._batch)
+                return StreamedAnswer(heading, send, pipe_of(scope))
             return whole_answer(heading, send)
 
         call = self._service.call(body, tenant_of(scope), headers_of(list(scope["headers"])))

@@ -30,6 +30,7 @@ from engine.errors import BatonError
 from engine.messages import Limits, RequestId, Role, Sampling
 from engine.net.trust import Secret
 from router.machine.requests import Finished, Outcome, Request
+from router.port import ask
 from router.recording.records import records_of
 from router.service import Router
 
@@ -147,10 +148,7 @@ async def _ask_at(router: Router, request: Request, due_s: float) -> Outcome | N
     clock = MonotonicClock()
     delay_s = max(due_s - clock.now_s(), 0.0)
     await asyncio.sleep(delay_s)  # noqa: TID251 (an arrival is an event of the clock)
-    outcome = None
-    async for update in router.submit(replace(request, received_s=clock.now_s())):
-        outcome = update.outcome
-    return outcome
+    return (await ask(router, replace(request, received_s=clock.now_s()))).outcome
 
 
 def _request(name: str, asked: TraceRequest, block_tokens: int) -> Request:

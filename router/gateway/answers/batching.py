@@ -3,11 +3,11 @@
 A step of a worker brings a token of each stream. Most streams show text and nothing else of a
 token. Their tokens are collected, and at the end of the turn they become chunks of the responses
 all together, which C++ sends (`router.text.native`). A transport gets what its socket does not take
-at once. What is taken in other ways must come behind them: see `flush`.
+at once. Tokens that Python takes must come behind them: see `FastPath.close`.
 
-Once a stream runs, its tokens need nothing of Python. Then it has a *lane*: C++ takes its tokens
-from the frames of its worker, and sends their chunks while it reads the frame. A lane is closed
-before anything else is sent to its client, and when the client's socket is full.
+Once a stream runs, its tokens need nothing of Python. Then C++ takes its tokens from the frames of
+its worker, and sends their chunks while it reads the frame. That ends before anything else is sent
+to the client, and when the client's socket is full.
 """
 
 import asyncio
@@ -16,59 +16,74 @@ from collections.abc import Sequence
 from contextvars import Context
 
 from engine.messages import SeqId
-from router.edge.exchange import NO_SOCKET, BodyPipe
+from router.edge.exchange import NO_SOCKET
+from router.gateway.answers.choice import AnswerChoice
+from router.gateway.answers.stream import StreamedAnswer
+from router.gateway.answers.writing import AnswerWriter
 from router.gateway.metrics.meters import GatewayMetrics
+from router.port import Handle
 from router.text.native.step import BatchedText, TextSteps
 
 log = logging.getLogger(__name__)
 
 
 class TextBatch:
-    """The tokens of one turn. Belongs to one event loop."""
+    """The tokens of one turn. Belongs to one event loop; implements `router.port.FrameTaker`."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         """Raises BuildError where there is no C++."""
         self._metrics = metrics
         self._steps = TextSteps()
-        self._added: list[tuple[tuple[BatchedText, BodyPipe], Sequence[int], float]] = []
-        self._lanes: dict[int, tuple[SeqId, BatchedText, BodyPipe]] = {}  # open ones, by number
-        self._numbers: dict[SeqId, int] = {}  # of open lanes
+        self._added: list[tuple[FastPath, Sequence[int], float]] = []
+        self._paths: dict[int, FastPath] = {}  # that take from frames, by number
+        self._numbers: dict[SeqId, int] = {}  # of these
         self._num_opened = 0
 
-    def add(
-        self, answer: tuple[BatchedText, BodyPipe], token_ids: Sequence[int], now_s: float
-    ) -> None:
-        """Takes tokens of an answer, and sends what they show through its pipe, soon."""
+    def path(
+        self, choice: AnswerChoice, writer: AnswerWriter, *, is_alone: bool
+    ) -> "FastPath | None":
+        """Returns the fast path of a choice, which may be the only one of its answer.
+
+        None if Python has to take the choice's tokens.
+        """
+        if not isinstance(writer, StreamedAnswer) or writer.events.pipe is None:
+            return None
+        if not (choice.fits_cpp and writer.shows_text_alone):
+            return None
+        return FastPath(self, choice, writer, is_alone=is_alone)
+
+    def add(self, path: "FastPath", token_ids: Sequence[int], now_s: float) -> None:
+        """Takes tokens, and sends what they show, soon."""
         if not self._added:
             asyncio.get_running_loop().call_soon(self.flush, context=Context())
-        self._added.append((answer, token_ids, now_s))
+        self._added.append((path, token_ids, now_s))
 
-    def open_lane(self, seq_id: SeqId, answer: tuple[BatchedText, BodyPipe]) -> bool:
-        """Opens a lane for an answer that has its pipe for itself; False if that has to wait."""
-        socket = answer[1].socket()
-        if socket == NO_SOCKET:
-            return False
-        self.close_lane(seq_id)
+    def open(self, seq_id: SeqId, path: "FastPath") -> None:
+        """Takes the tokens of a sequence from frames, if that is possible now."""
+        if seq_id in self._numbers:
+            return
+        socket = path.pipe.socket()
         number = self._num_opened = self._num_opened + 1
-        if not self._steps.open_lane(number, seq_id.encode(), answer[0], socket):
-            return False
-        self._lanes[number] = (seq_id, *answer)
-        self._numbers[seq_id] = number
-        return True
+        if socket != NO_SOCKET and self._steps.open_lane(
+            number, seq_id.encode(), path.text, socket
+        ):
+            self._paths[number] = path
+            self._numbers[seq_id] = number
+            path.seq_id = seq_id
 
-    def close_lane(self, seq_id: SeqId) -> None:
-        """Closes a lane, if it is open."""
+    def close(self, seq_id: SeqId) -> None:
+        """Takes no more tokens of this sequence from frames."""
         number = self._numbers.pop(seq_id, None)
         if number is not None:
             self._steps.close_lane(seq_id.encode())
-            del self._lanes[number]
+            del self._paths[number]
 
     def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:
-        """Sends what a worker's frame has for open lanes; returns the places of other messages.
+        """Sends what a worker's frame has for fast paths; returns the places of other messages.
 
-        None if there is nothing for lanes.
+        None if there is nothing for fast paths.
         """
-        if not self._lanes:
+        if not self._paths:
             return None
         self.flush()  # tokens that came before
         try:
@@ -79,15 +94,34 @@ class TextBatch:
         if taken is None:
             return None
         self._count(taken.num_tokens)
-        for pipe, rest in [(self._lanes[number][2], rest) for number, rest in taken.rests]:
-            self._send_rest(pipe, rest)
+        for path, rest in [(self._paths[number], rest) for number, rest in taken.rests]:
+            path.send_rest(rest)
         return taken.left
+
+    def flush(self) -> None:
+        """Sends everything now."""
+        if not self._added:
+            return
+        added, self._added = self._added, []
+        paths, token_ids, times_s = zip(*added, strict=True)
+        self._count(sum(map(len, token_ids)))
+        paths[0].pipe.flush()  # parts of bodies that came before
+        try:
+            sockets = [path.pipe.socket() for path in paths]
+            rests = self._steps.take([path.text for path in paths], token_ids, times_s, sockets)
+        except Exception:  # a bug: without these tokens the answers would be wrong
+            log.exception("tokens became no text: the connections of their streams are cut")
+            for path in paths:
+                path.pipe.cut()
+            return
+        for place, rest in rests:
+            paths[place].send_rest(rest)
 
     def _learn(self, vocabulary: int, token_id: int) -> None:
         """Puts a token into the vocabulary with this handle."""
-        for _, text, _ in self._lanes.values():
-            if text.vocabulary.handle == vocabulary:
-                text.vocabulary.learn(token_id)
+        for path in self._paths.values():
+            if path.text.vocabulary.handle == vocabulary:
+                path.text.vocabulary.learn(token_id)
                 return
         raise LookupError("a token of no vocabulary")
 
@@ -95,28 +129,52 @@ class TextBatch:
         self._metrics.num_generation_tokens += num_tokens
         self._metrics.num_batched_tokens += num_tokens
 
-    def _send_rest(self, pipe: BodyPipe, rest: bytes) -> None:
-        """Gives the transport what the socket did not take. Lanes must not overtake it."""
-        pipe.write_coded(rest)
-        for seq_id in [lane[0] for lane in self._lanes.values() if lane[2] is pipe]:
-            self.close_lane(seq_id)
 
-    def flush(self) -> None:
-        """Sends everything now. Call it before a text is changed in any other way."""
-        if not self._added:
-            return
-        added, self._added = self._added, []
-        answers, token_ids, times_s = zip(*added, strict=True)
-        texts, pipes = zip(*answers, strict=True)
-        self._count(sum(map(len, token_ids)))
-        pipes[0].flush()  # parts of bodies that came before
-        try:
-            sockets = [pipe.socket() for pipe in pipes]
-            rests = self._steps.take(texts, token_ids, times_s, sockets)
-        except Exception:  # a bug: without these tokens the answers would be wrong
-            log.exception("tokens became no text: the connections of their streams are cut")
-            for pipe in pipes:
-                pipe.cut()
-            return
-        for place, rest in rests:
-            self._send_rest(pipes[place], rest)
+class FastPath:
+    """The tokens of one choice on their way to its client through a `TextBatch`."""
+
+    text: BatchedText  # once the stream is open
+
+    def __init__(
+        self, batch: TextBatch, choice: AnswerChoice, writer: StreamedAnswer, *, is_alone: bool
+    ) -> None:
+        assert writer.events.pipe is not None
+        self.pipe = writer.events.pipe
+        self.seq_id: SeqId | None = None  # whose tokens were last taken from frames
+        self._batch = batch
+        self._choice = choice
+        self._writer = writer
+        self._is_alone = is_alone  # nothing else writes to the client
+        self._is_begun = False
+
+    def take(self, token_ids: Sequence[int], now_s: float, handle: Handle | None) -> bool:
+        """Takes tokens of a choice that goes on. Returns False if Python has to take them."""
+        choice = self._choice
+        if self._writer.is_full or not choice.num_tokens:
+            return False
+        if not self._is_begun:
+            self.text, self._is_begun = choice.batched(self._writer.frame_of(choice.index)), True
+        self._batch.add(self, token_ids, now_s)
+        if self._is_alone and handle is not None:
+            seq_id = handle.offer_frames(self._batch)
+            if seq_id != self.seq_id:
+                self._close_frames()
+            if seq_id is not None:
+                self._batch.open(seq_id, self)
+        return True
+
+    def close(self) -> None:
+        """Sends what was taken. To be called before the choice is changed in any other way."""
+        if self._is_begun:
+            self._batch.flush()
+            self._close_frames()
+
+    def send_rest(self, rest: bytes) -> None:
+        """Gives the transport what the socket did not take. Later chunks must not overtake it."""
+        self.pipe.write_coded(rest)
+        self._close_frames()
+
+    def _close_frames(self) -> None:
+        if self.seq_id is not None:
+            self._batch.close(self.seq_id)
+            self.seq_id = None

@@ -3,9 +3,8 @@
 This module does not know HTTP or JSON.
 """
 
-import asyncio
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -83,19 +82,6 @@ class PromptScores:
     def __init__(self) -> None:
         self.entries: tuple[Entry, ...] = ()
         self.are_known = False  # they came
-        self._waited_for: asyncio.Event | None = None
-
-    def put(self, entries: tuple[Entry, ...]) -> None:
-        """Takes them."""
-        self.entries, self.are_known = entries, True
-        if self._waited_for is not None:
-            self._waited_for.set()
-
-    async def wait(self) -> None:
-        """Returns when they are known."""
-        if not self.are_known:
-            self._waited_for = self._waited_for or asyncio.Event()
-            await self._waited_for.wait()
 
 
 class AnswerChoice:
@@ -117,12 +103,16 @@ class AnswerChoice:
     ) -> None:
         """With `in_cpp`, its tokens may be taken in C++: see `batched`."""
         self.index = index
-        request = self.request = call.requests[index]
+        self.request = request = call.requests[index]
         self.outcome: Outcome | None = None
         self.timeline: Timeline | None = None
-        self._last_s = 0.0  # when the last update came
         self.prompt = prompt
+        self.num_reasoning_tokens = 0
+        self._call = call
+        self._body = body = call.body
         self._meter = meter
+        self._last_s = 0.0  # when the last update came
+        self._last_id: int | None = None
         leads = not index % call.num_candidates
         # The tokens of the first answer to a prompt, if stores shall hear which blocks it used.
         self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None
@@ -132,36 +122,27 @@ class AnswerChoice:
         )
         self._parser = parser
         self._echo = call.echoes[index // call.num_candidates]
-        body = call.body
-        self._echoes_scores = body.echoes_scores
-        self._is_only_prompt = body.is_only_prompt
-        self._return_token_ids = bool(body.return_token_ids)
-        self._stop_token_ids = call.stop_token_ids
-        self._last_id: int | None = None
-        self._shows_reasoning = body.shows_reasoning
-        has_scores, scores_all = body.num_top_logprobs is not None, body.scores_all_tokens
-        self.num_reasoning_tokens = 0
+        has_scores = body.num_top_logprobs is not None
         # Tokens become text and nothing else, and only tokens end the choice.
         self.is_plain = not (
             self._is_scored
             or self._echo is not None
             or has_scores
             or body.stop
-            or self._stop_token_ids
-            or self._return_token_ids
+            or call.stop_token_ids
+            or body.return_token_ids
             or parser is not None
         )
         self._vocabulary: NativeVocabulary | None = None
-        if in_cpp and self.is_plain and self.noted_ids is None and not self._is_only_prompt:
+        if in_cpp and self.is_plain and self.noted_ids is None and not body.is_only_prompt:
             self._vocabulary = call.served.text.vocabulary
         self._state = PlainTextState() if self._vocabulary is None else NativeText()
-        self._settle: Callable[[], None] = _do_nothing  # takes what C++ has to take before
         meter.state = self._state
-        self._shows_special_tokens = body.skip_special_tokens is False
+        shows_all = body.skip_special_tokens is False
         marks = () if call.reader is None else call.reader.marks
         self._text = AnswerText(
             call.served.text.detokenizer(
-                request.token_ids, marks, shows_all=self._shows_special_tokens, state=self._state
+                request.token_ids, marks, shows_all=shows_all, state=self._state
             ),
             prompt_len=len(request.token_ids),
             limits=request.limits,
@@ -169,20 +150,19 @@ class AnswerChoice:
             shows_stop=bool(body.include_stop_str_in_output),
             state=self._state,
         )
+        self._scores_all_tokens = has_scores and body.scores_all_tokens
         self._scored: ScoredText | None = None
-        self._scores_all_tokens = has_scores and scores_all
-        if has_scores and not scores_all:
+        if has_scores and not self._scores_all_tokens:
             self._scored = ScoredText(self._text)
 
     def take(self, update: Update, now_s: float) -> AnswerPiece:
         """Returns what this update makes ready to be shown."""
-        self._settle()
         self._last_s = now_s
         has_tokens = bool(update.token_ids)
         if has_tokens:
             self._meter.tokens(len(update.token_ids), now_s)
             self._record(update)
-            if self._is_only_prompt:
+            if self._body.is_only_prompt:
                 update = _without_answer(update)
         if update.timeline is not None:
             self.timeline = update.timeline
@@ -217,32 +197,31 @@ class AnswerChoice:
             state.num_tokens,
             entries,
             calls,
-            token_ids if self._return_token_ids else (),
+            token_ids if self._body.return_token_ids else (),
             self.outcome,
             self._finish_reason() if ends else None,
             self._stop_reason() if ends else None,
-            reasoning if self._shows_reasoning else "",
+            reasoning if self._body.shows_reasoning else "",
             update.embedding,
         )
 
-    def take_tokens(self, token_ids: Sequence[int], now_s: float) -> str:
-        """Returns the text that tokens make ready, for a choice that `is_plain` and goes on."""
+    def take_tokens(self, token_ids: Sequence[int], now_s: float) -> AnswerPiece:
+        """Returns what tokens make ready to be shown, for a choice that `is_plain` and goes on."""
         self._last_s = now_s
         self._meter.tokens(len(token_ids), now_s)
         if self.noted_ids is not None:
             self.noted_ids += token_ids
-        return self._text.push(token_ids)
+        return AnswerPiece(self.index, self._text.push(token_ids), self._state.num_tokens)
 
-    def batched(self, frame: tuple[bytes, bytes], settle: Callable[[], None]) -> BatchedText | None:
-        """The text of a choice that has begun, for C++; None if Python has to take its tokens.
+    @property
+    def fits_cpp(self) -> bool:
+        """True if C++ can take tokens: see `batched`."""
+        return self._vocabulary is not None
 
-        `frame` is around the text of each chunk. `settle` is called before this object changes the
-        text itself.
-        """
-        if self._vocabulary is None:
-            return None
+    def batched(self, frame: tuple[bytes, bytes]) -> BatchedText:
+        """The text of a choice that has begun, for C++; `frame` is around the text of a chunk."""
         assert isinstance(self._state, NativeText)
-        self._settle = settle
+        assert self._vocabulary is not None
         return BatchedText(
             self._state,
             self._vocabulary,
@@ -250,7 +229,7 @@ class AnswerChoice:
             end_ids=sorted(self._text.hidden_end_ids),
             min_tokens=self._text.min_tokens,
             gaps=self._meter.gaps,
-            shows_special=self._shows_special_tokens,
+            shows_special=self._body.skip_special_tokens is False,
         )
 
     @property
@@ -261,13 +240,13 @@ class AnswerChoice:
     @property
     def waits_for_prompt(self) -> bool:
         """True if no piece can be made before the log-probabilities of the prompt are known."""
-        is_first = self.request.leader is None
-        return self._echoes_scores and not is_first and not self.prompt.are_known
+        follows = self.request.leader is not None
+        return follows and self._body.echoes_scores and not self.prompt.are_known
 
     @property
     def begins_with_scores(self) -> bool:
         """True if the next piece has an entry for each token of the prompt."""
-        return self._echoes_scores and self._echo is not None
+        return self._body.echoes_scores and self._echo is not None
 
     @property
     def num_at_once(self) -> int:
@@ -341,7 +320,7 @@ class AnswerChoice:
         """The stop string or the client's own stop token that ended the choice."""
         if self._text.stopped:
             return self._text.stop_string
-        if self._last_id not in self._stop_token_ids:
+        if self._last_id not in self._call.stop_token_ids:
             return None
         return self._last_id if self.outcome == Finished(FinishReason.STOP) else None
 
@@ -360,20 +339,17 @@ class AnswerChoice:
         self._logprobs.extend([scores.logprob for scores in update.logprobs])
         request = self.request
         if request.prompt_logprobs is not None and not self.prompt.are_known:
-            self.prompt.put(prompt_entries(request.token_ids, update.prompt_logprobs))
+            self.prompt.entries = prompt_entries(request.token_ids, update.prompt_logprobs)
+            self.prompt.are_known = True
 
     def _take_echo(self, text: str, entries: tuple[Entry, ...]) -> tuple[str, tuple[Entry, ...]]:
         """Returns the first piece with the echo before it."""
         assert self._echo is not None
         text, self._echo = self._echo + text, None
-        if self._echoes_scores:
+        if self._body.echoes_scores:
             assert self.prompt.are_known
             entries = self.prompt.entries + entries
         return text, entries
-
-
-def _do_nothing() -> None:
-    """Nothing waits in C++."""
 
 
 def _without_answer(update: Update) -> Update:

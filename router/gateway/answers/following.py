@@ -1,184 +1,171 @@
-"""Follows the choices of an answer to their ends and writes what is to be shown of them."""
+"""Follows the choices of an answer to their ends and writes what is to be shown of them.
+
+Most tokens are written in the call that brings them: through the fast path of the text batch, or
+as pieces. What a client has no room for is kept, joined, and written by the task of the answer.
+"""
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from engine.clock import Clock
-from engine.messages import SeqId
-from router.edge.exchange import BodyPipe
+from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
-from router.gateway.answers.stream import StreamedAnswer
-from router.gateway.answers.writing import AnswerWriter
+from router.gateway.answers.writing import AnswerWriter, write_and_wait
 from router.inbox.loop_turns import Turn
-from router.inbox.task_groups import LightTaskGroup
-from router.machine.requests import Update
-from router.port import OpenLane, RequestPort, StepTaker, open_no_lane
-from router.text.native.step import BatchedText
+from router.machine.requests import Update, joined
+from router.port import Handle, RequestPort
 
 LONG_PROMPT_TOKENS = 2048  # hashing and encoding them takes some 0.3 ms
 MAX_OPEN = 128  # requests of one call that the router has at once
 
 
-def follow(
-    port: RequestPort,
-    clock: Clock,
-    choices: Sequence[AnswerChoice],
-    writer: AnswerWriter,
-    turn: Turn,
-) -> Coroutine[Any, Any, AnswerPiece]:
-    """Submits the request of each choice and writes its pieces, but not the last one.
+class Following:
+    """The way of one answer: from a router, through a sink for each choice, to a writer."""
 
-    Updates that a slow client has not taken are joined. They are then written in parts, each in a
-    `turn` of its own.
+    def __init__(self, port: RequestPort, clock: Clock, writer: AnswerWriter, turn: Turn) -> None:
+        """Each piece of long work waits for its `turn`."""
+        self.clock = clock
+        self.writer = writer
+        self.turn = turn
+        self._port = port
+        self._due: list[_ChoiceSink] = []  # sinks that need the task
+        self._waiter: asyncio.Future[None] | None = None  # of the task
 
-    Returns the last piece of the answer, which has an outcome. So the iterator is closed, and a
-    request that a stop string ended is cancelled, before anything waits for the client to take the
-    end of the answer.
-    """
-    takers = (_UpdateTaker(choice, writer, clock, turn) for choice in choices)
-    if len(choices) == 1:
-        taker = next(takers)
-        return taker.follow(port, taker.open_lane)
-    return _follow_all(port, takers, len(choices), writer)
+    async def run(self, choices: Sequence[AnswerChoice], batch: TextBatch | None) -> AnswerPiece:
+        """Submits the request of each choice and writes its pieces, but not the last one.
+
+        Returns the last piece of the choice that ends last, or of the first one that fails. No
+        request runs any more then. So a request that a stop string ended is cancelled before
+        anything waits for the client to take the end of the answer. Leaders come before followers.
+        """
+        unsubmitted, num_left = iter(choices), len(choices)
+        sinks: set[_ChoiceSink] = set()
+        try:
+            while True:
+                if len(sinks) < MAX_OPEN and (choice := next(unsubmitted, None)) is not None:
+                    sink = _ChoiceSink(self, choice, batch, is_alone=len(choices) == 1)
+                    sinks.add(sink)
+                    await self._submit(sink)
+                elif not self._due_now():
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+                for sink in self._due_now():
+                    self._due.remove(sink)
+                    last = await sink.flush()
+                    if last is None:
+                        continue
+                    sink.close()
+                    sinks.remove(sink)
+                    num_left -= 1
+                    if not num_left or last.finish is None:
+                        return last
+                    await write_and_wait(self.writer, last)
+        finally:
+            for sink in sinks:
+                sink.close()
+
+    def wake(self, sink: "_ChoiceSink") -> None:
+        """Lets the task flush a sink."""
+        self._due.append(sink)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _due_now(self) -> list["_ChoiceSink"]:
+        return [sink for sink in self._due if not sink.choice.waits_for_prompt]
+
+    async def _submit(self, sink: "_ChoiceSink") -> None:
+        request = sink.choice.request
+        if len(request.token_ids) > LONG_PROMPT_TOKENS:
+            await self.turn()  # the router hashes its blocks and encodes it
+        sink.handle = self._port.submit(request, sink)
 
 
-async def _follow_all(
-    port: RequestPort, takers: Iterator["_UpdateTaker"], num_open: int, writer: AnswerWriter
-) -> AnswerPiece:
-    """Returns the last piece of the choice that ends last, or of the first one that fails.
-
-    Leaders come before followers, and `num_open` are followed in all. If a choice fails, the
-    others are cancelled. A choice waits until its piece is taken, so a client that reads slowly
-    gets larger pieces.
-    """
-    end: asyncio.Future[AnswerPiece] = asyncio.get_running_loop().create_future()
-
-    async def follow_some() -> None:
-        nonlocal num_open
-        for taker in takers:
-            if len(taker.choice.request.token_ids) > LONG_PROMPT_TOKENS:
-                await taker.turn()  # the router hashes its blocks and encodes it
-            last = await taker.follow(port)
-            num_open -= 1
-            if num_open and last.finish is not None:
-                await writer.write(last)
-            elif not end.done():
-                end.set_result(last)
-            if end.done():
-                return
-
-    async with LightTaskGroup() as group:
-        num_tasks = min(MAX_OPEN, num_open)
-        tasks = [group.create_task(follow_some()) for _ in range(num_tasks)]
-        last = await end
-        if last.finish is None:
-            for task in tasks:
-                task.cancel()
-    return last
-
-
-class _UpdateTaker:
-    """Turns the updates of one choice into pieces and writes them."""
+class _ChoiceSink:
+    """The sink of one choice: turns what comes into pieces, and writes them or keeps updates."""
 
     def __init__(
-        self, choice: AnswerChoice, writer: AnswerWriter, clock: Clock, turn: Turn
+        self,
+        following: Following,
+        choice: AnswerChoice,
+        batch: TextBatch | None,
+        *,
+        is_alone: bool,
     ) -> None:
         self.choice = choice
-        self.turn = turn
-        self._writer = writer
-        self._clock = clock
-        self._is_plain = choice.is_plain and writer.shows_text_alone
-        self._stream = writer if isinstance(writer, StreamedAnswer) else None
-        self._batch = None if self._stream is None else self._stream.batch
-        self._batched: tuple[BatchedText, BodyPipe] | None = None  # what the batch takes tokens for
-        self._last: AnswerPiece | None = None  # of an answer that a stop string ended
+        self.handle: Handle | None = None
+        self._following = following
+        self._writer = writer = following.writer
+        self._fast = None if batch is None else batch.path(choice, writer, is_alone=is_alone)
+        self._is_due = False  # the task has to write, and before it nothing may be written
+        self._unread: list[Update] = []
+        self._last: AnswerPiece | None = None
+        self._error: Exception | None = None
 
-    async def follow(self, port: RequestPort, open_lane: OpenLane = open_no_lane) -> AnswerPiece:
-        """Submits the request, writes its pieces and returns the last one."""
-        request = self.choice.request
-        updates = port.submit(request, self._take_at_once, self._take_tokens, open_lane)
-        try:
-            async for update in updates:
-                if self.choice.waits_for_prompt:
-                    await self.choice.prompt.wait()
-                last = await self._take(update)
-                if last is not None:
-                    return last
-        finally:
-            await updates.aclose()
-        raise AssertionError("the router's iterator ended without an outcome")
+    def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
+        """Writes or keeps tokens. Most go the fast path."""
+        if self._has_room(len(token_ids)):
+            if self._fast is not None and self._fast.take(token_ids, now_s, self.handle):
+                return
+            if self.choice.is_plain:
+                self._writer.write(self.choice.take_tokens(token_ids, now_s))
+                return
+        self.update(Update(tuple(token_ids)))
 
-    async def _take(self, update: Update) -> AnswerPiece | None:
-        """Writes an update. Returns the last piece of the choice instead of writing it."""
-        if self._last is not None:
-            return self._last
-        num_at_once = self.choice.num_at_once
-        is_long = len(update.token_ids) > num_at_once
-        for part in update.parts(num_at_once):
-            if is_long:
-                await self.turn()
-            piece = self.choice.take(part, self._clock.now_s())
-            if piece.outcome is not None:
-                return piece
-            if part.token_ids:
-                await self._writer.write(piece)
-        return None
+    def update(self, update: Update) -> None:
+        """Writes or keeps an update."""
+        if self._fast is not None:
+            self._fast.close()
+        if not self._has_room(len(update.token_ids)) or self.choice.begins_with_scores:
+            self._unread.append(update)
+            self._wake()
+        else:
+            self._write(update)
+            if self._last is not None:
+                self._wake()
 
-    def open_lane(self, seq_id: SeqId) -> StepTaker | None:
-        """Opens a lane if the last tokens went to the batch and nothing waits to be sent."""
-        batched, batch = self._batched, self._batch
-        if batched is None or batch is None or not batch.open_lane(seq_id, batched):
-            return None
-        return batch
+    def fail(self, error: Exception) -> None:
+        """Raises an error in the task."""
+        self._error = error
+        self._wake()
 
-    def _take_at_once(self, update: Update) -> bool:
-        """Writes this update without waiting; returns False if that is not possible."""
-        writer = self._writer
-        choice = self.choice
-        if update.outcome is not None or not writer.is_ready or choice.begins_with_scores:
-            return False
-        if len(update.token_ids) > choice.num_at_once:
-            return False
-        piece = choice.take(update, self._clock.now_s())
+    async def flush(self) -> AnswerPiece | None:
+        """Writes what was kept. Returns the last piece of the choice instead of writing it."""
+        num_at_once, following = self.choice.num_at_once, self._following
+        while self._unread and self._last is None:
+            update, self._unread = joined(self._unread), []
+            is_long = len(update.token_ids) > num_at_once
+            for part in update.parts(num_at_once):
+                if is_long:
+                    await following.turn()
+                self._write(part)
+                if self._last is not None:
+                    break
+                if self._writer.is_full:
+                    await self._writer.flush()
+        if self._error is not None:
+            raise self._error
+        self._is_due = False
+        return self._last
+
+    def close(self) -> None:
+        """Cancels the request."""
+        if self.handle is not None:
+            self.handle.cancel()
+        if self._fast is not None:
+            self._fast.close()
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """True if tokens may be written at once."""
+        return not (self._is_due or self._writer.is_full or num_tokens > self.choice.num_at_once)
+
+    def _write(self, update: Update) -> None:
+        piece = self.choice.take(update, self._following.clock.now_s())
         if piece.outcome is not None:
             self._last = piece
-            return False
-        writer.write_at_once(piece)
-        return True
+        elif update.token_ids:
+            self._writer.write(piece)
 
-    def _take_tokens(self, token_ids: Sequence[int], now_s: float) -> bool:
-        """Writes tokens without waiting; returns False if that is not possible.
-
-        Most tokens go this way.
-        """
-        if (batched := self._batched) is not None:
-            batch, stream = self._batch, self._stream
-            assert batch is not None
-            assert stream is not None
-            if not (stream.is_open and batched[1].is_ready):  # `is_ready`, without a call
-                return False
-            batch.add(batched, token_ids, now_s)
-            return True
-        choice, writer = self.choice, self._writer
-        if not (self._is_plain and writer.is_ready):
-            return False
-        if self._join_batch():
-            return self._take_tokens(token_ids, now_s)
-        if text := choice.take_tokens(token_ids, now_s):
-            writer.write_text(choice.index, text)
-        return True
-
-    def _join_batch(self) -> bool:
-        """Prepares the choice for `TextBatch`; returns False if it cannot be."""
-        batch, stream, choice = self._batch, self._stream, self.choice
-        if batch is None or not choice.num_tokens:
-            return False
-        assert stream is not None
-        pipe, frame = stream.frame_of(choice.index)
-        text = choice.batched(frame, batch.flush)
-        if text is None:
-            self._batch = None
-            return False
-        self._batched = text, pipe
-        return True
+    def _wake(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._following.wake(self)

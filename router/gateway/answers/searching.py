@@ -9,7 +9,7 @@ again, since what was computed before would be lost.
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -17,12 +17,12 @@ from engine.clock import Clock
 from engine.messages import FinishReason, Limits, RequestId, Sampling
 from router.gateway.answers.beams import BeamRules, BeamSearch, Hypothesis
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
-from router.gateway.answers.writing import AnswerWriter
+from router.gateway.answers.writing import AnswerWriter, write_and_wait
 from router.gateway.requests.calls import CheckedCall
 from router.inbox.loop_turns import Turn
 from router.inbox.task_groups import LightTaskGroup
-from router.machine.requests import Finished, Outcome, Rejected, Request, Update, joined
-from router.port import RequestPort
+from router.machine.requests import Finished, Outcome, Rejected, Request, Update
+from router.port import RequestPort, ask
 from router.prefixes.hashes import PrefixHashes
 
 MAX_TRIES = 30  # of a step that the router has no room for
@@ -60,7 +60,7 @@ class Searches:
         for choice, update in zip(choices, updates, strict=True):
             for part in update.parts(choice.num_at_once):
                 if last is not None:
-                    await writer.write(last)
+                    await write_and_wait(writer, last)
                     await turn()
                 last = choice.take(part, now_s)
         assert last is not None
@@ -120,7 +120,7 @@ class Searches:
         """Returns all updates of a request as one, perhaps after a wait. Raises _StepFailed."""
         asked, num_tries = request, 0
         while True:
-            joint = await self._joint(asked)
+            joint = await ask(self._port, asked)
             outcome = joint.outcome
             assert outcome is not None
             if isinstance(outcome, Finished):
@@ -131,13 +131,6 @@ class Searches:
             await _pause(min(outcome.retry_after_s, MAX_PAUSE_S))
             again = RequestId(f"{request.request_id}-again{num_tries}")
             asked = _later(replace(request, request_id=again), self._clock.now_s())
-
-    async def _joint(self, request: Request) -> Update:
-        found: list[Update] = []
-        async with aclosing(self._port.submit(request)) as updates:
-            async for update in updates:
-                found.append(update)
-        return joined(found)
 
 
 async def _pause(duration_s: float) -> None:

@@ -3,18 +3,16 @@
 Everything of a chunk that does not change from token to token is encoded once.
 """
 
-import asyncio
-
 import msgspec
 from starlette.types import Send
 
 from router.edge.exchange import BodyPipe
 from router.edge.responses import EVENT_STREAM, send_head
-from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import SCORED_AT_ONCE, AnswerPiece
 from router.gateway.answers.dialects import call_delta, reasoning_fields
 from router.gateway.answers.writing import (
     TIMELINE_HEADER,
+    AnswerWriter,
     Ending,
     Heading,
     failure_body,
@@ -29,6 +27,10 @@ from router.machine.requests import (
 from router.text.logprobs import LogprobsWriter
 
 DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would collect events
+}
 _INDEX = b'[{"index":'
 _ROLE = b',"delta":{"role":"assistant","content":""}'
 _CALLS = b',"delta":{"tool_calls":['
@@ -39,97 +41,119 @@ _UNFINISHED = _GOES_ON + b"}]"
 _encode = msgspec.json.Encoder().encode
 
 
-class StreamedAnswer:
-    """Sends an answer as events, through `pipe` when there is one and it is ready."""
+class EventStream:
+    """The body of a response of server-sent events, through `pipe` where it is ready.
 
-    def __init__(
-        self, heading: Heading, send: Send, pipe: BodyPipe | None, batch: TextBatch | None = None
-    ) -> None:
-        """With a `batch`, most tokens may be given to it instead of `write_text`."""
-        self.batch = None if pipe is None else batch
+    The head of the response is sent with the first events.
+    """
+
+    def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
+        self.pipe = pipe
+        self.has_head = False  # it is sent
         self._heading = heading
         self._send = send
-        self._pipe = pipe
-        # Choices of one answer write one at a time. None: there is only one.
-        self._turn = asyncio.Lock() if heading.num_choices > 1 else None
-        self.is_open = False  # the head is sent, and nothing waits to be
+        self._is_open = False  # the head is sent, and nothing waits to be
+
+    @property
+    def is_full(self) -> bool:
+        """True if events have to wait for `send`."""
+        return not (self._is_open and self.pipe is not None and self.pipe.is_ready)
+
+    def write(self, data: bytes) -> None:
+        """Sends events without waiting, unless the stream is full."""
+        assert self.pipe is not None
+        if data:
+            self.pipe.write(data)
+
+    async def send(self, data: bytes, *, is_last: bool = False) -> None:
+        """Sends events, or the end of the body, and waits until the client has room for more."""
+        self._is_open = False
+        if not self.has_head:
+            self.has_head = True
+            headers = {**STREAM_HEADERS, **self._heading.headers}
+            await send_head(self._send, 200, EVENT_STREAM, headers)
+        if self.pipe is not None:
+            self.pipe.flush()
+        if data or is_last:
+            body = {"type": "http.response.body", "body": data, "more_body": not is_last}
+            await self._send(body)
+        self._is_open = True
+
+
+class StreamedAnswer(AnswerWriter):
+    """Sends an answer as events."""
+
+    def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
+        self.events = EventStream(heading, send, pipe)
+        self._heading = heading
+        self._send = send
         self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
+        self._unsent: list[AnswerPiece] = []
         self._unfinished = heading.num_choices
         self._last = b""  # the end of the last choice, which is sent with the end of the answer
 
     @property
-    def is_ready(self) -> bool:
-        """True if the head is sent and nothing waits to be sent."""
-        return self.is_open and self._pipe is not None and self._pipe.is_ready
+    def is_full(self) -> bool:
+        """True if the head is not sent, or something waits to be sent."""
+        return bool(self._unsent) or self.events.is_full
 
     @property
     def shows_text_alone(self) -> bool:
         """False if each chunk reports the number of tokens so far."""
         return not self._heading.call.body.usage_in_every_chunk
 
-    def frame_of(self, choice: int) -> tuple[BodyPipe, tuple[bytes, bytes]]:
-        """The pipe of a stream that is open, and what is around the text of each chunk."""
+    def frame_of(self, choice: int) -> tuple[bytes, bytes]:
+        """The bytes around the text of each chunk, in a stream that is not full."""
         assert self._chunk is not None
-        assert self._pipe is not None
-        return self._pipe, self._chunk.frame_of(choice)
+        return self._chunk.frame_of(choice)
 
-    def write_at_once(self, piece: AnswerPiece) -> None:
+    def write(self, piece: AnswerPiece) -> None:
         """Sends a chunk, unless there is nothing to show."""
-        assert self._chunk is not None
-        assert self._pipe is not None
-        if data := self._chunk.of(piece):
-            self._pipe.write(data)
-
-    def write_text(self, choice: int, text: str) -> None:
-        """Sends a chunk."""
-        assert self._chunk is not None
-        assert self._pipe is not None
-        self._pipe.write(self._chunk.of_text(choice, text))
-
-    async def write(self, piece: AnswerPiece) -> None:
-        """Sends a chunk, unless there is nothing to show."""
-        if self._turn is None:
-            await self._write_parts(piece)
-            return
-        async with self._turn:
-            await self._write_parts(piece)
-
-    async def _write_parts(self, piece: AnswerPiece) -> None:
-        """Sends a piece, or the log-probabilities of a long prompt in parts."""
-        for number, part in enumerate(piece.parts(SCORED_AT_ONCE)):
-            if number:
-                await self._heading.turn()
-            await self._write(part)
-
-    async def _write(self, piece: AnswerPiece) -> None:
-        self.is_open = False
-        chunk = self._chunk
-        data = b""
-        if chunk is None:
-            data, chunk = await self._open()
-        if piece.finish is None:
-            data += chunk.of(piece)
+        if self._chunk is None or self.is_full:
+            self._unsent.append(piece)
         else:
-            self._unfinished -= 1
-            data += chunk.finish(piece)
-            if not self._unfinished:
-                self._last, data = data, b""
-        if data:
-            await self._send_body(data, more_body=True)
-        self.is_open = True
+            self.events.write(self._encoded(self._chunk, piece))
+
+    async def flush(self) -> None:
+        """Sends all pieces, the log-probabilities of a long prompt in parts."""
+        while self._unsent:
+            for number, part in enumerate(self._unsent.pop(0).parts(SCORED_AT_ONCE)):
+                if number:
+                    await self._heading.turn()
+                data, chunk = self._opened()
+                await self.events.send(data + self._encoded(chunk, part))
 
     async def end(self, ending: Ending) -> None:
         """Sends the last chunks. A failed stream has no [DONE]."""
+        await self.flush()
         outcome = ending.outcome
         if self._chunk is None and not isinstance(outcome, Finished):
             await send_failure(self._send, outcome)
             return
-        data, chunk = await self._open()
+        data, chunk = self._opened()
         if isinstance(outcome, Finished):
             data += self._last + self._extras(chunk, ending) + DONE
         elif not isinstance(outcome, Cancelled):
             data += b"data: " + _encode(failure_body(outcome)) + b"\n\n"
-        await self._send_body(data, more_body=False)
+        await self.events.send(data, is_last=True)
+
+    def _opened(self) -> tuple[bytes, "_ChunkEncoder"]:
+        """The encoder, and the first chunks unless they are sent."""
+        if self._chunk is not None:
+            return b"", self._chunk
+        self._chunk = _ChunkEncoder(self._heading)
+        return self._chunk.first(), self._chunk
+
+    def _encoded(self, chunk: "_ChunkEncoder", piece: AnswerPiece) -> bytes:
+        """The chunks of a piece to be sent now."""
+        if piece.finish is None:
+            return chunk.of(piece)
+        self._unfinished -= 1
+        data = chunk.finish(piece)
+        if self._unfinished:
+            return data
+        self._last = data
+        return b""
 
     def _extras(self, chunk: "_ChunkEncoder", ending: Ending) -> bytes:
         data = b""
@@ -138,24 +162,6 @@ class StreamedAnswer:
         if self._heading.call.asked.debugs(TIMELINE_HEADER):
             data += chunk.extra(b"baton_timeline", ending.timeline)
         return data
-
-    async def _open(self) -> tuple[bytes, "_ChunkEncoder"]:
-        """Sends the head unless it is sent; returns the first chunks and the encoder."""
-        if self._chunk is not None:
-            return b"", self._chunk
-        self._chunk = _ChunkEncoder(self._heading)
-        headers = {
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # nginx would collect events
-            **self._heading.headers,
-        }
-        await send_head(self._send, 200, EVENT_STREAM, headers)
-        return self._chunk.first(), self._chunk
-
-    async def _send_body(self, data: bytes, *, more_body: bool) -> None:
-        if self._pipe is not None:
-            self._pipe.flush()
-        await self._send({"type": "http.response.body", "body": data, "more_body": more_body})
 
 
 class _ChunkEncoder:

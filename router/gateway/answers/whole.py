@@ -12,20 +12,20 @@ from starlette.types import Send
 
 from router.edge.responses import send_data, send_parts
 from router.gateway.answers.choice import AnswerPiece, CallDelta
-from router.gateway.answers.embedded import EmbeddingAnswer
 from router.gateway.answers.writing import (
     TIMELINE_HEADER,
     AnswerWriter,
     Ending,
     Heading,
     send_failure,
+    usage_of,
 )
 from router.gateway.requests.chat import ChatAnswer, ChatChoice
 from router.gateway.requests.completion import CompletionAnswer, CompletionChoice
-from router.inbox.json_parts import encode_lazy, json_parts
-from router.machine.requests import (
-    Finished,
-)
+from router.gateway.requests.embedding import EmbeddingList, ShownEmbedding
+from router.inbox.json_parts import LazyItems, encode_lazy, json_parts
+from router.machine.requests import Failed, Finished
+from router.text.embeddings import EmbeddingForm, are_numbers, shaped
 from router.text.logprobs import (
     Entry,
     prompt_logprobs,
@@ -33,6 +33,7 @@ from router.text.logprobs import (
 
 SHORT_ENTRIES = 16  # with twenty alternatives each, they take about a millisecond to encode
 SHORT_TOKENS = 8192  # token ids and text take as long
+SHORT_NUMBERS = 8192  # take about a millisecond to write
 
 
 def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
@@ -73,12 +74,8 @@ class KeptChoice:
         self.token_ids.extend(piece.token_ids)
         self.calls += piece.calls
 
-    def add_text(self, text: str) -> None:
-        """Takes more text."""
-        self._text.write(text)
 
-
-class WholeAnswer:
+class WholeAnswer(AnswerWriter):
     """Sends an answer when it is complete."""
 
     def __init__(self, heading: Heading, send: Send) -> None:
@@ -86,25 +83,7 @@ class WholeAnswer:
         self._send = send
         self._kept = [KeptChoice() for _ in range(heading.num_choices)]
 
-    @property
-    def is_ready(self) -> bool:
-        """Always true: pieces are only kept."""
-        return True
-
-    @property
-    def shows_text_alone(self) -> bool:
-        """Always true: text alone can be kept as a piece."""
-        return True
-
-    def write_at_once(self, piece: AnswerPiece) -> None:
-        """Keeps the piece."""
-        self._kept[piece.choice].add(piece)
-
-    def write_text(self, choice: int, text: str) -> None:
-        """Keeps the text."""
-        self._kept[choice].add_text(text)
-
-    async def write(self, piece: AnswerPiece) -> None:
+    def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
         self._kept[piece.choice].add(piece)
 
@@ -172,3 +151,47 @@ class WholeAnswer:
             for place in places[index * num_each : (index + 1) * num_each]:
                 place.prompt_token_ids = leader.token_ids if call.body.return_token_ids else None
                 place.prompt_logprobs = scores
+
+
+class EmbeddingAnswer(AnswerWriter):
+    """Sends the embeddings of all inputs. Tokens that came with them mean nothing."""
+
+    def __init__(self, heading: Heading, form: EmbeddingForm, send: Send) -> None:
+        self._heading = heading
+        self._form = form
+        self._send = send
+        self._found = [b""] * heading.num_choices
+        self._are_numbers = True  # no value so far is infinite or NaN
+
+    def write(self, piece: AnswerPiece) -> None:
+        """Keeps the embedding that a piece brings."""
+        if piece.embedding:
+            self._found[piece.choice] = piece.embedding
+            self._are_numbers = self._are_numbers and are_numbers(piece.embedding, self._form)
+
+    async def end(self, ending: Ending) -> None:
+        """Sends everything, or the error."""
+        if not isinstance(ending.outcome, Finished):
+            await send_failure(self._send, ending.outcome)
+            return
+        heading, form = self._heading, self._form
+        if not self._are_numbers:
+            await send_failure(self._send, Failed("the model gave values that are no numbers"))
+            return
+        if len(self._found) * form.size <= SHORT_NUMBERS:
+            await send_data(self._send, 200, encode_lazy(self._body(ending)), heading.headers)
+            return
+        await send_parts(self._send, json_parts(self._body(ending)), heading.headers, heading.turn)
+
+    def _body(self, ending: Ending) -> EmbeddingList:
+        """The whole answer."""
+        heading = self._heading
+        data: Any = LazyItems(range(len(self._found)), self._item)
+        fields = heading.fields(heading.dialect.object_name)
+        body = EmbeddingList(**fields, data=data, usage=usage_of(ending.prompt_tokens, 0))
+        if heading.call.asked.debugs(TIMELINE_HEADER):
+            body.baton_timeline = ending.timeline
+        return body
+
+    def _item(self, index: int) -> ShownEmbedding:
+        return ShownEmbedding(index=index, embedding=shaped(self._found[index], self._form))

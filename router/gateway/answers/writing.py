@@ -157,30 +157,28 @@ class AnswerWriter(Protocol):
     """Sends one answer: pieces of its choices as they come, then its ending."""
 
     @property
-    def is_ready(self) -> bool:
-        """True if `write_at_once` may be called now."""
+    def is_full(self) -> bool:
+        """True if pieces that are written now have to wait for `flush`."""
+        return False
+
+    def write(self, piece: AnswerPiece) -> None:
+        """Takes more of a choice, perhaps nothing. The first call means that there is an answer."""
         ...
 
-    @property
-    def shows_text_alone(self) -> bool:
-        """True if `write_text` is enough for pieces that hold only text."""
-        ...
-
-    def write_at_once(self, piece: AnswerPiece) -> None:
-        """Takes more of a choice that goes on; the piece may be empty."""
-        ...
-
-    def write_text(self, choice: int, text: str) -> None:
-        """Takes more of a choice that goes on, if it is only text."""
-        ...
-
-    async def write(self, piece: AnswerPiece) -> None:
-        """Takes more of a choice, perhaps nothing; the first call means that there is an answer."""
-        ...
+    async def flush(self) -> None:
+        """Sends what waits; returns when the client has room for more."""
+        return
 
     async def end(self, ending: Ending) -> None:
-        """Ends the answer. Without any token, this is the only call."""
+        """Sends what waits, and the end. Without any token, this is the only call."""
         ...
+
+
+async def write_and_wait(writer: AnswerWriter, piece: AnswerPiece) -> None:
+    """Writes a piece; returns when the client has room for more."""
+    writer.write(piece)
+    if writer.is_full:
+        await writer.flush()
 
 
 async def send_failure(send: Send, outcome: Outcome) -> None:

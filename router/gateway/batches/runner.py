@@ -141,7 +141,7 @@ class BatchRunner:
 
     async def open(self) -> None:
         """Begins to run batches."""
-        self._gate.on_ticket = self._moved.set
+        self._gate.on_request = self._moved.set
         self._gate.has_time = lambda: has_time(self._versions.workers().values())
         self._metrics.on_arrival = self.record_arrival
         self._task = asyncio.create_task(self._run())

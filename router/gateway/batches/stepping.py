@@ -8,8 +8,7 @@ keep the blocks in their caches, so little is computed twice.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from contextvars import Context
 
 from msgspec.structs import replace
@@ -17,15 +16,7 @@ from msgspec.structs import replace
 from engine.config import MAX_PRIORITY
 from engine.messages import RequestId
 from router.machine.requests import Cancelled, Request, Timeline, Update
-from router.port import (
-    OpenLane,
-    RouterPort,
-    TakeAtOnce,
-    TakeTokens,
-    open_no_lane,
-    take_no_tokens,
-    take_nothing,
-)
+from router.port import FrameTaker, Handle, RouterPort, Sink
 
 BATCH_PRIORITY = MAX_PRIORITY + 1  # behind all that clients may ask for
 
@@ -38,32 +29,32 @@ class BatchGate:
     """Lets a number of requests run; the others wait, oldest first."""
 
     def __init__(self) -> None:
-        self._tickets: dict[Ticket, None] = {}  # oldest first
+        self._requests: dict[SteppingRequest, None] = {}  # oldest first
         self.num_allowed = 0
         self.has_time: Callable[[], bool] = lambda: True  # asked before one more is let in
-        self.on_ticket: Callable[[], object] = lambda: None  # called for each new request
+        self.on_request: Callable[[], object] = lambda: None  # called for each new request
         self._is_admitting = False
         self.num_paused = 0  # pauses so far
 
     @property
     def num_running(self) -> int:
         """Requests that a router has."""
-        return sum(ticket.is_in for ticket in self._tickets)
+        return sum(each.is_in for each in self._requests)
 
     @property
     def num_requests(self) -> int:
         """Requests that run or wait to run."""
-        return len(self._tickets)
+        return len(self._requests)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait to run, paused or new."""
-        return len(self._tickets) - self.num_running
+        return len(self._requests) - self.num_running
 
     @property
     def num_free(self) -> int:
         """Requests that may come in addition."""
-        return max(self.num_allowed - len(self._tickets), 0)
+        return max(self.num_allowed - len(self._requests), 0)
 
     def allow(self, number: int) -> None:
         """Sets how many may run: withdraws the youngest of too many, or lets waiting ones in."""
@@ -71,33 +62,33 @@ class BatchGate:
         self._withdraw(self.num_running - number)
         self.admit()
 
-    def ticket(self, port: RouterPort, stays: Callable[[], bool]) -> "Ticket":
-        """Returns the ticket of a new request of a version that `stays` or leaves."""
-        ticket = Ticket(self, port, stays)
-        self._tickets[ticket] = None
-        self.on_ticket()
-        return ticket
-
-    def leave(self, ticket: "Ticket") -> None:
-        """Ends a request."""
-        del self._tickets[ticket]
+    def add(self, request: "SteppingRequest") -> None:
+        """Takes a new request, and lets it in at once if that is possible."""
+        self._requests[request] = None
+        self.on_request()
         self.admit()
 
+    def leave(self, request: "SteppingRequest") -> None:
+        """Ends a request, unless it has ended."""
+        if request in self._requests:
+            del self._requests[request]
+            self.admit()
+
     def dismiss_leaving(self) -> None:
-        """Ends the wait of requests whose version leaves, with VersionLeaves."""
-        for ticket in list(self._tickets):
-            ticket.dismiss()
+        """Fails the requests that wait and whose version leaves, by VersionLeaves."""
+        for request in list(self._requests):
+            request.dismiss()
 
     def _withdraw(self, number: int) -> None:
         """Takes the youngest running requests from their routers."""
-        running = [ticket for ticket in reversed(self._tickets) if ticket.is_in]
+        running = [each for each in reversed(self._requests) if each.is_in]
         by_port: dict[int, tuple[RouterPort, list[RequestId]]] = {}
-        for ticket in running[: max(number, 0)]:
-            ticket.is_in = False
-            if ticket.request_id is not None:
+        for each in running[: max(number, 0)]:
+            each.is_in = False
+            if each.request_id is not None:
                 self.num_paused += 1
-                ids = by_port.setdefault(id(ticket.port), (ticket.port, []))[1]
-                ids.append(ticket.request_id)
+                ids = by_port.setdefault(id(each.port), (each.port, []))[1]
+                ids.append(each.request_id)
         for port, request_ids in by_port.values():
             port.withdraw(request_ids)
 
@@ -108,54 +99,15 @@ class BatchGate:
         """
         if self._is_admitting or self.num_running >= self.num_allowed:
             return
-        waiting = next((ticket for ticket in self._tickets if ticket.can_enter), None)
+        waiting = next((each for each in self._requests if each.can_enter), None)
         if waiting is not None and self.has_time():
-            waiting.let_in()
             self._is_admitting = True
+            waiting.let_in()
             asyncio.get_running_loop().call_soon(self._admit_more, context=Context())
 
     def _admit_more(self) -> None:
         self._is_admitting = False
         self.admit()
-
-
-class Ticket:
-    """The place of one request at the gate."""
-
-    def __init__(self, gate: BatchGate, port: RouterPort, stays: Callable[[], bool]) -> None:
-        self.port = port
-        self.is_in = False
-        self.request_id: RequestId | None = None  # its id while a router has it
-        self._gate = gate
-        self._stays = stays
-        self._entry: asyncio.Future[None] | None = None
-
-    @property
-    def can_enter(self) -> bool:
-        """True if the request waits to be let in."""
-        return not self.is_in and self._entry is not None and not self._entry.done()
-
-    async def enter(self) -> None:
-        """Waits until the request may run. Raises VersionLeaves."""
-        while not self.is_in:
-            self._entry = asyncio.get_running_loop().create_future()
-            self._gate.admit()
-            try:
-                await self._entry
-            finally:
-                self._entry = None  # it holds the error, whose traceback holds this frame
-
-    def let_in(self) -> None:
-        """Lets the request run."""
-        assert self._entry is not None
-        self.is_in = True
-        self._entry.set_result(None)
-
-    def dismiss(self) -> None:
-        """Ends the wait of a request whose version leaves."""
-        if self.can_enter and not self._stays():
-            assert self._entry is not None
-            self._entry.set_exception(VersionLeaves())
 
 
 class SteppingPort:
@@ -166,60 +118,88 @@ class SteppingPort:
         self._gate = gate
         self._stays = stays
 
-    async def submit(
+    def submit(self, request: Request, sink: Sink) -> Handle:
+        """Starts a request, and pauses it as often as the gate says. May fail by VersionLeaves."""
+        stepping = SteppingRequest(self._gate, self._port, self._stays, request, sink)
+        self._gate.add(stepping)
+        return stepping
+
+
+class SteppingRequest:
+    """A request at the gate: the `Handle` of the whole, and the `Sink` of its parts."""
+
+    def __init__(
         self,
+        gate: BatchGate,
+        port: RouterPort,
+        stays: Callable[[], bool],
         request: Request,
-        take_at_once: TakeAtOnce = take_nothing,
-        take_tokens: TakeTokens = take_no_tokens,
-        open_lane: OpenLane = open_no_lane,  # not used: each token is noted here
-    ) -> AsyncGenerator[Update, None]:
-        """Starts a request, and pauses it as often as the gate says. Raises VersionLeaves."""
-        journal = Journal(_in_background(request))
-        ticket = self._gate.ticket(self._port, self._stays)
-        has_token = False  # the present part has a token
+        sink: Sink,
+    ) -> None:
+        self.port = port
+        self.is_in = False  # the gate lets it run
+        self.request_id: RequestId | None = None  # its id while a router has it
+        self._gate = gate
+        self._stays = stays
+        self._sink = sink
+        self._journal = Journal(_in_background(request))
+        self._part: Handle | None = None
+        self._has_token = False  # of the present part
 
-        def record(token_ids: Sequence[int]) -> None:
-            nonlocal has_token
-            journal.record(token_ids)
-            if token_ids and not has_token:  # its prompt is computed: there is time for another
-                has_token = True
-                self._gate.admit()
+    @property
+    def can_enter(self) -> bool:
+        """True if the request waits to be let in."""
+        return not self.is_in and self.request_id is None
 
-        def noted_at_once(update: Update) -> bool:
-            if update.outcome is not None:
-                return False
-            taken = take_at_once(journal.shown(update))
-            if taken:
-                record(update.token_ids)
-            return taken
+    def let_in(self) -> None:
+        """Lets the request run."""
+        self.is_in, self._has_token = True, False
+        part = self._journal.next_request()
+        self.request_id = part.request_id
+        self._part = self.port.submit(part, self)
 
-        def noted_tokens(token_ids: Sequence[int], now_s: float) -> bool:
-            taken = take_tokens(token_ids, now_s)
-            if taken:
-                record(token_ids)
-            return taken
+    def dismiss(self) -> None:
+        """Fails the request if it waits and its version leaves."""
+        if self.can_enter and not self._stays():
+            self._gate.leave(self)
+            self._sink.fail(VersionLeaves())
 
-        try:
-            while True:
-                await ticket.enter()
-                has_token = False
-                part = journal.next_request()
-                ticket.request_id = part.request_id
-                updates = self._port.submit(part, noted_at_once, noted_tokens)
-                async with aclosing(updates):
-                    async for update in updates:
-                        shown = journal.shown(update)
-                        record(update.token_ids)
-                        is_paused = isinstance(update.outcome, Cancelled) and not ticket.is_in
-                        if is_paused:
-                            shown = replace(shown, outcome=None, timeline=None)
-                        if not is_paused or shown.token_ids:
-                            yield shown
-                        if update.outcome is not None and not is_paused:
-                            return
-                ticket.request_id = None
-        finally:
-            self._gate.leave(ticket)
+    def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
+        """Gets tokens of the present part."""
+        self._record(token_ids)
+        self._sink.tokens(token_ids, now_s)
+
+    def update(self, update: Update) -> None:
+        """Gets an update of the present part. The end of a paused part is not shown."""
+        shown = self._journal.shown(update)
+        self._record(update.token_ids)
+        if update.outcome is not None:
+            self.request_id = None
+            if not self.is_in and isinstance(update.outcome, Cancelled):
+                if update.token_ids:
+                    self._sink.update(replace(shown, outcome=None, timeline=None))
+                return
+            self._gate.leave(self)
+        self._sink.update(shown)
+
+    def fail(self, error: Exception) -> None:
+        """Gets a bug."""
+        self._sink.fail(error)
+
+    def cancel(self) -> None:
+        """Ends the request."""
+        self._gate.leave(self)
+        if self._part is not None:
+            self._part.cancel()
+
+    def offer_frames(self, taker: FrameTaker) -> None:
+        """Offers nothing, as each token is noted here."""
+
+    def _record(self, token_ids: Sequence[int]) -> None:
+        self._journal.record(token_ids)
+        if token_ids and not self._has_token:  # its prompt is computed: there is time for another
+            self._has_token = True
+            self._gate.admit()
 
 
 class Journal:

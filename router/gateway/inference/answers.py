@@ -14,7 +14,7 @@ import msgspec
 
 from router.gateway.answers.choice import AnswerPiece
 from router.gateway.answers.whole import KeptChoice
-from router.gateway.answers.writing import Ending, Heading
+from router.gateway.answers.writing import AnswerWriter, Ending, Heading
 from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference.calls import OUTPUTS, SCORES_OUTPUT, TEXT_OUTPUT, AnswerForm
 from router.gateway.inference.tensors import Tensor, parameter, write_tensors
@@ -30,7 +30,7 @@ Send = Callable[[Any], Awaitable[None]]
 Fail = Callable[[Outcome], Awaitable[None]]
 
 
-class WholeInference:
+class WholeInference(AnswerWriter):
     """Sends one response when the answer is complete."""
 
     def __init__(self, heading: Heading, form: AnswerForm, send: Send, fail: Fail) -> None:
@@ -40,25 +40,7 @@ class WholeInference:
         self._fail = fail
         self._kept = [KeptChoice() for _ in range(heading.num_choices)]
 
-    @property
-    def is_ready(self) -> bool:
-        """Always true: pieces are only kept."""
-        return True
-
-    @property
-    def shows_text_alone(self) -> bool:
-        """Always true: text alone can be kept as a piece."""
-        return True
-
-    def write_at_once(self, piece: AnswerPiece) -> None:
-        """Keeps the piece."""
-        self._kept[piece.choice].add(piece)
-
-    def write_text(self, choice: int, text: str) -> None:
-        """Keeps the text."""
-        self._kept[choice].add_text(text)
-
-    async def write(self, piece: AnswerPiece) -> None:
+    def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
         self._kept[piece.choice].add(piece)
 
@@ -90,7 +72,7 @@ class WholeInference:
         return [await asyncio.to_thread(decode, leader.token_ids) for leader in call.leaders]
 
 
-class StreamedInference:
+class StreamedInference(AnswerWriter):
     """Sends a response for each piece."""
 
     def __init__(self, heading: Heading, form: AnswerForm, send: Send, fail: Fail) -> None:
@@ -98,35 +80,26 @@ class StreamedInference:
         self._form = form
         self._send = send
         self._fail = fail
-        self._turn = asyncio.Lock()  # choices of one answer write one at a time
+        self._unsent: list[AnswerPiece] = []
         self._unfinished = heading.num_choices
         self._counted = [0] * heading.num_choices  # tokens that were told
         self._sums = [0.0] * heading.num_choices  # of log-probabilities so far
         self._last: Any = None  # the response that ends the answer
 
     @property
-    def is_ready(self) -> bool:
-        """Always false: a message is sent only when gRPC takes it."""
-        return False
+    def is_full(self) -> bool:
+        """Always true: a message is sent only when gRPC takes it."""
+        return True
 
-    @property
-    def shows_text_alone(self) -> bool:
-        """Always false: tokens are counted."""
-        return False
+    def write(self, piece: AnswerPiece) -> None:
+        """Keeps a piece, unless there is nothing to show."""
+        if not piece.is_empty or piece.finish is not None:
+            self._unsent.append(piece)
 
-    def write_at_once(self, piece: AnswerPiece) -> None:
-        """Never called."""
-        raise NotImplementedError
-
-    def write_text(self, choice: int, text: str) -> None:
-        """Never called."""
-        raise NotImplementedError
-
-    async def write(self, piece: AnswerPiece) -> None:
-        """Sends a response, unless there is nothing to show."""
-        if piece.is_empty and piece.finish is None:
-            return
-        async with self._turn:
+    async def flush(self) -> None:
+        """Sends a response for each piece."""
+        while self._unsent:
+            piece = self._unsent.pop(0)
             response = self._response_to(piece)
             self._unfinished -= piece.finish is not None
             if self._unfinished:
@@ -137,6 +110,7 @@ class StreamedInference:
 
     async def end(self, ending: Ending) -> None:
         """Sends the last response, or the failure."""
+        await self.flush()
         if not isinstance(ending.outcome, Finished):
             await self._fail(ending.outcome)
             return

@@ -116,10 +116,6 @@ class ResponseDraft:
         self._finish = piece.finish or self._finish
         return self._numbered(self._output.take(piece))
 
-    def take_text(self, text: str) -> list[Event]:
-        """Adds text alone."""
-        return self._numbered(self._output.take_text(text))
-
     def end(self, ending: Ending, now: int) -> list[Event]:
         """Ends the response, without its last event. `now` is Unix time in seconds."""
         outcome = ending.outcome

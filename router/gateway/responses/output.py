@@ -59,10 +59,6 @@ class OutputItems:
             events += self._call(delta)
         return events
 
-    def take_text(self, text: str) -> list[Event]:
-        """Adds text alone."""
-        return self._text(text, [])
-
     def take_reasoning(self, text: str) -> list[Event]:
         """Adds text of the model's reasoning, which comes before what it says."""
         events = [] if self._is_in("reasoning") else self._open_reasoning()

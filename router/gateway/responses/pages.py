@@ -24,12 +24,12 @@ from router.edge.responses import (
     send_parts,
 )
 from router.gateway.answering import ID_HEADER, GatewayParts
+from router.gateway.answers.stream import STREAM_HEADERS
 from router.gateway.endpoint import CallEndpoint, headers_of, read_body, until_client_leaves
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.pages.replies import json_reply
 from router.gateway.responses.items import Item
 from router.gateway.responses.service import ResponseService
-from router.gateway.responses.writers import STREAM_HEADERS
 from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.json_parts import json_parts
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from engine.clock import unix_time_s
 from engine.errors import InvalidRequest
 from router.gateway.answers.choice import AnswerPiece
-from router.gateway.answers.writing import Ending, Heading
+from router.gateway.answers.writing import AnswerWriter, Ending, Heading
 from router.gateway.responses.draft import (
     ResponseDraft,
     encode_events,
@@ -19,8 +19,8 @@ from router.inbox.json_parts import joined_in_turns
 from router.inbox.loop_turns import Turn, no_turn
 
 
-class BackgroundRun:
-    """Takes the answer of one call, as its `AnswerWriter`.
+class BackgroundRun(AnswerWriter):
+    """Takes the answer of one call.
 
     `checked` is done when the call is: it has what is kept at first, or the error. No client waits
     for pieces, so they are taken at once. Events of a response that can be streamed are encoded.
@@ -94,25 +94,7 @@ class BackgroundRun:
             self.checked.set_result(self._keeper.record(self.draft))
         return self
 
-    @property
-    def is_ready(self) -> bool:
-        """Always true: pieces are only kept."""
-        return True
-
-    @property
-    def shows_text_alone(self) -> bool:
-        """Always true."""
-        return True
-
-    def write_at_once(self, piece: AnswerPiece) -> None:
-        """Keeps the piece."""
-        self.record(self._begun().take(piece))
-
-    def write_text(self, choice: int, text: str) -> None:
-        """Keeps the text."""
-        self.record(self._begun().take_text(text))
-
-    async def write(self, piece: AnswerPiece) -> None:
+    def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
         self.record(self._begun().take(piece))
 

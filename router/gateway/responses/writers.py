@@ -4,7 +4,6 @@ A response is kept before the client learns that it is complete, so that it can 
 it cannot be kept, the client gets the answer all the same, with `store: false`.
 """
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from itertools import chain
@@ -13,9 +12,10 @@ from starlette.types import Send
 
 from engine.clock import unix_time_s
 from router.edge.exchange import BodyPipe
-from router.edge.responses import EVENT_STREAM, send_head, send_parts
+from router.edge.responses import send_parts
 from router.gateway.answers.choice import AnswerPiece
-from router.gateway.answers.writing import Ending, Heading, send_failure
+from router.gateway.answers.stream import EventStream
+from router.gateway.answers.writing import AnswerWriter, Ending, Heading, send_failure
 from router.gateway.responses.draft import (
     ResponseDraft,
     encode_events,
@@ -30,11 +30,6 @@ from router.inbox.json_parts import PART_BYTES, json_parts
 from router.machine.requests import Finished
 
 log = logging.getLogger(__name__)
-
-STREAM_HEADERS = {
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect events
-}
 
 
 class ResponseKeeper:
@@ -64,7 +59,7 @@ class ResponseKeeper:
         return NewResponse(draft.id, self._owner, previous, fields, self._input, [*draft.items])
 
 
-class WholeResponse:
+class WholeResponse(AnswerWriter):
     """Sends a response when it is complete."""
 
     def __init__(
@@ -75,25 +70,7 @@ class WholeResponse:
         self._keeper = keeper
         self._send = send
 
-    @property
-    def is_ready(self) -> bool:
-        """Always true: pieces are only kept."""
-        return True
-
-    @property
-    def shows_text_alone(self) -> bool:
-        """Always true."""
-        return True
-
-    def write_at_once(self, piece: AnswerPiece) -> None:
-        """Keeps the piece."""
-        self._draft.take(piece)
-
-    def write_text(self, choice: int, text: str) -> None:
-        """Keeps the text."""
-        self._draft.take_text(text)
-
-    async def write(self, piece: AnswerPiece) -> None:
+    def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
         self._draft.take(piece)
 
@@ -108,8 +85,8 @@ class WholeResponse:
         await send_parts(self._send, parts, self._heading.headers, self._heading.turn)
 
 
-class StreamedResponse:
-    """Sends a response as events, through `pipe` when there is one and it is ready."""
+class StreamedResponse(AnswerWriter):
+    """Sends a response as events."""
 
     def __init__(
         self,
@@ -123,69 +100,48 @@ class StreamedResponse:
         self._draft = draft
         self._keeper = keeper
         self._send = send
-        self._pipe = pipe
-        self._turn = asyncio.Lock()
-        self._is_open = False  # the head is sent, and nothing waits to be
-        self._has_head = False
+        self._stream = EventStream(heading, send, pipe)
+        self._has_begun = False
+        self._unsent: list[Event] = []
 
     @property
-    def is_ready(self) -> bool:
-        """True if the head is sent and nothing waits to be sent."""
-        return self._is_open and self._pipe is not None and self._pipe.is_ready
+    def is_full(self) -> bool:
+        """True if the head is not sent, or something waits to be sent."""
+        return bool(self._unsent) or self._stream.is_full
 
-    @property
-    def shows_text_alone(self) -> bool:
-        """Always true."""
-        return True
-
-    def write_at_once(self, piece: AnswerPiece) -> None:
+    def write(self, piece: AnswerPiece) -> None:
         """Sends the events of a piece."""
-        self._pipe_events(self._draft.take(piece))
+        is_full = self.is_full
+        events = [*self._begun(), *self._draft.take(piece)]
+        if is_full:
+            self._unsent += events
+        else:
+            self._stream.write(encode_events(events))
 
-    def write_text(self, choice: int, text: str) -> None:
-        """Sends the event of a text."""
-        self._pipe_events(self._draft.take_text(text))
-
-    async def write(self, piece: AnswerPiece) -> None:
-        """Sends the events of a piece; before the first one, the head."""
-        async with self._turn:
-            self._is_open = False
-            events = await self._open()
-            events = [*events, *self._draft.take(piece)]
-            await self._send_body(encode_events(events), more_body=True)
-            self._is_open = True
+    async def flush(self) -> None:
+        """Sends all events."""
+        events, self._unsent = self._unsent, []
+        await self._stream.send(encode_events(events))
 
     async def end(self, ending: Ending) -> None:
         """Sends the last events."""
-        if not self._has_head and not isinstance(ending.outcome, Finished):
+        if self._unsent:
+            await self.flush()
+        if not self._has_begun and not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
             return
-        self._is_open = False
-        events = [*await self._open(), *self._draft.end(ending, unix_time_s())]
+        events = [*self._begun(), *self._draft.end(ending, unix_time_s())]
         await self._keeper.keep(self._draft)
         events += self._draft.last()
         for part in chain.from_iterable(map(event_parts, events)):
-            await self._send_body(part, more_body=True)
+            await self._stream.send(part)
             if len(part) >= PART_BYTES:
                 await self._heading.turn()
-        await self._send_body(b"", more_body=False)
+        await self._stream.send(b"", is_last=True)
 
-    async def _open(self) -> list[Event]:
-        """Sends the head unless it is sent; returns the first events."""
-        if self._has_head:
+    def _begun(self) -> list[Event]:
+        """The first events, unless the response has begun."""
+        if self._has_begun:
             return []
-        self._has_head = True
-        await send_head(self._send, 200, EVENT_STREAM, {**STREAM_HEADERS, **self._heading.headers})
+        self._has_begun = True
         return self._draft.begin()
-
-    def _pipe_events(self, events: Sequence[Event]) -> None:
-        assert self._pipe is not None
-        if events:
-            self._pipe.write(encode_events(events))
-
-    async def _send_body(self, data: bytes, *, more_body: bool) -> None:
-        if self._pipe is not None:
-            self._pipe.flush()
-        if data or not more_body:
-            body = {"type": "http.response.body", "body": data, "more_body": more_body}
-            await self._send(body)

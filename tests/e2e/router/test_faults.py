@@ -9,6 +9,7 @@ from engine.config import WorkerConfig
 from engine.messages import Role, Sampling
 from router.machine.requests import Finished
 from router.service import Router
+from tests.kits.router.scripted_workers import updates_of
 from tests.kits.services.cluster import TRANSPORTS, ask, prompts, request, router, until, workers
 
 pytestmark = pytest.mark.torch
@@ -36,7 +37,7 @@ def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
             assert isinstance(answer.outcome, Finished), answer.outcome
             assert len(answer.token_ids) == max_tokens
             return "finished"
-        updates = r.submit(req)
+        updates = updates_of(r, req)
         left = asyncio.create_task(_leave(updates, leave_after, rng.uniform(0, 0.5)))
         await left
         return "left"

@@ -22,6 +22,7 @@ from engine.messages import Role, Sampling, WorkerId
 from router.machine.requests import Finished
 from router.recording.records import records_of
 from router.service import Router
+from tests.kits.router.scripted_workers import updates_of
 from tests.kits.services.cluster import (
     DEADLINE_S,
     SECRET,
@@ -39,6 +40,7 @@ REPLAY = """
 import sys
 from pathlib import Path
 from router.recording.records import records_of, replay
+from tests.kits.router.scripted_workers import updates_of
 for mismatch in replay(records_of(Path(sys.argv[1]))):
     sys.exit(str(mismatch))
 """
@@ -66,7 +68,7 @@ async def group(r: Router) -> None:
 async def leave(r: Router) -> None:
     """Starts a request and leaves early."""
     req = request("left", PROMPTS[10], max_tokens=400, sampling=Sampling())
-    async with asyncio.timeout(DEADLINE_S), aclosing(r.submit(req)) as updates:
+    async with asyncio.timeout(DEADLINE_S), aclosing(updates_of(r, req)) as updates:
         num = 0
         async for update in updates:
             num += len(update.token_ids)

@@ -27,7 +27,7 @@ from engine.messages import (
 )
 from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
-from router import service
+from router import links
 from router.machine.machine import Arrived, RouterEffect, RouterEvent, Tick
 from router.machine.requests import Cancelled, Failed, Finished
 from router.service import Router
@@ -42,13 +42,14 @@ from tests.kits.router.scripted_workers import (
     run,
     serving,
     until,
+    updates_of,
 )
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(service, "RETRY_EVERY_S", 0.05)
-    monkeypatch.setattr(service, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(links, "RETRY_EVERY_S", 0.05)
+    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT_S", 0.3)
 
 
 # ---------------------------------------------------------------- joining
@@ -146,7 +147,7 @@ def test_a_store_fixes_neither_model_nor_layout():
             assert router.readiness() == "no prefill worker is connected"
             assert router.fingerprint() == ""
             worker = ScriptedWorker("m0")
-            router.follow({*router._addresses, await worker.open()})
+            router.follow({*router._links.addresses, await worker.open()})
             assert await router.wait_until_ready(5.0) is None
             assert router.fingerprint() == "model-fp32"
             token_ids, _ = await follow(router, request())
@@ -181,7 +182,7 @@ def test_worker_that_does_not_fit_is_refused_and_the_reason_logged(caplog, diffe
         async with serving(first) as router:
             second = ScriptedWorker("m1", **difference)
             address = await second.open()
-            router.follow({*router._addresses, address})
+            router.follow({*router._links.addresses, address})
             await until(lambda: len(second.hellos) >= 2, "it was asked twice")
             assert list(router.workers()) == ["m0"]
             token_ids, _ = await follow(router, request())
@@ -199,7 +200,7 @@ def test_leaving_worker_finishes_its_sequences():
         first.patience = 2
         async with serving(first) as router:
             address = await second.open()
-            updates = router.submit(request())
+            updates = updates_of(router, request())
             news = await anext(updates)
             router.follow([address])
             await until(lambda: len(router.workers()) == 2, "the new one joined")
@@ -246,7 +247,7 @@ def test_absent_worker_is_dialled_until_the_router_closes_quickly(monkeypatch):
             tries.append(self._address)
             await super().open()
 
-    monkeypatch.setattr(service, "SessionClient", CountingClient)
+    monkeypatch.setattr(links, "SessionClient", CountingClient)
 
     async def test() -> None:
         gone = ScriptedWorker()
@@ -293,32 +294,18 @@ def test_many_answers_at_once():
     run(test())
 
 
-def test_a_client_that_reads_slowly_gets_larger_pieces():
-    async def test() -> None:
-        worker = ScriptedWorker()
-        async with serving(worker) as router, aclosing(router.submit(request())) as updates:
-            first = await anext(updates)
-            await until(lambda: router.machine.num_flights == 0, "the answer is complete")
-            second = await anext(updates)
-            assert [*first.token_ids, *second.token_ids] == answer([1, 2, 3], 6)
-            assert isinstance(second.outcome, Finished)
-            assert second.timeline is not None
-
-    run(test())
-
-
 def test_closed_stream_is_cancelled_at_the_worker():
     async def test() -> None:
         worker = ScriptedWorker()
         worker.patience = 2
         async with serving(worker) as router:
-            updates = router.submit(request())
+            updates = updates_of(router, request())
             await anext(updates)
             await updates.aclose()
             await until(lambda: Cancel("r.0") in worker.received, "the worker is told")
             assert router.machine.num_flights == 0
             assert router.counters()["ended", "cancelled"] == 1
-            assert router._clients == {}
+            assert router._clients._clients == {}
 
     run(test())
 
@@ -347,7 +334,10 @@ def test_an_answer_goes_on_elsewhere_when_a_stream_breaks(break_it):
             router.machine.state.rng.choice = lambda workers: workers[0]  # the first by name
             token_ids: list[int] = []
             outcome = None
-            async with asyncio.timeout(DEADLINE_S), aclosing(router.submit(request())) as updates:
+            async with (
+                asyncio.timeout(DEADLINE_S),
+                aclosing(updates_of(router, request())) as updates,
+            ):
                 async for update in updates:
                     token_ids += update.token_ids
                     outcome = update.outcome
@@ -369,7 +359,7 @@ def test_request_fails_if_no_worker_replaces_its_last_one_in_time():
         worker.patience = 2
         async with (
             serving(worker, queue_timeout_s=0.2) as router,
-            aclosing(router.submit(request())) as updates,
+            aclosing(updates_of(router, request())) as updates,
         ):
             await anext(updates)
             await worker.close()
@@ -481,7 +471,7 @@ def test_closing_ends_requests_and_sessions():
         worker = ScriptedWorker()
         worker.patience = 2
         async with serving(worker) as router:
-            updates = router.submit(request())
+            updates = updates_of(router, request())
             await anext(updates)
             await router.close()
             async with asyncio.timeout(DEADLINE_S):
@@ -505,7 +495,7 @@ def test_a_router_that_has_lost_a_task_to_a_bug_is_not_ready(caplog):
                     raise ZeroDivisionError("a bug")
                 return handle(event, now_s)
 
-            async with aclosing(router.submit(request())) as updates:
+            async with aclosing(updates_of(router, request())) as updates:
                 await anext(updates)
                 router.machine.handle = broken  # type: ignore[method-assign]
                 await until(lambda: router.readiness() is not None, "it is noticed")

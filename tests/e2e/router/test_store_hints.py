@@ -3,7 +3,7 @@
 import pytest
 
 from engine.messages import HASH_BYTES, PinBlocks, Role, SessionEnd, SessionUse, StoreHint
-from router import service
+from router import links
 from router.gateway.hints.claims import SessionClaim
 from router.gateway.hints.uses import notes_of
 from router.service import Router
@@ -22,7 +22,7 @@ END = SessionEnd("key", "session")
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(service, "RETRY_EVERY_S", 0.05)
+    monkeypatch.setattr(links, "RETRY_EVERY_S", 0.05)
 
 
 def heard(worker: ScriptedWorker) -> list[StoreHint]:

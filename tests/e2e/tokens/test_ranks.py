@@ -26,6 +26,7 @@ from engine.net.sessions import SessionClient
 from router.machine.requests import Finished
 from tests.e2e.tokens.test_exactness import GREEDY, generate, serve
 from tests.kits.checkpoints import COMMON, KINDS, save_checkpoint, tiny_checkpoint
+from tests.kits.router.scripted_workers import updates_of
 from tests.kits.services.cluster import SECRET, ask, prompts, request, router, until, workers
 from tests.kits.services.processes import ended, processes
 
@@ -236,7 +237,7 @@ def test_running_answers_move_between_workers_of_other_ranks(tmp_path_factory):
 
             async def stream(i: int) -> None:
                 asked = request(f"r{i}", inputs[i], max_tokens=num_tokens, sampling=GREEDY)
-                async for update in r.submit(asked):
+                async for update in updates_of(r, asked):
                     streams[i] += update.token_ids
 
             tasks = [asyncio.create_task(stream(i)) for i in range(len(inputs))]

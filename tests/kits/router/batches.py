@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,15 +13,7 @@ from engine.messages import FinishReason, RequestId, Role, WorkerId
 from router.gateway.background import BackgroundWork
 from router.gateway.storage import Storage
 from router.machine.requests import Cancelled, Finished, Request, Update
-from router.port import (
-    OpenLane,
-    TakeAtOnce,
-    TakeTokens,
-    WorkerStatus,
-    open_no_lane,
-    take_no_tokens,
-    take_nothing,
-)
+from router.port import FrameTaker, Handle, Sink, WorkerStatus
 from tests.kits.router.gateway import FakeRouter, create_app, fetch, settings_of, versions_of
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -40,35 +32,27 @@ class ComputingRouter(FakeRouter):
         super().__init__()
         self.is_quick = is_quick
         self.statuses = {WorkerId("m0"): IDLE}
-        self.running: dict[RequestId, tuple[Request, asyncio.Queue[Update]]] = {}
+        self.running: dict[RequestId, tuple[Request, Sink]] = {}
         self.num_withdrawn = 0
 
-    async def submit(
-        self,
-        request: Request,
-        take_at_once: TakeAtOnce = take_nothing,
-        take_tokens: TakeTokens = take_no_tokens,
-        open_lane: OpenLane = open_no_lane,
-    ) -> AsyncGenerator[Update, None]:
+    def submit(self, request: Request, sink: Sink) -> Handle:
         assert request.request_id not in {each.request_id for each in self.requests}
         self.requests.append(request)
-        updates: asyncio.Queue[Update] = asyncio.Queue()
-        self.running[request.request_id] = request, updates
-        tokens = list(request.token_ids)
-        try:
-            while True:
-                if self.is_quick:
-                    self.step()
-                update = await updates.get()
-                tokens += update.token_ids
-                yield update
-                if update.outcome is not None:
-                    return
-        finally:
-            self.running.pop(request.request_id, None)
+        self.running[request.request_id] = request, sink
+        if self.is_quick:
+            self._step_soon()
+        return _Computed(self, request.request_id)
+
+    def _step_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._step_on)
+
+    def _step_on(self) -> None:
+        self.step()
+        if self.running:
+            self._step_soon()
 
     def step(self) -> None:
-        for request_id, (request, updates) in list(self.running.items()):
+        for request_id, (request, sink) in list(self.running.items()):
             tokens = list(request.token_ids)
             token = next_token(tokens, request.sampling.seed)
             grown = msgspec.structs.replace(request, token_ids=(*tokens, token))
@@ -77,14 +61,28 @@ class ComputingRouter(FakeRouter):
                 outcome = Finished(FinishReason.LENGTH)
                 del self.running[request_id]
             else:
-                self.running[request_id] = grown, updates
-            updates.put_nowait(Update((token,), outcome))
+                self.running[request_id] = grown, sink
+            sink.update(Update((token,), outcome))
 
     def withdraw(self, request_ids: Collection[RequestId]) -> None:
         for request_id in request_ids:
             if (found := self.running.pop(request_id, None)) is not None:
                 self.num_withdrawn += 1
-                found[1].put_nowait(Update(outcome=Cancelled()))
+                found[1].update(Update(outcome=Cancelled()))
+
+
+class _Computed:
+    """A request of a `ComputingRouter`."""
+
+    def __init__(self, router: ComputingRouter, request_id: RequestId) -> None:
+        self._router = router
+        self._request_id = request_id
+
+    def cancel(self) -> None:
+        self._router.running.pop(self._request_id, None)
+
+    def offer_frames(self, taker: FrameTaker) -> None:
+        """No worker sends frames."""
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -21,15 +21,7 @@ from router.gateway.app import app_of, parts_of
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.versions import ServedVersion, Versions
 from router.machine.requests import Finished, Request, Stay, Timeline, Update
-from router.port import (
-    OpenLane,
-    TakeAtOnce,
-    TakeTokens,
-    WorkerStatus,
-    open_no_lane,
-    take_no_tokens,
-    take_nothing,
-)
+from router.port import FrameTaker, Handle, Sink, WorkerStatus
 from router.text.templates import DEFAULT, ChatTemplates
 from router.text.tokenizer import TextModel
 from tests.kits.grammar_checks import CheckedAtOnce
@@ -38,6 +30,7 @@ SHOWN = ("keys", "edge", "background", "board", "logs_requests")  # arguments of
 V1 = ("version", "v1")  # a label
 CONTEXT_LEN = 64
 EOS = 256
+PASSES = 10  # of the loop, in which all that a step brings is written
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -122,7 +115,6 @@ class FakeRouter:
         self.cancelled: list[str] = []
         self.live = 0
         self.clock = TickingClock()  # the app's
-        self.num_taken = 0  # updates of tokens alone that were taken without waiting
         self.waiting = asyncio.Event()  # set when a request reaches a `Never`
         self.not_ready: str | None = None
         self.capacity: int | None = None  # tokens
@@ -133,36 +125,11 @@ class FakeRouter:
         self.store_block: int | None = None  # tokens of a block in its stores; None: it has none
         self.told: list[StoreHint] = []  # to its stores
 
-    async def submit(
-        self,
-        request: Request,
-        take_at_once: TakeAtOnce = take_nothing,
-        take_tokens: TakeTokens = take_no_tokens,
-        open_lane: OpenLane = open_no_lane,
-    ) -> AsyncIterator[Update]:
+    def submit(self, request: Request, sink: Sink) -> Handle:
         number = len(self.requests)
         self.requests.append(request)
         self.live += 1
-        ended = False
-        try:
-            for step in self._script_of(number):
-                if isinstance(step, Exception):
-                    raise step
-                if isinstance(step, Never):
-                    self.waiting.set()
-                    await asyncio.Event().wait()
-                elif self._is_plain(step) and take_tokens(step.token_ids, self.clock.now_s()):
-                    self.num_taken += 1
-                elif not take_at_once(step):
-                    ended = step.outcome is not None
-                    yield step
-        finally:
-            self.live -= 1
-            if not ended:
-                self.cancelled.append(request.request_id)
-
-    def _is_plain(self, update: Update) -> bool:
-        return update == Update(update.token_ids)
+        return _Played(self, request, sink, self._script_of(number))
 
     def _script_of(self, number: int) -> list[Update | Never | Exception]:
         return self.more_scripts[number - 1] if number and self.more_scripts else self.script
@@ -207,6 +174,52 @@ class FakeRouter:
 
     def counters(self) -> Mapping[tuple[str, str], int]:
         return self.events
+
+
+class _Played:
+    """A request whose script runs: the first step at once, each other one after some passes."""
+
+    def __init__(self, router: FakeRouter, request: Request, sink: Sink, script: list) -> None:
+        self._router = router
+        self._request = request
+        self._sink = sink
+        self._script = iter(script)
+        self._is_over = self._is_cancelled = False
+        self._step_after(0)
+
+    def _step_after(self, num_passes: int) -> None:
+        if num_passes:
+            asyncio.get_running_loop().call_soon(self._step_after, num_passes - 1)
+        elif not self._is_cancelled and (step := next(self._script, None)) is not None:
+            self._play(step)
+
+    def _play(self, step: Update | Never | Exception) -> None:
+        if isinstance(step, Never):
+            self._router.waiting.set()
+            return
+        if isinstance(step, Exception):
+            self._sink.fail(step)
+        elif step == Update(step.token_ids):
+            self._sink.tokens(step.token_ids, self._router.clock.now_s())
+        else:
+            self._is_over = step.outcome is not None
+            self._sink.update(step)
+        self._step_after(PASSES)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._router.live -= 1
+        if not self._is_over:
+            self._router.cancelled.append(self._request.request_id)
+
+    def offer_frames(self, taker: FrameTaker) -> None:
+        """No worker sends frames."""
+
+
+async def passes(number: int) -> None:
+    """Waits for some passes of the loop."""
+    for _ in range(number):
+        await asyncio.sleep(0)
 
 
 class TickingClock:

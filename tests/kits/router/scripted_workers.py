@@ -5,7 +5,7 @@ another worker is right only if no token was lost, repeated or changed.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,7 @@ from engine.messages import (
 from engine.net.sessions import Line, SessionServer
 from engine.net.trust import Secret
 from router.machine.requests import Request, Update
+from router.port import RequestPort
 from router.service import Router
 
 SECRET = Secret("internal token")
@@ -206,11 +207,43 @@ def request(name: str = "r", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: in
     return Request(RequestId(name), prompt, Sampling(), limits, MonotonicClock().now_s())
 
 
+class Reader:
+    """A sink that puts all that comes into a queue."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
+
+    def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
+        self.queue.put_nowait(Update(tuple(token_ids)))
+
+    def update(self, update: Update) -> None:
+        self.queue.put_nowait(update)
+
+    def fail(self, error: Exception) -> None:
+        self.queue.put_nowait(error)
+
+
+async def updates_of(port: RequestPort, request: Request) -> AsyncGenerator[Update, None]:
+    """Submits a request. Closing the iterator before the last update cancels it."""
+    reader = Reader()
+    handle = port.submit(request, reader)
+    try:
+        while True:
+            update = await reader.queue.get()
+            if isinstance(update, Exception):
+                raise update
+            yield update
+            if update.outcome is not None:
+                return
+    finally:
+        handle.cancel()
+
+
 async def follow(router: Router, req: Request) -> tuple[list[int], list[Update]]:
     token_ids: list[int] = []
     updates: list[Update] = []
     async with asyncio.timeout(DEADLINE_S):
-        async for update in router.submit(req):
+        async for update in updates_of(router, req):
             updates.append(update)
             token_ids += update.token_ids
     return token_ids, updates

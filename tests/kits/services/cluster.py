@@ -30,6 +30,7 @@ from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
 from router.machine.requests import Finished, Outcome, Request, Timeline
 from router.service import Router
+from tests.kits.router.scripted_workers import updates_of
 
 
 class FirstByName(random.Random):
@@ -216,7 +217,7 @@ async def ask(r: Router, req: Request, on_tokens: Callable[[int], None] = lambda
     """Follows a request to its end; `on_tokens` sees how many tokens have come."""
     answer = Answer()
     async with asyncio.timeout(DEADLINE_S):
-        async for update in r.submit(req):
+        async for update in updates_of(r, req):
             answer.token_ids += update.token_ids
             answer.outcome = update.outcome
             answer.timeline = update.timeline or answer.timeline

@@ -19,6 +19,7 @@ from router.recording.file import NOT_WRITTEN_IN_TIME, RecordingFile
 from router.recording.records import read, records_of, replay
 from router.service import Router
 from tests.kits.router.recordings import CONFIG, SCRIPT, arrival
+from tests.kits.router.scripted_workers import updates_of
 
 DEADLINE_S = 5.0
 NO_TEXT = "secret\ud800"  # JSON has no bytes for it
@@ -189,7 +190,7 @@ def test_router_answers_requests_that_it_cannot_record(tmp_path):
         await router.open()
         try:
             asked = replace(arrival("r").request, tenant=NO_TEXT)
-            updates = [update async for update in router.submit(asked)]
+            updates = [update async for update in updates_of(router, asked)]
             failure = "Arrived cannot be encoded: UnicodeEncodeError"
             assert router.counters()["recording ended", failure] == 1
         finally:

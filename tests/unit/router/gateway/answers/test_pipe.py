@@ -16,6 +16,7 @@ from tests.kits.router.gateway import (
     answer,
     fetch,
     make_app,
+    passes,
     tokens,
 )
 
@@ -144,6 +145,23 @@ async def test_a_client_that_reads_too_slowly_is_waited_for():
     reply = await connection.run()
     assert pipe.num_written == 0
     assert texts(reply) == {0: "abc"}
+
+
+async def test_a_client_that_reads_slowly_gets_larger_pieces():
+    connection = connect(FakeRouter(answer("abcd")))
+    Pipe(connection)
+    send, blocked = connection._send, asyncio.Event()
+
+    async def slowly(message):
+        await send(message)
+        if message["type"] == "http.response.body" and not blocked.is_set():
+            blocked.set()
+            await passes(100)  # until the answer is complete
+
+    connection._send = slowly
+    reply = await connection.run()
+    deltas = [event["choices"][0]["delta"] for event in reply.events()[1:-1]]
+    assert deltas == [{"content": "a"}, {"content": "bcd"}]
 
 
 async def test_choices_keep_their_order_where_some_pieces_are_written_at_once():

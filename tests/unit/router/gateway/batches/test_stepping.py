@@ -13,7 +13,7 @@ from engine.messages import Limits, RequestId, Sampling
 from router.gateway.batches.stepping import BatchGate, SteppingPort, VersionLeaves
 from router.machine.requests import Finished, Request, Update
 from tests.kits.router.batches import ComputingRouter, next_token
-from tests.kits.router.gateway import FakeRouter, tokens
+from tests.kits.router.scripted_workers import updates_of
 
 PROMPT = (104, 105)
 
@@ -40,22 +40,16 @@ async def turns(number: int = 8) -> None:
 class Reader:
     """Reads one request's answer in a task."""
 
-    def __init__(self, port: SteppingPort, request: Request, *, takes: bool) -> None:
+    def __init__(self, port: SteppingPort, request: Request) -> None:
         self.tokens: list[int] = []
         self.updates: list[Update] = []
-        self._takes = takes
         self.task = asyncio.ensure_future(self._read(port, request))
 
     async def _read(self, port: SteppingPort, request: Request) -> None:
-        async with aclosing(port.submit(request, take_tokens=self._take)) as updates:
+        async with aclosing(updates_of(port, request)) as updates:
             async for update in updates:
                 self.tokens += update.token_ids
                 self.updates.append(update)
-
-    def _take(self, token_ids, _) -> bool:
-        if self._takes:
-            self.tokens += token_ids
-        return self._takes
 
 
 ACTIONS = st.lists(st.one_of(st.integers(0, 4), st.sampled_from(["step", "turn"])), max_size=30)
@@ -68,7 +62,7 @@ def test_any_pauses_leave_every_answer_as_it_would_be(actions: list, number: int
         router, gate = ComputingRouter(is_quick=False), BatchGate()
         port = SteppingPort(router, gate, lambda: True)
         requests = [request_of(f"r{i}", 3 + i, seed=i) for i in range(number)]
-        readers = [Reader(port, request, takes=False) for request in requests]
+        readers = [Reader(port, request) for request in requests]
         for action in actions:
             if action == "step":
                 router.step()
@@ -95,7 +89,7 @@ def test_any_pauses_leave_every_answer_as_it_would_be(actions: list, number: int
 async def test_a_paused_request_goes_on_from_its_tokens_behind_all_clients() -> None:
     router, gate = ComputingRouter(is_quick=False), BatchGate()
     gate.allow(1)
-    reader = Reader(SteppingPort(router, gate, lambda: True), request_of(), takes=False)
+    reader = Reader(SteppingPort(router, gate, lambda: True), request_of())
     await turns()
     router.step()
     router.step()
@@ -120,21 +114,11 @@ async def test_a_paused_request_goes_on_from_its_tokens_behind_all_clients() -> 
     assert gate.num_requests == 0
 
 
-async def test_tokens_that_are_taken_at_once_are_remembered_too() -> None:
-    gate = BatchGate()
-    router = FakeRouter([tokens("a"), tokens("b"), Update(outcome=Finished("stop"))])
-    gate.allow(1)
-    reader = Reader(SteppingPort(router, gate, lambda: True), request_of(), takes=True)
-    await reader.task
-    assert bytes(reader.tokens) == b"ab"
-    assert router.num_taken == 2
-
-
 async def test_the_youngest_step_aside_first_and_the_oldest_go_on_first() -> None:
     router, gate = ComputingRouter(is_quick=False), BatchGate()
     port = SteppingPort(router, gate, lambda: True)
     gate.allow(3)
-    readers = [Reader(port, request_of(f"r{i}"), takes=False) for i in range(3)]
+    readers = [Reader(port, request_of(f"r{i}")) for i in range(3)]
     await turns()
     gate.allow(1)
     assert list(router.running) == ["r0"]
@@ -150,7 +134,7 @@ async def test_the_youngest_step_aside_first_and_the_oldest_go_on_first() -> Non
 async def test_one_request_a_turn_is_let_in() -> None:
     router, gate = ComputingRouter(is_quick=False), BatchGate()
     port = SteppingPort(router, gate, lambda: True)
-    readers = [Reader(port, request_of(f"r{i}"), takes=False) for i in range(4)]
+    readers = [Reader(port, request_of(f"r{i}")) for i in range(4)]
     await turns()
     gate.allow(4)
     seen = []
@@ -166,7 +150,7 @@ async def test_one_request_a_turn_is_let_in() -> None:
 
 async def test_a_waiting_request_of_a_version_that_leaves_starts_again() -> None:
     router, gate, stays = ComputingRouter(is_quick=False), BatchGate(), True
-    reader = Reader(SteppingPort(router, gate, lambda: stays), request_of(), takes=False)
+    reader = Reader(SteppingPort(router, gate, lambda: stays), request_of())
     await turns()
     gate.dismiss_leaving()
     await turns()
@@ -181,7 +165,7 @@ async def test_a_waiting_request_of_a_version_that_leaves_starts_again() -> None
 async def test_a_running_request_of_a_version_that_leaves_ends_there() -> None:
     router, gate = ComputingRouter(), BatchGate()
     gate.allow(1)
-    reader = Reader(SteppingPort(router, gate, lambda: False), request_of(), takes=False)
+    reader = Reader(SteppingPort(router, gate, lambda: False), request_of())
     await turns(2)
     gate.dismiss_leaving()
     await reader.task
@@ -193,7 +177,7 @@ async def test_the_next_request_is_let_in_when_the_prompt_of_the_last_is_compute
     gate.has_time = lambda: all(len(r.token_ids) > len(PROMPT) for r, _ in router.running.values())
     port = SteppingPort(router, gate, lambda: True)
     gate.allow(3)
-    readers = [Reader(port, request_of(f"r{i}"), takes=False) for i in range(3)]
+    readers = [Reader(port, request_of(f"r{i}")) for i in range(3)]
     for number in (1, 2, 3):
         await turns()
         assert len(router.running) == number

@@ -449,14 +449,3 @@ def test_a_bug_before_the_head_is_500_in_json_and_is_raised_for_the_log(stream):
     reply = asyncio.run(ask())
     assert (reply.status, reply.json()["error"]["code"]) == (500, "internal_error")
     assert router.live == 0
-
-
-def test_a_router_that_forgets_the_outcome_breaks_the_stream_off():
-    async def ask():
-        connection = Connection(make_app(FakeRouter([tokens("a")])), "POST", COMPLETIONS, {})
-        connection.put_body(b'{"prompt": "yo", "stream": true}')
-        with pytest.raises(ExceptionGroup, match="unhandled"):
-            await connection.run()
-        return connection.reply
-
-    assert not asyncio.run(ask()).is_complete

@@ -57,7 +57,7 @@ def rebuilt(events):
 
 def test_text_is_one_message():
     output = new_output()
-    events = [*output.take(piece("a")), *output.take_text("b"), *output.close("completed")]
+    events = [*output.take(piece("a")), *output.take(piece("b")), *output.close("completed")]
     assert names(events) == [
         "output_item.added",
         "content_part.added",
@@ -75,7 +75,7 @@ def test_reasoning_is_an_item_before_the_message():
     events = [
         *output.take_reasoning("h"),
         *output.take_reasoning("m"),
-        *output.take_text("yes"),
+        *output.take(piece("yes")),
         *output.close("completed"),
     ]
     assert names(events)[:7] == [
@@ -186,7 +186,7 @@ def test_events_alone_give_the_items(steps, status):
     output, events, num_calls = new_output(), [], 0
     for kind, text in steps:
         if kind == "text":
-            events += output.take_text(text)
+            events += output.take(piece(text))
         elif kind == "reasoning":
             events += output.take_reasoning(text)
         else:

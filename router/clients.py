@@ -1,0 +1,162 @@
+"""The requests of one router, from their submission to their ends, and the sinks of their answers.
+
+What the machine has for requests in one turn of the loop goes to sinks as tokens alone where that
+is possible, which is nearly always. Anything else becomes one update for each request.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Context
+
+from engine.messages import RequestId, SeqId
+from router.machine.events import Arrived, ClientGone, Deliver, End
+from router.machine.requests import Failed, Request, Update, joined
+from router.machine.state import RouterState
+from router.port import FrameTaker, Handle, Sink
+
+ForClient = Deliver | End
+
+
+class RouterClients:
+    """All requests whose sinks wait for something."""
+
+    def __init__(self, state: RouterState, handle: Callable[..., None]) -> None:
+        """`handle` feeds the machine with events."""
+        self.taker: FrameTaker | None = None  # of frames; None: no answer has asked for frames yet
+        self._state = state
+        self._handle = handle
+        self._clients: dict[RequestId, _Client] = {}
+        self._arrived: dict[RequestId, Request] = {}  # in this turn of the loop
+        self._num_left_seqs = 0  # of the machine, when it was last looked at
+        self._end: Failed | None = None  # the outcome of all requests, after `cut`
+
+    def submit(self, request: Request, sink: Sink) -> Handle:
+        """Starts a request, whose answer goes to `sink`."""
+        client = _Client(self, request.request_id, sink)
+        if self._end is not None:
+            client.update(Update(outcome=self._end))
+            return client
+        self._clients[request.request_id] = client
+        self._arrived[request.request_id] = request
+        if len(self._arrived) == 1:
+            asyncio.get_running_loop().call_soon(self.admit, context=Context())
+        return client
+
+    def admit(self) -> None:
+        """Hands the machine all requests of a turn of the loop, so that it places them together."""
+        requests, self._arrived = list(self._arrived.values()), {}
+        if not requests:  # their clients left
+            return
+        *others, last = requests
+        try:
+            self._handle(*(Arrived(each, more_come=True) for each in others), Arrived(last))
+        except Exception as error:  # a bug, which ends these requests and no others
+            for request in requests:
+                if (client := self._clients.get(request.request_id)) is not None:
+                    client.sink.fail(error)
+
+    def withdraw(self, request_ids: Iterable[RequestId]) -> None:
+        """Cancels requests within this call; the last update of each says so."""
+        self.admit()
+        self._handle(*(ClientGone(request_id) for request_id in request_ids))
+
+    def leave(self, request_id: RequestId) -> None:
+        """Ends a request whose sink takes nothing more."""
+        self._clients.pop(request_id, None)
+        self._arrived.pop(request_id, None)
+        if request_id in self._state.flights:
+            self._handle(ClientGone(request_id))
+
+    def cut(self, end: Failed) -> int:
+        """Ends all requests with this outcome, later ones too. Returns their number now."""
+        self._end = end
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            client.update(Update(outcome=end))
+        return len(clients)
+
+    def close(self) -> None:
+        """Cancels all requests."""
+        self.withdraw(list(self._clients))
+
+    def deliver(self, effects: Mapping[RequestId, Sequence[ForClient]], now_s: float) -> None:
+        """Gives sinks what the machine has for their requests."""
+        for request_id, of_request in effects.items():
+            client = self._clients.get(request_id)
+            if client is None:
+                continue
+            if type(of_request[-1]) is End:
+                del self._clients[request_id]
+            plain = [each for each in of_request if type(each) is Deliver and each.is_plain]
+            if len(plain) == len(of_request):
+                for each in plain:
+                    client.tokens(each.token_ids, now_s)
+            else:
+                client.update(joined([_update_of(each) for each in of_request]))
+
+    def offer_frames(self, client: "_Client", taker: FrameTaker) -> SeqId | None:
+        """Offers frames to `taker`; returns the running sequence of a client's request."""
+        flight = self._state.flights.get(client.request_id)
+        if flight is None or flight.attempt is None:
+            return None
+        self.taker = taker
+        client.seq_id = flight.attempt.seq_id
+        return client.seq_id
+
+    def close_left(self) -> None:
+        """Lets no tokens be taken from frames for sequences that ended before their requests."""
+        state = self._state
+        if self.taker is None or state.num_left_seqs == self._num_left_seqs:
+            return
+        self._num_left_seqs = state.num_left_seqs
+        for client in self._clients.values():
+            if client.seq_id is not None and client.seq_id not in state.by_seq:
+                self.taker.close(client.seq_id)
+                client.seq_id = None
+
+
+class _Client:
+    """One request with its sink; implements `router.port.Handle`."""
+
+    __slots__ = ("_clients", "request_id", "seq_id", "sink")
+
+    def __init__(self, clients: RouterClients, request_id: RequestId, sink: Sink) -> None:
+        self._clients = clients
+        self.request_id = request_id
+        self.sink = sink
+        self.seq_id: SeqId | None = None  # whose tokens may be taken from frames
+
+    def cancel(self) -> None:
+        """Ends the request; its sink gets nothing more."""
+        self._clients.leave(self.request_id)
+
+    def offer_frames(self, taker: FrameTaker) -> SeqId | None:
+        """Offers frames to `taker` from now on; returns the running sequence, if there is one."""
+        return self._clients.offer_frames(self, taker)
+
+    def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
+        """Gives the sink tokens. A bug of the sink must not end other requests."""
+        try:
+            self.sink.tokens(token_ids, now_s)
+        except Exception as error:
+            self.sink.fail(error)
+
+    def update(self, update: Update) -> None:
+        """Gives the sink an update; see `tokens`."""
+        try:
+            self.sink.update(update)
+        except Exception as error:
+            self.sink.fail(error)
+
+
+def _update_of(effect: ForClient) -> Update:
+    if type(effect) is End:
+        return Update(outcome=effect.outcome, timeline=effect.timeline)
+    assert type(effect) is Deliver
+    return Update(
+        token_ids=effect.token_ids,
+        timeline=effect.timeline,
+        logprobs=effect.logprobs,
+        prompt_logprobs=effect.prompt_logprobs,
+        embedding=effect.embedding,
+    )
