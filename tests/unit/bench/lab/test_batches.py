@@ -38,12 +38,6 @@ def found_in(data: BatchesMeasured) -> dict[str, float]:
     return {result.name: result.value for result in results(data)}
 
 
-def test_both_orders_of_windows_come_in_turn():
-    orders = [STUDY.order_of(pair) for pair in range(4)]
-    assert orders == [(WITHOUT, WITH), (WITH, WITHOUT)] * 2
-    assert STUDY.due_times_s(1) == STUDY.due_times_s(1) != STUDY.due_times_s(2)
-
-
 def test_lines_of_a_file_differ_and_are_the_same_again():
     lines = STUDY.lines_of("file", 5, "m")
     assert lines == STUDY.lines_of("file", 5, "m")

@@ -69,8 +69,3 @@ def test_ratio_is_to_the_best_split_of_its_repetition():
     assert found["flips"].runs == (3, 1)
     assert (found["scaling/reading"].value, found["scaling/writing"].value) == (4.0, 2.0)
     assert (found["refused"].runs, found["lost"].runs) == ((1, 0), (0, 1))
-
-
-def test_quick_is_one_turn_against_one_split():
-    brief = STUDY.quick()
-    assert (brief.phases, [*brief.arms], brief.repeat) == (2, ["fixed_1+2", "planner"], 1)

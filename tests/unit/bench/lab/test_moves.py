@@ -46,15 +46,6 @@ def test_streams_that_stayed_or_ended_first_are_told_apart():
     assert figures["flip"].value == pytest.approx(0.6)
 
 
-def test_streams_that_ended_before_their_turn_did_not_fail_to_move():
-    stayed = (stream(gap_s=0.02, pull_s=None),)  # until 2 s
-    kinds = ("ended_first", "not_moved")
-    figures = figures_of(MovesRun(stayed, ordered_s=1.0, emptied_s=2.5))
-    assert [figures[kind].value for kind in kinds] == [1, 0]
-    figures = figures_of(MovesRun(stayed, ordered_s=-1.0, emptied_s=2.5))  # it had the time to move
-    assert [figures[kind].value for kind in kinds] == [0, 1]
-
-
 def test_streams_that_others_came_to_are_held_against_three_usual_gaps_alone():
     beside = stream(gap_s=0.09, pull_s=None)
     figures = figures_of(MovesRun((stream(gap_s=0.1),), 1.0, 1.6, (beside,)))
@@ -99,7 +90,3 @@ def test_the_longest_gap_counts_from_the_join_on():
 def test_a_text_that_differs_is_counted():
     assert join_figures(joined_stream())["changed"] == 0
     assert join_figures(replace(joined_stream(), said="other"))["changed"] == 1
-
-
-def test_pools_that_were_never_even_have_no_time_of_it():
-    assert "balance" not in join_figures(joined_stream(), samples=((1.0, (8, 0)),))

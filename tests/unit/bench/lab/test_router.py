@@ -7,7 +7,7 @@ import pytest
 from bench.common.progress import say_nothing
 from bench.lab.router.peer import BLOCK_SIZE, COSTS, BitmaskRouter
 from bench.lab.router.routers import PROMPT_BLOCKS, RouterCase, World
-from bench.lab.router.study import PEER, RouterMeasured, RouterStudy, results, warnings
+from bench.lab.router.study import PEER, RouterMeasured, RouterStudy, results
 from engine.errors import ConfigError
 
 MAIN = RouterMeasured(
@@ -38,10 +38,6 @@ def test_decisions_have_a_peer_and_a_goal():
     assert GOALS.is_met(by_name()["decisions/10000/1e7"]) is None
 
 
-def test_requests_include_claims_and_their_return():
-    assert by_name()["requests/1000"].value == pytest.approx(50e3)
-
-
 def test_latencies_are_percentiles_of_single_decisions():
     found = by_name()
     assert found["latency_p50/1000"].runs == pytest.approx((4, 5, 8))
@@ -55,12 +51,6 @@ def test_ingest_and_memory_are_results_at_a_million_blocks():
     assert (found["ingest"].value, found["ingest"].peers[PEER].ratio) == (5e6, 5)
     assert found["bytes_per_block"].runs == (34.0,)
     assert GOALS.is_met(found["bytes_per_block"])
-
-
-def test_busy_machine_gives_a_warning():
-    assert warnings([MAIN]) == []
-    [line] = warnings([RouterMeasured(RouterCase(10, 100), background=[0.4])])
-    assert "40%" in line
 
 
 def test_invalid_case_is_refused_by_option():

@@ -112,19 +112,6 @@ def test_a_loader_sends_each_prompt_when_the_one_before_is_answered_until_all_st
     assert len(others) == len(server.prompts) <= 6
 
 
-def test_several_loaders_keep_as_many_prompts_under_way():
-    server = FakeServer(num_prompts=9)
-    beside(server, num_loaders=3)
-    assert server.most_under_way == 3
-    assert len(set(server.prompts)) == len(server.prompts)
-
-
-def test_without_loaders_there_is_no_prompt():
-    server = FakeServer()
-    assert beside(server, num_loaders=0) == ((answer_at([1, 2, 3]),) * 2, [])
-    assert server.prompts == []
-
-
 def test_a_prompt_that_fails_is_told_and_the_load_goes_on():
     _, others = beside(FakeServer(num_prompts=3, fails=(b"prompt 1",)), num_loaders=1)
     assert Failure("http_500", "prompt 1") in others

@@ -64,12 +64,6 @@ def test_latencies_are_those_of_requests_sent_in_the_window():
     assert "busy_least/m/fluid" not in found
 
 
-def test_busy_shares_are_of_one_core():
-    found = by_name([mix_run(WALLED, 2.0)])
-    assert found["busy_least/64+256/walled"].value == pytest.approx(20)
-    assert found["busy_most/64+256/walled"].value == pytest.approx(90)
-
-
 def test_gaps_beside_prompts_are_held_against_those_without():
     prompt = answer_at([0.5], sent_s=0.1)
     runs = [
@@ -87,12 +81,6 @@ def test_gaps_beside_prompts_are_held_against_those_without():
     assert found["prompts/bound"].value == pytest.approx(1 / 1.188)
     assert "prompts/bound_idle" not in found
     assert found["failed"].value == 1
-
-
-def test_goals_are_met_from_their_bounds_on():
-    found = by_name([mix_run(FLUID, 9.6), mix_run(WALLED, 10.0), mix_run(MIXED, 1.0)])
-    assert GOALS.is_met(found["fluid/64+256"])
-    assert GOALS.is_met(found["requests/64+256/fluid"]) is None
 
 
 def test_disturbed_measurements_warn():

@@ -12,18 +12,14 @@ from bench.lab.fluid.mixes import mixes_of
 from bench.lab.fluid.simulated import (
     GOALS,
     Loops,
-    PoolsUse,
     SimulatedFluidPlan,
     best_of,
-    loads_of,
     play,
     ratios,
     requests_per_s,
     setup_of,
-    splits_near,
     splits_of_all,
 )
-from bench.lab.turning import TurningLoad
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.hardware import hardware_named
 from bench.simulator.traces import Trace, TraceRequest
@@ -52,13 +48,6 @@ def test_all_settings_have_the_same_number_of_workers():
     assert [use.is_fluid for use in uses] == [True, False, False, False, False]
 
 
-def test_splits_near_the_border_leave_a_worker_of_each_role():
-    assert splits_near(SimulatedPools(6, 2)) == [
-        SimulatedPools(prefill, 8 - prefill) for prefill in (5, 6, 7)
-    ]
-    assert splits_near(SimulatedPools(1, 1)) == [SimulatedPools(1, 1)]
-
-
 def test_fluid_is_held_against_the_best_of_each_kind():
     goodput = {"fluid_2+1": 6.0, "split_1+2": 4.0, "split_2+1": 5.0, "mixed_3_chunk_256": 8.0}
     found = ratios(goodput)
@@ -69,31 +58,10 @@ def test_fluid_is_held_against_the_best_of_each_kind():
     assert GOALS.bound("goodput/fluid_2+1/t") is None
 
 
-def test_no_ratio_to_workers_that_keep_no_rate():
-    goodput = {"fluid_2+1": 6.0, "split_1+2": 0.0, "mixed_3_chunk_256": 3.0}
-    assert list(ratios(goodput)) == ["goodput_fluid/colocated"]
-
-
 @pytest.mark.parametrize("use", [*PLAN.settings()], ids=lambda use: use.name)
 def test_every_setting_answers_the_whole_load(use):
     run = play(PLAN, use, TRACE)
     assert all(len(record.times_s) == 20 for record in run.records)
-
-
-def test_chunks_of_mixed_workers_are_no_longer_than_asked():
-    pools = SimulatedPools(mixed=1)
-    steps = [
-        play(PLAN, PoolsUse("m", pools, chunk_tokens=chunk), TRACE).workers[0].num_steps
-        for chunk in (256, 2048)
-    ]
-    assert steps[0] > steps[1]
-
-
-def test_loads_have_names_and_sizes():
-    loads = loads_of(("synthetic", "turning"), 30, TurningLoad(2, 10.0), 4, seed=1)
-    assert list(loads) == ["synthetic", "turning"]
-    assert len(loads["synthetic"].requests) == 30
-    assert loads["turning"].duration_s == pytest.approx(20.0, abs=2.0)
 
 
 def test_command_writes_its_figures(tmp_path):

@@ -1,7 +1,6 @@
 """The cases, pulls and options of `bench kv`."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +9,6 @@ from hypothesis import strategies as st
 from bench.lab.kv.cases import (
     KIB,
     MIB,
-    KvCase,
-    KvPulls,
     bytes_of,
     layout_of,
     limit_of,
@@ -37,11 +34,6 @@ def test_cases_go_up_to_64_mib_and_no_further():
     assert all(case.num_bytes == 64 * MIB for case in PULLS.cases if case.is_whole)
 
 
-def test_single_block_of_the_whole_size_counts_as_bandwidth():
-    [case] = KvPulls((MIB,), 1, MIB).cases
-    assert (case.name, case.is_latency) == ("1MiB", False)
-
-
 @FEW
 @given(st.sampled_from(PULLS.cases), st.integers(0, 9), st.integers(0, 9))
 def test_blocks_are_distinct_in_the_pool_and_the_same_for_every_mover(case, repeat, seed):
@@ -54,14 +46,6 @@ def test_blocks_are_distinct_in_the_pool_and_the_same_for_every_mover(case, repe
             assert set(blocks) <= set(pool)
     assert pulls == plan.of(case, repeat)
     assert pulls != plan.of(case, repeat + 1)
-
-
-def test_blocks_lie_scattered_on_both_sides():
-    whole = KvCase(64 * KIB, 1024, is_whole=True)
-    [pull] = PULLS.of(whole, 0)
-    for blocks in (pull.source_blocks, pull.blocks):
-        neighbours = sum(b == a + 1 for a, b in pairwise(blocks))
-        assert neighbours < 16
 
 
 @pytest.mark.parametrize("size", PULLS.block_sizes)
@@ -94,12 +78,6 @@ def test_a_rank_of_a_sink_has_blocks_of_the_wanted_size_in_pieces(name, num_piec
         pieces = plan_pieces(layout, source, split.sink)
         assert len(pieces) == num_pieces
         assert all(piece.num_bytes == 4 * KIB for piece in pieces)
-
-
-def test_a_quick_study_is_smaller_with_the_same_result_names():
-    study = STUDY.quick()
-    assert study.repeat == 3
-    assert {"64KiB", "1MiB"} < {case.name for case in study.pulls.cases}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.common.report import Missing, Peer
-from bench.lab.kv.cases import KIB, MIB, KvCase, KvPulls
+from bench.lab.kv.cases import KIB, KvPulls
 from bench.lab.kv.contest import KvMeasured, TimeKey
 from bench.lab.kv.figures import Handoffs, results, warnings
 
@@ -72,18 +72,6 @@ def test_backend_has_its_limit_and_all_peers():
     assert (zmq.limit, zmq.of_limit) == (pytest.approx(2), pytest.approx(0.5))
 
 
-def test_limits_are_results_without_limit_or_peer():
-    memcpy = by_name()["memcpy/64KiB"]
-    assert memcpy.value == pytest.approx(4)
-    assert (memcpy.limit, memcpy.of_limit, memcpy.peers) == (None, None, {})
-
-
-def test_bandwidth_counts_the_bytes_of_the_moved_blocks():
-    shm = by_name()["shm/64KiB/16"]
-    assert shm.value == pytest.approx(3 / 64)
-    assert shm.of_limit == pytest.approx(0.75)
-
-
 def test_one_block_is_a_latency_in_microseconds():
     shm = by_name()["shm/64KiB/latency"]
     assert (shm.value, shm.unit) == (pytest.approx(1e3 / 48), "µs")
@@ -129,11 +117,6 @@ def test_timeline_without_transfer_times_gives_a_warning_and_no_share():
     ]
 
 
-def test_a_pull_that_took_no_time_hides_nothing():
-    nothing = dict.fromkeys(TIMELINES[0], 0.0)
-    assert "hidden_share/shm" not in by_name(handoffs=[Handoffs("shm", ((nothing,),))])
-
-
 def test_warnings_name_missing_movers_and_a_busy_machine():
     measured = replace(
         MEASURED, missing=(Missing("nixl", "not installed"),), background=(0.01, 0.3)
@@ -148,7 +131,3 @@ def test_memcpy_without_c_compiler_gives_a_warning():
     kept = {key: runs for key, runs in MEASURED.seconds.items() if key.way != "c"}
     [line] = warnings(replace(MEASURED, seconds=kept))
     assert "no C compiler" in line
-
-
-def test_a_case_knows_its_bytes():
-    assert KvCase(MIB, 16, is_whole=False).num_bytes == 16 * MIB
