@@ -28,7 +28,6 @@ import typer
 from bench.chaos.cli import chaos
 from bench.compare import compare
 from bench.engine.cli import engine
-from bench.hostile.cli import hostile
 from bench.lab.experiment import command_of
 from bench.lab.studies import STUDIES
 from bench.processes.signals import END_SIGNALS
@@ -42,7 +41,6 @@ app.command()(compare)
 app.command()(engine)
 app.command()(quality)
 app.command()(chaos)
-app.command()(hostile)
 app.command()(report)
 
 for kind in STUDIES:

@@ -94,6 +94,7 @@ class ChunkLogprobs(msgspec.Struct):
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float]] | None = None
 
 
 class ChunkChoice(msgspec.Struct):

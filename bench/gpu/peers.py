@@ -16,17 +16,17 @@ is no time, is listed as skipped: the rest goes on. No torch here.
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from random import Random
 
 import msgspec
 
 from bench.common.options import PeerProgram, environment_of_peers
 from bench.common.report import Result
 from bench.common.shapes import config_of
+from bench.engine.plan import EngineJob, limits_of, prompts_of
 from bench.gpu.session import GpuSession
 from bench.gpu.shapes import GpuShape
 from bench.processes.driven import Driven, DrivenFailed
@@ -39,21 +39,6 @@ COMPARED = "bf16-bf16"  # our weights and KV
 NUM_RUNS = 3
 LARGEST_CONTEXT = 4096  # the prompts of all sequences are computed again for each run
 DRIVER = Path(__file__).parents[1] / "peers" / "driver.py"
-
-
-@dataclass(frozen=True, slots=True)
-class PeerJob:
-    """Sequences behind prompts of one length; without steps, the prompts are measured."""
-
-    name: str
-    num_sequences: int
-    prompt_len: int
-    num_steps: int
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens that count for its speed."""
-        return self.num_sequences * (self.num_steps or self.prompt_len)
 
 
 @dataclass(slots=True)
@@ -75,16 +60,17 @@ class PeerFigures:
         return result.beside(theirs) if theirs else result
 
 
-def jobs_of(shape: GpuShape) -> list[PeerJob]:
+def jobs_of(shape: GpuShape) -> list[EngineJob]:
     """All jobs, the cheapest first."""
     decodes = [
-        PeerJob(f"decode_b{num_rows}_ctx{context_len}", num_rows, context_len, shape.num_steps)
-        for num_rows in shape.batches
-        for context_len in shape.contexts
-        if context_len <= LARGEST_CONTEXT
+        EngineJob(f"decode_b{rows}_ctx{n}", rows, n, shape.num_steps, for_peers=True)
+        for rows in shape.batches
+        for n in shape.contexts
+        if n <= LARGEST_CONTEXT
     ]
-    decodes.sort(key=lambda job: job.num_sequences * job.prompt_len)
-    return [PeerJob(f"prefill_{shape.prefill_len}", 1, shape.prefill_len, 0), *decodes]
+    decodes.sort(key=lambda job: job.num_sequences * job.context_len)
+    prefill = EngineJob(f"prefill_{shape.prefill_len}", 1, shape.prefill_len, 0, for_peers=True)
+    return [prefill, *decodes]
 
 
 def measure_peers(
@@ -124,19 +110,12 @@ def _measure(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _speeds(peer: Driven, job: PeerJob, shape: GpuShape, timeout_s: float) -> Iterator[float]:
+def _speeds(peer: Driven, job: EngineJob, shape: GpuShape, timeout_s: float) -> Iterator[float]:
     """Tokens per second of each run but the first, which warms up. Raises DrivenFailed."""
-    rng = Random(job.name)
+    do, key = ("decode", "decode_s") if job.num_steps else ("generate", "prefill_s")
     for number in range(1 + NUM_RUNS):
-        prompts = [
-            [rng.randrange(shape.model.vocab_size) for _ in range(job.prompt_len)]
-            for _ in range(job.num_sequences)
-        ]
-        if job.num_steps:
-            do, key, more = "decode", "decode_s", {"num_steps": job.num_steps}
-        else:
-            do, key, more = "generate", "prefill_s", {"num_steps": 0}
-        answer = peer.ask(do, timeout_s=timeout_s, prompts=prompts, **more)
+        prompts = prompts_of(job, shape.model.vocab_size, seed=0, repeat=number)
+        answer = peer.ask(do, timeout_s=timeout_s, prompts=prompts, num_steps=job.num_steps)
         seconds = answer.get(key)
         if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
             raise DrivenFailed(peer.name, f"{job.name} took {seconds!r} seconds", ())
@@ -145,19 +124,10 @@ def _speeds(peer: Driven, job: PeerJob, shape: GpuShape, timeout_s: float) -> It
 
 
 def _command(program: PeerProgram, shape: GpuShape, folder: Path) -> Sequence[str]:
-    jobs = jobs_of(shape)
-    options: Mapping[str, object] = {
-        "--checkpoint": folder,
-        "--variant": VARIANT,
-        "--threads": 1,
-        "--max-sequences": max(job.num_sequences for job in jobs),
-        "--max-len": max(_most_tokens(job) for job in jobs),
-        "--max-tokens": max(job.num_sequences * _most_tokens(job) for job in jobs),
-    }
-    words = [str(word) for pair in options.items() for word in pair]
+    # The first sequences go on until the last one has begun.
+    longer = [
+        replace(job, num_steps=job.num_steps + job.num_sequences + 16) for job in jobs_of(shape)
+    ]
+    fixed = {"--checkpoint": folder, "--variant": VARIANT, "--threads": 1}
+    words = [str(word) for pair in (fixed | limits_of(longer)).items() for word in pair]
     return [str(program.python), str(DRIVER), program.name, *words]
-
-
-def _most_tokens(job: PeerJob) -> int:
-    """The length of its longest sequence: the first ones go on until the last one has begun."""
-    return job.prompt_len + job.num_steps + job.num_sequences + 16

@@ -28,11 +28,12 @@ import aiohttp
 import msgspec
 
 from bench.client.http import http_session
-from bench.client.stream import SseParser
+from bench.client.stream import DONE, ChunkLogprobs, SseParser, decode_chunk
 from bench.common.report import Scalar
-from bench.common.shapes import Shape, make_checkpoint
+from bench.common.shapes import SHAPES, make_checkpoint
 from bench.gpu.run import conclude, config_of_run
 from bench.gpu.session import GpuSession
+from bench.gpu.shapes import SHAPES as GPU_SHAPES
 from bench.processes.serving import ServedDeployment, serving
 from engine.clock import Clock, MonotonicClock
 
@@ -47,9 +48,9 @@ REPORTED_WITHIN_S = 5.0  # workers report once a second
 LOOK_EVERY_S = 0.2
 
 SERVED = {  # shapes of checkpoints that are made if there is none; their tokenizers are small
-    "8b": Shape(4096, 32, 32, 8, 128, 14336, 65_536, 8192),
-    "1b": Shape(2048, 16, 32, 8, 64, 8192, 32_768, 8192),
-    "tiny": Shape(64, 2, 4, 2, 32, 128, 512, 4096),
+    "8b": replace(GPU_SHAPES["8b"].model, vocab_size=65_536, max_positions=8192),
+    "1b": replace(GPU_SHAPES["1b"].model, vocab_size=32_768, max_positions=8192),
+    "tiny": SHAPES["tiny"],
 }
 
 
@@ -386,15 +387,12 @@ class ServedModel:
             if response.status != 200:
                 raise ValueError(f"{response.status}: {(await response.text())[:300]}")
             async for piece in response.content.iter_any():
-                for event in parser.feed(piece):
-                    if event.data == b"[DONE]":
-                        continue
-                    choices = msgspec.json.decode(event.data).get("choices") or [{}]
-                    given = choices[0].get("logprobs") or {}
-                    new = given.get("tokens") or []
-                    tokens += new
-                    likeliest += given.get("top_logprobs") or [{}] * len(new)
-                    times_s += [self._clock.now_s()] * len(new)
+                events = [event for event in parser.feed(piece) if event.data != DONE]
+                for choice in (one for e in events for one in decode_chunk(e.data).choices or ()):
+                    given = choice.logprobs or ChunkLogprobs()
+                    tokens += given.tokens
+                    likeliest += given.top_logprobs or [{}] * len(given.tokens)
+                    times_s += [self._clock.now_s()] * len(given.tokens)
                 if cancel_after is not None and len(tokens) > cancel_after:
                     break
         return StreamedReply(tuple(tokens), tuple(likeliest), sent_s, tuple(times_s))

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from bench.common.background import PROC
 from bench.common.waiting import holds_within
-from bench.hostile.plan import MAX_KEPT, RECOVERY_S
 from bench.processes.driven import Driven
 from bench.processes.serving import ServedDeployment
 from engine.clock import Clock
 
 ATTACKER = "bench.hostile.assaults"
 READY_TIMEOUT_S = 60.0
+RECOVERY_S = 30.0  # deadline for memory to shrink after an assault
+MAX_KEPT = 0.1  # allowed growth of memory after that time
 ASSAULT_TIMEOUT_S = 600.0
 KIB = 1024
 

@@ -28,8 +28,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from bench.common.waiting import pause
-from bench.hostile.corpus import CHAT, COMPLETIONS
-from bench.hostile.plan import ATTACKER_KEY
+from bench.hostile.corpus import ATTACKER_KEY, CHAT, COMPLETIONS
 from bench.processes.driven import tell_parent
 from engine.net.grpc_library import grpc as grpc_library
 from router.gateway.inference import inference_pb2 as pb

@@ -15,6 +15,7 @@ from typing import Any
 from engine.messages import Grammar, GrammarKind
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ATTACKER_KEY, HONEST_KEY = "attacker-key", "honest-key"
 MAX_COUNT = 4_000
 UNITS = ("\n", " ", "\t", "a[\n", "[", "(", "{", '"\\', "/\\/", "//", "%json", "|", "a: b\n", "\\")
 ATOMS = ("a", ".", "[a-z]", "\\d", "(?s:.)", "\\p{L}", "[^x]", "é", "\\w", "b|c", "")
@@ -25,6 +26,11 @@ SPECIAL = ("<|endoftext|>", "<[0-4]>", "<[*]>", "<tool_call>", "<[99999999]>")
 
 
 SizedBody = tuple[str, Callable[[int], bytes]]  # its path, and the body of a number of bytes
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header of a request with a key."""
+    return {"Authorization": f"Bearer {key}"}
 
 
 def with_damage(data: bytes, rng: random.Random) -> bytes:

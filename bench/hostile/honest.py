@@ -15,7 +15,7 @@ import aiohttp
 import uvloop
 
 from bench.common.waiting import pause
-from bench.hostile.plan import HONEST_KEY, bearer
+from bench.hostile.corpus import HONEST_KEY, bearer
 from bench.processes.driven import tell_parent
 from engine.clock import MonotonicClock
 

@@ -20,14 +20,74 @@
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
+from bench.hostile.assaulting import MAX_KEPT, AssaultRun
 from bench.hostile.assaults import LOADING
-from bench.hostile.plan import CALM, MAX_BEYOND_CALM_S, MAX_KEPT, MAX_PAUSE_S, MAX_RSS_GROWTH
-from bench.hostile.run import HostileRun
+from bench.hostile.waves import Outcomes, Slow
 
 MIB = 2**20
+CALM = "calm"  # the phase before the waves
+MAX_RSS_GROWTH = 0.05
+MAX_BEYOND_CALM_S = 0.3  # worst pause of an honest stream, minus the worst one in the calm
+MAX_PAUSE_S = 0.25  # of an honest stream, on a machine that does nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of the run, in times of the machine's monotonic clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class Heard:
+    """Reports of the honest clients: gaps of their streams, and broken answers."""
+
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    firsts: list[tuple[float, float]] = field(default_factory=list)  # waits for first tokens
+    broken: list[str] = field(default_factory=list)
+
+    def longest_s(self, phase: Phase) -> float:
+        """The longest part of a gap that lay in a phase; 0 without any reported gap."""
+        return _longest_s(self.gaps, phase)
+
+    def longest_first_s(self, phase: Phase) -> float:
+        """The longest wait for a first token in the phase."""
+        return _longest_s(self.firsts, phase)
+
+
+def _longest_s(waits: Sequence[tuple[float, float]], phase: Phase) -> float:
+    parts = (min(end, phase.end_s) - max(begin, phase.begin_s) for begin, end in waits)
+    return max(0.0, max(parts, default=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Private memory in bytes, before and after the measured waves."""
+
+    before: dict[str, int]
+    after: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HostileRun:
+    """The result of a run."""
+
+    phases: tuple[Phase, ...]
+    heard: Heard
+    bodies: Outcomes
+    slow: Slow
+    disconnects: dict[str, int]
+    memory: MemorySample
+    blocks_left: int
+    leases_left: int
+    num_ended: int  # services that are not the ones that were started
+    assaults: tuple[AssaultRun, ...] = ()
 
 
 def results(run: HostileRun) -> tuple[Result, ...]:

@@ -12,8 +12,7 @@ import aiohttp
 
 from bench.common.waiting import pause
 from bench.hostile.bodies import Shot
-from bench.hostile.corpus import COMPLETIONS
-from bench.hostile.plan import ATTACKER_KEY, HONEST_KEY, bearer
+from bench.hostile.corpus import ATTACKER_KEY, COMPLETIONS, HONEST_KEY, bearer
 from engine.clock import Clock
 
 # Then a hostile client leaves: what it changed may have made its answer long.
@@ -145,7 +144,10 @@ async def drip(
             connection[1].transport.abort()
 
     async def probe() -> None:
-        body, headers = {"prompt": "def f(", "max_tokens": 4}, bearer(HONEST_KEY)
+        body, headers = (
+            {"prompt": "def f(", "max_tokens": 4},
+            {"Authorization": f"Bearer {HONEST_KEY}"},
+        )
         while clock.now_s() < end_s:
             begin_s = clock.now_s()
             try:

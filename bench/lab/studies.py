@@ -1,5 +1,6 @@
 """The studies of the lab, in the order in which `baton bench` shows them."""
 
+from bench.hostile.study import HostileStudy
 from bench.lab.batches.study import BatchesStudy
 from bench.lab.elastic import ElasticStudy
 from bench.lab.elastic_live import ElasticLiveStudy
@@ -29,4 +30,5 @@ STUDIES: tuple[type[Experiment], ...] = (
     ElasticLiveStudy,
     MovesStudy,
     ValidationStudy,
+    HostileStudy,
 )

@@ -9,9 +9,17 @@ from bench.hostile.assaulting import AssaultRun, private_bytes
 from bench.hostile.assaults import ASSAULTS
 from bench.hostile.bodies import Shot, shots
 from bench.hostile.corpus import CHAT, COMPLETIONS
-from bench.hostile.plan import HostilePlan, check, config_of, quick
-from bench.hostile.results import complaints, growth, results, warnings
-from bench.hostile.run import Heard, HostileRun, MemorySample, Phase
+from bench.hostile.results import (
+    Heard,
+    HostileRun,
+    MemorySample,
+    Phase,
+    complaints,
+    growth,
+    results,
+    warnings,
+)
+from bench.hostile.study import HostileStudy
 from bench.hostile.waves import Outcomes, Slow, is_wrong
 from engine.errors import ConfigError
 
@@ -122,7 +130,6 @@ def test_only_the_private_memory_of_the_sessions_counts(tmp_path):
     assert private_bytes([5], tmp_path) == 120 * 1024
 
 
-def test_a_plan_without_a_wave_is_refused():
-    with pytest.raises(ConfigError):
-        check(HostilePlan(num_slow=0))
-    assert config_of(quick(check(HostilePlan())))["bodies"] < 50_000
+def test_an_unknown_assault_is_refused():
+    with pytest.raises(ConfigError, match="there is no assault 'x'; there are chunks, grpc"):
+        HostileStudy(assault=["x"])

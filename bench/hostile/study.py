@@ -1,0 +1,248 @@
+"""`baton bench hostile`: a real deployment under hostile clients, beside streams of honest ones.
+
+A prefill and a decode worker run behind one gateway. Honest clients stream answers all the time.
+Beside them hostile clients come in three waves:
+
+1. *bodies*: mutated, truncated, nested and random requests (`bench.hostile.bodies`);
+2. *slow connections*: heads and bodies that come a byte at a time, or never;
+3. *disconnects*: clients that leave before, in or after their request.
+
+Then an attacker in a process of its own carries out assaults (`bench.hostile.assaults`), one after
+the other. Attacker and honest clients have keys of their own.
+
+A part of each wave comes first and is not measured. It fills caches and the allocator, so later
+growth of memory is growth that attackers can cause.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Self
+
+import aiohttp
+import msgspec
+import typer
+import uvloop
+
+from bench.common.progress import Say
+from bench.common.report import Scalar
+from bench.common.waiting import pause
+from bench.hostile.assaulting import AssaultRun, Attacker, private_bytes
+from bench.hostile.assaults import ASSAULTS
+from bench.hostile.bodies import shots
+from bench.hostile.corpus import ATTACKER_KEY, HONEST_KEY
+from bench.hostile.results import (
+    CALM,
+    Heard,
+    HostileRun,
+    MemorySample,
+    Phase,
+    complaints,
+    results,
+    warnings,
+)
+from bench.hostile.waves import Outcomes, Slow, disconnect, drip, send_bodies
+from bench.lab.experiment import Experiment, Findings
+from bench.processes.child import ChildProcess
+from bench.processes.deployment import STEADY_S, OperatedDeployment, SeenPools, operated, settle
+from bench.processes.serving import ServedDeployment, free_port
+from deploy.base.defaults import BUNDLED_MODEL
+from engine.clock import Clock, MonotonicClock
+from engine.errors import ConfigError
+
+CALM_S = 5.0  # in which the honest streams are alone
+WARM_UP_SHARE = 0.1  # of each wave
+SLOW_S, QUICK_SLOW_S = 40.0, 5.0  # how long slow connections last, if the server lets them
+HONEST = "bench.hostile.honest"
+LOW_PRIORITY = 10  # of the hostile clients: the server and the honest clients come first
+END_TIMEOUT_S = 10.0
+CLIENT_TIMEOUT_S = 30.0
+OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--weights": "int8", "--kv-mib": 64}
+ENVIRONMENT: Mapping[str, str] = {
+    "BATON_GATEWAY__API_KEY": f'["{ATTACKER_KEY}", "{HONEST_KEY}"]',
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostileStudy(Experiment):
+    """Send hostile requests, slow connections, disconnects and assaults beside honest streams;
+    exit 1 if a server error, a leak, a lost service, a long pause or growing memory shows.
+    """
+
+    NAME: ClassVar = "hostile"
+    QUICK: ClassVar = "A small part of each wave."
+
+    bodies: Annotated[int, typer.Option(min=1, help="Hostile requests.")] = 50_000
+    slow: Annotated[int, typer.Option(min=1, help="Slow connections at once.")] = 2_000
+    disconnects: Annotated[int, typer.Option(min=1, help="Clients that leave.")] = 10_000
+    streams: Annotated[int, typer.Option(min=1, help="Honest streams beside them.")] = 4
+    at_once: Annotated[int, typer.Option(min=1, help="Hostile requests under way.")] = 16
+    assault: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(ASSAULTS)}; may be given again. All by default."),
+    ] = None
+    times: Annotated[int, typer.Option(min=1, help="That each assault is carried out.")] = 4
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an assault that there is not."""
+        if unknown := next((name for name in self.assault or () if name not in ASSAULTS), None):
+            raise ConfigError(f"there is no assault {unknown!r}; there are {', '.join(ASSAULTS)}")
+
+    @property
+    def title(self) -> str:
+        """Returns the line above the table."""
+        return (
+            f"{self.bodies} hostile requests, {self.slow} slow connections and"
+            f" {self.disconnects} disconnects beside {self.streams} streams"
+        )
+
+    def quick(self) -> Self:
+        """Returns a small part of each wave: under 50 s, and each assault once."""
+        return replace(self, is_quick=True, bodies=1_500, slow=100, disconnects=300, times=1)
+
+    def measure(self, say: Say) -> Findings:
+        """Raises ServerFailed."""
+        grpc_port = free_port()
+        say("starting 1 + 1 workers")
+        with operated(BUNDLED_MODEL, {**OPTIONS, "--grpc-port": grpc_port}, ENVIRONMENT) as served:
+            run: HostileRun = uvloop.run(self._measure(served, grpc_port, say))
+        found = complaints(run)
+        return Findings(results(run), warnings(run), found, is_whole=not found)
+
+    async def _measure(
+        self, deployment: OperatedDeployment, grpc_port: int, say: Say
+    ) -> HostileRun:
+        clock, heard, served = MonotonicClock(), Heard(), deployment.served
+
+        def is_whole(seen: SeenPools) -> bool:
+            return bool(seen.workers) and seen.is_idle
+
+        async with deployment.connected(CLIENT_TIMEOUT_S) as session:
+            storm = _Storm(self, served.url, session, clock, say)
+            say("a part of each wave, to warm up")
+            await storm.warm_up()
+            await settle(deployment, is_whole, clock, steady_s=STEADY_S)
+            before = _memory(served)
+            services = served.sessions()
+            with _honest(served.url, self.streams, heard):
+                await storm.run()
+            await settle(deployment, is_whole, clock, steady_s=STEADY_S)
+            after = _memory(served)
+            with _honest(served.url, self.streams, heard):
+                for name in self.assault or ASSAULTS:
+                    await storm.assault(Attacker(name, self.times, served, grpc_port))
+            await settle(deployment, is_whole, clock, steady_s=STEADY_S)
+            seen = await deployment.check()
+        blocks, leases = seen.leaked
+        return HostileRun(
+            phases=tuple(storm.phases),
+            heard=heard,
+            bodies=storm.bodies,
+            slow=storm.slow,
+            disconnects=storm.disconnects,
+            memory=MemorySample(before, after),
+            blocks_left=blocks,
+            leases_left=leases,
+            num_ended=len(set(services) - set(served.sessions())),
+            assaults=tuple(storm.assaults),
+        )
+
+
+class _Storm:
+    """The waves, one after the other."""
+
+    def __init__(
+        self,
+        study: HostileStudy,
+        url: str,
+        session: aiohttp.ClientSession,
+        clock: Clock,
+        say: Say,
+    ) -> None:
+        self._study = study
+        self._url = url
+        self._session = session
+        self._clock = clock
+        self._say = say
+        self.phases: list[Phase] = []
+        self.bodies = Outcomes()
+        self.slow = Slow()
+        self.disconnects: dict[str, int] = {}
+        self.assaults: list[AssaultRun] = []
+
+    async def warm_up(self) -> None:
+        """A share of each wave, of another seed."""
+        study = self._study
+        num_bodies, num_left, num_slow = (
+            int(WARM_UP_SHARE * num) + 1 for num in (study.bodies, study.disconnects, study.slow)
+        )
+        seed = study.seed + 1
+        await send_bodies(self._session, self._url, shots(num_bodies, seed=seed), study.at_once)
+        await disconnect(self._url, num_left, at_once=study.at_once, seed=seed)
+        await self._drip(num_slow)
+
+    async def run(self) -> None:
+        """Sends all waves and keeps their outcomes."""
+        study = self._study
+        os.nice(LOW_PRIORITY)
+        with self._phase(CALM):
+            await pause(CALM_S)
+        with self._phase("bodies"):
+            hostile = shots(study.bodies, seed=study.seed)
+            self.bodies = await send_bodies(self._session, self._url, hostile, study.at_once)
+        with self._phase("slow"):
+            self.slow = await self._drip(study.slow)
+        with self._phase("disconnects"):
+            left = await disconnect(
+                self._url, study.disconnects, at_once=study.at_once, seed=study.seed
+            )
+            self.disconnects = dict(left)
+
+    async def assault(self, attacker: Attacker) -> None:
+        """Carries out one assault and keeps how it went. Raises DrivenFailed."""
+        await attacker.open()
+        with self._phase(attacker.name):
+            ends = await attacker.attack()
+        self.assaults.append(await attacker.recovered(ends, self._clock))
+
+    async def _drip(self, num: int) -> Slow:
+        lasting_s = QUICK_SLOW_S if self._study.is_quick else SLOW_S
+        return await drip(self._session, self._url, num, lasting_s=lasting_s, clock=self._clock)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Notes when a phase begins and ends."""
+        self._say(name)
+        begin_s = self._clock.now_s()
+        yield
+        self.phases.append(Phase(name, begin_s, self._clock.now_s()))
+
+
+@contextmanager
+def _honest(url: str, num_streams: int, heard: Heard) -> Iterator[None]:
+    """Runs honest streams inside the block; their reports are read at its end."""
+    child = ChildProcess(
+        [sys.executable, "-m", HONEST, url, str(num_streams)],
+        on_stdout=lambda line: _hear(line, heard),
+    )
+    try:
+        yield
+    finally:
+        child.close(END_TIMEOUT_S)
+
+
+def _hear(line: str | None, heard: Heard) -> None:
+    if line is None:
+        return
+    told = msgspec.json.decode(line)
+    if isinstance(told, str):
+        heard.broken.append(told)
+    else:
+        begin_s, end_s, is_first = told
+        (heard.firsts if is_first else heard.gaps).append((begin_s, end_s))
+
+
+def _memory(served: ServedDeployment) -> dict[str, int]:
+    return {kind: private_bytes(served.services(kind)) for kind in ("gateway", "worker")}
