@@ -32,14 +32,12 @@ from bench.lab.experiment import command_of
 from bench.lab.studies import STUDIES
 from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
-from bench.quality.cli import quality
 from bench.serve.cli import serve
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
 app.command()(compare)
 app.command()(engine)
-app.command()(quality)
 app.command()(chaos)
 app.command()(report)
 

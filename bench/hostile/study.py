@@ -67,8 +67,9 @@ ENVIRONMENT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostileStudy(Experiment):
-    """Send hostile requests, slow connections, disconnects and assaults beside honest streams;
-    exit 1 if a server error, a leak, a lost service, a long pause or growing memory shows.
+    """Send hostile requests, slow connections, disconnects and assaults beside honest streams.
+
+    The status is 1 after a server error, a leak, a lost service, a long pause or growing memory.
     """
 
     NAME: ClassVar = "hostile"

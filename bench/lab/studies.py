@@ -15,6 +15,7 @@ from bench.lab.schemas.study import SchemasStudy
 from bench.lab.speculate.study import SpeculateStudy
 from bench.lab.store.study import StoreStudy
 from bench.lab.validation.study import ValidationStudy
+from bench.quality.study import QualityStudy
 
 STUDIES: tuple[type[Experiment], ...] = (
     KvStudy,
@@ -31,4 +32,5 @@ STUDIES: tuple[type[Experiment], ...] = (
     MovesStudy,
     ValidationStudy,
     HostileStudy,
+    QualityStudy,
 )
