@@ -3,13 +3,14 @@
     colocated      one worker prefills and decodes
     handed over    one worker prefills, another decodes; KV is copied from pool to pool
     both           the latter, which prefills some prompts itself
+    moving         two workers do both, and running sequences go from one to the other
 
 The gateway's part is done in its simplest form. All requests are sent at once. A sequence that a
 worker gives back is sent again, with its tokens so far, when another request has ended.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,13 +30,19 @@ from engine.messages import (
     GatewayId,
     Generate,
     GivenBack,
+    HandedOver,
+    HandOver,
     Incarnation,
+    KvReady,
     LeaseId,
+    LeaseRef,
     Limits,
     Logprobs,
+    OfferPrefix,
     Prefill,
     PrefillDone,
     PrefillStarted,
+    PrefixOffered,
     Role,
     Sampling,
     SeqId,
@@ -65,10 +72,11 @@ from tests.kits.fakes.worker import WorkerShape
 
 GATEWAY = GatewayId("here")
 MAX_STEPS = 20_000
+MOVES_EVERY = 6  # each step moves one in this many sequences
 
 
 @dataclass(slots=True)
-class StreamAsk:
+class Asked:
     """A request and its answer."""
 
     token_ids: tuple[int, ...]
@@ -82,6 +90,11 @@ class StreamAsk:
     num_accepted: int = 0
     num_given_back: int = 0
     is_finished: bool = False
+
+    @property
+    def so_far(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return [*self.token_ids, *self.answer]
 
     @property
     def limits(self) -> Limits:
@@ -172,30 +185,42 @@ class Worker:
 class Pools:
     """The workers, and the requests that they answer."""
 
-    def __init__(self, prefill: Worker, decode: Worker, *, every_local: int | None = None) -> None:
+    def __init__(
+        self,
+        prefill: Worker,
+        *decode: Worker,
+        every_local: int | None = None,
+        moves: random.Random | None = None,
+    ) -> None:
         """The same worker twice means colocated serving.
 
-        The decode worker alone serves one of `every_local` attempts, prompt included.
+        Decode workers in turn serve one of `every_local` attempts alone, prompt included. With
+        `moves` there are two, and running sequences go from one to the other at random steps.
         """
-        self._every_local = 1 if prefill is decode else every_local
+        self._every_local = 1 if prefill in decode else every_local
         self._local: set[SeqId] = set()
         self._prefill = prefill
         self._decode = decode
-        self._workers = list(dict.fromkeys((prefill, decode)))
-        self._asked: dict[SeqId, StreamAsk] = {}
-        self._granted: dict[LeaseId, list[BlockId]] = {}  # blocks of a lease that are computed
-        self._lease_of: dict[SeqId, LeaseId] = {}
-        self._lease_blocks: dict[LeaseId, int] = {}
-        self._wanted: dict[SeqId, tuple[tuple[int, BlockId], ...]] = {}  # pulls that wait
+        self._workers = list(dict.fromkeys((prefill, *decode)))
+        self._asked: dict[SeqId, Asked] = {}
+        self._at: dict[SeqId, Worker] = {}  # where a sequence decodes
+        self._granted: dict[LeaseId, tuple[Worker, list[BlockId]]] = {}  # computed blocks
+        self._lease_of: dict[SeqId, LeaseRef] = {}
+        self._wanted: dict[SeqId, tuple[Worker, tuple[tuple[int, BlockId], ...]]] = {}  # pulls
         self._num_attempts = 0
-        self._given_back: deque[StreamAsk] = deque()
+        self._given_back: deque[Asked] = deque()
+        self._moves = moves
+        self._as: dict[SeqId, SeqId] = {}  # sequences that are to go on as others
+        self._copied: dict[SeqId, SeqId] = {}  # of which sequence a copy is
+        self.num_moves: Counter[bool] = Counter()  # with all that the draft model should have seen
+        self.num_found = self.num_pulled = 0  # blocks
 
     @property
     def num_local(self) -> int:
         """Number of attempts that were not handed over."""
         return len(self._local)
 
-    def answer(self, requests: Sequence[StreamAsk]) -> list[StreamAsk]:
+    def answer(self, requests: Sequence[Asked]) -> list[Asked]:
         """Answers all requests together; afterwards every block is free or cached."""
         for asked in requests:
             self._send(asked)
@@ -203,16 +228,8 @@ class Pools:
             if not (self._asked or any(worker.inbox for worker in self._workers)):
                 break
             for worker in self._workers:
-                self._take_events(worker)
-                plan, effects = worker.core.plan(0.0)
-                self._perform(worker, effects)
-                if plan is not None:
-                    worker.in_flight.append(worker.runner.launch(plan))
-                    if worker.runner.overlaps and len(worker.in_flight) == 1:
-                        continue
-                if worker.in_flight:
-                    result = worker.in_flight.popleft().result()
-                    self._perform(worker, worker.core.finish(result, 0.0))
+                self._move_some(worker)
+                self._step(worker)
         assert not self._asked, f"{len(self._asked)} requests are not finished"
         assert not self._given_back
         for worker in self._workers:
@@ -221,41 +238,52 @@ class Pools:
             assert counts.free + counts.cached == counts.total, counts
         return list(requests)
 
-    def _send(self, asked: StreamAsk) -> None:
+    def _step(self, worker: Worker) -> None:
+        while worker.inbox:
+            self._perform(worker, worker.core.handle(worker.inbox.popleft(), 0.0))
+        plan, effects = worker.core.plan(0.0)
+        self._perform(worker, effects)
+        if plan is not None:
+            worker.in_flight.append(worker.runner.launch(plan))
+            if worker.runner.overlaps and len(worker.in_flight) == 1:
+                return
+        if worker.in_flight:
+            result = worker.in_flight.popleft().result()
+            self._perform(worker, worker.core.finish(result, 0.0))
+
+    def _send(self, asked: Asked) -> None:
         self._num_attempts += 1
         seq_id = SeqId(f"s{self._num_attempts}")
         self._asked[seq_id] = asked
-        token_ids = [*asked.token_ids, *asked.answer]
-        fields = (seq_id, token_ids, asked.sampling, asked.limits)
+        sink = self._at[seq_id] = self._decode[self._num_attempts % len(self._decode)]
+        fields = (seq_id, asked.so_far, asked.sampling, asked.limits)
         if self._every_local is not None and self._num_attempts % self._every_local == 0:
             self._local.add(seq_id)
-            self._tell(self._decode, Generate(*fields))
+            self._tell(sink, Generate(*fields))
         else:
             self._tell(self._prefill, Prefill(*fields))
 
     def _tell(self, worker: Worker, message) -> None:
         worker.inbox.append(FromGateway(GATEWAY, message))
 
-    def _take_events(self, worker: Worker) -> None:
-        while worker.inbox:
-            self._perform(worker, worker.core.handle(worker.inbox.popleft(), 0.0))
+    # ------------------------------------------------------------ leases and pulls
 
     def _perform(self, worker: Worker, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Emit(_, message):
-                    self._on_message(message)
-                case OpenLease(lease_id, num_blocks):
-                    self._granted[lease_id], self._lease_blocks[lease_id] = [], num_blocks
+                    self._on_message(worker, message)
+                case OpenLease(lease_id):
+                    self._granted[lease_id] = worker, []
                 case GrowLease(lease_id, block_ids):
-                    self._granted[lease_id] += block_ids
+                    self._granted[lease_id][1].extend(block_ids)
                     self._pull_what_is_there()
                 case RevokeLease(lease_id):
                     self._end_lease(lease_id, "revoked")
                 case HoldLease(seq_id, lease):
-                    self._lease_of[seq_id] = lease.lease_id
+                    self._lease_of[seq_id] = lease
                 case StartPull(seq_id, blocks):
-                    self._wanted[seq_id] = blocks
+                    self._wanted[seq_id] = worker, blocks
                     self._pull_what_is_there()
                 case AbortPull(seq_id):
                     if self._wanted.pop(seq_id, None) is not None:
@@ -263,46 +291,59 @@ class Pools:
 
     def _pull_what_is_there(self) -> None:
         """Carries out the pulls whose lease has grown to its full length."""
-        for seq_id, blocks in list(self._wanted.items()):
-            lease_id = self._lease_of[seq_id]
-            granted = self._granted.get(lease_id, [])
-            if len(granted) < self._lease_blocks.get(lease_id, 1):
+        for seq_id, (sink, blocks) in list(self._wanted.items()):
+            lease = self._lease_of[seq_id]
+            if lease.lease_id not in self._granted:
+                del self._wanted[seq_id]
+                sink.inbox.append(PullFailed(seq_id, "lease revoked"))
+                continue
+            source, granted = self._granted[lease.lease_id]
+            if len(granted) < lease.num_blocks:
                 continue
             del self._wanted[seq_id]
             for index, block in blocks:
-                self._decode.blocks[block] = self._prefill.blocks[granted[index]]
-            self._decode.inbox.append(PullDone(seq_id, "copied"))
-            self._end_lease(lease_id, "released")
+                sink.blocks[block] = source.blocks[granted[index]]
+            sink.inbox.append(PullDone(seq_id, "copied"))
+            self._end_lease(lease.lease_id, "released")
 
     def _end_lease(self, lease_id: LeaseId, reason: str) -> None:
-        if self._granted.pop(lease_id, None) is not None:
-            self._prefill.inbox.append(LeaseEnded(lease_id, reason))
-            for seq_id in [s for s in self._wanted if self._lease_of[s] == lease_id]:
-                del self._wanted[seq_id]
-                self._decode.inbox.append(PullFailed(seq_id, reason))
+        if lease_id in self._granted:
+            source, _ = self._granted.pop(lease_id)
+            source.inbox.append(LeaseEnded(lease_id, reason))
+            self._pull_what_is_there()
 
-    def _on_message(self, message) -> None:
+    # ------------------------------------------------------------ messages
+
+    def _on_message(self, worker: Worker, message) -> None:
+        if message.seq_id in self._copied:
+            self._on_copy(worker, message)
+            return
         asked = self._asked.get(message.seq_id)
         if asked is None:
             return
         match message:
             case PrefillStarted(seq_id, _, lease) if lease is not None:
-                token_ids = [*asked.token_ids, *asked.answer]
-                decode = Decode(seq_id, token_ids, asked.sampling, asked.limits, lease)
-                self._tell(self._decode, decode)
+                fields = (seq_id, asked.so_far, asked.sampling, asked.limits)
+                self._tell(self._at[seq_id], Decode(*fields, lease))
             case PrefillDone(seq_id, token, finish):
                 asked.answer.append(token)
                 asked.logprobs += [] if message.logprobs is None else [message.logprobs]
+                sink = self._at[seq_id]
                 self._finish(seq_id, finish)
                 if seq_id not in self._local:
                     more = FirstToken(seq_id, token) if finish is None else Cancel(seq_id)
-                    self._tell(self._decode, more)
+                    self._tell(sink, more)
             case Tokens(seq_id, token_ids, finish):
                 asked.answer += token_ids
                 asked.logprobs += message.logprobs
                 asked.num_drafted += message.num_drafted
                 asked.num_accepted += message.num_accepted
                 self._finish(seq_id, finish)
+            case KvReady(_, num_pulled, num_cached):
+                self.num_pulled += num_pulled
+                self.num_found += num_cached
+            case HandedOver(seq_id, lease):
+                self._on_handed_over(seq_id, lease, message.num_draft_tokens)
             case GivenBack(seq_id):
                 asked.num_given_back += 1
                 del self._asked[seq_id]
@@ -311,6 +352,8 @@ class Pools:
 
     def _finish(self, seq_id: SeqId, finish: object) -> None:
         if finish is not None:
+            self._stay(seq_id)
+            del self._at[seq_id]
             self._asked.pop(seq_id).is_finished = True
             self._go_on(1)
 
@@ -319,6 +362,64 @@ class Pools:
         while self._given_back and (num_requests > 0 or not self._asked):
             self._send(self._given_back.popleft())
             num_requests -= 1
+
+    # ------------------------------------------------------------ moves
+
+    def _move_some(self, worker: Worker) -> None:
+        if self._moves is None:
+            return
+        for seq_id in [s for s, at in self._at.items() if at is worker]:
+            asked = self._asked[seq_id]
+            if seq_id not in self._as and asked.answer and self._moves.randrange(MOVES_EVERY) == 0:
+                as_seq_id = SeqId(f"{seq_id}+")
+                copy_id = SeqId(f"{as_seq_id}.copy")
+                self._as[seq_id], self._copied[copy_id] = as_seq_id, seq_id
+                self._tell(worker, OfferPrefix(copy_id, asked.so_far))
+
+    def _other(self, worker: Worker) -> Worker:
+        return self._decode[self._decode[0] is worker]
+
+    def _on_copy(self, worker: Worker, message) -> None:
+        """Copies full blocks ahead, while the sequence runs on; then lets its worker stop it."""
+        seq_id = self._copied[message.seq_id]
+        match message:
+            case PrefixOffered(copy_id, lease) if lease is not None:
+                num_tokens = lease.num_blocks * worker.runner.layout.block_size
+                token_ids = self._asked[seq_id].so_far[:num_tokens]
+                limits = Limits(len(token_ids) + 1)
+                copy = Decode(copy_id, token_ids, Sampling(), limits, lease, is_copy=True)
+                self._tell(self._other(worker), copy)
+            case PrefixOffered() | KvReady():
+                self._tell(self._at[seq_id], HandOver(seq_id, self._as[seq_id]))
+
+    def _on_handed_over(
+        self, seq_id: SeqId, lease: LeaseRef | None, num_draft_tokens: int | None
+    ) -> None:
+        if lease is None:  # it has come a moment ago, and is not decoded yet
+            self._stay(seq_id)
+            return
+        self.num_moves[num_draft_tokens is None] += 1
+        asked, as_seq_id = self._asked.pop(seq_id), self._as.pop(seq_id)
+        sink = self._other(self._at.pop(seq_id))
+        self._asked[as_seq_id], self._at[as_seq_id] = asked, sink
+        self._local.add(as_seq_id)
+        *token_ids, last = asked.so_far
+        fields = (as_seq_id, token_ids, asked.sampling, asked.limits, lease, num_draft_tokens)
+        self._tell(sink, Decode(*fields, is_moved=True))
+        self._tell(sink, FirstToken(as_seq_id, last))
+        self._end_copy(sink, as_seq_id)
+
+    def _stay(self, seq_id: SeqId) -> None:
+        """Calls the move of a sequence off, if it is about to move."""
+        as_seq_id = self._as.pop(seq_id, None)
+        if as_seq_id is not None:
+            for worker in self._decode:
+                self._end_copy(worker, as_seq_id)
+
+    def _end_copy(self, worker: Worker, as_seq_id: SeqId) -> None:
+        copy_id = SeqId(f"{as_seq_id}.copy")
+        self._copied.pop(copy_id, None)
+        self._tell(worker, Cancel(copy_id))
 
 
 def counted(worker: Worker) -> Mapping[str, float]:
