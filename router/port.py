@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.messages import LoadReport, RequestId, Role, SeqId, StoreHint, WorkerId
-from router.cluster.transfers import MovedKv
+from router.cluster.learning import MovedKv
 from router.machine.requests import Forecast, Request, Timeline, Update, joined
 
 

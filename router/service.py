@@ -29,7 +29,7 @@ from engine.messages import (
 from engine.net.trust import Secret
 from router.clients import ForClient, RouterClients
 from router.cluster.estimates import Estimates
-from router.cluster.transfers import MovedKv
+from router.cluster.learning import MovedKv
 from router.links import WorkerLinks
 from router.machine.events import FromWorker, RouterEffect, RouterEvent, SendTo, Stepped, Tick
 from router.machine.flight import running_timeline

@@ -32,7 +32,7 @@ from itertools import chain
 
 from engine.control import MAIN_LINE
 from engine.messages import RequestId, WorkerId
-from router.cluster.transfers import MovedKv
+from router.cluster.learning import MovedKv
 from router.inbox.api_errors import ApiError
 from router.machine.requests import Timeline
 from router.port import RouterPort, WorkerStatus

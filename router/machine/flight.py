@@ -9,7 +9,7 @@ import msgspec
 
 from engine.messages import LeaseRef, Limits, SeqId, WorkerId
 from engine.worker.blocks import BlockHash
-from router.cluster.lengths import AnswerLengths
+from router.cluster.learning import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.moves.reasons import FREE
 from router.machine.requests import Request, Stay, Timeline
@@ -156,7 +156,7 @@ class Flight:
     num_hedges: int = 0  # attempts beside another
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last time, by worker
     back_off_until_s: float | None = None
-    likely_reused: bool = False  # see `router.cluster.conversations`
+    likely_reused: bool = False  # see `router.cluster.learning`
     leads: bool = True  # followers are held back for it
     shared: SharedPrompt | None = None  # its leader's, or its own once it no longer leads
     num_cached_tokens: int = 0

@@ -23,7 +23,7 @@ from engine.messages import (
     WorkerId,
 )
 from engine.worker.blocks import BlockHash
-from router.cluster.load import PromptLoad
+from router.cluster.learning import PromptLoad
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect, SendTo
 from router.machine.explaining import Explaining

@@ -28,7 +28,7 @@ from heapq import heapify, heappop, heappush
 
 from engine.messages import RequestId
 from router.cluster.estimates import Estimates
-from router.cluster.lengths import AnswerLengths
+from router.cluster.learning import AnswerLengths
 from router.machine.deadlines import Deadlines
 from router.machine.flight import Flight
 

@@ -1,28 +1,38 @@
 """The parts of a request machine's state, each with its owner, and their invariants.
 
 An owner changes what it holds, in its own methods. All others only read it.
+
+`Workers` has the workers that this gateway knows, and the prefixes that each is believed to cache.
+`ClusterView` has the claims on them. The prefix index and the fleet, if the policy has one, have
+copies of what concerns them: a worker joins, leaves and changes its role in all three at once.
+
+A worker is credited with the prefixes that its requests must have left in its cache. From its first
+block event on it is credited with what its events say, and with nothing else. A store is credited
+with what its events say, on each medium. It is no worker for requests. The index knows it by a name
+for each medium (`router.cluster.media`).
 """
 
 import random
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from engine.config import RouterConfig
-from engine.messages import KvReady, RequestId, SeqId, WorkerId
-from router.cluster.conversations import Conversations
+from engine.messages import KvReady, RequestId, RoleChanged, SeqId, Welcome, WorkerId
+from engine.worker.block_events import LOWER_MEDIA, BlockEvent, Medium
 from router.cluster.estimates import Estimates
-from router.cluster.lengths import AnswerLengths
-from router.cluster.transfers import PairTransfers
+from router.cluster.learning import AnswerLengths, Conversations, PairTransfers
+from router.cluster.media import name_on
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.deadlines import Deadlines
-from router.machine.flight import Flight
+from router.machine.flight import Attempt, Flight
 from router.machine.moves.stages import Moves
 from router.machine.queue import Waiting
-from router.machine.workers import Workers
 from router.native.fleet import Fleet
 from router.native.index import PrefixIndex
 from router.policies import make_policy
 from router.policies.base import Policy
 from router.policies.slo import Slo
+from router.prefixes.news import apply_events
 
 SEVERED_S = 10.0  # after a failed pull, two workers are kept apart for this long
 
@@ -100,3 +110,144 @@ class RouterState:
         self.moves.validate(self.flights, self.view)
         for flight in self.flights.values():
             flight.validate(self.view)
+
+
+class Workers:
+    """Adds and removes workers, and keeps their cached prefixes up to date."""
+
+    def __init__(self, view: ClusterView, prefixes: PrefixIndex, fleet: Fleet | None) -> None:
+        self.view = view
+        self.prefixes = prefixes
+        self.fleet = fleet
+        self._heard: set[WorkerId] = set()  # credited with their block events alone
+        self._media: dict[WorkerId, dict[str, WorkerId]] = {}  # stores' names in the index
+        self.on_lower: dict[WorkerId, tuple[WorkerId, str]] = {}  # store and medium, by such a name
+
+    def join(self, info: Welcome) -> None:
+        """Adds a worker."""
+        assert info.worker_id not in self.view.workers
+        self.prefixes.add(info.worker_id, info.num_blocks)
+        worker = self.view.add(info)
+        if worker.is_store:
+            self._add_media(info)
+        if self.fleet is not None:
+            self.fleet.add(worker)
+
+    def _add_media(self, info: Welcome) -> None:
+        """Gives a store its names in the index."""
+        store_id = info.worker_id
+        self._media[store_id] = {Medium.HOST: store_id}
+        for medium in LOWER_MEDIA:
+            name = self._media[store_id][medium] = name_on(store_id, medium)
+            self.prefixes.add(name, info.num_blocks)
+            self.on_lower[name] = store_id, medium
+
+    def lose(self, worker_id: WorkerId) -> bool:
+        """Removes a worker. Returns False if it was not known."""
+        worker = self.view.remove(worker_id)
+        if worker is None:
+            return False
+        self.view.touched.discard(worker_id)
+        if self.fleet is not None:
+            self.fleet.remove(worker)
+        for name in self._names_of(worker_id):
+            self.prefixes.remove(name)
+            self.on_lower.pop(name, None)
+        self._media.pop(worker_id, None)
+        self._heard.discard(worker_id)
+        return True
+
+    def change_role(self, worker: WorkerView, message: RoleChanged) -> None:
+        """Changes the role of a worker, which is no store. Claims on it stay."""
+        if self.fleet is not None:
+            self.fleet.remove(worker)
+        worker.change_role(message)
+        self.view.measure()
+        if self.fleet is not None:
+            self.fleet.add(worker)
+
+    # ------------------------------------------------------------ cached prefixes
+
+    def apply_events(self, worker_id: WorkerId, events: Sequence[BlockEvent]) -> int:
+        """Takes block events in. The first ones replace what the worker was credited with.
+
+        Returns the number of events of unknown media, which are ignored.
+        """
+        if worker_id not in self.view.workers:
+            return 0
+        if worker_id not in self._heard:
+            self._heard.add(worker_id)
+            self._clear(worker_id)
+        return apply_events(self.prefixes, worker_id, events, self._media.get(worker_id))
+
+    def _clear(self, worker_id: WorkerId) -> None:
+        for name in self._names_of(worker_id):
+            self.prefixes.cleared(name)
+
+    def _names_of(self, worker_id: WorkerId) -> Collection[WorkerId]:
+        media = self._media.get(worker_id)
+        return (worker_id,) if media is None else media.values()
+
+    def remove_events(self, worker_id: WorkerId) -> bool:
+        """Forgets what events said: the worker is credited again with what its requests leave.
+
+        Returns False if there were no events.
+        """
+        if worker_id not in self._heard:
+            return False
+        self._heard.discard(worker_id)
+        self._clear(worker_id)
+        return True
+
+    def credit(self, worker_id: WorkerId, flight: Flight, num_tokens: int) -> None:
+        """Credits a worker with the KV of the first `num_tokens` of a request."""
+        workers = self.view.workers
+        worker = workers.get(worker_id)
+        if worker is not None and worker_id not in self._heard and len(workers) > 1:
+            self.prefixes.record(worker_id, flight.leading_hashes(num_tokens, worker))
+
+    def retract(
+        self, worker_id: WorkerId, flight: Flight, num_tokens: int, num_held_blocks: int
+    ) -> None:
+        """Takes credit back: the worker holds only the first blocks of these tokens.
+
+        A worker with block events reports each eviction itself. It may have stored some of these
+        blocks since it answered, and would not report them again.
+        """
+        if worker_id not in self._heard:
+            hashes = flight.leading_hashes(num_tokens, self.view.workers[worker_id])
+            self.prefixes.retract(worker_id, hashes[num_held_blocks:])
+
+    # ------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        """Asserts that all three know the same workers."""
+        self.view.validate()
+        self.prefixes.validate()
+        if self.fleet is not None:
+            self.fleet.validate()
+        assert self._heard <= set(self.view.workers)
+        stores = {i for i, worker in self.view.workers.items() if worker.is_store}
+        assert self._media.keys() == stores
+        assert set(self.on_lower.values()) == {(i, m) for i in stores for m in LOWER_MEDIA}
+        assert self.prefixes.workers == {*self.view.workers, *self.on_lower}
+
+    def validate_claims(
+        self, attempts: Mapping[SeqId, Attempt], by_seq: Mapping[SeqId, Flight]
+    ) -> None:
+        """Asserts that each claim on a worker belongs to an attempt or a move, and the reverse."""
+        for worker_id, worker in self.view.workers.items():
+            prefills = {
+                i for i, a in attempts.items() if a.prefill == worker_id and not a.prefilled
+            }
+            decodes = {i for i, a in attempts.items() if a.decode == worker_id}
+            moves = [a.move for a in attempts.values() if a.move is not None]
+            arriving = {move.seq_id for move in moves if move.decode == worker_id}
+            assert set(worker.prefills) == prefills
+            assert set(worker.decodes) == decodes | arriving
+            for seq_id, claim in worker.decodes.items():
+                if seq_id in arriving:
+                    continue  # as it was when the move began
+                length = by_seq[seq_id].length
+                assert claim.context_tokens == length
+                assert claim.blocks >= worker.info.layout.num_blocks_for(length)

@@ -37,7 +37,7 @@ from msgspec.structs import replace
 from engine.demand import DecodeCost
 from engine.messages import Role, SeqId, WorkerId
 from engine.worker.costs import PullCost
-from router.cluster.lengths import AnswerLengths
+from router.cluster.learning import AnswerLengths
 from router.cluster.view import ClusterView, DecodeClaim, WorkerView
 from router.policies.base import Costs
 from router.policies.slo import LEND_RATIO, LEND_SHARE

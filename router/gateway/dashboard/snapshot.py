@@ -13,7 +13,7 @@ import msgspec
 
 from engine.control import ClusterNews
 from engine.messages import LoadReport, Role, WorkerId
-from router.cluster.transfers import MovedKv
+from router.cluster.learning import MovedKv
 from router.gateway.dashboard.health import PoolHealth
 from router.gateway.dashboard.recent import MAX_RUNNING, RecentRequests
 from router.gateway.dashboard.records import (

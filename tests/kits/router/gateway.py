@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from engine.config import GatewayConfig, RouterConfig
 from engine.messages import FinishReason, RequestId, StoreHint, WorkerId
 from engine.net.trust import Secret
-from router.cluster.transfers import MovedKv
+from router.cluster.learning import MovedKv
 from router.gateway.answering import GatewayParts
 from router.gateway.app import app_of, parts_of
 from router.gateway.requests.calls import GatewaySettings

@@ -19,7 +19,7 @@ from engine.control import MAIN_LINE, ClusterNews, GatewayReport, Members, Pools
 from engine.demand import DecodeCost, Observation
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, LoadReport, Role, Welcome, WorkerId
-from router.cluster.transfers import MovedKv
+from router.cluster.learning import MovedKv
 from router.gateway.app import app_of
 from router.gateway.background import BackgroundWork
 from router.gateway.metrics.pools import PoolBoard

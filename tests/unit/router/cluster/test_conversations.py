@@ -2,8 +2,8 @@
 
 import pytest
 
-from router.cluster import conversations
-from router.cluster.conversations import ENOUGH, Conversations
+from router.cluster import learning
+from router.cluster.learning import ENOUGH_PROMPTS, Conversations
 
 
 def prompt(name, *, num_blocks=10):
@@ -23,8 +23,8 @@ def talk(known, names, num_turns):
 def test_prompts_recur_once_they_are_known_to_be_followed_more_than_others():
     known = Conversations()
     talk(known, (f"short {number}" for number in range(100)), 1)
-    said = talk(known, (f"long {number}" for number in range(ENOUGH)), 4)
-    assert not any(said[:ENOUGH])
+    said = talk(known, (f"long {number}" for number in range(ENOUGH_PROMPTS)), 4)
+    assert not any(said[:ENOUGH_PROMPTS])
     assert said[-4:] == [False, True, True, True]
 
 
@@ -37,7 +37,7 @@ def test_prompts_that_are_followed_no_more_than_others_do_not_recur():
 def test_prompt_that_adds_much_does_not_recur(num_new, recurs):
     known = Conversations()
     talk(known, (f"short {number}" for number in range(100)), 1)
-    talk(known, (f"long {number}" for number in range(ENOUGH)), 4)
+    talk(known, (f"long {number}" for number in range(ENOUGH_PROMPTS)), 4)
     known.record(prompt("new"))
     assert known.record(prompt("new", num_blocks=10 + num_new)) == recurs
 
@@ -49,7 +49,7 @@ def test_prompt_without_a_full_block_says_nothing():
 
 
 def test_the_latest_prompts_are_remembered(monkeypatch):
-    monkeypatch.setattr(conversations, "MEMORY", 3)
+    monkeypatch.setattr(learning, "MAX_PROMPTS", 3)
     known = Conversations()
     for name in "abcd":
         known.record(prompt(name))

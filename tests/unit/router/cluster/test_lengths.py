@@ -2,7 +2,7 @@
 
 import random
 
-from router.cluster.lengths import ENOUGH, AnswerLengths
+from router.cluster.learning import ENOUGH, AnswerLengths
 
 
 def test_until_enough_have_ended_an_answer_becomes_as_long_as_it_may():

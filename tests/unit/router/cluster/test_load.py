@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.cluster.load import MEMORY_S, PromptLoad
+from router.cluster.learning import MEMORY_S, PromptLoad
 
 
 def test_steady_prompts_take_their_share():

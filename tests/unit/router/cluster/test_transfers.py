@@ -1,6 +1,6 @@
 """KV that moved between pairs of workers: sums, and their bound."""
 
-from router.cluster.transfers import MAX_PAIRS, MovedKv, PairTransfers
+from router.cluster.learning import MAX_PAIRS, MovedKv, PairTransfers
 
 
 def test_transfers_are_summed_by_pair():

@@ -23,7 +23,7 @@ from engine.worker.block_events import AllBlocksCleared, BlockRemoved, BlockStor
 from engine.worker.blocks import hash_blocks
 from engine.worker.costs import CostErrors, PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
-from router.cluster.lengths import ENOUGH
+from router.cluster.learning import ENOUGH
 from router.machine.events import (
     Arrived,
     BlockEventsMissed,

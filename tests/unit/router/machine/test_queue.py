@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.config import RouterConfig
-from router.cluster.lengths import AnswerLengths
+from router.cluster.learning import AnswerLengths
 from router.machine.deadlines import Deadlines
 from router.machine.flight import Flight, Stamps
 from router.machine.queue import FairQueue, Waiting

@@ -8,7 +8,7 @@ from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, SeqId, Welcome, WorkerId
 from engine.worker.costs import PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
-from router.cluster.lengths import ENOUGH, AnswerLengths
+from router.cluster.learning import ENOUGH, AnswerLengths
 from router.cluster.view import ClusterView, Foreign
 from router.policies.balancing import AT_ONCE, Lenders, Relief, is_idle_lender, relief
 

@@ -9,7 +9,7 @@ import pytest
 from engine.config import DashboardMode
 from engine.control import ClusterNews, HistoryStep, WorkerNews
 from engine.messages import LoadReport, Role, WorkerId
-from router.cluster.transfers import MovedKv
+from router.cluster.learning import MovedKv
 from router.gateway.app import app_of, dashboard_of
 from router.gateway.background import BackgroundWork
 from router.gateway.dashboard.assets import load_assets

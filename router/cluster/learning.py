@@ -1,0 +1,236 @@
+"""Learns from the requests of this router: lengths of answers, conversations, load, moved KV. Pure.
+
+`AnswerLengths` predicts lengths. A client may bound the length of its answer; without a bound it is
+the whole context. Past answers with a similar bound are a better guide. Memory is reserved for
+nearly the longest of them. The rest of a running answer is predicted from past answers that were
+longer than it is now. Some kinds of long answers are nearly complete, others have only begun.
+Bounds are similar if they have the same number of binary digits.
+
+`Conversations` finds prompts that go on with a conversation. The next prompt of a conversation
+repeats the last one and adds an answer and a question. So a prompt goes on if it begins with all
+full blocks of an earlier one, and if these are most of it. In many loads it is more likely to be
+followed by yet another than one that begins a conversation, or that adds much to what it shares.
+Where that was so lately, its blocks are *likely reused*: workers keep them longer
+(`engine.worker.blocks`). The hash of a prompt's last full block is remembered, which covers all
+blocks before.
+
+`PromptLoad` knows how busy prompts lately kept the workers that prefill, and what their caches
+saved. `PairTransfers` counts the KV that moved between each pair of workers. Hand-overs, prefixes
+and moves count alike, when their last block has come.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from math import exp
+
+import msgspec
+
+from engine.messages import WorkerId
+from engine.worker.blocks import BlockHash
+
+MEMORY = 256  # answers of each kind that are remembered
+ENOUGH = 16  # with fewer, an answer is expected to reach its bound
+NEARLY_ALL = 0.95  # the share of answers that the reserved memory is enough for
+REFRESH_EVERY = 16  # answers; to sort them is not free
+
+
+class AnswerLengths:
+    """Lengths of answers, in tokens, by what they were allowed."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, _Kind] = {}
+
+    def observe(self, max_tokens: int, num_tokens: int) -> None:
+        """Learns that an answer with the bound `max_tokens` ended with `num_tokens`."""
+        kind = self._kinds.get(max_tokens.bit_length())
+        if kind is None:
+            kind = self._kinds[max_tokens.bit_length()] = _Kind()
+        kind.observe(num_tokens)
+
+    def nearly_longest(self, max_tokens: int) -> int:
+        """Tokens that nearly no answer like this exceeds."""
+        known = self._known(max_tokens)
+        if not known:
+            return max_tokens
+        return min(known[min(int(len(known) * NEARLY_ALL), len(known) - 1)], max_tokens)
+
+    def mean(self, max_tokens: int) -> float:
+        """Tokens of such an answer on average."""
+        return self.left(max_tokens, 0)
+
+    def left(self, max_tokens: int, so_far: int) -> float:
+        """Mean number of tokens still to come of an answer that has `so_far`."""
+        known = self._known(max_tokens)
+        longer = len(known) - bisect_right(known, so_far)
+        if not longer:
+            return float(max(max_tokens - so_far, 1))
+        total = self._kinds[max_tokens.bit_length()].sums[longer]
+        return min(total / longer - so_far, float(max(max_tokens - so_far, 1)))
+
+    def survival(self, max_tokens: int, so_far: int, more: float) -> float:
+        """The share of answers with `so_far` tokens that go on after `more` further ones."""
+        if so_far + more >= max_tokens:
+            return 0.0
+        known = self._known(max_tokens)
+        longer = len(known) - bisect_right(known, so_far)
+        if not longer:
+            return 1.0
+        return (len(known) - bisect_right(known, so_far + more)) / longer
+
+    def _known(self, max_tokens: int) -> list[int]:
+        kind = self._kinds.get(max_tokens.bit_length())
+        return [] if kind is None else kind.ordered
+
+
+class _Kind:
+    def __init__(self) -> None:
+        self.ordered: list[int] = []  # empty while there are not ENOUGH
+        self.sums: list[int] = []  # at n: the sum of the n longest
+        self._latest: deque[int] = deque(maxlen=MEMORY)
+        self._num_new = 0
+
+    def observe(self, num_tokens: int) -> None:
+        self._latest.append(num_tokens)
+        self._num_new += 1
+        if len(self._latest) >= ENOUGH and (self._num_new >= REFRESH_EVERY or not self.ordered):
+            self._num_new = 0
+            self.ordered = sorted(self._latest)
+            self.sums = list(accumulate(reversed(self.ordered), initial=0))
+
+
+MAX_PROMPTS = 65_536  # prompts that are remembered; after as many, old counts weigh half
+MOST = 0.7  # share of a prompt
+ENOUGH_PROMPTS = 64  # prompts that went on; with fewer, nothing is said of them
+FOLLOWED_MORE = 1.3  # times as often as others
+
+
+class Conversations:
+    """The latest prompts of this gateway."""
+
+    def __init__(self) -> None:
+        # Ends of prompts, the oldest first: if they went on, or None once they were followed.
+        self._ends: OrderedDict[BlockHash, bool | None] = OrderedDict()
+        self._num = [0.0, 0.0]  # prompts: others, and continued ones
+        self._num_followed = [0.0, 0.0]  # how many of these were continued
+
+    def record(self, hashes: Sequence[BlockHash]) -> bool:
+        """Records a prompt by its full blocks. Returns True if they are likely to be reused."""
+        if not hashes:
+            return False
+        ends, goes_on = self._ends, False
+        if not ends.keys().isdisjoint(hashes):
+            at = next(i for i in reversed(range(len(hashes))) if hashes[i] in ends)
+            goes_on = at >= int(MOST * len(hashes))
+            if (went_on := ends[hashes[at]]) is not None:
+                self._num_followed[went_on] += 1
+                ends[hashes[at]] = None
+        ends[hashes[-1]] = goes_on
+        ends.move_to_end(hashes[-1])
+        if len(ends) > MAX_PROMPTS:
+            ends.popitem(last=False)
+        self._num[goes_on] += 1
+        if sum(self._num) > MAX_PROMPTS:
+            self._num = [number / 2 for number in self._num]
+            self._num_followed = [number / 2 for number in self._num_followed]
+        return goes_on and self._are_followed_more()
+
+    def _are_followed_more(self) -> bool:
+        """True if prompts that went on were followed more often than others."""
+        (others, went_on), (others_followed, followed) = self._num, self._num_followed
+        return (
+            went_on >= ENOUGH_PROMPTS
+            and followed * others >= FOLLOWED_MORE * others_followed * went_on
+        )
+
+
+MEMORY_S = 5.0  # older prompts count for less than a third
+KEPT = 0.98  # weight of a prompt in what caches saved, after the next one
+
+
+class PromptLoad:
+    """The seconds of prompts that were lately placed, of which older ones count less."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._noted_s = 0.0
+        self._compute_s = self._num_computed = self._num_cached = 0.0  # recent sums
+
+    def record(self, seconds: float, now_s: float, *, num_computed: int, num_cached: int) -> None:
+        """Adds a prompt: `num_computed` tokens took `seconds`, `num_cached` were cached."""
+        self._seconds = self._left(now_s) + seconds
+        self._noted_s = now_s
+        self._compute_s = KEPT * self._compute_s + seconds
+        self._num_computed = KEPT * self._num_computed + num_computed
+        self._num_cached = KEPT * self._num_cached + num_cached
+
+    @property
+    def cached_token_s(self) -> float:
+        """Seconds that a cached token saves prompts, by the share of tokens that are found."""
+        if self._num_computed <= 0.0:
+            return 0.0
+        found = self._num_cached / (self._num_cached + self._num_computed)
+        return found * self._compute_s / self._num_computed
+
+    def share(self, num_workers: int, now_s: float) -> float:
+        """Returns the share of their time that so many workers computed prompts; above 1 if they
+        could not keep up.
+        """
+        return self._left(now_s) / (MEMORY_S * max(num_workers, 1))
+
+    def _left(self, now_s: float) -> float:
+        return self._seconds * exp((self._noted_s - now_s) / MEMORY_S)
+
+
+MAX_PAIRS = 1024  # of workers; the least recently used pair is dropped
+
+
+class MovedKv(msgspec.Struct):
+    """KV that one worker pulled from another one."""
+
+    source: WorkerId
+    sink: WorkerId
+    num_transfers: int = 0
+    num_bytes: int = 0
+    timed_bytes: int = 0  # bytes of the transfers whose time is known
+    seconds: float = 0.0  # that these were on the way
+    exposed_s: float = 0.0  # seconds of transfers that prefill did not hide
+    last_s: float = 0.0  # when the latest one ended
+
+
+class PairTransfers:
+    """The sums of all pairs."""
+
+    def __init__(self) -> None:
+        self._pairs: OrderedDict[tuple[WorkerId, WorkerId], MovedKv] = OrderedDict()
+
+    @property
+    def pairs(self) -> Collection[MovedKv]:
+        """A record for each pair, the pair that was used last at the end. Read only."""
+        return self._pairs.values()
+
+    def record(
+        self,
+        source: WorkerId,
+        sink: WorkerId,
+        num_bytes: int,
+        now_s: float,
+        *,
+        seconds: float = 0.0,
+        exposed_s: float = 0.0,
+    ) -> None:
+        """Adds a transfer that has ended."""
+        moved = self._pairs.get((source, sink))
+        if moved is None:
+            moved = self._pairs[source, sink] = MovedKv(source, sink)
+            if len(self._pairs) > MAX_PAIRS:
+                self._pairs.popitem(last=False)
+        else:
+            self._pairs.move_to_end((source, sink))
+        moved.num_transfers += 1
+        moved.num_bytes += num_bytes
+        moved.timed_bytes += num_bytes if seconds else 0
+        moved.seconds += seconds
+        moved.exposed_s += exposed_s
+        moved.last_s = now_s
