@@ -1,4 +1,4 @@
-"""Batches, beams, echoes, token ids and scores, through a public client."""
+"""Batches, echoes and scores, through a public client."""
 
 import pytest
 
@@ -23,15 +23,6 @@ def test_a_batch_answers_each_prompt_whole_and_streamed(client):
     assert texts == expected[::2]
 
 
-def test_beams_differ_and_are_the_same_for_the_same_prompt(client):
-    answer = client.completions.create(
-        prompt=PROMPTS, n=2, extra_body={"use_beam_search": True}, **GREEDY
-    )
-    texts = [choice.text for choice in answer.choices]
-    assert texts[0] != texts[1]
-    assert texts[:2] == texts[4:]
-
-
 def test_a_prompt_is_scored_alone_as_before_an_answer(client):
     """As evaluations do it: with no token, or with one that they drop."""
     options = {"prompt": PROMPTS[:2], "echo": True, "logprobs": 1, "model": MODEL, "temperature": 0}
@@ -44,15 +35,6 @@ def test_a_prompt_is_scored_alone_as_before_an_answer(client):
         assert one.logprobs.token_logprobs[1:] == pytest.approx(
             other.logprobs.token_logprobs[1:-1], abs=1e-3
         )
-
-
-def test_ids_of_a_stream_are_those_of_the_whole_answer(client):
-    options = {**GREEDY, "prompt": PROMPTS[0], "extra_body": {"return_token_ids": True}}
-    whole = client.completions.create(**options).choices[0]
-    first, *rest = (c.choices[0] for c in client.completions.create(stream=True, **options))
-    assert first.prompt_token_ids == whole.prompt_token_ids
-    assert [i for choice in (first, *rest) for i in choice.token_ids] == whole.token_ids
-    assert (whole.stop_reason, whole.prompt_logprobs) == (None, None)
 
 
 def test_a_long_answer_comes_in_parts_that_equal_its_stream(client):

@@ -1,13 +1,11 @@
 """`baton serve` as a user runs it: the command, HTTP, public clients, and a clean end."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 
 import httpx
-import openai
 import pytest
 
 from engine.clock import MonotonicClock
@@ -15,44 +13,6 @@ from kvtransfer.transports.nixl_agent import PACKAGES
 from tests.kits.services.served import START_TIMEOUT_S, held, matching, metrics, poll_until
 
 pytestmark = pytest.mark.torch
-
-
-def test_the_openai_client_lists_the_model(client):
-    assert [model.id for model in client.models.list()] == ["baton-bundled"]
-
-
-def test_the_openai_client_gets_a_chat_answer_whole_and_streamed_the_same(client):
-    messages = [{"role": "user", "content": "Write a Python function `add`: Add two numbers."}]
-    options = {"model": "baton-bundled", "messages": messages, "max_tokens": 40, "seed": 11}
-    whole = client.chat.completions.create(**options)
-    chunks = list(
-        client.chat.completions.create(
-            **options, stream=True, stream_options={"include_usage": True}
-        )
-    )
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == whole.choices[0].message.content
-    assert text
-    assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == 40
-    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-
-
-def test_the_openai_client_gets_a_completion_that_ends_at_a_stop_string(client):
-    options = {"model": "baton-bundled", "prompt": "import os\n", "temperature": 0}
-    free = client.completions.create(**options, max_tokens=48).choices[0].text
-    middle = free[len(free) // 2 :][:4]
-    stopped = client.completions.create(**options, max_tokens=48, stop=[middle]).choices[0]
-    assert stopped.text == free[: free.index(middle)]
-    assert stopped.finish_reason == "stop"
-
-
-def test_the_openai_client_sees_typed_errors(client):
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="gpt-9", prompt="x")
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(model="baton-bundled", prompt="")
-    with pytest.raises(openai.BadRequestError, match="4096"):
-        client.completions.create(model="baton-bundled", prompt=[7] * 5000)
 
 
 def test_stages_of_the_timeline_sum_to_less_than_the_clients_time(served):
@@ -112,23 +72,6 @@ def test_a_missing_model_directory_is_one_clear_line_and_a_bad_exit():
     assert result.stderr.strip().splitlines() == ["error: /nonexistent: no such model directory"]
 
 
-def test_a_model_directory_that_lacks_a_file_names_the_file(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    result = run_command("serve", str(tmp_path), "--launcher", "process")
-    assert result.returncode == 1
-    assert "tokenizer.json" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
-def test_kv_formats_that_cannot_be_exchanged_are_one_clear_line():
-    result = run_command("serve", "bundled", "--launcher", "process", "--decode-kv-dtype", "int8")
-    assert result.returncode == 1
-    assert result.stderr.strip().splitlines() == [
-        "error: --kv-dtype fp32 and --decode-kv-dtype int8 cannot be combined without "
-        "--kv-wire-dtype; possible are: int8"
-    ]
-
-
 def test_nixl_where_it_is_not_installed_is_one_clear_line(tmp_path):
     for package in PACKAGES:
         (tmp_path / f"{package}.py").write_text("raise ImportError('not [here]')")
@@ -150,7 +93,3 @@ def test_nixl_where_it_is_not_installed_is_one_clear_line(tmp_path):
     assert all(f"{package}: not [here]" in line for package in PACKAGES)  # no markup
     # A start that fails leaves no orders for the next one.
     assert not list(tmp_path.glob("*.orders"))
-
-
-def test_the_version_is_printed():
-    assert run_command("version").stdout.startswith("baton 0.")

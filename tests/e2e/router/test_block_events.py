@@ -1,8 +1,7 @@
-"""Block events over real sockets: from a publisher to feeds, and from a worker to two gateways."""
+"""Block events over real sockets, from a publisher to feeds."""
 
 import asyncio
 import logging
-import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -15,14 +14,12 @@ import zmq
 
 from deploy.worker.block_publisher import BlockPublisher
 from engine.clock import MonotonicClock
-from engine.config import WorkerConfig
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     PROTOCOL_VERSION,
     EventsAddress,
     Incarnation,
     Role,
-    Sampling,
     Welcome,
     WorkerId,
 )
@@ -39,11 +36,10 @@ from engine.worker.block_events import (
 from engine.worker.blocks import BlockHash, Evicted, Stored, hash_blocks
 from router import block_feed
 from router.block_feed import BlockFeed
-from router.machine.requests import Finished
 from router.prefixes import news as block_news
 from router.prefixes.news import Apply, EventsMissed, apply_events
 from tests.kits.router.scripted_workers import ScriptedWorker, serving
-from tests.kits.services.cluster import ask, request, router, until, workers
+from tests.kits.services.cluster import until
 from tests.kits.twins.prefix_map import PrefixMap
 
 SECRET = Secret("internal token")
@@ -338,42 +334,3 @@ def test_worker_without_events_is_counted():
             assert r.counters()["block events", "not offered"] == 1
 
     run(test)
-
-
-# ---------------------------------------------------------------- a worker and two gateways
-
-
-@pytest.mark.torch
-def test_gateways_share_knowledge_of_blocks_until_eviction():
-    rng = random.Random(5)
-    config = WorkerConfig(kv_mib=4, max_running=4)
-    sampling = Sampling(temperature=0.0)
-
-    def some_tokens() -> list[int]:
-        return [rng.randrange(5, 4096) for _ in range(200)]
-
-    async def ask_for(r: Any, name: str, prompt: Sequence[int]) -> None:
-        answer = await ask(r, request(name, prompt, max_tokens=2, sampling=sampling))
-        assert isinstance(answer.outcome, Finished), answer.outcome
-
-    async def test() -> None:
-        async with router(running) as one, router(running) as other:
-            [(worker_id, ready)] = running.ready.items()
-            prompt = some_tokens()
-            blocks = hash_blocks(prompt, config.block_size)
-
-            def known(r: Any) -> int:
-                return r.machine.prefixes.longest(blocks).get(worker_id, 0)
-
-            await ask_for(one, "prompt", prompt)
-            for r in (one, other):
-                await until(lambda r=r: known(r) == len(blocks), lambda r=r: f"known: {known(r)}")
-            for i in range(ready.num_blocks // len(blocks) + 1):  # of these it evicts
-                await ask_for(one, f"filler-{i}", some_tokens())
-            for r in (one, other):
-                await until(lambda r=r: known(r) == 0, lambda r=r: f"known: {known(r)}")
-                assert r.counters()["block events", "snapshot asked for"] == 1
-                assert ("block events", "unheard") not in r.counters()
-
-    with workers((Role.MIXED,), config=config) as running:
-        asyncio.run(test())
