@@ -295,17 +295,6 @@ class Arrivals:
         del self.arriving[seq_id]
         return [Emit(arriving.seq.gateway_id, GivenBack(seq_id, reason, num_kept_tokens))]
 
-    def find(self, seq_id: SeqId) -> ArrivingSequence | None:
-        """Returns a queued or arriving sequence."""
-        return self.arriving.get(seq_id) or self.queued.get(seq_id)
-
-    def take_complete(self, seq_id: SeqId) -> ArrivingSequence | None:
-        """Removes and returns the sequence if its KV and its first token are here."""
-        arriving = self.arriving.get(seq_id)
-        if arriving is None or not arriving.kv_here or arriving.first_token is None:
-            return None
-        return self.arriving.pop(seq_id)
-
     def _keep(self, arriving: ArrivingSequence, arrived: tuple[int, ...]) -> int:
         """Releases a sequence; returns the tokens whose KV stays cached with the arrived blocks."""
         seq = arriving.seq

@@ -193,7 +193,7 @@ class DecodeScheduler:
         return []
 
     def _on_first_token(self, seq_id: SeqId, token: int) -> list[Effect]:
-        arriving = self.arrivals.find(seq_id)
+        arriving = self.arrivals.arriving.get(seq_id) or self.arrivals.queued.get(seq_id)
         if arriving is None:
             return []
         if not self._intake.knows(token):
@@ -203,10 +203,10 @@ class DecodeScheduler:
         return self._run_if_complete(seq_id)
 
     def _run_if_complete(self, seq_id: SeqId) -> list[Effect]:
-        arriving = self.arrivals.take_complete(seq_id)
-        if arriving is None:
+        arriving = self.arrivals.arriving.get(seq_id)
+        if arriving is None or not arriving.kv_here or arriving.first_token is None:
             return []
-        assert arriving.first_token is not None
+        del self.arrivals.arriving[seq_id]
         seq = arriving.seq
         finish = seq.append(arriving.first_token)
         if finish is not None:  # a correct gateway does not hand such a sequence over

@@ -35,7 +35,6 @@ from engine.messages import (
     Generate,
     GivenBack,
     LeaseId,
-    LeaseRef,
     Prefill,
     PrefillDone,
     PrefillStarted,
@@ -65,22 +64,6 @@ from prefill.prompts import PendingPrompt, WaitingPrompts
 
 # A step with this many tokens keeps a GPU busy: more tokens take proportionally more time.
 FULL_STEP_TOKENS = 512
-
-
-class _Budget:
-    """The tokens that a step may still take."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self._num_taken = 0
-
-    def take(self, num_tokens: int, *, completes: bool) -> None:
-        """Counts a chunk. If it completes a prompt, the step is only filled up."""
-        self.num_tokens -= num_tokens
-        self._num_taken += num_tokens
-        if completes:
-            room = max(FULL_STEP_TOKENS - self._num_taken, 0)
-            self.num_tokens = min(self.num_tokens, room)
 
 
 class PrefillScheduler:
@@ -204,10 +187,10 @@ class PrefillScheduler:
         """
         if not self.computing and not self.waiting.waiting:
             return NOTHING
-        scheduled, left = Scheduled(), _Budget(budget_tokens)
+        scheduled, left = Scheduled(), budget_tokens
         for prompt in self.computing.values():
-            self._add_row(prompt, left, scheduled)
-        while left.num_tokens > 0 and self.waiting.waiting:
+            left = self._add_row(prompt, left, scheduled)
+        while left > 0 and self.waiting.waiting:
             if self._pace is not None and self._pace.most_tokens(0) == 0:
                 break  # no room for a chunk of one more prompt
             started, effects = self.waiting.start_next()
@@ -216,29 +199,24 @@ class PrefillScheduler:
                 break
             if not started.pulled:
                 scheduled.effects += self._begin(started)
-                self._add_row(started, left, scheduled)
+                left = self._add_row(started, left, scheduled)
         return scheduled
 
     def _begin(self, prompt: PendingPrompt) -> list[Effect]:
-        """Opens the lease of a prompt whose next chunk can run."""
+        """Opens the lease of a prompt whose next chunk can run, if another worker decodes it."""
         seq = prompt.seq
         self.computing[seq.seq_id] = prompt
-        lease, effects = self._open_lease(prompt)
+        lease, effects = None, list[Effect]()
+        if prompt.hands_over and seq.limits.max_len > len(seq.token_ids) + 1:
+            prompt.lease_id = LeaseId(seq.seq_id)
+            num_ready = prompt.num_leased_ready = seq.num_computed_tokens // self._block_size
+            lease, effects = self.leases.open(
+                prompt.lease_id, seq.gateway_id, seq.block_table, num_ready=num_ready
+            )
         started = PrefillStarted(
             seq.seq_id, seq.num_cached_tokens, lease, prompt.num_pulled, prompt.pull_s
         )
         return [*effects, Emit(seq.gateway_id, started)]
-
-    def _open_lease(self, prompt: PendingPrompt) -> tuple[LeaseRef | None, list[Effect]]:
-        """Opens a lease on the prompt's blocks, unless no other worker will go on with it."""
-        seq = prompt.seq
-        if not prompt.hands_over or seq.limits.max_len <= len(seq.token_ids) + 1:
-            return None, []
-        prompt.lease_id = LeaseId(seq.seq_id)
-        prompt.num_leased_ready = seq.num_computed_tokens // self._block_size
-        return self.leases.open(
-            prompt.lease_id, seq.gateway_id, seq.block_table, num_ready=prompt.num_leased_ready
-        )
 
     def _grow_lease(self, prompt: PendingPrompt, num_ready: int) -> list[Effect | Adopted]:
         """Adds newly computed blocks to the lease, up to `num_ready` in all."""
@@ -248,21 +226,23 @@ class PrefillScheduler:
         prompt.num_leased_ready = num_ready
         return [GrowLease(prompt.lease_id, block_ids)]
 
-    def _add_row(self, prompt: PendingPrompt, left: "_Budget", scheduled: Scheduled) -> None:
-        """Adds the next chunk of a prompt."""
+    def _add_row(self, prompt: PendingPrompt, left: int, scheduled: Scheduled) -> int:
+        """Adds the next chunk of a prompt, of at most `left` tokens; returns the tokens left.
+
+        If the chunk completes the prompt, the step is only filled up.
+        """
         seq = prompt.seq
         start = seq.num_planned_tokens
-        num = min(left.num_tokens, self._chunk_tokens, len(seq.token_ids) - start)
+        num = min(left, self._chunk_tokens, len(seq.token_ids) - start)
         if self._pace is not None:
             most = self._pace.most_tokens(start)
             num = num if most is None else min(num, most)
         if num <= 0:
-            return
+            return left
         if self._pace is not None:
             self._pace.take(start, num)
         token_ids = seq.token_ids[start : start + num]
         last = start + num == len(seq.token_ids)
-        left.take(num, completes=last)
         row = Row(
             seq_id=seq.seq_id,
             token_ids=token_ids,
@@ -280,6 +260,8 @@ class PrefillScheduler:
         scheduled.rows.append(row)
         scheduled.num_tokens += num
         seq.in_flight.append(row)
+        room = max(FULL_STEP_TOKENS - scheduled.num_tokens, 0) if last else left
+        return min(left - num, room)
 
     def advance(
         self, rows: Sequence[Row], results: Sequence[RowResult], now_s: float

@@ -30,8 +30,7 @@ from deploy.worker.block_publisher import BlockPublisher
 from deploy.worker.core import worker_core
 from deploy.worker.gateway_sessions import GatewaySessions
 from deploy.worker.process_facts import cpu_s, process_gauges
-from deploy.worker.request_ids import RequestIds
-from deploy.worker.session_inbox import SessionInbox
+from deploy.worker.session_inbox import RequestIds, SessionInbox
 from deploy.worker.step_watch import StepWatch
 from engine import native_build
 from engine.clock import Clock

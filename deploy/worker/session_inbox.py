@@ -8,12 +8,13 @@ grammar.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 
-from deploy.worker.request_ids import RequestIds
 from engine.errors import GrammarError
 from engine.grammar.guide import Guides, OpenedGuide
+from engine.log_context import REQUEST, request_ids
 from engine.messages import (
     Decode,
     GatewayId,
@@ -32,6 +33,33 @@ from engine.worker.events import FromGateway, OfGateway
 log = logging.getLogger(__name__)
 
 MAX_OPENING = 1024  # sequences of one gateway whose guides are being opened
+MAX_KEPT = 8192  # ids of the latest sequences
+
+
+class RequestIds:
+    """The ids of each sequence's request. One thread records them, any may log."""
+
+    def __init__(self) -> None:
+        self._client_ids: dict[SeqId, str] = {}  # of those that have one, oldest first
+
+    def record(self, seq_id: SeqId, client_id: str) -> None:
+        """Keeps what the client calls the request. Of very many the oldest are forgotten."""
+        if not client_id:
+            return
+        self._client_ids.pop(seq_id, None)
+        self._client_ids[seq_id] = client_id
+        if len(self._client_ids) > MAX_KEPT:
+            del self._client_ids[next(iter(self._client_ids))]
+
+    @contextmanager
+    def logged(self, seq_id: SeqId) -> Iterator[None]:
+        """Lines that are logged inside have the ids of the sequence's request."""
+        own_id = seq_id.partition(".")[0]  # a router adds the number of its attempt
+        token = REQUEST.set(request_ids(own_id, self._client_ids.get(seq_id)))
+        try:
+            yield
+        finally:
+            REQUEST.reset(token)
 
 
 class SessionInbox:

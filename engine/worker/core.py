@@ -223,7 +223,7 @@ class WorkerCore:
         self._max_batch_tokens = max_batch_tokens
         self._pace = pace
         self._observe = observe
-        self._in_flight: deque[Planned] = deque()
+        self._in_flight: deque[tuple[Planned, BatchPlan]] = deque()
         self._takers = {kind: self._taker(kind) for kind in (*_PASSED_ON, *_OPENERS)}
         self._decoder = self._takers[Adopted]
         if self._decoder is None:
@@ -314,20 +314,22 @@ class WorkerCore:
         assert budget >= 0
         if not planned:
             return None, effects
-        self._in_flight.append(planned)
+        rows = planned[0][1] if len(planned) == 1 else [r for _, own in planned for r in own]
+        plan = BatchPlan(rows)
+        self._in_flight.append((planned, plan))
         self._pool.begin_step()
-        return BatchPlan(_rows_of(planned)), effects
+        return plan, effects
 
     def finish(self, result: BatchResult, now_s: float) -> list[Effect]:
         """Takes the results of the first plan in flight, which the runner has ended."""
         effects: list[Effect] = []
-        planned = self._in_flight.popleft()
+        planned, plan = self._in_flight.popleft()
         self._pool.end_step()
         if self._observe is not None:
-            self._observe(BatchPlan(_rows_of(planned)), result, now_s)
+            self._observe(plan, result, now_s)
         if result.times is not None:
             self._sample_step(planned, result.times.total_s)
-        num_rows = sum([len(rows) for _, rows in planned])
+        num_rows = len(plan.rows)
         assert len(result.rows) == num_rows, f"{len(result.rows)} results of {num_rows} rows"
         begin = 0
         for scheduler, rows in planned:
@@ -413,10 +415,3 @@ class WorkerCore:
         assert self._pool.num_steps == len(self._in_flight)
         for scheduler in self._schedulers:
             scheduler.validate()
-
-
-def _rows_of(planned: Planned) -> list[Row]:
-    """The rows of a step, in order."""
-    if len(planned) == 1:
-        return planned[0][1]
-    return [row for _, rows in planned for row in rows]

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from deploy.worker.request_ids import MAX_KEPT, RequestIds
+from deploy.worker.session_inbox import MAX_KEPT, RequestIds
 from engine.log_context import REQUEST
 from engine.messages import GatewayId, Generate, Limits, Role, Sampling, SeqId
 from engine.worker.events import FromGateway, PullDone, PullFailed

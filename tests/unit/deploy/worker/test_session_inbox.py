@@ -5,8 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from deploy.worker import session_inbox
-from deploy.worker.request_ids import RequestIds
-from deploy.worker.session_inbox import SessionInbox
+from deploy.worker.session_inbox import RequestIds, SessionInbox
 from engine.errors import GrammarError
 from engine.messages import (
     Cancel,
