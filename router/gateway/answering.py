@@ -33,12 +33,12 @@ from engine.net.seldom import Seldom
 from router.access.limits import KeyAccounts, KeyUse, Tenant
 from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece, PromptScores
-from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.following import Following
 from router.gateway.answers.searching import Searches
 from router.gateway.answers.writing import (
     TIMED_OUT,
     AnswerWriter,
+    Dialect,
     Ending,
     Heading,
 )

@@ -26,7 +26,7 @@ from router.edge.responses import check_content, send_invalid, send_json
 from router.gateway.access_log import AccessLog
 from router.gateway.answering import GatewayParts
 from router.gateway.answers.batching import TextBatch
-from router.gateway.answers.dialects import CHAT, COMPLETION, EMBEDDING
+from router.gateway.answers.writing import CHAT, COMPLETION, EMBEDDING
 from router.gateway.background import BackgroundWork
 from router.gateway.batches.service import Batches
 from router.gateway.dashboard.pages import WebPages

@@ -25,10 +25,9 @@ from router.gateway.answering import (
     AnswerService,
     GatewayParts,
 )
-from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.whole import whole_answer
-from router.gateway.answers.writing import AnswerWriter, Heading
+from router.gateway.answers.writing import AnswerWriter, Dialect, Heading
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.body import Body
 from router.gateway.requests.field_table import EMBEDDINGS

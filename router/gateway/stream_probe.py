@@ -15,7 +15,7 @@ from starlette.types import Message
 from router.access.guard import with_tenant
 from router.access.limits import KeyLimits, Tenant
 from router.gateway.answering import GatewayParts
-from router.gateway.answers.dialects import CHAT, COMPLETION
+from router.gateway.answers.writing import CHAT, COMPLETION
 from router.gateway.endpoint import CallEndpoint, HttpAnswers
 from router.gateway.requests.chat import ChatBody
 from router.gateway.requests.completion import CompletionBody

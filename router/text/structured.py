@@ -6,23 +6,28 @@ fields, SGLang's `regex`, `ebnf` and `json_schema`. It may have tools besides.
 
 Tool calls have the form of the model's family (`router.text.forms`). With `tool_choice` "auto" an
 answer may come instead of calls, which follows the other field if there is one. Any text may be an
-answer otherwise, and in most forms come before calls; nothing follows them.
+answer otherwise, and in most forms come before calls; nothing follows them. So a grammar becomes a
+part of another one: schemas and expressions as one rule, a grammar in Lark or EBNF with rules of
+its own, which get names that no other part has.
 
 Sources: OpenAI API reference, chat completions; vLLM, structured outputs and tool calling;
 NousResearch, Hermes function calling; llguidance, docs/syntax.md (lazy lexemes, special tokens).
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from llguidance import regex_to_lark
 
 from engine.errors import GrammarError, InvalidRequest
+from engine.grammar.ebnf import is_ebnf, lark_of
+from engine.grammar.guides import LARK_TOKEN
 from engine.grammar.json_schemas import closed
 from engine.grammar.rewriting.finite import is_endless
 from engine.messages import Grammar, GrammarKind
-from router.text.composed import answer_rules
 from router.text.forms.calling import ANY_TEXT, AnswerRules, CallForm, Calling, literal
 from router.text.forms.chosen import HARMONY, HERMES
 from router.text.forms.harmony import final_grammar, missing_mark
@@ -313,3 +318,42 @@ def _loaded_json(text: str, param: str) -> Json:
 
 def _dumped(value: Json) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+_DEFINED = re.compile(r"^[ \t]*[?!]?([\w-]+)(?=[ \t]*(?:\[[^\]\n]*\][ \t]*)?:)", re.MULTILINE)
+_SCHEMA = "%json"
+
+
+def answer_rules(grammar: Grammar) -> AnswerRules:
+    """The grammar as an expression and its rules. Raises GrammarError for bad EBNF or JSON."""
+    source = grammar.source
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return AnswerRules("answer", (f"answer: {_SCHEMA} {_checked(source)}",))
+        case GrammarKind.REGEX:
+            return AnswerRules("answer", (f"answer: /{regex_to_lark(source, use_ascii='')}/",))
+    lark = lark_of(source) if is_ebnf(source) else source
+    names = {name: _own(name) for name in _DEFINED.findall(lark)}
+    return AnswerRules(_own("start"), (_renamed(lark, names),))
+
+
+def _checked(source: str) -> str:
+    """The text of a schema, so that nothing but JSON stands in its place."""
+    try:
+        return json.dumps(json.loads(source), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return "false"  # is refused, as the schema itself is
+
+
+def _own(name: str) -> str:
+    return ("OWN_" if name.lstrip("_")[:1].isupper() else "own_") + name
+
+
+def _renamed(lark: str, names: dict[str, str]) -> str:
+    """The grammar with renamed rules; texts, expressions and schemas stay unchanged."""
+    parts, depth = list[str](), 0
+    for found in LARK_TOKEN.finditer(lark):
+        token = found[0]
+        depth = max(depth + (token == "{") - (token == "}"), 0)
+        parts.append(names.get(token, token) if depth == 0 else token)
+    return "".join(parts)

@@ -1,8 +1,8 @@
 """The text side of a checkpoint: tokenizer, chat template, tokens that end an answer.
 
-Reads `tokenizer.json`, which is needed, and `tokenizer_config.json`, the files of chat templates
-(`router.text.template_files`), `generation_config.json` and `config.json`, if present. It uses only
-`tokenizers`, so the gateway needs neither torch nor transformers.
+Reads `tokenizer.json`, which is needed, and `tokenizer_config.json`, the files of chat templates,
+`generation_config.json` and `config.json`, if present. It uses only `tokenizers`, so the gateway
+needs neither torch nor transformers.
 
 `Tokenizer.encode` holds the interpreter lock for seconds if a text is long, and every stream of the
 gateway waits. `encode_batch_fast` releases it. By default it encodes in threads of its own, where a
@@ -23,7 +23,14 @@ from tokenizers import Tokenizer
 from engine.embedding import Embedding, embedding_of
 from engine.errors import CheckpointError, InvalidRequest
 from router.inbox.api_errors import ApiError, context_exceeded, invalid_value, no_room
-from router.text.defaults import NO_DEFAULTS, SamplingDefaults, sampling_defaults
+from router.text.checkpoint_files import (
+    NO_DEFAULTS,
+    Config,
+    SamplingDefaults,
+    load_config,
+    sampling_defaults,
+    template_sources,
+)
 from router.text.detokenizer import (
     ByteDetokenizer,
     ContextDetokenizer,
@@ -34,7 +41,6 @@ from router.text.forms.chosen import AUTO, AnswerForms, forms_of
 from router.text.logprobs import NUM_CACHED
 from router.text.native.step import NativeVocabulary
 from router.text.prompt_length import chars_per_token
-from router.text.template_files import Config, load_config, template_sources
 from router.text.templates import DEFAULT, DEFAULT_OPTIONS, ChatTemplates, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
 

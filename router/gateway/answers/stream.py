@@ -9,13 +9,14 @@ from starlette.types import Send
 from router.edge.exchange import BodyPipe
 from router.edge.responses import EVENT_STREAM, send_head
 from router.gateway.answers.choice import SCORED_AT_ONCE, AnswerPiece
-from router.gateway.answers.dialects import call_delta, reasoning_fields
 from router.gateway.answers.writing import (
     TIMELINE_HEADER,
     AnswerWriter,
     Ending,
     Heading,
+    call_delta,
     failure_body,
+    reasoning_fields,
     send_failure,
     usage_of,
 )

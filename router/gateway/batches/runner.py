@@ -29,8 +29,7 @@ from engine.clock import unix_time_s
 from router.access.limits import UNLIMITED, Tenant
 from router.gateway.answering import GatewayParts
 from router.gateway.batches import tables
-from router.gateway.batches.capture import CapturedAnswer
-from router.gateway.batches.endpoints import BatchEndpoint
+from router.gateway.batches.endpoints import BatchEndpoint, CapturedAnswer
 from router.gateway.batches.idleness import Idleness, PoolsLoad, has_time
 from router.gateway.batches.lines import (
     answered_line,

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from router.access.limits import UNLIMITED, KeyAccounts
 from router.gateway.answering import AnswerService, GatewayParts
-from router.gateway.answers.dialects import CHAT, COMPLETION, EMBEDDING
+from router.gateway.answers.writing import CHAT, COMPLETION, EMBEDDING
 from router.gateway.batches.endpoints import (
     BatchEndpoint,
     CompletionEndpoint,

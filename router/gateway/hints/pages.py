@@ -19,7 +19,7 @@ from engine.worker.blocks import BlockHash
 from router.access.guard import tenant_of
 from router.edge.responses import check_content
 from router.gateway.answering import LONG_BODY_BYTES, AnswerService, GatewayParts
-from router.gateway.answers.dialects import CHAT as CHAT_DIALECT
+from router.gateway.answers.writing import CHAT as CHAT_DIALECT
 from router.gateway.endpoint import read_body
 from router.gateway.hints.claims import check_session, key_id, session_id
 from router.gateway.hints.uses import prompt_hashes

@@ -27,8 +27,8 @@ from router.access.limits import Tenant
 from router.edge.responses import refusal_of
 from router.gateway.access_log import AccessLine
 from router.gateway.answering import AnswerService, GatewayParts
-from router.gateway.answers.dialects import COMPLETION
 from router.gateway.answers.writing import (
+    COMPLETION,
     AnswerWriter,
     Heading,
     failure_body,

@@ -22,8 +22,7 @@ from engine.errors import InvalidRequest
 from router.access.limits import Tenant
 from router.edge.exchange import BodyPipe
 from router.gateway.answering import LONG_BODY_BYTES, AnswerService, GatewayParts
-from router.gateway.answers.dialects import CHAT
-from router.gateway.answers.writing import AnswerWriter, Heading
+from router.gateway.answers.writing import CHAT, AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.pages.tokens import tokenized
 from router.gateway.requests.calls import ApiCall

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.errors import CheckpointError
-from router.text.defaults import NO_DEFAULTS, SamplingDefaults, sampling_defaults
+from router.text.checkpoint_files import NO_DEFAULTS, SamplingDefaults, sampling_defaults
 
 
 def test_the_file_says_how_long_answers_are(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Logprobs
-from router.gateway.answers.beams import BeamRules, BeamSearch
+from router.gateway.answers.searching import BeamRules, BeamSearch
 from tests.kits.router.beams import reference_beams
 
 VOCAB = 9

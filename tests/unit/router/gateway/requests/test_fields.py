@@ -18,7 +18,7 @@ from router.gateway.requests.field_table import (
 )
 from router.gateway.requests.json_fields import SHORT_BODY_BYTES
 from router.gateway.requests.parameters import limits_of, sampling_of, token_grammar
-from router.text.defaults import SamplingDefaults
+from router.text.checkpoint_files import SamplingDefaults
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
 from router.text.structured import Structure
 from router.text.tokenizer import LONGEST_CUT, TextModel

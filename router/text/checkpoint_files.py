@@ -1,16 +1,22 @@
-"""Where a checkpoint keeps its chat templates, in the order in which transformers reads them.
+"""Reads what a checkpoint says of its prompts: chat templates, and the recommended sampling.
+
+Templates are read in the order in which transformers reads them:
 
 1. `chat_template.jinja` is the one named `default`. Each `NAME.jinja` in
    `additional_chat_templates/` is named so. If there is any such file, the rest is not read.
 2. `chat_template` of `tokenizer_config.json`: a text, or texts by name, also as a list.
 3. The same field of `processor_config.json` or of `chat_template.json`. In transformers these
    are the templates of a processor. A server of text has none, so the tokenizer's come first.
+
+`generation_config.json` has the sampling and the length that the model's authors recommend. It is
+used where a client says nothing, as by vLLM with `--generation-config auto`.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from engine.errors import CheckpointError
 from router.text.templates import DEFAULT
@@ -18,6 +24,7 @@ from router.text.templates import DEFAULT
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 FIELD = "chat_template"
+DEFAULTS_FILE = "generation_config.json"
 
 Config = dict[str, Any]
 
@@ -78,3 +85,28 @@ def _sources(value: object, path: Path) -> dict[str, str]:
         return msgspec.convert(value, dict[str, str])
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {FIELD}: {error}") from error
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """Values of the file; None where it has none. They have the ranges of a request's fields."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+NO_DEFAULTS = SamplingDefaults()
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """Reads a checkpoint's defaults. Raises CheckpointError for one that no request may have."""
+    path = directory / DEFAULTS_FILE
+    if not path.is_file():
+        return NO_DEFAULTS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path}: {error}; --generation-config none ignores it") from error
