@@ -148,9 +148,12 @@ class FastPath:
         self._is_begun = False
 
     def take(self, token_ids: Sequence[int], now_s: float, handle: Handle | None) -> bool:
-        """Takes tokens of a choice that goes on. Returns False if Python has to take them."""
+        """Takes tokens of a choice that goes on, while its writer is not full.
+
+        Returns False if Python has to take them.
+        """
         choice = self._choice
-        if self._writer.is_full or not choice.num_tokens:
+        if not choice.num_tokens:
             return False
         if not self._is_begun:
             self.text, self._is_begun = choice.batched(self._writer.frame_of(choice.index)), True

@@ -60,7 +60,7 @@ def vocabulary():
 class RunningAnswer:
     """The only choice of a stream that is open, its stream, and its request."""
 
-    index, num_tokens, is_full = 0, 1, False
+    index, num_tokens = 0, 1
 
     def __init__(self, vocabulary, pipe) -> None:
         self.events = self

@@ -125,28 +125,6 @@ async def test_the_first_token_is_sent_with_the_head_and_not_before():
     assert texts(reply) == {0: "ab"}
 
 
-async def test_piped_parts_are_sent_before_later_sends():
-    connection = connect(FakeRouter(answer("abc")))
-    pipe = Pipe(connection)
-    reply = await connection.run()
-    assert pipe.num_written == 2
-    assert pipe._unsent == []
-    assert [event["choices"][0]["delta"] for event in reply.events()[1:-2]] == [
-        {"content": "a"},
-        {"content": "b"},
-        {"content": "c"},
-    ]
-
-
-async def test_a_client_that_reads_too_slowly_is_waited_for():
-    connection = connect(FakeRouter(answer("abc")))
-    pipe = Pipe(connection)
-    pipe.is_ready = False
-    reply = await connection.run()
-    assert pipe.num_written == 0
-    assert texts(reply) == {0: "abc"}
-
-
 async def test_a_client_that_reads_slowly_gets_larger_pieces():
     connection = connect(FakeRouter(answer("abcd")))
     Pipe(connection)
