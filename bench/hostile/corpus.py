@@ -2,8 +2,8 @@
 
 with_damage       bytes that are cut, flipped or added
 BOMBS             bodies that would become as many objects as possible, of any size
-hostile_grammar   a grammar whose compilation costs time or memory
-hostile_fields    fields of a request's body that ask for such a grammar
+hostile_…         expressions, schemas and grammars that cost a compiler time or memory
+hostile_fields    fields of a request's body that ask for one of these
 """
 
 import json
@@ -11,8 +11,6 @@ import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-
-from engine.messages import Grammar, GrammarKind
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ATTACKER_KEY, HONEST_KEY = "attacker-key", "honest-key"
@@ -160,19 +158,6 @@ def hostile_lark(rng: random.Random) -> str:
     return source[: rng.randrange(len(source) + 1)] if rng.random() < 0.1 else source
 
 
-def hostile_grammar(rng: random.Random) -> Grammar:
-    """A grammar of any kind."""
-    match rng.randrange(4):
-        case 0:
-            return Grammar(GrammarKind.REGEX, hostile_regex(rng, 4))
-        case 1:
-            return Grammar(GrammarKind.LARK, hostile_lark(rng))
-        case 2:
-            return Grammar(GrammarKind.JSON_SCHEMA, rng.choice([*TEXTS, "[" * count(rng), "NaN"]))
-        case _:
-            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(hostile_schema(rng)))
-
-
 def hostile_fields(rng: random.Random) -> dict[str, Any]:
     """Fields of a chat completion's body that ask for such a grammar, in any of the ways."""
     tool = {"name": "f", "parameters": hostile_schema(rng)}
@@ -199,14 +184,3 @@ def nested(levels: int) -> Any:
     for _ in range(min(levels, 900)):
         value = [value]
     return value
-
-
-def spoiled_schema(schema: Any, rng: random.Random) -> Any:
-    """The schema with one of its values replaced."""
-    if isinstance(schema, dict) and schema and rng.random() < 0.9:
-        name = rng.choice(list(schema))
-        return {**schema, name: spoiled_schema(schema[name], rng)}
-    if isinstance(schema, list) and schema and rng.random() < 0.9:
-        place = rng.randrange(len(schema))
-        return [*schema[:place], spoiled_schema(schema[place], rng), *schema[place + 1 :]]
-    return rng.choice(WEIRD)

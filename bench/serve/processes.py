@@ -31,8 +31,17 @@ from rich.text import Text
 
 from bench.client.load import ClientCost, LoadRun, SloBounds
 from bench.serve.plan import ServePlan, pace_of
-from bench.serve.run import ServeMeasured, measure, measured_of, play_repetition, prepare
-from bench.serve.tally import ENDED, NUM_COUNTS, Tally, told
+from bench.serve.run import (
+    ENDED,
+    NUM_COUNTS,
+    ServeMeasured,
+    Tally,
+    measure,
+    measured_of,
+    play_repetition,
+    prepare,
+    told,
+)
 from engine.clock import MonotonicClock
 
 READY_TIMEOUT_S = 120.0  # for the slowest process to draw its share

@@ -13,10 +13,11 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bench.hostile.corpus import hostile_grammar, spoiled_schema
+from bench.hostile.corpus import TEXTS, WEIRD, count, hostile_lark, hostile_regex, hostile_schema
 from engine.errors import GrammarError
 from engine.grammar.child import MAX_WALL_S, GrammarToCompile, GrammarVerdict, Vocabulary
 from engine.grammar.guides import MAX_SOURCE_LEN, MAX_TOKEN_S
@@ -65,10 +66,34 @@ def fuzz(first: int, runs: int) -> Counter[str]:
     return counts
 
 
+def hostile_grammar(rng: random.Random) -> Grammar:
+    """A grammar of any kind."""
+    match rng.randrange(4):
+        case 0:
+            return Grammar(GrammarKind.REGEX, hostile_regex(rng, 4))
+        case 1:
+            return Grammar(GrammarKind.LARK, hostile_lark(rng))
+        case 2:
+            return Grammar(GrammarKind.JSON_SCHEMA, rng.choice([*TEXTS, "[" * count(rng), "NaN"]))
+        case _:
+            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(hostile_schema(rng)))
+
+
 def spoiled_grammar(rng: random.Random) -> Grammar:
     """A schema as people write it, with one of its values replaced."""
     schema = spoiled_schema(random_schema(rng.randrange(1000)), rng)
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def spoiled_schema(schema: Any, rng: random.Random) -> Any:
+    """The schema with one of its values replaced."""
+    if isinstance(schema, dict) and schema and rng.random() < 0.9:
+        name = rng.choice(list(schema))
+        return {**schema, name: spoiled_schema(schema[name], rng)}
+    if isinstance(schema, list) and schema and rng.random() < 0.9:
+        place = rng.randrange(len(schema))
+        return [*schema[:place], spoiled_schema(schema[place], rng), *schema[place + 1 :]]
+    return rng.choice(WEIRD)
 
 
 def follow(grammar: Grammar, seed: int) -> None:

@@ -11,8 +11,7 @@ import msgspec
 from bench.common import background
 from bench.common.options import PeerProgram, environment_of_peers
 from bench.lab.gateway.worker import BLOCK_SIZE, NullWorkerOptions
-from bench.processes.driven import Driven, begun
-from bench.processes.services import launched, listening
+from bench.processes.driven import Driven, begun, launched, listening
 from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Member, Members, Version

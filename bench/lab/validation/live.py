@@ -20,7 +20,7 @@ from time import process_time
 from msgspec.structs import replace
 
 from bench.lab.validation.recordings import RecordedRun, read_run
-from bench.processes.services import launched, listening
+from bench.processes.driven import launched, listening
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.traces import Trace, TraceRequest
 from engine.clock import MonotonicClock

@@ -12,7 +12,7 @@ from bench.serve.lengths import fixed
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
 from bench.serve.processes import merged, share_of
 from bench.serve.records import COLUMNS, csv_of
-from bench.serve.tally import ENDED, NUM_COUNTS, Tally, told
+from bench.serve.run import ENDED, NUM_COUNTS, Tally, told
 from tests.kits.answers import answer_at
 from tests.kits.bench.explained import unexplained
 
