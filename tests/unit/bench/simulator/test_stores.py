@@ -362,22 +362,6 @@ def test_prefix_outlives_all_workers_where_there_is_a_store(stores):
     assert ttfts_s[1] < ttfts_s[0] / 10
 
 
-@pytest.mark.parametrize("eviction", StoreEviction)
-@pytest.mark.parametrize("lower", [{"disk_blocks": 100}, {"object_blocks": 200}])
-def test_equal_runs_with_stores_give_equal_results(lower, eviction):
-    stores = SimulatedStores(
-        40, disk=DISK, objects=DISK, node_workers=2, eviction=eviction, **lower
-    )
-    setup = SimulationSetup(SLOW, SimulatedPools(2, 2), stores=stores)
-    first, second = (simulate(busy_trace(25), setup, machine_of()) for _ in range(2))
-    assert [r.times_s for r in first.records] == [r.times_s for r in second.records]
-    assert first.stores == second.stores
-    assert first.num_events == second.num_events
-    assert len(first.stores) == 2
-    assert all(isinstance(r.outcome, Finished) for r in first.records)
-    assert sum(s.counters["taken_blocks"] for s in first.stores) > 0
-
-
 def test_store_larger_than_the_workers_finds_more():
     hardware = msgspec.structs.replace(SLOW, num_blocks=44)
     trace, hits = busy_trace(40), []

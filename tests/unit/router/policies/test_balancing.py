@@ -94,31 +94,30 @@ def test_moves_end_with_any_pools_and_gain(nums, least_gain):
     pytest.fail("sequences go round")
 
 
-def test_little_difference_moves_nothing():
-    pool = Pool()
-    pool.add("d0", 10)
-    pool.add("d1", 8)
-    assert pool.relief() is None
+SLOW_PULL = PullCost(fixed_s=0.0, block_s=3.0, bytes_per_s=1e12)
 
 
-def test_steps_that_do_not_depend_on_the_batch_move_nothing():
-    pool = Pool(FLAT)
-    pool.add("d0", 57)
-    pool.add("d1", 6)
-    assert pool.relief() is None
-
-
-def test_unmeasured_steps_move_nothing():
-    pool = Pool(WorkerCosts())
-    pool.add("d0", 57)
-    pool.add("d1", 0)
-    assert pool.relief() is None
-
-
-def test_sequences_near_their_end_stay():
-    pool = Pool()
-    pool.add("d0", 40, max_tokens=12)
-    pool.add("d1", 0)
+@pytest.mark.parametrize(
+    ("nums", "costs", "info"),
+    [
+        ((10, 8), BY_ROWS, {}),
+        ((57, 6), FLAT, {}),
+        ((57, 0), WorkerCosts(), {}),
+        ((40, 0), BY_ROWS, {"max_tokens": 12}),
+        ((40, 0), WorkerCosts(decode=BY_ROWS.decode, pull=SLOW_PULL), {}),
+    ],
+    ids=[
+        "little difference",
+        "steps that do not depend on the batch",
+        "steps that were not measured",
+        "sequences near their end",
+        "a copy takes as long as the rest",
+    ],
+)
+def test_nothing_moves_where_it_does_not_pay(nums, costs, info):
+    pool = Pool(costs)
+    pool.add("d0", nums[0], **info)
+    pool.add("d1", nums[1])
     assert pool.relief() is None
 
 
@@ -126,14 +125,6 @@ def test_answers_that_usually_end_soon_stay():
     pool = Pool()
     for _ in range(2 * ENOUGH):
         pool.lengths.observe(500, 12)
-    pool.add("d0", 40)
-    pool.add("d1", 0)
-    assert pool.relief() is None
-
-
-def test_a_copy_that_takes_as_long_as_the_rest_does_not_pay():
-    slow = PullCost(fixed_s=0.0, block_s=3.0, bytes_per_s=1e12)
-    pool = Pool(WorkerCosts(decode=BY_ROWS.decode, pull=slow))
     pool.add("d0", 40)
     pool.add("d1", 0)
     assert pool.relief() is None
