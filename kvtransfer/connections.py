@@ -14,14 +14,14 @@ import zmq
 
 from engine.config import Transport
 from engine.errors import ProtocolError
-from engine.net.curve import Channel, secure_client
+from engine.net.curve import Channel, keep_alive, secure_client
 from engine.worker.events import PullDone, PullFailed
 from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, SinkEffect, UseSource
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease_words import NoWords, SourcesWords
 from kvtransfer.memory import boot_id
 from kvtransfer.messages import Data, MaySeal, ToSource, decode_to_sink, encode
-from kvtransfer.source_end import has_mail, set_heartbeat
+from kvtransfer.source_end import has_mail
 from kvtransfer.transports.seam import (
     FRAME_BYTES,
     BlocksArrived,
@@ -283,7 +283,7 @@ class SourceConnections:
         socket.set(zmq.LINGER, 0)
         longest_bytes = max(self._block_bytes, FRAME_BYTES)
         secure_client(socket, context.secret, Channel.KV, max_message_bytes=longest_bytes)
-        set_heartbeat(socket, context.timing)
+        keep_alive(socket, context.timing.silence_s)
         try:
             socket.connect(address)
         except zmq.ZMQError:

@@ -7,11 +7,10 @@ from typing import Any
 import zmq
 
 from engine.errors import ProtocolError
-from engine.net.curve import Channel, secure_server
+from engine.net.curve import Channel, keep_alive, secure_server
 from engine.worker.events import LeaseEnded
 from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SetWord, SourceEffect
 from kvtransfer.lease.source import SourceMachine
-from kvtransfer.lease.terms import Timing
 from kvtransfer.lease_words import LeaseWords
 from kvtransfer.messages import (
     AskSealed,
@@ -62,7 +61,7 @@ class SourceEnd:
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
         secure_server(self.socket, context.secret, Channel.KV, max_message_bytes=MAX_MESSAGE_BYTES)
-        set_heartbeat(self.socket, context.timing)
+        keep_alive(self.socket, context.timing.silence_s)
         port = self.socket.bind_to_random_port(f"tcp://{host}")
         return f"tcp://{host}:{port}"
 
@@ -173,9 +172,3 @@ def has_mail(socket: "zmq.Socket[bytes]") -> bool:
     Sending takes note of new messages too. So whoever sent has to ask before it waits.
     """
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
-
-
-def set_heartbeat(socket: "zmq.Socket[bytes]", timing: Timing) -> None:
-    """Closes connections to peers that do not answer, and drops their messages."""
-    socket.set(zmq.HEARTBEAT_IVL, max(1, int(1000 * timing.hold_every_s)))
-    socket.set(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * timing.silence_s)))

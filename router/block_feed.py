@@ -14,7 +14,7 @@ import zmq
 from engine.clock import Clock
 from engine.errors import ProtocolError
 from engine.messages import EventsAddress, Welcome
-from engine.net.curve import Channel, secure_client
+from engine.net.curve import Channel, keep_alive, secure_client
 from engine.net.trust import Secret
 from engine.worker.block_events import (
     MAX_BATCH_BYTES,
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD_BATCHES = 10_000
 MAX_MESSAGES_PER_TURN = 32  # before the loop does other things
-HEARTBEAT_MS = 2000  # between the two ends of a connection; a dead one is replaced
+SILENCE_S = 2.0  # of the other end's host; then the connection is replaced
 
 
 class BlockFeed:
@@ -106,7 +106,7 @@ class BlockFeed:
         socket = self._context.socket(kind)
         socket.set(zmq.RCVHWM, MAX_UNREAD_BATCHES)
         secure_client(socket, self._secret, Channel.BLOCK_EVENTS, max_message_bytes=MAX_BATCH_BYTES)
-        socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        keep_alive(socket, SILENCE_S)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError:
