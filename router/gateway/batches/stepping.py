@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from engine.config import MAX_PRIORITY
 from engine.messages import RequestId
-from router.machine.requests import Cancelled, Request, Timeline, Update
+from router.machine.requests import Cancelled, Request, Update
 from router.port import FrameTaker, Handle, RouterPort, Sink
 
 BATCH_PRIORITY = MAX_PRIORITY + 1  # behind all that clients may ask for
@@ -142,7 +142,10 @@ class SteppingRequest:
         self._gate = gate
         self._stays = stays
         self._sink = sink
-        self._journal = Journal(_in_background(request))
+        self._request = _in_background(request)
+        self._tokens: list[int] = []  # so far
+        self._num_parts = 0
+        self._num_cached: int | None = None  # tokens of the prompt that the first part found cached
         self._part: Handle | None = None
         self._has_token = False  # of the present part
 
@@ -154,7 +157,7 @@ class SteppingRequest:
     def let_in(self) -> None:
         """Lets the request run."""
         self.is_in, self._has_token = True, False
-        part = self._journal.next_request()
+        part = self._next_part()
         self.request_id = part.request_id
         self._part = self.port.submit(part, self)
 
@@ -171,16 +174,21 @@ class SteppingRequest:
 
     def update(self, update: Update) -> None:
         """Gets an update of the present part. The end of a paused part is not shown."""
-        shown = self._journal.shown(update)
         self._record(update.token_ids)
+        if update.timeline is not None:  # with the cached tokens of the client's prompt
+            if self._num_cached is None:
+                self._num_cached = update.timeline.num_cached_tokens
+            timeline = replace(update.timeline, num_cached_tokens=self._num_cached)
+            update = replace(update, timeline=timeline)
         if update.outcome is not None:
             self.request_id = None
             if not self.is_in and isinstance(update.outcome, Cancelled):
                 if update.token_ids:
-                    self._sink.update(replace(shown, outcome=None, timeline=None))
+                    self._sink.update(replace(update, outcome=None, timeline=None))
+                self._gate.admit()
                 return
             self._gate.leave(self)
-        self._sink.update(shown)
+        self._sink.update(update)
 
     def fail(self, error: Exception) -> None:
         """Gets a bug."""
@@ -193,38 +201,15 @@ class SteppingRequest:
             self._part.cancel()
 
     def offer_frames(self, taker: FrameTaker) -> None:
-        """Offers nothing, as each token is noted here."""
+        """Offers nothing, as each token is recorded here."""
 
     def _record(self, token_ids: Sequence[int]) -> None:
-        self._journal.record(token_ids)
+        self._tokens += token_ids
         if token_ids and not self._has_token:  # its prompt is computed: there is time for another
             self._has_token = True
             self._gate.admit()
 
-
-class Journal:
-    """One request with its tokens so far."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._tokens: list[int] = []
-        self._num_parts = 0
-        self._num_cached: int | None = None  # tokens of the prompt that the first part found cached
-
-    def record(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens that were delivered."""
-        self._tokens += token_ids
-
-    def shown(self, update: Update) -> Update:
-        """The update with the cached tokens of the client's prompt, not of a later part."""
-        timeline = update.timeline
-        if timeline is None:
-            return update
-        if self._num_cached is None:
-            self._num_cached = timeline.num_cached_tokens
-        return replace(update, timeline=_with_cached(timeline, self._num_cached))
-
-    def next_request(self) -> Request:
+    def _next_part(self) -> Request:
         """The request for what is left. Each part has an id of its own, as news may come late."""
         request, number = self._request, self._num_parts
         self._num_parts += 1
@@ -237,10 +222,6 @@ class Journal:
             prompt_logprobs=None if self._tokens else request.prompt_logprobs,
             leader=None,
         )
-
-
-def _with_cached(timeline: Timeline, num_cached_tokens: int) -> Timeline:
-    return replace(timeline, num_cached_tokens=num_cached_tokens)
 
 
 def _in_background(request: Request) -> Request:

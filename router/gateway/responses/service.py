@@ -37,8 +37,7 @@ from router.gateway.responses.items import (
     items_of,
     references_in,
 )
-from router.gateway.responses.run import BackgroundRun
-from router.gateway.responses.runs import BackgroundRuns
+from router.gateway.responses.runs import BackgroundRun, BackgroundRuns
 from router.gateway.responses.store import Context, ResponseStore
 from router.gateway.responses.writers import ResponseKeeper, StreamedResponse, WholeResponse
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion
