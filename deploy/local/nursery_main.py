@@ -60,7 +60,9 @@ def import_services(kind: str) -> None:
 
     import_service(kind)
     if kind == "worker":
-        import engine.model.runner  # noqa: F401
+        from deploy.worker.opening import import_torch
+
+        import_torch()
 
 
 def fork_until_closed(requests: socket.socket, prepare: Prepare) -> str | None:

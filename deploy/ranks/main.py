@@ -40,7 +40,7 @@ from deploy.ranks.frames import (
     TransferOpened,
     TransferRefused,
 )
-from deploy.worker.opening import group_of, open_runner, runner_of
+from deploy.worker.opening import group_of, import_torch, open_runner, runner_of
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 from engine.net.trust import Secret
@@ -162,12 +162,10 @@ def _compute(
     spec: RankSpec, transfers: RankTransfers, frames: FrameSocket, steps: socket.socket
 ) -> None:
     """Opens this rank's part and computes until rank 0 ends."""
-    import torch  # takes seconds, in which rank 0 may end
-
+    worker = spec.worker
+    import_torch(worker.threads)  # takes seconds, in which rank 0 may end
     from engine.model.parallel.steps import StepChannel
 
-    worker = spec.worker
-    torch.set_num_threads(worker.threads)
     group = group_of(worker, spec.place, spec.rendezvous)
     runner = runner_of(worker, Path(spec.directory), group=group)
     frames.send(RankJoins())

@@ -11,7 +11,7 @@ from deploy.base.thread import LoopService, die
 from deploy.fetching.cache import Parts
 from deploy.services.model import directory_of
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
-from deploy.worker.opening import open_runner, runner_of
+from deploy.worker.opening import import_torch, open_runner, runner_of
 from engine.clock import MonotonicClock
 from engine.grammar.guides import LlGuides
 from engine.net.trust import Secret
@@ -37,10 +37,8 @@ class WorkerService(LoopService[WorkerReady]):
         """Loads the model and starts to listen. Raises CheckpointError, ConfigError."""
         clock = MonotonicClock()
         begin_s = clock.now_s()
-        import torch  # takes seconds to import; gateways do not need it
-
         spec = self._spec
-        torch.set_num_threads(spec.threads)
+        import_torch(spec.threads)
         directory = await asyncio.to_thread(directory_of, spec.model, Parts.ALL)
         runner, pool = await asyncio.to_thread(self._open_runner, directory)
         await asyncio.to_thread(runner.warm_up)

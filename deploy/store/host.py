@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -37,6 +37,7 @@ from engine.errors import BatonError, ConfigError
 from engine.messages import (
     PROTOCOL_VERSION,
     BlocksOffered,
+    EventsAddress,
     GatewayId,
     Hello,
     Incarnation,
@@ -142,6 +143,90 @@ class _Running:
         self.tiers: dict[Medium, LowerTier] = {}
         self.machine: StoreMachine
         self.publisher: BlockPublisher
+        self.events: EventsAddress
+
+    def follow_up(
+        self, effects: list[StoreEffect], peers: StorePeers, gateways: GatewaySessions
+    ) -> None:
+        """Updates the slab's table, then performs effects, then publishes news."""
+        news = self.machine.take_news()
+        for item in news:
+            if item.medium != Medium.HOST:
+                continue
+            if isinstance(item, Stored):
+                slot = self.machine.holdings.memory.find(item.block_hash)
+                if slot is not None:
+                    self.slab.put(slot, item.block_hash, item.parent)
+            else:
+                self.slab.clear(item.block_hash)
+        frames: dict[GatewayId, list[Emit]] = {}
+        for effect in effects:
+            match effect:
+                case Emit():
+                    frames.setdefault(effect.gateway_id, []).append(effect)
+                case AskPeer(peer_id, message):
+                    peers.ask(peer_id, message)
+                case LoadBlock():
+                    self.tiers[effect.medium].load(effect)
+                case WriteBlock():
+                    self.tiers[effect.medium].write(effect)
+                case EraseBlock():
+                    self.tiers[effect.medium].erase(effect)
+                case EraseAll(medium):
+                    self.tiers[medium].erase_all()
+                case _:
+                    self.endpoint.perform(effect)
+        if news:
+            self.publisher.publish(news)
+        for gateway_id, emitted in frames.items():
+            gateways.post(gateway_id, encode_frame([each.message for each in emitted]))
+
+    def gauges(self) -> dict[str, float]:
+        """Returns the gauges of the process and its tiers."""
+        found = process_gauges()
+        for medium, tier in self.tiers.items():
+            if tier.pace.is_known:
+                found[f"load_fixed_s:{medium}"] = tier.pace.fixed_s
+                found[f"load_block_s:{medium}"] = tier.pace.block_s
+        for medium, shelf in self.machine.holdings.shelves.items():
+            found[f"store_blocks:{medium}"] = len(shelf)
+        return found
+
+    def welcome(self, name: WorkerId) -> Welcome:
+        """Returns what the store says of itself to gateways."""
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            worker_id=name,
+            incarnation=self.incarnation,
+            role=Role.STORE,
+            fingerprint=self.info.fingerprint,
+            layout=self.info.layout,
+            num_blocks=self.slab.num_slots,
+            max_running=0,
+            kv_wire_dtype=self.info.kv_wire_dtype,
+            events=self.events,
+            kernels=self.info.kernels,
+        )
+
+    def report(self, faults: Mapping[Medium, str]) -> StoreReport:
+        """Returns what the machine knows. `faults` say why tiers could not be opened."""
+        machine, holdings = self.machine, self.machine.holdings
+        tiers = [
+            _tier_report(medium, shelf, holdings.off.get(medium), self.tiers.get(medium))
+            for medium, shelf in holdings.shelves.items()
+        ]
+        tiers += [TierReport(medium, 0, 0, why) for medium, why in faults.items()]
+        roots = machine.offers.roots.most_common(TOP_PREFIXES)
+        return StoreReport(
+            block_bytes=self.info.layout.block_bytes,
+            tiers=tiers,
+            num_peers=0,
+            num_leases=len(machine.offers.leases),
+            num_new=machine.intake.num_new,
+            num_starts=0,
+            counters=machine.counters,
+            prefixes=[PrefixUse(root.hex(), number) for root, number in roots],
+        )
 
 
 class StoreHost:
@@ -216,11 +301,7 @@ class StoreHost:
             await tier.close()
         run.machine.validate()
         if self._is_retired and self._config.disk is not None:
-            folder = identity_directory(Path(self._config.disk), _digest(run.info))
-            try:
-                await asyncio.to_thread(remove_directory, folder)
-            except BatonError as error:  # another version has the same blocks, or the disk is gone
-                log.warning("%s is not removed: %s", folder, error)
+            await asyncio.to_thread(_remove_disk, Path(self._config.disk), run.info)
 
     # ------------------------------------------------------------ peers
 
@@ -293,7 +374,7 @@ class StoreHost:
             on_crash=self._on_crash,
         )
         run = _Running(info, slab, endpoint, endpoint.open(), incarnation)
-        memory = self._shelf(slab.num_slots, slab.recover())
+        memory = _shelf_of(config, slab.num_slots, slab.recover())
         shelves = {Medium.HOST: memory}
         self._open_objects(run, shelves, identity, block_bytes)
         rate = config.take_mib_per_s
@@ -317,7 +398,7 @@ class StoreHost:
             clock=clock,
             host=own.host,
         )
-        self._events = run.publisher.open()
+        run.events = run.publisher.open()
         run.publisher.publish(
             [
                 Stored(block, parent, (), medium)
@@ -338,17 +419,6 @@ class StoreHost:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_crash(error)
 
-    def _shelf(
-        self, num_slots: int, found: RecoveredBlocks | None = None, *, max_slots: int | None = None
-    ) -> Shelf:
-        """Returns a shelf with the blocks in `found`. It may grow to `max_slots`."""
-        shelf = Shelf(num_slots, _eviction(self._config, max_slots or num_slots))
-        if found is not None and len(found):
-            slots = cast("dict[BlockHash, BlockId]", found.slot_by_hash())
-            parents = cast("dict[BlockHash, BlockHash | None]", found.parent_by_hash())
-            shelf.put_all(slots, parents)
-        return shelf
-
     async def _open_disk(self, run: _Running, identity: bytes, block_bytes: int) -> None:
         """Opens the disk tier beside all else: a large one takes seconds. Tries until it can."""
         directory = self._config.disk
@@ -360,7 +430,7 @@ class StoreHost:
         def opened() -> tuple[DiskTier, Shelf]:
             tier = DiskTier(folder, identity=identity, block_bytes=block_bytes, max_bytes=max_bytes)
             found = tier.open(self._clock.now_s())
-            return tier, self._shelf(tier.num_slots, found, max_slots=tier.max_slots)
+            return tier, _shelf_of(self._config, tier.num_slots, found, max_slots=tier.max_slots)
 
         while True:
             try:
@@ -401,7 +471,8 @@ class StoreHost:
             log.error("blocks are not kept as objects: %s", error)
             self._faults[Medium.OBJECT] = str(error)
             return
-        shelves[Medium.OBJECT] = self._shelf(min(max_bytes // block_bytes, MAX_OBJECT_BLOCKS))
+        num_slots = min(max_bytes // block_bytes, MAX_OBJECT_BLOCKS)
+        shelves[Medium.OBJECT] = _shelf_of(self._config, num_slots)
         run.tiers[Medium.OBJECT] = objects
 
     # ------------------------------------------------------------ events and effects
@@ -413,7 +484,7 @@ class StoreHost:
             return
         try:
             effects = run.machine.handle(event, self._clock.now_s())
-            self._follow_up(run, effects)
+            run.follow_up(effects, self._peers, self._gateways)
         except Exception as error:  # a bug: a store that lost its way must not go on
             self._on_crash(error)
             raise
@@ -422,39 +493,6 @@ class StoreHost:
         """Takes a report of the transfer thread."""
         assert isinstance(event, LeaseEnded | PullDone | PullFailed)
         self._loop.call_soon_threadsafe(self._handle_now, event)
-
-    def _follow_up(self, run: _Running, effects: list[StoreEffect]) -> None:
-        news = run.machine.take_news()
-        for item in news:
-            if item.medium != Medium.HOST:
-                continue
-            if isinstance(item, Stored):
-                slot = run.machine.holdings.memory.find(item.block_hash)
-                if slot is not None:
-                    run.slab.put(slot, item.block_hash, item.parent)
-            else:
-                run.slab.clear(item.block_hash)
-        frames: dict[GatewayId, list[Emit]] = {}
-        for effect in effects:
-            match effect:
-                case Emit():
-                    frames.setdefault(effect.gateway_id, []).append(effect)
-                case AskPeer(peer_id, message):
-                    self._peers.ask(peer_id, message)
-                case LoadBlock():
-                    run.tiers[effect.medium].load(effect)
-                case WriteBlock():
-                    run.tiers[effect.medium].write(effect)
-                case EraseBlock():
-                    run.tiers[effect.medium].erase(effect)
-                case EraseAll(medium):
-                    run.tiers[medium].erase_all()
-                case _:
-                    run.endpoint.perform(effect)
-        if news:
-            run.publisher.publish(news)
-        for gateway_id, emitted in frames.items():
-            self._gateways.post(gateway_id, encode_frame([each.message for each in emitted]))
 
     def _on_time(self) -> None:
         run = self._run
@@ -482,19 +520,7 @@ class StoreHost:
         run = self._run
         if run is None:
             return Refused("no worker has told this store its layout yet")
-        return Welcome(
-            version=PROTOCOL_VERSION,
-            worker_id=self._identity.name,
-            incarnation=run.incarnation,
-            role=Role.STORE,
-            fingerprint=run.info.fingerprint,
-            layout=run.info.layout,
-            num_blocks=run.slab.num_slots,
-            max_running=0,
-            kv_wire_dtype=run.info.kv_wire_dtype,
-            events=self._events,
-            kernels=run.info.kernels,
-        )
+        return run.welcome(self._identity.name)
 
     def _report(self) -> None:
         """Tells all gateways what the store holds."""
@@ -507,50 +533,17 @@ class StoreHost:
             counted |= {f"{medium}_{name}": count for name, count in tier.counters().items()}
         load = run.machine.load(run.endpoint.source.num_leases, counted)
         load = msgspec.structs.replace(
-            load, num_event_batches=run.publisher.num_batches, gauges=self._gauges(run)
+            load, num_event_batches=run.publisher.num_batches, gauges=run.gauges()
         )
         self._gateways.post_all(encode_frame([load]))
 
-    def _gauges(self, run: _Running) -> dict[str, float]:
-        found = process_gauges()
-        for medium, tier in run.tiers.items():
-            if tier.pace.is_known:
-                found[f"load_fixed_s:{medium}"] = tier.pace.fixed_s
-                found[f"load_block_s:{medium}"] = tier.pace.block_s
-        for medium, shelf in run.machine.holdings.shelves.items():
-            found[f"store_blocks:{medium}"] = len(shelf)
-        return found
-
     def _store_report(self) -> StoreReport:
         run = self._run
-        if run is None:
-            return StoreReport(
-                block_bytes=0,
-                tiers=[],
-                num_peers=self._peers.num_open,
-                num_leases=0,
-                num_new=0,
-                num_starts=self._place.num_starts,
-                counters={},
-                prefixes=[],
-                is_retired=self._is_retired,
-            )
-        holdings = run.machine.holdings
-        tiers = [
-            _tier_report(medium, shelf, holdings.off.get(medium), run.tiers.get(medium))
-            for medium, shelf in holdings.shelves.items()
-        ]
-        tiers += [TierReport(medium, 0, 0, why) for medium, why in self._faults.items()]
-        roots = run.machine.offers.roots.most_common(TOP_PREFIXES)
-        return StoreReport(
-            block_bytes=run.info.layout.block_bytes,
-            tiers=tiers,
+        found = StoreReport(0, [], 0, 0, 0, 0, {}, []) if run is None else run.report(self._faults)
+        return msgspec.structs.replace(
+            found,
             num_peers=self._peers.num_open,
-            num_leases=len(run.machine.offers.leases),
-            num_new=run.machine.intake.num_new,
             num_starts=self._place.num_starts,
-            counters=run.machine.counters,
-            prefixes=[PrefixUse(root.hex(), number) for root, number in roots],
             is_retired=self._is_retired,
         )
 
@@ -571,6 +564,31 @@ class _StoreListener:
 
     def close(self) -> None:
         pass
+
+
+def _shelf_of(
+    config: StoreConfig,
+    num_slots: int,
+    found: RecoveredBlocks | None = None,
+    *,
+    max_slots: int | None = None,
+) -> Shelf:
+    """Returns a shelf with the blocks in `found`. It may grow to `max_slots`."""
+    shelf = Shelf(num_slots, _eviction(config, max_slots or num_slots))
+    if found is not None and len(found):
+        slots = cast("dict[BlockHash, BlockId]", found.slot_by_hash())
+        parents = cast("dict[BlockHash, BlockHash | None]", found.parent_by_hash())
+        shelf.put_all(slots, parents)
+    return shelf
+
+
+def _remove_disk(directory: Path, info: Welcome) -> None:
+    """Removes the blocks of a version that is over."""
+    folder = identity_directory(directory, _digest(info))
+    try:
+        remove_directory(folder)
+    except BatonError as error:  # another version has the same blocks, or the disk is gone
+        log.warning("%s is not removed: %s", folder, error)
 
 
 def _tier_report(

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from engine.model.runner import KVNeeds, SizeKV, TorchRunner
 
 
+def import_torch(num_threads: int | None = None) -> None:
+    """Imports the runner, which takes seconds, and bounds the threads that it computes with."""
+    from engine.model.runner import use_threads
+
+    if num_threads is not None:
+        use_threads(num_threads)
+
+
 def group_of(spec: WorkerSpec, place: RankPlace, rendezvous: str) -> "RankGroup":
     """A rank's view of its worker's ranks. No rank gives up before a step counts as stuck."""
     from engine.model.parallel.group import TIMEOUT_S, RankGroup

@@ -484,6 +484,11 @@ class TorchRunner:
         return clock.now_s() - begin_s
 
 
+def use_threads(number: int) -> None:
+    """Lets torch compute with this many threads."""
+    torch.set_num_threads(number)
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
