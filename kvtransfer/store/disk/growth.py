@@ -1,11 +1,15 @@
 """Allocates slabs beside the caller's thread: a file system may take long, or be full."""
 
+import logging
 import os
 import threading
+from collections import Counter
 
 from kvtransfer.store.disk.engine import reason_of
 from kvtransfer.store.disk.health import DiskHealth
 from kvtransfer.store.disk.slabs import NewSlots, SlabFiles
+
+log = logging.getLogger(__name__)
 
 
 class SlabGrowth:
@@ -14,32 +18,46 @@ class SlabGrowth:
     `done_fd` is an eventfd that is signalled when `finish` has something to do.
     """
 
-    def __init__(self, files: SlabFiles, done_fd: int, health: DiskHealth) -> None:
+    def __init__(
+        self, files: SlabFiles, done_fd: int, health: DiskHealth, counters: Counter[str]
+    ) -> None:
+        """Failures are counted in `counters`, by reason."""
         self._files = files
+        self._counters = counters
         self._done_fd = done_fd
         self._health = health
         self._thread: threading.Thread | None = None
         self._found: NewSlots | OSError | None = None
         self.fault: str | None = None  # why the last try failed
 
-    def start(self, now_s: float) -> None:
-        """Starts to allocate the next slab, if there is one to come and it is time to try."""
-        if self._thread is None and not self._files.is_whole and self._health.admits(now_s):
+    def open_known(self, now_s: float) -> None:
+        """Opens the slabs that are there, at least one. A fault leaves fewer slots."""
+        try:
+            self._files.drop_slabs()
+            num_slabs = self._files.count_slabs()
+        except OSError as error:
+            self._report(reason_of(error.errno or 0))
+            return
+        while not self._files.is_whole and len(self._files.slab_fds) < max(1, num_slabs):
+            if not self._take(self._allocated(), now_s):
+                return
+
+    def follow(self, num_used: int, slab_slots: int, now_s: float) -> None:
+        """Adds what was allocated, and allocates more as soon as the last slab is in use."""
+        if self._thread is not None and self._found is not None:
+            self._thread.join()
+            self._thread = None
+            self._take(self._found, now_s)
+        is_late = num_used > self._files.num_slots - slab_slots
+        if is_late and self._thread is None and not self._files.is_whole:
+            self._start(now_s)
+
+    def _start(self, now_s: float) -> None:
+        """Allocates the next slab, if it is time to try."""
+        if self._health.admits(now_s):
             self._found = None
             self._thread = threading.Thread(target=self._run, name="disk-growth", daemon=True)
             self._thread.start()
-
-    def finish(self, now_s: float) -> str | None:
-        """Adds the allocated slots to the tier, or returns why the allocation failed."""
-        if self._thread is None or self._found is None:
-            return None
-        self._thread.join()
-        self._thread = None
-        return self._take(self._found, now_s)
-
-    def grow_now(self, now_s: float) -> str | None:
-        """Allocates the next slab on this thread. Returns why that failed, or None."""
-        return self._take(self._allocated(), now_s)
 
     def close(self, timeout_s: float) -> bool:
         """Waits for what is under way. Returns False if that has not ended in time."""
@@ -62,12 +80,25 @@ class SlabGrowth:
         except OSError as error:
             return error
 
-    def _take(self, found: NewSlots | OSError, now_s: float) -> str | None:
+    def _take(self, found: NewSlots | OSError, now_s: float) -> bool:
+        """Adds the slots, or reports why there are none."""
         if isinstance(found, OSError):
             self.fault = reason_of(found.errno or 0)
             self._health.failed(self.fault, now_s)
-            return self.fault
+            self._report(self.fault)
+            return False
         self._files.add(found)
         self._health.succeeded()
         self.fault = None
-        return None
+        return True
+
+    def _report(self, reason: str) -> None:
+        self._counters[f"growth_errors:{reason}"] += 1
+        files = self._files
+        log.warning(
+            "%s stays at %d of %d slots: %s",
+            files.directory,
+            files.num_slots,
+            files.geometry.max_slots,
+            reason,
+        )

@@ -108,8 +108,8 @@ class SlabFiles:
         self.table_fd = -1
         self.slab_fds: list[int] = []
         self.is_direct = True
-        self._directory = directory
-        self._geometry = geometry
+        self.directory = directory
+        self.geometry = geometry
         self._directory_fd = -1
         self._last_slots = 0  # slots of the last slab
 
@@ -119,12 +119,12 @@ class SlabFiles:
         Raises DirectoryInUse, DiskUnusable.
         """
         try:
-            self._directory.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-            self._directory_fd = _locked(self._directory)
+            self.directory.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+            self._directory_fd = _locked(self.directory)
             self.table_fd = os.open(TABLE_NAME, _FLAGS, _FILE_MODE, dir_fd=self._directory_fd)
         except OSError as error:
             self.close()
-            raise DiskUnusable(self._directory, error) from error
+            raise DiskUnusable(self.directory, error) from error
 
     def close(self) -> None:
         """Closes all files, which unlocks the directory."""
@@ -138,12 +138,12 @@ class SlabFiles:
     def num_slots(self) -> int:
         """Slots that are allocated."""
         num_full = max(len(self.slab_fds) - 1, 0)
-        return num_full * self._geometry.slab_slots + self._last_slots
+        return num_full * self.geometry.slab_slots + self._last_slots
 
     @property
     def is_whole(self) -> bool:
         """True if all slots are allocated."""
-        return self.num_slots == self._geometry.max_slots
+        return self.num_slots == self.geometry.max_slots
 
     def count_slabs(self) -> int:
         """Returns how many slabs there are on disk, counted to the last. Raises OSError."""
@@ -152,7 +152,7 @@ class SlabFiles:
 
     def drop_slabs(self) -> None:
         """Deletes slabs beyond the greatest slot, left by a larger store. Raises OSError."""
-        geometry = self._geometry
+        geometry = self.geometry
         for index in range(-(-geometry.max_slots // geometry.slab_slots), self.count_slabs()):
             with suppress(FileNotFoundError):
                 os.unlink(_slab_name(index), dir_fd=self._directory_fd)
@@ -165,7 +165,7 @@ class SlabFiles:
         If the last slab has only a part of its slots, it goes on there. The slots count once they
         are given to `add`: another thread may call this. Raises OSError.
         """
-        geometry = self._geometry
+        geometry = self.geometry
         index, have = divmod(self.num_slots, geometry.slab_slots)
         most = min(geometry.slab_slots, geometry.max_slots - index * geometry.slab_slots)
         if have:
@@ -198,7 +198,7 @@ class SlabFiles:
         while True:
             before_bytes = os.fstat(fd).st_size
             try:
-                _allocate(fd, slots * self._geometry.stride_bytes)
+                _allocate(fd, slots * self.geometry.stride_bytes)
                 _allocate(self.table_fd, self._table_bytes(index, slots))
             except OSError as error:
                 os.ftruncate(fd, before_bytes)  # frees what was allocated until the disk was full
@@ -212,16 +212,16 @@ class SlabFiles:
         """Returns a number of slots to try next if `num_slots` do not fit; 0 without room."""
         found = os.fstatvfs(self._directory_fd)
         free_bytes = found.f_bavail * found.f_frsize - LEAVES_BYTES
-        fitting = max(free_bytes, 0) // (self._geometry.stride_bytes + HEADER_BYTES)
+        fitting = max(free_bytes, 0) // (self.geometry.stride_bytes + HEADER_BYTES)
         return fitting if fitting < num_slots else num_slots // 2  # a quota is not seen here
 
     def _table_bytes(self, index: int, slots: int) -> int:
-        return (index * self._geometry.slab_slots + slots) * HEADER_BYTES
+        return (index * self.geometry.slab_slots + slots) * HEADER_BYTES
 
     def slab_place(self, slot: int) -> tuple[int, int]:
         """Returns the descriptor of the slot's slab, and the slot's offset there in bytes."""
-        index, row = divmod(slot, self._geometry.slab_slots)
-        return self.slab_fds[index], row * self._geometry.stride_bytes
+        index, row = divmod(slot, self.geometry.slab_slots)
+        return self.slab_fds[index], row * self.geometry.stride_bytes
 
     def headers(self) -> Iterator[tuple[int, Headers]]:
         """Yields the table in pieces, each with the slot that it begins with. Raises OSError.

@@ -23,7 +23,7 @@ written), `timeout`, `off`, `no_slot` (not allocated), `not_held` (the slot has 
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +47,12 @@ from kvtransfer.store.disk.format import (
     HEADER_BYTES,
     DiskGeometry,
     RecoveredBlocks,
-    unsealed_header,
 )
 from kvtransfer.store.disk.growth import SlabGrowth
 from kvtransfer.store.disk.health import DiskHealth
 from kvtransfer.store.disk.recovery import NO_BLOCKS, recover
 from kvtransfer.store.disk.slabs import SLAB_BYTES, DiskUnusable, SlabFiles
+from kvtransfer.store.disk.slot_table import SlotTable
 from kvtransfer.store.disk.threads import ThreadEngine
 from kvtransfer.store.disk.uring import UringEngine, UringUnavailable, header_checksums
 
@@ -74,6 +74,10 @@ class DiskTuning:
     most_pause_s: float = 60.0
     slab_bytes: int = SLAB_BYTES  # with another value, blocks on disk are not recovered
     with_uring: bool = True
+
+    def health(self, most_failures: int) -> DiskHealth:
+        """Returns what turns a disk off after failures in a row."""
+        return DiskHealth(most_failures, pause_s=self.pause_s, most_pause_s=self.most_pause_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +138,7 @@ class DiskTier:
         self._geometry = _geometry(identity, block_bytes, max_bytes, self._tuning.slab_bytes)
         self._directory = directory
         self._files = SlabFiles(directory, self._geometry)
-        self._health = self._new_health(self._tuning.most_failures)
+        self._health = self._tuning.health(self._tuning.most_failures)
         self._engine: DiskEngine
         self._growth: SlabGrowth
         self._fd = -1
@@ -143,13 +147,8 @@ class DiskTier:
         )
         self._counters: Counter[str] = Counter()
 
-        max_slots = self._geometry.max_slots
-        self._is_held = np.zeros(max_slots, np.bool_)
-        self._hashes = np.zeros(max_slots, f"V{HASH_BYTES}")
-        self._checksums = np.zeros(max_slots, np.uint64)
-        self._next_sequence = 1
+        self._table = SlotTable(self._geometry)
         self._next_tag = 0
-        self._num_used = 0  # slots up to the highest that was written to
         self._flights: dict[int, _Flight] = {}  # by tag, the oldest first
         self._queues: dict[int, deque[_Flight]] = {}  # by slot; the first is with the engine
         self._ready: list[DiskOperation] = []  # not yet given to the engine
@@ -167,18 +166,16 @@ class DiskTier:
         except OSError as error:
             self._files.close()
             raise DiskUnusable(self._directory, error) from error
-        self._growth = SlabGrowth(self._files, self._fd, self._new_health(most_failures=1))
-        self._allocate_known_slabs(now_s)
+        health = self._tuning.health(most_failures=1)
+        self._growth = SlabGrowth(self._files, self._fd, health, self._counters)
+        self._growth.open_known(now_s)
         if not self._files.is_direct:
             self._fall_back("no_direct", "the file system does without direct I/O")
-        self._engine = self._new_engine()
-        blocks = self._recover()
-        self._is_held[blocks.slots] = True
-        self._hashes[blocks.slots] = blocks.hashes
-        self._checksums[blocks.slots] = blocks.checksums
-        if len(blocks):
-            self._next_sequence = int(blocks.sequences[-1]) + 1
-            self._num_used = int(blocks.slots.max()) + 1
+        self._engine = _open_engine(
+            self._files, self._fd, self._depth, self._fall_back if self._tuning.with_uring else None
+        )
+        blocks = _recovered(self._files, self._geometry, self._counters)
+        self._table.adopt(blocks)
         self._counters["recovered"] += len(blocks)
         return blocks
 
@@ -250,8 +247,8 @@ class DiskTier:
 
     def remove(self, slot: int, now_s: float) -> None:
         """Clears the header of a slot, so that its block is not recovered."""
-        if self._is_held[slot] or slot in self._queues:
-            self._is_held[slot] = False
+        if self._table.is_held(slot) or slot in self._queues:
+            self._table.drop(slot)
             self._enqueue(self._flight(DiskVerb.CLEAR, slot), now_s)
             self._hand_over()
 
@@ -260,7 +257,7 @@ class DiskTier:
 
         Until then there is no room for others.
         """
-        self._is_held[:] = False
+        self._table.drop_all()
         self._is_clearing = True
         self._empty_if_idle()
 
@@ -271,7 +268,7 @@ class DiskTier:
         for outcome in self._engine.reap():
             self._take(outcome, now_s)
         self._expire(now_s)
-        self._grow(now_s)
+        self._growth.follow(self._table.num_used, self._geometry.slab_slots, now_s)
         self._hand_over()
         self._empty_if_idle()
         done, self._done = self._done, []
@@ -282,7 +279,7 @@ class DiskTier:
     ) -> int:
         accepted = requests[: self.room]
         for request in accepted:
-            self._check(request, verb)
+            _check(request, verb, self._geometry)
             flight = self._flight(verb, request.slot)
             flight.request, flight.deadline_s = request, now_s + self._tuning.timeout_s
             self._enqueue(flight, now_s)
@@ -290,16 +287,6 @@ class DiskTier:
         if self._done:  # some have failed already
             os.eventfd_write(self._fd, 1)
         return len(accepted)
-
-    def _check(self, request: DiskRead | DiskWrite, verb: DiskVerb) -> None:
-        """Raises ValueError if the request is a mistake of the caller."""
-        row = request.row
-        if row.dtype != np.uint8 or row.shape != (self._geometry.block_bytes,):
-            raise ValueError(f"a row of {row.dtype} {row.shape} is no block")
-        if not row.flags.c_contiguous or (verb is DiskVerb.READ and not row.flags.writeable):
-            raise ValueError("a row must be contiguous, and writable to be read into")
-        if len(request.block_hash) != HASH_BYTES or not 0 <= request.slot < self.max_slots:
-            raise ValueError(f"slot {request.slot}, a hash of {len(request.block_hash)} bytes")
 
     def _flight(self, verb: DiskVerb, slot: int) -> _Flight:
         flight = _Flight(self._next_tag, verb, slot)
@@ -326,25 +313,22 @@ class DiskTier:
             return "timeout"
         if flight.slot >= self.num_slots:
             return "no_slot"
-        if isinstance(flight.request, DiskRead) and not self._holds(flight.request):
+        if isinstance(flight.request, DiskRead) and not self._table.has(
+            flight.request.slot, flight.request.block_hash
+        ):
             return "not_held"
         if not self._health.admits(now_s):
             return "off"
         return None
 
-    def _holds(self, request: DiskRead) -> bool:
-        is_same = self._hashes[request.slot].tobytes() == request.block_hash
-        return is_same and bool(self._is_held[request.slot])
-
     def _operation(self, flight: _Flight) -> DiskOperation:
         slot, request, header, checksum = flight.slot, flight.request, EMPTY, 0
         if isinstance(request, DiskRead):
-            checksum = int(self._checksums[slot])
+            checksum = self._table.checksum(slot)
         else:
-            self._is_held[slot] = False
+            self._table.drop(slot)
         if isinstance(request, DiskWrite):
-            header = self._header(request)
-            self._num_used = max(self._num_used, slot + 1)
+            header = self._table.header(slot, request.block_hash, request.parent)
         slab_fd, offset = self._files.slab_place(slot)
         return DiskOperation(
             tag=flight.tag,
@@ -355,17 +339,6 @@ class DiskTier:
             row=None if request is None else request.row,
             header=header,
             checksum=checksum,
-        )
-
-    def _header(self, request: DiskWrite) -> bytes:
-        sequence = self._next_sequence
-        self._next_sequence += 1
-        return unsealed_header(
-            self._geometry,
-            request.slot,
-            block_hash=request.block_hash,
-            parent=request.parent,
-            sequence=sequence,
         )
 
     def _hand_over(self) -> None:
@@ -384,7 +357,7 @@ class DiskTier:
         if reason is None and flight.verb is DiskVerb.WRITE:
             reason = self._keep(flight, outcome.checksum)
         elif outcome.error == DAMAGED:
-            self._is_held[flight.slot] = False
+            self._table.drop(flight.slot)
             self._clear_next(flight)
         self._end(flight, reason, now_s)
 
@@ -396,9 +369,7 @@ class DiskTier:
             return "timeout"
         if self._is_clearing:
             return "cleared"
-        self._is_held[flight.slot] = True
-        self._hashes[flight.slot] = np.void(flight.request.block_hash)
-        self._checksums[flight.slot] = checksum
+        self._table.keep(flight.slot, flight.request.block_hash, checksum)
         return None
 
     def _clear_next(self, flight: _Flight) -> None:
@@ -450,87 +421,71 @@ class DiskTier:
             self._counters["offs"] += 1
             log.warning("%s is off: %s", self._directory, reason)
 
-    def _grow(self, now_s: float) -> None:
-        """Allocates the next slab as soon as the last one is in use."""
-        self._count_growth(self._growth.finish(now_s))
-        if self._num_used > self.num_slots - self._geometry.slab_slots:
-            self._growth.start(now_s)
-
-    def _count_growth(self, reason: str | None) -> None:
-        if reason is not None:
-            self._counters[f"growth_errors:{reason}"] += 1
-            log.warning(
-                "%s stays at %d of %d slots: %s",
-                self._directory,
-                self.num_slots,
-                self.max_slots,
-                reason,
-            )
-
     def _empty_if_idle(self) -> None:
         if not self._is_clearing or self._flights:
             return
         self._is_clearing = False
-        self._is_held[:] = False
-        self._num_used = 0
+        self._table.drop_all()
+        self._table.num_used = 0
         try:
             self._files.empty_table()
         except OSError as error:
             self._counters[f"errors:{reason_of(error.errno or 0)}"] += 1
             log.warning("%s is not cleared, blocks may come back: %s", self._directory, error)
 
-    def _allocate_known_slabs(self, now_s: float) -> None:
-        """Opens the slabs that are there, at least one. A fault leaves fewer slots."""
-        try:
-            self._files.drop_slabs()
-            num_slabs = self._files.count_slabs()
-        except OSError as error:
-            self._count_growth(reason_of(error.errno or 0))
-            return
-        while not self._files.is_whole and len(self._files.slab_fds) < max(1, num_slabs):
-            reason = self._growth.grow_now(now_s)
-            if reason is not None:
-                self._count_growth(reason)
-                return
-
-    def _recover(self) -> RecoveredBlocks:
-        try:
-            blocks, skipped = recover(self._files, self._geometry, header_checksums())
-        except OSError as error:
-            self._counters[f"errors:{reason_of(error.errno or 0)}"] += 1
-            log.warning("%s: no block is recovered: %s", self._directory, error)
-            return NO_BLOCKS
-        for verdict, number in skipped.items():
-            self._counters[f"skipped:{verdict}"] += number
-        return blocks
-
-    def _new_engine(self) -> DiskEngine:
-        files = EngineFiles(
-            table_fd=self._files.table_fd,
-            done_fd=self._fd,
-            stride_bytes=self._geometry.stride_bytes,
-            block_bytes=self._geometry.block_bytes,
-            depth=self._depth,
-        )
-        if self._tuning.with_uring:
-            uring = UringEngine(files)
-            try:
-                uring.open()
-            except UringUnavailable as error:
-                self._fall_back(error.reason, str(error))
-            else:
-                return uring
-        threads = ThreadEngine(files)
-        threads.open()
-        return threads
-
     def _fall_back(self, reason: str, message: str) -> None:
         self._counters[f"fallbacks:{reason}"] += 1
         log.warning("%s: blocks are read and written in a slower way: %s", self._directory, message)
 
-    def _new_health(self, most_failures: int) -> DiskHealth:
-        pauses = {"pause_s": self._tuning.pause_s, "most_pause_s": self._tuning.most_pause_s}
-        return DiskHealth(most_failures, **pauses)
+
+def _recovered(files: SlabFiles, geometry: DiskGeometry, counters: Counter[str]) -> RecoveredBlocks:
+    try:
+        blocks, skipped = recover(files, geometry, header_checksums())
+    except OSError as error:
+        counters[f"errors:{reason_of(error.errno or 0)}"] += 1
+        log.warning("%s: no block is recovered: %s", files.directory, error)
+        return NO_BLOCKS
+    for verdict, number in skipped.items():
+        counters[f"skipped:{verdict}"] += number
+    return blocks
+
+
+def _check(request: DiskRead | DiskWrite, verb: DiskVerb, geometry: DiskGeometry) -> None:
+    """Raises ValueError if the request is a mistake of the caller."""
+    row = request.row
+    if row.dtype != np.uint8 or row.shape != (geometry.block_bytes,):
+        raise ValueError(f"a row of {row.dtype} {row.shape} is no block")
+    if not row.flags.c_contiguous or (verb is DiskVerb.READ and not row.flags.writeable):
+        raise ValueError("a row must be contiguous, and writable to be read into")
+    if len(request.block_hash) != HASH_BYTES or not 0 <= request.slot < geometry.max_slots:
+        raise ValueError(f"slot {request.slot}, a hash of {len(request.block_hash)} bytes")
+
+
+def _open_engine(
+    slabs: SlabFiles, done_fd: int, depth: int, fall_back: Callable[[str, str], None] | None
+) -> DiskEngine:
+    """Opens io_uring, or threads if that is not there or not wanted.
+
+    `fall_back` gets the reason; None: io_uring is not wanted.
+    """
+    files = EngineFiles(
+        table_fd=slabs.table_fd,
+        done_fd=done_fd,
+        stride_bytes=slabs.geometry.stride_bytes,
+        block_bytes=slabs.geometry.block_bytes,
+        depth=depth,
+    )
+    if fall_back is not None:
+        uring = UringEngine(files)
+        try:
+            uring.open()
+        except UringUnavailable as error:
+            fall_back(error.reason, str(error))
+        else:
+            return uring
+    threads = ThreadEngine(files)
+    threads.open()
+    return threads
 
 
 def _geometry(identity: bytes, block_bytes: int, max_bytes: int, slab_bytes: int) -> DiskGeometry:

@@ -1,0 +1,62 @@
+"""The block of each slot on disk, as the headers there say."""
+
+import numpy as np
+
+from engine.messages import HASH_BYTES
+from kvtransfer.store.disk.format import DiskGeometry, RecoveredBlocks, unsealed_header
+
+
+class SlotTable:
+    """The block that each slot holds, as its header on disk says."""
+
+    def __init__(self, geometry: DiskGeometry) -> None:
+        self._geometry = geometry
+        self._is_held = np.zeros(geometry.max_slots, np.bool_)
+        self._hashes = np.zeros(geometry.max_slots, f"V{HASH_BYTES}")
+        self._checksums = np.zeros(geometry.max_slots, np.uint64)
+        self._next_sequence = 1
+        self.num_used = 0  # slots up to the highest that was written to
+
+    def adopt(self, blocks: RecoveredBlocks) -> None:
+        """Holds the blocks that are on disk."""
+        self._is_held[blocks.slots] = True
+        self._hashes[blocks.slots] = blocks.hashes
+        self._checksums[blocks.slots] = blocks.checksums
+        if len(blocks):
+            self._next_sequence = int(blocks.sequences[-1]) + 1
+            self.num_used = int(blocks.slots.max()) + 1
+
+    def is_held(self, slot: int) -> bool:
+        """True if the slot holds a block."""
+        return bool(self._is_held[slot])
+
+    def has(self, slot: int, block_hash: bytes) -> bool:
+        """True if the slot holds this block."""
+        return self._hashes[slot].tobytes() == block_hash and self.is_held(slot)
+
+    def checksum(self, slot: int) -> int:
+        """Returns the checksum of a block's payload."""
+        return int(self._checksums[slot])
+
+    def drop(self, slot: int) -> None:
+        """Forgets the block of a slot."""
+        self._is_held[slot] = False
+
+    def drop_all(self) -> None:
+        """Forgets all blocks."""
+        self._is_held[:] = False
+
+    def keep(self, slot: int, block_hash: bytes, checksum: int) -> None:
+        """Holds a block that has been written."""
+        self._is_held[slot] = True
+        self._hashes[slot] = np.void(block_hash)
+        self._checksums[slot] = checksum
+
+    def header(self, slot: int, block_hash: bytes, parent: bytes | None) -> bytes:
+        """Returns the header of a block that is about to be written."""
+        self.num_used = max(self.num_used, slot + 1)
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        return unsealed_header(
+            self._geometry, slot, block_hash=block_hash, parent=parent, sequence=sequence
+        )
