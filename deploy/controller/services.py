@@ -2,15 +2,25 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from deploy.base.launcher import Launcher, ServiceReady
 from deploy.base.spec import GatewayReady, StoreReady, WorkerReady
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
-from deploy.pools.effects import StartStore, StartWorker
+from deploy.pools.effects import (
+    PoolEffect,
+    StartGateway,
+    StartStore,
+    StartWorker,
+    StopGateway,
+    StopStore,
+    StopWorker,
+)
 from deploy.pools.events import (
+    Found,
+    FoundStore,
     GatewayFailed,
     GatewayStarted,
     GatewayStopped,
@@ -25,7 +35,7 @@ from deploy.pools.events import (
 from deploy.pools.machine import PoolMachine
 from deploy.pools.placement import NoPlace
 from deploy.pools.workers.record import WorkerState
-from engine.control import RetireStore
+from engine.control import Member, RetireStore
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 
@@ -70,31 +80,36 @@ class PoolServices:
             else:
                 self.gateways[name] = ready
 
-    def start_worker(self, wanted: StartWorker) -> None:
-        """Starts a worker and dials it."""
-        self._starts[wanted.worker_id] = self._tasks.spawn(self._start_worker(wanted))
+    def found(self, gateways: Collection[str]) -> Found | None:
+        """Returns what ran already, with those of the gateways that are still wanted."""
+        members = tuple(
+            Member(name, ready.address, ready.version, ready.context_len)
+            for name, ready in self.workers.items()
+        )
+        stores = tuple(
+            FoundStore(name, ready.address, ready.version, ready.node)
+            for name, ready in self.stores.items()
+        )
+        kept = tuple(name for name in self.gateways if name in gateways)
+        return Found(members, kept, stores) if members or kept or stores else None
 
-    def stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
-        """Ends a worker's session and process."""
-        self._sessions.hang_up(worker_id)
-        self._tasks.spawn(self._stop_worker(worker_id, by_force=by_force))
-
-    def start_gateway(self, name: str) -> None:
-        """Starts a gateway and dials it."""
-        self._tasks.spawn(self._start_gateway(name))
-
-    def stop_gateway(self, name: str) -> None:
-        """Ends a gateway's session and process."""
-        self._sessions.hang_up(name)
-        self._tasks.spawn(self._stop_gateway(name))
-
-    def start_store(self, wanted: StartStore) -> None:
-        """Starts a store and dials it."""
-        self._tasks.spawn(self._start_store(wanted))
-
-    def stop_store(self, name: str, *, is_over: bool) -> None:
-        """Ends a store's session and process, and what it keeps if its version `is_over`."""
-        self._tasks.spawn(self._stop_store(name, is_over=is_over))
+    def perform(self, effect: PoolEffect) -> None:
+        """Starts or stops a service, in a task."""
+        match effect:
+            case StartWorker(worker_id):
+                self._starts[worker_id] = self._tasks.spawn(self._start_worker(effect))
+            case StopWorker(worker_id, by_force):
+                self._sessions.hang_up(worker_id)
+                self._tasks.spawn(self._stop_worker(worker_id, by_force=by_force))
+            case StartGateway(name):
+                self._tasks.spawn(self._start_gateway(name))
+            case StopGateway(name):
+                self._sessions.hang_up(name)
+                self._tasks.spawn(self._stop_gateway(name))
+            case StartStore():
+                self._tasks.spawn(self._start_store(effect))
+            case StopStore(name, is_over):
+                self._tasks.spawn(self._stop_store(name, is_over=is_over))
 
     # ------------------------------------------------------------ tasks
 

@@ -27,17 +27,9 @@ from deploy.pools.effects import (
     PoolEffect,
     Publish,
     SetWorkerRole,
-    StartGateway,
-    StartStore,
-    StartWorker,
-    StopGateway,
-    StopStore,
-    StopWorker,
 )
 from deploy.pools.events import (
     Died,
-    Found,
-    FoundStore,
     GatewaySilent,
     NodesSeen,
     PartsSeen,
@@ -52,7 +44,7 @@ from deploy.pools.planning import Planning, rules_of
 from deploy.pools.wanted import MAX_WORKERS, PoolLimits
 from engine.clock import Clock, unix_time_s
 from engine.config import Config, DeviceKind, PoolsConfig, WorkerConfig
-from engine.control import ClusterNews, HistoryStep, Intent, Member, Members, PoolNews, Pools
+from engine.control import ClusterNews, HistoryStep, Intent, Members, PoolNews, Pools
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 from engine.net.trust import Secret
@@ -143,7 +135,7 @@ class PoolController:
         self._tell_found()
         if is_first:
             self._services.first_failure = asyncio.get_running_loop().create_future()
-            self._check_room()
+            _check_room(self.machine)
             self._report(f"starting {self.machine.intent.num_wanted} workers")
         nodes = await self._tasks.in_thread(self._launcher.nodes)
         self._handle(NodesSeen(tuple(nodes)))
@@ -183,34 +175,22 @@ class PoolController:
         return self._intents.has_replaced and not self._is_restored
 
     def _limits(self, room: RoomSeen) -> PoolLimits:
-        pools, models = self._plan.config.pools, self._plan.config.models
+        config = self._plan.config
+        idle = {name: model.idle_s for name, model in config.models.items()}
         return PoolLimits(
-            max_workers=room.max_workers,
-            why_no_more=room.why,
-            num_spares=pools.spares,
-            idle_s={name: each.idle_s for name, each in models.items() if each.idle_s is not None},
-            drain_timeout_s=pools.drain_timeout_s,
-            steady_s=pools.steady_s,
-            update=self._plan.config.update,
-            update_timeout_s=pools.update_timeout_s,
-            inexact_after_s=pools.inexact_after_s,
+            room.max_workers,
+            room.why,
+            config.pools,
+            config.update,
+            idle_s={name: idle_s for name, idle_s in idle.items() if idle_s is not None},
             gateways_share_socket=self._plan.ports is not None,
-            has_stores=self._plan.config.store.is_on,
+            has_stores=config.store.is_on,
         )
 
     def _tell_found(self) -> None:
         """Reports to the machine what ran already, and dials the workers."""
-        members = tuple(
-            Member(name, ready.address, ready.version, ready.context_len)
-            for name, ready in self.workers.items()
-        )
-        gateways = tuple(name for name in self.gateways if name in self.machine.gateways)
-        stores = tuple(
-            FoundStore(name, ready.address, ready.version, ready.node)
-            for name, ready in self.stores.items()
-        )
-        if members or gateways or stores:
-            self._handle(Found(members, gateways, stores))
+        if (found := self._services.found(self.machine.gateways)) is not None:
+            self._handle(found)
         for name, link in self.sessions.gateway_links.items():
             if not link.is_open:
                 self._handle(GatewaySilent(name, "it does not answer"))
@@ -218,14 +198,6 @@ class PoolController:
             self.sessions.dial_worker(worker_id, ready.address)
         for name, store in self.stores.items():
             self.sessions.dial_store(name, store)
-
-    def _check_room(self) -> None:
-        wanted, limits = self.machine.intent.num_wanted, self.machine.limits
-        if wanted > limits.max_workers:
-            raise ConfigError(
-                f"{wanted} workers are more than the {limits.max_workers} there can be: "
-                f"{limits.why_no_more}"
-            )
 
     async def _until_begun(self) -> None:
         failure = self._services.first_failure
@@ -304,25 +276,15 @@ class PoolController:
 
     def _perform(self, effect: PoolEffect) -> None:
         match effect:
-            case StartWorker():
-                self._services.start_worker(effect)
-            case StopWorker(worker_id, by_force):
-                self._services.stop_worker(worker_id, by_force=by_force)
             case SetWorkerRole(worker_id, role):
                 self.sessions.set_role(worker_id, role)
-            case StartGateway(name):
-                self._services.start_gateway(name)
-            case StopGateway(name):
-                self._services.stop_gateway(name)
-            case StartStore():
-                self._services.start_store(effect)
-            case StopStore(name, is_over):
-                self._services.stop_store(name, is_over=is_over)
             case Publish(members):
                 self.sessions.publish(members)
                 self._intents.record(members)
             case HistoryStep():
                 self._report(str(effect))
+            case _:
+                self._services.perform(effect)
 
     # ------------------------------------------------------------ time and room
 
@@ -412,3 +374,12 @@ class PoolController:
         for decision in self.planning.tick(reports, infos, now_s):
             why = "; ".join(decision.reasons)
             self._report(f"planner ({decision.mode}): {decision}, because {why}")
+
+
+def _check_room(machine: PoolMachine) -> None:
+    wanted, limits = machine.intent.num_wanted, machine.limits
+    if wanted > limits.max_workers:
+        raise ConfigError(
+            f"{wanted} workers are more than the {limits.max_workers} there can be: "
+            f"{limits.why_no_more}"
+        )

@@ -111,7 +111,7 @@ class PoolMachine:
         `is_guess`: an earlier controller ran, and no gateway could tell its intent yet.
         """
         self.members = Members(version, (), intent)
-        self.restarts = Restarts(limits.steady_s)
+        self.restarts = Restarts(limits.pools.steady_s)
         self.wanted = Wanted(intent, limits, is_guess=is_guess, is_unconfirmed=is_guess)
         self.wanted.follow()
         self._history = history = PoolHistory()

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from deploy.pools.restarts import STEADY_S
-from engine.config import UpdateConfig
+from engine.config import PoolsConfig, UpdateConfig
 from engine.control import Intent, LiveSettings
 
 MAX_WORKERS = "see pools.max_workers"  # why there can be no more
@@ -16,15 +15,11 @@ class PoolLimits:
 
     max_workers: int
     why_no_more: str = ""  # than `max_workers`
-    num_spares: int = 0
-    idle_s: Mapping[str, float] = field(default_factory=dict)  # by line; then it falls asleep
-    drain_timeout_s: float = 60.0
+    pools: PoolsConfig = field(default_factory=PoolsConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
-    update_timeout_s: float = 900.0  # an update without a step for this long is given up
+    idle_s: Mapping[str, float] = field(default_factory=dict)  # by line; then it falls asleep
     gateways_share_socket: bool = False  # so others take the connections of a silent one
-    steady_s: float = STEADY_S  # after a run of this length, a failure counts as the first again
     has_stores: bool = False  # one store of KV for each version on each node
-    inexact_after_s: float = 5.0  # a stand-in may have another KV format than a pool so long dead
 
 
 @dataclass(slots=True)
@@ -47,14 +42,7 @@ class Wanted:
         if live is None or live == self.followed:
             return
         pools, self.followed = live.pools, live
-        self.limits = replace(
-            self.limits,
-            num_spares=pools.spares,
-            drain_timeout_s=pools.drain_timeout_s,
-            update=live.update,
-            update_timeout_s=pools.update_timeout_s,
-            inexact_after_s=pools.inexact_after_s,
-        )
+        self.limits = replace(self.limits, pools=pools, update=live.update)
         if pools.max_workers is not None:  # else the room that is seen next counts
             self.limit(pools.max_workers, MAX_WORKERS)
 

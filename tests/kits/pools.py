@@ -47,7 +47,7 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
 from deploy.pools.wanted import PoolLimits
 from deploy.pools.workers.record import WorkerState
-from engine.config import WorkerConfig
+from engine.config import PoolsConfig, WorkerConfig
 from engine.control import GatewayReport, HistoryStep, Intent, Member, Pools, Version, VersionReport
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
@@ -104,10 +104,10 @@ class PoolWorld:
         self.now_s = 0.0
         limits = PoolLimits(
             max_workers,
-            num_spares=num_spares,
+            pools=PoolsConfig(
+                spares=num_spares, drain_timeout_s=20, update_timeout_s=update_timeout_s
+            ),
             idle_s=idle_s,
-            drain_timeout_s=20,
-            update_timeout_s=update_timeout_s,
             gateways_share_socket=len(gateways) > 1,
             has_stores=bool(nodes),
         )

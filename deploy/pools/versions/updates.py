@@ -172,7 +172,7 @@ class VersionUpdates:
         yield from self._give_up_new_versions(now_s)
 
     def _give_up_rollout(self, passed_s: float, now_s: float) -> Iterator[PoolEffect]:
-        intent, timeout_s = self._wanted.intent, self._wanted.limits.update_timeout_s
+        intent, timeout_s = self._wanted.intent, self._wanted.limits.pools.update_timeout_s
         rollout = intent.rollout
         if rollout is None or current_beside(intent, rollout).is_over:
             return  # it goes, and the next one becomes current

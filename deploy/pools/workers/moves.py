@@ -49,10 +49,10 @@ class WorkerMoves:
             names = {version.name for version in versions}
             workers = {name: w for name, w in all_workers.items() if w.version in names}
         most = self.wanted.limits.max_workers - (len(all_workers) - len(workers))
-        num_spares = self.wanted.limits.num_spares
+        num_spares = self.wanted.limits.pools.spares
         if self.wanted.intent.rollout is not None:  # it needs the room
             num_spares = min(num_spares, sum(w.is_spare for w in workers.values()))
-        after_s = self.wanted.limits.inexact_after_s
+        after_s = self.wanted.limits.pools.inexact_after_s
         long_dead = {
             name
             for name, worker in workers.items()

@@ -99,7 +99,7 @@ class WorkerSightings:
             worker.target = event.role
             if event.role is Role.DRAINED and worker.worker_id not in self.wanted.intent.drained:
                 num_spares = sum(each.is_spare for each in self.workers.by_id.values())
-                worker.is_spare = num_spares < self.wanted.limits.num_spares
+                worker.is_spare = num_spares < self.wanted.limits.pools.spares
                 worker.leaves = not worker.is_spare
         if worker.state is WorkerState.JOINING:
             goes = worker.target is Role.DRAINED
@@ -196,7 +196,7 @@ class WorkerSightings:
     def _drains_too_long(self, worker: PoolWorker, waited_s: float) -> bool:
         """A drained worker that keeps running has no deadline."""
         drains = worker.state is WorkerState.DRAINING and worker.leaves
-        return drains and waited_s >= self.wanted.limits.drain_timeout_s
+        return drains and waited_s >= self.wanted.limits.pools.drain_timeout_s
 
 
 def _record_role(worker: PoolWorker, role: Role, now_s: float) -> None:

@@ -247,7 +247,7 @@ def test_what_is_declared_is_carried_out_and_the_rest_is_named():
     assert answer.json()["wanted"]["decode"] == 2
     assert answer.json()["max_workers"] == 5
     limits = controller.machine.limits
-    assert (limits.num_spares, limits.update.hold_s, controller.config.update.hold_s) == (1, 3, 3)
+    assert (limits.pools.spares, limits.update.hold_s, controller.config.update.hold_s) == (1, 3, 3)
     after = ask("POST", "/v1/config/differences", DECLARED, controller=controller)
     assert [each["key"] for each in after.json()["differences"]] == ["router.seed"]
 

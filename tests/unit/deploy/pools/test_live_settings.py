@@ -18,7 +18,8 @@ LIVE = LiveSettings(
 
 def held(machine: PoolMachine) -> tuple[int, float, int, float]:
     limits = machine.limits
-    return limits.num_spares, limits.drain_timeout_s, limits.max_workers, limits.update.hold_s
+    pools = limits.pools
+    return pools.spares, pools.drain_timeout_s, limits.max_workers, limits.update.hold_s
 
 
 def test_a_change_holds_at_once_and_outlives_the_controller():

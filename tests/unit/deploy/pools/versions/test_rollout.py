@@ -153,7 +153,7 @@ def test_update_that_gateways_cannot_follow_is_given_up():
     world = settled(update_timeout_s=90.0)
     world.missing["v2"] = "it cannot be loaded"
     world.feed(AddVersion(V2, takes_over=True))
-    world.run(world.machine.limits.update_timeout_s + 20)
+    world.run(world.machine.limits.pools.update_timeout_s + 20)
     world.settle()
     assert by_version(world) == {"v1": 2}
     assert any("no step in 90 s" in line for line in world.told)
@@ -165,7 +165,7 @@ REMOTE = msgspec.structs.replace(V2, model="hf://org/other")
 @pytest.mark.parametrize(("version", "is_waited_for"), [(REMOTE, True), (V2, False)])
 def test_fetch_does_not_count_towards_the_update_deadline(version, is_waited_for):
     world = settled(update_timeout_s=90.0)
-    world.start_s = world.machine.limits.update_timeout_s + 60
+    world.start_s = world.machine.limits.pools.update_timeout_s + 60
     world.feed(AddVersion(version, takes_over=True))
     world.settle()
     assert by_version(world) == {"v2" if is_waited_for else "v1": 2}
@@ -173,7 +173,7 @@ def test_fetch_does_not_count_towards_the_update_deadline(version, is_waited_for
 
 def test_repeated_fetch_does_not_count_either():
     world = settled(update_timeout_s=90.0)
-    world.start_s = world.machine.limits.update_timeout_s + 60
+    world.start_s = world.machine.limits.pools.update_timeout_s + 60
     world.fails.append("the hub cannot be asked")
     world.feed(AddVersion(REMOTE, takes_over=True))
     world.settle(800)
