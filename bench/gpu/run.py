@@ -32,12 +32,11 @@ from bench.gpu.kernels import (
     check_groups,
     check_matmul,
 )
-from bench.gpu.models import check_model, random_llama
+from bench.gpu.models import check_model, check_sampling, random_llama
 from bench.gpu.peers import PeerFigures, measure_peers
 from bench.gpu.session import GpuSession
 from bench.gpu.shapes import SHAPES, GpuShape
 from bench.gpu.speeds import GpuCeilings, ModelSpeeds, measure_attention, measure_ceilings
-from bench.gpu.tokens import check_sampling
 from engine.clock import MonotonicClock
 from engine.config import WeightFormat
 from engine.layout import KVFormat

@@ -14,11 +14,11 @@ from bench.gpu import kernels as gpu_kernels
 from bench.gpu import models as gpu_models
 from bench.gpu import run as gpu_run
 from bench.gpu.kernels import AttentionCase, arguments_of, attention_cases, check_attention
+from bench.gpu.models import check_sampling
 from bench.gpu.run import GpuBench
 from bench.gpu.session import GpuSession
 from bench.gpu.shapes import SHAPES, scattered_tables
 from bench.gpu.speeds import GpuCeilings
-from bench.gpu.tokens import check_sampling
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.model.attention import plain as torch_attention
