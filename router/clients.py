@@ -23,7 +23,7 @@ class RouterClients:
     def __init__(self, state: RouterState, handle: Callable[..., None]) -> None:
         """`handle` feeds the machine with events."""
         self.taker: FrameTaker | None = None  # of frames; None: no answer has asked for frames yet
-        self._state = state
+        self.state = state
         self._handle = handle
         self._clients: dict[RequestId, _Client] = {}
         self._arrived: dict[RequestId, Request] = {}  # in this turn of the loop
@@ -64,7 +64,7 @@ class RouterClients:
         """Ends a request whose sink takes nothing more."""
         self._clients.pop(request_id, None)
         self._arrived.pop(request_id, None)
-        if request_id in self._state.flights:
+        if request_id in self.state.flights:
             self._handle(ClientGone(request_id))
 
     def cut(self, end: Failed) -> int:
@@ -94,18 +94,9 @@ class RouterClients:
             else:
                 client.update(joined([_update_of(each) for each in of_request]))
 
-    def offer_frames(self, client: "_Client", taker: FrameTaker) -> SeqId | None:
-        """Offers frames to `taker`; returns the running sequence of a client's request."""
-        flight = self._state.flights.get(client.request_id)
-        if flight is None or flight.attempt is None:
-            return None
-        self.taker = taker
-        client.seq_id = flight.attempt.seq_id
-        return client.seq_id
-
     def close_left(self) -> None:
         """Lets no tokens be taken from frames for sequences that ended before their requests."""
-        state = self._state
+        state = self.state
         if self.taker is None or state.num_left_seqs == self._num_left_seqs:
             return
         self._num_left_seqs = state.num_left_seqs
@@ -132,7 +123,12 @@ class _Client:
 
     def offer_frames(self, taker: FrameTaker) -> SeqId | None:
         """Offers frames to `taker` from now on; returns the running sequence, if there is one."""
-        return self._clients.offer_frames(self, taker)
+        flight = self._clients.state.flights.get(self.request_id)
+        if flight is None or flight.attempt is None:
+            return None
+        self._clients.taker = taker
+        self.seq_id = flight.attempt.seq_id
+        return self.seq_id
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
         """Gives the sink tokens. A bug of the sink must not end other requests."""

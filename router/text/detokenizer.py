@@ -252,9 +252,9 @@ class AnswerText:
         """
         self._state = state or PlainTextState()
         self._detokenizer = detokenizer
-        self._prompt_len = prompt_len
-        self._limits = limits
-        self._hidden_end_ids = frozenset(() if shows_stop else limits.stop_token_ids)
+        # Tokens that end the answer and are not shown, and how many come before one may end it.
+        self.hidden_end_ids = frozenset(() if shows_stop else limits.stop_token_ids)
+        self.min_tokens = limits.min_len - prompt_len
         self._stop = StopFinder(stop, keeps=shows_stop) if stop else _NO_STOP
         self._has_stop = bool(stop)
 
@@ -262,16 +262,6 @@ class AnswerText:
     def num_tokens(self) -> int:
         """Tokens so far, including the one that ends the answer."""
         return self._state.num_tokens
-
-    @property
-    def hidden_end_ids(self) -> frozenset[int]:
-        """Tokens that end the answer and are not shown."""
-        return self._hidden_end_ids
-
-    @property
-    def min_tokens(self) -> int:
-        """Tokens of the answer that none of these ends."""
-        return self._limits.min_len - self._prompt_len
 
     @property
     def stopped(self) -> bool:
@@ -290,8 +280,7 @@ class AnswerText:
 
     def hides(self, token_id: int) -> bool:
         """True if this token, as the next one, would end the answer and not be shown."""
-        length = self._prompt_len + self.num_tokens + 1
-        return token_id in self._hidden_end_ids and length > self._limits.min_len
+        return token_id in self.hidden_end_ids and self.num_tokens >= self.min_tokens
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns text to show now. Tokens after a stop string are neither shown nor counted."""
@@ -314,8 +303,7 @@ class AnswerText:
     def _push_one(self, token_id: int) -> str:
         state = self._state
         state.num_tokens = num_tokens = state.num_tokens + 1
-        length = self._prompt_len + num_tokens
-        if token_id in self._hidden_end_ids and length > self._limits.min_len:
+        if token_id in self.hidden_end_ids and num_tokens > self.min_tokens:
             return ""
         text = self._detokenizer.push(token_id)
-        return self._stop.push(text) if self._has_stop and length > self._limits.min_len else text
+        return self._stop.push(text) if self._has_stop and num_tokens > self.min_tokens else text

@@ -48,7 +48,7 @@ class TextBatch:
         """
         if not isinstance(writer, StreamedAnswer) or writer.events.pipe is None:
             return None
-        if not (choice.fits_cpp and writer.shows_text_alone):
+        if not (choice.vocabulary is not None and writer.shows_text_alone):
             return None
         return FastPath(self, choice, writer, is_alone=is_alone)
 

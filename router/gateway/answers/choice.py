@@ -120,6 +120,8 @@ class AnswerChoice:
         self._is_scored = (
             request.sampling.logprobs is not None or request.prompt_logprobs is not None
         )
+        # Tokens that are sent together take some milliseconds.
+        self.num_at_once = SCORED_AT_ONCE if self._is_scored else PLAIN_AT_ONCE
         self._parser = parser
         self._echo = call.echoes[index // call.num_candidates]
         has_scores = body.num_top_logprobs is not None
@@ -133,10 +135,10 @@ class AnswerChoice:
             or body.return_token_ids
             or parser is not None
         )
-        self._vocabulary: NativeVocabulary | None = None
+        self.vocabulary: NativeVocabulary | None = None  # None: C++ cannot take tokens
         if in_cpp and self.is_plain and self.noted_ids is None and not body.is_only_prompt:
-            self._vocabulary = call.served.text.vocabulary
-        self._state = PlainTextState() if self._vocabulary is None else NativeText()
+            self.vocabulary = call.served.text.vocabulary
+        self._state = PlainTextState() if self.vocabulary is None else NativeText()
         meter.state = self._state
         shows_all = body.skip_special_tokens is False
         marks = () if call.reader is None else call.reader.marks
@@ -161,7 +163,10 @@ class AnswerChoice:
         has_tokens = bool(update.token_ids)
         if has_tokens:
             self._meter.tokens(len(update.token_ids), now_s)
-            self._record(update)
+            if self.noted_ids is not None:
+                self.noted_ids += update.token_ids
+            if self._is_scored:
+                self._record_scores(update)
             if self._body.is_only_prompt:
                 update = _without_answer(update)
         if update.timeline is not None:
@@ -213,18 +218,13 @@ class AnswerChoice:
             self.noted_ids += token_ids
         return AnswerPiece(self.index, self._text.push(token_ids), self._state.num_tokens)
 
-    @property
-    def fits_cpp(self) -> bool:
-        """True if C++ can take tokens: see `batched`."""
-        return self._vocabulary is not None
-
     def batched(self, frame: tuple[bytes, bytes]) -> BatchedText:
         """The text of a choice that has begun, for C++; `frame` is around the text of a chunk."""
         assert isinstance(self._state, NativeText)
-        assert self._vocabulary is not None
+        assert self.vocabulary is not None
         return BatchedText(
             self._state,
-            self._vocabulary,
+            self.vocabulary,
             frame=frame,
             end_ids=sorted(self._text.hidden_end_ids),
             min_tokens=self._text.min_tokens,
@@ -247,11 +247,6 @@ class AnswerChoice:
     def begins_with_scores(self) -> bool:
         """True if the next piece has an entry for each token of the prompt."""
         return self._body.echoes_scores and self._echo is not None
-
-    @property
-    def num_at_once(self) -> int:
-        """The number of tokens that are sent together; they take some milliseconds."""
-        return SCORED_AT_ONCE if self._is_scored else PLAIN_AT_ONCE
 
     @property
     def decision(self) -> Decision | None:
@@ -297,7 +292,8 @@ class AnswerChoice:
     ) -> tuple[str, tuple[Entry, ...]]:
         """Ends the choice and returns its last text and entries."""
         if isinstance(outcome, Finished) and not self._text.stopped:
-            rest, more = self._flush()
+            scored = self._scored
+            rest, more = (self._text.finish(), ()) if scored is None else scored.finish()
             text, entries = text + rest, entries + more
         # A stop string may be found in the very last text.
         self.outcome = Finished(FinishReason.STOP) if self._text.stopped else outcome
@@ -323,17 +319,6 @@ class AnswerChoice:
         if self._last_id not in self._call.stop_token_ids:
             return None
         return self._last_id if self.outcome == Finished(FinishReason.STOP) else None
-
-    def _flush(self) -> tuple[str, tuple[Entry, ...]]:
-        if self._scored is None:
-            return self._text.finish(), ()
-        return self._scored.finish()
-
-    def _record(self, update: Update) -> None:
-        if self.noted_ids is not None:
-            self.noted_ids += update.token_ids
-        if self._is_scored:
-            self._record_scores(update)
 
     def _record_scores(self, update: Update) -> None:
         self._logprobs.extend([scores.logprob for scores in update.logprobs])

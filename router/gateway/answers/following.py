@@ -43,9 +43,11 @@ class Following:
         try:
             while True:
                 if len(sinks) < MAX_OPEN and (choice := next(unsubmitted, None)) is not None:
+                    if len(choice.request.token_ids) > LONG_PROMPT_TOKENS:
+                        await self.turn()  # the router hashes its blocks and encodes it
                     sink = _ChoiceSink(self, choice, batch, is_alone=len(choices) == 1)
                     sinks.add(sink)
-                    await self._submit(sink)
+                    sink.handle = self._port.submit(choice.request, sink)
                 elif not self._due_now():
                     self._waiter = asyncio.get_running_loop().create_future()
                     await self._waiter
@@ -72,12 +74,6 @@ class Following:
 
     def _due_now(self) -> list["_ChoiceSink"]:
         return [sink for sink in self._due if not sink.choice.waits_for_prompt]
-
-    async def _submit(self, sink: "_ChoiceSink") -> None:
-        request = sink.choice.request
-        if len(request.token_ids) > LONG_PROMPT_TOKENS:
-            await self.turn()  # the router hashes its blocks and encodes it
-        sink.handle = self._port.submit(request, sink)
 
 
 class _ChoiceSink:

@@ -106,7 +106,7 @@ class StreamedAnswer(AnswerWriter):
     def frame_of(self, choice: int) -> tuple[bytes, bytes]:
         """The bytes around the text of each chunk, in a stream that is not full."""
         assert self._chunk is not None
-        return self._chunk.frame_of(choice)
+        return self._chunk.before_text[choice], self._chunk.after_text
 
     def write(self, piece: AnswerPiece) -> None:
         """Sends a chunk, unless there is nothing to show."""
@@ -133,7 +133,12 @@ class StreamedAnswer(AnswerWriter):
             return
         data, chunk = self._opened()
         if isinstance(outcome, Finished):
-            data += self._last + self._extras(chunk, ending) + DONE
+            data += self._last
+            if self._heading.call.body.usage_in_stream:
+                data += chunk.extra(b"usage", ending.usage())
+            if self._heading.call.asked.debugs(TIMELINE_HEADER):
+                data += chunk.extra(b"baton_timeline", ending.timeline)
+            data += DONE
         elif not isinstance(outcome, Cancelled):
             data += b"data: " + _encode(failure_body(outcome)) + b"\n\n"
         await self.events.send(data, is_last=True)
@@ -156,14 +161,6 @@ class StreamedAnswer(AnswerWriter):
         self._last = data
         return b""
 
-    def _extras(self, chunk: "_ChunkEncoder", ending: Ending) -> bytes:
-        data = b""
-        if self._heading.call.body.usage_in_stream:
-            data += chunk.extra(b"usage", ending.usage())
-        if self._heading.call.asked.debugs(TIMELINE_HEADER):
-            data += chunk.extra(b"baton_timeline", ending.timeline)
-        return data
-
 
 class _ChunkEncoder:
     """Encodes the events of one stream; their common parts are encoded once."""
@@ -174,9 +171,9 @@ class _ChunkEncoder:
         self._head = b"data: " + head + b',"choices":'
         begin = self._head + _INDEX
         self._before_index = [begin + b"%d" % index for index in range(heading.num_choices)]
-        self._before_text = [before + dialect.text_start for before in self._before_index]
+        self.before_text = [before + dialect.text_start for before in self._before_index]
         self._after = b',"usage":null}\n\n' if body.usage_in_stream else b"}\n\n"
-        self._after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
+        self.after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
         self._dialect = dialect
         self._call = call
         self._counts = body.usage_in_every_chunk
@@ -205,11 +202,7 @@ class _ChunkEncoder:
 
     def of_text(self, choice: int, text: str) -> bytes:
         """A chunk that holds only text."""
-        return self._before_text[choice] + _encode(text) + self._after_text
-
-    def frame_of(self, choice: int) -> tuple[bytes, bytes]:
-        """What is around the text in `of_text`."""
-        return self._before_text[choice], self._after_text
+        return self.before_text[choice] + _encode(text) + self.after_text
 
     def of(self, piece: AnswerPiece) -> bytes:
         """The chunks of a piece; empty if there is nothing to show."""
@@ -239,7 +232,7 @@ class _ChunkEncoder:
         """The chunk of a piece up to its text. A chat's delta without text is empty."""
         if self._dialect.is_chat and not piece.text:
             return self._before_index[piece.choice] + self._dialect.no_text
-        return self._before_text[piece.choice] + _encode(piece.text) + self._dialect.text_end
+        return self.before_text[piece.choice] + _encode(piece.text) + self._dialect.text_end
 
     def _behind(self, piece: AnswerPiece, reasons: bytes) -> bytes:
         """The chunk of a piece behind its text."""
