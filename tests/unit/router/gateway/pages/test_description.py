@@ -16,7 +16,7 @@ from engine.messages import Logprobs
 from router.gateway.openapi.document import document
 from router.gateway.openapi.errors import ERRORS
 from router.gateway.openapi.examples import EXAMPLES
-from router.machine.requests import Failed, Update
+from router.machine.requests import Update
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import EOS, STOP, FakeRouter, answer, get, make_app, post
 from tests.kits.tree.documents import ROOT
@@ -163,27 +163,6 @@ def test_the_examples_of_bodies_are_served(path, body):
         assert (reply.status, reply.json()["error"]["param"]) == refused
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("/v1/models", "ModelList"),
-        ("/v1/models/tiny", "ShownModel"),
-        ("/health", "Health"),
-        ("/ready", "Readiness"),
-        ("/load", "ServerLoad"),
-        ("/version", "ServerVersion"),
-    ],
-)
-def test_pages_have_the_fields_described(path, name):
-    check(name, get(make_app(FakeRouter()), path).json())
-
-
-def test_errors_have_the_fields_described():
-    failing = FakeRouter([Update(outcome=Failed("worker lost"))])
-    check("ErrorReply", post(make_app(failing), "/v1/completions", {"prompt": "yo"}).json())
-    check("ErrorReply", get(make_app(FakeRouter()), "/nothing").json())
-
-
 def test_the_errors_of_the_document_are_those_of_the_code_and_of_the_guide():
     codes = {code for each in ERRORS for code in each.codes}
     source = "".join(p.read_text() for p in (ROOT / "router").rglob("*.py"))
@@ -199,13 +178,6 @@ def test_an_answer_without_a_body_has_none_in_the_description():
         responses = OPENAPI["paths"][path][method]["responses"]
         assert "200" not in responses
         assert "content" not in responses["204"]
-
-
-def test_a_pin_has_the_fields_described():
-    router = FakeRouter()
-    router.store_block = 1
-    for fields in ({"prompt": "yo"}, {"messages": MESSAGES}):
-        check("ShownPin", post(make_app(router), "/v1/pins", fields).json())
 
 
 def test_with_keys_the_description_is_open_and_says_what_needs_one(tmp_path):
