@@ -1,8 +1,8 @@
-"""The endpoints that batches may name: each answers a line as an HTTP client would get it."""
+"""The endpoints that batches may name: each answers a line as it would answer a client."""
 
 from typing import Protocol
 
-import msgspec
+from msgspec.structs import replace
 from starlette.types import Message
 
 from engine.errors import InvalidRequest
@@ -17,7 +17,7 @@ from router.inbox.api_errors import ApiError
 
 
 class CapturedAnswer:
-    """Keeps the response to one call."""
+    """Keeps the response to one call, as an HTTP client would get it."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -49,55 +49,36 @@ class CapturedAnswer:
 class BatchEndpoint(Protocol):
     """One endpoint."""
 
-    async def answer(
+    async def __call__(
         self, body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
-    ) -> str:
-        """Answers a request, with this seed if it has none. Returns the id of the call."""
+    ) -> None:
+        """Answers a request, with this seed if it has none. Raises InvalidRequest."""
         ...
 
 
-class CompletionEndpoint:
-    """Chat completions, completions or embeddings."""
+def completions_of(service: AnswerService) -> BatchEndpoint:
+    """Returns the endpoint of chat completions, completions or embeddings."""
 
-    def __init__(self, service: AnswerService) -> None:
-        self._service = service
+    async def ask(
+        body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
+    ) -> None:
+        call = replace(service.call(body, tenant, {}), random_seed=seed)
+        await service.answer(call, answer.open, meter)
 
-    async def answer(
-        self, body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
-    ) -> str:
-        """Answers a request, with this seed if it has none. Returns the id of the call."""
-        call = self._service.call(body, tenant, {})
-        call = msgspec.structs.replace(call, random_seed=seed)
-        try:
-            await self._service.answer(call, answer.open, meter)
-        except InvalidRequest as error:
-            await answer.refuse(error)
-        return call.request_id
+    return ask
 
 
-class ResponsesEndpoint:
-    """Responses, kept as usual if they say so."""
+def responses_of(service: ResponseService) -> BatchEndpoint:
+    """Returns the endpoint of responses, which are kept as usual if they say so."""
 
-    def __init__(self, service: ResponseService) -> None:
-        self._service = service
+    async def ask(
+        body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
+    ) -> None:
+        prepared = await service.prepare(body, tenant)
+        if prepared.body.background:
+            message = "a request of a batch cannot run in the background"
+            raise ApiError(message, param="background", code="unsupported_parameter")
+        call = replace(service.call(prepared, tenant, {}), random_seed=seed)
+        await service.answer(prepared, call, meter, answer.send, None)
 
-    async def answer(
-        self, body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
-    ) -> str:
-        """Answers a request, with this seed if it has none. Returns the id of the call."""
-        try:
-            prepared = await self._service.prepare(body, tenant)
-            if prepared.body.background:
-                message = "a request of a batch cannot run in the background"
-                raise ApiError(message, param="background", code="unsupported_parameter")
-            call = self._service.call(prepared, tenant, {})
-        except InvalidRequest as error:
-            meter.refuse()
-            await answer.refuse(error)
-            return ""
-        call = msgspec.structs.replace(call, random_seed=seed)
-        try:
-            await self._service.answer(prepared, call, meter, answer.send, None)
-        except InvalidRequest as error:
-            await answer.refuse(error)
-        return call.request_id
+    return ask

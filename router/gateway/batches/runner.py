@@ -26,6 +26,7 @@ from hashlib import blake2b
 import msgspec
 
 from engine.clock import unix_time_s
+from engine.errors import InvalidRequest
 from router.access.limits import UNLIMITED, Tenant
 from router.gateway.answering import GatewayParts
 from router.gateway.batches import tables
@@ -402,7 +403,12 @@ class BatchRunner:
         tenant = Tenant(name, batch.sharing, UNLIMITED, may_debug=False)
         seed = _seed(batch.id, line.number)
         with self._quiet.request() as meter:
-            return await endpoint.answer(line.body, tenant, seed, answer, meter)
+            try:
+                await endpoint(line.body, tenant, seed, answer, meter)
+            except InvalidRequest as error:
+                meter.refuse()
+                await answer.refuse(error)
+            return meter.request_id
 
     async def _change(
         self, job: _Job, line: _WaitingLine, work: Callable[[sqlite3.Connection], object]

@@ -11,8 +11,8 @@ from router.gateway.answering import AnswerService, GatewayParts
 from router.gateway.answers.writing import CHAT, COMPLETION, EMBEDDING
 from router.gateway.batches.endpoints import (
     BatchEndpoint,
-    CompletionEndpoint,
-    ResponsesEndpoint,
+    completions_of,
+    responses_of,
 )
 from router.gateway.batches.idleness import Idleness
 from router.gateway.batches.pages import BatchPages
@@ -41,10 +41,10 @@ class Batches:
         completions = AnswerService(own, COMPLETION, CompletionBody, self._port_of)
         embeddings = AnswerService(own, EMBEDDING, EmbeddingBody, self._port_of)
         endpoints: dict[str, BatchEndpoint] = {
-            "/v1/chat/completions": CompletionEndpoint(chat),
-            "/v1/completions": CompletionEndpoint(completions),
-            "/v1/embeddings": CompletionEndpoint(embeddings),
-            "/v1/responses": ResponsesEndpoint(ResponseService(own, self._port_of)),
+            "/v1/chat/completions": completions_of(chat),
+            "/v1/completions": completions_of(completions),
+            "/v1/embeddings": completions_of(embeddings),
+            "/v1/responses": responses_of(ResponseService(own, self._port_of)),
         }
         config = parts.settings.gateway
         self._runner = BatchRunner(
