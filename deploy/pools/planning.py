@@ -108,23 +108,11 @@ class PlannerDecision:
 
 def rules_of(config: Config) -> PlannerRules:
     """Returns the planner's bounds and times, as configured."""
-    bounds, router = config.planner, config.router
-    most = bounds.max_workers
-    if most is not None and config.pools.max_workers is not None:
-        most = min(most, config.pools.max_workers)  # never ask for room beyond it
-    return PlannerRules(
-        ttft_s=router.slo_ttft_s,
-        tpot_s=router.slo_tpot_s,
-        min_prefill=bounds.min_prefill,
-        max_prefill=bounds.max_prefill,
-        min_decode=bounds.min_decode,
-        max_decode=bounds.max_decode,
-        min_total=bounds.min_workers,
-        max_total=most,
-        cool_down_s=bounds.cool_down_s,
-        grow_after_s=bounds.grow_after_s,
-        shrink_after_s=bounds.shrink_after_s,
-    )
+    bounds, router = msgspec.structs.asdict(config.planner), config.router
+    limits = (bounds["max_workers"], config.pools.max_workers)
+    if None not in limits:
+        bounds["max_workers"] = min(limits)  # never ask for room beyond it
+    return PlannerRules(**bounds, ttft_s=router.slo_ttft_s, tpot_s=router.slo_tpot_s)
 
 
 class Planning:
@@ -147,7 +135,7 @@ class Planning:
         self._rules = rules
         self._order = order
         self._max_workers = max_workers
-        self._may_have_asked = took_over and rules.max_total is not None
+        self._may_have_asked = took_over and rules.max_workers is not None
         self._planners: dict[str, Planner] = {}  # by line; empty while it is off
         self._needs: dict[str, int] = {}  # workers of each line, if the planner asks for room
         self._num_decisions = 0
@@ -238,7 +226,7 @@ class Planning:
             num_workers = max(min(num_workers, self._max_workers - beside), after.total)
         outcome, why = DecisionOutcome.ONLY_TOLD, ""
         if intent.planner is PlannerMode.ON:
-            if self._rules.max_total is not None:
+            if self._rules.max_workers is not None:
                 self._ask_for_room(version.line, num_workers)
             outcome, why = self._ordered(version, after)
         decision = PlannerDecision(

@@ -45,6 +45,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf
 
+from engine.config import PlannerConfig
 from engine.control import by_number
 from engine.demand import Observation
 from engine.messages import Role, WorkerId
@@ -96,25 +97,18 @@ class PoolSizes:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerRules:
-    """The planner's rules. Times are seconds."""
+class PlannerRules(PlannerConfig, frozen=True):
+    """The planner's settings, and what it does not take from them. Times are seconds."""
 
     ttft_s: float | None = None  # bounds that requests should meet
     tpot_s: float | None = None
-    min_prefill: int = 1
-    min_decode: int = 1
-    max_prefill: int | None = None
-    max_decode: int | None = None
-    min_total: int = 2
-    max_total: int | None = None  # None: the total stays as it is
     least_gain: float = 0.1  # share of the greater shortage that flips must remove
     horizon_s: float = 10.0
-    cool_down_s: float = 15.0
     change_timeout_s: float = 30.0
     silence_s: float = 30.0
-    grow_after_s: float = 30.0
-    shrink_after_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Checks nothing: `pools.max_workers` may be below the planner's own bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +316,9 @@ class Planner:
         """Returns the wanted number of workers in all, and why."""
         rules = self._rules
         wanted = ceil(needs.prefill) + ceil(needs.decode)
-        if rules.max_total is None:
+        if rules.max_workers is None:
             return pools.total, f"{wanted} workers are needed in all"
-        least, most = (bound - pools.num_absent for bound in self._bounds(rules.max_total))
+        least, most = (bound - pools.num_absent for bound in self._bounds(rules.max_workers))
         if not least <= pools.total <= most:
             bounds = f"there are to be {least} to {most}"
             if not self._is_cool(now_s):
@@ -349,7 +343,7 @@ class Planner:
         rules = self._rules
         if rules.max_prefill is not None and rules.max_decode is not None:
             max_total = min(max_total, rules.max_prefill + rules.max_decode)
-        least = max(rules.min_total, rules.min_prefill + rules.min_decode)
+        least = max(rules.min_workers, rules.min_prefill + rules.min_decode)
         return min(least, max_total), max_total
 
     def _resized(self, prefill: int, needs: Needs, before: int, total: int) -> int:

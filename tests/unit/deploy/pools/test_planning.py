@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace as with_rules
 
 from deploy.pools.effects import SetWorkerRole, StartWorker
 from deploy.pools.events import Connected, Disconnected, PoolTick, RoleSeen, RoomSeen, WorkerStarted
@@ -209,7 +210,7 @@ def test_planner_waits_while_a_worker_changes():
 
 
 def test_missing_workers_stay_wanted_but_are_no_capacity():
-    world = World(Pools(2, 4), replace(RULES, cool_down_s=0.0))
+    world = World(Pools(2, 4), with_rules(RULES, cool_down_s=0.0))
     world.obeys = False
     world.feed(SetPools(Pools(4, 4)))
     assert world.tick(READING, seconds=30) is None
@@ -292,7 +293,7 @@ def test_a_model_that_sleeps_is_not_planned():
 
 
 def test_room_is_asked_for_all_models_together():
-    rules = replace(RULES, max_total=6, grow_after_s=3.0, shrink_after_s=5.0)
+    rules = with_rules(RULES, max_workers=6, grow_after_s=3.0, shrink_after_s=5.0)
     world = with_small(rules=rules, max_workers=8)
     flood = replace(READING, prefill_s_per_s=9.0)
     report = GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: flood, "small": flood})
@@ -303,7 +304,7 @@ def test_room_is_asked_for_all_models_together():
 
 
 def test_memory_and_slots_are_those_of_the_workers():
-    world = World(Pools(3, 1), replace(RULES, tpot_s=None))
+    world = World(Pools(3, 1), with_rules(RULES, tpot_s=None))
     decision = world.tick(replace(WRITING, num_decoding=128))
     assert decision.after == Pools(2, 2)
     assert "decode needs 2.0 of 1" in decision.reasons[1]  # 64 in each
@@ -311,7 +312,7 @@ def test_memory_and_slots_are_those_of_the_workers():
 
 # ---------------------------------------------------------------- nodes
 
-GROWING = replace(RULES, max_total=6, grow_after_s=3.0, shrink_after_s=5.0)
+GROWING = with_rules(RULES, max_workers=6, grow_after_s=3.0, shrink_after_s=5.0)
 
 
 def test_planner_starts_workers_or_asks_for_room():
@@ -400,10 +401,14 @@ def test_planner_follows_the_configured_bounds():
     )
     rules = rules_of(config)
     assert (rules.ttft_s, rules.tpot_s, rules.min_prefill) == (1.5, 0.05, 2)
-    assert (rules.max_total, rules.cool_down_s) == (9, 4.0)
+    assert (rules.max_workers, rules.cool_down_s) == (9, 4.0)
     assert rules_of(Config()) == PlannerRules()
     capped = Config(pools=PoolsConfig(max_workers=5), planner=PlannerConfig(max_workers=9))
-    assert rules_of(capped).max_total == 5
+    assert rules_of(capped).max_workers == 5
+    few = Config(
+        pools=PoolsConfig(max_workers=2), planner=PlannerConfig(min_prefill=2, max_workers=9)
+    )
+    assert rules_of(few).max_workers == 2
 
 
 @pytest.mark.parametrize(

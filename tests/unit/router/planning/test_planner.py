@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as with_rules
 
 from engine.demand import DecodeCost, Observation
 from engine.messages import Role, WorkerId
@@ -130,7 +131,7 @@ def test_a_bound_that_no_worker_can_keep_is_left_out():
 def test_the_total_is_kept_and_the_limits_are_too(
     prefill, decode, work, decoding, queued_s, limits
 ):
-    rules = replace(
+    rules = with_rules(
         RULES,
         min_prefill=limits[0],
         min_decode=limits[1],
@@ -197,7 +198,7 @@ def test_nothing_is_decided_while_workers_change_but_not_for_ever():
 
 
 def test_a_worker_that_never_comes_is_wanted_and_keeps_its_place_but_is_no_capacity():
-    rules = replace(RULES, max_total=8, grow_after_s=5.0)
+    rules = with_rules(RULES, max_workers=8, grow_after_s=5.0)
     there = pools(4, 4, num_changing=2, absent_prefill=2, room=8)
     planner, load = at_rest(pools(4, 4, room=8), rules), seen(5.0, 100)
     plans = [planner.decide(load, there, float(second)) for second in range(40)]
@@ -219,7 +220,7 @@ def test_absent_workers_count_towards_the_target_size(sizes, work, decoding, roo
         "absent_prefill": min(absent_prefill, prefill),
         "absent_decode": min(absent_decode, decode),
     }
-    rules = replace(RULES, max_total=20, grow_after_s=0.0, change_timeout_s=0.0)
+    rules = with_rules(RULES, max_workers=20, grow_after_s=0.0, change_timeout_s=0.0)
     start = pools(prefill, decode, num_changing=1, room=room, **absent)
     plan = check(seen(work, decoding), start, rules)
     assert plan.prefill >= absent["absent_prefill"]
@@ -245,7 +246,7 @@ def test_missing_reports_shrink_nothing_until_a_gateway_counts_as_gone():
 
 
 def test_without_any_report_nothing_is_decided():
-    planner = Planner(replace(RULES, shrink_after_s=1.0))
+    planner = Planner(with_rules(RULES, shrink_after_s=1.0))
     plans = [planner.decide(None, pools(2, 14), 10.0 * tick) for tick in range(20)]
     assert {(plan.prefill, plan.decode, plan.nodes) for plan in plans} == {(2, 14, 16)}
     assert plans[-1].reasons == ("nothing: no gateway reports",)
@@ -271,7 +272,7 @@ def test_new_planner_waits_for_one_cool_down():
 
 
 def test_an_order_outside_of_the_limits_stays_until_it_has_cooled_down():
-    planner = at_rest(pools(8, 8), replace(RULES, min_prefill=6))
+    planner = at_rest(pools(8, 8), with_rules(RULES, min_prefill=6))
     plans = [planner.decide(QUIET, pools(2, 14), float(second)) for second in range(16)]
     assert all(plan.prefill == 2 for plan in plans[:15])
     assert "6 to 15 may prefill, but the pools changed 1.0 s ago" in " ".join(plans[1].reasons)
@@ -279,12 +280,12 @@ def test_an_order_outside_of_the_limits_stays_until_it_has_cooled_down():
 
 
 def test_limits_that_are_set_later_are_carried_out():
-    plan = check(QUIET, pools(2, 14), replace(RULES, min_prefill=6))
+    plan = check(QUIET, pools(2, 14), with_rules(RULES, min_prefill=6))
     assert plan.prefill == 6
 
 
 def test_limits_that_cannot_be_kept_are_reported():
-    plan = check(QUIET, pools(2, 2), replace(RULES, min_prefill=3, min_decode=3))
+    plan = check(QUIET, pools(2, 2), with_rules(RULES, min_prefill=3, min_decode=3))
     assert plan.prefill == 2
     assert any("leave no choice" in reason for reason in plan.reasons)
 
@@ -298,7 +299,7 @@ def test_no_workers_are_no_error():
 
 
 def test_nodes_are_asked_for_when_flips_do_not_help_and_it_lasts():
-    rules = replace(RULES, max_total=24)
+    rules = with_rules(RULES, max_workers=24)
     overload = [seen(17.0, 300)] * 31
     assert after(overload[:30], pools(10, 6), rules).nodes == 16
     assert after(overload, pools(10, 6), rules).nodes == 24  # 26 would be needed
@@ -310,7 +311,7 @@ def test_the_total_stays_without_a_limit():
 
 
 def test_new_workers_join_the_shorter_pool_within_room():
-    rules = replace(RULES, max_total=24)
+    rules = with_rules(RULES, max_workers=24)
     overload = [seen(17.0, 300)] * 31
     plan = after(overload, pools(10, 6, room=19), rules)
     assert (plan.prefill + plan.decode, plan.nodes) == (19, 24)
@@ -321,13 +322,13 @@ def test_new_workers_join_the_shorter_pool_within_room():
 
 
 def test_workers_leave_the_pool_with_more_to_spare():
-    rules = replace(RULES, max_total=16)
+    rules = with_rules(RULES, max_workers=16)
     plan = after([seen(2.0, 60)] * 301, pools(8, 8, room=16), rules)
     assert (plan.prefill, plan.decode) == (5, 3)
 
 
 def test_a_total_that_grew_is_not_taken_back_for_a_quiet_hour_before():
-    planner = at_rest(pools(1, 1), replace(RULES, max_total=16))
+    planner = at_rest(pools(1, 1), with_rules(RULES, max_workers=16))
     for second in range(1000):
         planner.decide(QUIET, pools(1, 1, room=16), float(second))
     grown = pools(3, 3, room=16)
@@ -337,7 +338,7 @@ def test_a_total_that_grew_is_not_taken_back_for_a_quiet_hour_before():
 
 
 def test_a_total_that_shrank_is_not_brought_back_for_a_busy_hour_before():
-    planner, busy = at_rest(pools(3, 3), replace(RULES, max_total=6)), seen(17.0, 300)
+    planner, busy = at_rest(pools(3, 3), with_rules(RULES, max_workers=6)), seen(17.0, 300)
     for second in range(1000):
         planner.decide(busy, pools(3, 3, room=6), float(second))
     plans = [planner.decide(busy, pools(2, 2, room=6), 1000.0 + second) for second in range(31)]
@@ -346,7 +347,7 @@ def test_a_total_that_shrank_is_not_brought_back_for_a_busy_hour_before():
 
 
 def test_a_flip_does_not_restart_the_wait_for_nodes():
-    planner, busy = at_rest(pools(8, 8), replace(RULES, max_total=24)), seen(17.0, 300)
+    planner, busy = at_rest(pools(8, 8), with_rules(RULES, max_workers=24)), seen(17.0, 300)
     for second in range(20):
         planner.decide(busy, pools(8, 8), float(second))
     plans = [planner.decide(busy, pools(10, 6), 20.0 + second) for second in range(11)]
@@ -354,7 +355,7 @@ def test_a_flip_does_not_restart_the_wait_for_nodes():
 
 
 def test_a_total_outside_of_its_bounds_is_brought_inside_when_it_has_cooled_down():
-    rules = replace(RULES, min_total=6, max_total=8)
+    rules = with_rules(RULES, min_workers=6, max_workers=8)
     for total in (4, 10):
         plan = check(QUIET, pools(total // 2, total // 2, room=16), rules)
         assert plan.nodes == plan.prefill + plan.decode == min(max(total, 6), 8)
@@ -366,17 +367,17 @@ def test_a_total_outside_of_its_bounds_is_brought_inside_when_it_has_cooled_down
 
 
 def test_nodes_are_given_back_only_after_minutes_of_little_to_do():
-    rules = replace(RULES, min_total=4, max_total=16)
+    rules = with_rules(RULES, min_workers=4, max_workers=16)
     little = [seen(2.0, 60)] * 301
     assert after(little[:300], pools(8, 8), rules).nodes == 16
     assert after(little, pools(8, 8), rules).nodes == 8  # 5 at 70 %
-    rules = replace(RULES, min_total=12, max_total=16)
+    rules = with_rules(RULES, min_workers=12, max_workers=16)
     assert after(little, pools(8, 8), rules).nodes == 12
 
 
 def test_a_busy_moment_restarts_the_wait():
     little, busy = [seen(2.0, 60)] * 200, [seen(14.0, 60)] * 5
-    rules = replace(RULES, max_total=16)
+    rules = with_rules(RULES, max_workers=16)
     assert after([*little, *busy, *little], pools(8, 8), rules).nodes == 16
 
 
