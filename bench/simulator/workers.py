@@ -31,6 +31,7 @@ from bench.simulator.hardware import HardwareProfile, Pricing, StepPrice
 from bench.simulator.prompts import base_of
 from bench.simulator.transfers import Transfers
 from deploy.worker.core import worker_core
+from engine.demand import DecodeCost
 from engine.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -51,8 +52,8 @@ from engine.messages import (
     WorkerId,
 )
 from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
-from engine.worker.block_events import BlockEvent, BlockRemoved, stored
-from engine.worker.blocks import BlockHash, BlockPool, CacheNews, Stored
+from engine.worker.block_events import BlockEvent, events_of
+from engine.worker.blocks import BlockPool
 from engine.worker.events import (
     Effect,
     Emit,
@@ -316,7 +317,13 @@ class SimWorker:
         if price.num_new or not self._leaps:
             ends_s = array("d", (self._future.now_s + self._pricing.step_s(price),))
         else:
-            ends_s = self._ends_of_stretch(price, self._num_alike(rows))
+            ends_s = ends_of_steps(
+                self._hardware.decode,
+                price,
+                self._num_alike(rows),
+                now_s=self._future.now_s,
+                due_s=self._next_report_s,
+            )
         self._plan_end(self._run(rows, price, ends_s))
 
     def _run(self, rows: Sequence[Row], price: StepPrice, ends_s: "array[float]") -> _Stretch:
@@ -332,23 +339,6 @@ class SimWorker:
     def _on_end_in_crowd(self, stretch: _Stretch) -> None:
         stretch.ends_s[0] = stretch.planned_end_s = self._future.now_s
         self._on_end(stretch)
-
-    def _ends_of_stretch(self, price: StepPrice, num_steps: int) -> "array[float]":
-        """Returns the ends of equal decode steps, fewer if a report is due before."""
-        cost = self._hardware.decode
-        now_s, due_s = self._future.now_s, self._next_report_s
-        num_rows, num_context = price.num_rows, price.num_context
-        rows_s, context_s = cost.fixed_s + cost.row_s * num_rows, cost.context_s
-        first_s = rows_s + context_s * num_context  # as `cost.seconds`, without its call
-        if first_s > 0.0:  # no later step is shorter
-            num_steps = min(num_steps, max(int((due_s - now_s) / first_s), 0) + 2)
-        # In NumPy, as there may be hundreds. It adds one after the other, as single steps do.
-        contexts = np.arange(num_context - num_rows, num_context + num_steps * num_rows, num_rows)
-        steps_s = contexts * context_s + rows_s
-        steps_s[0] = now_s
-        ends_s = array("d", np.add.accumulate(steps_s).tobytes())
-        num_wanted = bisect_left(ends_s, due_s, 1) + 1  # the first step that ends then or later
-        return ends_s[1:num_wanted]
 
     def _num_alike(self, rows: Sequence[Row]) -> int:
         """Returns the steps until an answer ends or a block is full, which the last step may do."""
@@ -409,7 +399,7 @@ class SimWorker:
         """Sends all messages of this turn as one frame."""
         news = self.pool.take_news()
         if self._said or news:
-            frame = Frame(self._said, block_events(news, self._block_size))
+            frame = Frame(self._said, events_of(news, self._block_size))
             self._said = []
             self._listener.hear(self.worker_id, frame)
 
@@ -439,6 +429,24 @@ class SimWorker:
                 said.append(Said(message))
             case _:
                 said.append(Said(message))
+
+
+def ends_of_steps(
+    cost: DecodeCost, price: StepPrice, num_steps: int, *, now_s: float, due_s: float
+) -> "array[float]":
+    """Returns the ends of equal decode steps, fewer if a report is due before."""
+    num_rows, num_context = price.num_rows, price.num_context
+    rows_s, context_s = cost.fixed_s + cost.row_s * num_rows, cost.context_s
+    first_s = rows_s + context_s * num_context  # as `cost.seconds`, without its call
+    if first_s > 0.0:  # no later step is shorter
+        num_steps = min(num_steps, max(int((due_s - now_s) / first_s), 0) + 2)
+    # In NumPy, as there may be hundreds. It adds one after the other, as single steps do.
+    contexts = np.arange(num_context - num_rows, num_context + num_steps * num_rows, num_rows)
+    steps_s = contexts * context_s + rows_s
+    steps_s[0] = now_s
+    ends_s = array("d", np.add.accumulate(steps_s).tobytes())
+    num_wanted = bisect_left(ends_s, due_s, 1) + 1  # the first step that ends then or later
+    return ends_s[1:num_wanted]
 
 
 def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
@@ -475,23 +483,3 @@ def results_of(rows: Sequence[Row], num_tokens: int) -> list[RowResult]:
             first = base_of(sampling) + row.start + len(row.token_ids)
             results.append(RowResult(_tuple_of(first, first + num_tokens)))
     return results
-
-
-def block_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]:
-    """Returns the block events that a worker would publish for these changes."""
-    events: list[BlockEvent] = []
-    hashes: list[bytes] = []  # of the last event
-    last: BlockHash | None = None  # the last hash in it, if it is an event of stored blocks
-    for item in news:
-        if type(item) is Stored:
-            if last is None or last != item.parent:
-                events.append(event := stored([], item.parent, block_size=block_size))
-                hashes = event.block_hashes
-            last = item.block_hash
-            hashes.append(last)
-        else:
-            if last is not None or not events:
-                events.append(removed := BlockRemoved([], medium=None))
-                hashes, last = removed.block_hashes, None
-            hashes.append(item.block_hash)
-    return events
