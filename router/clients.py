@@ -22,12 +22,12 @@ class RouterClients:
 
     def __init__(self, state: RouterState, handle: Callable[..., None]) -> None:
         """`handle` feeds the machine with events."""
-        self.taker: FrameTaker | None = None  # of frames; None: no answer has asked for frames yet
+        self.taker: FrameTaker | None = None  # None: no answer asked for frames yet
         self.state = state
         self._handle = handle
         self._clients: dict[RequestId, _Client] = {}
         self._arrived: dict[RequestId, Request] = {}  # in this turn of the loop
-        self._num_left_seqs = 0  # of the machine, when it was last looked at
+        self._num_left_seqs = 0  # the machine's, at the last check
         self._end: Failed | None = None  # the outcome of all requests, after `cut`
 
     def submit(self, request: Request, sink: Sink) -> Handle:

@@ -70,10 +70,10 @@ class WorkerLinks:
         take_frame: TakeFrame,
     ) -> None:
         """`handle` feeds the machine with an event, `take_frame` with what a worker sends."""
-        self.addresses = set(addresses)  # of all workers that are to be linked
+        self.addresses = set(addresses)  # all workers that are to be linked
         self.joined = asyncio.Event()  # set when a worker joins
-        self.fingerprint = ""  # of answers; empty until a worker is known
-        self.counters: Counter[tuple[str, str]] = Counter()  # of block events
+        self.fingerprint = ""  # as answers show it; empty until a worker is known
+        self.counters: Counter[tuple[str, str]] = Counter()  # what happened to block events
         self.crash: BaseException | None = None  # the bug that ended a task
         self.stores: list[WorkerId] = []
         self._machine = machine

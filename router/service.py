@@ -81,7 +81,7 @@ class Router:
         self._unheard: list[tuple[WorkerId, bytes, Sequence[int], float]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0  # the time that the timer is set for
-        self._wake_s: float | None = None  # of the machine's next tick; the timer may end before
+        self._wake_s: float | None = None  # the machine's next tick; the timer may end before it
         self._is_closing = False
 
     async def open(self) -> None:
@@ -321,7 +321,7 @@ def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:
 def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> list[RouterEvent]:
     """Returns the events of a frame. The tokens of a step, which are many, are one event."""
     events: list[RouterEvent] = []
-    tokens: list[Tokens] = []  # of the last event, if it is a step
+    tokens: list[Tokens] = []  # the last event's, if it is a step
     for message in messages:
         if type(message) is Tokens:
             if not tokens:

@@ -31,7 +31,7 @@ class TextState(Protocol):
     """The progress of one answer's text. `router.text.native` has it in C++."""
 
     num_tokens: int  # so far, including the one that ends the answer
-    num_batched: int  # of these, taken in C++
+    num_batched: int  # tokens that C++ took
     last_s: float  # when the last tokens came
     rest: bytes  # the begin of an incomplete character
 
@@ -248,7 +248,7 @@ class AnswerText:
     ) -> None:
         """With `shows_stop` the answer ends with the stop string or token that ended it.
 
-        `state` is that of the detokenizer.
+        The detokenizer has the same `state`.
         """
         self._state = state or PlainTextState()
         self._detokenizer = detokenizer

@@ -18,7 +18,7 @@ class EmbeddingForm(msgspec.Struct, frozen=True):
     size: int
     is_normalized: bool  # to length 1, of what is left
     is_base64: bool
-    dtype: str = "<f4"  # of the bytes in base64, in numpy's words
+    dtype: str = "<f4"  # numpy's name for the bytes in base64
 
 
 def are_numbers(data: bytes, form: EmbeddingForm) -> bool:

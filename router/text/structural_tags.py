@@ -28,7 +28,7 @@ from router.text.forms.calling import literal
 MAX_PARTS = 1000
 _OF_TAG = frozenset({"type", "begin", "content", "end"})
 _OF_TAGS = frozenset({"type", "tags", "at_least_one", "stop_after_first"})
-_NAMES: Mapping[str, frozenset[str]] = {  # of the fields of a format, by its type
+_NAMES: Mapping[str, frozenset[str]] = {  # the fields of a format, by its type
     "const_string": frozenset({"type", "value"}),
     "json_schema": frozenset({"type", "json_schema"}),
     "any_text": frozenset({"type"}),

@@ -131,7 +131,7 @@ class ChatTemplates:
         """Raises CheckpointError for a template that does not compile."""
         self._names = sorted(sources)
         used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
-        self.source = "\n".join(used.values())  # of all that are used
+        self.source = "\n".join(used.values())  # all templates that are used
         self._templates = {
             name: ChatTemplate(source, special_tokens) for name, source in used.items()
         }
@@ -223,7 +223,7 @@ def _tojson(value: object, **options: Any) -> str:
 
 Message = Mapping[str, Any]
 Call = Mapping[str, Any]
-Form = Callable[[Any], Any]  # of arguments as the client sent them
+Form = Callable[[Any], Any]  # takes arguments as the client sent them
 
 
 def argument_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:

@@ -70,11 +70,11 @@ class TextModel:
         *,
         templates: ChatTemplates | None = None,
         eos_token_ids: tuple[int, ...] = (),
-        vocab_size: int | None = None,  # of the model; None: the tokenizer's
+        vocab_size: int | None = None,  # the model's; None: the tokenizer's
         file: Path | None = None,
         defaults: SamplingDefaults = NO_DEFAULTS,
         forms: AnswerForms | None = None,  # None: those that tokens alone show
-        embedding: Embedding | None = None,  # of a model that gives no text
+        embedding: Embedding | None = None,  # for a model that gives no text
     ) -> None:
         """`file` is the tokenizer's file, for which another process compiles grammars."""
         added = tokenizer.get_added_tokens_decoder().items()
@@ -360,7 +360,7 @@ def _ends(path: Path) -> int | list[int] | None:
 
 
 def _vocab_size(directory: Path) -> int | None:
-    """The vocabulary size in the model's configuration, or in that of its text part."""
+    """The vocabulary size in the configuration of the model or of its text part."""
     path = directory / "config.json"
     config = load_config(path) if path.is_file() else {}
     text = config.get("text_config")

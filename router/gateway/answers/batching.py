@@ -35,8 +35,8 @@ class TextBatch:
         self._metrics = metrics
         self._steps = TextSteps()
         self._added: list[tuple[FastPath, Sequence[int], float]] = []
-        self._paths: dict[int, FastPath] = {}  # that take from frames, by number
-        self._numbers: dict[SeqId, int] = {}  # of these
+        self._paths: dict[int, FastPath] = {}  # paths that take from frames, by number
+        self._numbers: dict[SeqId, int] = {}  # the numbers of these paths
         self._num_opened = 0
 
     def path(

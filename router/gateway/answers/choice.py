@@ -37,7 +37,7 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
 
     choice: int  # its index
     text: str
-    num_tokens: int  # of the choice so far
+    num_tokens: int  # all tokens of the choice up to now
     entries: tuple[Entry, ...] = ()
     calls: tuple[CallDelta, ...] = ()  # behind the text
     token_ids: tuple[int, ...] = ()  # that came, if the client wants them
@@ -116,7 +116,7 @@ class AnswerChoice:
         leads = not index % call.num_candidates
         # The tokens of the first answer to a prompt, if stores shall hear which blocks it used.
         self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None
-        self._logprobs = array("d")  # of each token, if scored
+        self._logprobs = array("d")  # each token's, if it is scored
         self._is_scored = (
             request.sampling.logprobs is not None or request.prompt_logprobs is not None
         )

@@ -29,7 +29,7 @@ class Following:
         self.turn = turn
         self._port = port
         self._due: list[_ChoiceSink] = []  # sinks that need the task
-        self._waiter: asyncio.Future[None] | None = None  # of the task
+        self._waiter: asyncio.Future[None] | None = None  # what the task waits for
 
     async def run(self, choices: Sequence[AnswerChoice], batch: TextBatch | None) -> AnswerPiece:
         """Submits the request of each choice and writes its pieces, but not the last one.

@@ -38,7 +38,7 @@ from router.machine.requests import Finished, Outcome, Rejected, Request, Update
 from router.port import RequestPort, ask
 from router.prefixes.hashes import PrefixHashes
 
-MAX_TRIES = 30  # of a step that the router has no room for
+MAX_TRIES = 30  # until the router has room for a step
 MAX_PAUSE_S = 1.0  # between two of them
 
 
@@ -49,7 +49,7 @@ class BeamRules:
     width: int
     end_ids: frozenset[int]  # tokens that end an answer
     prompt_len: int
-    max_tokens: int  # of an answer
+    max_tokens: int  # an answer's longest length
     length_penalty: float = 1.0
 
     @property
@@ -63,7 +63,7 @@ class Hypothesis:
     """A beginning of an answer, or a complete one with the token that ended it."""
 
     token_ids: tuple[int, ...] = ()
-    scores: tuple[Logprobs, ...] = ()  # of each token
+    scores: tuple[Logprobs, ...] = ()  # each token's
     logprob: float = 0.0  # the sum
     is_complete: bool = False
 
@@ -83,7 +83,7 @@ class BeamSearch:
         self.open = [Hypothesis()]
         self._rules = rules
         self._complete: list[Hypothesis] = []  # the best ones, in order
-        self._num_tokens = 0  # of each open hypothesis
+        self._num_tokens = 0  # in each open hypothesis
 
     @property
     def is_over(self) -> bool:
@@ -105,7 +105,7 @@ class BeamSearch:
                 else:
                     total = hypothesis.logprob + its_scores.top_logprobs[rank]
                     extensions.append((total, hypothesis, its_scores, rank))
-        extensions.sort(key=lambda extension: -extension[0])  # of equal ones the first stay first
+        extensions.sort(key=lambda extension: -extension[0])  # equal extensions keep their order
         self.open = [
             hypothesis.extended(its_scores, rank, completes=False)
             for _, hypothesis, its_scores, rank in extensions[: self._rules.width]

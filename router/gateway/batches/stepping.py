@@ -147,7 +147,7 @@ class SteppingRequest:
         self._num_parts = 0
         self._num_cached: int | None = None  # tokens of the prompt that the first part found cached
         self._part: Handle | None = None
-        self._has_token = False  # of the present part
+        self._has_token = False  # the present part has one
 
     @property
     def can_enter(self) -> bool:

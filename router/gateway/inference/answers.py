@@ -83,7 +83,7 @@ class StreamedInference(AnswerWriter):
         self._unsent: list[AnswerPiece] = []
         self._unfinished = heading.num_choices
         self._counted = [0] * heading.num_choices  # tokens that were told
-        self._sums = [0.0] * heading.num_choices  # of log-probabilities so far
+        self._sums = [0.0] * heading.num_choices  # log-probabilities so far, added up
         self._last: Any = None  # the response that ends the answer
 
     @property

@@ -22,7 +22,7 @@ class Taker:
 
     def __init__(self) -> None:
         self.open: set[SeqId] = set()
-        self.token_ids: list[int] = []  # of the answer
+        self.token_ids: list[int] = []  # the answer's
         self.num_taken = 0  # messages that were taken from frames
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:

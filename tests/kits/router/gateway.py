@@ -30,7 +30,7 @@ SHOWN = ("keys", "edge", "background", "board", "logs_requests")  # arguments of
 V1 = ("version", "v1")  # a label
 CONTEXT_LEN = 64
 EOS = 256
-PASSES = 10  # of the loop, in which all that a step brings is written
+PASSES = 10  # passes of the loop in which all that a step brings is written
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"

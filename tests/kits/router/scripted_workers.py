@@ -94,7 +94,7 @@ class ScriptedWorker:
         self.greeting: list[ToGateway] | None = None  # None: the welcome, [] for silence
         self.hellos: list[Hello] = []
         self.sessions: list[Session] = []
-        self.tasks: list[asyncio.Task[None]] = []  # of tests
+        self.tasks: list[asyncio.Task[None]] = []  # tasks that tests started
         self.refused: list[str] = []  # sessions that could not begin: why
         self._server = SessionServer(self._session, SECRET, on_refused=self.refused.append)
 
@@ -180,7 +180,7 @@ class ScriptedWorker:
 async def serving(
     *workers: ScriptedWorker, secret: Secret = SECRET, joined: int | None = None, **config: Any
 ) -> AsyncIterator[Router]:
-    """A router that so many workers have joined: all of them, if nothing is said."""
+    """A router that `joined` workers have joined, by default all workers."""
     addresses = [await worker.open() for worker in workers]
     router = Router(addresses, config=RouterConfig(**config), secret=secret, clock=MonotonicClock())
     await router.open()

@@ -244,7 +244,7 @@ def test_a_request_of_several_choices_is_one_request_with_one_prompt():
     assert found["baton_generation_tokens_total"] == {(): 5.0}
     assert found["baton_ttft_seconds_count"] == {(V1,): 1.0}
     assert found["baton_e2e_seconds_count"] == {(V1,): 1.0}
-    assert found["baton_itl_seconds_count"] == {(V1,): 2.0}  # of the first choice's three updates
+    assert found["baton_itl_seconds_count"] == {(V1,): 2.0}  # the first choice has three updates
     assert found["baton_requests_total"][(("outcome", "finished"),)] == 1.0
 
 

@@ -121,7 +121,7 @@ async def test_the_first_token_is_sent_with_the_head_and_not_before():
     pipe = Pipe(connection)
     reply = await connection.run()
     assert reply.status == 200
-    assert pipe.num_written == 1  # of the second token: the last comes with the end
+    assert pipe.num_written == 1  # for the second token: the last comes with the end
     assert texts(reply) == {0: "ab"}
 
 
