@@ -63,7 +63,7 @@ def setups(draw):
     return hardware, pools, draw(st.sampled_from((0.0, 2e-4, 0.02)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(traces(), setups(), st.sampled_from(RouterPolicy), st.integers(0, 3))
 def test_leaping_equals_stepping_and_every_answer_is_complete(trace, setup, policy, seed):
     hardware, pools, latency_s = setup
@@ -118,7 +118,7 @@ def stores(draw):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(returning(), setups(), stores(), st.sampled_from(PULLING), st.integers(0, 3))
 def test_every_answer_is_complete_and_nothing_is_held_with_any_stores(
     trace, setup, some, policy, seed
