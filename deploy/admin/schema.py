@@ -4,8 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from deploy.base.spec import WorkerFacts
-from deploy.controller.block_access import BlockEventsAnswer
+from deploy.base.spec import BlockEventsAnswer, WorkerFacts
 from deploy.logs.reading import DEFAULT_LINES, MAX_LINES
 from deploy.pools.gateways import GatewayState
 from deploy.pools.planning import DecisionOutcome

@@ -11,7 +11,7 @@ from engine.config import (
 )
 from engine.control import FIRST_VERSION, Members
 from engine.devices.settings import WorkerSettings
-from engine.messages import Role, WorkerId
+from engine.messages import EventsAddress, Role, WorkerId
 
 READY_TIMEOUT_S = 300.0  # from spec to ready; a fetch of the model comes on top
 SLOWEST_BYTES_PER_S = 100e6  # at which a model may be read; a large one has a longer start
@@ -144,3 +144,17 @@ class Starting(msgspec.Struct, frozen=True, tag=True):
     """Says that the start may take so long. Sent only if that is more than READY_TIMEOUT_S."""
 
     limit_s: float
+
+
+class BlockEventsAnswer(msgspec.Struct, frozen=True):
+    """CURVE keys in Z85 and addresses for a subscriber to block events.
+
+    Each worker has an address where it publishes and one where it answers
+    (`engine.worker.block_events`). The keys open block events only. Each start of the deployment
+    makes new keys.
+    """
+
+    curve_serverkey: str
+    curve_publickey: str
+    curve_secretkey: str
+    workers: dict[WorkerId, EventsAddress]

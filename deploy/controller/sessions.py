@@ -4,8 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 
-from deploy.base.spec import GatewayReady, StoreReady
-from deploy.controller.block_access import BlockEventsAnswer
+from deploy.base.spec import BlockEventsAnswer, GatewayReady, StoreReady
 from deploy.controller.links import (
     ANSWER_TIMEOUT_S,
     HANDSHAKE_TIMEOUT_S,

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ConfigError
 from engine.ownership import make_folder
@@ -158,3 +160,17 @@ def _is_whole(path: Path, num_bytes: int) -> bool:
 
 def _size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def library(package: str, source: str, *, extra: str) -> Any:
+    """Returns the package. Raises ConfigError, naming what installs it."""
+    try:
+        import_module(f"{package}.errors" if package == "huggingface_hub" else f"{package}.core")
+        return import_module(package)
+    except ImportError as error:
+        raise missing(source, str(error), extra) from error
+
+
+def missing(source: str, why: str, extra: str) -> ConfigError:
+    """Says which extra of Baton installs what a source needs."""
+    return ConfigError(f"{source}: needs `pip install 'baton-serve[{extra}]'` ({why})")

@@ -5,8 +5,15 @@ import re
 import shutil
 from pathlib import Path
 
-from deploy.fetching.cache import Parts, RemoteVersion, Report, folder_name, one_line, stored
-from deploy.fetching.libraries import library
+from deploy.fetching.cache import (
+    Parts,
+    RemoteVersion,
+    Report,
+    folder_name,
+    library,
+    one_line,
+    stored,
+)
 from deploy.fetching.names import COMMIT, HubModel
 from engine.errors import ConfigError
 

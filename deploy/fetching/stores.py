@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deploy.fetching.cache import FOLDERS, Parts, RemoteVersion, Report, is_wanted, one_line, stored
-from deploy.fetching.libraries import library, missing
+from deploy.fetching.cache import (
+    FOLDERS,
+    Parts,
+    RemoteVersion,
+    Report,
+    is_wanted,
+    library,
+    missing,
+    one_line,
+    stored,
+)
 from deploy.fetching.names import StoredModel
 from engine.errors import ConfigError
 

@@ -25,8 +25,8 @@ from deploy.pools.events import (
     GatewayStarted,
     GatewayStopped,
 )
-from deploy.pools.history import PoolHistory
 from deploy.pools.restarts import Restarts
+from deploy.pools.wanted import PoolHistory
 from engine.control import GatewayReport, VersionReport
 
 GATEWAY_UNREACHABLE_S = 8.0  # without a session; short, because clients wait at the gateway

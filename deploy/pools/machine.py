@@ -59,7 +59,6 @@ from deploy.pools.events import (
     WorkerStopped,
 )
 from deploy.pools.gateways import Gateways, GatewayState
-from deploy.pools.history import PoolHistory
 from deploy.pools.kernels import kernel_troubles
 from deploy.pools.orders import (
     Abort,
@@ -81,7 +80,7 @@ from deploy.pools.versions.canary import CanaryStanding
 from deploy.pools.versions.rollout import Scene
 from deploy.pools.versions.sleeping import ModelSleep
 from deploy.pools.versions.updates import VersionUpdates
-from deploy.pools.wanted import PoolLimits, Wanted
+from deploy.pools.wanted import PoolHistory, PoolLimits, Wanted
 from deploy.pools.workers.moves import WorkerMoves
 from deploy.pools.workers.orders import WorkerOrders
 from deploy.pools.workers.record import PoolWorker, WorkerState

@@ -17,8 +17,8 @@ from enum import StrEnum
 
 from deploy.pools.effects import PoolEffect, StartStore, StopStore
 from deploy.pools.events import Died, StoreFailed, StoresSeen, StoreStarted, StoreStopped
-from deploy.pools.history import PoolHistory
 from deploy.pools.restarts import Restarts
+from deploy.pools.wanted import PoolHistory
 from engine.control import Member, Version
 from engine.messages import WorkerId
 

@@ -1,10 +1,12 @@
-"""The operator's intent and the limits, shared by all parts of the pool machine."""
+"""The operator's intent, the limits and the history, shared by all parts of the pool machine."""
 
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from engine.config import PoolsConfig, UpdateConfig
-from engine.control import Intent, LiveSettings
+from engine.control import HistoryStep, Intent, LiveSettings
+from engine.messages import Role
 
 MAX_WORKERS = "see pools.max_workers"  # why there can be no more
 
@@ -49,3 +51,25 @@ class Wanted:
     def limit(self, max_workers: int, why: str) -> None:
         """Sets how many workers there can be, and why not more."""
         self.limits = replace(self.limits, max_workers=max_workers, why_no_more=why)
+
+
+MAX_STEPS_KEPT = 1000
+
+
+class PoolHistory:
+    """The latest steps in order, and how often each kind of trouble happened."""
+
+    def __init__(self) -> None:
+        self.steps: deque[HistoryStep] = deque(maxlen=MAX_STEPS_KEPT)
+        self.counters: Counter[str] = Counter()
+        self._num_steps = 0
+
+    def record(
+        self, now_s: float, subject: str, what: str, why: str = "", *, role: Role | None = None
+    ) -> HistoryStep:
+        """Records a step and returns it, as the effect that reports it."""
+        self._num_steps += 1
+        what = what.removeprefix(f"{subject} ")
+        step = HistoryStep(self._num_steps, now_s, subject, what, why, role)
+        self.steps.append(step)
+        return step

@@ -73,6 +73,18 @@ def running(program: str) -> list[Command]:
     return found
 
 
+def parts_of_ray(session: str) -> dict[str, bool]:
+    """Returns which of Ray's processes run here. A session without a name has none.
+
+    Ray itself is not asked: a call waits for a dead GCS for a minute.
+    """
+    programs = {"gcs": GCS, "raylet": RAYLET}
+    return {
+        part: bool(session) and any(each.session == session for each in running(program))
+        for part, program in programs.items()
+    }
+
+
 class Keeper:
     """Restarts one GCS whenever it ends."""
 

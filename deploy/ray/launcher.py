@@ -39,7 +39,7 @@ from deploy.local.nursery_port import NurseryPort
 from deploy.logs.reading import LogPieces, LogsQuery, RingPiece, read_pieces
 from deploy.pools.placement import ANYWHERE, NodePlacement
 from deploy.ray.actors import NODE_CHARS, ServiceActors, node_name
-from deploy.ray.health import parts_of_ray
+from deploy.ray.gcs_keeper import parts_of_ray
 from deploy.ray.own_ray import NAMESPACE, OwnRay
 from deploy.ray.places import RayPlaces, nodes
 from engine.control import Pools

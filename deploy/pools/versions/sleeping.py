@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.pools.effects import PoolEffect
-from deploy.pools.history import PoolHistory
 from deploy.pools.versions.rollout import Scene
-from deploy.pools.wanted import Wanted
+from deploy.pools.wanted import PoolHistory, Wanted
 from deploy.pools.workers.registry import PoolWorkers
 from engine.control import NO_WORKERS, Asleep, Intent, Version
 

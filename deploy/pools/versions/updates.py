@@ -7,13 +7,12 @@ import msgspec
 
 from deploy.fetching.names import is_remote
 from deploy.pools.effects import PoolEffect
-from deploy.pools.history import PoolHistory
 from deploy.pools.orders import Abort, AddVersion, Finish, Rollback, SetWeights
 from deploy.pools.restarts import Restarts
 from deploy.pools.versions import orders
 from deploy.pools.versions.canary import CanaryStanding, CanaryWatch, hung_of, tally
 from deploy.pools.versions.rollout import Scene, ended, named, next_change
-from deploy.pools.wanted import Wanted
+from deploy.pools.wanted import PoolHistory, Wanted
 from deploy.pools.workers.orders import counts_text
 from deploy.pools.workers.record import WorkerState
 from deploy.pools.workers.registry import PoolWorkers

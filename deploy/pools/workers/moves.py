@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.pools.effects import PoolEffect
-from deploy.pools.history import PoolHistory
-from deploy.pools.wanted import Wanted
+from deploy.pools.wanted import PoolHistory, Wanted
 from deploy.pools.workers.reconcile import (
     Abandon,
     Begin,

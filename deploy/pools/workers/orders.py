@@ -7,10 +7,9 @@ import msgspec
 
 from deploy.pools.effects import PoolEffect
 from deploy.pools.formats import formats_of
-from deploy.pools.history import PoolHistory
 from deploy.pools.orders import Adjust, Drain, Flip, OrderRefused, SetPlanner, SetPools, Stop
 from deploy.pools.versions import orders as versions
-from deploy.pools.wanted import Wanted
+from deploy.pools.wanted import PoolHistory, Wanted
 from deploy.pools.workers.reconcile import last_that
 from deploy.pools.workers.record import PoolWorker, WorkerState
 from deploy.pools.workers.registry import PoolWorkers

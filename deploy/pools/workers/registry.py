@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from itertools import count
 
 from deploy.pools.effects import PoolEffect, SetWorkerRole, StartWorker, StopWorker
-from deploy.pools.history import PoolHistory
 from deploy.pools.restarts import Restarts
-from deploy.pools.wanted import Wanted
+from deploy.pools.wanted import PoolHistory, Wanted
 from deploy.pools.workers.record import PoolWorker, WorkerState
 from engine.control import SERVING_ROLES, Member, by_number, with_role
 from engine.messages import Role, WorkerId

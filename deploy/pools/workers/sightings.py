@@ -14,9 +14,8 @@ from deploy.pools.events import (
     WorkerStartFailed,
     WorkerStopped,
 )
-from deploy.pools.history import PoolHistory
 from deploy.pools.restarts import Restarts
-from deploy.pools.wanted import Wanted
+from deploy.pools.wanted import PoolHistory, Wanted
 from deploy.pools.workers.record import PoolWorker, WorkerState
 from deploy.pools.workers.registry import NOT_STARTED, PoolWorkers
 from engine.control import Member

@@ -18,11 +18,11 @@ from deploy.admin.api import admin_app
 from deploy.admin.client import AdminError, find_deployment
 from deploy.admin.schema import PlannerAnswer, PoolsAnswer, VersionsAnswer
 from deploy.base.run_dir import AdminAccess, announce, announced, run_directory
+from deploy.base.spec import BlockEventsAnswer
 from deploy.commands.operator import COUNTS, check_role
 from deploy.commands.options import parse_numbers
 from deploy.commands.versions import versions_table
 from deploy.commands.views import planner_view, pools_view
-from deploy.controller.block_access import BlockEventsAnswer
 from deploy.controller.metrics import controller_families
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from deploy.ray import gcs_keeper
-from deploy.ray.gcs_keeper import Command, find
+from deploy.ray.gcs_keeper import GCS, Command, find
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
@@ -104,3 +104,11 @@ def test_keeper_stops_while_the_gcs_runs():
     assert gcs.poll() is None  # it is not the keeper's
     gcs.kill()
     gcs.wait()
+
+
+def test_only_processes_of_the_own_session_count(monkeypatch):
+    processes = {GCS: [Command(1, (GCS, "--session-name=session_1"), {})]}
+    monkeypatch.setattr(gcs_keeper, "running", lambda program: processes.get(program, []))
+    assert gcs_keeper.parts_of_ray("session_1") == {"gcs": True, "raylet": False}
+    assert gcs_keeper.parts_of_ray("session_2") == {"gcs": False, "raylet": False}
+    assert gcs_keeper.parts_of_ray("") == {"gcs": False, "raylet": False}
