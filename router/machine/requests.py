@@ -170,7 +170,7 @@ class Timeline(msgspec.Struct, frozen=True):
 class Update(msgspec.Struct, frozen=True, gc=False):
     """The part of an answer that reaches the client at once. The last one has an `outcome`.
 
-    The router's shell merges the effects of one turn, and the updates that a slow client has not
+    The router merges the effects of one turn, and a sink the updates that a slow client has not
     read yet. So an update may have tokens of several steps and the outcome. An effect
     (`router.machine.events`) has the result of one event for one request.
 

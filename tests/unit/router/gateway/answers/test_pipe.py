@@ -116,15 +116,6 @@ async def test_an_answer_is_the_same_with_a_pipe_and_without(script, fields):
     assert piped.reply.is_complete
 
 
-async def test_the_first_token_is_sent_with_the_head_and_not_before():
-    connection = connect(FakeRouter(answer("ab")))
-    pipe = Pipe(connection)
-    reply = await connection.run()
-    assert reply.status == 200
-    assert pipe.num_written == 1  # for the second token: the last comes with the end
-    assert texts(reply) == {0: "ab"}
-
-
 async def test_a_client_that_reads_slowly_gets_larger_pieces():
     connection = connect(FakeRouter(answer("abcd")))
     Pipe(connection)
@@ -173,18 +164,6 @@ async def test_a_stop_string_found_at_once_cancels_before_the_end_is_sent():
     connection._send = checked
     assert texts(await connection.run()) == {0: "ab"}
     assert router.live == 0
-
-
-async def test_a_client_leaving_during_piped_writes_cancels_its_request():
-    router = FakeRouter([tokens("a"), tokens("b"), Never()])
-    connection = connect(router)
-    pipe = Pipe(connection)
-    call = asyncio.create_task(connection.run())
-    await router.waiting.wait()
-    assert pipe.num_written == 1
-    connection.leave()
-    assert not (await call).is_complete
-    assert len(router.cancelled) == 1
 
 
 # ---------------------------------------------------------------- in C++
