@@ -6,7 +6,7 @@ NICE := nice -n 2
 # Python compiles what it imports, once; pip would compile 18,000 files, for over a minute.
 INSTALL := pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=
-CPP := $(wildcard */native/src/*.cpp */native/src/*.h router/text/native/src/*.cpp router/text/native/src/*.h engine/model/native/src/*.cpp engine/model/native/src/*.h bench/engine/src/*.cpp)
+CPP := $(wildcard engine/native/src/*/*.cpp engine/native/src/*/*.h)
 
 .PHONY: install develop environments serve test check format test-core test-models test-parts test-services test-api test-ray test-chaos test-busy test-long fuzz clean
 
@@ -34,7 +34,7 @@ environments: develop .venv-core/.installed .venv-clients/.installed
 
 # Not by the first start, nor by each of several processes that start together.
 .venv/.compiled: .venv/.installed
-	$(BIN)/python -m deploy.services.prepare & \
+	$(BIN)/python -m engine.native.build & \
 	$(BIN)/python -c 'import deploy.commands.serve, deploy.ray.launcher, deploy.services.gateway, deploy.services.worker, engine.model.runner' && \
 	wait $$!
 	@touch $@

@@ -63,8 +63,6 @@ class DraftPlanner:
         speculator: Speculator | None,
         memory: DecodeMemory,
         counters: Counter[str],
-        *,
-        ngrams: Ngrams,
     ) -> None:
         self.has_draft_model = speculator is not None and speculator.has_draft_model
         is_needed = self.has_draft_model or (speculator is not None and speculator.is_on)
@@ -72,7 +70,8 @@ class DraftPlanner:
         self._memory = memory
         self._block_size = memory.block_size
         self._counters = counters
-        self._ngrams = ngrams
+        uses_ngrams = speculator is not None and speculator.uses_ngrams
+        self._ngrams = Ngrams() if uses_ngrams else None
         self._drafts: dict[SeqId, _Draft] = {}
         self.marked: list[_Draft] = []  # with a proposal or seen, in the step planned last
 
@@ -84,7 +83,7 @@ class DraftPlanner:
     def join(self, seq: Sequence) -> None:
         """A sequence runs from now on."""
         if self.speculator is not None:
-            ngrams = self._ngrams.open(seq.token_ids) if self.speculator.uses_ngrams else None
+            ngrams = None if self._ngrams is None else self._ngrams.open(seq.token_ids)
             self._drafts[seq.seq_id] = _Draft(seq, ngrams)
 
     def leave(self, seq_id: SeqId) -> None:
@@ -132,7 +131,7 @@ class DraftPlanner:
         """Returns the drafts that have a proposal now."""
         drafts = [self._drafts[seq.seq_id] for seq in chosen]
         num_context_tokens = sum([len(seq.token_ids) for seq in chosen])
-        if speculator.uses_ngrams:
+        if self._ngrams is not None:
             matches = self._ngrams.look([draft.ngrams for draft in drafts])
             for draft, match in zip(drafts, matches, strict=True):
                 draft.match = match

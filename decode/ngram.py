@@ -1,29 +1,22 @@
 """Proposals without a model: the tokens that followed the same tokens before.
 
-An index of one sequence's prompt and answer maps each run of 4, 3 and 2 tokens to the place behind
-its most recent occurrence. The longest run that ends the sequence and has occurred before proposes
-the tokens that followed it. At the end of the sequence it continues from its own proposal, as a
-period does.
+The longest run of 4, 3 or 2 tokens that ends a sequence and has occurred before proposes the tokens
+that followed it. At the end of the sequence it continues from its own proposal, as a period does.
 
-Each token costs three stores in dicts, once. A long prompt is indexed over several looks, from its
-beginning. The index takes some 300 bytes a token.
-
-`decode.native.ngrams` finds the same in C++, without an index.
+C++ searches its own copy of each sequence's tokens, which each look brings up to date. One call
+looks at a whole batch.
 
 Sources: prompt lookup decoding, Saxena, 2023; copying with overlap, Ziv and Lempel, 1977.
 """
 
+from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
+
+from engine.native.library import Native, library
 
 SIZES = (4, 3, 2)  # tokens, longest first
 LONGER = (16, 8)  # lengths reported for matches beyond the longest size
-BUDGET_TOKENS = 256  # that one look indexes, of all sequences in order; but in any case
-OWN_TOKENS = 32  # of each, so that an answer is indexed even if others have long prompts
-
-# A key is a run's ids in one integer. Each id is plus one, so that zero means no token.
-_BITS = 33
-_MASKS = tuple((1 << _BITS * size) - 1 for size in SIZES)
 
 
 class Match(NamedTuple):
@@ -33,89 +26,55 @@ class Match(NamedTuple):
     length: int  # one of SIZES or LONGER; it may be more
 
 
-class NgramIndex:
-    """The index of one sequence. It follows the sequence's list of tokens as that grows."""
+class _Tokens:
+    def __init__(self, library: Native, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.num_known = 0  # of these, in C++
+        self.handle: int = library.baton_ngrams_open()
+        self._close = library.baton_ngrams_close
 
-    def __init__(self, token_ids: list[int]) -> None:
-        self._token_ids = token_ids
-        self._num_indexed = 0  # tokens that end an indexed run
-        self._key = 0  # of the longest run that ends with the last of them
-        self._places: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)
-
-    @property
-    def num_missing(self) -> int:
-        """Tokens that are not indexed yet."""
-        return len(self._token_ids) - 1 - self._num_indexed
-
-    def index(self, max_tokens: int) -> int:
-        """Indexes up to `max_tokens` more tokens; returns how many those were.
-
-        The last token stays out: it ends the run that is searched for.
-        """
-        token_ids, key, mask = self._token_ids, self._key, _MASKS[0]
-        fours, threes, twos = self._places
-        _, mask_of_three, mask_of_two = _MASKS
-        start = self._num_indexed
-        end = max(start, min(start + max_tokens, len(token_ids) - 1))
-        for place, token in enumerate(token_ids[start:end], start + 1):
-            key = (key << _BITS | (token + 1)) & mask
-            fours[key] = place
-            threes[key & mask_of_three] = place
-            twos[key & mask_of_two] = place
-        self._key, self._num_indexed = key, end
-        return end - start
-
-    def find(self) -> Match | None:
-        """Returns the most recent indexed occurrence of the longest run at the end."""
-        if self.num_missing == 0:
-            key = self._key << _BITS | (self._token_ids[-1] + 1)
-        else:
-            key = 0
-            for token in self._token_ids[-SIZES[0] :]:
-                key = key << _BITS | (token + 1)
-        for size, mask, places in zip(SIZES, _MASKS, self._places, strict=True):
-            start = places.get(key & mask)
-            if start is not None:
-                return Match(start, self._length(start) if size == SIZES[0] else size)
-        return None
-
-    def _length(self, start: int) -> int:
-        for length in LONGER:
-            before = self._token_ids[max(start - length, 0) : start]
-            if len(before) == length and before == self._token_ids[-length:]:
-                return length
-        return SIZES[0]
+    def __del__(self) -> None:
+        self._close(self.handle)
 
 
-class Ngrams(Protocol):
+class Ngrams:
     """Follows sequences and looks for matches in them."""
 
-    def open(self, token_ids: list[int]) -> Any:
+    def __init__(self) -> None:
+        """Raises BuildError."""
+        self._library = library()
+
+    def open(self, token_ids: list[int]) -> _Tokens:
         """Begins to follow a sequence whose tokens are, and will be, in this list."""
-        ...
+        return _Tokens(self._library, token_ids)
 
-    def look(self, sequences: Sequence[Any]) -> list[Match | None]:
+    def look(self, sequences: Sequence[_Tokens]) -> list[Match | None]:
         """Returns the match of each sequence that was opened here."""
-        ...
+        tokens, counts = array("i"), array("i")
+        for sequence in sequences:
+            new = sequence.token_ids[sequence.num_known :]
+            sequence.num_known += len(new)
+            counts.append(len(new))
+            tokens.fromlist(new)
+        num = len(sequences)
+        handles = array("Q", [sequence.handle for sequence in sequences])
+        starts, lengths = array("i", bytes(4 * num)), array("i", bytes(4 * num))
+        self._library.baton_ngrams_look(
+            _address(handles),
+            num,
+            _address(counts),
+            _address(tokens),
+            _address(starts),
+            _address(lengths),
+        )
+        return [
+            Match(start, length) if length else None
+            for start, length in zip(starts, lengths, strict=True)
+        ]
 
 
-class PythonNgrams(Ngrams):
-    """Those of this module."""
-
-    def __init__(self, budget_tokens: int = BUDGET_TOKENS) -> None:
-        self._budget_tokens = budget_tokens
-
-    def open(self, token_ids: list[int]) -> NgramIndex:
-        """Returns an empty index."""
-        return NgramIndex(token_ids)
-
-    def look(self, sequences: Sequence[NgramIndex]) -> list[Match | None]:
-        """Looks at one index after the other."""
-        matches, budget_tokens = [], self._budget_tokens
-        for index in sequences:
-            budget_tokens -= index.index(max(budget_tokens, OWN_TOKENS))
-            matches.append(index.find())
-        return matches
+def _address(numbers: "array[int]") -> int:
+    return numbers.buffer_info()[0]
 
 
 def follow(token_ids: Sequence[int], match: Match, num_tokens: int) -> list[int]:

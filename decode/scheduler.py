@@ -29,7 +29,6 @@ from collections.abc import Sequence as Items
 
 from decode.arrivals import Arrivals, DecodeMemory, StepHold
 from decode.drafts import DraftPlanner
-from decode.ngram import Ngrams, PythonNgrams
 from decode.running import RunningBatch
 from decode.speculation import Speculator
 from engine.grammar.guide import OpenedGuide
@@ -75,11 +74,9 @@ class DecodeScheduler:
         max_running: int,
         growth_tokens: int = 128,
         speculator: Speculator | None = None,
-        ngrams: Ngrams | None = None,
     ) -> None:
         """A runner with a draft model needs a speculator, even one that drafts nothing: it makes
-        sure that blocks become complete. `ngrams`: those in Python, unless others are given. What
-        `intake` does not let in is given back.
+        sure that blocks become complete. What `intake` does not let in is given back.
         """
         self._intake = intake
         self._max_running = max_running
@@ -87,9 +84,7 @@ class DecodeScheduler:
         self._counters: Counter[str] = Counter()
         self.memory = DecodeMemory(pool, block_size=intake.block_size, growth_tokens=growth_tokens)
         self._hold = StepHold(self._counters)
-        self.drafts = DraftPlanner(
-            speculator, self.memory, self._counters, ngrams=ngrams or PythonNgrams()
-        )
+        self.drafts = DraftPlanner(speculator, self.memory, self._counters)
         self.arrivals = Arrivals(
             pool, block_size=intake.block_size, hold=self._hold, counters=self._counters
         )

@@ -8,8 +8,7 @@ proves that the lease was open until then. There is no need to read it before th
     sink     copy, fence, read the word
 
 Also the source's process must be alive after the copy. Its memory would outlive it here, but a
-GPU's need not. C++ reads and writes the words, since Python has no fences: `native/src/words.h`.
-Without C++ there are no words, and leases are confirmed by messages.
+GPU's need not. C++ reads and writes the words, since Python has no fences: `src/transfer/words.h`.
 
 A hostile source can set its words as it likes. It gains nothing: it could send wrong bytes as well.
 Sinks map the words read-only, and the memory cannot shrink under them.
@@ -18,9 +17,9 @@ Sinks map the words read-only, and the memory cannot shrink under them.
 import os
 
 from engine.errors import BatonError
+from engine.native.library import library
 from kvtransfer.memory import SharedMemory, ShmUnavailable, address_of, map_offer, shm_offer
 from kvtransfer.messages import NUM_WORDS, LeaseWord, ShmOffer
-from kvtransfer.native.library import kernels
 
 WORD_BYTES = 8
 
@@ -34,15 +33,12 @@ class LeaseWords:
 
     def open(self) -> None:
         """Takes the memory; all words are zero. Raises NoWords."""
-        library = kernels()
-        if library is None:
-            raise NoWords("C++ is not available")
         try:
             self._memory = SharedMemory.in_small_pages(NUM_WORDS * WORD_BYTES)
         except OSError as error:
             raise NoWords(f"no shared memory: {error.strerror}") from error
         self._address = address_of(self._memory.mapped)
-        self._set = library.baton_set_word
+        self._set = library().baton_set_word
 
     def offer(self) -> ShmOffer:
         """Returns what a sink needs to map them."""
@@ -65,9 +61,6 @@ class SourcesWords:
 
     def open(self, offer: ShmOffer) -> None:
         """Maps the words. Raises NoWords."""
-        library = kernels()
-        if library is None:
-            raise NoWords("C++ is not available")
         try:
             process = os.pidfd_open(offer.pid)  # before it is known to own the memory
         except (OSError, OverflowError) as error:
@@ -79,7 +72,7 @@ class SourcesWords:
             raise NoWords(str(error)) from error
         self._process = process
         self._address = self._words.ctypes.data
-        self._is = library.baton_word_is
+        self._is = library().baton_word_is
 
     def prove(self, word: LeaseWord) -> bool:
         """True if the lease was open, and its source alive, after all that was copied before."""

@@ -18,11 +18,9 @@ import mmap
 import statistics
 import sys
 from collections.abc import Callable
-from ctypes import c_double, c_int32, c_int64, c_void_p
-from pathlib import Path
 
 from bench.peers.driver import drive, stdout_for_answers
-from engine.native_build import Sources, built_library, open_library
+from engine.native.library import library
 
 MOST_READ_BYTES = 512 * 2**20  # more than caches hold
 PAGE = 2**21
@@ -36,12 +34,6 @@ ROUNDS = {  # some 4 ms
 }
 AHEAD_BYTES = (0, 4096)  # what is prefetched; whichever is faster counts
 
-SOURCES = Sources("peaks", Path(__file__).parent / "src", "peaks.cpp")
-SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    **dict.fromkeys(ROUNDS, (c_double, (c_int32, c_int64))),
-    "peaks_read": (c_double, (c_int32, c_void_p, c_int64, c_int64)),
-}
-
 
 class CeilingProbe:
     """Holds the loops and the memory that is read; made once and reused."""
@@ -50,7 +42,7 @@ class CeilingProbe:
         """Raises BuildError without a C++ compiler, or on other processors than x86-64."""
         self.facts: dict[str, object] = {"version": "peaks"}
         self._threads = threads
-        self._library: ctypes.CDLL = open_library(built_library(SOURCES), SIGNATURES)
+        self._library = library()
         self._memory = mmap.mmap(-1, MOST_READ_BYTES + PAGE)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         view = ctypes.c_uint8.from_buffer(self._memory)

@@ -55,7 +55,7 @@ class StoreSlab:
 
     def recover(self) -> RecoveredBlocks:
         """Returns the blocks that an earlier process left, the oldest first; clears other slots."""
-        verdicts = judge(self._headers, 0, self._geometry, header_checksums())
+        verdicts = judge(self._headers, 0, self._geometry, header_checksums)
         found = merged([claimed(self._headers[verdicts == HeaderVerdict.FINE])])
         keep = np.zeros(self.num_slots, np.bool_)
         keep[found.slots] = True

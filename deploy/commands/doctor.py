@@ -30,7 +30,7 @@ from deploy.worker.memory import HEAD_ROOM_BYTES, LEAST_BYTES, available_bytes
 from engine.config import Config, DeviceKind
 from engine.devices.settings import choose_device, gpus_of_worker, resolve
 from engine.errors import BatonError
-from engine.native_build import cache_folder, find_compiler
+from engine.native.build import cache_folder, find_compiler, is_built
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 SPARE_FILES = 512  # descriptors of a gateway beside its connections
@@ -208,13 +208,14 @@ def _processor(_: Config) -> Iterator[Finding]:
 
 def _compiler(_: Config) -> Iterator[Finding]:
     folder = cache_folder()
-    built = len(list(folder.glob("*.so"))) if folder.is_dir() else 0
     try:
         yield Finding("compiler", Verdict.USED, find_compiler())
+        built = "built" if is_built() else "to be built at the first start"
     except BatonError as error:
-        yield Finding("compiler", Verdict.UNUSED, "none", f"{error}; plain torch computes")
+        yield Finding("compiler", Verdict.WRONG, "none", f"{error}: install g++ or clang++")
+        return
     top = next(path for path in (folder, *folder.parents) if path.is_dir())
-    found = f"{folder}: {built} libraries"
+    found = f"{folder}: {built}"
     if os.access(top, os.W_OK):
         yield Finding("kernel cache", Verdict.USED, found)
     else:

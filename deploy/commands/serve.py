@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +30,6 @@ from deploy.local.service_manager import ServiceManager
 from deploy.local.stop_signals import StopAsked, StopSignals, exit_status
 from deploy.logs.lines import NewsStream, configure_logging, controller_logs
 from deploy.ray import own_ray
-from deploy.services.prepare import Preparation
 from engine.clock import MonotonicClock
 from engine.command_options import SettingOption, Settings, expanded, options_of
 from engine.config import (
@@ -41,8 +40,8 @@ from engine.config import (
     load_config,
     remove_environment,
 )
-from engine.devices.settings import kv_formats
 from engine.errors import ConfigError
+from engine.native.build import built_library, is_built
 
 JSON_COLUMNS = 2000  # no line of ours is as long, and so none is broken
 LOOK_EVERY_S = 0.1  # how often a stop looks for signals
@@ -147,8 +146,6 @@ def serve(
     manager = ServiceManager(os.environ)
     signals = StopSignals()
     signals.install()
-    preparation = Preparation()
-    preparation.start(kv_formats(tree.worker, DeviceKind.CPU))
     deployment = Deployment(
         _launcher(launcher, places),
         model=model or DEFAULT_MODEL,
@@ -158,8 +155,7 @@ def serve(
     console = Console(stderr=True)
     if as_json:
         console = Console(file=cast("IO[str]", NewsStream()), width=JSON_COLUMNS)
-    with closing(preparation):
-        raise typer.Exit(run(deployment, console, manager, signals))
+    raise typer.Exit(run(deployment, console, manager, signals))
 
 
 def without_keys(command: Sequence[str]) -> list[str]:
@@ -212,6 +208,9 @@ def run(
         signals.interrupt()
         with console.status("starting") as status:
             deployment.on_news = status.update
+            if not is_built():
+                status.update("compiling for this processor, once")
+                built_library()
             ready = deployment.open()
         signals.keep()
     except StopAsked as asked:

@@ -18,6 +18,7 @@ from deploy.services.text import text_model
 from engine.clock import Clock, MonotonicClock
 from engine.config import GatewayConfig
 from engine.errors import ConfigError
+from engine.native.library import library
 from engine.net.trust import Secret
 from router.access.file import KeyFile
 from router.access.guard import KeyFinder
@@ -39,9 +40,7 @@ from router.gateway.requests.grammar_checker import GrammarChecker
 from router.gateway.storage import Storage
 from router.gateway.stream_probe import StreamProbe
 from router.membership import ControlServer
-from router.native.library import opened as open_router
 from router.service import Router
-from router.text.native.library import is_native as is_text_native
 from router.version_routers import VersionRouters
 
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ class GatewayService(LoopService[GatewayReady]):
         spec = self._spec
         config = spec.gateway
         clock, secret = MonotonicClock(), Secret(spec.token)
-        await asyncio.to_thread(open_router)  # so that no request waits for a compiler
-        has_native_text = await asyncio.to_thread(is_text_native)
+        await asyncio.to_thread(library)  # so that no request waits for a compiler
         self._routers = VersionRouters(
             clock=clock,
             new_router=lambda: Router(
@@ -119,7 +117,6 @@ class GatewayService(LoopService[GatewayReady]):
             shared=self._accounts,
             storage=self._storage,
             tracing=self._tracing,
-            has_native_text=has_native_text,
         )
         self._routers.more_probes = StreamProbe(parts).fault_of
         board = PoolBoard(self._routers.versions, clock)

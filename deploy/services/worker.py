@@ -14,10 +14,10 @@ from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from deploy.worker.opening import import_torch, open_runner, runner_of
 from engine.clock import MonotonicClock
 from engine.grammar.guides import LlGuides
+from engine.native.library import library
 from engine.net.trust import Secret
 from engine.worker.ranks import RankPlace
 from kvtransfer.memory import Pool
-from kvtransfer.native.library import is_native
 
 if TYPE_CHECKING:
     from deploy.ranks.processes import RankProcesses
@@ -42,7 +42,7 @@ class WorkerService(LoopService[WorkerReady]):
         directory = await asyncio.to_thread(directory_of, spec.model, Parts.ALL)
         runner, pool = await asyncio.to_thread(self._open_runner, directory)
         await asyncio.to_thread(runner.warm_up)
-        await asyncio.to_thread(is_native)  # so that no pull waits for a compiler
+        await asyncio.to_thread(library)  # so that no pull waits for a compiler
         identity = WorkerIdentity(
             spec.worker_id,
             spec.role,

@@ -7,7 +7,6 @@ until the socket ends or brings the word to stop.
 import os
 import socket
 import sys
-import threading
 
 import msgspec
 
@@ -21,9 +20,9 @@ from deploy.store.host import StoreHost, StoreIdentity, StorePlace
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 from engine.messages import WorkerId
+from engine.native.library import library
 from engine.net.trust import Secret
 from kvtransfer.memory import SharedMemory
-from kvtransfer.native.library import is_native
 
 NICENESS = 5  # taking blocks gives way to workers on a machine that is short of cores
 
@@ -68,9 +67,9 @@ def main() -> int:
     configure_logging(source, MonotonicClock())
     slab, table = (SharedMemory.of(fd) for fd in descriptors)
     place = StorePlace(slab, table, start.port, start.control_port, start.num_starts)
-    threading.Thread(target=is_native, daemon=True).start()  # so that no pull waits for a compiler
     thread = ServiceThread(_StoreProcess(start, place), "store")
     try:
+        library()  # so that no pull waits for a compiler
         started = thread.open()
     except (BatonError, OSError) as error:
         text = str(error) if isinstance(error, BatonError) else explain(error)

@@ -7,7 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from decode.ngram import Ngrams
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from engine.messages import ROLES_OF_WORKERS, Role, TransferAddress
@@ -58,7 +57,6 @@ def worker_core(  # noqa: PLR0913 - the parts of a worker
     possible: Collection[Role] = ROLES_OF_WORKERS,
     stretch: float | None = None,
     speculator: Speculator | None = None,
-    ngrams: Ngrams | None = None,
     growth_tokens: int = 128,
 ) -> CoreParts:
     """Returns a core with all schedulers. `possible` are the roles that it may take later.
@@ -72,7 +70,6 @@ def worker_core(  # noqa: PLR0913 - the parts of a worker
         max_running=limits.max_running,
         growth_tokens=growth_tokens,
         speculator=speculator,
-        ngrams=ngrams,
     )
     prefill = PrefillScheduler(
         pool, intake=intake, chunk_tokens=limits.chunk_tokens, address=address, pace=pace

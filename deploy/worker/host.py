@@ -24,7 +24,6 @@ from typing import Protocol
 
 import msgspec
 
-from decode.native.ngrams import best_ngrams
 from decode.speculation import Speculator
 from deploy.worker.block_publisher import BlockPublisher
 from deploy.worker.core import worker_core
@@ -32,7 +31,6 @@ from deploy.worker.gateway_sessions import GatewaySessions
 from deploy.worker.process_facts import cpu_s, process_gauges
 from deploy.worker.session_inbox import RequestIds, SessionInbox
 from deploy.worker.step_watch import StepWatch
-from engine import native_build
 from engine.clock import Clock
 from engine.devices.settings import WorkerSettings
 from engine.grammar.guides import LlGuides
@@ -51,6 +49,7 @@ from engine.messages import (
     WorkerId,
     encode_frame,
 )
+from engine.native import build
 from engine.net.trust import Secret
 from engine.worker.batch import BatchPlan, LaunchedStep, Runner
 from engine.worker.block_events import EventLog
@@ -226,7 +225,6 @@ class WorkerHost:
             possible=self._possible,
             stretch=config.stretch,
             speculator=speculator,
-            ngrams=best_ngrams() if speculator.uses_ngrams else None,
         ).core
 
     @property
@@ -397,7 +395,7 @@ class WorkerHost:
         for more in (
             self._model.counters,
             self._publisher.counters,
-            native_build.counters,
+            build.counters,
             self._sessions.refused,
         ):
             counters.update(more)

@@ -34,16 +34,16 @@ from engine.model.native import speculate
 from engine.model.native.attention import NativeAttention
 from engine.model.native.decoder import Decoder, NotFused, PreparedCall, build
 from engine.model.native.invariant import InvariantProducts
-from engine.model.native.library import INT8, INT8_AS_FLOAT, instructions, kernels
 from engine.model.native.linear import PackedLinear, Team, bare_bytes, pack_linears
-from engine.model.native.sampling import sample as sample_natively
+from engine.model.native.sampling import sample
+from engine.model.native.structs import INT8, INT8_AS_FLOAT, instructions
 from engine.model.parallel.steps import PackedStep
 from engine.model.sampling.changes import TokenChoice
-from engine.model.sampling.choosing import sample
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step, has_guide
 from engine.model.sampling.verify import Verified, verify_by_parts
 from engine.model.sizes import share_of_experts
 from engine.model.threads import one_torch_thread
+from engine.native.library import library
 from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
@@ -60,12 +60,7 @@ def resolve_weights(wanted: WeightFormat) -> WeightFormat:
     """The format that `wanted` means on this CPU. Raises ConfigError if this CPU cannot use it."""
     if wanted is WeightFormat.FP8:
         raise ConfigError("weights fp8 need a GPU; a CPU has fp32, bf16 and int8")
-    has_kernels = kernels() is not None
-    if wanted is WeightFormat.AUTO:
-        return WeightFormat.INT8 if has_kernels else WeightFormat.FP32
-    if wanted is not WeightFormat.FP32 and not has_kernels:
-        raise ConfigError(f"weights {wanted} need the CPU kernels, which cannot be built here")
-    return wanted
+    return WeightFormat.INT8 if wanted is WeightFormat.AUTO else wanted
 
 
 class CpuPass(NamedTuple):
@@ -107,22 +102,17 @@ class CpuForward:
     def open(self, cache: KVCache) -> None:
         """Packs the weights, frees the model's own, and serves `cache` from now on."""
         context = self._loaded.context
-        library = kernels()
-        if library is not None:
-            self._team = self._beside._team if self._beside else Team(library, self._threads)
-            context.attend = NativeAttention(self._team)
-            self.weights_bytes = pack_linears(
-                self._loaded.model, self._team, self._weights, self._loaded.read_outside
-            )
-            self._warn_of_bare_weights()
-            packed = self._packed_logits()
-            if self._loaded.group is None:  # the kernels' decoder has no ranks
-                self._decoder = self._fused(self._team, packed)
-            if self._decoder is None:
-                self._products = InvariantProducts(self._loaded.model, self._team)
-        else:
-            parameters = self._loaded.model.parameters()
-            self.weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        self._team = self._beside._team if self._beside else Team(library(), self._threads)
+        context.attend = NativeAttention(self._team)
+        self.weights_bytes = pack_linears(
+            self._loaded.model, self._team, self._weights, self._loaded.read_outside
+        )
+        self._warn_of_bare_weights()
+        packed = self._packed_logits()
+        if self._loaded.group is None:  # the kernels' decoder has no ranks
+            self._decoder = self._fused(self._team, packed)
+        if self._decoder is None:
+            self._products = InvariantProducts(self._loaded.model, self._team)
         self.is_batch_invariant = self._keeps_bits()
         context.cache = cache
         if self._decoder is not None:
@@ -141,15 +131,10 @@ class CpuForward:
     @property
     def kernels(self) -> str:
         """What computes. Compilers agree on the bits of the same instructions
-        (`engine.native_build`).
+        (`engine.native.build`).
         """
-        library = kernels()
-        if library is None:
-            return (
-                f"cpu torch-{torch.__version__} {torch.backends.cpu.get_cpu_capability().lower()}"
-            )
         parts = "" if self._loaded.group is None else f" {self._loaded.group.place.name}"
-        return f"cpu {instructions(library)} {'fused' if self.is_fused else 'by-layer'}{parts}"
+        return f"cpu {instructions(library())} {'fused' if self.is_fused else 'by-layer'}{parts}"
 
     @property
     def is_fused(self) -> bool:
@@ -198,9 +183,8 @@ class CpuForward:
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
         """Tokens [num_rows], chosen as `engine.model.sampling.choosing.sample` does."""
-        if self._team is None:
-            return sample(logits, choices)
-        return sample_natively(logits, choices, team=self._team)
+        assert self._team is not None
+        return sample(logits, choices, team=self._team)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
         """Runs this model, a draft, over the rows that it sees, and proposes tokens.

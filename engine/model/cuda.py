@@ -60,7 +60,7 @@ from engine.model.sampling import cuda as triton_sampling
 from engine.model.sampling.changes import TokenChoice
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
 from engine.model.sampling.verify import Verified, verify_by_parts
-from engine.native_build import compiler_cache
+from engine.native.build import compiler_cache
 from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)

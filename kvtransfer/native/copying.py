@@ -1,8 +1,7 @@
 """Copies many records in one call: from any rows of one array to any rows of another.
 
 A frame is a sequence of records without gaps, as it travels. Its checksum is computed while it is
-filled or emptied, so each KiB is read from memory once, not twice. Below 241 bytes XXH3 is another
-algorithm, so numpy and xxhash do such short frames.
+filled or emptied, so each KiB is read from memory once, not twice.
 """
 
 from array import array
@@ -14,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from engine.native.library import library
 from kvtransfer.memory import Blocks
-from kvtransfer.native.library import Records, kernels, records_struct
+from kvtransfer.native.structs import Records, records_struct
 from kvtransfer.records import RecordPiece
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
+MOST_SHORT_BYTES = 240  # of a frame for which XXH3 is another algorithm: xxhash computes it
 
 
 class _Side(NamedTuple):
@@ -65,13 +66,12 @@ class RecordCopier:
         self._table = piece_table(pieces)
         self._structs = records_struct(sink), records_struct(source)
         self._sides = byref(self._structs[0]), byref(self._structs[1])
-        library = kernels()
-        self._function = None if library is None else library.baton_copy_records
+        self._function = library().baton_copy_records
 
     def copy(self, sink_ids: Sequence[int], source_ids: Sequence[int]) -> None:
         """Copies records. Raises IndexError or ValueError as `copy_records` does."""
         to, of = _numbers(sink_ids), _numbers(source_ids)
-        if self._function is not None and len(to) == len(of):
+        if len(to) == len(of):
             sink, source = self._structs
             sink.ids, source.ids = to.buffer_info()[0], of.buffer_info()[0]
             table = self._table.buffer_info()[0]
@@ -90,9 +90,8 @@ def gather_records(
     records are not contiguous.
     """
     _check_frame(frame)
-    found = c_uint64()
-    by_native = _copy("baton_gather_records", (frame, None), (source, source_ids), pieces, found)
-    return found.value if by_native else checksum(frame.data)
+    sides = (frame, None), (source, source_ids)
+    return _copy_and_hash("baton_gather_records", *sides, pieces, frame)
 
 
 def scatter_records(
@@ -103,9 +102,8 @@ def scatter_records(
     Returns the checksum of the whole frame, not only of these rows. Raises as `gather_records`.
     """
     _check_frame(frame)
-    found = c_uint64()
-    by_native = _copy("baton_scatter_records", (sink, sink_ids), (frame, rows), pieces, found)
-    return found.value if by_native else checksum(frame.data)
+    sides = (sink, sink_ids), (frame, rows)
+    return _copy_and_hash("baton_scatter_records", *sides, pieces, frame)
 
 
 def checksum(frame: bytes | memoryview) -> int:
@@ -113,52 +111,41 @@ def checksum(frame: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(frame)
 
 
+def _copy_and_hash(
+    function: str,
+    sink: tuple[Blocks, Ids | None],
+    source: tuple[Blocks, Ids | None],
+    pieces: Sequence[RecordPiece],
+    frame: Blocks,
+) -> int:
+    """Copies, and returns the checksum of the frame, which is one of the sides."""
+    if frame.nbytes <= MOST_SHORT_BYTES:
+        _copy("baton_copy_records", sink, source, pieces)
+        return checksum(frame.data)
+    found = c_uint64()
+    _copy(function, sink, source, pieces, byref(found))
+    return found.value
+
+
 def _copy(
     function: str,
     sink: tuple[Blocks, Ids | None],
     source: tuple[Blocks, Ids | None],
     pieces: Sequence[RecordPiece],
-    found: c_uint64 | None = None,
-) -> bool:
-    """Copies. Returns True if C++ did it and put the checksum into `found`, False if numpy did."""
+    *results: object,
+) -> None:
+    """Copies; `results` are further arguments of the function."""
     _check_arrays(sink[0], source[0])
     to, of = _side(*sink), _side(*source)
     count = _count(to, of)
-    if _copy_natively(function, to, of, count, pieces, found):
-        return True
+    table = piece_table(pieces)
+    sides = byref(_struct(to)), byref(_struct(of))
+    copy = getattr(library(), function)
+    if copy(*sides, count, table.buffer_info()[0], len(pieces), *results):
+        return
     _check_bounds(to, count, [(piece.sink_offset, piece.num_bytes) for piece in pieces])
     _check_bounds(of, count, [(piece.source_offset, piece.num_bytes) for piece in pieces])
-    _copy_one_by_one(to, of, count, pieces)
-    return False
-
-
-def _copy_natively(
-    function: str,
-    to: _Side,
-    of: _Side,
-    count: int,
-    pieces: Sequence[RecordPiece],
-    found: c_uint64 | None,
-) -> bool:
-    """Copies in C++. Returns False without C++, out of bounds, or for a frame too short."""
-    library = kernels()
-    if library is None:
-        return False
-    table = piece_table(pieces)
-    address, _ = table.buffer_info()
-    sides = byref(_struct(to)), byref(_struct(of))
-    results = () if found is None else (byref(found),)
-    return bool(getattr(library, function)(*sides, count, address, len(pieces), *results))
-
-
-def _copy_one_by_one(to: _Side, of: _Side, count: int, pieces: Sequence[RecordPiece]) -> None:
-    for i in range(count):
-        sink = to.records[i if to.ids is None else to.ids[i]]
-        source = of.records[i if of.ids is None else of.ids[i]]
-        for piece in pieces:
-            place = slice(piece.sink_offset, piece.sink_offset + piece.num_bytes)
-            origin = slice(piece.source_offset, piece.source_offset + piece.num_bytes)
-            sink[place] = source[origin]
+    raise AssertionError("C++ refused copies that are within bounds")
 
 
 def _side(records: Blocks, ids: Ids | None) -> _Side:

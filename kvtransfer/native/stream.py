@@ -24,8 +24,9 @@ import numpy as np
 import zmq
 
 from engine.errors import BatonError
+from engine.native.library import library
 from kvtransfer.memory import Blocks
-from kvtransfer.native.library import Cipher, Received, Records, kernels, records_struct
+from kvtransfer.native.structs import Cipher, Received, Records, records_struct
 
 KEY_BYTES = 16
 MAX_NOTE_BYTES = 2**16
@@ -33,7 +34,7 @@ _NO_RECORDS = np.empty((0, 1), np.uint8)
 
 
 class CannotSeal(BatonError):
-    """There is no C++ here, no libsodium with AEGIS-128L, or no AES in the processor."""
+    """There is no libsodium with AEGIS-128L here, or no AES in the processor."""
 
 
 class StreamStop(IntEnum):
@@ -80,8 +81,8 @@ def _cipher() -> Cipher | None:
 @cache
 def _wide_cipher() -> tuple[int, Cipher]:
     """Returns how many lanes C++ computes at once, and their cipher; 1 if it computes none."""
-    cipher, native = Cipher(), kernels()
-    return (1 if native is None else native.baton_wide_cipher(byref(cipher))), cipher
+    cipher = Cipher()
+    return library().baton_wide_cipher(byref(cipher)), cipher
 
 
 def agreed_lanes(lanes_of_peer: int | None = None) -> int:
@@ -101,7 +102,7 @@ def _places_of_libsodium() -> Iterator[str]:
 
 def can_seal() -> bool:
     """True if streams can be sealed here."""
-    return kernels() is not None and _cipher() is not None
+    return _cipher() is not None
 
 
 class SealedStream:
@@ -122,11 +123,11 @@ class SealedStream:
         is ready at the descriptor `others`, an epoll's. The peer agrees to the number of `lanes`.
         """
         assert len(key) == KEY_BYTES
-        native, cipher = kernels(), _cipher()
+        native, cipher = library(), _cipher()
         if agreed_lanes(lanes) > 1:
             _, cipher = _wide_cipher()
-        if native is None or cipher is None:
-            raise CannotSeal("no C++, no libsodium with AEGIS-128L, or no AES")
+        if cipher is None:
+            raise CannotSeal("no libsodium with AEGIS-128L, or no AES")
         self._native = native
         self._connection = connection
         self._others = others

@@ -90,12 +90,8 @@ def parts_of(  # noqa: PLR0913 - all that they are
     shared: SharedAccounts | None = None,
     storage: Storage | None = None,
     tracing: Tracing | None = None,
-    has_native_text: bool = False,
 ) -> GatewayParts:
-    """Returns the parts that all ways to answer share.
-
-    With `has_native_text` most tokens become text in C++. Raises BuildError where there is none.
-    """
+    """Returns the parts that all ways to answer share. Raises BuildError."""
     process = None if siblings is None else siblings.process
     gateway, router = settings.gateway, settings.router
     limits = KeyLimits(gateway.requests_per_s, gateway.tokens_per_min, gateway.max_streams)
@@ -113,7 +109,7 @@ def parts_of(  # noqa: PLR0913 - all that they are
         storage=storage or Storage(None),
         tracing=tracing,
         recent=RecentRequests(Bounds(router.slo_ttft_s, router.slo_tpot_s), versions.tallies),
-        batch=TextBatch(metrics) if has_native_text else None,
+        batch=TextBatch(metrics),
     )
 
 

@@ -30,12 +30,13 @@ from weakref import finalize
 from msgspec.structs import replace
 
 from engine.messages import Role, Welcome, WorkerId
+from engine.native.library import NONE, Native, library
 from engine.worker.block_events import LOWER_MEDIA, Medium
 from engine.worker.blocks import BlockHash
 from router.cluster.estimates import Estimates, worker_class
 from router.cluster.media import name_on
 from router.cluster.view import ClusterView, WorkerView
-from router.native import library
+from router.native import structs
 from router.native.index import PrefixIndex, pack
 from router.policies.base import EMPTY, Busy, Decision, Need, Queue
 from router.policies.candidates import (
@@ -60,7 +61,7 @@ _PLACED, _NO_ROOM = 0, 2
 
 
 class FleetDecision(NamedTuple):
-    """The answer of C++. Workers are slots; `library.NONE` stands for no worker."""
+    """The answer of C++. Workers are slots; `NONE` stands for no worker."""
 
     status: int
     prefill: int
@@ -90,7 +91,7 @@ class _Class:
 
 
 class Fleet:
-    """The workers of a view, and their blocks. Raises BuildError where C++ cannot be built."""
+    """The workers of a view, and their blocks. Raises BuildError."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Fleet:
         self._backlog_s = backlog_s
         self._wait_bound_s = backlog_s + LEAST_WAIT_S
         self._seed = seed
-        self._core = library.opened()
+        self._core = library()
         self._block_size = 0
         self._handle = 0  # opened with the first worker
         self._classes: dict[Hashable, _Class] = {}  # of live workers
@@ -126,7 +127,7 @@ class Fleet:
         self._num_prefillers = 0
         self._largest = (0, 0, 0)
         self._call = bytearray(_ASK.size + _DECISION.size)
-        self._call_address = library.address_of(self._call)
+        self._call_address = structs.address_of(self._call)
         self._resize_news(1)
 
     def add(self, worker: WorkerView) -> None:
@@ -265,7 +266,7 @@ class Fleet:
         prefill, decode = names[decision.prefill], names[decision.decode]
         assert prefill is not None
         assert decode is not None
-        source = None if decision.source == library.NONE else names[decision.source]
+        source = None if decision.source == NONE else names[decision.source]
         pulls, workers = source is not None, self._view.workers
         return Decision(
             Slo.name,
@@ -413,13 +414,15 @@ class Fleet:
                 self._is_known = False
             elif costs != home.costs:
                 home.costs = costs
-                self._core.baton_fleet_costs(self._handle, home.number, library.FleetCosts(*costs))
+                self._core.baton_fleet_costs(
+                    self._handle, home.number, ctypes.byref(structs.FleetCosts(*costs))
+                )
                 self._has_new_costs = True
         self._version = self._estimates.version
 
     def _resize_news(self, num_workers: int) -> None:
         self._news = bytearray(num_workers * _NEWS.size)
-        self._news_address = library.address_of(self._news)
+        self._news_address = structs.address_of(self._news)
 
     def _put_news(self, number: int, worker: WorkerView) -> None:
         """Writes a worker's load as row `number` of the news."""
@@ -447,10 +450,8 @@ class Fleet:
 
     def _open(self, block_size: int) -> None:
         self._block_size = block_size
-        rule = LEND_RATIO, LEND_SHARE, PROMPT_WEIGHT
-        self._handle = self._core.baton_fleet_open(
-            self._index.handle, block_size, self._seed, *rule
-        )
+        rule = (ctypes.c_double * 3)(LEND_RATIO, LEND_SHARE, PROMPT_WEIGHT)
+        self._handle = self._core.baton_fleet_open(self._index.handle, block_size, self._seed, rule)
         # The fleet reads the index, so the index must not be closed first.
         finalize(self, _close, self._core, self._handle, self._index)
         for worker in self._view.workers.values():
@@ -465,13 +466,13 @@ class Fleet:
         self._stores.add(info.worker_id)
         slots = [self._index.slots[name_on(info.worker_id, medium)] for medium in MEDIA]
         loads = [self._estimates.load_cost(store, medium) for medium in LOWER_MEDIA]
-        news = library.FleetStore(
+        news = structs.FleetStore(
             self._group(info),
             (ctypes.c_int32 * len(MEDIA))(*slots),
             (ctypes.c_double * len(MEDIA))(0.0, *(load.fixed_s for load in loads)),
             (ctypes.c_double * len(MEDIA))(0.0, *(load.block_s for load in loads)),
         )
-        self._core.baton_fleet_put_store(self._handle, news)
+        self._core.baton_fleet_put_store(self._handle, ctypes.byref(news))
 
     def _group(self, info: Welcome) -> int:
         """Blocks mean the same to all of a group: see `WorkerView.can_pull_from`."""
@@ -488,9 +489,9 @@ class Fleet:
             role = info.role
             fields = (number, group, role.prefills, role.decodes, pulls, info.is_fluid)
             sizes = (info.num_blocks, info.max_running, info.stretch or 0.0)
-            found = library.FleetKind(*fields, *sizes)
+            found = ctypes.byref(structs.FleetKind(*fields, *sizes))
             kind = self._kinds[key] = int(self._core.baton_fleet_kind(self._handle, found))
-        return None if kind == library.NONE else kind
+        return None if kind == NONE else kind
 
     def _measure(self) -> None:
         """The largest prompts and answers that live workers could hold, in tokens.
@@ -532,5 +533,5 @@ def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None
     )
 
 
-def _close(core: library.Core, handle: int, _index: PrefixIndex) -> None:
+def _close(core: Native, handle: int, _index: PrefixIndex) -> None:
     core.baton_fleet_close(handle)

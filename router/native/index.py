@@ -19,8 +19,8 @@ from weakref import finalize
 
 from engine.errors import BatonError
 from engine.messages import HASH_BYTES, WorkerId
+from engine.native.library import NONE, library
 from engine.worker.blocks import BlockHash
-from router.native import library
 
 
 class TooManyWorkers(BatonError):
@@ -30,12 +30,12 @@ class TooManyWorkers(BatonError):
 class PrefixIndex:
     """The blocks that each worker holds. Unknown workers and repeated events are ignored.
 
-    Raises BuildError where C++ cannot be built. The seed keeps clients from choosing prompts whose
+    Raises BuildError. The seed keeps clients from choosing prompts whose
     blocks crowd one place of the table. No answer depends on it.
     """
 
     def __init__(self, *, seed: int = 0) -> None:
-        self._core = library.opened()
+        self._core = library()
         self.handle: int = self._core.baton_index_open(seed)  # for a `Fleet`
         finalize(self, self._core.baton_index_close, self.handle)
         self.slots: dict[WorkerId, int] = {}
@@ -71,7 +71,7 @@ class PrefixIndex:
         """
         self.remove(worker_id)
         slot = self._core.baton_index_add(self.handle)
-        if slot == library.NONE:
+        if slot == NONE:
             raise TooManyWorkers(f"{len(self.slots)} workers are known already")
         if slot == len(self.names):
             self.names.append(None)

@@ -1,25 +1,10 @@
-"""Random KV records, and a switch between the C++ and the numpy copies."""
-
-from contextlib import contextmanager
+"""Random KV records."""
 
 import numpy as np
-import pytest
 
-from kvtransfer.native import copying, library
 from kvtransfer.records import RecordPiece
 
-COPIES = ["native", "numpy"]
 RECORD_BYTES = 4096
-
-
-@contextmanager
-def copied_by(name):
-    """Lets C++ make the copies, or numpy as if C++ could not be built."""
-    assert library.is_native(), "these tests compare two implementations"
-    with pytest.MonkeyPatch.context() as patch:
-        if name == "numpy":
-            patch.setattr(copying, "kernels", lambda: None)
-        yield
 
 
 def random_records(num_records, record_bytes=RECORD_BYTES, *, seed=0):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.native_build import find_compiler
+from engine.native.build import find_compiler
 from kvtransfer.device import cuda_driver
 from kvtransfer.device.cuda_driver import CudaDriver, DeviceCopy, DriverError, SharedAddress
 from tests.kits.fakes import device as fakes

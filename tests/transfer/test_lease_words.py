@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager
 import msgspec
 import pytest
 
-from kvtransfer import lease_words
 from kvtransfer.lease_words import LeaseWords, NoWords, SourcesWords
 from kvtransfer.messages import NUM_WORDS, LeaseWord, ShmOffer
 
@@ -118,11 +117,3 @@ def test_offers_of_other_memory_or_dead_processes_are_refused(owner):
     for one in wrong:
         with pytest.raises(NoWords):
             SourcesWords().open(one)
-
-
-def test_without_a_compiler_there_are_no_words(monkeypatch, owner):
-    monkeypatch.setattr(lease_words, "kernels", lambda: None)
-    with pytest.raises(NoWords):
-        LeaseWords().open()
-    with pytest.raises(NoWords):
-        SourcesWords().open(owner.offer)

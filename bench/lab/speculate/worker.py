@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 
 from bench.peers.driver import drive, stdout_for_answers
-from decode.native.ngrams import best_ngrams
 from decode.speculation import Speculator
 from deploy.worker.core import worker_core
 from engine.clock import MonotonicClock
@@ -160,7 +159,6 @@ class MixedCore:
             address=NOWHERE,
             role=Role.MIXED,
             speculator=speculator,
-            ngrams=best_ngrams(),
         ).core
         self._names = (SeqId(str(number)) for number in count())
 

@@ -6,7 +6,7 @@ import torch
 
 from engine.model.attention.base import AttentionBatch, Scoring
 from engine.model.attention.kvcache import KVCache
-from engine.model.native import library as native
+from engine.model.native import structs as native
 from engine.model.native.decoder import batch_struct, cache_struct
 from engine.model.native.linear import Team
 

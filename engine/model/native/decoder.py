@@ -23,8 +23,10 @@ from engine.layout import KVLayout
 from engine.model.attention.base import AttentionBatch, Scoring
 from engine.model.attention.hook import ForwardContext
 from engine.model.attention.kvcache import KVCache
-from engine.model.native import library as native
+from engine.model.native import structs as native
 from engine.model.native.linear import PackedLinear, PackedMatrix, Team, exact_in_bf16
+from engine.native.build import FORMATS
+from engine.native.library import Native
 from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
@@ -208,7 +210,7 @@ def address_of(numbers: "array[int]") -> int:
     return numbers.buffer_info()[0]
 
 
-def cache_struct(cache: KVCache, library: native.Kernels) -> native.Cache:
+def cache_struct(cache: KVCache, library: Native) -> native.Cache:
     """The cache as the kernels see it. Raises BuildError or OSError if there are none for its
     format.
     """
@@ -223,10 +225,10 @@ def cache_struct(cache: KVCache, library: native.Kernels) -> native.Cache:
         scales_offset=layout.scales_offset_bytes(section),
         token_bytes=layout.token_bytes(section),
         block_size=layout.block_size,
-        format=native.FORMATS[layout.kv_format],
+        format=FORMATS[layout.kv_format],
         num_kv_heads=cache.section.num_kv_heads,
         head_dim=cache.section.head_dim,
-        attend=library.attention(layout.kv_format),
+        attend=library.attention[layout.kv_format],
     )
 
 

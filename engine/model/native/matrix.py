@@ -15,7 +15,8 @@ import torch
 
 from engine.config import WeightFormat
 from engine.model.memory import ALIGNMENT, Pieces
-from engine.model.native.library import BF16, BF16_PAIRS, FP32, INT8, Kernels, Weight
+from engine.model.native.structs import BF16, BF16_PAIRS, FP32, INT8, Weight
+from engine.native.library import Native
 
 CHECKED_AT_ONCE = 2**18
 
@@ -23,7 +24,7 @@ CHECKED_AT_ONCE = 2**18
 class Team:
     """Threads that compute together, their library, and memory for weights. Used by one thread."""
 
-    def __init__(self, library: Kernels, threads: int) -> None:
+    def __init__(self, library: Native, threads: int) -> None:
         self.library = library
         self.threads = threads
         self.handle = library.baton_team_open(threads)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from engine.messages import TokenId
-from engine.model.native.library import Changes
 from engine.model.native.matrix import Team
+from engine.model.native.structs import Changes
 from engine.model.sampling.changes import TokenChoice, limited
 
 MASK_64 = 2**64 - 1

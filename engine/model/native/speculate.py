@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from engine.clock import Clock
-from engine.model.native import library as native
+from engine.model.native import structs as native
 from engine.model.native.decoder import Decoder, address_of
 from engine.model.native.sampling import draws_of
 from engine.model.sampling.changes import TokenChoice

@@ -13,7 +13,7 @@ So an allowed id is chosen as long as there is one. Penalties and biases are lim
 
 A batch takes only a few operations on all rows that change anything. On a GPU, one copy brings ids,
 numbers and masks to the device. `reference_changed` does the same in plain Python, and
-`native/src/changes.h` in C++.
+`src/kernels/changes.h` in C++.
 
 Source of the repetition penalty: Keskar et al., "CTRL", 2019, §4.1.
 """

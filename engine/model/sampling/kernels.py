@@ -29,7 +29,7 @@ For top_k the passes count. For top_p they add masses exp(score) in fp32, which 
 but those whose mass is within DOUBT of the wanted one. These are decided by a sum in fp64, as are
 all sums that a result depends on. So the boundary is the definition's: the highest logit from which
 on masses sum to at least top_p of all. Only a bound that equals a cumulated mass to 13 digits is in
-doubt, since sums run in another order. `native/src/sampling.h` defines it likewise.
+doubt, since sums run in another order. `src/kernels/sampling.h` defines it likewise.
 """
 # ruff: noqa: FBT003, PLR0913 - constants go by position
 

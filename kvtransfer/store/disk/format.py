@@ -1,6 +1,6 @@
 """The header of a slot on disk, and which entries of a table of headers are to be believed.
 
-One table holds the headers of all slots, in order; `native/src/disk.h` has the same structure:
+One table holds the headers of all slots, in order; `src/transfer/disk.h` has the same structure:
 
     bytes      field
     0 … 8      magic, "BATON-KV"
@@ -153,14 +153,6 @@ def disk_checksum(content: bytes | bytearray | memoryview) -> int:
     if len(content) < _SHORTEST_BYTES:
         content = bytes(content).ljust(256, b"\0")
     return xxhash.xxh3_64_intdigest(content)
-
-
-def slow_header_checksums(headers: Headers) -> npt.NDArray[np.uint64]:
-    """Returns the checksum that each header should have. C++ does the same, faster."""
-    entries = memoryview(headers.tobytes())
-    starts = range(0, len(entries), HEADER_BYTES)
-    found = (disk_checksum(entries[at : at + _UNSEALED.size]) for at in starts)
-    return np.fromiter(found, np.uint64, len(headers))
 
 
 def judge(

@@ -79,5 +79,5 @@ def _headers(geometry: DiskGeometry, rng: np.random.Generator) -> Headers:
     headers["sequence"] = 1 + rng.permutation(num_blocks)
     headers["slot"] = np.arange(num_blocks)
     headers["slab_slots"] = geometry.slab_slots
-    headers["checksum"] = header_checksums()(headers)
+    headers["checksum"] = header_checksums(headers)
     return headers

@@ -440,7 +440,7 @@ class DiskTier:
 
 def _recovered(files: SlabFiles, geometry: DiskGeometry, counters: Counter[str]) -> RecoveredBlocks:
     try:
-        blocks, skipped = recover(files, geometry, header_checksums())
+        blocks, skipped = recover(files, geometry, header_checksums)
     except OSError as error:
         counters[f"errors:{reason_of(error.errno or 0)}"] += 1
         log.warning("%s: no block is recovered: %s", files.directory, error)

@@ -1,23 +1,20 @@
 """The engine in C++: io_uring on a thread of its own, without the interpreter's lock.
 
-Structures mirror the structures of the same names in native/src/disk.h.
+Structures mirror the structures of the same names in src/transfer/disk.h.
 """
 
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_int32, c_int64, c_ubyte, c_uint64, c_void_p
-from functools import cache
+from ctypes import Structure, c_int32, c_int64, c_ubyte, c_uint64, c_void_p
 
 import numpy as np
 
-from engine.errors import BatonError, BuildError
-from engine.native_build import Sources, built_library, open_library
-from kvtransfer.native.library import SOURCES as TRANSFER_SOURCES
+from engine.errors import BatonError
+from engine.native.library import Native, library
 from kvtransfer.store.disk.engine import DiskOperation, DiskOutcome, EngineFiles
-from kvtransfer.store.disk.format import HEADER_BYTES, Checksums, Headers, slow_header_checksums
+from kvtransfer.store.disk.format import HEADER_BYTES, Headers
 
-SOURCES = Sources("disk", TRANSFER_SOURCES.folder, "disk.cpp")
 _REAPED = 64  # outcomes a call
 
 
@@ -54,16 +51,6 @@ class NativeOutcome(Structure):
     _fields_ = (("tag", c_uint64), ("checksum", c_uint64), ("error", c_int64))
 
 
-SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "baton_disk_header_checksums": (None, (c_void_p, c_int64, c_void_p)),
-    "baton_disk_open": (c_int32, (POINTER(NativeFiles), POINTER(c_void_p))),
-    "baton_disk_submit": (None, (c_void_p, c_void_p, c_int64)),
-    "baton_disk_reap": (c_int64, (c_void_p, c_void_p, c_int64)),
-    "baton_disk_cancel": (None, (c_void_p, c_uint64)),
-    "baton_disk_close": (c_int32, (c_void_p, c_double)),
-}
-
-
 class UringUnavailable(BatonError):
     """io_uring cannot be used here; `reason` is one word for counters."""
 
@@ -77,16 +64,13 @@ class UringEngine:
 
     def __init__(self, files: EngineFiles) -> None:
         self._files = files
-        self._library: ctypes.CDLL
+        self._library: Native
         self._engine = c_void_p()
         self._outcomes = (NativeOutcome * _REAPED)()
 
     def open(self) -> None:
         """Starts the engine. Raises UringUnavailable."""
-        try:
-            self._library = disk_library()
-        except (BuildError, OSError) as error:
-            raise UringUnavailable("no_library", str(error)) from error
+        self._library = library()
         files = NativeFiles(
             stride_bytes=self._files.stride_bytes,
             payload_bytes=self._files.block_bytes,
@@ -123,26 +107,11 @@ class UringEngine:
         return bool(self._library.baton_disk_close(self._engine, timeout_s))
 
 
-@cache
-def disk_library() -> ctypes.CDLL:
-    """Returns the library, building it if needed. Raises BuildError, OSError."""
-    return open_library(built_library(SOURCES), SIGNATURES)
-
-
-def header_checksums() -> Checksums:
-    """Returns what computes the checksums of headers: C++ if it can be built, else Python."""
-    try:
-        library = disk_library()
-    except (BuildError, OSError):
-        return slow_header_checksums
-
-    def native_checksums(headers: Headers) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
-        found = np.empty(len(headers), np.uint64)
-        address = headers.ctypes.data
-        library.baton_disk_header_checksums(address, len(headers), found.ctypes.data)
-        return found
-
-    return native_checksums
+def header_checksums(headers: Headers) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    """Returns the checksum of each header."""
+    found = np.empty(len(headers), np.uint64)
+    library().baton_disk_header_checksums(headers.ctypes.data, len(headers), found.ctypes.data)
+    return found
 
 
 def _native(operation: DiskOperation) -> NativeOperation:

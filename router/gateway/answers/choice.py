@@ -23,8 +23,8 @@ from router.text.forms.deltas import (
     Reasoning,
 )
 from router.text.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
-from router.text.native.library import NativeText
 from router.text.native.step import BatchedText, NativeVocabulary
+from router.text.native.structs import NativeText
 
 SCORED_AT_ONCE = 16  # tokens with twenty alternatives each
 PLAIN_AT_ONCE = 256

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from router.text.native.library import NativeSeries, NativeText, TakenFrame, opened
+from engine.native.library import library
+from router.text.native.structs import NativeSeries, NativeText, TakenFrame
 
 REST = 3  # numbers of a rest in C++: the place of its addition, where it begins, where it ends
 
@@ -42,11 +43,11 @@ class NativeVocabulary:
     def __init__(
         self, bytes_by_id: Mapping[int, bytes], size: int, special: frozenset[int]
     ) -> None:
-        """For ids below `size`. Raises BuildError where there is no C++."""
-        self._library = library = opened()
+        """For ids below `size`. Raises BuildError."""
+        self._library = library()
         self._bytes_by_id = bytes_by_id
         self._special = special
-        self.handle: int = library.baton_vocabulary_open(size)
+        self.handle: int = self._library.baton_vocabulary_open(size)
 
     def __del__(self) -> None:
         self._library.baton_vocabulary_close(self.handle)
@@ -116,9 +117,9 @@ class TextSteps:
     """
 
     def __init__(self) -> None:
-        """Raises BuildError where there is no C++."""
-        self._library = library = opened()
-        self._handle: int = library.baton_text_open()
+        """Raises BuildError."""
+        self._library = library()
+        self._handle: int = self._library.baton_text_open()
         self._told = TakenFrame()
 
     def __del__(self) -> None:

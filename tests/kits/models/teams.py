@@ -2,28 +2,18 @@
 
 from functools import cache
 
-import pytest
-
-from engine.model.native import library
 from engine.model.native.matrix import Team
-
-AVX2 = tuple(
-    flag
-    for flag in (*library.SOURCES.flags, "-mavx2", "-mfma", "-mf16c")
-    if flag != "-march=native"
-)
+from engine.native.build import kernel_units
+from engine.native.library import library
 
 
 @cache
 def avx2_kernels():
     """The library as a processor without AVX-512 has it."""
-    return library.opened(AVX2)
+    return library(kernel_units("-march=x86-64-v3"))
 
 
 @cache
 def team_of(kernels, threads):
     """The library for this processor ("best"), or without AVX-512 ("avx2"), with `threads`."""
-    found = library.kernels()
-    if found is None:
-        pytest.skip("the C++ kernels cannot be built here")
-    return Team(avx2_kernels() if kernels == "avx2" else found, threads)
+    return Team(avx2_kernels() if kernels == "avx2" else library(), threads)

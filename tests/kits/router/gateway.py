@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -249,7 +249,7 @@ def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings:
 
 
 def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any:
-    names = (*SHOWN, "has_native_text")
+    names = (*SHOWN, "in_python")
     own = {name: settings.pop(name) for name in names if name in settings}
     return create_app(versions, clock=clock, settings=settings_of(**settings), **own)
 
@@ -268,10 +268,12 @@ def create_app(versions: Versions, **own: Any) -> Any:
     return app_of(create_parts(versions, **own), **shown)
 
 
-def create_parts(versions: Versions, **own: Any) -> GatewayParts:
+def create_parts(versions: Versions, *, in_python: bool = True, **own: Any) -> GatewayParts:
+    """Parts; with `in_python` no token becomes text in C++."""
     settings = own.pop("settings", None) or settings_of()
     own = {"rng": random.Random(1), "grammars": CheckedAtOnce(), **own}
-    return parts_of(versions, settings=settings, **own)
+    parts = parts_of(versions, settings=settings, **own)
+    return replace(parts, batch=None) if in_python else parts
 
 
 @dataclass

@@ -7,21 +7,13 @@ import torch
 
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model.attention.kvcache import KVCache, allocate_buffer, dequantise
-from kvtransfer import formats
 from kvtransfer.formats import convert, is_defined
-from kvtransfer.native import library
 from tests.kits.models.kv_records import NUM_BLOCKS, SECTIONS, fill
+from tests.kits.twins.formats import FP8_VALUES
 
 pytestmark = pytest.mark.torch
 
 PAIRS = [(source, to) for source in KVFormat for to in KVFormat if is_defined(source, to)]
-
-
-@pytest.fixture(params=["native", "numpy"])
-def _each_implementation(request, monkeypatch):
-    assert library.is_native(), "these tests compare two implementations with torch"
-    if request.param == "numpy":
-        monkeypatch.setattr(formats, "kernels", lambda: None)
 
 
 def rewritten(buffer, layout, to):
@@ -57,7 +49,6 @@ def unsign_zeros(buffer, layout):
             parts[parts == -(2**15)] = 0
 
 
-@pytest.mark.usefixtures("_each_implementation")
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize(("source", "to"), PAIRS)
 def test_a_converted_record_equals_a_cache_of_that_format(source, to, block_size):
@@ -73,7 +64,6 @@ def test_a_converted_record_equals_a_cache_of_that_format(source, to, block_size
         assert torch.equal(found, expected), f"magnitude 1e{exponent}"
 
 
-@pytest.mark.usefixtures("_each_implementation")
 @pytest.mark.parametrize("sign", [0.0, -0.0])
 @pytest.mark.parametrize("to", KVFormat)
 def test_zeros_keep_their_sign_if_torch_keeps_it(to, sign):
@@ -86,5 +76,5 @@ def test_zeros_keep_their_sign_if_torch_keeps_it(to, sign):
 def test_fp8_values_equal_those_of_torch():
     codes = torch.arange(256, dtype=torch.uint8)
     expected = codes.view(torch.float8_e4m3fn).float().numpy()
-    assert np.array_equal(formats.FP8_VALUES, expected, equal_nan=True)
-    assert np.array_equal(np.signbit(formats.FP8_VALUES[:127]), np.signbit(expected[:127]))
+    assert np.array_equal(FP8_VALUES, expected, equal_nan=True)
+    assert np.array_equal(np.signbit(FP8_VALUES[:127]), np.signbit(expected[:127]))

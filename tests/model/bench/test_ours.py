@@ -8,7 +8,6 @@ from bench.common.shapes import SHAPES, make_checkpoint
 from bench.engine.ceilings import CeilingProbe
 from bench.engine.ours import OurEngine
 from bench.peers.driver import options_of
-from engine.model.native.library import kernels
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
@@ -67,7 +66,6 @@ def test_copied_contexts_decode_like_computed_ones(ours):
     assert copied["decode_s"] > 0
 
 
-@pytest.mark.skipif(kernels() is None, reason="the CPU kernels cannot be built here")
 def test_int8_weights_take_a_quarter_of_the_memory(ours, checkpoint):
     small = open_engine(checkpoint, "int8", "int8")
     matrices = 2 * (2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 128) + 512 * 64
@@ -77,7 +75,6 @@ def test_int8_weights_take_a_quarter_of_the_memory(ours, checkpoint):
     assert small.memory()["resident_bytes"] > matrices
 
 
-@pytest.mark.skipif(kernels() is None, reason="no C++ compiler is here")
 def test_ceilings_are_measured_and_plausible():
     found = CeilingProbe(threads=1).measure(read_bytes=2**24)
     assert found["read_bytes_per_s"] > 1e8

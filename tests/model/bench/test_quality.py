@@ -23,12 +23,9 @@ from bench.quality.run import (
 )
 from engine.config import WeightFormat
 from engine.layout import KVFormat, KVLayout
-from engine.model.native.library import kernels
 from tests.kits.checkpoints import tiny_checkpoint
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
-
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="the CPU kernels cannot be built here")
 
 
 @pytest.fixture
@@ -104,7 +101,6 @@ def test_every_kv_format_is_measured_and_the_exact_setting_first():
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 
 
-@needs_kernels
 def test_the_whole_measurement_has_a_figure_for_each_setting(checkpoint, windows):
     names = {result.name for result in measure(checkpoint, windows[:1], threads=1)}
     for setting in SETTINGS:

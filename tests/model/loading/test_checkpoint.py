@@ -509,7 +509,7 @@ import torch
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.model.loading.checkpoint import load
-from engine.model.native.library import kernels
+from engine.native.library import library
 from engine.model.native.linear import Team, pack_linears
 
 def status(field):
@@ -521,7 +521,7 @@ def pack(path):
     pack_linears(loaded.model, team, WeightFormat.INT8)
 
 torch.set_num_threads(1)
-team = Team(kernels(), 1)
+team = Team(library(), 1)
 small, large = sys.argv[1:]
 pack(small)  # loads and compiles everything that is needed once
 before = status("VmRSS")

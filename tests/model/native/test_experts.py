@@ -14,7 +14,7 @@ from transformers.models.dbrx.modeling_dbrx import DbrxExperts, DbrxFFN
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE, JetMoeParallelExperts
 
 from engine.config import WeightFormat
-from engine.model.native import library, linear
+from engine.model.native import linear
 from engine.model.native.experts import (
     PackedExperts,
     PackedGlu,
@@ -25,6 +25,7 @@ from engine.model.native.experts import (
 )
 from engine.model.native.linear import PackedLinear, pack_linears
 from engine.model.native.matrix import PackedMatrix, Team, multiply
+from engine.native.library import library
 from tests.kits.models.experts import (
     EXPERTS,
     HIDDEN,
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(params=[1, 2])
 def team(request):
-    team = Team(library.kernels(), request.param)
+    team = Team(library(), request.param)
     yield team
     team.close()
 

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional
 
 from engine.config import WeightFormat
-from engine.model.native import library
 from engine.model.native.invariant import InvariantProducts
 from engine.model.native.linear import PackedLinear
 from engine.model.native.matrix import Team
 from engine.model.runner import TorchRunner
 from engine.model.threads import one_torch_thread
+from engine.native.library import library
 from engine.worker.batch import Row
 from tests.kits.checkpoints import OWN_CODE, save_checkpoint
 from tests.kits.models.sequences import logits_in_chunks
@@ -49,7 +49,7 @@ class Own(nn.Module):
 
 @pytest.fixture
 def products():
-    team = Team(library.kernels(), 2)
+    team = Team(library(), 2)
     made = InvariantProducts(Own(), team)
     yield made
     team.close()
@@ -95,7 +95,7 @@ def products_of(x, own):
 
 def test_a_row_of_a_product_with_a_weight_has_the_same_bits_in_any_batch():
     own = Own()
-    team = Team(library.kernels(), 1)
+    team = Team(library(), 1)
     products = InvariantProducts(own, team)
     x = torch.randn(40, 50)
     expected = products_of(x, own)

@@ -1,24 +1,23 @@
-"""The C++ kernels equal torch, have the same bits in any batch, and can be replaced."""
+"""The C++ kernels equal torch, and have the same bits in any batch."""
 
-import logging
 from functools import partial
 
 import pytest
 import torch
 
-from engine import native_build
 from engine.config import WeightFormat
-from engine.errors import BuildError, ConfigError
+from engine.errors import ConfigError
 from engine.layout import KVFormat
 from engine.messages import Sampling
 from engine.model import cpu
 from engine.model.attention.base import Scoring
-from engine.model.native import library
 from engine.model.native.attention import NativeAttention
 from engine.model.native.linear import PackedLinear
 from engine.model.native.matrix import Team, exact_in_bf16
+from engine.model.native.structs import BF16, BF16_PAIRS, FP32
 from engine.model.runner import TorchRunner
-from engine.worker.batch import BatchPlan, Row
+from engine.native.library import library
+from engine.worker.batch import Row
 from tests.kits.checkpoints import KINDS, tiny_checkpoint
 from tests.kits.models.attention_cases import CASES, case_id, check_attend, check_company
 from tests.kits.models.sequences import logits_in_chunks
@@ -36,9 +35,7 @@ GREEDY = Sampling(temperature=0.0)
 @pytest.fixture(params=["best", "avx2"])
 def kernels(request):
     """The library for this processor, and the one for a processor without AVX-512."""
-    found = library.kernels() if request.param == "best" else avx2_kernels()
-    assert found is not None
-    return found
+    return library() if request.param == "best" else avx2_kernels()
 
 
 @pytest.fixture(params=[1, 2])
@@ -50,7 +47,7 @@ def team(request, kernels):
 
 @pytest.fixture
 def two_threads():
-    team = Team(library.kernels(), 2)
+    team = Team(library(), 2)
     yield team
     team.close()
     team.library.baton_use_amx(1)  # a test may have ended it
@@ -73,8 +70,8 @@ def linear_of(outputs, inputs, *, bias=True, bf16=False):
 def test_a_packed_linear_layer_equals_the_layer(team, shape, bf16):
     linear = linear_of(*shape, bf16=bf16)
     packed = PackedLinear(linear, team, WeightFormat.FP32)
-    narrow = library.BF16_PAIRS if team.library.baton_uses_amx() else library.BF16
-    assert packed.matrix.struct.kind == (narrow if bf16 else library.FP32)
+    narrow = BF16_PAIRS if team.library.baton_uses_amx() else BF16
+    assert packed.matrix.struct.kind == (narrow if bf16 else FP32)
     for rows in ROWS:
         x = torch.randn(rows, shape[1])
         torch.testing.assert_close(packed(x), linear(x), rtol=1e-5, atol=1e-5)
@@ -274,39 +271,10 @@ def test_threads_change_no_bit(tmp_path_factory):
     assert torch.equal(found[0], found[2])
 
 
-@pytest.fixture
-def no_compiler(monkeypatch, caplog):
-    def missing():
-        raise BuildError("no C++ compiler")
-
-    monkeypatch.setattr(native_build, "find_compiler", missing)
-    library.kernels.cache_clear()
-    caplog.set_level(logging.WARNING)
-    yield caplog
-    library.kernels.cache_clear()
-
-
-def test_without_a_compiler_torch_serves_in_fp32_with_a_warning(tmp_path_factory, no_compiler):
-    plan = BatchPlan([Row("a", list(range(20)), 0, list(range(5)), GREEDY)])
-    runner = opened(tmp_path_factory, "llama", weights=WeightFormat.AUTO)
-    assert (runner.weights, runner.is_fused) == (WeightFormat.FP32, False)
-    assert "no C++ compiler" in no_compiler.text
-    slow = runner.run(plan).tokens
-    runner.close()
-    library.kernels.cache_clear()
-    no_compiler.clear()
-    assert slow[0] is not None
-
-
-def test_int8_without_a_compiler_is_refused(no_compiler):
-    with pytest.raises(ConfigError, match="kernels"):
-        cpu.resolve_weights(WeightFormat.INT8)
-
-
 def test_fp8_weights_are_refused_on_a_cpu():
     with pytest.raises(ConfigError, match="GPU"):
         cpu.resolve_weights(WeightFormat.FP8)
 
 
-def test_auto_is_int8_with_the_kernels():
+def test_auto_is_int8_on_a_cpu():
     assert cpu.resolve_weights(WeightFormat.AUTO) is WeightFormat.INT8

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import Sampling
-from engine.model import cpu
 from engine.model.native.sampling import sample
 from engine.model.runner import TorchRunner
 from engine.model.sampling import choosing as definition
@@ -211,12 +210,7 @@ def test_the_lower_id_wins_a_tie_of_score_and_noise(team):
         assert first.item() == min(order[i : i + 2].tolist())
 
 
-@pytest.mark.parametrize("has_kernels", [True, False])
-def test_a_runner_gives_the_tokens_of_the_definition(tmp_path_factory, monkeypatch, has_kernels):
-    if has_kernels:
-        team_of("best", 1)
-    else:
-        monkeypatch.setattr(cpu, "kernels", lambda: None)
+def test_a_runner_gives_the_tokens_of_the_definition(tmp_path_factory):
     runner = TorchRunner(tiny_checkpoint(tmp_path_factory, "llama"), block_size=4, num_blocks=60)
     runner.open()
     rows = [

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.messages import Sampling
-from engine.model.native import library as native_library
 from engine.model.native import sampling as native
 from engine.model.sampling import choosing as definition
 from engine.model.sampling.changes import GREATEST, changed, reference_changed
@@ -218,14 +217,7 @@ def test_all_implementations_choose_the_same_and_torch_equals_plain_python(batch
     ]
     assert changed(logits, drawn).tolist() == expected
     tokens = [reference_sample(*row) for row in zip(logits.tolist(), drawn, strict=True)]
-    assert [sample(logits, drawn).tolist() for sample in available_samplers()] == [tokens] * len(
-        available_samplers()
-    )
-
-
-def available_samplers():
-    has_kernels = native_library.kernels() is not None
-    return SAMPLERS if has_kernels else SAMPLERS[:1]
+    assert [sample(logits, drawn).tolist() for sample in SAMPLERS] == [tokens] * len(SAMPLERS)
 
 
 def random_choices(num_rows, vocab, rng):

@@ -17,7 +17,6 @@ from engine.config import WeightFormat
 from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVSection
 from engine.messages import Sampling
-from engine.model import cpu
 from engine.model import runner as runner_module
 from engine.model.cuda import CudaForward
 from engine.model.loading.checkpoint import load
@@ -137,21 +136,6 @@ def test_each_section_holds_what_its_model_stores_alone(
     assert are_fused == tuple(kind in FUSED_KINDS for kind in kinds)
     assert pair.is_fused == all(are_fused)
     check_both_sections(pair, target, draft)
-
-
-def test_each_section_holds_what_its_model_stores_in_plain_torch(
-    tmp_path_factory, open_runner, monkeypatch
-):
-    """The case of a machine where the C++ kernels cannot be built."""
-    monkeypatch.setattr(cpu, "kernels", lambda: None)
-    target_path, draft_path = (tiny_checkpoint(tmp_path_factory, kind) for kind in PAIRS[0])
-    runners = [
-        open_runner(target_path, draft=draft_path),
-        open_runner(target_path),
-        open_runner(draft_path),
-    ]
-    assert not any(runner.is_fused for runner in runners)
-    check_both_sections(*runners)
 
 
 def test_each_section_holds_what_its_model_stores_as_a_gpu_computes(

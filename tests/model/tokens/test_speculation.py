@@ -20,7 +20,6 @@ from engine.clock import MonotonicClock
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.messages import Sampling
-from engine.model import cpu
 from engine.model import runner as runner_module
 from engine.model.runner import TorchRunner
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
@@ -194,7 +193,7 @@ def pair():
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         kv_format=KVFormat.INT8,
-        weights=WeightFormat.INT8 if cpu.kernels() else WeightFormat.FP32,
+        weights=WeightFormat.INT8,
     )
     runner.open()
     yield runner
@@ -383,8 +382,6 @@ def drafted(forward, rows, draft):
 
 
 def test_one_call_proposes_the_tokens_of_step_by_step(pair, drafting):
-    if not pair.draft_forward.is_fused:
-        pytest.skip("without C++ kernels there is only one way")
     forward = pair.draft_forward
     stepwise = drafted(forward, drafting, lambda *args: draft_step_by_step(forward, *args))
     assert drafted(forward, drafting, forward.draft) == stepwise
@@ -394,8 +391,6 @@ def test_one_call_proposes_the_tokens_of_step_by_step(pair, drafting):
 
 def test_one_call_verifies_like_separate_parts(pair):
     """Rows that choose, that score, that do both or neither; with proposals and without."""
-    if not pair.is_fused:
-        pytest.skip("without C++ kernels there is only one way")
     rng = random.Random(5)
     proposals = []
     for i, (kind, blocks) in enumerate(zip(SAMPLINGS, tables(len(SAMPLINGS)), strict=True)):
@@ -511,13 +506,11 @@ def test_a_grammar_cuts_off_forbidden_proposals(pair):
         assert result.num_drafted == expected
 
 
-@pytest.mark.parametrize("way", ["plain torch", "as on a GPU", "layer by layer"])
+@pytest.mark.parametrize("way", ["as on a GPU", "layer by layer"])
 def test_every_forward_pass_drafts_and_verifies(tmp_path_factory, monkeypatch, way):
     """The models have random weights, and no token is near a tie."""
     kinds = ("mixtral", "gpt_neox") if way == "layer by layer" else ("llama", "qwen3")
     target, draft = (tiny_checkpoint(tmp_path_factory, kind) for kind in kinds)
-    if way == "plain torch":
-        monkeypatch.setattr(cpu, "kernels", lambda: None)
     if way == "as on a GPU":
         monkeypatch.setattr(runner_module, "_forward", as_on_a_gpu((1, 4)))
     runner = TorchRunner(

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.native.library import Cipher, kernels
+from engine.native.library import library
 from kvtransfer.native.stream import agreed_lanes
+from kvtransfer.native.structs import Cipher
 
 TAG_BYTES = 32
 KEY = bytes(range(16))
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.skipif(agreed_lanes() == 1, reason="the processor has n
 
 def cipher():
     found = Cipher()
-    assert kernels().baton_wide_cipher(byref(found)) == agreed_lanes()
+    assert library().baton_wide_cipher(byref(found)) == agreed_lanes()
     return SEAL(found.seal), OPEN(found.open)
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from engine.layout import KVFormat, KVLayout, KVSection
 from kvtransfer.messages import Identity
-from kvtransfer.native import copying, library
+from kvtransfer.native import copying
 from kvtransfer.native.copying import copy_records, gather_records, scatter_records
 from kvtransfer.packing import pack, unpack
 from kvtransfer.records import RecordPiece
 from kvtransfer.wire import agree
-from tests.kits.records import COPIES, copied_by, random_records, whole
+from tests.kits.records import random_records, whole
 from tests.kits.seeds import seeds
 
 SHORTEST_LONG = 241  # bytes: below, XXH3 is another algorithm
@@ -41,12 +41,6 @@ def check_scatter(frame, rows, pieces, sink_shape, sink_ids):
     assert np.array_equal(sink, expected)
 
 
-@pytest.fixture(params=COPIES)
-def _each_copy(request):
-    with copied_by(request.param):
-        yield
-
-
 @pytest.fixture
 def _only_native(monkeypatch):
     """Fails the test unless C++ computes the checksums."""
@@ -54,7 +48,6 @@ def _only_native(monkeypatch):
     def refuse(frame):
         raise AssertionError(f"{len(frame)} records are hashed by xxhash")
 
-    assert library.is_native()
     monkeypatch.setattr(copying, "checksum", refuse)
 
 
@@ -71,7 +64,6 @@ def test_frames_of_every_size_have_the_checksum_of_xxhash(sizes):
         assert np.array_equal(sink, record)
 
 
-@pytest.mark.usefixtures("_each_copy")
 def test_frames_too_short_for_that_have_the_checksum_of_xxhash():
     source = random_records(1, SHORTEST_LONG)
     for num_bytes in range(1, SHORTEST_LONG + 1):
@@ -115,19 +107,16 @@ def frames(draw):
     return draw(st.integers(1, 6)), frame_bytes, pool_bytes, pieces
 
 
-@pytest.mark.parametrize("by", COPIES)
 @given(frames(), st.data())
-def test_filling_a_frame_with_any_pieces_gives_bytes_and_checksum_of_two_passes(by, frame, data):
+def test_filling_a_frame_with_any_pieces_gives_bytes_and_checksum_of_two_passes(frame, data):
     count, frame_bytes, pool_bytes, pieces = frame
     ids = data.draw(st.lists(st.integers(0, 7), min_size=count, max_size=count))
-    with copied_by(by):
-        pool = random_records(8, pool_bytes)
-        check_gather(pool, ids, [RecordPiece(p, f, n) for p, f, n in pieces], frame_bytes)
+    pool = random_records(8, pool_bytes)
+    check_gather(pool, ids, [RecordPiece(p, f, n) for p, f, n in pieces], frame_bytes)
 
 
-@pytest.mark.parametrize("by", COPIES)
 @given(frames(), st.data())
-def test_emptying_any_rows_gives_the_same_bytes_and_the_checksum_of_all_rows(by, frame, data):
+def test_emptying_any_rows_gives_the_same_bytes_and_the_checksum_of_all_rows(frame, data):
     count, frame_bytes, pool_bytes, pieces = frame
     rows = data.draw(st.permutations(range(count)))[: data.draw(st.integers(0, count))]
     ids = data.draw(st.permutations(range(8)))[: len(rows)]
@@ -135,8 +124,7 @@ def test_emptying_any_rows_gives_the_same_bytes_and_the_checksum_of_all_rows(by,
     offsets = accumulate((n for _, _, n in pieces), initial=0)
     apart = [RecordPiece(f, at, n) for (_, f, n), at in zip(pieces, offsets, strict=False)]
     sink_bytes = max(pool_bytes, frame_bytes)
-    with copied_by(by):
-        check_scatter(random_records(count, frame_bytes), rows, apart, (8, sink_bytes), ids)
+    check_scatter(random_records(count, frame_bytes), rows, apart, (8, sink_bytes), ids)
 
 
 def test_the_checksum_covers_the_final_bytes_of_overlapping_pieces():
@@ -144,7 +132,6 @@ def test_the_checksum_covers_the_final_bytes_of_overlapping_pieces():
     check_gather(pool, [2, 0, 3], [RecordPiece(0, 0, 4096), RecordPiece(100, 512, 1024)], 4096)
 
 
-@pytest.mark.usefixtures("_each_copy")
 def test_a_frame_with_gaps_is_refused():
     wide, pool = np.zeros((4, 8192), np.uint8), random_records(4)
     for frame in (wide[:, :4096], wide[::2]):
@@ -155,7 +142,6 @@ def test_a_frame_with_gaps_is_refused():
     assert not wide.any()
 
 
-@pytest.mark.usefixtures("_each_copy")
 def test_out_of_bounds_is_refused_before_anything_is_written():
     frame, pool = np.zeros((2, 4096), np.uint8), random_records(4)
     before = pool.copy()
@@ -192,7 +178,6 @@ def test_several_threads_fill_frames_at_once():
     assert all(checksums == {expected} for checksums, expected in found.values())
 
 
-@pytest.mark.usefixtures("_each_copy")
 @pytest.mark.parametrize("travels_as", [None, KVFormat.BF16, KVFormat.INT8], ids=str)
 def test_both_ends_of_a_wire_compute_the_same_checksum(travels_as):
     layout = KVLayout(16, KVFormat.FP32, (KVSection(2, 2, 64),))

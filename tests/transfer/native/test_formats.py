@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.layout import KVFormat, KVLayout, KVSection, Shard
-from kvtransfer import formats
 from kvtransfer.formats import convert, is_defined
-from kvtransfer.native import library
 from kvtransfer.native.copying import copy_records
 from kvtransfer.records import packing, plan_pieces, shared_layout, unpacking
+from tests.kits.twins.formats import convert as in_numpy
 
 PAIRS = [(source, to) for source in KVFormat for to in KVFormat if is_defined(source, to)]
 
@@ -21,17 +20,6 @@ sections = st.builds(
     num_kv_heads=st.integers(0, 2),
     head_dim=st.sampled_from([2, 6, 16, 34, 128]),
 )
-
-
-@pytest.fixture(autouse=True)
-def _has_kernels():
-    assert library.is_native(), "these tests compare two implementations"
-
-
-def with_numpy(records, layout, to):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "kernels", lambda: None)
-        return convert(records, layout, to)
 
 
 def numbers(rng, shape):
@@ -50,7 +38,7 @@ def records_of(rng, num_records, layout):
     plain = KVLayout(layout.block_size, KVFormat.FP32, layout.sections)
     shape = (num_records, plain.block_bytes // 64, 16)
     records = numbers(rng, shape).view(np.uint8).reshape(num_records, plain.block_bytes)
-    return records if layout == plain else with_numpy(records, plain, layout.kv_format)
+    return records if layout == plain else in_numpy(records, plain, layout.kv_format)
 
 
 @pytest.mark.parametrize(("source", "to"), PAIRS)
@@ -66,7 +54,7 @@ def test_both_implementations_give_the_same_bytes(
     layout = KVLayout(block_size, source, sections)
     records = records_of(np.random.default_rng(seed), num_records, layout)
     before = records.copy()
-    assert np.array_equal(convert(records, layout, to), with_numpy(records, layout, to))
+    assert np.array_equal(convert(records, layout, to), in_numpy(records, layout, to))
     assert np.array_equal(records, before)
 
 
@@ -86,7 +74,7 @@ def test_all_bit_patterns_of_bf16_are_converted_alike(source, to):
     heads = np.zeros((2, layout.head_bytes(0)), np.uint8)
     heads[:, : elements[0].size] = elements.reshape(2, -1)
     records = heads.reshape(1, -1)
-    assert np.array_equal(convert(records, layout, to), with_numpy(records, layout, to))
+    assert np.array_equal(convert(records, layout, to), in_numpy(records, layout, to))
 
 
 @pytest.mark.parametrize("to", KVFormat)
@@ -136,5 +124,5 @@ def test_a_structure_holds_all_that_c_reads():
     layout = KVLayout(3, KVFormat.FP32, shapes)
     records = records_of(np.random.default_rng(1), 2, layout)
     assert np.array_equal(
-        convert(records, layout, KVFormat.INT8), with_numpy(records, layout, KVFormat.INT8)
+        convert(records, layout, KVFormat.INT8), in_numpy(records, layout, KVFormat.INT8)
     )

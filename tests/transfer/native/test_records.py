@@ -1,27 +1,15 @@
-"""Records are copied alike by C++ and by numpy: the right bytes, and nothing past the bounds."""
+"""The right bytes of records are copied, and nothing past the bounds."""
 
-import subprocess
-import sys
 import threading
-from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import native_build
-from engine.errors import BuildError
-from kvtransfer.native import copying, library
 from kvtransfer.native.copying import copy_records
 from kvtransfer.records import RecordPiece
-from tests.kits.records import COPIES, RECORD_BYTES, copied_by, random_records, whole
-
-
-@pytest.fixture(params=COPIES)
-def _each_copy(request):
-    with copied_by(request.param):
-        yield
+from tests.kits.records import RECORD_BYTES, random_records, whole
 
 
 @st.composite
@@ -41,9 +29,8 @@ def copies(draw):
     return (num_sink, sink_bytes), (num_source, source_bytes), sink_ids, source_ids, pieces
 
 
-@pytest.mark.parametrize("by", COPIES)
 @given(copies())
-def test_any_pieces_of_any_records_arrive_and_no_other_byte_changes(by, copy):
+def test_any_pieces_of_any_records_arrive_and_no_other_byte_changes(copy):
     sink_shape, source_shape, sink_ids, source_ids, pieces = copy
     sink, source = random_records(*sink_shape), random_records(*source_shape, seed=1)
     expected = [bytearray(record) for record in sink]
@@ -51,12 +38,10 @@ def test_any_pieces_of_any_records_arrive_and_no_other_byte_changes(by, copy):
         for piece in pieces:
             part = source[source_id, piece.source_offset :][: piece.num_bytes].tobytes()
             expected[sink_id][piece.sink_offset : piece.sink_offset + piece.num_bytes] = part
-    with copied_by(by):
-        copy_records(sink, sink_ids, source, source_ids, pieces)
+    copy_records(sink, sink_ids, source, source_ids, pieces)
     assert [bytes(record) for record in sink] == expected
 
 
-@pytest.mark.usefixtures("_each_copy")
 @pytest.mark.parametrize("num_bytes", [1, 63, 511, 512, 513, 1024, 1536, 2000, 70_000])
 def test_records_of_any_size_are_copied_to_the_last_byte(num_bytes):
     source = random_records(5, num_bytes)
@@ -66,7 +51,6 @@ def test_records_of_any_size_are_copied_to_the_last_byte(num_bytes):
     assert not sink[[0, 3, 5]].any()
 
 
-@pytest.mark.usefixtures("_each_copy")
 def test_records_are_numbered_from_zero_where_no_ids_are_given():
     source, sink = random_records(6), np.zeros((9, RECORD_BYTES), np.uint8)
     copy_records(sink, None, source, [5, 0, 2], whole())
@@ -80,7 +64,6 @@ def test_records_are_numbered_from_zero_where_no_ids_are_given():
     assert np.array_equal(sink, scattered)
 
 
-@pytest.mark.usefixtures("_each_copy")
 def test_records_need_not_lie_side_by_side():
     wide, source = np.zeros((4, 3 * RECORD_BYTES), np.uint8), random_records(4)
     copy_records(wide[::2, RECORD_BYTES : 2 * RECORD_BYTES], [1, 0], source, [2, 3], whole())
@@ -91,7 +74,6 @@ def test_records_need_not_lie_side_by_side():
     assert not wide[:, 2 * RECORD_BYTES :].any()
 
 
-@pytest.mark.usefixtures("_each_copy")
 @pytest.mark.parametrize(
     ("sink_ids", "source_ids"),
     [
@@ -112,7 +94,6 @@ def test_a_record_that_is_not_there_is_refused_before_anything_is_written(sink_i
     assert not sink.any()
 
 
-@pytest.mark.usefixtures("_each_copy")
 @pytest.mark.parametrize(
     "piece",
     [
@@ -134,7 +115,6 @@ def test_a_piece_that_leaves_its_record_is_refused_before_anything_is_written(pi
     assert not sink.any()
 
 
-@pytest.mark.usefixtures("_each_copy")
 def test_read_only_or_non_byte_arrays_are_refused():
     sink, source = random_records(2), random_records(2, seed=1)
     before = sink.copy()
@@ -178,35 +158,3 @@ def test_several_threads_copy_at_once():
         thread.join(timeout=30)
         assert not thread.is_alive()
     assert all(np.array_equal(sink, source) for sink in sinks)
-
-
-def test_without_a_compiler_numpy_copies_and_warns_once(monkeypatch, caplog):
-    def missing():
-        raise BuildError("no C++ compiler")
-
-    monkeypatch.setattr(native_build, "find_compiler", missing)
-    monkeypatch.setattr(library, "kernels", cache(library.kernels.__wrapped__))
-    monkeypatch.setattr(copying, "kernels", library.kernels)
-    source, sink = random_records(2), np.zeros((2, RECORD_BYTES), np.uint8)
-    for _ in range(3):
-        copy_records(sink, [1, 0], source, [0, 1], whole())
-    assert np.array_equal(sink[[1, 0]], source)
-    assert not library.is_native()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "no C++ compiler" in caplog.text
-
-
-def test_neither_the_library_nor_its_loader_needs_torch():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; sys.modules['torch'] = None\n"
-            "from kvtransfer.native import library; assert library.is_native()",
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr

@@ -237,7 +237,7 @@ def test_without_io_uring_threads_do_the_same_and_it_is_counted(tmp_path, monkey
     def refuse(*arguments):
         return 1  # EPERM
 
-    monkeypatch.setattr(uring.disk_library(), "baton_disk_open", refuse)
+    monkeypatch.setattr(uring.library(), "baton_disk_open", refuse)
     tier = new_tier(tmp_path, "uring")
     tier.open(0.0)
     assert write(tier, 0, NEW) is None

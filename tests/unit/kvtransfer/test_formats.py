@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from engine.layout import KVFormat, KVLayout, KVSection
-from kvtransfer import formats
 from kvtransfer.formats import convert, is_defined, is_exact
 
 SECTIONS = (
@@ -16,11 +15,6 @@ SECTIONS = (
 )
 PAIRS = [(source, to) for source in KVFormat for to in KVFormat if is_defined(source, to)]
 FLOATS = (KVFormat.FP32, KVFormat.BF16)
-
-
-@pytest.fixture(autouse=True)
-def _numpy_converts(monkeypatch):
-    monkeypatch.setattr(formats, "kernels", lambda: None)
 
 
 def layout_of(kv_format, block_size=3, sections=SECTIONS):

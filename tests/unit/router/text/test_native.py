@@ -22,8 +22,8 @@ from engine.messages import (
 )
 from router.gateway.metrics.histograms import Buckets
 from router.text.detokenizer import AnswerText, ByteDetokenizer, PlainTextState
-from router.text.native.library import NativeText
 from router.text.native.step import BatchedText, NativeVocabulary, TextSteps
+from router.text.native.structs import NativeText
 from router.text.token_bytes import byte_table
 from tests.kits.tokenizers import BYTE_LEVEL, FEW, SPECIAL, VOCAB_SIZE
 

@@ -18,9 +18,9 @@ from kvtransfer.store.disk.format import (
     judge,
     merged,
     sealed_header,
-    slow_header_checksums,
     unsealed_header,
 )
+from tests.kits.twins.checksums import slow_header_checksums
 
 GEOMETRY = DiskGeometry(b"model and layout", block_bytes=5000, slab_slots=4, max_slots=64)
 HASH, PARENT = b"a block's hash..", b"its parent's one"

@@ -9,8 +9,8 @@ from engine.messages import Tokens, encode_frame
 from router.edge.exchange import NO_SOCKET
 from router.gateway.answers.batching import FastPath, TextBatch
 from router.gateway.metrics.histograms import Buckets
-from router.text.native.library import NativeText
 from router.text.native.step import BatchedText, NativeVocabulary
+from router.text.native.structs import NativeText
 
 LONG = b"a" * 2**22
 

@@ -61,11 +61,11 @@ class Pipe:
         self._unsent.clear()
 
 
-def connect(router, path="/v1/chat/completions", *, has_native_text=False, **fields):
+def connect(router, path="/v1/chat/completions", *, in_python=False, **fields):
     prompt = (
         {"messages": [{"role": "user", "content": "yo"}]} if "chat" in path else {"prompt": "y"}
     )
-    app = make_app(router, has_native_text=has_native_text)
+    app = make_app(router, in_python=in_python)
     connection = Connection(app, "POST", path, {})
     connection.put_body(msgspec.json.encode({"stream": True, "seed": 1, **prompt, **fields}))
     return connection
@@ -106,7 +106,7 @@ SCORED = [
     ],
 )
 async def test_an_answer_is_the_same_with_a_pipe_and_without(script, fields):
-    plain = connect(FakeRouter(script), **fields)
+    plain = connect(FakeRouter(script), in_python=True, **fields)
     piped = connect(FakeRouter(script), **fields)
     pipe = Pipe(piped)
     await plain.run()
@@ -199,8 +199,8 @@ BROKEN = [tokens("a"), *(Update(token_ids=(byte,)) for byte in BAD_UTF8)]
     ],
 )
 async def test_an_answer_is_the_same_in_python_and_in_cpp(script, fields, num_batched):
-    plain = connect(FakeRouter(script), **fields)
-    batched = connect(FakeRouter(script), has_native_text=True, **fields)
+    plain = connect(FakeRouter(script), in_python=True, **fields)
+    batched = connect(FakeRouter(script), **fields)
     Pipe(plain)
     pipe = Pipe(batched)
     await plain.run()
@@ -211,8 +211,8 @@ async def test_an_answer_is_the_same_in_python_and_in_cpp(script, fields, num_ba
 
 async def test_tokens_count_the_same_in_python_and_in_cpp():
     pages = []
-    for has_native_text in (False, True):
-        connection = connect(FakeRouter(answer("counted")), has_native_text=has_native_text)
+    for in_python in (False, True):
+        connection = connect(FakeRouter(answer("counted")), in_python=in_python)
         Pipe(connection)
         await connection.run()
         page = await fetch(connection._app, "GET", "/metrics")
@@ -229,7 +229,7 @@ async def test_tokens_count_the_same_in_python_and_in_cpp():
 
 async def test_a_client_that_leaves_with_tokens_on_their_way_harms_nothing():
     router = FakeRouter([*answer("abc")[:3], Never()])
-    connection = connect(router, has_native_text=True)
+    connection = connect(router)
     pipe = Pipe(connection)
     running = asyncio.create_task(connection.run())
     await router.waiting.wait()
@@ -242,7 +242,7 @@ async def test_a_client_that_leaves_with_tokens_on_their_way_harms_nothing():
 async def test_a_stream_whose_tokens_become_no_text_is_cut(caplog):
     too_large = Update(token_ids=(2**63,))
     router = FakeRouter([*answer("abc")[:3], too_large, Never()])
-    connection = connect(router, has_native_text=True)
+    connection = connect(router)
     pipe = Pipe(connection)
     await connection.run()
     assert pipe.is_cut

@@ -1,5 +1,4 @@
-// Attention over KV of BATON_KV_FORMAT. Each format has a library of its own: a deployment uses one
-// or two, and all of them take a compiler longer than the rest.
+// Attention over KV of BATON_KV_FORMAT. Each format is compiled by itself.
 #include "attention.h"
 
 extern "C" void baton_attention(baton::Attention& attention, int index, const baton::Batch& batch,

@@ -8,7 +8,7 @@
 
 namespace baton {
 
-// Mirrored in library.py, as are the following two.
+// Mirrored in structs.py, as are the following two.
 struct Proposals {
   const int32_t* counts;  // [num_rows]: tokens that each row proposes, in falling order
   const Draw* draws;      // [num_rows]: how the row chooses the first of them

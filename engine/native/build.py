@@ -1,10 +1,11 @@
-"""Builds a library of C++ once per machine and keeps the result.
+"""Builds the C++ library once per machine and keeps it: `python -m engine.native.build`.
 
-A library is compiled for the processor that builds it. Its name in the cache holds a digest of the
+It is compiled for the processor that builds it. Its name in the cache holds a digest of the
 sources, the compiler, the flags and the processor's features. So a home folder that several kinds
 of machines share keeps one library for each.
 
-Processes that start together want the same library: one of them builds it, and the others wait.
+Processes that start together want the same library: one of them builds it, and the others wait. All
+cores compile.
 
 A library that another user can have written is never loaded (`engine.ownership`). If the cache is
 not to be trusted, the library is built again in a private folder, for this process alone.
@@ -12,7 +13,6 @@ not to be trusted, the library is built again in a private folder, for this proc
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import logging
@@ -20,13 +20,15 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from engine.errors import BuildError, UntrustedFile
+from engine.layout import KVFormat
 from engine.ownership import make_folder, require_trusted
 
 log = logging.getLogger(__name__)
@@ -38,46 +40,84 @@ FLAGS = (
     "-ffp-contract=off",  # sources say which products are fused, so compilers agree
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-shared",
     "-fPIC",
     "-pthread",
 )
 BUILD_TIMEOUT_S = 300.0
-LibraryT = TypeVar("LibraryT", bound=ctypes.CDLL)
-
-
 counters = {"private_builds": 0}  # libraries built for this process alone
 
 
+FORMATS = {  # as C++ numbers them
+    KVFormat.FP32: 0,
+    KVFormat.BF16: 1,
+    KVFormat.FP8_E4M3: 2,
+    KVFormat.INT8: 3,
+    KVFormat.INT4: 4,
+}
+SOURCES = Path(__file__).parent / "src"
+
+
 @dataclass(frozen=True, slots=True)
-class Sources:
-    """The files of a library: `main` is compiled and includes others of the same folder."""
+class Unit:
+    """A file that is compiled by itself, with the headers of its folder."""
 
-    name: str  # the library's, in the cache
-    folder: Path
-    main: str
-    flags: tuple[str, ...] = FLAGS
+    name: str
+    path: str  # below `SOURCES`
+    flags: tuple[str, ...] = ()
+
+    def command(self, compiler: str) -> list[str]:
+        """Compiles it. Units define types of the same names, so each has a namespace of its own."""
+        namespace = f"-Dbaton=in_{self.name}"
+        return [compiler, *FLAGS, *self.flags, namespace, "-c", str(SOURCES / self.path)]
 
 
-def built_library(sources: Sources) -> Path:
-    """Path of the compiled library, built if it is not in the cache. Raises BuildError."""
+# Loops that matter name their vector instructions. To look for more takes a compiler long.
+_KERNEL_FLAGS = ("-fno-tree-loop-vectorize",)
+
+
+def kernel_units(*flags: str) -> tuple[Unit, ...]:
+    """The units that compute a model, the longest first."""
+    flags = (*_KERNEL_FLAGS, *flags)
+    attention = (
+        Unit(
+            f"attention_{number}",
+            "kernels/attention.cpp",
+            (*flags, f"-DBATON_KV_FORMAT={number}", f"-Dbaton_attention=baton_attention_{number}"),
+        )
+        for number in FORMATS.values()
+    )
+    return Unit("kernels", "kernels/baton.cpp", flags), *attention
+
+
+UNITS = (
+    *kernel_units(),
+    Unit("router", "router/router.cpp"),
+    Unit("transfer", "transfer/transfer.cpp"),
+    Unit("disk", "transfer/disk.cpp"),
+    Unit("text", "text/text.cpp"),
+    Unit("peaks", "peaks/peaks.cpp"),
+    Unit("ngrams", "ngrams/ngrams.cpp"),
+)
+
+
+def built_library(units: Sequence[Unit] = UNITS) -> Path:
+    """Path of the library, built if it is not in the cache. Raises BuildError."""
     compiler = find_compiler()
-    name = f"{sources.name}-{_digest(sources, compiler)}.so"
-    command = [compiler, *sources.flags, str(sources.folder / sources.main)]
+    name = _name(units, compiler)
+    commands = [unit.command(compiler) for unit in units]
     try:
-        return _cached(command, name)
+        return _cached(commands, name)
     except UntrustedFile as error:
         target = _private_folder(name, error) / name
     except OSError as error:
         raise BuildError(f"building {name} failed: {error}") from error
-    _build(command, target)
+    _build(commands, target)
     return target
 
 
-def is_built(sources: Sources) -> bool:
+def is_built() -> bool:
     """True if the cache has the library. It may be untrusted. Raises BuildError."""
-    compiler = find_compiler()
-    return (cache_folder() / f"{sources.name}-{_digest(sources, compiler)}.so").exists()
+    return (cache_folder() / _name(UNITS, find_compiler())).exists()
 
 
 def compiler_cache(name: str) -> Path:
@@ -91,7 +131,7 @@ def compiler_cache(name: str) -> Path:
     return folder
 
 
-def _cached(command: list[str], name: str) -> Path:
+def _cached(commands: Sequence[list[str]], name: str) -> Path:
     """Path of the library in the cache, built if need be. Raises BuildError, UntrustedFile,
     OSError.
     """
@@ -101,7 +141,7 @@ def _cached(command: list[str], name: str) -> Path:
     if not target.exists():
         with _sole_builder(target):
             if not target.exists():
-                _build(command, target)
+                _build(commands, target)
     require_trusted(target, top=top)
     return target
 
@@ -131,28 +171,10 @@ def _private_folder(name: str, why: Exception) -> Path:
     return folder
 
 
-def open_library(
-    path: Path,
-    signatures: Mapping[str, tuple[Any, Sequence[Any]]],
-    kind: type[LibraryT] = ctypes.CDLL,  # type: ignore[assignment]
-) -> LibraryT:
-    """Loads the library in `path` and declares its functions: by name, result and argument
-    types.
-
-    Calls into a `ctypes.PyDLL` keep the interpreter's lock.
-    """
-    library = kind(str(path))
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
-
-
 def find_compiler() -> str:
     """Finds the C++ compiler: $CXX, else g++, else clang++. Raises BuildError."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        raise BuildError(f"no C++ kernels exist for {platform.machine()} processors")
+        raise BuildError(f"Baton's C++ needs an x86-64 processor, not {platform.machine()}")
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
@@ -170,34 +192,48 @@ def cache_top() -> Path:
     return (Path(base) if base else Path.home() / ".cache").resolve()
 
 
-def _build(command: list[str], target: Path) -> None:
-    """Compiles to a file beside `target` and renames it, so that workers may race."""
+def _build(commands: Sequence[list[str]], target: Path) -> None:
+    """Compiles and links to a file beside `target`, and renames it, so that workers may race."""
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            _compile(command, made)
+            objects = [str(made.with_suffix(f".{i}.o")) for i in range(len(commands))]
+            _run([[*each, "-o", to] for each, to in zip(commands, objects, strict=True)])
+            _run([[commands[0][0], "-shared", "-pthread", *objects, "-o", str(made)]])
             made.chmod(0o500)
             made.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"building {target.name} failed: {error}") from error
 
 
-def _compile(command: list[str], to: Path) -> None:
-    """Raises BuildError, OSError, TimeoutExpired."""
-    done = subprocess.run(
-        [*command, "-o", str(to)],
-        capture_output=True,
-        text=True,
-        timeout=BUILD_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise BuildError(f"{command[0]} failed: {_first_error(done.stderr)}")
+def _run(commands: Sequence[list[str]]) -> None:
+    """Runs compilers on all cores. Raises BuildError, OSError, TimeoutExpired.
+
+    None of them runs after an exception.
+    """
+    compilers: list[subprocess.Popen[str]] = []
+
+    def run(command: list[str]) -> None:
+        compiler = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        compilers.append(compiler)
+        _, errors = compiler.communicate(timeout=BUILD_TIMEOUT_S)
+        if compiler.returncode:
+            raise BuildError(f"{command[0]} failed: {_first_error(errors)}")
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        try:
+            for each in as_completed([threads.submit(run, command) for command in commands]):
+                each.result()
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for compiler in compilers:
+                compiler.kill()
+            raise
 
 
-def _digest(sources: Sources, compiler: str) -> str:
+def _name(units: Sequence[Unit], compiler: str) -> str:
     digest = hashlib.blake2b(digest_size=12)
-    for source in sorted(sources.folder.iterdir()):
+    for source in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
         digest.update(source.name.encode() + source.read_bytes())
     try:
         version = subprocess.run(
@@ -205,8 +241,9 @@ def _digest(sources: Sources, compiler: str) -> str:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{compiler} does not run: {error}") from error
-    digest.update(version + " ".join(sources.flags).encode() + _processor().encode())
-    return digest.hexdigest()
+    flags = [" ".join((unit.path, *unit.flags)) for unit in units]
+    digest.update(version + repr((FLAGS, flags)).encode() + _processor().encode())
+    return f"baton-{digest.hexdigest()}.so"
 
 
 def _processor() -> str:
@@ -222,3 +259,17 @@ def _processor() -> str:
 def _first_error(text: str) -> str:
     lines = text.strip().splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+
+
+def main() -> int:
+    """Builds the library. Returns 1, with the reason, if that fails."""
+    try:
+        built_library()
+    except BuildError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - it is the command's answer
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,12 +16,12 @@ class Attention;
 struct Batch;
 struct Scoring;
 
-// Attention::run over KV of one format: a library has it for each (attention.cpp).
+// Attention::run over KV of one format: attention.cpp has it for each.
 using Attend = void (*)(Attention&, int index, const Batch&, int layer, const Scoring&,
                         const float* query, size_t query_stride, float* out, size_t out_stride,
                         float* scratch);
 
-// One section of a buffer of blocks; mirrored in library.py.
+// One section of a buffer of blocks; mirrored in structs.py.
 struct Cache {
   uint8_t* blocks;
   int64_t block_bytes;

@@ -1,37 +1,13 @@
-"""The C++ kernels as Python sees them: structures, signatures, and the loaded library.
+"""Structures of `src/kernels`, field by field.
 
-Structures mirror those of src/*.h, field by field. They hold addresses, so the code that makes one
-must keep the tensors alive (`keep`).
+They hold addresses, so the code that makes one must keep the tensors alive (`keep`).
 """
 
-import ctypes
-import logging
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
-from engine.errors import BuildError
-from engine.layout import KVFormat
-from engine.native_build import FLAGS, Sources, built_library, open_library
+from engine.native.library import Native
 
-log = logging.getLogger(__name__)
-
-SOURCES = Sources(
-    "kernels",
-    Path(__file__).parent / "src",
-    "baton.cpp",
-    # Loops that matter name their vector instructions. To look for more takes a compiler long.
-    (*FLAGS, "-fno-tree-loop-vectorize"),
-)
 FP32, BF16, INT8, INT8_AS_FLOAT, BF16_PAIRS = range(5)  # kinds of weights
-FORMATS = {
-    KVFormat.FP32: 0,
-    KVFormat.BF16: 1,
-    KVFormat.FP8_E4M3: 2,
-    KVFormat.INT8: 3,
-    KVFormat.INT4: 4,
-}
 
 
 class Weight(Structure):
@@ -226,109 +202,8 @@ class NativeDrafting(Structure):
     )
 
 
-SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "baton_panel": (c_int32, ()),
-    "baton_is_avx512": (c_int32, ()),
-    "baton_use_amx": (c_int32, (c_int32,)),
-    "baton_uses_amx": (c_int32, ()),
-    "baton_team_open": (c_void_p, (c_int32,)),
-    "baton_team_close": (None, (c_void_p,)),
-    "baton_packed_bytes": (c_int64, (c_int32, c_int32, c_int32)),
-    "baton_padded_cols": (c_int32, (c_int32, c_int32)),
-    "baton_pack": (
-        None,
-        (c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p),
-    ),
-    "baton_linear_scratch": (c_int64, (c_void_p, POINTER(Weight), c_int32)),
-    "baton_linear": (
-        None,
-        (c_void_p, POINTER(Weight), c_void_p, c_int32, c_void_p, c_void_p),
-    ),
-    "baton_attend": (
-        None,
-        (
-            c_void_p,
-            POINTER(Cache),
-            POINTER(Batch),
-            c_int32,
-            POINTER(NativeScoring),
-            c_int32,
-            c_void_p,
-            c_void_p,
-            c_void_p,
-            c_void_p,
-        ),
-    ),
-    "baton_decoder_open": (c_void_p, (c_void_p, POINTER(Model), POINTER(Cache))),
-    "baton_decoder_close": (None, (c_void_p,)),
-    "baton_decoder_forward": (None, (c_void_p, POINTER(Ragged), POINTER(NativeWanted))),
-    "baton_decoder_draft": (
-        c_int32,
-        (c_void_p, POINTER(Ragged), c_void_p, POINTER(Proposals)),
-    ),
-    "baton_decoder_verify": (
-        c_int32,
-        (c_void_p, POINTER(Ragged), c_void_p, POINTER(Choices)),
-    ),
-    "baton_decoder_speculate": (
-        c_int32,
-        (
-            *(c_void_p, POINTER(Ragged), c_void_p, POINTER(Choices)),
-            *(c_void_p, POINTER(Ragged), POINTER(NativeDrafting)),
-        ),
-    ),
-    "baton_sample": (
-        c_int32,
-        (c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p),
-    ),
-}
-
-
-class Kernels(ctypes.CDLL):
-    """The library. Attention over each format of KV is another one, built with its flags."""
-
-    flags: tuple[str, ...] = ()
-
-    def attention(self, kv_format: KVFormat) -> int:
-        """Address of attention over this format, built if need be. Raises BuildError, OSError."""
-        return _attention(kv_format, self.flags)
-
-
-def opened(flags: tuple[str, ...]) -> Kernels:
-    """Opens the library, built if need be. Raises BuildError, OSError."""
-    library = open_library(built_library(replace(SOURCES, flags=flags)), SIGNATURES, Kernels)
-    library.flags = flags
-    return library
-
-
-def attention_sources(kv_format: KVFormat, flags: tuple[str, ...] = SOURCES.flags) -> Sources:
-    """The library of attention over one format of KV."""
-    define = f"-DBATON_KV_FORMAT={FORMATS[kv_format]}"
-    return Sources(f"attention-{kv_format}", SOURCES.folder, "attention.cpp", (*flags, define))
-
-
-@cache
-def _attention(kv_format: KVFormat, flags: tuple[str, ...]) -> int:
-    library = open_library(built_library(attention_sources(kv_format, flags)), {})
-    address = ctypes.cast(library.baton_attention, c_void_p).value
-    assert address is not None
-    return address
-
-
-def instructions(library: ctypes.CDLL) -> str:
+def instructions(library: Native) -> str:
     """The instructions on which the bits of products depend."""
     if library.baton_uses_amx():
         return "amx"
     return "avx512" if library.baton_is_avx512() else "avx2"
-
-
-@cache
-def kernels() -> Kernels | None:
-    """The library for this machine, built if need be; None, with a warning, if it cannot
-    be built.
-    """
-    try:
-        return opened(SOURCES.flags)
-    except (BuildError, OSError) as error:
-        log.warning("CPU kernels are not available, plain torch is used: %s", error)
-        return None

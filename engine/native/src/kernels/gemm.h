@@ -49,7 +49,7 @@ constexpr int kAmxFromRows = 4;        // fewer rows are multiplied sooner witho
 constexpr int kBlockRows = kAmxBlock;  // the most rows of a block
 static_assert(kBlockRows >= kMaxRows && kBlockRows >= kMaxRowsInt8);
 
-// A packed matrix [rows, cols]; mirrored in library.py.
+// A packed matrix [rows, cols]; mirrored in structs.py.
 struct Weight {
   int32_t kind;
   int32_t rows;  // outputs

@@ -67,7 +67,7 @@ struct Series {
   }
 };
 
-// Mirrors `NativeText` of library.py.
+// Mirrors `NativeText` of structs.py.
 struct Text {
   const Vocabulary* vocabulary;
   const char* before;  // of a chunk, up to its text
@@ -177,7 +177,7 @@ struct Rest {
 
 struct Lane;
 
-// What was done with a frame. Mirrors `TakenFrame` of library.py.
+// What was done with a frame. Mirrors `TakenFrame` of structs.py.
 struct TakenFrame {
   int64_t num_messages;
   int64_t num_taken;         // of these
@@ -337,7 +337,7 @@ void baton_lane_close(Step* step, const char* seq_id, int64_t length) {
 }
 
 // Takes from a worker's frame what is plain tokens of open lanes, and sends their chunks. Mirrors
-// `TakenFrame` of library.py. Returns 0 if it took nothing, as if the frame had not come.
+// `TakenFrame` of structs.py. Returns 0 if it took nothing, as if the frame had not come.
 int32_t baton_text_frame(Step* open, const char* data, int64_t length, double now_s,
                          TakenFrame* told) {
   Step& step = *open;

@@ -21,7 +21,7 @@ enum Format : int32_t { kFp32 = 0, kBf16 = 1, kFp8 = 2, kInt8 = 3, kInt4 = 4 };
 constexpr int kScaleBytes = 4;
 constexpr uint32_t kMagnitude = 0x7FFFFFFF;  // all of a float but its sign
 
-// The place of one section in records of one format; mirrored in library.py.
+// The place of one section in records of one format; mirrored in structs.py.
 struct Heads {
   int64_t section_offset;
   int64_t head_bytes;
@@ -29,7 +29,7 @@ struct Heads {
   int64_t scales_offset;
 };
 
-// One section of both records; mirrored in library.py.
+// One section of both records; mirrored in structs.py.
 struct Section {
   Heads source, sink;
   int64_t num_heads;  // K's and V's of all layers

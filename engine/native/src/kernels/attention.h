@@ -30,7 +30,7 @@ struct TilePlaces {
 };
 inline constexpr TilePlaces kTilePlaces;
 
-// Mirrored in library.py.
+// Mirrored in structs.py.
 struct Batch {
   const int32_t* cu_seqlens_q;  // [num_rows + 1]
   const int32_t* context_lens;  // [num_rows]

@@ -56,7 +56,7 @@ inline uint64_t header_checksum(const Header& header) {
 
 enum Kind : int32_t { kRead = 0, kWrite = 1, kClear = 2 };
 
-// These three are mirrored in library.py.
+// These three are mirrored in structs.py.
 struct DiskFiles {
   int64_t stride_bytes;  // of slots: a multiple of kAlignment
   int64_t payload_bytes;

@@ -81,10 +81,8 @@ int64_t baton_index_longest(void* index, const uint8_t* hashes, int64_t count, i
   return num_found;
 }
 
-void* baton_fleet_open(void* index, int64_t block_size, uint64_t seed, double lend_ratio,
-                       double lend_share, double prompt_weight) {
-  const Rule rule = {lend_ratio, lend_share, prompt_weight};
-  return new Fleet(static_cast<Index*>(index)->table, block_size, seed, rule);
+void* baton_fleet_open(void* index, int64_t block_size, uint64_t seed, const Rule* rule) {
+  return new Fleet(static_cast<Index*>(index)->table, block_size, seed, *rule);
 }
 
 void baton_fleet_close(void* fleet) { delete static_cast<Fleet*>(fleet); }

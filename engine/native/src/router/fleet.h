@@ -620,8 +620,7 @@ class Fleet {
   bool should_wait(Decision& decision, const Choice& prefill) {
     const Kind& kind = kind_at(prefill.slot);
     if (kind.decodes || drag(prefill.slot) <= 1) return false;
-    int32_t medium;
-    const double work = work_s(kind, prefill.depth, &medium);
+    const double work = work_s(kind, prefill.depth);
     const double price = wait_s(prefill.slot) + work * weight(prefill.slot);
     wait_bound_s_ = kInf;
     const Choice other = choose_prefill(false);
@@ -687,22 +686,28 @@ class Fleet {
     return least_s;
   }
 
+  double work_s(const Kind& kind, uint32_t depth) const {
+    int32_t medium;
+    return work_s(kind, depth, &medium);
+  }
+
+  // Offers workers by what they hold of the prompt, one by one or all of the same depth at once.
+  template <class One, class All>
+  void offer_by_depth(One one, All all) {
+    const std::vector<uint64_t>* rest = nullptr;
+    for (const Held& held : match_.few) one(held);
+    for (size_t i = match_.num_many; i-- > 0;) all(&match_.many[i].bits, match_.many[i].depth);
+    if (!match_.few.empty() || match_.num_many > 0) find_rest(), rest = &rest_;
+    all(rest, 0);
+  }
+
   // With `spares`, leaves out mixed workers whose sequences it would delay.
   Choice choose_prefill(bool spares = true) {
     spares_ = spares;
     num_spared_ = 0;
     Choice choice;
-    for (const Held& held : match_.few) offer_one(held, choice);
-    for (size_t i = match_.num_many; i-- > 0;) {
-      const Layer& layer = match_.many[i];
-      offer_all(&layer.bits, layer.depth, choice);
-    }
-    if (match_.few.empty() && match_.num_many == 0) {
-      offer_all(nullptr, 0, choice);
-    } else {
-      find_rest();
-      offer_all(&rest_, 0, choice);
-    }
+    offer_by_depth([&](const Held& held) { offer_one(held, choice); },
+                   [&](auto* bits, uint32_t depth) { offer_all(bits, depth, choice); });
     return choice;
   }
 
@@ -710,17 +715,8 @@ class Fleet {
   Choice choose_local(double limit) {
     Choice choice;
     choice.cost = limit;
-    for (const Held& held : match_.few) offer_local(held, choice);
-    for (size_t i = match_.num_many; i-- > 0;) {
-      const Layer& layer = match_.many[i];
-      offer_locals(&layer.bits, layer.depth, choice);
-    }
-    if (match_.few.empty() && match_.num_many == 0) {
-      offer_locals(nullptr, 0, choice);
-    } else {
-      find_rest();
-      offer_locals(&rest_, 0, choice);
-    }
+    offer_by_depth([&](const Held& held) { offer_local(held, choice); },
+                   [&](auto* bits, uint32_t depth) { offer_locals(bits, depth, choice); });
     if (choice.ties == 0) choice.cost = kInf;
     return choice;
   }
@@ -729,9 +725,8 @@ class Fleet {
   void offer_locals(const std::vector<uint64_t>* bits, uint32_t depth, Choice& choice) {
     double least_added = kInf;
     for (const Kind& kind : kinds_) {
-      int32_t medium;
       if (kind.is_local() && could_prefill(kind)) {
-        least_added = std::min(least_added, work_s(kind, depth, &medium));
+        least_added = std::min(least_added, work_s(kind, depth));
       }
     }
     if (least_added == kInf) return;
@@ -753,16 +748,14 @@ class Fleet {
     const Kind& kind = kind_at(held.slot);
     const double wait = wait_s(held.slot);
     if (!could_prefill(kind) || wait > wait_bound_s_ || !can_decode(held.slot)) return;
-    int32_t medium;
-    const double cost = wait + work_s(kind, held.depth, &medium) * weight(held.slot);
+    const double cost = wait + work_s(kind, held.depth) * weight(held.slot);
     if (choice.ties == 0 && cost >= choice.cost) return;  // as good as the limit
     choice.offer(cost, held.slot, held.depth, random_);
   }
 
   // Whether a local prefill is better than to wait, for this request and those behind it in the queue.
   bool is_quicker(const Choice& local, double without) const {
-    int32_t medium;
-    const double work = work_s(kind_at(local.slot), local.depth, &medium);
+    const double work = work_s(kind_at(local.slot), local.depth);
     return local.cost - request_->queued * work < without;
   }
 
@@ -916,8 +909,7 @@ class Fleet {
     const double wait = wait_s(slot);
     const Kind& kind = kind_at(slot);
     if (wait > wait_bound_s_ || !could_prefill(kind)) return;
-    int32_t medium;
-    const double work = work_s(kind, held.depth, &medium);
+    const double work = work_s(kind, held.depth);
     if (kind.decodes && is_unable(slot, work)) return;
     if (weight(slot) == kInf) return;
     const double harm = lends_ ? harm_s(slot) : 0;
@@ -936,9 +928,8 @@ class Fleet {
   void offer_all(const std::vector<uint64_t>* bits, uint32_t depth, Choice& choice) {
     double least_added = kInf;
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-      int32_t medium;
       const bool is_able = could_prefill(kinds_[kind]);
-      added_[kind] = is_able ? work_s(kinds_[kind], depth, &medium) : kInf;
+      added_[kind] = is_able ? work_s(kinds_[kind], depth) : kInf;
       least_added = std::min(least_added, added_[kind]);
     }
     const double now_s = request_->now_s, wait_bound_s = wait_bound_s_;

@@ -16,7 +16,7 @@ namespace baton {
 
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 
-// Mirrored in library.py, as are the following two.
+// Mirrored in structs.py, as are the following two.
 struct Layer {
   Weight qkv[3];  // one for all, or one each
   Weight output;
@@ -58,7 +58,7 @@ struct Model {
   float logit_softcap;  // 0: none
 };
 
-// The rows of a pass. Each row's tokens extend one sequence. Mirrored in library.py.
+// The rows of a pass. Each row's tokens extend one sequence. Mirrored in structs.py.
 struct Ragged {
   const int64_t* token_ids;   // row by row
   const int32_t* lens;        // [num_rows]: tokens of each row
@@ -70,7 +70,7 @@ struct Ragged {
   const int64_t* origins;  // [num_rows]: added to positions before they are embedded; null: zero
 };
 
-// The wanted results of a pass; mirrored in library.py.
+// The wanted results of a pass; mirrored in structs.py.
 struct Wanted {
   const int64_t* keep;  // [num_keep]: tokens of the flat batch whose logits are wanted
   float* logits;        // [num_keep, vocab]

@@ -1,4 +1,4 @@
-// The functions that Python calls through ctypes for blocks on disk: see store/disk/library.py.
+// The functions that Python calls through ctypes for blocks on disk: see library.py.
 #include "disk.h"
 
 using namespace baton;
