@@ -260,7 +260,7 @@ def test_a_relative_that_attends_causally_to_text_is_served(kind, tmp_path):
 
 
 @pytest.mark.parametrize("sharing", [GEMMA3N, GEMMA4], ids=["gemma3n", "gemma4"])
-@pytest.mark.parametrize("num_shared", [0, 2, 3])
+@pytest.mark.parametrize("num_shared", [pytest.param(0, marks=pytest.mark.long), 2, 3])
 def test_layers_that_share_kv_are_served_and_store_it_once(sharing, num_shared, tmp_path):
     save_checkpoint(tmp_path, sharing | {"num_kv_shared_layers": num_shared})
     check_equals_generate(tmp_path, lengths=(5, 100), num_blocks=10)
