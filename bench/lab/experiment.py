@@ -106,7 +106,9 @@ class Experiment(ABC):
         """Returns the options as a flat mapping, without the seed, paths and peers."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "seed"}
         return {
-            name: value if isinstance(value, Scalar) else ",".join(map(str, value))
+            name: value
+            if isinstance(value, Scalar)
+            else ",".join(Path(one).name for one in value)  # a machine's folders are not named
             for name, value in values.items()
             if name != "peer" and not isinstance(value, Path)
         }
