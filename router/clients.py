@@ -87,12 +87,13 @@ class RouterClients:
                 continue
             if type(of_request[-1]) is End:
                 del self._clients[request_id]
-            plain = [each for each in of_request if type(each) is Deliver and each.is_plain]
-            if len(plain) == len(of_request):
-                for each in plain:
-                    client.tokens(each.token_ids, now_s)
-            else:
-                client.update(joined([_update_of(each) for each in of_request]))
+            num_plain = _num_plain(of_request)
+            for each in of_request[:num_plain]:
+                assert type(each) is Deliver
+                client.tokens(each.token_ids, now_s)
+            if num_plain < len(of_request):
+                rest = of_request[num_plain:]
+                client.update(joined([_update_of(each) for each in rest]))
 
     def close_left(self) -> None:
         """Lets no tokens be taken from frames for sequences that ended before their requests."""
@@ -143,6 +144,19 @@ class _Client:
             self.sink.update(update)
         except Exception as error:
             self.sink.fail(error)
+
+
+def _num_plain(effects: Sequence[ForClient]) -> int:
+    """The number of effects, from the first on, that bring tokens alone.
+
+    The last tokens of a request belong to its end, as both are one update.
+    """
+    for place, effect in enumerate(effects):
+        if type(effect) is End:
+            return max(place - 1, 0)
+        if type(effect) is Deliver and not effect.is_plain:
+            return place
+    return len(effects)
 
 
 def _update_of(effect: ForClient) -> Update:
