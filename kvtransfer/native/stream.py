@@ -29,7 +29,6 @@ from kvtransfer.memory import Blocks
 from kvtransfer.native.structs import Cipher, Received, Records, records_struct
 
 KEY_BYTES = 16
-MAX_NOTE_BYTES = 2**16
 _NO_RECORDS = np.empty((0, 1), np.uint8)
 
 
