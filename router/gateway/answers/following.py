@@ -127,8 +127,9 @@ class _ChoiceSink:
     async def flush(self) -> AnswerPiece | None:
         """Writes what was kept. Returns the last piece of the choice instead of writing it."""
         num_at_once, following = self.choice.num_at_once, self._following
-        while self._unread and self._last is None:
-            update, self._unread = joined(self._unread), []
+        updates, self._unread = self._unread[:1], self._unread[1:]  # the one that woke the task
+        while updates and self._last is None:
+            update = joined(updates)
             is_long = len(update.token_ids) > num_at_once
             for part in update.parts(num_at_once):
                 if is_long:
@@ -138,6 +139,7 @@ class _ChoiceSink:
                     break
                 if self._writer.is_full:
                     await self._writer.flush()
+            updates, self._unread = self._unread, []
         if self._error is not None:
             raise self._error
         self._is_due = False
