@@ -85,7 +85,7 @@ class Acceptance:
         return max([average.hits / average.tries, *(self.of(seq_id, kind) for seq_id in known)])
 
     def idle(self, drafting: Container[SeqId], num_steps: int) -> None:
-        """Forgets a little of all sequences that nothing was drafted for in so many steps."""
+        """Forgets a little of all sequences without drafts, once for each of `num_steps`."""
         memory = _MEMORY_WHILE_IDLE**num_steps
         for seq_id, own in self._one.items():
             if seq_id not in drafting:

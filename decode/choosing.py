@@ -22,7 +22,7 @@ from engine.messages import SeqId
 MAX_UNSEEN_TOKENS = 1024  # the draft model never catches up with a sequence that has more of them
 THOUSAND = 1000.0
 _LASTING = 128  # steps over which the cost of catching up first is spread
-_LEAST_GAIN = 1.04  # of the plain rate, for drafting to be worth it
+_LEAST_GAIN = 1.04  # times the plain rate, for drafting to be worth it
 _ROUNDS = 3
 
 
@@ -32,7 +32,7 @@ class Candidate(msgspec.Struct, frozen=True):
     seq_id: SeqId
     context_len: int
     max_tokens: int  # that may be drafted
-    match_len: int = 0  # of the n-gram that proposes; 0 if none does
+    match_len: int = 0  # the proposing n-gram's; 0 if none proposes
     num_unseen: int = 0  # tokens that the draft model has to compute before it proposes
 
 
@@ -41,16 +41,16 @@ class Proposal(msgspec.Struct, frozen=True):
 
     proposer: Proposer
     num_tokens: int
-    match_len: int = 0  # of the n-gram
+    match_len: int = 0  # the n-gram's
 
 
 @dataclass(slots=True)
 class DraftOption:
     """One way to draft for one candidate."""
 
-    index: int  # of the candidate
+    index: int  # the candidate's
     proposer: Proposer
-    share: float  # of its tokens, those likely to be kept
+    share: float  # share of its tokens likely to be kept
     token_s: float  # cost of each token
     max_tokens: int
     first_s: float = 0.0  # cost before the first token, once
@@ -66,11 +66,11 @@ class DraftOption:
         return num
 
     def expected(self, num_tokens: int) -> float:
-        """Returns the tokens likely to be kept, if so many are drafted."""
+        """Returns the tokens likely to be kept, if `num_tokens` are drafted."""
         return self.share * (1 - self.share**num_tokens) / (1 - self.share)
 
     def surplus(self, rate: float, shared_s: float = 0.0) -> float:
-        """Returns the tokens that it adds, less those that its seconds would bring otherwise."""
+        """Returns the tokens that it adds, less what its seconds would bring otherwise."""
         if self.share <= rate * (self.token_s + shared_s):
             return 0.0
         num = self.num_worth(rate, self.max_tokens)
@@ -84,7 +84,7 @@ class DraftChooser:
     def __init__(
         self, acceptance: Acceptance, *, uses_ngrams: bool, uses_draft_model: bool
     ) -> None:
-        self.expected_gain = 0.0  # of the latest choice, as a multiple; 0 if it drafts nothing
+        self.expected_gain = 0.0  # the latest choice's, as a multiple; 0 if it drafts nothing
         self._acceptance = acceptance
         self._uses_ngrams = uses_ngrams
         self._uses_draft_model = uses_draft_model
@@ -92,7 +92,7 @@ class DraftChooser:
     def choose(
         self, candidates: Sequence[Candidate], cost: StepCost, num_rows: int, read: float
     ) -> list[Proposal | None]:
-        """Returns the best proposals for a step with so many rows, in which these may draft."""
+        """Returns the best proposals for a step with `num_rows` rows; `candidates` may draft."""
         proposals: list[Proposal | None] = [None] * len(candidates)
         base_s = cost.plain_s(num_rows, read)
         rate = num_rows / base_s
@@ -137,7 +137,7 @@ class DraftChooser:
     def options(
         self, index: int, candidate: Candidate, cost: StepCost, rate: float = 0.0
     ) -> list[DraftOption]:
-        """Returns the ways to draft for a candidate, without those that lose at this rate."""
+        """Returns the ways to draft for a candidate, without the ways that lose at this rate."""
         found = (self.option(index, candidate, way, cost, rate) for way in Proposer)
         return [option for option in found if option is not None]
 
@@ -214,7 +214,7 @@ def _draft_lengths(
 ) -> tuple[list[tuple[DraftOption, int]], float, float]:
     """Returns lengths under the best depth of the draft model, and the step's tokens and seconds.
 
-    `tokens` and `seconds` are those of the step without the draft model.
+    `tokens` and `seconds` count the step without the draft model.
     """
     worth = [(o, num) for o in drafts if (num := o.num_worth(rate, o.max_tokens)) > 0]
     best_depth, best_tokens, best_s = 0, tokens, seconds

@@ -9,7 +9,7 @@ So speculation never costs more than these shares together, however wrong its es
 credit that was saved up.
 """
 
-SHARES = {"looks": 0.01, "trials": 0.002, "catching up": 0.003}  # of all time
+SHARES = {"looks": 0.01, "trials": 0.002, "catching up": 0.003}  # share of all time
 _CREDIT_STEPS = {"looks": 4, "trials": 6, "catching up": 4}  # the most credit, in steps
 _EARN_EVERY = 16  # steps whose time is credited together
 _NEARLY = 0.9

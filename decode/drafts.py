@@ -2,7 +2,7 @@
 
 A `Speculator` chooses. Here its choice is cut to the budget and to memory, and carried out: tokens
 of the sequence's own n-grams, or a number of tokens for the draft model to propose. Blocks for
-drafted tokens are those that no other sequence will need soon. Blocks of rejected tokens go back
+drafted tokens are blocks that no other sequence will need soon. Blocks of rejected tokens go back
 after the step.
 
 The draft model may leave sequences out. Their K and V are computed when it drafts for them again,

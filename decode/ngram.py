@@ -29,7 +29,7 @@ class Match(NamedTuple):
 class _Tokens:
     def __init__(self, library: Native, token_ids: list[int]) -> None:
         self.token_ids = token_ids
-        self.num_known = 0  # of these, in C++
+        self.num_known = 0  # how many C++ knows
         self.handle: int = library.baton_ngrams_open()
         self._close = library.baton_ngrams_close
 

@@ -38,14 +38,14 @@ from engine.messages import SeqId
 from engine.worker.batch import BatchPlan, BatchResult, Row, StepTimes
 
 _TRIED_ROWS = 8
-_TRIED_TOKENS = 2  # of each tried row
-_TRIED_STEPS = 5  # of one trial, on end
+_TRIED_TOKENS = 2  # in each tried row
+_TRIED_STEPS = 5  # in one trial, on end
 _FEWEST_STEPS, _MOST_STEPS = 8, 2048  # between two trials
 _BETWEEN_RATE = 0.1  # weight of the latest time between two steps without a look
 _FIRST_PLAIN, _PLAIN_EVERY = 2, 64  # steps with a look before plain ones: at first, and later
 _PLAIN_STEPS = 2  # on end: the first one finds caches cold
-_LEARN_EVERY = 2  # of the steps without a look that are seen
-_SETTLED, _LEARN_EVERY_SETTLED = 8, 8  # after so many steps of a kind, learn more rarely
+_LEARN_EVERY = 2  # one in this many steps without a lookup is learned from
+_SETTLED, _LEARN_EVERY_SETTLED = 8, 8  # after this many steps of a kind, learn more rarely
 _ENOUGH_STEPS = 32  # learned from, before only some steps are
 _SEEN_EVERY = 16  # steps without a look; the others are passed over
 _LEARN_EVERY_DRAFT = 16  # steps with drafts, after that
@@ -88,7 +88,7 @@ class Speculator:
         self.has_draft_model = has_draft_model
         self.uses_ngrams = mode in (Speculate.NGRAM, Speculate.AUTO)
         self.uses_draft_model = has_draft_model and mode in (Speculate.DRAFT, Speculate.AUTO)
-        self._cost = StepCost()  # of steps as large as the latest: one of `_costs`
+        self._cost = StepCost()  # for steps as large as the latest: one of `_costs`
         self._costs: dict[int, StepCost] = {}  # by the bit length of the number of rows
         self._acceptance = Acceptance()
         self._chooser = DraftChooser(
@@ -101,8 +101,8 @@ class Speculator:
         self._tried: set[SeqId] = set()
         self._credit = TimeCredit()
         self._last_s: float | None = None  # when the last step ended
-        self.num_to_pass = 0  # of the next steps: nothing is to be planned for them or learned
-        self._num_passed = 0  # of the latest steps
+        self.num_to_pass = 0  # next steps for which nothing is planned or learned
+        self._num_passed = 0  # how many of the latest steps were passed
         self._lacks_credit = False  # for a look
         self._advanced_s = 0.0  # predicted time of catching up in the present step
         self._had_drafts = False  # whether the last step had drafts
@@ -147,7 +147,7 @@ class Speculator:
         return False
 
     def weighs_draft_model(self, num_rows: int, num_context_tokens: int) -> bool:
-        """False if the draft model will propose nothing in a step of so many rows."""
+        """False if the draft model will propose nothing in a step of `num_rows` rows."""
         trials = self._trials.get(Proposer.DRAFT)
         if trials is None:
             return False
@@ -162,7 +162,7 @@ class Speculator:
     ) -> list[Proposal | None]:
         """Returns what to draft for each candidate in the next step.
 
-        It has so many other rows, with so many tokens of context, for which nothing is drafted.
+        `num_others` rows without drafts are in the batch; `others_tokens` is their context.
         """
         num_rows = len(candidates) + num_others
         if not self._trials or not num_rows:
@@ -266,7 +266,7 @@ class Speculator:
         """
         if not self._cost.is_known:
             return len(options)
-        worth_s = self._cost.plain_s(num_rows, 0.0) / num_rows  # of a token
+        worth_s = self._cost.plain_s(num_rows, 0.0) / num_rows  # a token's
         rows_s = (
             _TRIED_TOKENS * o.token_s
             + o.first_s / _TRIED_STEPS
@@ -293,7 +293,7 @@ class Speculator:
         return has_credit
 
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
-        """True if the draft model may compute so many more tokens in so many more passes.
+        """True if the draft model may compute `num_tokens` more tokens in `num_passes` more passes.
 
         If it may, their cost is taken off the credit.
         """
@@ -419,7 +419,7 @@ class Speculator:
             self._cost.learn_trust(rate / self._chooser.expected_gain, len(rows))
 
     def _turn_to(self, num_rows: int) -> None:
-        """Selects the costs of steps with so many rows."""
+        """Selects the costs of steps with `num_rows` rows."""
         size = num_rows.bit_length()
         if size not in self._costs:
             nearest = min(self._costs, key=lambda known: abs(known - size), default=None)

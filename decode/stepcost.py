@@ -15,7 +15,7 @@ learning starts anew from the latest step.
 The cost of one more token depends on how many there are. It is low while reading weights takes the
 time, and high when computing does. So each size of batch, to a power of two, has its own costs.
 
-Before the first step, the weights are those of a small model on a CPU. Only their proportions
+Before the first step, the weights fit a small model on a CPU. Only their proportions
 matter: the first timed step scales them.
 """
 
@@ -23,7 +23,7 @@ import copy
 from collections.abc import Sequence
 from operator import mul
 
-_NOISE = 0.05  # of a step's time, as a share of it
+_NOISE = 0.05  # share of a step's time
 _MEMORY = 0.99  # weight of a step after the next one
 _ERRORS = (-0.3, 0.3)  # the largest, as shares of the prediction
 _SURPRISES = 4  # cut errors in a row, among steps of one kind, before learning starts anew
@@ -35,7 +35,7 @@ _PACE_RATE = 0.25  # weight of the latest step without drafts
 
 _TRUST_RATE, _TRUST_ROWS = 0.2, 16  # weight of the latest step; of fewer rows one says less
 _LEAST_SHARE = 0.5  # one step says no less than this
-_HOPE = 0.05  # of what is missing to full trust, at each choice that drafts nothing
+_HOPE = 0.05  # share of the missing trust that is regained at each choice without drafts
 
 _CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
 

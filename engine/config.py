@@ -28,10 +28,10 @@ from engine.layout import KVFormat
 
 ENVIRONMENT_PREFIX = "BATON_"
 UNSET = "none"  # the value that unsets a key
-MAX_KEY_BYTES = 256  # of an API key
+MAX_KEY_BYTES = 256  # in an API key
 MAX_MODELS = 16  # beside the main one
-MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY
-_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_BYTES}}}")  # of characters that a header may have
+MAX_PRIORITY = 1000  # a request's; the least is -MAX_PRIORITY
+_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_BYTES}}}")  # characters that a header may have
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY_HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -90,7 +90,7 @@ class GenerationDefaults(StrEnum):
     """The source of sampling parameters that a request does not have."""
 
     AUTO = "auto"  # the model's generation_config.json
-    NONE = "none"  # those of the API
+    NONE = "none"  # the API's
 
 
 class DashboardMode(StrEnum):
@@ -187,7 +187,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: WeightFormat = WeightFormat.AUTO  # format of the linear layers
     kv_dtype: KVFormat | None = None  # format of KV in the pools; None: fp32, or bf16 on a GPU
     decode_kv_dtype: KVFormat | None = None  # the same, of decode workers; None: kv_dtype
-    kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
+    kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: the pool's format
     kv_mib: Count | None = None  # memory of the KV pool; None: depends on the memory that is free
     # Share of its GPU's memory that a worker takes: weights, activations and KV together. Of a part
     # of a GPU it is this share of that part.
@@ -297,7 +297,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # none: calls in Hermes' form; reasoning stays in the text.
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"  # the same, of reasoning
-    # Sampling where clients say nothing: that of generation_config.json, or none.
+    # Sampling where clients say nothing: generation_config.json's, or none.
     generation_config: GenerationDefaults = GenerationDefaults.AUTO
     keys_file: str | None = None  # API keys: the file of `baton keys`
     # Keys of the operator's own, instead of a keys file: a key or a list. `load_config` puts hashes
@@ -521,7 +521,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # After this long without a request its workers end, and the next request starts them again.
     # It gives way sooner if another model needs the room. None: it keeps its workers.
     idle_s: Positive | None = None
-    # Settings of its workers: those of `[worker]` hold where `[models.NAME.worker]` has none.
+    # Settings of its workers; `[worker]` holds where `[models.NAME.worker]` says nothing.
     worker: WorkerConfig = WorkerConfig()
 
 

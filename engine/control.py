@@ -32,7 +32,7 @@ CONTROL_VERSION = 7
 MAX_LISTED = 1000  # requests in one answer
 FIRST_VERSION = "v1"  # the name of the version that a deployment starts with
 FULL_WEIGHT = 100
-MAIN_LINE = ""  # of the model that the deployment was started with
+MAIN_LINE = ""  # the model that the deployment was started with
 
 
 class Pools(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class Version(msgspec.Struct, frozen=True):
     is_leaving: bool = False
     line: str = MAIN_LINE
     asleep: Asleep | None = None
-    device: DeviceKind = DeviceKind.CPU  # of its workers; never `auto`
+    device: DeviceKind = DeviceKind.CPU  # its workers'; never `auto`
 
     @property
     def is_over(self) -> bool:
@@ -144,7 +144,7 @@ class Rollout(msgspec.Struct, frozen=True):
     before: tuple[Version, ...]  # the line's versions at the start, restored by an abort
     stay: tuple[str, ...] = ()  # after an abort: those beside the current version
     canary: tuple[int, ...] = ()  # shares of new requests that come first, per cent
-    hold_s: float = 0.0  # of each of them
+    hold_s: float = 0.0  # for each step
     allows_shorter: bool = False  # sequences than other versions have served
 
 
@@ -240,10 +240,10 @@ class ControllerHello(msgspec.Struct, frozen=True, tag=True):
 class Members(msgspec.Struct, frozen=True, tag=True):
     """All workers and the intent. A gateway that knows a higher number ignores it."""
 
-    version: int  # of this list; not of a model
+    version: int  # this list's; not a model's
     workers: tuple[Member, ...]
     intent: Intent
-    stores: tuple[Member, ...] = ()  # of KV; gateways use them like workers that compute nothing
+    stores: tuple[Member, ...] = ()  # gateways use them like workers that compute nothing
 
     def of(self, name: str) -> tuple[Member, ...]:
         """Returns the workers of a version."""
@@ -297,21 +297,21 @@ class WorkerNews(WorkerSummary, frozen=True, kw_only=True):
 
 
 class VersionSummary(msgspec.Struct, frozen=True):
-    """A version: its wanted workers, those that serve, and its share of requests."""
+    """A version: its wanted workers, its serving workers, and its share of requests."""
 
     name: str
     model_name: str
     wanted: Pools
     serving: Pools
     weight: int
-    is_current: bool  # of its line
+    is_current: bool  # in its line
     is_leaving: bool
     is_asleep: bool = False
     line: str = MAIN_LINE
 
 
 class EndedCounts(msgspec.Struct, frozen=True):
-    """Requests that ended, those that failed, and those whose answer was late."""
+    """Requests that ended, how many failed, and how many were answered late."""
 
     ended: int = 0
     failed: int = 0
@@ -439,7 +439,7 @@ class ControllerRefused(msgspec.Struct, frozen=True, tag=True):
 class VersionReport(msgspec.Struct, frozen=True):
     """A gateway's state of a version. `missing` is the reason why it cannot serve, or None.
 
-    The counts of ended requests are those of the gateway's process. `longest_len` is the longest
+    The counts of ended requests cover the gateway's process. `longest_len` is the longest
     sequence that runs, or ended in the last minutes. `probe` is None before a version that takes
     over was probed; then it says what was wrong, or nothing.
     """
@@ -448,8 +448,8 @@ class VersionReport(msgspec.Struct, frozen=True):
     num_requests: int  # accepted and not ended
     fingerprint: str
     num_ended: int = 0
-    num_failed: int = 0  # of these
-    num_late: int = 0  # of these, beyond the service level objective, refused, or hung
+    num_failed: int = 0  # how many failed
+    num_late: int = 0  # how many missed the service level objective, were refused, or hung
     longest_len: int = 0  # tokens, prompt and answer
     probe: str | None = None
     num_hung: int = 0  # answers that run, without a token for far longer than the objective
@@ -466,7 +466,7 @@ class GatewayReport(msgspec.Struct, frozen=True, tag=True):
     members_version: int
     num_workers: int  # with a session
     num_requests: int  # accepted and not ended
-    num_waiting: int  # of these, requests that wait for a worker
+    num_waiting: int  # how many wait for a worker
     queued_s: float  # predicted time of one prefill worker for what waits
     seen: dict[str, Observation] = {}
     versions: dict[str, VersionReport] = {}  # by name
@@ -496,7 +496,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
 
 
 class RequestList(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `ListRequests`. `num_requests` counts also those that are not listed."""
+    """The answer to `ListRequests`. `num_requests` counts unlisted ones too."""
 
     question: int
     num_requests: int
@@ -537,7 +537,7 @@ class PrefixUse(msgspec.Struct, frozen=True):
 class StoreReport(msgspec.Struct, frozen=True, tag=True):
     """A store's state, sent once a second. It knows the size of blocks from its first worker.
 
-    `prefixes` are those that were offered most often.
+    `prefixes` are the prefixes offered most often.
     """
 
     block_bytes: int  # 0: no worker was heard yet
@@ -545,7 +545,7 @@ class StoreReport(msgspec.Struct, frozen=True, tag=True):
     num_peers: int  # workers that it takes blocks from, and other stores
     num_leases: int
     num_new: int  # blocks of workers that it has not looked at yet
-    num_starts: int  # of its process; more than 1: it ended by itself
+    num_starts: int  # starts of its process; more than 1: it ended by itself
     counters: dict[str, float]
     prefixes: list[PrefixUse]
     is_retired: bool = False  # it has taken `RetireStore`

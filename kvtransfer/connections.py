@@ -35,7 +35,7 @@ from kvtransfer.transports.zmq import ZmqTransport
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGES_PER_TURN = 64  # of one source; then other sources and deadlines have their turn
+MAX_MESSAGES_PER_TURN = 64  # from one source; then other sources and deadlines follow
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ class _Connection:
 
     socket: "zmq.Socket[bytes]"
     transport: BlockTransport | None = None
-    words: SourcesWords | None = None  # of its leases, if it is on this host
-    share_bytes: int = 0  # of a block here that come from this source
+    words: SourcesWords | None = None  # its leases' flags, if it is on this host
+    share_bytes: int = 0  # bytes of a block here that come from this source
 
 
 class SourceConnections:

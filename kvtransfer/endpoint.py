@@ -88,7 +88,7 @@ class EndpointConfig:
     """The worker's identity, secret, transport and deadlines."""
 
     worker_id: WorkerId
-    incarnation: Incarnation  # of the worker: the same at all its ranks
+    incarnation: Incarnation  # the worker's: the same at all its ranks
     identity: Identity
     secret: Secret
     transport: Transport = Transport.AUTO
@@ -114,12 +114,12 @@ class TransferEndpoint:
         self._on_event = on_event
         self._on_crash = on_crash
         self._orders: queue.SimpleQueue[TransferOrder] = queue.SimpleQueue()
-        self._turn = threading.Lock()  # of all below but the queue of orders
+        self._lock = threading.Lock()  # guards all fields below but the queue of orders
         self._due_s = 0.0  # when the machines are to be swept, as of the thread's last turn
         self._stopping = False
         self._untouched: deque[BlockId] = deque()  # blocks that are written soon, perhaps first
         self._touched: set[BlockId] = set()
-        self._part_ends: deque[PullDone | PullFailed] = deque()  # of pulls from several ranks
+        self._part_ends: deque[PullDone | PullFailed] = deque()  # ends of pulls from several ranks
         self._counters: Counter[str] = Counter()
         self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
 
@@ -168,7 +168,7 @@ class TransferEndpoint:
 
     def perform(self, order: TransferOrder) -> None:
         """Queues an order, or carries it out if it is short. Safe from any thread."""
-        if self._is_short(order) and self._orders.empty() and self._turn.acquire(blocking=False):
+        if self._is_short(order) and self._orders.empty() and self._lock.acquire(blocking=False):
             must_wake = self._perform_now(order)
         else:
             self._orders.put(order)
@@ -219,7 +219,7 @@ class TransferEndpoint:
             raise ConfigError("kv_transport = ipc is for workers that compute on GPUs")
         self._nixl: NixlTransport | None = None
         if self._needs_nixl or (config.transport is Transport.AUTO and has_rdma()):
-            name = f"{config.worker_id}.{config.incarnation}.{secrets.token_hex(4)}"  # of this rank
+            name = f"{config.worker_id}.{config.incarnation}.{secrets.token_hex(4)}"  # this rank
             self._nixl = NixlTransport(
                 *(name, pool.region()), record_bytes=pool.block_bytes, count=self._count
             )
@@ -289,7 +289,7 @@ class TransferEndpoint:
             self._on_crash(error)
             raise
         finally:
-            self._turn.release()
+            self._lock.release()
 
     # ------------------------------------------------------------ the thread
 
@@ -300,14 +300,14 @@ class TransferEndpoint:
             timeout_s = 0.0
             while not self._stopping:
                 ready = self._wait(timeout_s)
-                with self._turn:
+                with self._lock:
                     self._take_turn(ready)
                     timeout_s = self._timeout_s()
         except BaseException as error:
             self._on_crash(error)
             raise
         finally:
-            with self._turn:
+            with self._lock:
                 self._stopping = True
                 self._close_ends()
 

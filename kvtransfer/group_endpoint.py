@@ -40,7 +40,7 @@ from kvtransfer.memory import Pool
 log = logging.getLogger(__name__)
 
 RANK_DIED = "rank died"  # why pulls and leases end of which it had a part
-# Counters of a whole pull or lease. Those of the ranks are of their parts.
+# Counters of a whole pull or lease. Counters of the ranks count their parts.
 COUNTED_WHOLE = frozenset(
     ("pulls_done", "pulls_failed", "transfer_seconds", "exposed_seconds", "leases_ended")
 )
@@ -85,7 +85,7 @@ class GroupEndpoint:
         on_crash: Callable[[BaseException], None],
         others: Sequence[RemoteEndpoint],
     ) -> None:
-        """`config` and `pool` are those of rank 0; `others` are the ranks after it, in order."""
+        """`config` and `pool` are rank 0's; `others` are the ranks after it, in order."""
         self._config = config
         self._on_event = on_event
         self._on_crash = on_crash
@@ -102,7 +102,7 @@ class GroupEndpoint:
         self._counters: Counter[str] = Counter()
         self._todo: deque[Callable[[], list[GroupEffect]]] = deque()
         self._is_busy = False  # a thread handles what is in `_todo`
-        self._lock = threading.Lock()  # of the two
+        self._lock = threading.Lock()  # guards the two
 
     def open(self) -> TransferAddress:
         """Opens the endpoints of all ranks; returns the address for sinks.

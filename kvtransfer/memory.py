@@ -24,8 +24,8 @@ from engine.layout import ALIGNMENT_BYTES
 from kvtransfer.messages import ShmOffer
 
 HUGE_PAGE_BYTES = 2 * 2**20
-MADV_POPULATE_WRITE = 23  # of linux/mman.h, since Linux 5.14
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+MADV_POPULATE_WRITE = 23  # from linux/mman.h, since Linux 5.14
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

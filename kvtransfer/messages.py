@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 TRANSFER_VERSION = 6
 MAX_BLOCKS_PER_READ = 4096
-NUM_WORDS = 4096  # of leases, at each rank of a source
+NUM_WORDS = 4096  # one for each lease, at each rank of a source
 
 Shards = Annotated[tuple[Shard, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Generation = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -30,11 +30,11 @@ Reason = Annotated[str, msgspec.Meta(max_length=128)]  # it is logged, and passe
 class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """A rank's terms for exchanging blocks. `kvtransfer.wire` compares two of them."""
 
-    fingerprint: str  # of model, weights and configuration
-    layout: KVLayout  # of the whole model: the same at each rank, and at workers of other shapes
+    fingerprint: str  # covers model, weights and configuration
+    layout: KVLayout  # the whole model's: the same at each rank, and at workers of other shapes
     shard: Shard = Shard()  # what this rank's records hold of it
     kv_wire_dtype: KVFormat | None = None  # format on the wire; None: no conversion
-    group: Shards = ()  # of all ranks of the worker, in its order; empty: this is the only one
+    group: Shards = ()  # all ranks of the worker, in its order; empty: this is the only one
 
     @property
     def ranks(self) -> tuple[Shard, ...]:

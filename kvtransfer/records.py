@@ -36,7 +36,7 @@ class RecordPiece:
 def plan_pieces(layout: KVLayout, source: Shard, sink: Shard) -> tuple[RecordPiece, ...]:
     """Returns the pieces to copy from a record of a source's rank to one of a sink's.
 
-    `layout` is that of the whole model, in the format of both records. The pieces are in order of
+    `layout` is the whole model's, in the format of both records. The pieces are in order of
     their offsets, with neighbours merged. There is none if the source gives the sink nothing.
     """
     return _merged(
@@ -130,7 +130,7 @@ def _shared_heads(section: KVSection, source: Shard, sink: Shard) -> range:
     heads = _overlap(source.heads_of(section), sink.heads_of(section))
     if not heads or source.size <= section.num_kv_heads:
         return heads
-    replicas = _ranks_with(section, heads.start, source.size)  # of the one head that it holds
+    replicas = _ranks_with(section, heads.start, source.size)  # ranks with its one head
     takers = _ranks_with(section, heads.start, sink.size)
     giver = replicas[takers.index(sink.rank) % len(replicas)]
     return heads if giver == source.rank else range(0)

@@ -25,8 +25,8 @@ from kvtransfer.transports.zmq import ZmqTransport
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**16  # of a sink, which sends no payload
-MAX_UNREAD_MESSAGES = 1024  # of one sink; a sink with more is cut off
+MAX_MESSAGE_BYTES = 2**16  # from a sink, which sends no payload
+MAX_UNREAD_MESSAGES = 1024  # from one sink; a sink with more is cut off
 MAX_MESSAGES_PER_TURN = 64  # then sources and deadlines have their turn
 
 
@@ -169,6 +169,6 @@ def drain(socket: "zmq.Socket[bytes]") -> None:
 def has_mail(socket: "zmq.Socket[bytes]") -> bool:
     """True if a message waits. Its descriptor reports only messages after this call.
 
-    Sending takes note of new messages too. So whoever sent has to ask before it waits.
+    Sending also reads new messages. So after sending, ask for messages before waiting.
     """
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

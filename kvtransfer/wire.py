@@ -56,7 +56,7 @@ class Wire:
     unpacking: tuple[RecordPiece, ...]  # from such a record to the sink's
     pieces: tuple[RecordPiece, ...] | None  # from record to record; None where formats differ
     layout: KVLayout  # the record that travels
-    record_bytes: int  # of a block on the wire; zero if other ranks give the sink all it needs
+    record_bytes: int  # for a block on the wire; zero if other ranks give the sink all it needs
     num_holders: int  # ranks of the sink that hold each lease of this rank of the source
 
 
@@ -97,7 +97,7 @@ class SourceRanks(NamedTuple):
     """The ranks of a source that concern a rank of a sink, as indices."""
 
     held: tuple[int, ...]  # it holds their leases
-    idle: tuple[int, ...]  # of them, those that give it no bytes
+    idle: tuple[int, ...]  # the ranks among them that give it no bytes
 
 
 @lru_cache(maxsize=256)  # by the shapes of both workers, of which there are few

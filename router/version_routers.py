@@ -28,7 +28,7 @@ SHUT_DOWN = Failed("the server was stopped before the answer was complete", SERV
 LOOK_EVERY_S = 0.1  # between checks whether the last request of a removed version has ended
 
 LoadText = Callable[[Version], TextModel]  # blocks; may raise any exception
-FaultOf = Callable[[str], Awaitable[str]]  # of a version's answers; empty if there is none
+FaultOf = Callable[[str], Awaitable[str]]  # a fault in a version's answers; empty if there is none
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class VersionRouters:
         self._leaving: list[_Host] = []
         self.versions = Versions()
         self._is_rolling = False  # a version takes over
-        self.more_probes: FaultOf | None = None  # beside those of `router.probes`
+        self.more_probes: FaultOf | None = None  # beside the probes of `router.probes`
 
     async def open(self, members: Members) -> Version:
         """Begins to serve. Returns the first version, once its tokenizer is loaded.
@@ -198,7 +198,7 @@ class VersionRouters:
                 await self._open(host)
                 self._tell()
                 return
-            except Exception as error:  # of any kind: the load is reported and repeated
+            except Exception as error:  # whatever it is: the load is reported and repeated
                 host.failure = f"it cannot be loaded: {str(error) or repr(error)}"
                 log.warning("version %s: %s", host.version.name, host.failure)
             await asyncio.wait([self._never], timeout=RETRY_EVERY_S)

@@ -8,7 +8,7 @@ is dropped. `id` and `retry` are ignored, because a benchmark never reconnects.
 `finish` departs from the standard. The standard drops an event that the end of the stream cut
 short; `finish` returns it, because some servers omit the last blank line.
 
-Chunks are those of OpenAI-compatible servers. Fields that a server leaves out have defaults, since
+Chunks come from OpenAI-compatible servers. Fields that a server leaves out have defaults, since
 servers differ. Only what is not JSON, or has fields of another type, fails.
 """
 

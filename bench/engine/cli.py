@@ -49,7 +49,7 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
         "fp32,int8"
     ),
     kv_dtype: Annotated[
-        KVFormat | None, typer.Option(help="Format of KV.", show_default="that of the weights")
+        KVFormat | None, typer.Option(help="Format of KV.", show_default="the weights' format")
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Of every engine.", show_default="all cores")

@@ -49,7 +49,7 @@ TOLERATED = 0.05  # by which neighbours' load lets the clock change between a jo
 JobKey = tuple[str, str]  # engine, job
 
 
-Formats = tuple[str, str]  # of weights, of KV
+Formats = tuple[str, str]  # the weights' and the KV's
 
 
 class CeilingExceeded(BatonError):
@@ -91,7 +91,7 @@ class EngineMeasured:
     ours: Mapping[WeightFormat, OurMemory]
     repetitions: tuple[Repetition, ...]
     background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
-    versions: Mapping[str, str] = field(default_factory=dict)  # of the peers
+    versions: Mapping[str, str] = field(default_factory=dict)  # the peers'
     failed: tuple[Missing, ...] = ()
 
 
@@ -257,7 +257,7 @@ def _peaks(ceilings: Ceilings) -> dict[str, Figure]:
 
 
 def _same_tokens(measured: EngineMeasured) -> tuple[Result, ...]:
-    """Share of each engine's first tokens that equal those of our fp32."""
+    """Share of each engine's first tokens that equal our fp32's."""
     runs = []
     for repetition in measured.repetitions:
         chosen = {

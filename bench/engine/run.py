@@ -62,7 +62,7 @@ class Contest:
     peers: dict[str, Driven]
     ceilings: Driven | None
     size: ModelSize | None = None  # None: this model has no known limits
-    memory: dict[str, ModelMemory] = field(default_factory=dict)  # of our engines
+    memory: dict[str, ModelMemory] = field(default_factory=dict)  # our engines'
     failed: list[Missing] = field(default_factory=list)
 
     def engines(self, job: EngineJob, repeat: int) -> list[Driven]:

@@ -57,7 +57,7 @@ LENGTHS = (
 USUAL_HEAD_DIM = 128  # checked with windows and softcaps too: each compiles its own kernels
 HEAD_DIMS = (USUAL_HEAD_DIM, 256, 96, 80, 64)
 
-# Of the largest element of a query's result. bf16 has 8 bits; a token that is left out of a context
+# Relative to a query's largest result element. bf16 has 8 bits; a token left out of a context
 # of 1000 changes a result by more than this.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-3}
 STORE_SLACK = {KVFormat.FP8_E4M3: 1e-5, KVFormat.INT8: 1e-5, KVFormat.INT4: 1e-2}
@@ -205,7 +205,7 @@ class _Problem:
             self.query, self.key, self.value, self.cache, LAYER, batch, scoring
         )
         yield from self._complaints_of_record(before, batch.slot_mapping)
-        # Of its own batch: what torch's attention works out from it is in the dtype of the queries.
+        # For its own batch: torch's attention derives masks from it in the dtype of the queries.
         batch = build_batch(self.rows, self.cache)
         truth = torch_attention.paged_attention(
             self.query.float(), self.cache, LAYER, batch, scoring

@@ -32,7 +32,7 @@ from engine.worker.blocks import BlockId
 
 SEED = 0
 BLOCK_SIZE = 16
-MODEL_TOLERANCE = {  # of the spread of the logits
+MODEL_TOLERANCE = {  # relative to the spread of the logits
     WeightFormat.FP32: 1e-3,
     WeightFormat.BF16: 0.1,
     WeightFormat.FP8: 0.3,

@@ -49,7 +49,7 @@ class PeerFigures:
     versions: dict[str, str] = field(default_factory=dict)
 
     def beside(self, results: Iterable[Result]) -> list[Result]:
-        """The results, those that peers have too with the peers' figures."""
+        """The results; the ones that peers have too with the peers' figures."""
         return [self._beside(result) for result in results]
 
     def _beside(self, result: Result) -> Result:

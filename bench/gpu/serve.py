@@ -8,7 +8,7 @@ speeds      streams that run beside each other: TTFT, TPOT, tokens a second
 
 An answer that differs from the reference is compared at its first other token. On a GPU the last
 bits of logits depend on the batch, so two tokens that are nearly equally likely may be exchanged;
-that is counted. Any other difference is a failure: the KV was not that of the prompt. On a CPU all
+that is counted. Any other difference is a failure: the KV was not the prompt's. On a CPU all
 tokens must be equal.
 """
 
@@ -43,7 +43,7 @@ NUM_TOP = 5  # likeliest tokens that come with each token
 TIE = 0.3  # natural logarithms: nearer tokens may be exchanged on a GPU
 FIRST_ID = 16  # special tokens are below
 SEED = 0
-COUNTERS = ("pulls_done", "pulled_bytes", "pulls_failed", "fallbacks")  # of workers
+COUNTERS = ("pulls_done", "pulled_bytes", "pulls_failed", "fallbacks")  # counted by workers
 REPORTED_WITHIN_S = 5.0  # workers report once a second
 LOOK_EVERY_S = 0.2
 
@@ -64,7 +64,7 @@ class StalePlan:
     prefix_lens: tuple[int, int] = (16, 1500)
     num_tokens: int = 48
     num_rounds: int = 8
-    cancelled: float = 0.3  # of the requests of a storm
+    cancelled: float = 0.3  # share of the requests in a storm
     streams: tuple[int, ...] = (1, 8, 32)
 
 
@@ -185,7 +185,7 @@ class ServeBench:
         plan: StalePlan,
         tp: int | None = None,
     ) -> None:
-        """With `tp`, one worker of so many ranks is compared too."""
+        """With `tp`, one worker of `tp` ranks is compared too."""
         self._tp = tp
         self._session = session
         self._folder = folder

@@ -20,12 +20,12 @@ class GpuShape:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     attention_jobs: tuple[tuple[int, int], ...]  # rows, context
-    num_steps: int  # of a decode job
+    num_steps: int  # in a decode job
     read_bytes: int  # to measure bandwidth with
     matrix_size: int  # to measure arithmetic with
 
     def section(self, num_layers: int | None = None) -> KVSection:
-        """The layout of its KV, or of that of its first `num_layers` layers."""
+        """The layout of its KV, or of the KV of its first `num_layers` layers."""
         model = self.model
         return KVSection(num_layers or model.num_layers, model.num_kv_heads, model.head_dim)
 

@@ -40,11 +40,11 @@ from engine.worker.blocks import BlockId
 NUM_RUNS = 3
 RUN_S = 0.1  # the least time of one run's calls
 MAX_CALLS = 200
-LARGEST_BYTE = 64  # of random KV, exclusive: numbers below 2 and never NaN
-RESERVE_BYTES = 6 * 2**30  # of GPU memory, for activations and captured steps
+LARGEST_BYTE = 64  # in random KV, exclusive: numbers below 2 and never NaN
+RESERVE_BYTES = 6 * 2**30  # GPU memory for activations and captured steps
 WARM_UP_STEPS = 3
 
-SAMPLING = Sampling(temperature=0.8, top_p=0.95)  # of every timed step
+SAMPLING = Sampling(temperature=0.8, top_p=0.95)  # in every timed step
 
 ATTENTION_GOAL = 0.75
 DECODE_GOAL = 0.80
@@ -136,7 +136,7 @@ def measure_attention(
 ) -> None:
     """Times the attention of all layers in decode steps, including storing K and V, captured.
 
-    The records are those of a whole model. So the layers of a block are as far apart as when
+    The records are a whole model's. So the layers of a block are as far apart as when
     serving, which costs lookups of addresses. Only the first of the shape's jobs has a goal: others
     may be too small for this GPU.
     """

@@ -2,7 +2,7 @@
 
     python -m bench.gpu.wheels DIR [--python 3.12] [--have NAME,NAME…]
 
-The wheels are those of `constraints.txt`, with all that they need and that is installed here. What
+The wheels are `constraints.txt`'s packages, with all that they need installed here. What
 the other machine has already is left out: name it with `--have`, in the form of `pip list`. There:
 
     python -m pip install --no-index --no-deps --target SITE DIR/*.whl

@@ -25,8 +25,8 @@ from bench.hostile.corpus import (
     with_damage,
 )
 
-MAX_TOKENS = 3  # of an answer whose length nothing changed
-LARGE_SHARE = 0.004  # of bodies that are as long as a gateway may take
+MAX_TOKENS = 3  # in an answer whose length nothing changed
+LARGE_SHARE = 0.004  # share of bodies that are as long as a gateway may take
 LARGE_BYTES = 2**20
 
 Json = Any

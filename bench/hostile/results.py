@@ -10,7 +10,7 @@
 | pause/<phase>          | ms   | the longest gap of an honest stream; under 20 ms: told as 0    |
 | first_token/<phase>    | ms   | the same of an honest client's wait for a first token          |
 | assault/<name>/<status> |     | how the requests of an assault ended                           |
-| assault/<name>/pause   | ms   | the longest gap beyond that of the calm                        |
+| assault/<name>/pause   | ms   | the longest gap beyond the calm's                              |
 | assault/<name>/first_token | ms | the same of the waits for a first token                       |
 | assault/<name>/kept    | %    | of the gateway's memory, 30 s later at most                    |
 | honest/broken          |      | honest answers that did not end correctly                      |
@@ -32,7 +32,7 @@ MIB = 2**20
 CALM = "calm"  # the phase before the waves
 MAX_RSS_GROWTH = 0.05
 MAX_BEYOND_CALM_S = 0.3  # worst pause of an honest stream, minus the worst one in the calm
-MAX_PAUSE_S = 0.25  # of an honest stream, on a machine that does nothing else
+MAX_PAUSE_S = 0.25  # in an honest stream, on a machine that does nothing else
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,10 +53,10 @@ from engine.clock import Clock, MonotonicClock
 from engine.errors import ConfigError
 
 CALM_S = 5.0  # in which the honest streams are alone
-WARM_UP_SHARE = 0.1  # of each wave
+WARM_UP_SHARE = 0.1  # share of each wave
 SLOW_S, QUICK_SLOW_S = 40.0, 5.0  # how long slow connections last, if the server lets them
 HONEST = "bench.hostile.honest"
-LOW_PRIORITY = 10  # of the hostile clients: the server and the honest clients come first
+LOW_PRIORITY = 10  # for the hostile clients: the server and the honest clients come first
 END_TIMEOUT_S = 10.0
 CLIENT_TIMEOUT_S = 30.0
 OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--weights": "int8", "--kv-mib": 64}

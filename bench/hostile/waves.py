@@ -28,7 +28,7 @@ HEAD = (
     "Content-Type: application/json\r\n"
 ).encode()  # begins a head
 
-Status = int | str  # of HTTP, or why there is none
+Status = int | str  # HTTP's, or why there is none
 T = TypeVar("T")
 
 

@@ -15,7 +15,7 @@ sets, from even ones on.
 |                      |       | tenth of all workers, to the end of the phase; the longest   |
 | flips, moved, lost   |       | changed roles; moved sequences; requests that failed         |
 
-Each run has its own seed. The best fixed split is that of each seed, so it is known only after the
+Each run has its own seed. The best fixed split differs by seed, so it is known only after the
 run. With fixed and with planned pools, the router knows the bounds and refuses requests that would
 miss them. A refused request counts as a miss, not as lost.
 """
@@ -49,7 +49,7 @@ from router.machine.machine import RouterMachine
 from router.machine.requests import Failed
 from router.planning.planner import PlannerRules
 
-STEADY = 0.1  # of all workers: pools that differ by less are the same
+STEADY = 0.1  # share of all workers: pools that differ by less are the same
 PATIENCE_S = 120.0  # a request that waits longer has missed its bound
 
 

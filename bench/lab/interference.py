@@ -27,7 +27,7 @@ pulls their KV, and their tokens join its steps.
 
 Each name is followed by `/` and the arm. Gaps and prompts are those of a run's window: from when
 all streams decode until the first of them ends. The peer of a p99 is the arm that it is compared
-with; `ratio` is this p99 over that of the peer.
+with; `ratio` is this p99 over the peer's.
 """
 
 import statistics
@@ -155,7 +155,7 @@ class InterferenceStudy(Experiment):
     async def _run(
         self, arm: str, servers: Mapping[str, LiveServer], vocab: Sequence[int], *, name: str
     ) -> BesideRun:
-        """Runs one arm once; `name` keeps its prompts apart from those of other runs."""
+        """Runs one arm once; `name` keeps its prompts apart from other runs'."""
         server = servers[APART if arm == IDLE else arm]
         rng = Random(f"{self.seed}/{arm}/{name}")
         streams = StreamAsk(self.streams, self.stream_input, self.stream_output)

@@ -1,7 +1,7 @@
 """What a client sees of a stream that moves: its worker is flipped, or another one joins.
 
 There are a prefill worker and two decode workers. All streams run on one decode worker when that is
-flipped to prefill, so all of them move at once. The next repetition moves those of the other.
+flipped to prefill, so all of them move at once. The next repetition moves the other's.
 Further streams may run on the target already, and stay there.
 
     streams begin ── calm ──> flip ──> it says that it is a prefill worker, and decodes nothing
@@ -62,8 +62,8 @@ CALM_S = 2.0  # streams run this long undisturbed: as long as a flip may take
 QUICK_REPEATS = 2
 ORDER_WITHIN_S = 30.0
 LOOK_EVERY_S = 0.1
-DECODERS = ("worker-1", "worker-2")  # of one prefill and two decode workers
-NUM_GAPS = 3.0  # of the usual ones, that a move may take beside its pull
+DECODERS = ("worker-1", "worker-2")  # beside one prefill worker
+NUM_GAPS = 3.0  # usual gaps that a move may take beside its pull
 
 
 class NotFlipped(BatonError):

@@ -33,7 +33,7 @@ from engine.errors import BatonError
 REQUEST_TIMEOUT_S = 120.0
 FAILED_PAUSE_S = 1.0
 TOKENIZER = "tokenizer.json"
-WARM_UP_TOKENS = 16  # of each stream; its length does not change what gets warm
+WARM_UP_TOKENS = 16  # in each stream; its length does not change what gets warm
 TOKENS_PER_CHUNK = 1.002  # with more, gaps are those between chunks, not tokens
 
 
@@ -55,12 +55,12 @@ class BesideRun:
     """Streams on one arm and requests beside them. Times in seconds, of one clock."""
 
     arm: str
-    streams: tuple[Answer, ...]  # of at least three chunks
+    streams: tuple[Answer, ...]  # each of at least three chunks
     others: tuple[Answer | Failure, ...] = ()
     wall_s: float = 0.0
     gateway_cpu_s: float = 0.0
     client_cpu_s: float = 0.0
-    others_share: float | None = None  # of all cores, used by other programs
+    others_share: float | None = None  # share of all cores, used by other programs
     repeat: int = 0
 
     @property

@@ -4,7 +4,7 @@
     PYTHON bench/peers/fastapi_server.py
 
 Runs on uvicorn with uvloop and httptools, in an environment of its own. Its body and its protocol
-are those of `uvloop_server.py` beside it.
+are the same as in `uvloop_server.py` beside it.
 """
 
 import asyncio

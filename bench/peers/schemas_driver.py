@@ -2,7 +2,7 @@
 
     PYTHON bench/peers/schemas_driver.py xgrammar --tokenizer FILE --eos 0
 
-Runs as a script, without Baton. The protocol is that of `driver.py`, with one command:
+Runs as a script, without Baton. The protocol is `driver.py`'s, with one command:
 
     in   {"do": "judge", "schema": text, "tests": [[token id, …], …], "num_walks": n, "seed": …}
     out  {"compile_s": …, "masks_us": […], "allowed": [true, …], "walks": [[token id, …], …]}
@@ -32,7 +32,7 @@ except ImportError:  # ours imports this file as a part of its package
     from bench.peers.driver import drive, stdout_for_answers
 
 MAX_WALK = 300  # tokens
-END_SHARE, CLOSING_SHARE = 0.5, 0.7  # of choices in a walk: ends, and tokens that close something
+END_SHARE, CLOSING_SHARE = 0.5, 0.7  # share of choices in a walk: ends, and closing tokens
 CLOSING = set('"}],')  # such tokens consist of these
 
 

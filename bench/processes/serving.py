@@ -25,7 +25,7 @@ STOP_TIMEOUT_S = 90.0  # gateways, then workers: 30 s each, and a reserve
 SERVING = re.compile(r"serving \S+ at (http://\S+)")
 NUM_LAST_LINES = 6
 
-Options = Mapping[str, Scalar]  # of the command, by flag
+Options = Mapping[str, Scalar]  # the command's, by flag
 
 
 class ServerFailed(BatonError):

@@ -49,7 +49,7 @@ def report(
 
 
 def stale_documents() -> dict[Path, str]:
-    """Each document whose figures are not those of the reports, and what it should be.
+    """Each document whose figures differ from the reports, and what it should be.
 
     Raises ConfigError if a report cannot be published or no document shows it.
     """

@@ -36,7 +36,7 @@ def fill_in(
     headlines: Sequence[Headline],
     goals: Mapping[str, Goals] | None = None,
 ) -> str:
-    """The document with every block rendered anew; `goals` are those of reports, by name.
+    """The document with every block rendered anew; `goals` are the reports' goals, by name.
 
     Raises ConfigError if a headline names a result that its report lacks, or if no result matches
     the patterns of a marker.

@@ -9,7 +9,7 @@ import msgspec
 from bench.common.report import Report, from_json, to_json
 from engine.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]  # of the repository
+ROOT = Path(__file__).resolve().parents[2]  # the repository's
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -38,7 +38,7 @@ def read_report(path: Path) -> Report:
 def fault_of(report: Report) -> str | None:
     """The reason why a report cannot be published, or None.
 
-    Its figures must be those of a commit, which a reader can check out and measure again.
+    Its figures must come from a commit, which a reader can check out and measure again.
     """
     names = [result.name for result in report.results]
     if not names:

@@ -144,7 +144,7 @@ def attention_errors(checkpoint: Path, windows: Sequence[Window]) -> dict[str, F
     loaded = load(checkpoint, kv_format=KVFormat.FP32, block_size=BLOCK_SIZE)
     sections, num_tokens = loaded.layout.sections, max(map(len, windows))
     caches = {form: _cache(KVLayout(BLOCK_SIZE, form, sections), num_tokens) for form in KVFormat}
-    squares = dict.fromkeys(KVFormat, 0.0)  # of differences; for fp32, of the outputs
+    squares = dict.fromkeys(KVFormat, 0.0)  # differences squared; for fp32, outputs squared
 
     def attend(  # noqa: PLR0913 (the seam of all implementations)
         query: torch.Tensor,

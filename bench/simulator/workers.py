@@ -159,7 +159,7 @@ class SimWorker:
         self._inbox: list[Event] = []
         self._expected: dict[SeqId, _Told] = {}  # sequences that are to decode here
         self._told: dict[SeqId, _Told] = {}  # sequences that have begun to decode
-        self._ends_s = array("d")  # of the latest decode steps
+        self._ends_s = array("d")  # when the latest decode steps ended
         self._num_earlier = 0  # decode steps before these
         self._stretch: _Stretch | None = None
         self._said: list[Said] = []  # in this turn

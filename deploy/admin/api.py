@@ -96,7 +96,7 @@ from router.gateway.metrics.families import CompleteFamilies
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**10
-MAX_STEPS = 200  # of the history, in one answer
+MAX_STEPS = 200  # from the history, in one answer
 CLOSE_TIMEOUT_S = 5.0
 LIMITS = EdgeLimits(
     max_connections=256, max_connections_per_address=256, max_bodies_bytes=16 * 2**20

@@ -7,7 +7,7 @@ A file declares what it says; what it leaves out is as it runs. There are three 
 - of the controller: pools, `[planner]`, `[update]`, and `LIVE_POOLS`. They change at once.
 - the rest is read at the start of a process, so it needs a restart.
 
-While the planner is on, it decides on the pools: declared numbers are those of the start.
+While the planner is on, it decides on the pools: declared numbers hold at the start only.
 """
 
 from collections.abc import Iterator
@@ -85,9 +85,9 @@ class Declared:
         return self._config.planner.mode is PlannerMode.ON
 
     def orders(self) -> list[Adjust | SetPlanner | SetPools | UpdateBody]:
-        """Returns what carries out differences, but those that need a restart.
+        """Returns the orders that apply the differences, except differences that need a restart.
 
-        Only one version takes over at a time: those of other models come when that is done.
+        Only one version takes over at a time: other models' versions follow.
         """
         found: list[Adjust | SetPlanner | SetPools | UpdateBody] = []
         by_order = {

@@ -267,7 +267,7 @@ class ListedRequest(msgspec.Struct, frozen=True):
 
 
 class RequestsAnswer(msgspec.Struct, frozen=True):
-    """Requests in service, oldest first. `num_requests` counts also those that are not listed."""
+    """Requests in service, oldest first. `num_requests` counts unlisted ones too."""
 
     num_requests: int
     requests: list[ListedRequest]
@@ -294,7 +294,7 @@ class StoreTier(msgspec.Struct, frozen=True):
     max_blocks: int
     num_bytes: int
     max_bytes: int
-    offered_blocks: int  # of prompts, that were found here first: hits
+    offered_blocks: int  # prompts' blocks that were found here first: hits
     fault: str | None
     shortage: str | None = None
 
@@ -310,7 +310,7 @@ class StoreInfo(msgspec.Struct, frozen=True):
     node: str  # empty on a single machine
     state: StoreState
     is_connected: bool
-    pid: int | None  # of its keeper
+    pid: int | None  # its process's
     address: str | None
     block_size: int  # tokens of a block
     block_bytes: int
@@ -318,7 +318,7 @@ class StoreInfo(msgspec.Struct, frozen=True):
     num_peers: int  # workers and other stores that it follows
     num_leases: int
     num_new: int  # blocks that workers cached and it has not looked at yet
-    num_starts: int  # of its process; more than 1: it ended by itself
+    num_starts: int  # starts of its process; more than 1: it ended by itself
     counters: dict[str, float]
     prefixes: list[PrefixUse]  # offered most often
     why: str = ""  # it ended or did not start, while it does not run
@@ -338,7 +338,7 @@ class DropBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DropAnswer(msgspec.Struct, frozen=True):
-    """The stores that were told to forget all blocks; a preview has those that would be."""
+    """The stores that were told to drop all blocks; in a preview, the stores that would be told."""
 
     stores: list[str]
 
@@ -381,7 +381,7 @@ _LOGS = [
     {
         "name": "lines",
         "in": "query",
-        "description": "so many, the last ones",
+        "description": "how many of the last ones",
         "schema": {"type": "integer", "minimum": 0, "maximum": MAX_LINES, "default": DEFAULT_LINES},
     },
     {

@@ -119,7 +119,7 @@ def descriptors(soft: int, hard: int, connections: int) -> Finding:
 
 
 def store_disk(folder: Path, wanted: int) -> Finding:
-    """Judges the directory of a store's blocks, of which it may write so many bytes."""
+    """Judges the directory of a store's blocks, which may hold `wanted` bytes."""
     name = "store.disk"
     top = next(path for path in (folder, *folder.parents) if path.exists())
     if not top.is_dir() or not os.access(top, os.W_OK | os.X_OK):

@@ -24,7 +24,7 @@ class EventLine(msgspec.Struct, frozen=True):
     """A step of the pools (a flip, death, join or version) or a decision of the planner."""
 
     kind: Literal["step", "decision"]
-    number: int  # of its kind
+    number: int  # counts its kind
     age_s: float
     subject: str
     what: str

@@ -21,7 +21,7 @@ logs_app = typer.Typer()  # its command stands at the top level
 _STYLES = {"critical": "bold red", "error": "red", "warning": "yellow", "debug": "dim"}
 
 Lines = Annotated[
-    int, typer.Option("-n", "--lines", min=0, max=MAX_LINES, help="so many of the last lines")
+    int, typer.Option("-n", "--lines", min=0, max=MAX_LINES, help="how many of the last lines")
 ]
 
 
@@ -34,7 +34,7 @@ def logs_command(
     follow: Follow = False,
     lines: Lines = DEFAULT_LINES,
 ) -> None:
-    """Shows the latest log lines, also those of workers that have died."""
+    """Shows the latest log lines, also of workers that have died."""
     answer = client.logs(service, lines)
     _show(answer, output)
     if not (follow or answer.lines or output.as_json):

@@ -79,7 +79,7 @@ def _app_of(command: Callable[..., None]) -> typer.Typer:
 class _Commands(TyperGroup):
     """The subcommands, the late ones included.
 
-    The types are those of click. Some versions of typer carry a click of their own.
+    The types are click's. Some versions of typer carry a click of their own.
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -118,7 +118,7 @@ def operates(
 ) -> Callable[[Callable[..., None]], None]:
     """Registers a command whose first parameters are a client of the admin API and an output.
 
-    The command has the options that lead to the client, and `--json`. Those of a group hold for its
+    The command has the options that lead to the client, and `--json`. Group options hold for its
     subcommands too. A group itself is called only without a subcommand.
     """
 

@@ -36,7 +36,7 @@ from engine.errors import BatonError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of the record
+FORMAT = 1  # the record's
 RETRY_EVERY_S = 1.0
 MAX_NAME = 100  # characters of a file's name
 

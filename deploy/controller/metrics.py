@@ -38,7 +38,7 @@ def controller_families(
     price_per_hour: float | None,
     stores: Mapping[str, StoreReport | None],
 ) -> Iterator[Metric]:
-    """All that the controller knows. `price_per_hour` is that of one worker.
+    """All that the controller knows. `price_per_hour` is one worker's.
 
     `stores` are the fresh reports of stores of KV; None: there is none at present.
     """

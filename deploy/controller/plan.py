@@ -33,7 +33,7 @@ class ControllerPlan(msgspec.Struct, frozen=True):
     config: Config
     pools: Pools  # at the first start; later starts use what the operator ordered
     token: str
-    cores: int  # of the machine where workers run, for their threads
+    cores: int  # on the machine where workers run, for their threads
     siblings: str | None = None  # a directory, if several gateways share a port
     ports: str | None = None  # a directory where gateways get listening sockets from each other
     log_folder: str | None = None  # where services keep their lines, as in `WorkerSpec`

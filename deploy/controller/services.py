@@ -62,7 +62,7 @@ class PoolServices:
         self.workers: dict[WorkerId, WorkerReady] = {}
         self.gateways: dict[str, GatewayReady] = {}
         self.stores: dict[str, StoreReady] = {}
-        self.first_failure: asyncio.Future[str] | None = None  # of a start; only while opening
+        self.first_failure: asyncio.Future[str] | None = None  # set only while opening
         self._plan = plan
         self._launcher = launcher
         self._sessions = sessions

@@ -94,12 +94,12 @@ class PoolController:
         self.workers: Mapping[WorkerId, WorkerReady] = self._services.workers
         self.gateways: Mapping[str, GatewayReady] = self._services.gateways
         self.stores: Mapping[str, StoreReady] = self._services.stores
-        self._health: Mapping[str, bool] = {}  # of what the launcher depends on
+        self._health: Mapping[str, bool] = {}  # what the launcher depends on, and if it lives
         self._asked_for: tuple[int, Pools] | None = None  # room, of this launcher
         self._is_closing = False
         self._is_restored = False  # the pools begin with stored orders
         self._epoch_s = unix_time_s() - clock.now_s()  # the Unix time at which the clock was 0
-        self.admin_url = ""  # of the operator's API, once it listens
+        self.admin_url = ""  # the operator's API, once it listens
 
     # ------------------------------------------------------------ life
 

@@ -36,7 +36,7 @@ def service_of(
         store = msgspec.json.decode(spec, type=StoreSpec)
         if host is not None:
             store = msgspec.structs.replace(store, host=host)
-        # Its process keeps the lines; those of the keeper are few.
+        # Its process keeps the lines; the parent's lines are few.
         return StoreService(store, node), LogSource(store.name, store.logs, None)
     from deploy.services.gateway import GatewayService
 

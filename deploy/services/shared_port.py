@@ -7,7 +7,7 @@ All gateways accept connections from one socket of a port, so the kernel has one
 - A gateway that dies takes no waiting connection with it, and its successor finds the port as it
   was. As long as any process holds the socket, connections wait in the queue, and none is refused.
 
-Whoever has the socket listens on a Unix socket in a private directory, `<port>-<process>`, and
+The process with the socket listens on a Unix socket in a private directory, `<port>-<process>`, and
 sends each caller a descriptor. On one machine `baton serve` holds the sockets, and is asked first.
 On a cluster the gateways have them from each other: the first one listens.
 """
@@ -44,7 +44,7 @@ class PortHolder:
         self._port = sock
         self._calls = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.path.unlink(missing_ok=True)  # of a process that died
+            self.path.unlink(missing_ok=True)  # a dead process left it
             with _reachable(self.path) as path:
                 self._calls.bind(path)
             self._calls.listen()

@@ -107,7 +107,7 @@ class WorkerService(LoopService[WorkerReady]):
         )
 
     def _open_runner(self, directory: Path) -> tuple["TorchRunner", Pool]:
-        """Opens the runner, with those of the other ranks if there are any."""
+        """Opens the runner, and the runners of the other ranks if there are any."""
         spec = self._spec
         place = RankPlace(0, spec.config.tp, spec.config.pp, spec.config.ep)
         if place.size == 1:

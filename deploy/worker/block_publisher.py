@@ -35,7 +35,7 @@ MAX_UNREAD_BATCHES = 10_000  # kept for one subscriber
 MAX_UNREAD_PIECES = 256  # kept of one answer
 MAX_ASK_BYTES = 256  # also the limit of a subscription
 MAX_ANSWERS = 64  # in progress; further requests are refused
-PIECES_PER_TURN = 8  # of one answer, before the loop does other things
+PIECES_PER_TURN = 8  # for one answer, before the loop does other things
 ANSWER_TIMEOUT_S = 10.0
 FULL_WAIT_S = 0.02  # until a full peer is tried again
 

@@ -28,7 +28,7 @@ from engine.net.trust import Secret
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
-MAX_UNSENT_BYTES = 16 * 2**20  # of one gateway, which is cut off if it has more
+MAX_UNSENT_BYTES = 16 * 2**20  # to one gateway, which is cut off if it has more
 
 
 class GatewayListener(Protocol):
@@ -60,7 +60,7 @@ class GatewaySessions:
         self._welcome = welcome
         self._listen = listen
         self._on_lost = on_lost
-        self._lines: dict[GatewayId, Line] = {}  # of each session until its end is reported
+        self._lines: dict[GatewayId, Line] = {}  # for each session until its end is reported
         self.refused: Counter[str] = Counter()  # sessions, by reason
         self._server = SessionServer(
             self._session, secret, host, on_refused=self._count_refused, port=port

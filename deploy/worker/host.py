@@ -90,9 +90,9 @@ class ModelFacts:
     has_draft_model: bool
     guides: LlGuides
     sizes: ModelSizes | None = None  # None: its work is not estimated
-    layout: KVLayout | None = None  # of the blocks of all ranks; None: there is one rank
+    layout: KVLayout | None = None  # the blocks of all ranks; None: there is one rank
     shards: tuple[Shard, ...] = ()  # what each rank holds of them
-    counters: Mapping[str, float] = field(default_factory=dict)  # of rank 0's opening, to report
+    counters: Mapping[str, float] = field(default_factory=dict)  # from rank 0's opening, to report
 
 
 class OtherRanks(Protocol):
@@ -101,7 +101,7 @@ class OtherRanks(Protocol):
     def endpoints_of(
         self, config: EndpointConfig, shards: Sequence[Shard]
     ) -> Sequence[RemoteEndpoint]:
-        """The transfer endpoints of the other ranks, to be opened as those of this worker."""
+        """The transfer endpoints of this worker's other ranks, not yet open."""
         ...
 
 
@@ -121,7 +121,7 @@ class WorkerHost:
         enter_thread: Callable[[], None] = lambda: None,
         ranks: OtherRanks | None = None,
     ) -> None:
-        """`runner` and `memory` are those of rank 0; `ranks` are the others, if there are any.
+        """`runner` and `memory` are rank 0's; `ranks` are the others, if there are any.
 
         `enter_thread` is called first in the thread that runs steps.
         """

@@ -15,17 +15,17 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 
-KV_SHARE = 0.5  # of what is left after weights and head-room
+KV_SHARE = 0.5  # share of the memory left after weights and head-room
 HEAD_ROOM_BYTES = 512 * 2**20  # interpreter, libraries, activations, logits
 LEAST_BYTES = 256 * 2**20
 PLENTY_BYTES = 512 * 2**20  # enough whatever the context
 NUM_CONTEXTS = 8  # this many whole contexts are also enough
 PAGE_BYTES = 64 * 2**20  # sizes are multiples of it
 
-CONTEXT_BYTES = 512 * 2**20  # of a GPU: CUDA's context and libraries, which torch does not count
+CONTEXT_BYTES = 512 * 2**20  # on a GPU: CUDA's context and libraries, which torch does not count
 CAPTURED_BYTES = 2**30  # captured steps and compiled kernels, which come after the measurement
 DEVICE_PAGE_BYTES = 2 * 2**20
-MOST_BLOCKS = 2**20  # of a GPU; more only cost time and memory of the host
+MOST_BLOCKS = 2**20  # on a GPU; more only cost time and memory of the host
 
 
 def kv_bytes(

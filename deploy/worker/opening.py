@@ -95,12 +95,12 @@ def open_runner(
 
 
 def gpu_of(device_id: int) -> str:
-    """torch's name of a GPU, by its place among those that this process sees."""
+    """torch's name of a GPU, by its index among the GPUs that this process sees."""
     return f"cuda:{device_id}"
 
 
 def _device_id(group: "RankGroup | None") -> int:
-    """The rank's device among those that the worker's processes see."""
+    """The rank's device among the devices that the worker's processes see."""
     return 0 if group is None else group.place.rank
 
 

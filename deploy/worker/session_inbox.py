@@ -40,7 +40,7 @@ class RequestIds:
     """The ids of each sequence's request. One thread records them, any may log."""
 
     def __init__(self) -> None:
-        self._client_ids: dict[SeqId, str] = {}  # of those that have one, oldest first
+        self._client_ids: dict[SeqId, str] = {}  # for sequences that have one, oldest first
 
     def record(self, seq_id: SeqId, client_id: str) -> None:
         """Keeps what the client calls the request. Of very many the oldest are forgotten."""

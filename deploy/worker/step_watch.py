@@ -14,7 +14,7 @@ from engine.net.silence import Silence
 from engine.worker.batch import BatchPlan, Row
 
 LONG_STEP_S = 2.0  # longer steps are reported
-NUM_FIRST_STEPS = 32  # of each kind
+NUM_FIRST_STEPS = 32  # for each kind
 FIRST_STEPS_FACTOR = 2.0
 
 

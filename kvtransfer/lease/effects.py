@@ -63,7 +63,7 @@ class Fetch(msgspec.Struct, frozen=True):
     indices: tuple[int, ...]  # in the lease
     source_blocks: tuple[int, ...]  # block ids at the source
     block_ids: tuple[BlockId, ...]  # block ids here
-    word: LeaseWord | None = None  # of the lease; it proves the blocks if it is read after them
+    word: LeaseWord | None = None  # the lease's; it proves the blocks if it is read after them
 
 
 class CloseSource(msgspec.Struct, frozen=True):

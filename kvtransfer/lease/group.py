@@ -76,8 +76,8 @@ class _GroupPull:
     open: list[Member]  # whose parts have not ended
     idle: Collection[Member]  # hold the lease, and bring no bytes
     wanted: frozenset[int] | None = None  # indices in the lease; None while held
-    missing: set[int] = field(default_factory=set)  # of `wanted`: a part failed without them
-    failure: str | None = None  # of the first part that failed
+    missing: set[int] = field(default_factory=set)  # parts of `wanted` that failed
+    failure: str | None = None  # the first failed part's
     is_ending: bool = False
     longest: PullDone | None = None
     exposed_s: float = 0.0
@@ -99,7 +99,7 @@ class _GroupPull:
         return 0.0 if self.longest is None else self.longest.transfer_s
 
     def report(self, seq_id: SeqId) -> PullDone | PullFailed:
-        """Returns the end of the whole, after that of all parts."""
+        """Returns the end of the whole pull, after all parts have ended."""
         if self.failure is not None:
             arrived = (self.wanted or frozenset()) - self.missing
             return PullFailed(seq_id, self.failure, tuple(sorted(arrived)))
@@ -160,7 +160,7 @@ class PullGroups:
         return effects
 
     def lose(self, member: Member, reason: str) -> list[GroupEffect]:
-        """Takes a member's parts for failed, those of later pulls too: it is gone."""
+        """Counts a member's parts as failed, in later pulls too: the member is gone."""
         self._lost[member] = reason
         seq_ids = [seq_id for seq_id, pull in self._pulls.items() if member in pull.open]
         return [e for i in seq_ids for e in self.ended(member, PullFailed(i, reason))]
@@ -191,7 +191,7 @@ class RankedPulls:
         self._identity = identity
         self._sink = sink
         self._pulls = PullGroups()
-        self.parts: dict[SeqId, list[SeqId]] = {}  # of each pull whose end was not reported
+        self.parts: dict[SeqId, list[SeqId]] = {}  # for each pull whose end was not reported
         self.wholes: dict[SeqId, tuple[SeqId, Member]] = {}  # by part: `ended` takes its end
 
     def order(self, order: HoldLease | StartPull | AbortPull, now_s: float) -> list[SinkEffect]:
@@ -255,7 +255,7 @@ class RankedPulls:
 @dataclass(slots=True)
 class _GroupLease:
     open: list[Member]  # whose parts have not ended
-    reason: str = RELEASED  # or that of the first part that ended otherwise
+    reason: str = RELEASED  # or why the first part ended otherwise
     is_ending: bool = False
 
 

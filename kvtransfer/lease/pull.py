@@ -24,7 +24,7 @@ class Means:
     """The transport that fetches blocks of a source, and how many it fetches at once."""
 
     transport: str  # named in PullDone
-    batch_blocks: int = MAX_BLOCKS_PER_READ  # of one Fetch
+    batch_blocks: int = MAX_BLOCKS_PER_READ  # in one Fetch
     window_blocks: int = MAX_BLOCKS_PER_READ  # in flight, over all pulls from that source
     resends: bool = False  # True if lost blocks must be asked for again
 
@@ -85,22 +85,22 @@ class Pull:
     pull_id: int
     next_hold_s: float
     source_blocks: list[int] = field(default_factory=list)  # ids at the source, as far as ready
-    word: LeaseWord | None = None  # of the lease, as far as known
+    word: LeaseWord | None = None  # the lease's, as far as known
     wanted: dict[int, BlockId] | None = None  # None while the sequence waits for memory
     todo: deque[int] = field(default_factory=deque)  # to be asked for, in this order
     asked: set[int] = field(default_factory=set)  # in flight
     asked_s: float = 0.0  # when the latest of them were asked for
     waiting_s: float = 0.0  # since when no block has arrived; asking again does not reset it
     here: dict[int, None] = field(default_factory=dict)  # in order of arrival
-    good: set[int] = field(default_factory=set)  # of `here`: known to be what the lease promised
+    good: set[int] = field(default_factory=set)  # blocks `here` that are known to be as promised
     num_damaged: int = 0  # messages whose checksum was wrong
-    stamp: int = -1  # of the latest Hold
+    stamp: int = -1  # the latest Hold's
     num_here_at_stamp: int = 0
     releasing: bool = False  # all blocks are here and Release is sent
     done: bool = False  # PullDone is reported; only the answer to Release is missing
     busy_s: float | None = None  # since when blocks, or the confirmation, are in flight
     transfer_s: float = 0.0  # total time in flight before that
-    hidden_s: float = 0.0  # of that, before the source had computed its last block
+    hidden_s: float = 0.0  # the part before the source had computed its last block
 
     def start(self, blocks: Iterable[tuple[int, BlockId]]) -> None:
         """Wants these blocks, each with its place here."""

@@ -304,7 +304,7 @@ class SinkMachine:
     # ------------------------------------------------------------ pulling
 
     def _use_room(self, pull: Pull, now_s: float) -> list[SinkEffect]:
-        """Goes on with a pull that has left room in the window, and with those that lack some."""
+        """Goes on with a pull that has left room in the window, and with pulls that lack room."""
         if pull.source.lacks_room:
             return self._advance_all(pull.source, now_s)
         return self._advance(pull, now_s)

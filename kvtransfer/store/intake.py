@@ -7,7 +7,7 @@ One pull runs at a time, of a limited number of blocks. After it the store pause
 the pull's time and bytes. It waits longer while sinks pull from it, within a bound, so writes give
 way to reads. New blocks of a worker are taken once there are enough for a pull, or after a moment.
 
-A block is useful only behind all blocks before it. So a block is taken with those of its prefix
+A block is useful only behind all blocks before it. So a block is taken with its prefix's blocks
 that the store lacks; if the worker has evicted one of them, the block is an orphan and is not
 taken.
 

@@ -35,7 +35,7 @@ class _Mapped(NamedTuple):
 
 
 class DeviceTransport:
-    """Queues copies on the device; `poll` asks it for those that have ended.
+    """Queues copies on the device; `poll` asks it which copies have ended.
 
     `name` is the memory of the sources: `ipc` of GPUs, `shm` of the host.
     """

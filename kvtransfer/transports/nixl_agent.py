@@ -84,7 +84,7 @@ def check_offer(offer: NixlOffer, records: NixlRecords, sink_record_bytes: int) 
         if not (inside and fits and piece.sink_offset + piece.num_bytes <= sink_record_bytes):
             raise TransportUnavailable("a piece is not within its record")
     if not records.pieces or records.num_blocks * len(records.pieces) >= 2**31:
-        raise TransportUnavailable("NIXL cannot number so many descriptors")
+        raise TransportUnavailable("NIXL cannot number this many descriptors")
 
 
 class NixlLink:

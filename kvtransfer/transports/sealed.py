@@ -60,9 +60,9 @@ from kvtransfer.wire import Wire
 
 log = logging.getLogger(__name__)
 
-BUDGET_BYTES = 8 * 2**20  # of one call; then other connections and deadlines have their turn
+BUDGET_BYTES = 8 * 2**20  # in one call; then other connections and deadlines follow
 GREETING_BYTES = 32  # a name and a word
-MAX_STEPS_PER_TURN = 64  # of one source; then other sources and deadlines have their turn
+MAX_STEPS_PER_TURN = 64  # for one source; then other sources and deadlines follow
 Places = Sequence[BlockId | None]
 NO_PLACE = -1
 
@@ -127,7 +127,7 @@ class Target:
 
     wire: Wire
     pool: Blocks | DeviceBlocks
-    max_blocks: int  # of one Data
+    max_blocks: int  # in one Data
     places: Callable[[Data], Places]
 
 
@@ -154,7 +154,7 @@ class SealedLink:
     def connect(
         self, address: str, port: int, poller: select.epoll, timing: Timing, *, lanes: int
     ) -> None:
-        """Begins to connect to the port of the source at `address`, which seals in so many lanes.
+        """Begins to connect to the source at `address`, which seals with `lanes` lanes.
 
         Raises OSError.
         """
@@ -285,7 +285,7 @@ class SealedSink:
         places: Callable[[str, Data], Places],
         post: Callable[[str, ToSource], None],
     ) -> None:
-        """`places` are those of the blocks of a Data from an address; `post` sends over CURVE."""
+        """`places` locate the blocks of a Data from an address; `post` sends over CURVE."""
         self._places = places
         self._post = post
         self._count = context.count

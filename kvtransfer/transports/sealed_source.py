@@ -22,7 +22,7 @@ from kvtransfer.transports.seam import FRAME_BYTES, TransferContext, num_records
 GREETING_S = 5.0  # for a connection to say which sink it is
 MAX_GUESTS = 64  # connections that have not; the oldest makes room
 MAX_LINES = 4096
-MAX_NOTES_PER_TURN = 64  # of one sink
+MAX_NOTES_PER_TURN = 64  # from one sink
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class _Line:
     is_blocked: bool = False  # until the connection can take more
     has_more: bool = False  # notes may wait that no descriptor reports
     read: SendBlocks | None = None  # being answered
-    num_begun: int = 0  # of its blocks
-    frame: RecordFrame | None = None  # of them, the last that were begun
+    num_begun: int = 0  # blocks that were begun
+    frame: RecordFrame | None = None  # the blocks that were begun last
 
 
 class SealedSource:

@@ -32,10 +32,10 @@ from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import Data, LeaseWord, Offers
 from kvtransfer.wire import Wire
 
-FRAME_BYTES = 2 * 2**20  # of one Data: smaller frames cost calls, larger ones exceed the caches
-BATCH_BYTES = 8 * 2**20  # of one Fetch
+FRAME_BYTES = 2 * 2**20  # in one Data: smaller frames cost calls, larger ones exceed the caches
+BATCH_BYTES = 8 * 2**20  # in one Fetch
 WINDOW_BYTES = 32 * 2**20  # in flight from one source
-READ_BYTES = 32 * 2**20  # of one one-sided read, which costs NIXL an exchange with the source
+READ_BYTES = 32 * 2**20  # in one one-sided read, which costs NIXL an exchange with the source
 
 
 @dataclass(frozen=True, slots=True)

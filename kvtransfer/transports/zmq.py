@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 MAX_FRAMES_PER_TURN = 16  # to each sink
 MAX_BUFFERS_PER_SINK = 3  # one is filled while ZeroMQ sends the others; few stay in caches
 MAX_BUFFERS = 64
-MAX_QUEUED_READS = 256  # of one sink; it asks again for dropped ones
+MAX_QUEUED_READS = 256  # for one sink; it asks again for dropped ones
 
 # Sends a header and a payload to a sink; returns when ZeroMQ is done with the payload.
 SendFrame = Callable[[Peer, bytes, memoryview], zmq.MessageTracker | None]
@@ -105,7 +105,7 @@ class ZmqTransport:
     ) -> None:
         """`pool` is None if the host cannot reach it. `post` sends a message to a source.
 
-        `places` are those of the blocks of a Data that came from an address.
+        `places` locate the blocks of a Data that came from an address.
         """
         self._pool = pool
         self._post = post

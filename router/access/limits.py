@@ -31,7 +31,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The limits of one key; None is no limit. Raises ValueError for one that is not positive."""
 
     requests_per_s: float | None = None
-    tokens_per_min: int | None = None  # of prompts and answers
+    tokens_per_min: int | None = None  # prompts and answers together
     max_streams: int | None = None  # requests in flight
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Tenant(msgspec.Struct, frozen=True):
     sharing: str
     limits: KeyLimits
     may_debug: bool
-    address: str = ""  # of the client, if there are no keys
+    address: str = ""  # the client's, if there are no keys
 
     @property
     def turn(self) -> str:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 FREE_PARTS = 4096  # parts of a body, as chunks or as the network delivers it
 MIN_PART_BYTES = 32  # mean size of the parts beyond `FREE_PARTS`
-_ONCE = frozenset({b"host", b"authorization"})  # of two, a proxy might read the other one
+_ONCE = frozenset({b"host", b"authorization"})  # if there were two, a proxy might read the other
 
 
 class _NotParsed(Exception):
@@ -86,7 +86,7 @@ class Connection(asyncio.Protocol):
         self._num_fed = 0  # bytes since the parser last completed a part or a piece of a body
         self._num_body = 0  # bytes of an incomplete body
         self._has_head = self._expects_continue = False  # the present request's head is complete
-        self._num_parts = self._num_parts_bytes = 0  # of its body
+        self._num_parts = self._num_parts_bytes = 0  # parts of its body
         self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
         self._outbox = _outboxes.get(self._loop) or _outboxes.setdefault(self._loop, Outbox())
         self._feeder = _feeders.get(self._loop) or _feeders.setdefault(self._loop, Feeder())
@@ -395,7 +395,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(SLOW_HEAD if why is Overdue.HEAD else SLOW_BODY)
 
     def shutdown(self) -> None:
-        """Takes no requests after those that have begun to arrive."""
+        """Takes no requests after the ones that have begun to arrive."""
         self._is_draining = True
         if self._exchanges:
             self._exchanges[-1].keep_alive = False
@@ -444,7 +444,7 @@ class Connection(asyncio.Protocol):
                 cut_off(transport)
 
     def flush(self) -> None:
-        """Sends all waiting parts now, also those of other connections."""
+        """Sends all waiting parts now, also of other connections."""
         if self._outbox.parts:
             self._outbox.send()
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 EXTENSION = "baton.pipe"
 NO_SOCKET = -1  # an invalid descriptor
-HIGH_WATER_BYTES = 65_536  # of a body that the application has not taken: then no more is read
+HIGH_WATER_BYTES = 65_536  # a body is read on only while less than this is unread
 _NOT_IN_NAMES = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _NOT_IN_VALUES = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 _LAST = b"connection: close\r\n"
@@ -101,7 +101,7 @@ class Exchange:
         self.has_begun = self.is_complete = False  # the response
         self._way = way
         self._expects_continue = expects_continue
-        self._news = asyncio.Event()  # of the body, or of the end
+        self._arrived = asyncio.Event()  # more of the body, or its end
         self._held = b""  # the head
         self._is_chunked = False
         self._num_left: int | None = None  # bytes of the response's body; None: any number
@@ -138,8 +138,8 @@ class Exchange:
                 self._way.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not (self._is_gone or self.is_complete):
             self._way.resume_reading()
-            await self._news.wait()
-            self._news.clear()
+            await self._arrived.wait()
+            self._arrived.clear()
         if self._is_gone or self.is_complete:
             return {"type": "http.disconnect"}
         data, self.body = bytes(self.body), bytearray()
@@ -167,12 +167,12 @@ class Exchange:
         elif self._num_left is not None:
             self._num_left -= len(body)
             if self._num_left < 0 or (self._num_left and not more_body):
-                raise RuntimeError("the length of a response's body is not that of its head")
+                raise RuntimeError("the length of a response's body differs from its head")
         if body or not more_body:
             self._send_held(body)
         if not more_body:
             self.is_complete = True
-            self._news.set()
+            self._arrived.set()
             del self.scope["extensions"]  # it refers to this object
             self._way.answered(self)
 
@@ -181,7 +181,7 @@ class Exchange:
         if self.more_body or self._is_gone or self._expects_continue:
             return None
         data, self.body = bytes(self.body), bytearray()
-        self._news.clear()
+        self._arrived.clear()
         self._way.resume_reading()
         return data
 
@@ -204,20 +204,20 @@ class Exchange:
         """Adds a part of the body. Returns False if the application should take it first."""
         if not self.is_complete:
             self.body += data
-            self._news.set()
+            self._arrived.set()
         return len(self.body) <= HIGH_WATER_BYTES
 
     def end_body(self) -> None:
         """Notes that the body is complete."""
         if not self.is_complete:
             self.more_body = False
-            self._news.set()
+            self._arrived.set()
 
     def leave(self) -> None:
         """Notes that the client has left."""
         self._is_gone = True
         self.scope.pop("extensions", None)
-        self._news.set()
+        self._arrived.set()
         if self._on_gone is not None:
             self._on_gone()
 

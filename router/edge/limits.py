@@ -19,7 +19,7 @@ class EdgeLimits:
     max_head_bytes: int = 32 * 2**10  # also of trailers, which come between parts of a body
     max_headers: int = 100
     max_pipelined: int = 8  # requests of a connection that wait for an earlier answer
-    max_bodies_bytes: int = 256 * 2**20  # of all bodies that are incomplete
+    max_bodies_bytes: int = 256 * 2**20  # in all incomplete bodies
     max_connections: int = 8192
     max_connections_per_address: int = 2048
     head_timeout_s: float = 10.0  # a TLS handshake has the same time
@@ -52,7 +52,7 @@ class Book:
     def __init__(self, limits: EdgeLimits) -> None:
         self.limits = limits
         self.num_connections = 0
-        self.bodies_bytes = 0  # of incomplete bodies
+        self.bodies_bytes = 0  # in incomplete bodies
         self.refusals: Counter[str] = Counter()  # by reason
         self.tls_events: Counter[str] = Counter()  # reloads of certificates, by outcome
         self._of_address: Counter[str] = Counter()

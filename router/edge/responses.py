@@ -1,6 +1,6 @@
 """Complete responses over ASGI: JSON, and errors as OpenAI shapes them. Refuses wrong bodies.
 
-Bodies of the API are JSON, those of uploads are forms. Browsers send forms and plain text to any
+Bodies of the API are JSON, bodies of uploads are forms. Browsers send forms and plain text to any
 server without asking it first. So the check of the type also keeps pages of other sites from using
 a gateway that needs no key.
 
@@ -33,7 +33,7 @@ _KIND_OF_STATUS = {503: "server_error", 429: "rate_limit_error"}
 async def send_invalid(
     send: Send, error: InvalidRequest, more_headers: Mapping[str, str] | None = None
 ) -> None:
-    """Answers a refused request; `more_headers` are given up for those of the error."""
+    """Answers a refused request; the error's headers replace `more_headers`."""
     body, headers = refusal_of(error)
     await send_json(send, error.status, body, {**(more_headers or {}), **headers})
 
@@ -75,7 +75,7 @@ async def send_parts(
     """Sends a complete JSON response in parts.
 
     A part is made in a turn of its own, once the client took the part before. A short response has
-    its length in the head. `parts` are those of `json_parts`.
+    its length in the head. `parts` come from `json_parts`.
     """
     first = next(parts)
     if len(first) < PART_BYTES:

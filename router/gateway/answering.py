@@ -264,7 +264,7 @@ class AnswerService:
     async def _in_time(
         self, call: CheckedCall, timeout_s: float, following: Coroutine[Any, Any, AnswerPiece]
     ) -> AnswerPiece:
-        """Returns the last piece of the answer; after the call's timeout, that of a failure."""
+        """Returns the last piece of the answer; after the call's timeout, a failure's."""
         left_s = call.first.received_s + timeout_s - self._parts.clock.now_s()
         try:
             async with asyncio.timeout(left_s) as timeout:

@@ -24,7 +24,7 @@ from router.probes import ANSWER_LEN, SHORT_TEXT, TENANT, WITHIN_S
 
 MANY = 10**6  # no limit of keys may refuse a probe
 PROBER = Tenant(TENANT, TENANT, KeyLimits(MANY, 1000 * MANY, MANY), may_debug=False)
-LEAST_LEN = 512  # of a context that surely holds a short chat, with what its template adds
+LEAST_LEN = 512  # a context that surely holds a short chat, with what its template adds
 DONE = "[DONE]"
 _TEXTS = ("content", "reasoning_content", "text")
 

@@ -144,7 +144,7 @@ class Versions:
     def __init__(self, *served: ServedVersion) -> None:
         self.table: tuple[ServedVersion, ...] = served
         self._coming: Mapping[str, str] = {}  # versions without a known worker, their models
-        self._able: dict[tuple[str | None, str | None], list[ServedVersion]] = {}  # of the table
+        self._able: dict[tuple[str | None, str | None], list[ServedVersion]] = {}  # cached
         self.tallies = Tallies()
         self._num_requests: Counter[str] = Counter()
         # Counted by this object, and by routers that are gone.
@@ -329,7 +329,7 @@ class VersionTally:
     ended: int = 0
     failed: int = 0
     late: int = 0
-    _longest: list[int] = field(default_factory=lambda: [0, 0])  # of the last span, and of this one
+    _longest: list[int] = field(default_factory=lambda: [0, 0])  # in the last span, and in this one
     _span: int = 0
 
     def longest_len(self, now_s: float) -> int:

@@ -53,7 +53,7 @@ MEDIA = (Medium.HOST, *LOWER_MEDIA)  # as C++ numbers them
 _ASK = struct.Struct("=Q4q7dq")  # a Call of src/router.cpp up to the decision
 _DECISION = struct.Struct("=7i4x5d")
 _NEWS = struct.Struct("=q2d5q")
-_READY = struct.Struct("=2d")  # of a `_NEWS`: when its prompts are computed, and the least wait
+_READY = struct.Struct("=2d")  # in a `_NEWS`: when its prompts are computed, and the least wait
 _RUNNING = struct.Struct("=q")
 _READY_AT, _RUNNING_AT = 8, 24
 _FULL = 2**40  # sequences, more than any worker takes
@@ -67,9 +67,9 @@ class FleetDecision(NamedTuple):
     prefill: int
     decode: int
     source: int  # more is pulled from there first
-    matched_blocks: int  # of the prompt in the prefill worker
+    matched_blocks: int  # the prompt's, in the prefill worker
     pulled_blocks: int
-    medium: int  # of the source, as in `MEDIA`
+    medium: int  # the source's, as in `MEDIA`
     wait_s: float  # until the prefill worker is ready, or else the soonest worker
     ttft_s: float  # from now, the wait included
     tpot_s: float
@@ -112,8 +112,8 @@ class Fleet:
         self._core = library()
         self._block_size = 0
         self._handle = 0  # opened with the first worker
-        self._classes: dict[Hashable, _Class] = {}  # of live workers
-        self._numbers: dict[Hashable, int] = {}  # of all classes so far
+        self._classes: dict[Hashable, _Class] = {}  # classes of live workers
+        self._numbers: dict[Hashable, int] = {}  # numbers of all classes so far
         self._groups: dict[Hashable, int] = {}
         self._kinds: dict[Hashable, int] = {}
         self._homes: dict[WorkerId, _Class] = {}
@@ -121,7 +121,7 @@ class Fleet:
         self._odd: set[WorkerId] = set()  # with blocks of another size, or of one kind too many
         self._unsure: set[WorkerId] = set()  # workers whose time to compute is unknown
         self._shared: set[WorkerId] = set()  # workers that compute for other gateways too
-        self._version = -1  # of the estimates that C++ has
+        self._version = -1  # version of the estimates that C++ has
         self._has_new_costs = False  # since the last update of workers' loads
         self._is_known = False  # true if all costs are known
         self._num_prefillers = 0
@@ -259,7 +259,7 @@ class Fleet:
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))
 
     def choice(self, decision: FleetDecision, now_s: float) -> Decision | Busy:
-        """Converts a decision of C++ to that of a policy."""
+        """Converts a decision of C++ to a policy's."""
         if decision.status != _PLACED:
             return self._busy(decision, now_s)
         names, block_size = self._index.names, self._block_size

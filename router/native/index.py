@@ -24,7 +24,7 @@ from engine.worker.blocks import BlockHash
 
 
 class TooManyWorkers(BatonError):
-    """The index cannot tell so many workers apart."""
+    """The index has more workers than it can tell apart."""
 
 
 class PrefixIndex:
@@ -52,7 +52,7 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks. Those of lost workers are counted until a walk meets them."""
+        """Different blocks. Blocks of lost workers are counted until a walk meets them."""
         return int(self._core.baton_index_num_blocks(self.handle))
 
     @property

@@ -3,7 +3,7 @@
 import ctypes
 from ctypes import Structure, c_double, c_int32, c_int64
 
-NUM_MEDIA = 3  # of a store: memory and what is in `router.cluster.media`
+NUM_MEDIA = 3  # in a store: memory and what is in `router.cluster.media`
 
 
 class FleetCosts(Structure):

@@ -6,7 +6,7 @@ parts are accepted. With any other part there is no bound:
     normalizer      NFC, NFD, Lowercase, ByteLevel, Prepend, Replace of a string by one as long
     pre-tokenizer   ByteLevel, Metaspace, Digits, Split that keeps its separators
     model           BPE with a token for every byte
-    added tokens    those that do not swallow spaces beside them
+    added tokens    all that do not swallow spaces beside them
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -73,7 +73,7 @@ class TextModel:
         vocab_size: int | None = None,  # the model's; None: the tokenizer's
         file: Path | None = None,
         defaults: SamplingDefaults = NO_DEFAULTS,
-        forms: AnswerForms | None = None,  # None: those that tokens alone show
+        forms: AnswerForms | None = None,  # None: only forms that tokens alone show
         embedding: Embedding | None = None,  # for a model that gives no text
     ) -> None:
         """`file` is the tokenizer's file, for which another process compiles grammars."""

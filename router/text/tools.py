@@ -42,7 +42,7 @@ class GrammarPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolOffer:
-    """The tools of a request, those that may be called, and the form of calls."""
+    """The tools of a request, the tools that may be called, and the form of calls."""
 
     tools: Sequence[Mapping[str, Json]]
     calling: Calling
@@ -109,7 +109,7 @@ def named_places(param: str, places: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTools:
-    """The tools of a request, and those that may be called."""
+    """The tools of a request, and the tools that may be called."""
 
     tools: Sequence[Mapping[str, Json]]
     calling: Calling

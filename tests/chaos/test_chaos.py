@@ -11,7 +11,7 @@ from bench.chaos.results import complaints, figures_of, has_passed, results
 from bench.chaos.run import ChaosRun, measure
 
 pytestmark = pytest.mark.torch
-# Of a deployment of processes, which lives throughout.
+# For a deployment of processes, which lives throughout.
 TOGETHER = tuple(k for k in FaultKind if k not in {*OF_RAY, FaultKind.EVERYTHING})
 
 

@@ -15,7 +15,7 @@ with atheris.instrument_imports(include=["engine", "kvtransfer"]):
     from tests.fuzz import targets
 
 MAX_INPUT_BYTES = 2**20
-BYTEWISE_SHARE = 0.2  # of changes
+BYTEWISE_SHARE = 0.2  # share of changes
 
 
 def main(arguments: list[str]) -> None:

@@ -52,7 +52,7 @@ class Listeners:
 
     addresses: dict[str, str]
     pid: int
-    runner: asyncio.Runner  # of clients
+    runner: asyncio.Runner  # runs clients
 
     def memory_mib(self) -> float:
         """Returns the process's resident memory."""
@@ -233,7 +233,7 @@ _SESSION = [
     [_CLAIM[:50], _CLAIM[50:], _FRAME * 1000],
     [_FRAME, _CLAIM],
     [GREETING, _CLAIM, b"\xff\xff\xff\xff"],
-    [_CLAIM, b"\x00\x00\x00\x03" + bytes(16379)],  # of a frame of 48 MiB
+    [_CLAIM, b"\x00\x00\x00\x03" + bytes(16379)],  # announces a frame of 48 MiB
     [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(3) + b"\x04" + bytes(5)],
     [b"GET / HTTP/1.1\r\n", b"Host: x\r\n" * 100, b"\r\n"],
 ]

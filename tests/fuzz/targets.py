@@ -226,7 +226,7 @@ def attack_source(world: World, script: Script) -> None:
 
 
 def _check_blocks(world: World, sent: list[bytes]) -> None:
-    """Asserts that the sent blocks are those of the lease."""
+    """Asserts that the sent blocks are the lease's."""
     frames = iter(sent)
     for frame in frames:
         assert frame == b"peer"
@@ -354,7 +354,7 @@ def unpacked(data: bytes) -> tuple[str, Script]:
 
 
 def another(data: bytes, rng: random.Random, *, starts: Sequence[bytes]) -> bytes:
-    """A spoiled script: that of `data`, or of one of `starts`, of which any search begins."""
+    """A spoiled script: of `data`, or of one of `starts`, with which any search begins."""
     if len(data) < 2 or rng.random() < 0.1:
         data = rng.choice(starts)
     target, script = unpacked(data)

@@ -135,7 +135,7 @@ async def test_hostile_grammars_are_refused_and_stall_nothing():
 async def test_a_refusal_says_which_limit():
     async with opened_checker() as checker:
         refusal = await verdict_of(checker, HOSTILE["met remainders"])
-        assert is_busy(refusal) or "1 s" in refusal  # of CPU
+        assert is_busy(refusal) or "1 s" in refusal  # one second of CPU time
         assert "properties" in await verdict_of(checker, HOSTILE["properties"])
         assert "remainders" in await verdict_of(checker, HOSTILE["multiples"])
 

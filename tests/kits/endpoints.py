@@ -125,7 +125,7 @@ def fill(pool: PrivatePool | SharedPool, seed: int) -> None:
 def config_of(
     name: str, transport: Transport, identity: Identity, timing: Timing, secret: Secret = SECRET
 ) -> EndpointConfig:
-    """Returns the configuration of a worker's endpoint, or of that of one of its ranks."""
+    """Returns the configuration of the endpoint of a worker, or of one of its ranks."""
     return EndpointConfig(
         worker_id=WorkerId(name),
         incarnation=Incarnation(f"{name}-1"),

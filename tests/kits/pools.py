@@ -138,7 +138,7 @@ class PoolWorld:
         self.started: list[tuple[float, str]] = []
         self.stopped_gateways: list[tuple[float, str]] = []
         self.told: list[str] = []
-        self.stores: dict[str, str] = {}  # those that run, with their versions
+        self.stores: dict[str, str] = {}  # running stores, with their versions
         self.retired: list[str] = []  # stores whose blocks were removed
         self.failing_stores: set[str] = set()
         if nodes:

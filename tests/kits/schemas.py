@@ -49,7 +49,7 @@ FORMATS = (
 )
 
 
-# Those of the library that need no other package, and those that do but are simple.
+# The library's checks that need no other package, and simple ones that do.
 CHECKER = FormatChecker(("date", "email", "ipv4", "ipv6", "uuid"))
 
 

@@ -4,5 +4,5 @@ from hypothesis import settings
 
 
 def seeds(per_hundred: int) -> range:
-    """Returns so many seeds for every hundred examples of the hypothesis profile."""
+    """Returns `num` seeds for every hundred examples of the hypothesis profile."""
     return range(settings().max_examples * per_hundred // 100)

@@ -364,7 +364,7 @@ class Rig:
         )
         self.core = parts.core
         self.decode, self.prefill, self.offers = parts.decode, parts.prefill, parts.offers
-        self.rows: tuple[Row, ...] = ()  # of the last step
+        self.rows: tuple[Row, ...] = ()  # in the last step
         self.seconds: float | None = None  # the runner's time of a step
         self.now_s = 0.0
 

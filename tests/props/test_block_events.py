@@ -92,7 +92,7 @@ class TellingWorker(RuleBasedStateMachine):
         self.log = EventLog(block_size=1, max_batches=3)
         self.held: list[BlockId] = []
         self.published: list[Numbered] = []
-        self.states: list[set[BlockHash]] = [set()]  # of the cache, before each batch
+        self.states: list[set[BlockHash]] = [set()]  # the cache before each batch
         self.gateways = [Gateway(), Gateway()]
         for gateway in self.gateways:
             gateway.index.add(WORKER, NUM_BLOCKS)

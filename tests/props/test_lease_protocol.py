@@ -361,7 +361,7 @@ class World:
         for i, identity in enumerate(sources):
             source = Source(self, f"p{i}", identity)
             self.sources[source.address] = source
-        self.are_ranks = are_ranks  # of one worker
+        self.are_ranks = are_ranks  # both sinks are ranks of one worker
         self.sinks = [
             Sink(
                 self,
@@ -406,7 +406,7 @@ class World:
         self.letters[:] = [x for x in self.letters if x.connection.address != address]
 
     def keep_busy(self, *, busy: bool) -> None:
-        """Makes blocks wait at their sources, or sends those that waited."""
+        """Makes blocks wait at their sources, or sends the blocks that waited."""
         self.busy = busy
         for source in self.sources.values() if not busy else ():
             source.send_queued()

@@ -144,7 +144,7 @@ class Seq:
     limits: Limits
     kind: type
     prefix: LeaseRef | None = None
-    lease: LeaseRef | None = None  # of one that ran elsewhere
+    lease: LeaseRef | None = None  # set if it ran elsewhere
     started: bool = False
     kv_here: bool = False
     first_token: int | None = None
@@ -511,10 +511,10 @@ class World:
         for worker in self.workers.values():
             while worker.inbox:
                 worker.take()
-            assert not worker.seqs, "a worker was not told that nobody wants this any more"
+            assert not worker.seqs, "a worker was not told that this is wanted no more"
             assert not worker.asked
-            assert not worker.offers, "a prefix stays offered to nobody"
-            assert not worker.moved, "a sequence stays leased to nobody"
+            assert not worker.offers, "a prefix stays offered without a taker"
+            assert not worker.moved, "a sequence stays leased without a taker"
 
     # ------------------------------------------------------------ what must hold
 
@@ -592,7 +592,7 @@ class Requests(RuleBasedStateMachine):
 
     @initialize(names=st.sets(st.sampled_from(NAMES)), seed=st.integers(0, 2**32))
     def begin(self, names, seed):
-        self.rng = random.Random(seed)  # of fake workers only
+        self.rng = random.Random(seed)  # for fake workers only
         self.world = World()
         for name in sorted(names):
             self.world.join(name)

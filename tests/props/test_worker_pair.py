@@ -56,7 +56,7 @@ STOPS = ((), (3,), (1, 5))
 MAX_SUFFIX_LEN = 5
 MAX_ANSWER_LEN = 10  # with a stem and a suffix it fits into the smallest pool
 SECONDS = (0.3, 1.0, 4.0, 7.0)
-NUM_EVENTS = 300  # of a run
+NUM_EVENTS = 300  # in a run
 SEARCHED_RUNS = seeds(200)  # for rare events; a search ends at the first one
 PREFIX_EVENTS = (
     "prefix_offers:held",

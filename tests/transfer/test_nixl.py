@@ -306,7 +306,7 @@ def test_a_cancelled_read_of_a_stopped_source_ends_and_writes_no_more(monkeypatc
         assert not transport.fetch(fetch_of(other.offer.agent, everything, everything))
         transport.poll((), may_wait=False)
         assert transport.cancel(SEQ)
-        if is_closed:  # of a closed source there is no news
+        if is_closed:  # a closed source reports nothing
             transport.close(other.offer.agent)
             until(lambda: not transport.poll((), may_wait=False) and not transport.cancel(SEQ), "")
         else:

@@ -44,7 +44,7 @@ WIRE = agree(Identity("model", LAYOUT), Identity("model", LAYOUT))
 SINK = b"sink"
 BUDGET = 2**20
 DAMAGED = "damaged"
-LANES = sorted({1, agreed_lanes()})  # of AEGIS
+LANES = sorted({1, agreed_lanes()})  # AEGIS lanes
 
 
 # ---------------------------------------------------------------- messages

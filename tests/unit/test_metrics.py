@@ -28,7 +28,7 @@ def test_the_page_has_the_tables_of_the_code():
 
 
 def counted_in(*folders: str) -> set[str]:
-    """The names of counts in the code of these folders, without that of stores in `kvtransfer`."""
+    """The names of counts in the code of these folders, without the stores' in `kvtransfer`."""
     counted = set()
     for folder in folders:
         for path in (ROOT / folder).rglob("*.py"):

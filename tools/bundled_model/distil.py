@@ -23,7 +23,7 @@ from tools.bundled_model.on_policy import Lessons
 BATCH_TOKENS = 1024
 MUON_LR, ADAM_LR = 0.01, 5e-4
 CHECKPOINT_EVERY_S = 600.0
-SMALLEST_SHARE = 1e-4  # of the tokens beyond the likeliest ones; fp16 may make it negative
+SMALLEST_SHARE = 1e-4  # for the tokens beyond the likeliest ones; fp16 may make it negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Done:
 
     steps: int
     tokens: int
-    loss: float  # of the last step
+    loss: float  # in the last step
 
 
 @torch.no_grad()

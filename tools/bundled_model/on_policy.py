@@ -33,7 +33,7 @@ from engine.worker.blocks import BlockId
 
 TOP = 64
 BLOCK_SIZE = 16
-MAX_ROWS = 64  # of a decode step
+MAX_ROWS = 64  # in a decode step
 SCORED_TOKENS = 1024  # tokens, at least, whose logits are held at once
 MIN_PROMPT, MAX_PROMPT_SHARE = 16, 0.75
 QUESTION_SHARE = 0.3

@@ -21,7 +21,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 PAUSES = "baton_batch_pauses_total "
 
 Texts = Sequence[tuple[str, str]]  # custom ids and answers of an output file
-Lines = Sequence[dict[str, Any]]  # of an input file
+Lines = Sequence[dict[str, Any]]  # in an input file
 
 
 class BatchNotCompleted(BatonError):
@@ -101,7 +101,7 @@ class BatchServer:
         return counts.completed + counts.failed
 
     async def answers(self, batch_id: str, number: int) -> int:
-        """Waits until a batch has so many results. Returns their number."""
+        """Waits until a batch has `num` results. Returns their number."""
         found = 0
 
         async def is_there() -> bool:

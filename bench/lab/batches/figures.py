@@ -35,7 +35,7 @@ from bench.lab.batches.api import Texts
 WITH, WITHOUT = "with", "without"
 
 PERCENTS = (50, 99)
-GOAL = 1.05  # of the 99th percentiles
+GOAL = 1.05  # ratio of the 99th percentiles
 NOISE = "noise/"
 ENOUGH_ACTIVE = 0.9
 
@@ -65,9 +65,9 @@ class Killed:
 class BatchesMeasured:
     """All that was measured."""
 
-    num_requests: int  # of the batches of all windows
+    num_requests: int  # in the batches of all windows
     windows: tuple[Window, ...]
-    texts: Texts  # of the batches of all windows
+    texts: Texts  # from the batches of all windows
     num_pauses: float
     killed: Killed | None = None
     background: tuple[float, ...] = ()

@@ -2,7 +2,7 @@
 
 | result                 | unit  |                                                               |
 |------------------------|-------|---------------------------------------------------------------|
-| fluid/MIX              |       | requests/s of `fluid` over those of the better of the others  |
+| fluid/MIX              |       | requests/s of `fluid` over the better of the others           |
 | requests/MIX/…         | 1/s   | answered in the window                                        |
 | ttft_p50/…, ttft_p99/… | ms    | of the requests that were sent in the window                  |
 | tpot_p50/…             | ms    | of the same                                                   |
@@ -49,7 +49,7 @@ class MixRun:
     end_s: float
     results: tuple[Answer | Failure, ...]  # all, also those from before the window
     busy: tuple[float, ...] = ()  # cores that each worker used in the window
-    others_share: float | None = None  # of all cores
+    others_share: float | None = None  # share of all cores
 
     @property
     def answers(self) -> list[Answer]:

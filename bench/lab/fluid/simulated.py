@@ -91,7 +91,7 @@ class Loops:
     num_clients: int = 8
     ramp_s: float = RAMP_S
     window_s: float = WINDOW_S
-    phase_s: float = 2.5  # of a mix that turns
+    phase_s: float = 2.5  # in a mix that turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def splits_of_all(pools: SimulatedPools) -> list[SimulatedPools]:
 
 
 def splits_near(pools: SimulatedPools) -> list[SimulatedPools]:
-    """Returns the split, and those that have one prefill worker more or less."""
+    """Returns the split, and the splits with one prefill worker more or less."""
     near = range(pools.prefill - 1, pools.prefill + 2)
     return [
         SimulatedPools(prefill, pools.total - prefill)
@@ -216,7 +216,7 @@ def requests_per_s(loops: Loops, mix: TokenMix, setup: SimulationSetup, *, seed:
 
 
 def ratios(goodput_per_s: Mapping[str, float]) -> dict[str, Figure]:
-    """Returns the goodput of fluid pools over the best split's and over that of mixed workers."""
+    """Returns the goodput of fluid pools over the best split's and over mixed workers'."""
     fluid = goodput_per_s[best_of(goodput_per_s, "fluid")]
     kinds = {"best_split": "split", "colocated": "mixed"}
     best = {name: goodput_per_s[best_of(goodput_per_s, kind)] for name, kind in kinds.items()}

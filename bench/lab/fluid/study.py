@@ -83,8 +83,8 @@ from engine.config import PoolsConfig
 
 MIXES, GOODPUT = "mixes", "goodput"
 LOADS = ("synthetic", "turning")
-SLACK = 1.25  # of the bound over the pace of streams alone
-LOAD = 0.8  # of the prompts that one worker computes
+SLACK = 1.25  # the bound over the TPOT of streams alone
+LOAD = 0.8  # share of the prompts that one worker can compute
 WARM_UP_S = 1.0
 NUM_ALONE = 3  # prompts that are timed one by one
 MAX_ARRIVALS = 10_000

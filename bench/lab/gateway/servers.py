@@ -20,7 +20,7 @@ from router.text.tokenizer import load_text_model
 
 OURS, BARE, WRITES = "baton", "uvloop", "writes"
 MODEL = "null"
-STEP_S = 0.01  # of the worker
+STEP_S = 0.01  # the worker's
 START_TIMEOUT_S = 60.0
 MANY = 2**30
 TOKEN = "null"

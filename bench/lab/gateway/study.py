@@ -25,7 +25,7 @@ every load to each server:
 | gateway/itl_p99/<load>    | ms       | between two pieces of a stream; the pace is in it      |
 | background/cpu            | %        | of all cores, used by other programs                   |
 
-The limit of tokens per second of CPU is that of the bare server with one timer and a write a token.
+The limit of tokens per second of CPU is the bare server's, with one timer and a write a token.
 A peer's `ratio` is ours over theirs; for times, less than one is better.
 """
 
@@ -54,7 +54,7 @@ PEERS = ("fastapi", "vllm_router")
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 150.0
 CLIENT_BOUND = 0.7  # above this share of a core, the client may be the bottleneck
-SATURATED = 0.95  # above this share of a core, times are those of a queue
+SATURATED = 0.95  # above this share of a core, times show a queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class StreamLoad:
     name: str
     num_streams: int
     num_rounds: int
-    num_tokens: int  # of each
+    num_tokens: int  # in each
     steps: int = 1  # from token to token
 
     @property
@@ -291,5 +291,5 @@ def _warnings_of(server: str, load: StreamLoad, runs: Sequence[GatewayRun]) -> l
         lines.append(f"the client used {client:.0%} of a core for {server} at {load.name}")
     used = max(run.cpu_s / run.wall_s for run in runs)
     if used > SATURATED and load.num_streams > 1:
-        lines.append(f"{server} was saturated at {load.name}: its times are those of a queue")
+        lines.append(f"{server} was saturated at {load.name}: its times show a queue")
     return lines

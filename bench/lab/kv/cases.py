@@ -28,7 +28,7 @@ KIB = 2**10
 MIB = 2**20
 COUNTS = (1, 16, 256)
 TOTAL_BYTES = 64 * MIB
-NUM_PULLS = {1: 16, 16: 8}  # of one case in one repetition: short ones vary most
+NUM_PULLS = {1: 16, 16: 8}  # for one case in one repetition: short ones vary most
 LIMIT_OF = {"shm": "memcpy", "zmq": "tcp", "nixl": "bare_nixl"}
 LAYER_BYTES = 8 * KIB  # K and V of two heads of 64 elements in bf16, 16 tokens
 HEAD_BYTES = 2 * KIB  # K or V of one of them
@@ -85,7 +85,7 @@ class KvPulls:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of each pool: 1.5 times those of one pull, so that its blocks lie scattered."""
+        """Bytes of each pool: 1.5 times one pull's, so that its blocks lie scattered."""
         return self.total_bytes * 3 // 2
 
     @property

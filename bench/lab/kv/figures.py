@@ -12,7 +12,7 @@
 | background/cpu                               | %     | of all cores, used by other programs   |
 
 A backend's `limit` is the median of the limit's fastest way. Limits are results of their own too.
-That of a backend that pulls half of the heads is the backend itself, whose blocks are one piece.
+The limit of a backend that pulls half of the heads is the backend itself with whole blocks.
 A peer's `ratio` is ours over theirs; for latencies, less than one is better.
 """
 
@@ -52,7 +52,7 @@ def results(
     movers: Sequence[str],
     peers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[Result, ...]:
-    """All results, in the order of the table above. `peers` has those of some movers, by name."""
+    """All results, in the order of the table above. `peers` has some movers' results, by name."""
     found = [
         _result(measured, mover, case, peers=peers.get(mover, ()))
         for mover in movers

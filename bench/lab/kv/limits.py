@@ -46,7 +46,7 @@ void copy_blocks(const size_t *sinks, const size_t *sources, size_t num_blocks, 
 }
 """
 CALL_BYTES = {"256KiB": 256 * KIB, "1MiB": MIB, "4MiB": 4 * MIB}
-MAX_BUFFERS = 512  # of one call; Linux takes 1,024
+MAX_BUFFERS = 512  # in one call; Linux takes 1,024
 
 _clock = MonotonicClock()
 

@@ -2,7 +2,7 @@
 
 `bench.lab.kv.cases` lists what moves and who moves it. Handoffs are measured on `baton serve` as a
 user runs it. There are one prefill worker and one decode worker, each with one thread. Prompts
-arrive one at a time, so the figures are those of the path and not of a queue. Prompts have the same
+arrive one at a time, so the figures measure the path and not a queue. Prompts have the same
 length and different beginnings, so every block is computed and moved. Figures are from gateway
 timelines.
 """
@@ -59,7 +59,7 @@ class KvStudy(Experiment):
     backends: Annotated[str, typer.Option(help="Which of these to measure.")] = ",".join(BACKENDS)
     block_sizes: Annotated[str, typer.Option(help="KiB of a block.")] = "16,64,256,1024"
     shards: Annotated[
-        str, typer.Option(help="Pull half of the heads too, in pieces of so many KiB.")
+        str, typer.Option(help="Pull half of the heads too, in pieces of this many KiB.")
     ] = ""
     handoff: Annotated[bool, typer.Option(help="Measure handoffs of `baton serve` too.")] = True
     shape: Annotated[
@@ -157,7 +157,7 @@ class KvStudy(Experiment):
     # ---------------------------------------------------------------- handoffs
 
     def _handoffs(self, say: Say) -> tuple[list[Handoffs], list[Missing]]:
-        """Measures handoffs over every transport. The second list has those that failed."""
+        """Measures handoffs over every transport. The second list has the failed ones."""
         if find_spec("torch") is None:
             reason = "a worker needs torch (pip install 'baton-serve[worker]')"
             return [], [Missing("handoff", reason)]

@@ -4,7 +4,7 @@
 
 A source or a sink is a `TransferEndpoint` over a `SharedPool`. There is one for each block size,
 because both ends must agree on it. If the mover splits the heads, there is one for each rank of the
-source. A sink is one rank always, and the block size is that of its records.
+source. A sink is one rank always, and the block size is its records'.
 
 A pull's time runs from its start until the endpoint reports `PullDone`, so it includes the proof
 that the blocks are good. The source is attached and the lease held before, as for a request that

@@ -37,7 +37,7 @@ class _Reservation:
 
 
 class BitmaskRouter:
-    """A router. Workers are numbers: those that are true in `prefills` prefill, others decode."""
+    """A router. Workers are numbers: where `prefills` is true they prefill, others decode."""
 
     def __init__(self, prefills: Sequence[bool], num_blocks: int, costs: WorkerCosts) -> None:
         """All workers have these costs, which are known from the start."""

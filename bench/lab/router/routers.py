@@ -44,7 +44,7 @@ Run = tuple[float, ...]  # seconds of each decision
 CHAIN_BLOCKS = 24
 PROMPT_BLOCKS = 12
 NUM_REPLICAS = 3
-POOL_BLOCKS = 100_000  # of a worker: enough that no request is refused
+POOL_BLOCKS = 100_000  # in a worker: enough that no request is refused
 MAX_RUNNING = 100_000
 ANSWER_TOKENS = 343  # the mean of Mooncake's conversations
 BUSY = 0.7  # share of time during which a prefill worker computes
@@ -61,7 +61,7 @@ class RouterCase:
 
     @property
     def name(self) -> str:
-        """Its name in results: only the number of workers if the blocks are those of the goals."""
+        """Its name in results: only the number of workers if the goals name these blocks."""
         if self.num_blocks == MAIN_BLOCKS:
             return str(self.num_workers)
         return f"{self.num_workers}/{self.num_blocks:.0e}".replace("e+0", "e")

@@ -85,7 +85,7 @@ class RouterStudy(Experiment):
 
     NAME: ClassVar = "router"
     QUICK: ClassVar = "Three cases, shorter runs: under 50 s."
-    GOALS: ClassVar = Goals(  # of the project, for one core
+    GOALS: ClassVar = Goals(  # the project's, for one core
         {
             "decisions/1000": 150e3,
             "decisions/10000": 100e3,

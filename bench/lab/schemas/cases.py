@@ -18,7 +18,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 DATASET_MARK = "---"
-MAX_TESTS = 20  # of one schema
+MAX_TESTS = 20  # for one schema
 MAX_TEST_LEN = 20_000  # characters
 
 

@@ -26,7 +26,7 @@ from bench.lab.schemas.ours import NAME
 
 GOAL = 90.0  # percent of schemas
 MAX_NAMED = 5  # schemas in a warning
-PERCENTS = (50, 99)  # of times
+PERCENTS = (50, 99)  # percentiles of times
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Judged:
     failure: str | None = None  # it died, or took too long
     compile_s: float = 0.0
     masks_us: tuple[float, ...] = ()
-    allowed: tuple[bool, ...] = ()  # of each test
+    allowed: tuple[bool, ...] = ()  # for each test
     num_walks: int = 0
     walks: tuple[tuple[str, bool], ...] = ()  # texts that came to an end, and if they are valid
 
@@ -148,7 +148,7 @@ def _result(
     *,
     limit: float | None = None,
 ) -> Result | None:
-    """Our figure beside those of the peers; None if we have none."""
+    """Our figure beside the peers'; None if we have none."""
     figures = {engine: measure(measured.of(engine)) for engine in measured.engines}
     ours = figures.pop(NAME, None)
     if ours is None:

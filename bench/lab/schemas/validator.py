@@ -14,7 +14,7 @@ from jsonschema.validators import Draft202012Validator, validator_for
 
 from bench.peers.driver import drive, stdout_for_answers
 
-# Of which the library has checks that need no other package.
+# The library checks these without another package.
 FORMATS = ("date", "email", "ipv4", "ipv6", "uuid")
 
 

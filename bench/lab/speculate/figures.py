@@ -25,7 +25,7 @@ results (`GOALS`) have the promise as their limit.
 The model of the expectation: a drafted token behind accepted ones is accepted with probability α,
 at any place. Then a draft of d tokens yields 1 + α + … + α^d tokens, and place i is accepted with
 α^i. The predicted speed takes α from the run. It takes times from passes that were timed alone:
-those of the target by number of drafted tokens, and those of the draft. It leaves scheduling out.
+the target's by number of drafted tokens, and the draft's. It leaves scheduling out.
 
 Source: Leviathan et al., Fast inference from transformers via speculative decoding, ICML 2023.
 """
@@ -53,7 +53,7 @@ class BatchRun(msgspec.Struct, frozen=True):
     """Decoding a batch for a while, as `bench.lab.speculate.worker` tells it."""
 
     seconds: float
-    outside_s: float  # of the runner
+    outside_s: float  # outside the runner
     num_tokens: int
     steps: list[tuple[float, int, int, int]]  # seconds, rows, tokens verified beyond, draft passes
     drafts: list[tuple[int, int, int]]  # drafted, accepted, and in how many rows
@@ -291,7 +291,7 @@ def _target_s(passes: Passes, drafted: float) -> float:
 
 
 def _between(times_s: Sequence[float], length: float) -> float:
-    """The time for drafts of `length` tokens, from those of the lengths that were timed."""
+    """The time for drafts of `length` tokens, from the lengths that were timed."""
     points = [*zip(CALIBRATED_LENS, times_s, strict=True)]
     for (low, low_s), (high, high_s) in pairwise(points):
         if length <= high:

@@ -16,7 +16,7 @@ Workloads, each run with every mode of speculation, without it first or last in 
 Answers are greedy, or at temperature 0.7. Answers to random tokens hardly repeat, and sampled ones
 not at all, so n-grams find least there. A *cell* is a workload, a batch size and a mode.
 
-Speed is that of decoding while the whole batch runs. It is measured from the step after the last
+Speed counts decoding while the whole batch runs. It is measured from the step after the last
 sequence had its first token, until one sequence has as many as wanted. Such a batch is over in a
 tenth of a second, so a run of a cell is many of them, with all modes in turn, until those without
 speculation have taken long enough together. The worker lives on from cell to cell.
@@ -45,7 +45,7 @@ PROMPT_LEN = 64
 TEMPERATURE = 0.7
 EDIT_EVERY = 16  # tokens of an earlier answer, on average, one is replaced
 MAX_DRAFT_TOKENS = 8
-LEAST_S = 0.5  # of plain decoding, in one run of a cell
+LEAST_S = 0.5  # plain decoding in one run of a cell
 MOST_ROUNDS = 61  # batches in one run; odd, as the order of modes changes with each
 CALIBRATED_LENS = (0, 1, 2, 4, 8)  # drafts whose passes are timed by themselves
 QUICK_TOKENS = 16

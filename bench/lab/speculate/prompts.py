@@ -19,11 +19,11 @@ from bench.lab.speculate.worker import CoreAsk
 from bench.quality import corpus
 from engine.messages import Grammar, GrammarKind, Sampling
 
-NUM_DOCUMENTS = 100  # of those held out; to read all of them takes seconds
+NUM_DOCUMENTS = 100  # held-out ones; to read all of them takes seconds
 MOST_REPEATED = 96  # tokens of an earlier answer
 FEWEST_REPEATED = 16
-IDENTITY_TOKENS = (16, 48)  # of an answer that modes must agree on
-NUM_CHOICES = 3  # of a request with n > 1: choice i has the seed of the first plus i
+IDENTITY_TOKENS = (16, 48)  # in an answer that modes must agree on
+NUM_CHOICES = 3  # in a request with n > 1: choice i has the seed of the first plus i
 
 GRAMMARS = (
     Grammar(GrammarKind.REGEX, r"[a-z_]{1,12}\([a-z, ]{0,20}\)"),

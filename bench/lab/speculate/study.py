@@ -193,7 +193,7 @@ def _texts(plan: SpeculatePlan) -> list[list[int]]:
 
 
 def _identity_weights(plan: SpeculatePlan) -> Mapping[WeightFormat, KVFormat]:
-    """Returns the weights with which answers are compared; for a quick run those of the promise."""
+    """Returns the weights with which answers are compared; for a quick run the promised ones."""
     if plan.is_quick:
         return {WeightFormat.INT8: IDENTITY_WEIGHTS[WeightFormat.INT8]}
     return IDENTITY_WEIGHTS

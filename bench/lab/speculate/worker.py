@@ -71,7 +71,7 @@ class CoreOptions(msgspec.Struct, frozen=True):
     weights: WeightFormat
     kv_format: KVFormat
     num_threads: int
-    kv_tokens: int  # of each runner
+    kv_tokens: int  # in each runner
     max_draft_tokens: int
 
 
@@ -344,7 +344,7 @@ def _one_is_complete(answers: Answers, asks: Sequence[CoreAsk]) -> bool:
 
 
 def _described(step: CoreStep) -> list[float]:
-    """Seconds, rows, tokens verified beyond those of the rows, passes of the draft model."""
+    """Seconds, rows, tokens verified beyond one a row, passes of the draft model."""
     return [
         step.end_s - step.begin_s,
         len(step.plan.rows),

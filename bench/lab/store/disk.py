@@ -28,7 +28,7 @@ from kvtransfer.store.disk.measuring import RecoveryTime, measure_recovery
 from kvtransfer.store.disk.tier import DiskRead, DiskTier, DiskTuning, DiskWrite
 
 IDENTITY = bytes(16)
-NUM_ROWS = 2 * DISK_DEPTH  # of memory, that blocks are read into
+NUM_ROWS = 2 * DISK_DEPTH  # rows of memory that blocks are read into
 WAIT_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 MOST_RECOVERIES = 3  # each writes a table of 250 bytes a block before
@@ -130,7 +130,7 @@ def _carry_out(tier: DiskTier, requests: list[DiskRead] | list[DiskWrite]) -> No
         some = requests[num_begun : num_begun + tier.room]
         if some:
             begin = tier.read if isinstance(some[0], DiskRead) else tier.write
-            num_begun += begin(some, clock.now_s())  # type: ignore[arg-type]  # of one kind
+            num_begun += begin(some, clock.now_s())  # type: ignore[arg-type]  # all of one kind
         ready, _, _ = select.select([tier.fd], [], [], WAIT_S)
         if not ready:
             raise DiskNotMeasured(f"the disk tier did nothing for {WAIT_S:g} s")

@@ -19,7 +19,7 @@ from bench.processes.driven import Driven
 SCRIPT = Path(__file__).parent / "vllm_files.py"
 START_TIMEOUT_S = 180.0
 ASK_TIMEOUT_S = 120.0
-LEAST_CACHED = 0.9  # of a prompt: vLLM's blocks are larger than ours
+LEAST_CACHED = 0.9  # share of a prompt: vLLM's blocks are larger than ours
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from bench.lab.streams import StreamAsk
 from engine.errors import ConfigError
 
 BLOCK_TOKENS = 16
-KV_BYTES = 4  # of one element, as workers on a CPU keep it
+KV_BYTES = 4  # for one element, as workers on a CPU keep it
 PULL_SIZES = (64 * KIB, 1 * MIB)  # beside the size of the shape's own blocks
 PULL_TOTAL_BYTES = 48 * MIB
 PULLS_IN_A_REPETITION = 5
@@ -73,7 +73,7 @@ class TurnLoad:
     turns: int = 10
     input_len: int = 64  # that a turn adds
     output_len: int = 16
-    worker_mib: int = 64  # of KV: for some 2,700 of 25,600 tokens of the 88 M shape
+    worker_mib: int = 64  # KV for some 2,700 of 25,600 tokens of the 88 M shape
 
     @property
     def num_requests(self) -> int:
@@ -158,7 +158,7 @@ class StorePlan(Experiment):
 
     @property
     def pulls(self) -> KvPulls:
-        """Returns the pulls of `memory`: those of `bench kv`, of whole pools only."""
+        """Returns the pulls of `memory`: as in `bench kv`, of whole pools only."""
         sizes = dict.fromkeys((PULL_SIZES[0], self.block_bytes, PULL_SIZES[1]))
         return KvPulls(
             tuple(sizes),

@@ -42,7 +42,7 @@ class StreamsMeasured:
     runs: tuple[BesideRun, ...]
     taken_blocks: float
     written_blocks: float
-    store_cpu: float = 0.0  # of one core, while streams ran beside the store
+    store_cpu: float = 0.0  # share of one core, while streams ran beside the store
 
 
 def measure(plan: StorePlan, folder: Path, say: Say = say_nothing) -> StreamsMeasured:
@@ -100,7 +100,7 @@ async def _measure(
 async def _run(
     asked: StreamAsk, seed: int, client: StoreClient, vocab: Sequence[int], *, name: str
 ) -> BesideRun:
-    """Runs streams and prompts once; `name` keeps its prompts apart from those of other runs."""
+    """Runs streams and prompts once; `name` keeps its prompts apart from other runs'."""
     rng = Random(f"{seed}/{name}")
     streams, load = (bodies(ask, vocab, model=client.model, rng=rng) for ask in (asked, PROMPTS))
     some = [*islice(streams, asked.at_once)]

@@ -66,7 +66,7 @@ class Crowd:
         self._future = future
         self._chances = chances
         self._rng = Random(chances.seed)
-        self._places: dict[str, int] = {}  # of each worker in `chances.decode`
+        self._places: dict[str, int] = {}  # index of each worker in `chances.decode`
         self._steps: dict[str, _Step] = {}
         self._settled_s = 0.0  # the time for which `left_s` holds
         self.varies = bool(chances)  # True if messages are delayed at random

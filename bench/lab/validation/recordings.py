@@ -195,7 +195,7 @@ class _Delivered(msgspec.Struct):
 
 
 class _Outcome(msgspec.Struct):
-    reason: FinishReason | None = None  # only of those that finished
+    reason: FinishReason | None = None  # only if it finished
 
 
 class _Ended(msgspec.Struct):

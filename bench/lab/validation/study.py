@@ -55,8 +55,8 @@ from engine.config import DeviceKind, PoolsConfig, RouterConfig, WorkerConfig
 from engine.devices.settings import WorkerSettings, resolve
 from router.machine.machine import RouterMachine
 
-QUICK_REQUESTS = 25  # of each run, instead of all: they come in about 5 s
-KV_MIB = 256  # of each worker: nothing is evicted
+QUICK_REQUESTS = 25  # in each run, instead of all: they come in about 5 s
+KV_MIB = 256  # for each worker: nothing is evicted
 NUM_WARM_UP = 8
 STRETCH = PoolsConfig().stretch  # pools are fluid, as by default
 
@@ -192,7 +192,7 @@ def worker_settings() -> WorkerSettings:
 def simulated(
     fitted: Fitted, pools: SimulatedPools, trace: Trace, router: RouterConfig, *, seed: int
 ) -> Samples:
-    """Simulates the trace; `seed` is that of the random variations."""
+    """Simulates the trace; `seed` seeds the random variations."""
     chances = replace(fitted.chances, seed=seed)
     setup = SimulationSetup(
         fitted.hardware,

@@ -25,7 +25,7 @@ from deploy.commands.views import Output
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
-ANSWER_TIMEOUT_S = 600.0  # of one prompt, which may wait in the queue
+ANSWER_TIMEOUT_S = 600.0  # for one prompt, which may wait in the queue
 MAX_AT_ONCE = 256
 
 store_app = typer.Typer(help="Stores of KV, which keep prefixes beyond their workers.")

@@ -9,8 +9,8 @@ from rich.table import Table
 from deploy.admin.schema import StoreInfo, StoreTier
 from deploy.commands.views import table_of
 
-NUM_PREFIXES = 5  # of each store
-ROOT_CHARS = 12  # of a prefix's hash
+NUM_PREFIXES = 5  # for each store
+ROOT_CHARS = 12  # characters of a prefix's hash
 GIB, MIB = 2**30, 2**20
 _COUNTS = ("taken_blocks", "dropped_blocks", "written_blocks", "loaded_blocks", "evicted_blocks")
 _FAULTS = ("failed_loads", "failed_writes", "dropped_writes", "fallbacks")

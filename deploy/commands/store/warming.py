@@ -27,7 +27,7 @@ class WarmedPrompts(msgspec.Struct, frozen=True):
     num_prompts: int
     num_failed: int
     prompt_tokens: int
-    cached_tokens: int  # of these, found in caches
+    cached_tokens: int  # found in caches
     errors: list[str]
 
 
@@ -64,7 +64,7 @@ class _Tally:
 def compute(
     client: httpx.Client, prompts: Iterable[WarmPrompt], *, model: str, num_at_once: int
 ) -> WarmedPrompts:
-    """Sends each prompt as a request for one token, so many at once. A failure ends none else."""
+    """Sends each prompt as a request for one token, `at_once` together. Failures are counted."""
     left, lock, tally = iter(prompts), threading.Lock(), _Tally()
     is_over = threading.Event()
 

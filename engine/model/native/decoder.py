@@ -3,7 +3,7 @@
 This module knows no model by name. `build` looks for the parts that decoders of Llama's shape have.
 It measures what it can instead of reading it: what a norm multiplies by, how an embedding is
 scaled, which function activates, how each layer scores. It gives up if a part is missing. Then the
-result is tried: its logits must be those of the model itself (see `cpu`).
+result is tried: its logits must equal the model's own (see `cpu`).
 """
 
 import ctypes

@@ -10,7 +10,7 @@ transformers holds the experts of a layer in one module, as parameters [num_expe
 inputs] (transposed in some models). It calls the module with tokens, the experts chosen for each,
 and their shares. The computation is replaceable (its `ExpertsInterface`). `holds_experts` checks
 for the attributes that `PackedExperts` uses. The whole module is replaced, as with linear layers:
-an implementation is chosen by name for all modules of a config, but those of a quantised checkpoint
+an implementation is chosen by name for all modules of a config; a quantised checkpoint's modules
 have to keep theirs.
 
 Pairs of a token and one of its experts are computed expert by expert. Each token's results are
@@ -66,7 +66,7 @@ class PackedExperts(nn.Module):
         """
         num_tokens, top_k = top_k_index.shape
         chosen = top_k_index.reshape(-1)
-        order = chosen.argsort(stable=True)  # of pairs: expert by expert
+        order = chosen.argsort(stable=True)  # pairs, expert by expert
         ends = chosen.bincount(minlength=self.num_experts).cumsum(0).tolist()
         runs = _runs(ends)
         if len(runs) and runs[-1][0] == self.num_experts:

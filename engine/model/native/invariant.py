@@ -45,7 +45,7 @@ ELEMENTWISE = (
 )
 IN_PLACE = ("elu", "exp", "gelu", "mish", "sigmoid", "silu", "tanh")
 
-_active: "InvariantProducts | None" = None  # that of the model that runs
+_active: "InvariantProducts | None" = None  # the running model's
 
 
 class InvariantProducts:

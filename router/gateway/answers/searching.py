@@ -95,7 +95,7 @@ class BeamSearch:
         return self._rank(self._complete[-1]) >= self._most(self.open[0])
 
     def step(self, scores: Sequence[Logprobs]) -> None:
-        """Extends the open hypotheses; `scores` are those of the next token of each, in order."""
+        """Extends the open hypotheses; `scores` are for the next token of each, in order."""
         extensions = []
         for hypothesis, its_scores in zip(self.open, scores, strict=True):
             for rank in range(min(self._rules.num_extensions, len(its_scores.top_ids))):
@@ -114,7 +114,7 @@ class BeamSearch:
         self._complete = self._ranked(self._complete)[: self._rules.width]
 
     def best(self, number: int) -> list[Hypothesis]:
-        """The best hypotheses so far, in order; of equal ones those that were complete first."""
+        """The best hypotheses so far, in order; among equals, the first that were complete."""
         return self._ranked([*self._complete, *self.open])[:number]
 
     def _ranked(self, hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
@@ -139,7 +139,7 @@ class Searches:
     """The searches of one call: one for each of its prompts."""
 
     def __init__(self, port: RequestPort, clock: Clock, call: CheckedCall) -> None:
-        self.num_tokens = 0  # generated for hypotheses, also for those that were dropped
+        self.num_tokens = 0  # generated for hypotheses, also for dropped ones
         self._port = port
         self._clock = clock
         self._call = call

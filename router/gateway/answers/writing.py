@@ -229,7 +229,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Those of `completion_tokens` that are reasoning."""
+        """How many of `completion_tokens` are reasoning."""
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property

@@ -3,7 +3,7 @@
 The pools are idle if no other request runs or waits here, and no worker reported other gateways'
 work. A request that arrives then waits for the end of the steps that run, so these are kept short.
 A batch gets places in the decode workers up to `max_running`, as long as a step takes at most
-`STRETCH` times as long as that of one sequence. Its prompts go to the workers one after the other,
+`STRETCH` times as long as one sequence's step. Its prompts go to the workers one after the other,
 or several if they are short: as many as one step of one sequence takes.
 
 Beside other work batches get `share` of those places, by default none.

@@ -1,6 +1,6 @@
 """From a ModelInferRequest to the JSON body of a completion and the form of its answer. Pure.
 
-The tensors are those of Triton's vLLM backend, and each but the prompt is optional:
+The tensors are named as in Triton's vLLM backend, and each but the prompt is optional:
 
     text_input               BYTES   a prompt, or several as a batch; or
     input_ids                INT32 or INT64 [tokens] or [1, tokens], a prompt
@@ -12,7 +12,7 @@ The tensors are those of Triton's vLLM backend, and each but the prompt is optio
     return_num_output_tokens  BOOL   more outputs
 
 Fields may also be `parameters` of the request. Numbers may be texts, as in Triton's examples. The
-body goes the way of an HTTP body, so that all checks and messages are those of HTTP.
+body goes the way of an HTTP body, so that all checks and messages are the same as over HTTP.
 """
 
 import math
@@ -65,7 +65,7 @@ _PLACES = {
 }
 # Every answer of a stream says whether it is the last one, which needs no further answer.
 _WITHOUT_EFFECT = "triton_enable_empty_final_response"
-_TIMEOUT = "timeout"  # of Triton's clients, in microseconds
+_TIMEOUT = "timeout"  # Triton's clients send it, in microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _fields(request: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any]
 
 
 def _outputs(request: Any, switches: Mapping[str, bool | None]) -> frozenset[str]:
-    """The names of the outputs to return: those that the request names, or that it switches on."""
+    """The outputs to return: the request names them or switches them on."""
     named = [each.name for each in request.outputs]
     for name in named:
         if name not in OUTPUTS:

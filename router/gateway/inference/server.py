@@ -25,11 +25,11 @@ from router.gateway.inference.service import SERVICE, InferenceService
 from router.gateway.inference.small_messages import SmallMessages
 from router.gateway.versions import Versions
 
-MORE_MESSAGE_BYTES = 64 * 2**10  # of a message beside its tensors
+MORE_MESSAGE_BYTES = 64 * 2**10  # in a message beside its tensors
 MAX_CALLS_PER_CONNECTION = 256
 KEEPALIVE_S = 30  # between pings to a silent client
 KEEPALIVE_TIMEOUT_S = 10
-MAX_IDLE_S = 60  # of a connection without a call; clients connect again by themselves
+MAX_IDLE_S = 60  # for a connection without a call; clients connect again by themselves
 CLIENT_PINGS_S = 10  # the least time between pings of a client
 LOOK_EVERY_S = 0.5  # how often health follows readiness
 INNER = "inner-"  # begins the name of the socket of gRPC's library
@@ -105,7 +105,7 @@ class InferenceServer:
         self._stops_draining.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Takes no more calls, waits for those that run, and cancels them after the timeout."""
+        """Takes no more calls, waits for running calls, and cancels them after the timeout."""
         if self._following is None:
             return
         self._closing.set()

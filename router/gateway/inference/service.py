@@ -4,7 +4,7 @@ A request becomes the body of a completion and is answered by `router.gateway.an
 client leaves, or its deadline passes, gRPC cancels the method. That cancels the requests on the
 workers.
 
-Errors are those of HTTP, under the status code that fits. As with Triton, an error in a stream is a
+Errors are HTTP's, under a fitting status code. As with Triton, an error in a stream is a
 response with `error_message`, and the stream goes on. If the client sends the metadata
 `triton_grpc_error: true`, it ends the stream with a status.
 """
@@ -134,7 +134,7 @@ class _Replies:
 
 
 class InferenceService:
-    """The service over a gateway's parts. `version` is that of Baton."""
+    """The service over a gateway's parts. `version` is Baton's."""
 
     def __init__(self, parts: GatewayParts, keys: KeyFinder | None, version: str) -> None:
         self._parts = parts
@@ -144,7 +144,7 @@ class InferenceService:
 
     def handler(self) -> Any:
         """The generic handler that a gRPC server takes."""
-        infer = grpc.stream_unary_rpc_method_handler(  # of one message, which it takes by itself
+        infer = grpc.stream_unary_rpc_method_handler(  # for one message, which it takes by itself
             self.infer, None, pb.ModelInferResponse.SerializeToString
         )
         infer_stream = grpc.stream_stream_rpc_method_handler(

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from engine.net.grpc_library import grpc
 
 MAX_BYTES = 4096  # in a message
-MAX_STREAMS = 256  # of all clients
+MAX_STREAMS = 256  # for all clients
 _CODES = grpc.StatusCode
 
 

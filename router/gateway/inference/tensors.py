@@ -18,8 +18,8 @@ import numpy as np
 from router.gateway.inference import inference_pb2 as pb
 from router.inbox.api_errors import ApiError, invalid_value
 
-MAX_ITEMS = 2**20  # of one tensor
-MAX_TENSORS = 64  # of one request
+MAX_ITEMS = 2**20  # in one tensor
+MAX_TENSORS = 64  # in one request
 MAX_DIMENSIONS = 8
 
 _LENGTH = struct.Struct("<I")

@@ -46,8 +46,8 @@ UPLOAD_FORM = "UploadForm"
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
 ANY = "application/octet-stream"
 
-_EDGE = (400, 408, 431, 500, 503)  # of any request
-_READS = (*_EDGE, 404, 413, 415, 429)  # of a body
+_EDGE = (400, 408, 431, 500, 503)  # for any request
+_READS = (*_EDGE, 404, 413, 415, 429)  # for requests with a body
 _ANSWERS = (*_READS, 504)
 
 
@@ -202,7 +202,7 @@ OPERATIONS = (
         _OF_ANSWERS,
         _ANSWERS,
         description=(
-            "Fields that are not of this API are taken as those of a chat completion. "
+            "Fields that are not of this API are taken as a chat completion's. "
             "With `stream: true` the answer is a list of server-sent events with OpenAI's names."
         ),
     ),

@@ -29,7 +29,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_LENGTH_PENALTY = 10.0
-MAX_BEAM_TOKENS = 4096  # of an answer: each is a round trip to the workers
+MAX_BEAM_TOKENS = 4096  # in an answer: each is a round trip to the workers
 MAX_TOP_LOGPROBS = 20
 MAX_USER_LEN = 512  # characters
 MAX_CACHE_SALT_LEN = 256
@@ -171,7 +171,7 @@ class Body(msgspec.Struct, kw_only=True):
         return None
 
     def most_candidates(self, of_operator: int) -> int:
-        """The most candidates of all prompts together, of which the operator allows so many."""
+        """The most candidates of all prompts together; the operator allows `of_operator`."""
         return of_operator
 
     @property
@@ -184,7 +184,7 @@ class Body(msgspec.Struct, kw_only=True):
         return (self,)
 
     def cut(self, token_ids: list[int], context_len: int) -> list[int]:
-        """The prompt's tokens, without those that `truncate_prompt_tokens` leaves out."""
+        """The prompt's tokens, without the ones that `truncate_prompt_tokens` leaves out."""
         most = self.truncate_prompt_tokens
         if most is None:
             return token_ids
@@ -249,7 +249,7 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def scores_all_tokens(self) -> bool:
-        """True if each token has log-probabilities, else only those of the text shown."""
+        """True if each token has log-probabilities; else only shown tokens have them."""
         return bool(self.return_token_ids)
 
     @property

@@ -43,7 +43,7 @@ from router.text.forms.chosen import AnswerParsing
 from router.text.structured import Structure
 from router.text.tokenizer import TextModel
 
-MAX_BATCH_TOKENS = 2**20  # of all prompts of a call
+MAX_BATCH_TOKENS = 2**20  # in all prompts of a call
 MAX_STEP_TOKENS = 2**19  # that a step of a beam search sends: some milliseconds of encoding
 
 

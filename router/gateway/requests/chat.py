@@ -25,7 +25,7 @@ from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 from router.text.tokenizer import TextModel
 
 MAX_MESSAGES = 4096  # each costs a turn of the chat template
-MAX_VARIABLES = 64  # of a chat template
+MAX_VARIABLES = 64  # for a chat template
 MAX_DOCUMENTS = 1024
 MAX_EFFORT_LEN = 32
 PROMPT_END_TOKENS = 16  # show whether the answer begins inside its reasoning

@@ -25,7 +25,7 @@ from router.machine.requests import Timeline
 from router.text.embeddings import EmbeddingForm
 from router.text.tokenizer import TextModel
 
-MAX_INPUTS = 2048  # of one request, as OpenAI allows
+MAX_INPUTS = 2048  # in one request, as OpenAI allows
 _DTYPES = {None: "f4", "float32": "f4", "float16": "f2"}
 
 

@@ -65,8 +65,8 @@ HONOURED = (
     HonouredField("input", EMBEDDINGS, OPENAI, "a text, token ids, or a list of either"),
     HonouredField("encoding_format", EMBEDDINGS, OPENAI, "`float`, or `base64` of bytes"),
     HonouredField("embed_dtype", EMBEDDINGS, VLLM, "of the bytes: `float32` or `float16`"),
-    HonouredField("endianness", EMBEDDINGS, VLLM, "of the bytes: `native`, `little` or `big`"),
-    HonouredField("dimensions", EMBEDDINGS, OPENAI, "so many numbers, for models trained so"),
+    HonouredField("endianness", EMBEDDINGS, VLLM, "byte order: `native`, `little` or `big`"),
+    HonouredField("dimensions", EMBEDDINGS, OPENAI, "length, for models trained to be cut"),
     HonouredField("normalize", EMBEDDINGS, VLLM, "scaled to length 1; absent: as the model says"),
     HonouredField("use_activation", EMBEDDINGS, VLLM, "the newer name of `normalize`"),
     HonouredField("suffix", COMPLETIONS, OPENAI, "text behind the answer, for models trained so"),
@@ -102,12 +102,12 @@ HONOURED = (
     HonouredField("stream", BOTH, OPENAI, "server-sent events"),
     HonouredField("stream_options", BOTH, OPENAI, "`include_usage`, `continuous_usage_stats`"),
     HonouredField("logprobs", BOTH, OPENAI, "log-probabilities of tokens"),
-    HonouredField("top_logprobs", CHAT, OPENAI, "the same of so many likeliest tokens"),
+    HonouredField("top_logprobs", CHAT, OPENAI, "number of likeliest tokens with the same"),
     HonouredField("prompt_logprobs", BOTH, VLLM, "the same of the prompt"),
     HonouredField("echo", BOTH, OPENAI, "the prompt, or the message to go on from, comes first"),
     HonouredField("return_token_ids", BOTH, VLLM, "`prompt_token_ids` and `token_ids`"),
     HonouredField("return_tokens_as_token_ids", BOTH, VLLM, "names tokens `token_id:N`"),
-    HonouredField("add_special_tokens", ALL, VLLM, "those that the tokenizer adds to a text"),
+    HonouredField("add_special_tokens", ALL, VLLM, "add the tokenizer's special tokens"),
     HonouredField(
         "truncate_prompt_tokens", ALL, VLLM, "keeps this many; -1: as the context allows"
     ),
@@ -233,7 +233,7 @@ HARMLESS = (
 
 
 def refused_by(endpoint: str) -> Mapping[str, RefusedField]:
-    """The fields that an endpoint refuses, by name; those of other endpoints are among them."""
+    """The fields that an endpoint refuses, by name; fields of other endpoints are among them."""
     here = PLACES[endpoint]
     refused = {
         name: RefusedField(name, endpoint, origin, _NOTHING, f"it is a field of {_SHOWN[other]}")

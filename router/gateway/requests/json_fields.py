@@ -27,7 +27,7 @@ MAX_IGNORED = 16  # names of unknown fields that an answer tells
 MAX_IGNORED_LEN = 64  # characters of a name
 MAX_SUGGESTED = 4  # names that get a suggestion
 MAX_SUGGESTED_LEN = 32  # characters of such a name
-LEAST_LIKENESS = 0.75  # of a name and its suggestion, from 0 to 1
+LEAST_LIKENESS = 0.75  # between a name and its suggestion, from 0 to 1
 MAX_PROMPTS = 4096  # far more than `gateway.max_batch_choices` allows
 
 
@@ -140,7 +140,7 @@ def _prompt(data: bytes, name: str) -> Any:
     if not data.startswith(b"["):
         return msgspec.json.decode(data, type=str | None)
     first = data[1:].lstrip()[:1]
-    # The quotes of a text's begin all count; those of its end count unless a backslash is before.
+    # Quotes at a text's begin all count; quotes at its end count unless a backslash is before.
     quotes = data.count(b'"') - data.count(b'\\"') if first == b'"' else 0
     if max(data.count(b"[") - 1 if first == b"[" else 0, quotes // 2) > MAX_PROMPTS:
         raise invalid_value(f"{name} holds more than {MAX_PROMPTS} prompts", name)

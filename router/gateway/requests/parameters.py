@@ -90,7 +90,7 @@ def behind_thinking(
 
 
 def _first(asked: NumberT | None, of_model: NumberT | None, otherwise: NumberT) -> NumberT:
-    """The client's value, else that of the model's authors, else the API's."""
+    """The client's value, else the model's authors', else the API's."""
     if asked is not None:
         return asked
     return otherwise if of_model is None else of_model

@@ -24,7 +24,7 @@ from router.inbox.api_errors import ApiError
 
 MAX_TURNS = 4096  # in a conversation
 LONG_ITEM_BYTES = 65_536
-MAX_EVENTS_BYTES = 8 * 2**20  # of one response
+MAX_EVENTS_BYTES = 8 * 2**20  # for one response
 LOST = "the gateway process that made this response has ended"
 
 TABLES = """

@@ -19,7 +19,7 @@ from router.text.forms.deltas import AnswerParser
 from router.text.forms.lenient import RULES, LenientSchema
 
 TokenOf = Callable[[str], int | None]  # the id of an added token with this text
-NAME = r"[a-zA-Z0-9_.-]+"  # of a function, in regular expressions
+NAME = r"[a-zA-Z0-9_.-]+"  # a function's, in regular expressions
 MAX_ARGUMENTS_LEN = 64 * 2**10  # characters of all lenient rules; a grammar has a bound too
 MAX_SCHEMAS_LEN = 128 * 2**10  # characters of the schemas that are read for them
 _CONTROL = re.compile(r"[%\x7f-\x9f]")
@@ -86,7 +86,7 @@ class CallForm(Protocol):
 
 
 def literal(text: str) -> str:
-    """A string literal of Lark, whose escapes are those of JSON; directives begin with '%'."""
+    """A string literal of Lark, with JSON's escapes; directives begin with '%'."""
     quoted = json.dumps(text, ensure_ascii=False)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
 

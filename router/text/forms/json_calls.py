@@ -84,7 +84,7 @@ class Llama(JsonCallForm):
     tail, named_tail = re.compile(r"\s*\}"), _named_tail("")
 
     def begin_of(self, functions: Collection[str]) -> CallBegin:
-        """An object whose name is that of a function, or that begins with parameters."""
+        """An object that names a function, or that begins with parameters."""
         names = "|".join(map(re.escape, functions))
         return CallBegin(
             re.compile(rf'\s*\{{\s*("name"\s*:\s*"({names})"|"parameters"\s*:)'),

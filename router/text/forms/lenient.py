@@ -28,7 +28,7 @@ from engine.errors import GrammarError
 from engine.grammar.disjoint import Disjointness, names_in
 from engine.grammar.json_schemas import COMPACT, MAX_EXACT_INT, followed
 
-MAX_RULES = 1000  # of one schema
+MAX_RULES = 1000  # for one schema
 MAX_STEPS = 300  # in the proof that alternatives exclude each other
 MAX_INSIDE = 64  # depth of nested values
 MAX_MARKED = 62  # keys of one object that are counted; a rule's parameter has 64 bits

@@ -46,7 +46,7 @@ def texts_of(client: openai.OpenAI, batch: Batch) -> list[str]:
 
 
 def pauses_do_not_change_answers(client: openai.OpenAI, url: str) -> None:
-    """Interrupts sampled answers many times, and compares them with those of plain requests."""
+    """Interrupts sampled answers many times, and compares them with answers of plain requests."""
     body = {"model": "baton-bundled", "max_tokens": 300}
     bodies = [{**body, "prompt": f"def f{i}(", "seed": i} for i in range(12)]
     lines = [

@@ -27,7 +27,7 @@ CURLS = [  # without a key: the others need a deployment of their own
     if block.language in SHELLS and "curl " in block.text and WRITTEN.search(block.text)
     if "uthorization" not in block.text
 ]
-PROGRAMS = [  # of clients
+PROGRAMS = [  # clients' programs
     block
     for block in BLOCKS
     if block.language == "python"

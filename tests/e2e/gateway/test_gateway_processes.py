@@ -33,7 +33,7 @@ from tests.kits.services.null_workers import NullWorkers
 from tests.kits.services.served import matching, metrics, poll_until
 
 NUM_REQUESTS = 18
-MAX_STREAMS = 2  # of each key, where there are keys
+MAX_STREAMS = 2  # for each key, where there are keys
 PACE_S = 0.02  # from a token to the next one, where streams must outlast other requests
 
 

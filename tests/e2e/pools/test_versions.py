@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 NUM_ASKED = 60
 NUM_LATE = 8  # more than the declared number by which a canary is judged
-GIVE_UP_S = 90.0  # those that are asked wait for a stream of 1,500 tokens
+GIVE_UP_S = 90.0  # processes that are asked to stop wait for a stream of 1,500 tokens
 LONG = {"prompt": "def f(", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
 

@@ -23,7 +23,7 @@ FOLDER = Path(deploy.__file__).parent / "cluster"
 KUBERNETES = Path(deploy.__file__).parent / "kubernetes"
 RAY_UP = ("onprem", "aws", "gcp")
 
-# Of KubeRay's own definition, ray-operator/config/crd/bases/ray.io_rayclusters.yaml (August 2026).
+# KubeRay's own definition, ray-operator/config/crd/bases/ray.io_rayclusters.yaml (August 2026).
 RAY_CLUSTER = """
     authOptions autoscalerOptions enableInTreeAutoscaling gcsFaultToleranceOptions headGroupSpec
     headServiceAnnotations managedBy networkPolicy rayVersion suspend tlsOptions upgradeStrategy

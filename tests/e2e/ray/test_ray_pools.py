@@ -67,7 +67,7 @@ def orders_outlive_controller_and_gateway(pid: int, before: PoolsAnswer, key: st
 
 
 def check_logs(admin: AdminClient, url: str, *, dead: int) -> None:
-    """Lines of all processes of all nodes are there, and follow: also those of a dead worker."""
+    """Lines of all processes of all nodes are there, and follow: also a dead worker's."""
 
     def pids() -> set[int]:
         return {line["pid"] for line in admin.logs("worker-1").lines}

@@ -137,7 +137,7 @@ def test_recording_has_all_kinds_of_events(recording):
     kinds = Counter(record["kind"] for record in records)
     assert kinds["WorkerJoined"] == 3
     assert kinds["Arrived"] == NUM_FINISHED + 1
-    assert kinds["ClientGone"] == 1  # of the request whose client leaves before its end
+    assert kinds["ClientGone"] == 1  # the client of this request leaves before its end
     assert kinds["WorkerLost"] >= 1
     assert kinds["BlocksChanged"] > 10
     assert kinds["FromWorker"] > 4 * NUM_FINISHED  # two for its prefill, two for its hand-over

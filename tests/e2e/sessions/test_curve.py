@@ -39,7 +39,7 @@ def with_wrong_server_key(one: "zmq.Socket[bytes]", channel: Channel) -> None:
 
 
 def with_keys_of_its_own(one: "zmq.Socket[bytes]", channel: Channel) -> None:
-    """The server's public key has leaked, that of clients has not."""
+    """The server's public key has leaked, the clients' key has not."""
     with_the_keys(one, channel)
     public, secret = zmq.curve_keypair()
     one.set(zmq.CURVE_PUBLICKEY, public)

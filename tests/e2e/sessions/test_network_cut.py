@@ -39,7 +39,7 @@ CONFIG = WorkerConfig(
 SETTINGS = resolve(CONFIG, DeviceKind.CPU)
 NUM_PROMPTS = 6
 NUM_NEW_TOKENS = 16
-DEADLINE_S = 40.0  # of a request; a source is given up after six seconds of silence
+DEADLINE_S = 40.0  # for a request; a source is given up after six seconds of silence
 HEALED_WITHIN_S = 45.0
 MUCH_BYTES = 300_000  # less than the KV of one prompt
 

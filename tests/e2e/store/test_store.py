@@ -1,7 +1,7 @@
 """A store of KV beside a pair of workers: prefixes outlive them, and no token changes.
 
 Real processes, killed with -9 in turn: all workers, the store's process, its keeper. The answers
-are those of a deployment without a store.
+equal the tokens of a deployment without a store.
 """
 
 import os
@@ -92,7 +92,7 @@ def held_by_store(served: Served) -> dict[str, float]:
 
 
 def until_kept(served: Served, num_blocks: int, medium: str) -> None:
-    """Waits until the store holds so many blocks on a medium."""
+    """Waits until the store holds `num_blocks` on a medium."""
 
     def kept() -> float:
         found = samples(served, "baton_store_blocks")

@@ -12,7 +12,7 @@ from tests.kits.services.served import serve
 pytestmark = pytest.mark.torch
 
 EOS_ALONE = {"logit_bias": {"257": 100}}
-BLOCK_MIB = 1  # of 16 tokens, in fp32
+BLOCK_MIB = 1  # 16 tokens in fp32
 NUM_BLOCKS = 4
 MAX_LEN = 16 * NUM_BLOCKS
 

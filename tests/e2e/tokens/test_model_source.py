@@ -238,7 +238,7 @@ def test_baton_serves_a_model_of_a_hub_under_its_name(hub, tmp_path):
             timeout=60,
         )
         assert response.status_code == 200
-    assert hub.num_downloads("model.safetensors") == 1  # of two workers and a gateway
+    assert hub.num_downloads("model.safetensors") == 1  # for two workers and a gateway
 
 
 def nobody_listens() -> str:

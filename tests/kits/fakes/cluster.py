@@ -28,7 +28,7 @@ class FakeCluster:
         self.block_contents: dict[BlockHash, list[Kv]] = {}
         self._connections: list[Connection] = []
         self._peers = count()
-        self._orphans: list[tuple[GatewayId, WorkerId, Link]] = []  # of gateways that are gone
+        self._orphans: list[tuple[GatewayId, WorkerId, Link]] = []  # their gateways are gone
         self.workers = {WorkerId(n): FakeWorker(n, shape, self) for n, shape in shapes.items()}
 
     # ------------------------------------------------------------ what a test does

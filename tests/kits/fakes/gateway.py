@@ -59,17 +59,17 @@ class Ask:
     prompt: tuple[int, ...]
     sampling: Sampling
     limits: Limits
-    routes: Sequence[Route]  # of its attempts, in turn
+    routes: Sequence[Route]  # for its attempts, in turn
     expected: Answer
     num_top: int | None = None  # log-probabilities of the prompt are asked for
     tokens: list[int] = field(default_factory=list)
     outcome: str | None = None  # finished, cancelled or lost
     seq_id: SeqId | None = None
     num_attempts: int = 0
-    news: list[type] = field(default_factory=list)  # of the present attempt
+    news: list[type] = field(default_factory=list)  # messages of the present attempt
     waits_for_offer: bool = False
     num_moves: int = 0
-    moved: Route | None = None  # of the present attempt, if it goes on from another worker's
+    moved: Route | None = None  # the present attempt's, if it goes on from another worker's
     moves_as: SeqId | None = None  # while its worker has been told to hand it over
     moves_to: WorkerId | None = None
 
@@ -195,7 +195,7 @@ class FakeGateway:
             return
         ask = self.asks.get(message.seq_id)  # type: ignore[union-attr]
         if ask is None:
-            return  # of an attempt that is over
+            return  # the attempt is over
         self._check_order(ask, message)
         match message:
             case PrefixOffered(_, lease):

@@ -22,7 +22,7 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 11
 LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, 2),))
 
-Kv = tuple[int, int]  # of one token in the target's and in the draft model; garbage is negative
+Kv = tuple[int, int]  # one token in the target's and in the draft model; garbage is negative
 TARGET, DRAFT = 0, 1
 Writes = dict[tuple[BlockId, int, int], int]  # by block, offset and model
 

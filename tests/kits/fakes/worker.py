@@ -133,7 +133,7 @@ class WorkerShape:
     """The size and role of a fake worker."""
 
     role: Role
-    stretch: float | None = None  # of a fluid worker
+    stretch: float | None = None  # for a fluid worker
     num_blocks: int = 10
     max_batch_tokens: int = 8
     chunk_tokens: int = 6

@@ -21,7 +21,7 @@ from tests.kits.checkpoints import COMMON, KINDS
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
-CHUNKS = (  # of four sequences, step by step: (sequence, tokens)
+CHUNKS = (  # four sequences, step by step: (sequence, tokens)
     ((0, 5), (1, 9)),
     ((0, 1), (1, 3), (2, 7)),
     ((2, 1), (0, 1), (1, 1)),

@@ -211,7 +211,7 @@ class Pools:
         self._given_back: deque[Asked] = deque()
         self._moves = moves
         self._as: dict[SeqId, SeqId] = {}  # sequences that are to go on as others
-        self._copied: dict[SeqId, SeqId] = {}  # of which sequence a copy is
+        self._copied: dict[SeqId, SeqId] = {}  # a copy → its sequence
         self.num_moves: Counter[bool] = Counter()  # with all that the draft model should have seen
         self.num_found = self.num_pulled = 0  # blocks
 

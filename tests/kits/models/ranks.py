@@ -58,7 +58,7 @@ class RankProcesses:
     def runner(
         self, path: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, **options: object
     ) -> Iterator[TorchRunner]:
-        """Opens a runner of `path` on tp x pp ranks; options are those of `TorchRunner`."""
+        """Opens a runner of `path` on tp x pp ranks; options go to `TorchRunner`."""
         place = RankPlace(0, tp, pp, ep)
         connections = self.take(place.size - 1)
         pairs = [socket.socketpair() for _ in connections]

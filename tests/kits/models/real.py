@@ -9,7 +9,7 @@ from deploy.base.defaults import DEFAULT_MODEL
 from deploy.model_source import local_model
 from engine.errors import ConfigError
 
-CACHE = Path(__file__).parents[3] / ".venv" / "models"  # of this checkout
+CACHE = Path(__file__).parents[3] / ".venv" / "models"  # in this checkout
 
 
 def real_model() -> Path:

@@ -1,4 +1,4 @@
-"""An app whose model gives embeddings: those that a script says."""
+"""An app whose model gives the embeddings that a script says."""
 
 import struct
 

@@ -40,7 +40,7 @@ class FirstByName(random.Random):
         return seq[0]
 
 
-NURSERY = Nursery()  # of all tests of a session: torch is imported once
+NURSERY = Nursery()  # for all tests of a session: torch is imported once
 atexit.register(NURSERY.close)
 TOKEN = "internal-token-of-the-tests"
 SECRET = Secret(TOKEN)
@@ -99,7 +99,7 @@ def workers(
 ) -> Iterator[Workers]:
     """Starts one process per role; on leaving, every one of them is gone.
 
-    `config` is the deployment's, or that of each role. Workers are not fluid unless
+    `config` is the deployment's, or one for each role. Workers are not fluid unless
     `locally`: a test of hand-overs wants them whatever they are predicted to take.
     """
     launcher = ProcessLauncher(NURSERY)

@@ -20,7 +20,7 @@ class Hub:
     commits: dict[str, Mapping[str, bytes]] = field(default_factory=dict)  # by commit
     branches: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
-    cut_after_bytes: int | None = None  # of a file's body, then the connection ends
+    cut_after_bytes: int | None = None  # after this much of a file's body the connection ends
 
     def commit(self, files: Mapping[str, bytes], branch: str = "main") -> str:
         """Adds a version and returns its id."""

@@ -1,4 +1,4 @@
-"""The processes of this machine, and the end of those that are no children of this one."""
+"""The processes of this machine, and the end of processes that are no children of this one."""
 
 import os
 import select
@@ -21,7 +21,7 @@ def processes() -> dict[int, tuple[int, bytes]]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have."""
+    """The descendants of a process."""
     there = processes()
     found = [pid]
     for each in found:

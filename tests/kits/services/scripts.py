@@ -1,4 +1,4 @@
-"""The scripts of the pages for people, called in one Node: those that touch no page."""
+"""The scripts of the pages for people, called in one Node: only scripts that touch no page."""
 
 import json
 import shutil

@@ -25,7 +25,7 @@ WAIT_S = 120.0  # for what a server does within a moment
 STEADY_S = 2.0  # workers report once a second
 MARK = "BATON_TEST_MARK"
 BATON = (sys.executable, "-m", "deploy.commands.main")
-KV_MIB = 64  # of each worker
+KV_MIB = 64  # for each worker
 HANDS_OVER = {"BATON_POOLS__FLUID": "false"}  # every prompt
 
 
@@ -36,7 +36,7 @@ class Served:
     url: str
     process: "subprocess.Popen[bytes]"
     mark: str
-    num_blocks: int  # of all workers; to be set where there come to be others
+    num_blocks: int  # in all workers; to be set where workers join
     printed: str = ""  # until it served
     grpc: str = ""  # its address, if it serves gRPC
     run_dir: str = ""  # where it is announced, if the test chose that
@@ -134,7 +134,7 @@ def serve(
     command: Sequence[str] = BATON,
     **environment: str,
 ) -> Iterator[Served]:
-    """Runs `baton serve` with two workers, and so much more environment; interrupts it at the end.
+    """Runs `baton serve` with two workers and more `environment`; interrupts it at the end.
 
     Then the workers hold no request, and afterwards no process is left.
     """

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 _BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s#]*)(?:#([\w-]+))?\)")
 _HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
-_PATH = re.compile(  # of a file or, with a slash at its end, a folder
+_PATH = re.compile(  # a file's or, with a slash at its end, a folder's
     r"`((?:router|prefill|decode|kvtransfer|deploy|bench|engine|tests|docs)/[\w./-]*(?:\.\w+|/))`"
 )
 SHELLS = ("sh", "bash")

@@ -66,7 +66,7 @@ WITHOUT_REASON = frozenset(COUNTER_TEXTS) - {
     *("pulls_failed", "refused_connections", "refused_sessions"),
 }
 STORE = WorkerId("store-v1")
-WITH_REASON = frozenset(  # of a store's counts
+WITH_REASON = frozenset(  # counts of a store
     {
         *("dropped_blocks", "failed_fetches", "fallbacks", "leases_ended", "prefix_offers"),
         *("pulls_failed", "refused_connections", "refused_sessions"),

@@ -17,7 +17,7 @@ TIMEOUT_S = 110.0
 def build_wheel(folder: Path) -> Path:
     """Builds in a copy of the tree, which it leaves as it is; returns the wheel.
 
-    The build backend is that of the test environment: nothing is downloaded.
+    The build backend comes from the test environment: nothing is downloaded.
     """
     copy, out = folder / "tree", folder / "dist"
     for package in (*PACKAGES, "tests"):

@@ -256,7 +256,7 @@ def test_if_nothing_works_the_first_error_is_raised():
 
 
 class Candidate:
-    """A way that takes so many seconds of a clock, and may fail or be wrong."""
+    """A way that takes `seconds` of a clock, and may fail or be wrong."""
 
     takes_cached = True
 

@@ -1,4 +1,4 @@
-"""Prompts of named templates and of continued messages are those of transformers."""
+"""Prompts of named templates and of continued messages equal transformers'."""
 
 import json
 

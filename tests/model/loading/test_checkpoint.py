@@ -179,7 +179,7 @@ def test_a_slow_tokenizer_alone_is_refused_with_the_way_to_convert_it(llama, slo
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
 def test_a_weight_that_is_no_number_is_named(llama, name, value):
     weights = load_file(llama / WEIGHTS)
-    weights[name].view(-1)[-3] = value  # of a token that the trial has not
+    weights[name].view(-1)[-3] = value  # a token that the trial does not have
     save_file(weights, llama / WEIGHTS, metadata={"format": "pt"})
     assert refusal(llama) == f"{llama}: the weight {name} has NaN or infinity"
 

@@ -24,7 +24,7 @@ LENGTHS = (5, 40, 1)
 
 
 def embedding_checkpoint(tmp_path_factory, kind):
-    """A new checkpoint whose weights are those of the base model, without a head."""
+    """A new checkpoint with the weights of the base model, without a head."""
     path = tmp_path_factory.mktemp("embedding") / kind
     shutil.copytree(tiny_checkpoint(tmp_path_factory, kind), path)
     weights = load_file(path / WEIGHTS)

@@ -16,9 +16,9 @@ from tests.kits.models.served import Served, generate, prompt, store_as
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 MAX_PARAMETERS = 3e7
-LENGTHS = (7, 90)  # of prompts, one within and one beyond all windows
+LENGTHS = (7, 90)  # prompts, one within and one beyond all windows
 NUM_NEW = 8
-SMALL = {  # of a config that has such a property
+SMALL = {  # for a config that has such a property
     "head_dim": 8,
     "kv_lora_rank": 8,
     "moe_intermediate_size": 24,
@@ -36,7 +36,7 @@ SMALL = {  # of a config that has such a property
     "topk_group": 1,
     "v_head_dim": 16,
 }
-LATENT = {"num_key_value_heads": 4, "head_dim": None}  # of attention with K and V of low rank
+LATENT = {"num_key_value_heads": 4, "head_dim": None}  # attention with K and V of low rank
 NEEDS_MORE = {
     "beam": {"is_decoder": True},
     "bert": {"is_decoder": True},

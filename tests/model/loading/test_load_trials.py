@@ -1,7 +1,7 @@
 """Loading notices model properties that a pass does not compute, for many changed models.
 
 Each change is made to a loaded model's modules. Then the model is refused, or the served logits are
-those of the changed model by its own code, near and far.
+the logits of the changed model by its own code, near and far.
 """
 
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from tests.kits.checkpoints import CONTEXT_LEN, tiny_checkpoint
 pytestmark = pytest.mark.torch
 
 TOKEN_IDS = [(7 * i * i + 3) % 256 for i in range(CONTEXT_LEN)]
-TOLERANCE = 2e-3  # of the spread of the logits
+TOLERANCE = 2e-3  # relative to the spread of the logits
 NUM_COMPARED = 64
 
 

@@ -29,7 +29,7 @@ TEXT = (
     " carbon dioxide from the air, and they make sugar and oxygen."
 )
 CONTEXT_LEN = 8192
-MAX_PERPLEXITY = 11.0  # of a token; right weights have 10.6, rows in another order 32
+MAX_PERPLEXITY = 11.0  # for a token; right weights have 10.6, rows in another order 32
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ LONGCAT = {
     "head_dim": 8,
 }
 HUNYUAN = {"model_type": "hunyuan_v1_moe", "head_dim": 8, "num_experts": 4, "moe_topk": 2}
-HUNYUAN_LISTS = HUNYUAN | {"moe_topk": [2, 2, 1]}  # of each layer
+HUNYUAN_LISTS = HUNYUAN | {"moe_topk": [2, 2, 1]}  # for each layer
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_model_that_does_not_answer_with_text_is_refused(llama, architecture):
 
 
 def test_an_unused_head_is_refused(llama):
-    """The head is that of a classifier whose config does not say so."""
+    """The head is a classifier's, but the config does not say so."""
     edit_config(llama, architectures=None, tie_word_embeddings=True)
     weights = load_file(llama / WEIGHTS)
     del weights["lm_head.weight"]

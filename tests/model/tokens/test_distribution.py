@@ -25,7 +25,7 @@ NUM_SAMPLES = 200_000
 BATCH_ROWS = 10_000
 POSITION = 9
 VOCAB = 24
-MAX_DEVIATIONS = 4.0  # of a normal variable: one case in 16,000 exceeds it
+MAX_DEVIATIONS = 4.0  # a normal variable exceeds it in one case of 16,000
 TEMPERATURES = [0.3, 0.7, 1.0, 1.5]
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(7)) * 1.5
 

@@ -1,4 +1,4 @@
-"""Log-probabilities are those of log_softmax, ranks and likeliest tokens those of a plain sort."""
+"""Log-probabilities equal log_softmax's; ranks and likeliest tokens equal a plain sort's."""
 
 import math
 

@@ -205,7 +205,7 @@ def test_banned_ids_are_not_chosen(llama):
 
 
 def test_a_bf16_cache_gives_answers_that_do_not_depend_on_chunks(tmp_path_factory):
-    """K and V are read from the record only, so those of the present chunk are rounded too."""
+    """K and V are read from the record only, so the present chunk's are rounded too."""
     runner = opened(tiny_checkpoint(tmp_path_factory, "qwen3"), kv_format=KVFormat.BF16)
     text = prompts(4)[3]
     whole, chunked = (

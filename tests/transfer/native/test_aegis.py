@@ -23,7 +23,7 @@ OPEN = CFUNCTYPE(
     *(c_void_p, c_void_p),
 )
 MESSAGE, BESIDE = bytes([4, 5, 6, 7] * 30), bytes([1, 2, 3, 4] * 2)
-VECTORS = {  # of the RFC, by lanes: the tag of nothing; the second vector and its tag
+VECTORS = {  # from the RFC, by lanes: the tag of nothing; the second vector and its tag
     2: (
         "b92c71fdbd358b8a4de70b27631ace90cffd9b9cfba82028412bac41b4f53759",
         "5795544301997f93621b278809d6331b3bfa6f18e90db12c4aa35965b5e98c5f"

@@ -1,4 +1,4 @@
-"""Checksums found while frames are filled and emptied are those of xxhash, and copies are right."""
+"""Checksums found while frames are filled and emptied equal xxhash's, and copies are right."""
 
 import threading
 from itertools import accumulate, pairwise
@@ -120,7 +120,7 @@ def test_emptying_any_rows_gives_the_same_bytes_and_the_checksum_of_all_rows(fra
     count, frame_bytes, pool_bytes, pieces = frame
     rows = data.draw(st.permutations(range(count)))[: data.draw(st.integers(0, count))]
     ids = data.draw(st.permutations(range(8)))[: len(rows)]
-    # At the sink the pieces lie one behind the other: those of `frames` may overlap there.
+    # At the sink the pieces lie one behind the other: pieces of `frames` may overlap there.
     offsets = accumulate((n for _, _, n in pieces), initial=0)
     apart = [RecordPiece(f, at, n) for (_, f, n), at in zip(pieces, offsets, strict=False)]
     sink_bytes = max(pool_bytes, frame_bytes)

@@ -141,7 +141,7 @@ def test_growth_that_fails_is_tried_again_after_a_pause(tmp_path):
 
 def test_a_full_file_system_leaves_fewer_slots_and_is_said(tmp_path):
     with mounted(tmp_path / "small", "size=28k") as root, opened(root / "d") as (tier, _):
-        for slot in range(6):  # of 8: six blocks and the table take seven pages
+        for slot in range(6):  # 8 fit: six blocks and the table take seven pages
             settle(tier, lambda slot=slot: tier.num_slots > slot)
             assert write(tier, slot, hash_of(slot)) is None
         settle(tier, lambda: "growth_errors:ENOSPC" in tier.counters)

@@ -16,7 +16,7 @@ from engine.clock import MonotonicClock
 from kvtransfer.store.disk.tier import DiskRead, DiskTier, DiskTuning, DiskWrite
 
 IDENTITY = b"model and layout"
-DEADLINE_S = 20.0  # of a test's waiting
+DEADLINE_S = 20.0  # for a test's waiting
 ENGINES = ("uring", "threads")
 CLOCK = MonotonicClock()
 
@@ -106,7 +106,7 @@ def read(tier, slot, block_hash, *, block_bytes=4096, now_s=0.0):
 
 
 def check_all(tier, blocks, *, block_bytes=4096):
-    """Reads each recovered block. Returns the hashes of those that are whole, by slot.
+    """Reads each recovered block. Returns the hashes of whole blocks, by slot.
 
     Fails if one has bytes that were not written under its hash.
     """

@@ -248,7 +248,7 @@ def test_a_block_is_found_when_both_models_have_computed_it():
     for chosen in range(1, 6):
         r.step(chosen)
     r.play((Blocks(), blocks(free=5, owned=3)), (cancel("a"), []))
-    r.play((Blocks(), blocks(free=7, cached=1)))  # of the prompt
+    r.play((Blocks(), blocks(free=7, cached=1)))  # the prompt's
 
 
 def test_without_a_draft_model_every_full_block_is_found():

@@ -42,7 +42,7 @@ class Machine:
     draft_pass: float = 0.1
     draft_token: float = 0.003
     read: float = 0.01  # for a thousand tokens
-    look: float = 0.0  # of the host, for each row whose draft is to be chosen
+    look: float = 0.0  # the host's time for each row whose draft is to be chosen
 
     def target_ms(self, num_rows: int, num_drafted: int, read: float) -> float:
         fixed = self.step + (self.verifying if num_drafted else 0)
@@ -80,7 +80,7 @@ class KnownRunner:
         self.acceptance = acceptance
         self.spent_ms = 0.0
         self.plain_ms = 0.0  # that these tokens would have taken in steps of one token
-        self.lengths: Counter[int] = Counter()  # of drafts
+        self.lengths: Counter[int] = Counter()  # draft lengths
         self._rng = random.Random(seed)
 
     def run(self, plan: BatchPlan) -> BatchResult:
@@ -286,7 +286,7 @@ def test_a_good_draft_brings_nearly_what_the_best_constant_length_does(acceptanc
     context_len = bench.context_len
     gain = bench.gain(500)
     context_len = (context_len + bench.context_len) / 2
-    # Which tokens are accepted is chance: over so many steps it comes to a few percent.
+    # Which tokens are accepted is chance: over all steps it comes to a few percent.
     assert gain >= 0.92 * best_gain(LAPTOP, acceptance, batch, context_len)
 
 

@@ -16,7 +16,7 @@ FOLDER = Path(deploy.__file__).parent / "kubernetes"
 EXAMPLE = FOLDER / "example"
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
-# Of the Prometheus operator's own definition of a ServiceMonitor.
+# From the Prometheus operator's own definition of a ServiceMonitor.
 MONITOR = {"selector", "jobLabel", "endpoints"}
 ENDPOINT = {"port", "path", "interval", "authorization"}
 

@@ -14,7 +14,7 @@ from engine.config import GatewayConfig, load_config
 
 FOLDER = Path(deploy.__file__).parent / "systemd"
 UNITS = sorted(path.name for path in FOLDER.glob("*.service"))
-MOST_EXPOSED = 2.0  # of 10, by `systemd-analyze security`
+MOST_EXPOSED = 2.0  # out of 10, by `systemd-analyze security`
 
 
 def settings(name: str) -> dict[str, list[str]]:

@@ -25,7 +25,7 @@ LAYOUT = KVLayout(3, KVFormat.INT8, (SECTION, KVSection(num_layers=1, num_kv_hea
 sections = st.builds(
     KVSection,
     num_layers=st.integers(1, 3),
-    num_kv_heads=st.sampled_from([1, 2, 3, 4, 6]),  # of all ranks together
+    num_kv_heads=st.sampled_from([1, 2, 3, 4, 6]),  # all ranks together
     head_dim=st.sampled_from([2, 6, 20]),
 )
 layouts = st.builds(

@@ -21,7 +21,7 @@ constexpr int kTaskQueries = 96;  // query vectors of one task, at least one tok
 constexpr int kTilesAhead = 6;    // that few queries request
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// The places of a tile's tokens, to be compared with those that a query sees.
+// The positions of a tile's tokens, to be compared with the ones that a query sees.
 struct TilePlaces {
   alignas(64) float places[kTile] = {};
   constexpr TilePlaces() {
@@ -139,7 +139,7 @@ class Attention {
         whole_cols_(round_up(cache.head_dim, BATON_AMX ? kAmxInputs : 4)),
         nothing_(cache.token_bytes + kGroupBytes) {}
 
-  // Plans the tasks of a batch for so many threads. With few rows, long contexts are split.
+  // Plans the tasks of a batch for `num_threads` threads. With few rows, long contexts are split.
   void plan(const Batch& batch, int threads) {
     tasks_.clear();
     num_parts_ = 0;
@@ -481,7 +481,7 @@ class Attention {
 
 #endif
 
-  // Scales the scores [R, kTile] of queries i … i + R - 1, hides those that they do not see, and
+  // Scales the scores [R, kTile] of queries i … i + R - 1, hides scores that they do not see, and
   // raises the peaks. `position`: of the task's first query.
   template <bool kScaled, int R>
   [[gnu::noinline]] void find_peaks(const Scoring& scoring, int position, int tile,

@@ -43,7 +43,7 @@ class Changer {
  private:
   static constexpr float kGreatest = std::numeric_limits<float>::max();
   static constexpr float kNever = -std::numeric_limits<float>::infinity();
-  static constexpr int kGroup = 32;  // ids: those of a word of a mask
+  static constexpr int kGroup = 32;  // ids in a word of a mask
 
   static float finite(float x) { return std::min(std::max(x, -kGreatest), kGreatest); }
 

@@ -265,7 +265,7 @@ struct Step {
   }
 
   // Sends a range of the output, as far as the socket takes it at once. Returns the range's rest.
-  // Whoever sends the rest learns of an error.
+  // The sender of the rest learns of an error.
   Rest send(int64_t place, int64_t begin, int64_t end, int32_t socket) const {
     if (socket < 0 || begin == end) return {place, begin, end};
     const ssize_t sent = ::send(socket, out.data() + begin, static_cast<size_t>(end - begin),

@@ -121,7 +121,7 @@ TOKENIZER: Tokenizer = tokenizer_of(SHAPES["tiny"].vocab_size)
 
 def test_bf16_rounds_halves_to_even():
     exact = np.array([1.0, -2.5, 0.0, 3.0e38], np.float32)
-    step = 2.0**-7  # of bf16 between 1 and 2
+    step = 2.0**-7  # bf16's between 1 and 2
     halves = np.array([1 + step / 2, 1 + 3 * step / 2], np.float32)
     near = np.array([1 + step * 0.49, 1 + step * 0.51], np.float32)
     assert as_fp32(to_bfloat16(halves)).tolist() == [1.0, 1 + 2 * step]

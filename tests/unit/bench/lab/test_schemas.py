@@ -122,7 +122,7 @@ def test_peers_are_beside_ours():
     found = found_in(RIGHT, theirs)
     assert found["schemas/accepted"].peers["xgrammar"].value == 100
     assert found["compile/50th"].peers["xgrammar"].ratio == 0.5
-    assert "xgrammar" not in found["tests/refused"].peers  # of zero there is no ratio
+    assert "xgrammar" not in found["tests/refused"].peers  # zero has no ratio
 
 
 def test_faults_and_missed_goals_are_named():

@@ -187,7 +187,7 @@ def test_the_predicted_speed_up_is_expected_tokens_over_the_time_of_single_passe
 
 
 def measured_with(seconds):
-    """Three repetitions; `seconds` gives those of each cell and mode for the tokens of `off`."""
+    """Three repetitions; `seconds` gives each cell's and mode's time for the tokens of `off`."""
     measured = SpeculateMeasured(identical={"int8": 1.0, "fp32": 0.9}, background=[0.01])
     for setup in PLAN.setups_of():
         for batch in PLAN.sizes:

@@ -1,4 +1,4 @@
-"""Figures in documents are those of the reports that the repository keeps."""
+"""Figures in documents equal the reports that the repository keeps."""
 
 import pytest
 

@@ -401,7 +401,7 @@ def test_consecutive_decode_variations_are_drawn_together():
     assert ends_s.keys() == {"a"}
     took_s = [end_s - step[0] for step, end_s in zip(steps, crowded.all_ends_s, strict=True)]
     alike = sum(a == pytest.approx(b) for a, b in pairwise(took_s))
-    assert alike < 2000 / 16  # half of those that were drawn anew
+    assert alike < 2000 / 16  # half of the numbers that were drawn anew
     assert sum(took_s) / 2000 == pytest.approx(1.0, abs=0.05)
 
 

@@ -26,7 +26,7 @@ from engine.control import NO_WORKERS, Asleep, Intent, Pools, Version
 from engine.errors import ConfigError
 
 STARTED = Config(
-    worker=WorkerConfig(kv_mib=1),  # of the version before
+    worker=WorkerConfig(kv_mib=1),  # the version before had this
     router=RouterConfig(slo_ttft_s=1.0),
     gateway=GatewayConfig(processes=2),
     pools=PoolsConfig(prefill=1, decode=1, num_gpus=0.5),

@@ -65,7 +65,7 @@ class FakeLauncher:
 
     def __init__(self, running) -> None:
         self.services = dict(running)
-        self.errors: list[Exception] = []  # of the next calls
+        self.errors: list[Exception] = []  # raised by the next calls
         self.stopped: list[tuple[str, bool]] = []
         self.num_places = 4
         self.num_looks = 0

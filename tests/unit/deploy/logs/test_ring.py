@@ -77,7 +77,7 @@ def test_lines_of_all_services_are_merged_by_time(folder, ring):
     assert texts(read) == ["a", "b", "c", "d"]
     assert [line["message"] for line in merged(read.pieces.values(), 2)] == ["c", "d"]
     assert texts(ask(folder, "gateway")) == ["b", "d"]
-    assert texts(ask(folder, lines=1)) == ["c", "d"]  # of each; `merged` has the last of them
+    assert texts(ask(folder, lines=1)) == ["c", "d"]  # two from each; `merged` has the last ones
     assert merged(ask(folder, lines=0).pieces.values(), 0) == []
 
 

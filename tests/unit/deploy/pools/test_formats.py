@@ -1,4 +1,4 @@
-"""KV formats that can exchange KV, and the refusal of those that cannot."""
+"""KV formats that can exchange KV, and the refusal of formats that cannot."""
 
 from pathlib import Path
 

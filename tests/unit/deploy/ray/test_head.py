@@ -33,7 +33,7 @@ class FakeController:
 
 
 def carried_out(monkeypatch, controller: FakeController) -> tuple[list[str], list[str]]:
-    """Returns the keys that differed, and those that still do."""
+    """Returns the keys that differed, and the keys that still do."""
     monkeypatch.setattr(head, "controller_differences", controller.differences)
     monkeypatch.setattr(head, "controller_declare", controller.declare)
     monkeypatch.setattr(head, "_status", lambda **found: SimpleNamespace(**found))

@@ -13,7 +13,7 @@ from tests.kits.fakes.worker import FakeWorker, WorkerShape
 
 PROMPT = tuple(i % 7 for i in range(14))  # three full blocks and a half
 SUFFIX = (8, 9, 10)
-seeds = st.integers(0, 2**32)  # of the order in which workers and messages move
+seeds = st.integers(0, 2**32)  # for the order in which workers and messages move
 any_order = settings(max_examples=20)
 
 

@@ -74,7 +74,7 @@ def test_only_keys_of_one_group_share():
     sharing = {key: table.find(key.encode(), NOW_S).sharing for key in "abcdef"}
     assert sharing["c"] == sharing["d"]
     assert len(set(sharing.values())) == 5
-    assert "" not in sharing.values()  # that of clients without keys
+    assert "" not in sharing.values()  # the salt of clients without keys
 
 
 def test_a_reused_name_does_not_share_the_old_keys_prefixes():

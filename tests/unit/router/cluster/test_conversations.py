@@ -12,7 +12,7 @@ def prompt(name, *, num_blocks=10):
 
 
 def talk(known, names, num_turns):
-    """Conversations of so many turns each. Returns what was said of each prompt."""
+    """Conversations of `num_turns` turns each. Returns what was said of each prompt."""
     return [
         known.record(prompt(name, num_blocks=10 + turn))
         for name in names

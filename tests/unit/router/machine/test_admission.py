@@ -336,7 +336,7 @@ def goodput(loop: Loop) -> int:
 def test_cluster_under_twice_its_load_admits_a_steady_rate_and_keeps_bounds():
     early, late = overload(Admission), overload(Late)
     steady, waves = admitted(early), admitted(late)
-    assert 11.0 < mean(steady) < 15.0  # of 27 in a window, with room for 13
+    assert 11.0 < mean(steady) < 15.0  # 27 in a window, with room for 13
     assert pstdev(steady) < 0.4 * mean(steady)  # answers end at random: that alone is 0.28
     assert pstdev(steady) < 0.5 * pstdev(waves)
     assert goodput(early) >= goodput(late)

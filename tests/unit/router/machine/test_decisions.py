@@ -256,7 +256,7 @@ def test_memory_is_reserved_for_predicted_lengths():
     driver = learned("p0", "d0", num_blocks=30)
     driver.request("a", range(8), max_tokens=100)
     claim = driver.machine.view.workers["d0"].decodes["a.0"]
-    assert claim.blocks == 5  # of eighteen tokens; of all that it may have, 27
+    assert claim.blocks == 5  # for eighteen tokens; all that it may have need 27
 
 
 def test_reservation_grows_with_an_answer_longer_than_predicted():
@@ -268,7 +268,7 @@ def test_reservation_grows_with_an_answer_longer_than_predicted():
     driver.say("d0", Tokens("a.0", [1] * 9))
     assert worker.decodes["a.0"].blocks == 5
     driver.say("d0", Tokens("a.0", [1]))
-    assert worker.decodes["a.0"].blocks == 9  # of nineteen tokens, and sixteen more
+    assert worker.decodes["a.0"].blocks == 9  # for nineteen tokens, and sixteen more
     assert driver.machine.counters["answer", "longer than predicted"] == 1
     driver.say("d0", Tokens("a.0", [1] * 88))
     assert worker.decodes["a.0"].blocks == 27  # all that it may have

@@ -109,7 +109,7 @@ def test_of_a_shared_prompt_only_the_last_block_counts_as_work():
     group = Group("p0", "d0", prefill_backlog_tokens=5)
     group.ask_all(6)
     group.start_leader()
-    assert len(seqs(group.say("d0", KV))) == 3  # of four sequences that a worker may run
+    assert len(seqs(group.say("d0", KV))) == 3  # a worker may run four sequences
     assert group.machine.view.workers["p0"].reserved_tokens == 3
 
 

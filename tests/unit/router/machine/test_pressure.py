@@ -125,7 +125,7 @@ class SmallWorker:
 
 
 def crowd(lengths: list[int], num_blocks: int) -> SmallWorker:
-    """Each gateway asks for one answer of so many tokens; runs until all have ended."""
+    """Each gateway asks for one answer of `num_tokens`; runs until all have ended."""
     gateways = [Gateway(RouterMachine(RouterConfig(max_attempts=2))) for _ in lengths]
     worker = SmallWorker(num_blocks, gateways)
     info = Welcome(PROTOCOL_VERSION, "m0", "life", Role.MIXED, "fp", LAYOUT, num_blocks, 8)

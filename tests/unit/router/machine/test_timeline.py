@@ -21,7 +21,7 @@ from router.machine.machine import ClientGone, Deliver, End, WorkerLost
 from router.machine.requests import Stay, Timeline
 from tests.kits.router.machine import LAYOUT, LEASE, Driver
 
-ROUTE_S = 0.5  # `Driver.ask` sets the time of receipt so much earlier
+ROUTE_S = 0.5  # `Driver.ask` sets the time of receipt earlier by this
 
 
 def to_first(timeline: Timeline) -> float:
@@ -129,7 +129,7 @@ def test_an_attempt_lost_after_the_second_token_changes_nothing_before_it():
     driver.say("p0", PrefillDone("r.1", 7, None), after_s=1)
     driver.say("d0", DecodeStarted("r.1"), after_s=1)
     *_, end = driver.say("d0", Tokens("r.1", [6], FinishReason.STOP), after_s=1)
-    decision = end.timeline.decision  # of the latest attempt
+    decision = end.timeline.decision  # the latest attempt's
     stays = end.timeline.stays
     assert len(stays) == 2
     assert end.timeline == msgspec.structs.replace(

@@ -175,7 +175,7 @@ class RandomCluster:
         self.media = Counter()  # from which prefixes were pulled
         mixes = [Role.PREFILL, Role.DECODE], [Role.MIXED], sorted(ROLES_OF_WORKERS)
         self.roles = rng.choice(mixes)
-        # Of two idle prefill workers each rule may take either, so both are lent or none.
+        # Each rule may take either of two idle prefill workers, so both are lent or none.
         self.are_fluid = rng.random() < 0.7
         self.sizes = [(rng.randint(20, 80), rng.randint(1, 6)) for _ in range(2)]
         self.num_workers = rng.choice([2, 3, 5, 70, 150])
@@ -310,7 +310,7 @@ class RandomCluster:
             self.add(name)
 
     def change_role(self):
-        """Changes a role; claims stay, also those that the new role would not get."""
+        """Changes a role; claims stay, also claims that the new role would not get."""
         role = self.rng.choice(sorted(ROLES_OF_WORKERS))
         worker = self.rng.choice(self.workers)
         if not worker.is_store:
@@ -344,7 +344,7 @@ class RandomCluster:
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
         if ours is None:
-            roles = [worker.info.role for worker in self.workers]  # of stores neither
+            roles = [worker.info.role for worker in self.workers]  # stores have neither
             complete = any(r.prefills for r in roles) and any(r.decodes for r in roles)
             assert isinstance(theirs, Impossible) or not complete  # then it leaves it to the other
         elif isinstance(ours, Busy):

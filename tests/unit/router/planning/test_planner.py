@@ -204,7 +204,7 @@ def test_a_worker_that_never_comes_is_wanted_and_keeps_its_place_but_is_no_capac
     plans = [planner.decide(load, there, float(second)) for second in range(40)]
     assert plans[29].is_held
     assert "prefill needs 5.9 of 2" in plans[30].reasons[0]
-    assert (plans[30].prefill, plans[30].decode) == (6, 2)  # of which 4 and 2 serve
+    assert (plans[30].prefill, plans[30].decode) == (6, 2)  # 4 and 2 of them serve
     assert all((plan.prefill + plan.decode, plan.nodes) == (8, 8) for plan in plans)
 
 

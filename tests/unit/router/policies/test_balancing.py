@@ -26,7 +26,7 @@ class Pool:
         self.costs = Estimates(costs)
         self.lengths = AnswerLengths()
         self.stay: set[str] = set()
-        self.room_s = 0.0  # of a token at a prefill worker
+        self.room_s = 0.0  # for a token at a prefill worker
 
     def add(self, name: str, num_seqs: int, *, max_tokens: int = 500, prompt: int = 64, **info):
         fields = {"num_blocks": 10_000, "max_running": 256, **info}

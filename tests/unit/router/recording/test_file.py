@@ -32,7 +32,7 @@ def play(file: RecordingFile) -> None:
 
 
 class BadDisk:
-    """A disk that takes so many writes, then none."""
+    """A disk that takes `num_writes` writes, then none."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Sampling where clients say nothing: that of the model's authors."""
+"""Sampling where clients say nothing: the model's authors' values."""
 
 import json
 

@@ -12,7 +12,7 @@ from bench.lab.kv.figures import Handoffs, results, warnings
 CASES = KvPulls((64 * KIB,), 3).cases
 MOVERS = ("shm", "zmq", "memcpy", "tcp")
 BESIDE = {"shm": ["mooncake"], "zmq": ["mooncake"]}
-SECONDS = {  # of 64 MiB: 1/16 s is one GiB/s
+SECONDS = {  # for 64 MiB: 1/16 s is one GiB/s
     ("shm", ""): (1 / 32, 1 / 64, 1 / 48),
     ("zmq", ""): (1 / 16, 1 / 8, 1 / 16),
     ("memcpy", "c"): (1 / 64, 1 / 64, 1 / 80),

@@ -130,7 +130,7 @@ def test_version_that_serves_as_badly_as_the_others_takes_over():
 
 def test_only_requests_of_the_present_share_count():
     world = watched(v1=(10, 0, 0), v2=FINE)
-    world.ended["v2"] = [500, 100, 0]  # of a version that had this name before
+    world.ended["v2"] = [500, 100, 0]  # an earlier version with this name had these
     shares(world, 300)
     assert names(world) == ["v2"]
 

@@ -129,7 +129,7 @@ def test_what_is_accepted_lies_in_the_segment_whatever_the_body_says(data):
         (changed(offset=2 * BLOCK_BYTES + 1), ManifestFault.FORMAT),
         (changed(offset=2**63), ManifestFault.FORMAT),
         (changed(length=BLOCK_BYTES - 1), ManifestFault.FORMAT),
-        (changed(block_hash=bytes(16)), ManifestFault.FORMAT),  # that of the first block
+        (changed(block_hash=bytes(16)), ManifestFault.FORMAT),  # the first block's hash
         (changed(block_hash=bytes(15)), ManifestFault.FORMAT),
         (changed(parent=bytes(17)), ManifestFault.FORMAT),
     ],

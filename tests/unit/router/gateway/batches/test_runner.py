@@ -195,7 +195,7 @@ async def test_a_client_pauses_a_batch_within_its_call_and_gets_its_answer_first
         router.step()
         assert (await reply).status == 200
         router.is_quick = True
-        router.step()  # for those that go on already
+        router.step()  # for requests that go on already
         batch = await ended(app, made["id"])
         assert batch["request_counts"]["completed"] == 7
         metrics = (await fetch(app, "GET", "/metrics")).body.decode()
@@ -387,7 +387,7 @@ class Crashed(sqlite3.OperationalError):
 
 
 class CrashingStorage(Storage):
-    """Runs so many transactions. Of the next one, it does all or nothing; then it is dead."""
+    """Runs `num` transactions. It does the next one wholly or not at all; then it is dead."""
 
     def __init__(self, path: Path, num_left: int, *, is_done: bool) -> None:
         super().__init__(path)

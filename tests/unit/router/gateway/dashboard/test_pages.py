@@ -123,7 +123,7 @@ def test_the_state_has_what_ended():
     (worker,) = state["workers"]
     blocks = worker["blocks"]
     assert (blocks["total"], blocks["lost"]) == (16, 1)
-    assert sum(blocks.values()) == 2 * blocks["total"]  # with those that are lost
+    assert sum(blocks.values()) == 2 * blocks["total"]  # lost blocks included
     assert state["health"]["level"] == "warn"
     assert "wanted workers are unknown" in state["health"]["reasons"]
     assert state["severed"] == [{"source": "p0", "sink": "d0", "again_in_s": 3.0}]

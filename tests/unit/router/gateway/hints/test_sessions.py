@@ -54,7 +54,7 @@ def ask(router, fields=None, **headers):
 
 
 def hashes(text, num_tokens, salt=None):
-    """Hashes of the full blocks among so many tokens of a text."""
+    """Hashes of the full blocks among the first tokens of a text."""
     return hash_blocks(
         [*text.encode()][:num_tokens], BLOCK_SIZE, SECRET.salt("", "") if salt is None else salt
     )

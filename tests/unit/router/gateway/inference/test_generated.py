@@ -1,4 +1,4 @@
-"""The generated module is that of the .proto file."""
+"""The generated module fits the .proto file."""
 
 from pathlib import Path
 

@@ -41,7 +41,7 @@ def shown(load, role=Role.STORE):
 
 
 def of_store(found, name):
-    """The series of a metric by their labels behind that of the store."""
+    """The series of a metric by their labels behind the store's."""
     return {
         tuple(dict(key)[label] for label in ("medium", "reason", "state") if label in dict(key)): n
         for key, n in found[name].items()

@@ -18,7 +18,7 @@ from tests.kits.router.gateway import FakeRouter, complete, make_app, post
 PADDING = {"padding": "x" * SHORT_BODY_BYTES}
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
 NUM_BYTES = 2**20
-MOST_PER_BYTE = 12  # of memory; arrays in an unknown field took 27 when all was decoded
+MOST_PER_BYTE = 12  # bytes of memory; arrays in an unknown field took 27 when all was decoded
 
 
 @pytest.mark.parametrize("name", sorted(BOMBS.keys() - {"texts as stops"}))  # its texts are decoded

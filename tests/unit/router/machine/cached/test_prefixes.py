@@ -217,7 +217,7 @@ def test_holder_lost_before_its_offer_costs_only_the_prefix():
     effects = driver.handle(WorkerLost("p0", "gone"))
     assert ("p1", "again.0", None) in [(w, m.seq_id, m.prefix) for w, m in sent(effects, Prefill)]
     assert driver.machine.counters["fallback", "prefix holder lost"] == 1
-    assert driver.machine.counters["retried", "worker lost"] == 1  # of the backlog
+    assert driver.machine.counters["retried", "worker lost"] == 1  # from the backlog
 
 
 def test_holder_lost_after_its_offer_is_left_to_the_prefill_worker():
