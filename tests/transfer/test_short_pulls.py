@@ -32,7 +32,7 @@ def pull_with(transport, then):
 def test_a_pull_is_done_while_its_source_cannot_answer(transport):
     def then(source, sink):
         hold_until_known(source, sink, "s")
-        with source.endpoint._turn:
+        with source.endpoint._lock:
             sink.start("s", [(0, 7), (1, 8)])
             assert isinstance(sink.end_of_pull(), PullDone)
             assert np.array_equal(sink.pool.blocks[[7, 8]], source.pool.blocks[[3, 4]])
