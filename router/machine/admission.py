@@ -1,22 +1,22 @@
 """Admission of new requests, decided before any work is done for them.
 
-A request is refused if the queue has no place for it, or if it is predicted to miss its bounds. An
-early refusal leaves the workers to others, and lets the client go elsewhere.
+A request is refused if the queue is full, or if the request is predicted to miss its bounds. An
+early refusal keeps the workers free for other requests, and the client can try another server.
 
 Both pools are predicted together, the decode pool for the time *when the request would reach it*.
-Sequences count as far as they are likely to be there yet. All promises count, with prompts in the
-queue and in prefill workers. A gate that looks at the present load sees it low while a wave of
-prompts is computed. It lets more in, and refuses everything when the wave arrives: the pools are
-then loaded by turns.
+Each sequence is weighted by the probability that it still runs then. All promised sequences are
+added: those of prompts in the queue and of prompts in prefill workers. A gate that reads the
+present decode load sees a low load while a wave of prompts is computed. Such a gate admits too many
+requests, and refuses all when the wave arrives: the pools are then loaded by turns.
 
     time to first token   (work in the queue + left in the workers) / prefill workers, or, where
                           memory is short, until enough sequences have ended; then its own prompt;
                           sooner if no prompt waits and a decode worker has time to compute it
     time per token        a step of the sequences there at that time, evenly over decode workers,
-                          and of some more: half of all predictions fall short
+                          and of a margin: half of all predictions fall short
 
-`Retry-After` is the time after which the same request is predicted to be admitted, if no other one
-comes meanwhile.
+`Retry-After` is the time after which the same request is predicted to be admitted, if no other
+request arrives meanwhile.
 
 Source: early rejection based on prediction, Qin et al., Mooncake, arXiv 2407.00079, §6.
 """
@@ -41,7 +41,7 @@ DRAINED = 0.5  # share of a full queue; a refused client is told to retry when t
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """The load of the decode pool at some time, promises included; per worker."""
+    """The load per decode worker at some time, including promised sequences."""
 
     num_seqs: float
     context_tokens: float
@@ -64,7 +64,7 @@ class Admission:
         if flight.request.leader is not None:
             return None  # a group is admitted with its leader
         if flight.request.is_background:
-            return None  # it can wait
+            return None  # a background request can wait
         return self._late(flight, now_s)
 
     def drain_s(self, now_s: float) -> float:
@@ -119,7 +119,7 @@ class Admission:
         return min(wait_s + compute_s, self._local_ttft_s(flight, matched, now_s))
 
     def _local_ttft_s(self, flight: Flight, matched: Mapping[WorkerId, int], now_s: float) -> float:
-        """Predicts the same for a prefill by a decode worker; infinite if none has time."""
+        """Predicts the TTFT if a decode worker prefills; infinite if no decode worker has time."""
         state, costs = self._state, self._state.estimates
         if state.waiting.queue or not state.policy.is_fluid:
             return inf
@@ -169,12 +169,12 @@ class Admission:
             lacking -= blocks
             if lacking <= 0 and num_ended >= num_lacking:
                 return ends_s - now_s if ends_s < inf else 0.0
-        return 0.0  # the end of that wait is unknown
+        return 0.0  # unknown: no prediction of when memory is free
 
     # ------------------------------------------------------------ decode
 
     def _is_quick(self, flight: Flight, bound_s: float) -> bool:
-        """True if it keeps the bound with all present and promised load. Cheap to compute."""
+        """True if the request keeps the bound under all present and promised load. Cheap."""
         state = self._state
         if state.waiting.queue:
             return False
@@ -190,7 +190,7 @@ class Admission:
     def _slow(
         self, flight: Flight, bound_s: float, now_s: float, joins_s: float
     ) -> Rejected | None:
-        """Returns the refusal of a request with which a token would take longer than its bound."""
+        """Returns the refusal if the request's tokens would take longer than its TPOT bound."""
         state = self._state
         decoders = self._state.view.decoders()
         if not decoders:
@@ -204,7 +204,7 @@ class Admission:
             return None
         alone_s = state.estimates.step_s(worker, 1, flight.predicted_len(state.lengths))
         if alone_s is None or alone_s > bound_s:
-            return None  # no worker could: better slow than never
+            return None  # no worker could keep the bound: a slow answer is better than none
         if self._may_be_lent(flight, bound_s):
             return None
         state.counters["rejected", "tokens slow"] += 1
@@ -229,10 +229,10 @@ class Admission:
         return False
 
     def load_at(self, decoders: Sequence[WorkerView], at_s: float, now_s: float) -> DecodeLoad:
-        """The load of the decode pool at a future time, with everything that reaches it by then.
+        """Predicts the load of the decode pool at a future time, with arrivals until then.
 
-        Sequences end faster if there are fewer. So the first estimate takes their present number,
-        the second the number that the first one gives.
+        Sequences end faster when fewer run. So a first estimate assumes the present number of
+        sequences, and a second one assumes the number that the first estimate gave.
         """
         claims = [claim for worker in decoders for claim in worker.decodes.values()]
         num_there = sum(claim.num_tokens > 0 for claim in claims)
@@ -244,7 +244,7 @@ class Admission:
     def _load_at_pace(
         self, decoders: Sequence[WorkerView], at_s: float, now_s: float, pace_s: float
     ) -> DecodeLoad:
-        """Returns the load, with each sequence weighted by its probability to be there still."""
+        """Returns the load, with each sequence weighted by the probability that it still runs."""
         state, survival = self._state, self._state.lengths.survival
         queue = state.waiting.queue
         num_seqs = float(len(queue))
@@ -272,7 +272,7 @@ class Admission:
         return inf if pace_s is None else pace_s
 
     def _ends(self, decoders: Sequence[WorkerView], now_s: float) -> list[tuple[float, int]]:
-        """Returns when each sequence is predicted to end, with the blocks that it frees then."""
+        """Returns for each sequence its predicted end and the number of blocks that it frees."""
         num_seqs = self._state.view.decode_totals.num_seqs
         load = DecodeLoad(num_seqs / len(decoders), self._mean_context(decoders))
         pace_s = self._pace_s(decoders[0], load)

@@ -1,9 +1,9 @@
 """The next deadline of all requests, found at once.
 
-Each message about a request moves its deadline to a later time. That is not noted here. The noted
-time is a lower bound: no deadline of the request falls due before. When it is reached, the true
-deadline is computed and noted. So a request costs one note at each stage of its life, and then one
-each time that a full timeout has passed.
+Each message about a request moves its deadline to a later time, but the heap is not updated. The
+time in the heap is a lower bound: no deadline of the request is due before it. When that time
+comes, the true deadline is computed and pushed. So a request costs one heap entry at each stage of
+its life, and one more for each full timeout that passes.
 """
 
 from collections.abc import Container, Mapping
@@ -13,21 +13,21 @@ from engine.config import RouterConfig
 from engine.messages import RequestId
 from router.machine.flight import Flight
 
-# The heap is rebuilt when it has more entries than this for each request, and `LEAST_STALE` more.
+# The heap is rebuilt when it has more than this many entries per request, plus `LEAST_STALE`.
 MAX_STALE = 4
 LEAST_STALE = 64
 
 
 class Deadlines:
-    """The deadlines of all requests, each with a lower bound that is noted."""
+    """A lower bound of the deadline of each request."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._noted: dict[RequestId, float] = {}
-        self._heap: list[tuple[float, RequestId]] = []  # outdated entries stay for now
+        self._heap: list[tuple[float, RequestId]] = []  # may hold outdated entries
 
     def record(self, request_id: RequestId, due_s: float) -> None:
-        """Notes the lower bound of a request's deadline, in place of an earlier one."""
+        """Sets the lower bound of a request's deadline; replaces an earlier bound."""
         if self._noted.get(request_id) != due_s:
             self._noted[request_id] = due_s
             heappush(self._heap, (due_s, request_id))
@@ -40,16 +40,16 @@ class Deadlines:
         self._noted.pop(request_id, None)
 
     def soonest_s(self) -> float | None:
-        """Returns the least noted time; None without requests."""
+        """Returns the least of all lower bounds; None without requests."""
         heap = self._heap
         while heap and self._noted.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
         return heap[0][0] if heap else None
 
     def take_due(self, now_s: float) -> set[RequestId]:
-        """Removes and returns the requests whose noted time has come.
+        """Removes and returns the requests whose lower bound has passed.
 
-        The caller must `watch` the requests that live on.
+        The caller must `watch` each of them again that has not finished.
         """
         due: set[RequestId] = set()
         while (soonest_s := self.soonest_s()) is not None and soonest_s <= now_s:
@@ -61,11 +61,11 @@ class Deadlines:
     # ------------------------------------------------------------ the deadlines of a request
 
     def watch(self, flight: Flight) -> None:
-        """Notes the next deadline of a request. To be called if that may be sooner than before."""
+        """Records the next deadline of a request. Call it when the deadline may be sooner now."""
         self.record(flight.request.request_id, self.due_s(flight))
 
     def due_s(self, flight: Flight) -> float:
-        """When the next deadline of a request falls due. A follower held back has none."""
+        """Returns the time of a request's next deadline. A follower held back has no deadline."""
         attempt = flight.attempt
         due_s = self.deadline_s(flight)
         if attempt is not None:
@@ -80,7 +80,7 @@ class Deadlines:
         return due_s
 
     def deadline_s(self, flight: Flight) -> float:
-        """When the wait ends for a worker, or for the next message about a placed request."""
+        """Returns until when a request may wait for a worker, or for its worker's next message."""
         config = self._config
         if flight.attempt is None:
             overdue_s = flight.last_news_s + config.queue_timeout_s
@@ -93,9 +93,9 @@ class Deadlines:
         return flight.last_news_s + timeout_s
 
     def validate(self, flights: Mapping[RequestId, Flight], held: Container[RequestId]) -> None:
-        """Asserts that each request is noted in time, and is found when it is due.
+        """Asserts that each request has a lower bound that is not after its deadline.
 
-        Followers held back are not noted.
+        Followers held back have no entry.
         """
         assert {(due_s, i) for i, due_s in self._noted.items()} <= set(self._heap)
         assert self._noted.keys() == {i for i in flights if i not in held}

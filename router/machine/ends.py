@@ -1,7 +1,7 @@
 """Ends of attempts and of requests, and the return of a request to the queue.
 
-Each end of an attempt returns its claims and tells all its workers. Each accepted request ends as
-exactly one of Finished, Rejected, Failed, Cancelled.
+When an attempt ends, its claims are returned and all its workers are told. Each accepted request
+ends as exactly one of Finished, Rejected, Failed, Cancelled.
 """
 
 from engine.messages import Cancel
@@ -44,9 +44,9 @@ class Ends:
         return [*effects, End(request_id, outcome, timeline(flight, now_s))]
 
     def retry(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
-        """Ends the attempt, and puts the request first in the queue.
+        """Ends the attempt, and puts the request at the head of the queue.
 
-        With a second attempt the request goes on as that one instead.
+        If a second attempt runs, the request continues as the second attempt instead.
         """
         state = self._state
         if flight.attempt is not None and flight.hedge is not None:
@@ -63,12 +63,12 @@ class Ends:
         return effects
 
     def excuse(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
-        """Like `retry`, for an attempt that does not count as failed."""
+        """Does the same as `retry`, but the attempt does not count as failed."""
         flight.num_excused += 1
         return self.retry(flight, reason, now_s)
 
     def drop(self, flight: Flight, attempt: Attempt, why: str, now_s: float) -> list[RouterEffect]:
-        """Ends one of two attempts: the request goes on as the other."""
+        """Ends one of two attempts: the request continues as the other attempt."""
         first, second = flight.attempt, flight.hedge
         assert first is not None
         assert second is not None
@@ -87,7 +87,7 @@ class Ends:
     def end_attempt(
         self, flight: Flight, now_s: float, *, tell_workers: bool = True
     ) -> list[RouterEffect]:
-        """Ends all attempts of a request, and returns their claims."""
+        """Ends all attempts of a request, and releases their claims."""
         attempts = flight.attempts
         if attempts:
             flight.attempt = flight.hedge = None
@@ -119,9 +119,9 @@ class Ends:
     def end_move(
         self, flight: Flight, attempt: Attempt, *, tell_workers: bool = True
     ) -> list[RouterEffect]:
-        """Returns what a move claimed: room, its copy, and its lease.
+        """Releases the claims of a move: room at its target, its copy, and its lease.
 
-        Both workers are always told of a copy, as it does not end with the sequence.
+        Both workers are always told to drop a copy, as the end of the sequence does not drop it.
         """
         state, request_id = self._state, flight.request.request_id
         stage = state.moves.stage(request_id)

@@ -1,7 +1,7 @@
 """Events and effects of the request machine.
 
-Kinds that occur once a token or a step are msgspec structs, which are made in a fifth of the time
-of a dataclass.
+Kinds that occur once per token or per step are msgspec structs. Making one takes a fifth of the
+time that a dataclass takes.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ class WorkerLost:
 class Arrived(msgspec.Struct, frozen=True):
     """A client's request, validated and tokenised.
 
-    Requests that come at one moment are placed together, short prompts first. All but the last of
-    them say that more come.
+    Requests that arrive together are placed together, short prompts first. All but the last of them
+    have `more_come=True`.
     """
 
     request: Request
@@ -57,14 +57,14 @@ class FromWorker(msgspec.Struct, frozen=True):
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """The tokens of one step of a worker. Equals a `FromWorker` for each, in this order."""
+    """The tokens of one step of a worker. Equals one `FromWorker` per message, in this order."""
 
     worker_id: WorkerId
     tokens: Sequence[Tokens]
 
 
 class BlocksChanged(msgspec.Struct, frozen=True):
-    """A worker's block events. From the first on, only they say what it caches."""
+    """A worker's block events. After the first batch, its known blocks change only by events."""
 
     worker_id: WorkerId
     events: Sequence[BlockEvent]
@@ -72,7 +72,7 @@ class BlocksChanged(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BlockEventsMissed:
-    """Block events of a worker were lost: they are out of date until its next snapshot."""
+    """Block events of a worker were lost: its known blocks are stale until its next snapshot."""
 
     worker_id: WorkerId
     reason: str
@@ -80,7 +80,7 @@ class BlockEventsMissed:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed, and nothing else happened."""
+    """Time has passed; handles deadlines and retries that are due."""
 
 
 RouterEvent = (
@@ -106,29 +106,29 @@ class SendTo(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
-    """Give tokens to the client; with the first two, when stages end, the timeline.
+    """Give tokens to the client. The first two tokens come with the timeline, as stages end there.
 
-    One is made and recorded for each token, so it has no outcome. An `Update` is what the shell
-    makes of one or more `Deliver`s of a request and its `End`. It has no request id, as its client
-    follows one request. So these are two types.
+    One `Deliver` is made and recorded for each token, so it has no outcome. The shell merges one or
+    more `Deliver`s of a request and its `End` into an `Update`. An `Update` has no request id, as
+    its client follows one request. So these are two types.
     """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     timeline: Timeline | None = None
-    logprobs: tuple[Logprobs, ...] = ()  # one a token, where asked for
+    logprobs: tuple[Logprobs, ...] = ()  # one per token, if the client asked for them
     prompt_logprobs: tuple[Logprobs, ...] = ()
     embedding: bytes = b""  # as in `engine.messages.PrefillDone`
 
     @property
     def is_plain(self) -> bool:
-        """True if it brings only tokens."""
+        """True if it has tokens and no other content."""
         scores = self.logprobs or self.prompt_logprobs or self.embedding
         return self.timeline is None and not scores
 
 
 class End(msgspec.Struct, frozen=True):
-    """The request is over: no effect of it follows."""
+    """The request is over: no later effect belongs to it."""
 
     request_id: RequestId
     outcome: Outcome

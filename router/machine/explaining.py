@@ -1,8 +1,8 @@
-"""Adds the predictions for other workers to a decision, for people who look at it.
+"""Adds the predictions for other workers to a decision, for people who read the decision.
 
-Bounded: a few decisions a second are explained, in a quiet deployment all. No decision depends on
-an explanation. It lists the workers that could have computed the prompt, with the predictions for
-each. The policy `slo` compares the same numbers.
+A few decisions per second are explained; in a quiet deployment, all of them. No decision depends on
+an explanation. An explanation lists the workers that could have computed the prompt, with the
+predictions for each worker. The policy `slo` compares the same numbers.
 """
 
 import random
@@ -41,10 +41,10 @@ class Explaining:
         self._room_for = room_for
         self._credit = BURST
         self._seen_s = 0.0
-        self._rng = random.Random(0)  # separate, so that decisions draw the same numbers without it
+        self._rng = random.Random(0)  # its own: explaining must not change the draws of decisions
 
     def explained(self, decision: Decision, need: Need, known: Known, now_s: float) -> Decision:
-        """Returns the decision, with the candidates if there is time for them."""
+        """Returns the decision, with its candidates if the budget for explanations allows it."""
         self._credit = min(self._credit + PER_S * max(now_s - self._seen_s, 0.0), BURST)
         self._seen_s = now_s
         if self._credit < 1.0:
@@ -59,7 +59,7 @@ class Explaining:
 
 
 MOST_SHOWN = 8
-MOST_COMPARED = 64  # workers: a larger pool is not compared for people
+MOST_COMPARED = 64  # workers; decisions in a larger pool are not explained
 
 
 def compared(asked: Asked, chosen: WorkerId) -> tuple[PrefillCandidate, ...]:

@@ -1,4 +1,4 @@
-"""One accepted request: its journal, its present attempt, and the times of its stages.
+"""One accepted request: its journal, its running attempts, and the times of its stages.
 
 Plain records. `ends`, `placing` and `progress` decide what happens to them.
 """
@@ -20,7 +20,7 @@ MAX_STAYS = 16  # attempts of a request whose times are kept
 
 
 class Stamps(msgspec.Struct):
-    """When a request passed each stage of its present attempt, seconds. None until it did."""
+    """The times in seconds at which the attempt passed each stage. None: not passed yet."""
 
     arrived_s: float
     placed_s: float | None = None
@@ -33,50 +33,50 @@ class Stamps(msgspec.Struct):
 
 @dataclass(slots=True)
 class Move:
-    """The target of a move. Room is reserved there under `seq_id`, its id from then on."""
+    """The target of a move. Room is reserved there under `seq_id`, the id used at the target."""
 
     seq_id: SeqId
     decode: WorkerId
     reserved_len: int
     reason: str
     copy_id: SeqId | None = None  # names its copied blocks, at both workers
-    copy_due_s: float | None = None  # until then they are waited for
-    gather_until_s: float | None = None  # copied, it waits so long for others to leave with it
+    copy_due_s: float | None = None  # deadline of the copy
+    gather_until_s: float | None = None  # a copied sequence waits until then for others to leave
 
     @property
     def is_free(self) -> bool:
-        """True if the sequence may stay. Then its KV stays cached where it was, or is kept."""
+        """True if the sequence may also stay at its source. Then its KV stays cached there."""
         return self.reason in FREE
 
 
 class Attempt(msgspec.Struct):
-    """One placement. While `offer_due_s` is set, the prompt was not yet sent.
+    """One placement. While `offer_due_s` is set, the prompt has not been sent yet.
 
-    With a `move` it decodes on a worker that is no longer to decode, and moves to another one.
+    With a `move`, the sequence still decodes at its source and moves to another worker.
     """
 
     seq_id: SeqId
     prefill: WorkerId
     decode: WorkerId
-    base_len: int  # tokens that it prefills
-    reserved_len: int  # tokens that the decode worker's reservation is for
+    base_len: int  # number of tokens to prefill
+    reserved_len: int  # number of tokens reserved at the decode worker
     placed_s: float
-    holder: WorkerId | None = None  # asked to offer a prefix; the offer may be open
-    asked_s: float | None = None  # when it was asked, if it was computing then
-    offer_due_s: float | None = None  # deadline of its offer
-    started_s: float | None = None  # the first chunk
-    num_cached_tokens: int = 0  # how many of `base_len` were found cached or pulled
+    holder: WorkerId | None = None  # the worker that was asked to offer a prefix
+    asked_s: float | None = None  # when the holder was asked, if the holder was computing then
+    offer_due_s: float | None = None  # deadline of the holder's offer
+    started_s: float | None = None  # start of the prompt's first chunk
+    num_cached_tokens: int = 0  # number of the `base_len` tokens that were cached or pulled
     lease: LeaseRef | None = None
-    prefilled_s: float | None = None  # at its first token; at its begin if it continues an answer
+    prefilled_s: float | None = None  # time of the first token; of the start if it was moved
     kv_ready_s: float | None = None
     decode_started_s: float | None = None
-    kept_by: WorkerId | None = None  # which of the workers keeps its KV; None: all
-    is_moved: bool = False  # it continues an attempt at another decode worker
+    kept_by: WorkerId | None = None  # the worker that keeps its KV; None: all its workers
+    is_moved: bool = False  # continues an attempt that ran at another decode worker
     is_lent: bool = False  # a prefill worker decodes it
     move: Move | None = None
     decision: Decision | None = None  # None if it is moved
     hedge_after_s: float | None = None  # from the prompt's sending; None: no second attempt
-    hedge_due_s: float | None = None  # a second attempt begins then
+    hedge_due_s: float | None = None  # time at which a second attempt is started
 
     @property
     def prefilled(self) -> bool:
@@ -85,7 +85,7 @@ class Attempt(msgspec.Struct):
 
     @property
     def kv_ready(self) -> bool:
-        """True if nothing is to be pulled by the decode worker any more."""
+        """True if the decode worker has all KV and pulls nothing more."""
         return self.kv_ready_s is not None
 
     @property
@@ -95,7 +95,7 @@ class Attempt(msgspec.Struct):
 
     @property
     def hands_over(self) -> bool:
-        """True if another worker than the one that prefills decodes it."""
+        """True if the decode worker is not the prefill worker."""
         return self.prefill != self.decode
 
     def stay(self, received_s: float, ended_s: float | None = None) -> Stay:
@@ -112,7 +112,7 @@ class Attempt(msgspec.Struct):
         )
 
     def validate(self, view: ClusterView) -> None:
-        """Asserts that its workers live, and that its stages agree."""
+        """Asserts that the attempt's workers are alive, and that its stages agree."""
         workers = view.workers
         assert self.decode in workers
         assert self.is_decoding or self.prefill in workers
@@ -131,34 +131,34 @@ class Attempt(msgspec.Struct):
 
 @dataclass(slots=True)
 class Flight:
-    """One accepted request. `attempt` is None while it is queued or held back.
+    """One accepted request. `attempt` is None while the request is queued or held back.
 
-    While there is a `hedge` too, neither of the two has a token.
+    While there is a `hedge`, neither `attempt` nor `hedge` has produced a token.
     """
 
     request: Request
     stamps: Stamps
     last_news_s: float
     number: int = 0  # in the order of arrival
-    tokens: list[int] = field(default_factory=list)  # the answer's, all delivered
+    tokens: list[int] = field(default_factory=list)  # tokens of the answer, all delivered
     attempt: Attempt | None = None
-    hedge: Attempt | None = None  # a second one beside it
-    past: list[Stay] = field(default_factory=list)  # attempts that are over
-    waits_for_s: float = 0.0  # predicted when it was queued: seconds to compute its tokens
-    compute_s: float = 0.0  # the same without what was cached when it arrived
-    num_ids: int = 0  # sequence ids of attempts and moves
+    hedge: Attempt | None = None  # a second attempt that runs beside `attempt`
+    past: list[Stay] = field(default_factory=list)  # ended attempts
+    waits_for_s: float = 0.0  # seconds to compute its tokens, predicted when it was queued
+    compute_s: float = 0.0  # the same without the tokens that were cached when it arrived
+    num_ids: int = 0  # number of sequence ids given to attempts and moves
     num_attempts: int = 0
-    num_preemptions: int = 0  # attempts that do not count
-    num_excused: int = 0  # nor these: a worker changed its role, or its step hung
-    num_moves: int = 0  # attempts that continued another
+    num_preemptions: int = 0  # preempted attempts; they do not count as failed
+    num_excused: int = 0  # not counted either: a worker changed its role, or its step hung
+    num_moves: int = 0  # attempts that continued another attempt after a move
     moved_why: str | None = None  # the reason of the last move
-    rests_until_s: float = 0.0  # a move that is not necessary waits so long
-    num_hedges: int = 0  # attempts beside another
-    preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last time, by worker
+    rests_until_s: float = 0.0  # no free move is started before
+    num_hedges: int = 0  # attempts that were started as hedges
+    preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last preemption, by worker
     back_off_until_s: float | None = None
     likely_reused: bool = False  # see `router.cluster.learning`
-    leads: bool = True  # followers are held back for it
-    shared: SharedPrompt | None = None  # its leader's, or its own once it no longer leads
+    leads: bool = True  # its followers are still held back
+    shared: SharedPrompt | None = None  # from its leader; its own once it no longer leads
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -168,12 +168,12 @@ class Flight:
     move_pull_s: float | None = None
     workers: tuple[str, str] = ("", "")
     decision: Decision | None = None  # for the latest placement
-    kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # cached by lost attempts
-    limits: Limits = field(init=False)  # the request's, with the bound on TPOT that holds for it
+    kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # left cached by lost attempts
+    limits: Limits = field(init=False)  # limits of the request, with its effective TPOT bound
     hashes: PrefixHashes = field(init=False)
     prompt_len: int = field(init=False)
-    max_tokens: int = field(init=False)  # that the answer may have
-    _prompt: list[int] | None = field(init=False, default=None)  # as messages carry it
+    max_tokens: int = field(init=False)  # maximum length of the answer
+    _prompt: list[int] | None = field(init=False, default=None)  # the list that messages carry
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.token_ids)
@@ -199,7 +199,7 @@ class Flight:
         return [each for each in (self.attempt, self.hedge) if each is not None]
 
     def leave(self, attempt: Attempt, now_s: float) -> None:
-        """Keeps the times of an attempt that is over, for the dashboard and timelines."""
+        """Keeps the times of an ended attempt, for the dashboard and timelines."""
         if len(self.past) == MAX_STAYS:
             del self.past[0]
         self.past.append(attempt.stay(self.request.received_s, now_s))
@@ -226,9 +226,9 @@ class Flight:
         return self.prompt_len + len(self.tokens)
 
     def predicted_len(self, lengths: AnswerLengths) -> int:
-        """The length at the end that memory is reserved for, prompt included.
+        """Returns the predicted final length, prompt included; memory is reserved for it.
 
-        For an answer that became longer than predicted, the new guess is half as much again.
+        If an answer outgrew its prediction, the new prediction is 1.5 times its length.
         """
         length = self.length
         likely = self.prompt_len + lengths.nearly_longest(self.max_tokens)
@@ -239,20 +239,18 @@ class Flight:
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """Log-probabilities that are wanted for each prompt token; None once they were sent."""
+        """Number of log-probabilities wanted for each prompt token; None once they were sent."""
         return None if self.tokens else self.request.prompt_logprobs
 
     def leading_hashes(self, num_tokens: int, worker: WorkerView) -> list[BlockHash]:
-        """Hashes of the full blocks among the first `num_tokens`, as this worker makes them."""
+        """Returns hashes of the full blocks of the first `num_tokens`, in the worker's layout."""
         block_size = worker.info.layout.block_size
         has_all = num_tokens <= self.prompt_len
         token_ids = self.request.token_ids if has_all else self.token_ids
         return self.hashes.leading(token_ids, num_tokens=num_tokens, block_size=block_size)
 
     def validate(self, view: ClusterView) -> None:
-        """Asserts the invariants of its attempts: two of them run at two workers, without a
-        token.
-        """
+        """Asserts that attempts are consistent: two attempts use two workers and have no token."""
         for attempt in self.attempts:
             attempt.validate(view)
         first, second = self.attempt, self.hedge
@@ -269,7 +267,7 @@ class Flight:
 
 
 def running_timeline(flight: Flight, now_s: float) -> Timeline:
-    """Returns the stages of a request that runs, as if the present one ended now."""
+    """Returns the stages of a running request, as if the present stage ended now."""
     stamps, attempt = flight.stamps, flight.attempt
     if stamps.second_token_s is not None:
         return timeline(flight, now_s)
@@ -292,14 +290,14 @@ def running_timeline(flight: Flight, now_s: float) -> Timeline:
 
 
 def _or(at_s: float | None, now_s: float) -> float:
-    """The time of a stage's end; now if it is not over."""
+    """Returns the end of a stage; the present time if the stage is not over."""
     return now_s if at_s is None else at_s
 
 
 def timeline(flight: Flight, now_s: float, stamps: Stamps | None = None) -> Timeline:
-    """Returns the stages, by default the stages that the request has passed.
+    """Returns the stages with their durations; by default from the request's own stamps.
 
-    A stage that was left out by a lost attempt or an early end is zero.
+    A stage that a lost attempt or an early end skipped has a duration of zero.
     """
     stamps = stamps or flight.stamps
     placed_s = stamps.placed_s if stamps.placed_s is not None else now_s
@@ -344,5 +342,5 @@ def _since(at_s: float | None, start_s: float) -> float | None:
 
 
 def _between(low_s: float, at_s: float | None, high_s: float) -> float:
-    """Returns `at_s` within the two bounds; without it the lower one: the stage is empty."""
+    """Returns `at_s` clamped to the two bounds; if it is None, the lower bound."""
     return low_s if at_s is None else min(max(at_s, low_s), high_s)

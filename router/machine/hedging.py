@@ -1,17 +1,17 @@
-"""A second attempt for a prompt that takes far too long; the first one to finish goes on.
+"""A second attempt for a prompt that takes far too long; the first attempt to finish is kept.
 
     prefilling ──overdue──> two attempts ──PrefillDone of one──> that one, the other is cancelled
                                   └──one fails──> the other, as if there had been no more
 
-A slow worker, or one that hangs unnoticed, holds up the prompts that it was given. An attempt is
+A worker that is slow, or that hangs undetected, delays the prompts sent to it. An attempt is
 overdue when its first token takes `router.hedge_after` times as long as predicted, and at least a
-second, from the time when the prompt was sent. Prompt and seed determine the tokens, so it does not
-matter which attempt brings them.
+second, counted from the sending of the prompt. Prompt and seed determine the tokens, so it does not
+matter which attempt produces them.
 
-A second attempt is like any other: it reserves room at workers that have it, and they are told of
-its end. But no prefix is pulled for it. A request has at most one, and all of them are a bounded
-share of all placements: if everything takes longer than predicted, more work would make it worse. A
-prompt without a prediction is not hedged.
+A second attempt is like any other: it reserves room at its workers, and they are told of its end.
+But no prefix is pulled for it. A request has at most one second attempt, and second attempts are a
+bounded share of all placements: if all steps take longer than predicted, more work would make the
+delay worse. A prompt without a prediction is not hedged.
 """
 
 from collections import Counter
@@ -21,11 +21,11 @@ from router.machine.events import RouterEffect
 from router.machine.flight import Attempt, Flight
 from router.machine.placing import Placing
 
-AGAIN_S = 1.0  # without room or credit, the next try is this much later
+AGAIN_S = 1.0  # delay of the next try after one without room or credit
 
 
 class Hedging:
-    """Begins second attempts, and ends the one that is not the first to finish."""
+    """Starts second attempts, and cancels the attempt that does not finish first."""
 
     def __init__(self, counters: Counter[tuple[str, str]], ends: Ends, placing: Placing) -> None:
         self._counters = counters
@@ -33,7 +33,7 @@ class Hedging:
         self._placing = placing
 
     def examine(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Begins a second attempt if the first is overdue and a worker has room."""
+        """Starts a second attempt if the first is overdue and a worker has room."""
         attempt = flight.attempt
         if attempt is None or attempt.hedge_due_s is None or attempt.hedge_due_s > now_s:
             return []
@@ -45,7 +45,7 @@ class Hedging:
         return [effect]
 
     def settle(self, flight: Flight, winner: Attempt, now_s: float) -> list[RouterEffect]:
-        """Ends the attempt that lost: the other one has brought the first token."""
+        """Ends the losing attempt: `winner` has produced the first token."""
         if flight.hedge is None:
             return []
         assert flight.attempt is not None

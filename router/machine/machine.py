@@ -2,39 +2,39 @@
 
     arrived ──> queued ──place──> (offered) ──> prefilling ──PrefillDone──> decoding ──> ended
                   ^                   │             │                          │
-                  └───────── worker lost, given back, no news in time ─────────┘
+                  └───── worker lost, given back, no message in time ──────────┘
 
-The machine's record of a request (prompt, tokens so far, sampling) is its journal. It determines
-every token to come, on any worker. So a lost attempt is repeated as a prefill of prompt and tokens
-so far, and the client sees a longer gap and nothing else.
+The machine's record of a request (prompt, tokens so far, sampling) is its journal. The journal
+determines every later token, on any worker. So after a lost attempt, prompt and tokens so far are
+prefilled again elsewhere. The client sees only a longer gap.
 
-Each placement is an *attempt* with its own SeqId, so news of an older one match nothing. In an
-attempt on two workers, the decode worker gets `Decode` when the prefill worker has opened the
-lease, and then `FirstToken` when the gateway has it.
+Each placement is an *attempt* with its own SeqId, so messages about an older attempt match nothing.
+In an attempt on two workers, the decode worker gets `Decode` when the prefill worker has opened the
+lease, and `FirstToken` when the gateway has received that token.
 
-Of a group of requests that share a prompt only the leader is queued. The others are held back until
-its prompt is computed and its KV is at its decode worker, or until that cannot happen any more.
-Then they are first in the queue, and go to the same two workers if these have room. From then on
-each fails over and ends by itself.
+If requests share a prompt, only the leader of their group is queued. The others are held back until
+the leader's prompt is computed and its KV is at its decode worker, or until this has failed. Then
+the followers go to the head of the queue, and to the same two workers if these have room. From then
+on each request fails over and ends by itself.
 
-A decode worker that runs out of memory returns its youngest sequence. That does not count as a
-failed attempt if it brought a token. The request is first in the queue again until a worker has
-room. A worker that returned it has room when it reports room for all of it, or after a back-off
-that grows.
+A decode worker that runs out of memory returns its youngest sequence. If the attempt produced a
+token, it does not count as failed. The request waits at the head of the queue until a worker has
+room. The worker that returned it is tried again when that worker reports room for the whole
+request, or after a back-off that grows.
 
 A prompt that takes far longer than predicted is computed a second time elsewhere (`hedging`). The
-attempt with the first token goes on.
+attempt that produces the first token is kept.
 
-If a worker is no longer to decode, its running sequences move (`moves`). A sequence stops when
-nearly all of its KV is elsewhere, and goes on there as a prefilled attempt.
+If a worker must no longer decode, its running sequences move (`moves`). A sequence stops when
+nearly all of its KV is at the target, and continues there as a prefilled attempt.
 
 Each accepted request ends as exactly one of Finished, Rejected, Failed, Cancelled. A placement
-reserves what it chose in the same call. Each end of an attempt returns that and tells all its
-workers.
+reserves its room in the same call. When an attempt ends, its reservations are released and all its
+workers are told.
 
 The machine knows no socket, no clock and no text. Events and time go in, effects come out.
-`admission` admits, `queue` orders, `policies` choose, `placing` places, `turns` gives room of one
-key to another, `progress` takes messages of workers, `ends` ends.
+`admission` admits, `queue` orders, `policies` choose, `placing` places, `turns` rebalances room
+between API keys, `progress` handles the messages of workers, `ends` ends attempts and requests.
 """
 
 import random
@@ -110,7 +110,7 @@ class RouterMachine:
         estimates: Estimates | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """Starts without workers. `estimates` may hold costs that were measured before."""
+        """Starts without workers. `estimates` may hold costs measured in an earlier run."""
         self.state = RouterState(
             config,
             estimates=estimates or Estimates(),
@@ -130,12 +130,12 @@ class RouterMachine:
 
     @property
     def view(self) -> ClusterView:
-        """Live workers and what is promised to them."""
+        """Live workers and the claims on them."""
         return self.state.view
 
     @property
     def prefixes(self) -> PrefixIndex:
-        """Cached prefixes of all workers, as far as known."""
+        """The known cached prefixes of all workers."""
         return self.state.workers.prefixes
 
     @property
@@ -155,7 +155,7 @@ class RouterMachine:
 
     @property
     def num_stranded(self) -> int:
-        """Running requests that are to move, and wait for room elsewhere or for their turn."""
+        """Number of running requests that must move, and wait for room or for their turn."""
         moves = self.state.moves
         if not moves.any_begun:
             return 0
@@ -209,7 +209,7 @@ class RouterMachine:
         return effects
 
     def _go_on(self, now_s: float) -> list[RouterEffect]:
-        """Moves and places what waits, as far as there is room now."""
+        """Moves stranded sequences and places queued requests, while there is room."""
         effects: list[RouterEffect] = []
         to_leave = self.state.moves.at(MoveStage.COPIED)
         if self.num_stranded:  # running requests go before waiting ones
@@ -226,10 +226,10 @@ class RouterMachine:
     def _may_make_room(self, event: RouterEvent) -> bool:
         """True if the event may let the head of the queue be placed, or a move go on.
 
-        Cached blocks change which worker is better, not which has room. The exception is a decode
-        worker that may compute what is not cached. Tokens take room. Of requests that come
-        together, the last one has all placed. Time passes with all events, and `next_wake_s` covers
-        the rest.
+        Cached blocks change which worker is better, not which worker has room. The exception is a
+        decode worker that may prefill the uncached part itself. Tokens only use up room. If
+        requests arrive together, all are placed with the last one. Events also let time pass;
+        `next_wake_s` covers times at which no event arrives.
         """
         match event:
             case BlocksChanged(worker_id):
@@ -250,7 +250,7 @@ class RouterMachine:
         return worker.info.is_fluid and worker.info.role.decodes
 
     def next_wake_s(self) -> float | None:
-        """Returns when the next `Tick` is needed, in seconds; None if nothing will fall due."""
+        """Returns the time in seconds of the next `Tick` that is needed; None if nothing is due."""
         state = self.state
         soonest_s, look_s = state.deadlines.soonest_s(), self._moving.balancing.due_s
         if not state.waiting.queue.size and state.moves.retry_s is None and look_s is None:
@@ -263,7 +263,7 @@ class RouterMachine:
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:
-        """Predicts the times of a worker with all its claims."""
+        """Predicts the queueing and step times of a worker under all its claims."""
         estimates, role = self.state.estimates, worker.info.role
         num_seqs = max(worker.num_decodes, 1)
         context_tokens = worker.context_tokens + worker.foreign.context_tokens
@@ -277,10 +277,10 @@ class RouterMachine:
         )
 
     def longest_step_s(self, worker_id: WorkerId, *, is_early: bool = False) -> float:
-        """The longest possible step of a worker, seconds: one that lasts longer hangs.
+        """Returns the longest plausible step of a worker in seconds; a longer step hangs.
 
         If the worker computes nothing for this gateway, the content of its step is unknown here. An
-        early step is one of the first of its kind.
+        early step is one of the first with its shape.
         """
         config, worker = self.state.config, self.state.view.workers.get(worker_id)
         stuck_s = config.stuck_step_s * (EARLY_FACTOR if is_early else 1.0)
@@ -320,7 +320,7 @@ class RouterMachine:
         flight.shared = None if leader is None else leader.shared
         placed: list[RouterEffect] = []
         others_first = arrived.more_come or state.waiting.queue.size or self.num_stranded
-        if not others_first:  # no other request has its turn before
+        if not others_first:  # no other request is before it in the queue
             placed = self._placing.place_one(flight, now_s)
         if not placed:
             state.waiting.put(flight)
@@ -361,7 +361,7 @@ class RouterMachine:
             needs_prefill = attempt.prefill == worker_id and not attempt.is_decoding
             if attempt.decode == worker_id or needs_prefill:
                 if reason == StepStuck.__name__ and flight.num_excused < state.config.max_attempts:
-                    # The worker may only be slow. Or this request hangs it: hence the bound.
+                    # The worker may be slow, or this request makes it hang: so excuses are bounded.
                     effects += self._ends.excuse(flight, "worker lost", now_s)
                 else:
                     effects += self._ends.retry(flight, "worker lost", now_s)
@@ -374,17 +374,17 @@ class RouterMachine:
     def _on_holder_lost(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
         if attempt.offer_due_s is not None:
             return self._placing.compute_all(flight, attempt, "prefix holder lost", now_s)
-        attempt.holder = None  # the prefill worker finds out itself
+        attempt.holder = None  # the prefill worker detects the loss itself
         return []
 
     def _youngest_first(self) -> list[Flight]:
-        """Returns all requests. Returned to the queue's head in this order, they keep their own."""
+        """Returns all requests, youngest first; put back in this order, the oldest comes first."""
         return list(reversed(self.state.flights.values()))
 
     # ------------------------------------------------------------ deadlines
 
     def _on_tick(self, now_s: float) -> list[RouterEffect]:
-        """Looks at the requests whose noted time has come, and at no others."""
+        """Handles the requests whose recorded time has passed, and no others."""
         state = self.state
         self._moving.balancing.on_tick(now_s)
         due = [state.flights[request_id] for request_id in state.deadlines.take_due(now_s)]
@@ -397,7 +397,7 @@ class RouterMachine:
         return effects
 
     def _on_due(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Handles a noted time that has come; the deadline may have moved since it was noted."""
+        """Handles a request whose recorded time has passed; its deadline may be later by now."""
         if self.state.deadlines.deadline_s(flight) > now_s:
             effects = self._stop_waiting_for_offer(flight, now_s)
             effects += self._moving.copying.stop_waiting(flight, now_s)
@@ -421,7 +421,7 @@ class RouterMachine:
         return "no worker had room in time" if missing is None else f"{missing} came in time"
 
     def _stop_waiting_for_offer(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Computes the whole prompt, and tells the holder: its late offer would not be used."""
+        """Has the whole prompt computed, and cancels the request for an offer at the holder."""
         attempt = flight.attempt
         if attempt is None or attempt.offer_due_s is None or attempt.offer_due_s > now_s:
             return []

@@ -1,9 +1,9 @@
 """Placement: takes the next request from the queue, computes its need, and sends it to workers.
 
-If another worker holds more of the prompt and the policy wants that pulled, this worker is asked
-for an offer first. The prefill message then carries the offered lease. Without an offer in time the
-whole prompt is computed. A store offers what it has on lower media too, and reads it while it is
-pulled. If a new request must wait, the store is told to read it meanwhile.
+If another worker holds more of the prompt and the policy wants to pull that prefix, the holder is
+first asked for an offer. The prefill message then carries the offered lease. If no offer arrives in
+time, the whole prompt is computed. A store also offers blocks on lower media, and reads them while
+they are pulled. If a new request must wait, the store is told to read its prefix in the meantime.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,22 +43,22 @@ from router.policies.keeping import keeper
 from router.policies.pulling import Bid, Holders, bid
 from router.policies.sharing import with_leader
 
-HEDGE_LEAST_S = 1.0  # predictions on a busy machine are no better than that
-HEDGE_SHARE = 0.05  # second attempts at most, as a share of all placements
-HEDGE_BURST = 8.0  # that many may have been saved up
+HEDGE_LEAST_S = 1.0  # seconds; predictions on a busy machine are less exact than this
+HEDGE_SHARE = 0.05  # second attempts as a share of all placements, at most
+HEDGE_BURST = 8.0  # second attempts that may be started at once after a quiet time
 
 
 class Placing:
-    """Places waiting requests, and begins second attempts for placed ones."""
+    """Places waiting requests, and starts second attempts for placed requests."""
 
     def __init__(self, state: RouterState, ends: Ends) -> None:
         self._state = state
         self._ends = ends
-        self.busy: Busy | None = None  # what the head of the queue waits for
-        self.locally_s = 0.0  # predicted seconds of prompts that decode workers were given
+        self.busy: Busy | None = None  # the reason for which the head of the queue waits
+        self.locally_s = 0.0  # predicted seconds of the prompts that decode workers prefill
         self._load = PromptLoad()
         self._explaining = Explaining(state, self.room_for)
-        self.hedge_credit = HEDGE_BURST  # second attempts that may be begun
+        self.hedge_credit = HEDGE_BURST  # number of second attempts that may be started now
 
     def place_all(self, now_s: float) -> list[RouterEffect]:
         """Places queued requests in order, as far as there is room."""
@@ -81,7 +81,7 @@ class Placing:
         return effects
 
     def place_one(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Places a new request, or a queued one out of turn, if there is room."""
+        """Places a new request, or a queued request out of order, if there is room."""
         state = self._state
         state.view.remove_severed(now_s)
         need = self.need(flight, now_s)
@@ -93,9 +93,9 @@ class Placing:
         return [self._place(flight, decision, need, now_s)]
 
     def need(self, flight: Flight, now_s: float) -> Need:
-        """Returns the need of the next attempt. Only a first attempt stays close to its leader.
+        """Returns the need of the next attempt. Only a first attempt must stay close to its leader.
 
-        The pace of an answer that has begun is kept up as well as possible: it is not held back.
+        An answer that has begun is not held back for its TPOT bound; the fastest place is taken.
         """
         if flight.back_off_until_s is not None and flight.back_off_until_s <= now_s:
             flight.back_off_until_s = None
@@ -114,7 +114,7 @@ class Placing:
     def _choose(
         self, flight: Flight, need: Need, now_s: float, *, other_than: WorkerId | None = None
     ) -> Decision | Busy | Impossible:
-        """Places a request, without `other_than`. The policy decides if the fleet cannot."""
+        """Chooses a placement without `other_than`. The policy chooses if the fleet cannot."""
         known, fleet = KnownPrefixes(self._state, flight), self._state.workers.fleet
         if fleet is not None:
             queue = self.queue(flight, now_s)
@@ -134,7 +134,7 @@ class Placing:
         return self._state.policy.choose(self._asked(need, known, found, now_s))
 
     def queue(self, flight: Flight, now_s: float) -> Queue:
-        """Returns the prompts that wait beside this one, if it does, and what lately came."""
+        """Returns the other queued prompts and the recent prompt work, both per prefill worker."""
         state = self._state
         num_workers = max(len(state.view.prefillers()), 1)
         num, seconds = len(state.waiting.queue), state.waiting.queued_s
@@ -148,13 +148,13 @@ class Placing:
 
     @property
     def cached_token_s(self) -> float:
-        """Seconds that a token in the cache of a worker saves the prompts to come."""
+        """Seconds of prefill that later prompts save per token in a worker's cache."""
         return self._load.cached_token_s
 
     def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
     ) -> Candidates | Busy | Impossible:
-        """Returns the workers that have room now, without `other_than`."""
+        """Returns the workers that have room now, except `other_than`."""
         state, config, policy = self._state, self._state.config, self._state.policy
         backlog = None
         if policy.binds_late:
@@ -184,9 +184,9 @@ class Placing:
         )
 
     def place_beside(self, flight: Flight, now_s: float) -> SendTo | None:
-        """Begins a second attempt, without the worker that prefills the first.
+        """Starts a second attempt on workers other than the one that prefills the first.
 
-        None if no worker has room, or if second attempts have had their share.
+        Returns None if no worker has room, or if the budget of second attempts is used up.
         """
         first = flight.attempt
         assert first is not None
@@ -224,7 +224,7 @@ class Placing:
         return self._ask_or_prefill(flight, attempt, decision, now_s)
 
     def _begin(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> Attempt:
-        """Returns a new attempt, with all that it needs reserved."""
+        """Returns a new attempt, with all its resources reserved."""
         if not flight.num_ids:
             hashes = KnownPrefixes(self._state, flight).hashes()
             flight.likely_reused = self._state.conversations.record(hashes)
@@ -264,7 +264,7 @@ class Placing:
     def _claim(
         self, flight: Flight, attempt: Attempt, decision: Decision, need: Need, now_s: float
     ) -> None:
-        """Reserves what the decision needs on both workers."""
+        """Reserves the resources of the decision on both workers."""
         state = self._state
         workers, num_cached = state.view.workers, decision.num_cached_tokens
         prefill, decode = workers[attempt.prefill], workers[attempt.decode]
@@ -272,8 +272,8 @@ class Placing:
         num_computed = need.num_tokens - num_cached
         self._load.record(compute_s or 0.0, now_s, num_computed=num_computed, num_cached=num_cached)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
-        # Demand counts the first attempt only. A prompt is needed no less in the prefill pool if a
-        # decode worker lends itself because that pool is busy.
+        # Demand counts the first attempt only. If a decode worker prefills because the prefill pool
+        # is busy, the prompt still counts as demand on the prefill pool.
         if is_local and flight.compute_s and flight.num_attempts == 1 and self._has_time(now_s):
             self.locally_s += flight.compute_s
         pull_s = 0.0
@@ -300,7 +300,7 @@ class Placing:
     def _ask_or_prefill(
         self, flight: Flight, attempt: Attempt, decision: Decision, now_s: float
     ) -> SendTo:
-        """Asks another worker for the prefix if it is to be pulled, else sends the prompt."""
+        """Asks another worker for its prefix if it is to be pulled; otherwise sends the prompt."""
         if decision.pulled_from is None:
             return self.send_prefill(flight, attempt, None, now_s)
         attempt.holder = decision.pulled_from
@@ -346,8 +346,8 @@ class Placing:
     def prepare(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
         """Ranks a prompt that has to queue by its uncached part.
 
-        Has a store read its prefix into memory, if its pull would pay. If a prompt is placed at
-        once, the offer itself makes the store read.
+        If pulling its prefix from a store would pay, the store is told to read it into memory. If a
+        prompt is placed at once, the offer itself makes the store read.
         """
         state = self._state
         flight = state.flights[request_id]
@@ -371,13 +371,13 @@ class Placing:
     def compute_all(
         self, flight: Flight, attempt: Attempt, reason: str, now_s: float
     ) -> list[RouterEffect]:
-        """Sends the whole prompt: there is no prefix to wait for."""
+        """Sends the whole prompt, because no prefix will be pulled."""
         self._state.counters["fallback", reason] += 1
         attempt.holder = None
         return [self.send_prefill(flight, attempt, None, now_s)]
 
     def validate(self) -> None:
-        """Asserts that second attempts keep to their share."""
+        """Asserts that the number of second attempts is within their share."""
         assert 0.0 <= self.hedge_credit <= HEDGE_BURST
 
 
@@ -390,7 +390,7 @@ class KnownPrefixes:
         self._longest: Mapping[WorkerId, int] | None = None  # by name in the index, once looked up
 
     def hashes(self) -> Sequence[BlockHash]:
-        """Hashes of the full blocks; none if one worker alone could hold them."""
+        """Hashes of the full blocks; empty if only one worker could hold them."""
         view, flight = self._state.view, self._flight
         if len(view.workers) < 2 or flight.prompt_logprobs is not None:
             return ()
@@ -406,7 +406,7 @@ class KnownPrefixes:
         return {i: n for i, n in self._look_up().items() if i not in on_lower}
 
     def matched_below(self) -> Mapping[tuple[WorkerId, str], int]:
-        """The same of stores, by lower medium."""
+        """Leading tokens that stores hold on their lower media, by store and medium."""
         on_lower = self._state.workers.on_lower
         if not on_lower:
             return {}
@@ -428,12 +428,12 @@ class KnownPrefixes:
 def likely_bid(
     state: RouterState, flight: Flight, known: KnownPrefixes, sink: Worker, now_s: float
 ) -> Bid:
-    """The cost of a prompt at a worker, if it had all that is in any memory.
+    """The cost of a prompt at a worker that had every block which is in any worker's memory.
 
-    The source is what it pulls from a lower medium, if that is quicker.
+    The bid names a source if pulling the rest from a lower medium would be quicker.
     """
     request, matched, has_below = flight.request, known.matched_tokens(), known.matched_below()
-    if not (matched or has_below):  # what `bid` returns then
+    if not (matched or has_below):  # `bid` would return the same
         return Bid(state.estimates.prefill_s(sink[1], flight.length, 0))
     need = Need(flight.length, request.limits.max_len, may_pull=flight.prompt_logprobs is None)
     found = Candidates([], [])

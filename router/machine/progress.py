@@ -63,7 +63,7 @@ class Progress:
         """Handles a worker's message."""
         state = self._state
         if isinstance(message, _NOT_OURS):
-            return []  # `router.service` handles these; stores alone ask for blocks
+            return []  # `router.service` handles these messages; only stores ask for blocks
         if isinstance(message, _OWN_NEWS):
             return self._on_own_news(worker_id, message, now_s)
         flight = state.by_seq.get(message.seq_id)
@@ -120,7 +120,7 @@ class Progress:
         attempt = flight.attempt
         assert attempt is not None
         if attempt.offer_due_s is None or attempt.holder != worker_id:
-            return []  # too late
+            return []  # the offer came too late
         if attempt.asked_s is not None:
             self._state.estimates.observe_offer(now_s - attempt.asked_s)
         num_held = 0 if message.lease is None else message.lease.num_blocks
@@ -139,12 +139,12 @@ class Progress:
         attempt.started_s, attempt.num_cached_tokens = now_s, message.num_cached_tokens
         if attempt.holder is not None:
             self._record_pulled_prefix(attempt, attempt.holder, message, now_s)
-            attempt.holder = None  # a pull of its prefix, and so its lease, is over
+            attempt.holder = None  # the pull of its prefix is over, and so is the lease
         worker = self._state.view.workers[attempt.prefill]
         worker.begin_prefill(attempt.seq_id, now_s)
         effects = self._moving.on_prompt(worker, now_s)
         if message.lease is None:
-            attempt.kv_ready_s = now_s  # nothing will be pulled
+            attempt.kv_ready_s = now_s  # nothing has to be pulled
             return effects
         attempt.lease = message.lease
         request = flight.request
@@ -165,9 +165,9 @@ class Progress:
     def _record_pulled_prefix(
         self, attempt: Attempt, holder: WorkerId, message: PrefillStarted, now_s: float
     ) -> None:
-        """Learns from a pull that ended before the prompt's first chunk.
+        """Learns the cost of pulls from a pull that ended before the prompt's first chunk.
 
-        The time of a pull from a lower medium is the disk's time, and says nothing about pulls.
+        A pull from a lower medium takes as long as the disk, so its time is not used.
         """
         state = self._state
         sink = state.view.workers[attempt.prefill]
@@ -187,7 +187,7 @@ class Progress:
     ) -> list[RouterEffect]:
         effects = self._hedging.settle(flight, attempt, now_s)
         attempt.prefilled_s, attempt.hedge_due_s = now_s, None
-        self._state.deadlines.watch(flight)  # a prompt is given more time than an answer
+        self._state.deadlines.watch(flight)  # a prompt has a longer deadline than an answer
         worker = self._state.view.workers[attempt.prefill]
         if attempt.started_s is not None and not _is_dragged(worker):
             self._state.estimates.observe_prefill(
@@ -213,7 +213,7 @@ class Progress:
             )
         )
         if message.finish is not None:
-            # A worker that computed all of it by itself is done with it and needs no message.
+            # A worker that computed the whole answer alone has finished and needs no message.
             outcome = Finished(message.finish)
             return effects + self._ends.end(flight, outcome, now_s, tell_workers=attempt.hands_over)
         self._release_if_computed(flight, attempt, now_s)
@@ -247,14 +247,14 @@ class Progress:
     ) -> list[RouterEffect]:
         """Handles the tokens of one step, as if each message had come alone.
 
-        Most tokens are only delivered, and their sequence grows. The short path for them is here,
+        Most tokens are only delivered, and extend their sequence. Their short path is inlined here,
         as it runs once for each token.
         """
         by_seq, worker = self._state.by_seq, self._state.view.workers.get(worker_id)
         effects: list[RouterEffect] = []
         if worker is None:
             return effects
-        num_grown = 0  # tokens that only the claims know of
+        num_grown = 0  # tokens that were added to claims, but not yet to the worker's total
         for message in tokens:
             seq_id = message.seq_id
             flight = by_seq.get(seq_id)
@@ -263,7 +263,7 @@ class Progress:
             claim, attempt, answer = worker.decodes.get(seq_id), flight.attempt, flight.tokens
             assert attempt is not None
             if (
-                claim is None  # news of a worker that shall not decode it
+                claim is None  # a message of a worker that must not decode this sequence
                 or message.finish is not None
                 or message.logprobs
                 or message.num_drafted
@@ -291,7 +291,7 @@ class Progress:
         logprobs = tuple(message.logprobs)
         effects: list[RouterEffect] = [self._deliver(flight, message.token_ids, logprobs, now_s)]
         if message.finish is not None:
-            # Both workers are done with it and need no message.
+            # Both workers have finished the sequence and need no message.
             outcome = Finished(message.finish)
             effects += self._ends.end(flight, outcome, now_s, tell_workers=False)
         return effects
@@ -320,7 +320,7 @@ class Progress:
         return Deliver(request_id, tuple(tokens), shown, logprobs, prompt_logprobs, embedding)
 
     def _grow(self, flight: Flight, num_tokens: int) -> None:
-        """Grows the claim at the decode worker, which is predicted anew if it is outgrown."""
+        """Grows the claim at the decode worker. An outgrown prediction is replaced by a new one."""
         attempt = flight.attempt
         assert attempt is not None
         worker = self._state.view.workers[attempt.decode]
@@ -361,7 +361,7 @@ class Progress:
     def _is_of_a_role(self, attempt: Attempt, worker_id: WorkerId, reason: str) -> bool:
         """True if the sequence came back because the worker no longer has the role for it.
 
-        If its announced role contradicts this, the return counts as an attempt.
+        If the worker's announced role contradicts this, the return counts as an attempt.
         """
         worker = self._state.view.workers.get(worker_id)
         if reason not in (WRONG_ROLE, ROLE_CHANGED) or worker is None:
@@ -373,7 +373,7 @@ class Progress:
 
 
 def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:
-    """Notes a preemption: the attempt brought tokens, so it does not count as failed."""
+    """Records a preemption. As the attempt produced tokens, it does not count as failed."""
     flight.preempted_s[worker_id] = now_s
     back_off_s = FIRST_BACK_OFF_S * 2**flight.num_preemptions
     flight.back_off_until_s = now_s + min(back_off_s, MAX_BACK_OFF_S)
@@ -381,8 +381,8 @@ def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:
 
 
 def _is_dragged(worker: WorkerView) -> bool:
-    """True if the time of a prompt is not its own: it was computed beside what decodes there.
+    """True if decoding on this worker lengthened the time of a prompt, so it is not measured.
 
-    Mixed workers are different: all of their prompts are.
+    Prompts of mixed workers are measured, as all of them are computed beside decoding.
     """
     return worker.info.is_fluid and worker.num_decoding > 0

@@ -1,22 +1,24 @@
 """Requests that wait for a worker, in the order of placement.
 
-Returned requests come first: they had a worker, or were held back for a leader that had one. Then
-the lowest priority number comes first, and a higher number waits as long as there is a lower one.
-Within a priority tenants take turns by deficit round robin: each turn a tenant may have a quantum
-of work placed. It keeps what it does not use, as long as it has requests. So a tenant that sends
-more or longer requests waits longer, and no other tenant does.
+Returned requests come first: they had a worker, or were held back for a leader that had a worker.
+Then the lowest priority number comes first: no request is placed while one with a lower number
+waits. Within a priority, tenants are served in turn by deficit round robin: each turn, a tenant may
+have a quantum of work placed. The unused part of a quantum is kept while the tenant has requests.
+So a tenant that sends more or longer requests waits longer, and no other tenant does.
 
-Within a tenant the least *rank* comes first: the time of arrival, and `router.queue_patience` times
-the seconds that the prompt is predicted to take. So a short prompt passes a long one that came a
-little earlier. No prompt starves: one that takes `c` seconds is passed only by requests that come
-within `patience · c` seconds after it. A patience of zero is the order of arrival.
+Within a tenant, the request with the least *rank* comes first. The rank is the time of arrival,
+plus `router.queue_patience` times the predicted seconds of the prompt. So a short prompt passes a
+long prompt that arrived a little earlier. No prompt starves: a prompt that takes `c` seconds is
+passed only by requests that arrive within `patience · c` seconds after it. With a patience of zero,
+the order is the order of arrival.
 
-The caller predicts the work of a request, in any unit; `quantum` is the worth of a turn.
+The caller predicts the work of a request, in any unit. `quantum` is the work of one turn.
 
 Several answers to one prompt are a *group*: a leader and its followers. Followers wait outside of
-the queue until the leader's prompt is computed and its KV is where it decodes. There they find all
-its full blocks and share them. Only the last block of a prompt, if it is not full, belongs to each
-answer alone. That is copy-on-write with the block as its unit: full blocks are never written.
+the queue until the leader's prompt is computed and its KV is at its decode worker. There the
+followers find all full blocks of the prompt and share them. Only the last block of a prompt, if it
+is not full, is separate for each answer. That is copy-on-write with the block as its unit: full
+blocks are never written.
 
 Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin, SIGCOMM 1995.
 """
@@ -32,20 +34,20 @@ from router.cluster.learning import AnswerLengths
 from router.machine.deadlines import Deadlines
 from router.machine.flight import Flight
 
-# A tenant's turn, in tokens of prompts and predicted answers: a larger one takes fewer turns
-# to reach a long request, a smaller one shares finer.
+# Quantum of a tenant's turn, in tokens of prompts and predicted answers. With a larger quantum, a
+# long request needs fewer turns; with a smaller one, sharing is finer.
 QUANTUM_TOKENS = 4096.0
-UNIT_TOKENS = 1024  # a prompt whose time tells if the workers are quicker or slower than thought
-CHANGED = 1.25  # its time over that before, or the reverse, from which on all are ranked anew
-SPARE = 64  # entries of a heap that may be out of date before they are dropped
+UNIT_TOKENS = 1024  # the predicted time of a prompt of this length shows changes in speed
+CHANGED = 1.25  # all requests are ranked anew if that time changes by this factor
+SPARE = 64  # outdated entries that a heap may have before it is rebuilt
 
 
 @dataclass(slots=True)
 class _Waiter:
-    """A request's work, and its rank among its tenant's."""
+    """A request's work, and its rank among the requests of its tenant."""
 
     work: float
-    rank: tuple[float, int]  # among equals the one that came first
+    rank: tuple[float, int]  # with the order of arrival, to break ties
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ class _Tenant:
     deficit: float = 0.0
 
     def rank(self, request_id: RequestId, waiter: _Waiter) -> None:
-        """Adds a request, or gives it another rank."""
+        """Adds a request, or changes its rank."""
         self.waiting[request_id] = waiter
         heappush(self.ranked, (waiter.rank, request_id))
         if len(self.ranked) > 2 * len(self.waiting) + SPARE:
@@ -79,7 +81,7 @@ class _Level:
     """The tenants with requests of one priority, in the order of their turns."""
 
     tenants: OrderedDict[str, _Tenant] = field(default_factory=OrderedDict)
-    has_begun: bool = False  # the first tenant has got its quantum
+    has_begun: bool = False  # the first tenant has received its quantum
 
 
 class FairQueue:
@@ -91,7 +93,7 @@ class FairQueue:
         self._levels: dict[int, _Level] = {}
         self._homes: dict[RequestId, tuple[int, str]] = {}  # for requests that were not returned
         self._num_put = 0
-        self.size = 0  # requests in it: without a call, as each event asks
+        self.size = 0  # number of requests; an attribute, as each event reads it
 
     def __len__(self) -> int:
         return self.size
@@ -122,7 +124,7 @@ class FairQueue:
         self._homes[request_id] = (priority, tenant)
 
     def rank(self, request_id: RequestId, rank: float) -> None:
-        """Gives a request another rank, unless it was returned."""
+        """Changes the rank of a request, unless the request was returned."""
         if request_id not in self._homes:
             return
         priority, name = self._homes[request_id]
@@ -132,7 +134,7 @@ class FairQueue:
         tenant.rank(request_id, waiter)
 
     def put_back(self, request_id: RequestId) -> None:
-        """Adds a returned request before all others."""
+        """Puts a returned request before all others."""
         assert request_id not in self
         self._returned[request_id] = None
         self.size += 1
@@ -157,7 +159,7 @@ class FairQueue:
             level.has_begun = False
 
     def firsts(self) -> Iterator[RequestId]:
-        """Yields the next request of each tenant in the most urgent priority, and the head."""
+        """Yields the first request of each tenant in the most urgent priority, and the head."""
         if self._returned:
             yield next(iter(self._returned))
         if self._levels:
@@ -241,7 +243,7 @@ class HeldBack:
         self._followers.setdefault(leader, []).append(request_id)
 
     def discard(self, request_id: RequestId) -> None:
-        """Forgets a follower, if it is held."""
+        """Removes a follower, if it is held back."""
         leader = self._leaders.pop(request_id, None)
         if leader is None:
             return
@@ -274,24 +276,24 @@ class Waiting:
         *,
         patience: float = 0.0,
     ) -> None:
-        """`patience`: seconds of wait that count as much as one second of work in a rank."""
+        """`patience`: seconds of waiting that weigh as much as one second of work in a rank."""
         self.queue = FairQueue(QUANTUM_TOKENS)
         self.held = HeldBack()
-        self.queued_s = 0.0  # predicted to compute the prompts in the queue
+        self.queued_s = 0.0  # predicted seconds to compute the prompts in the queue
         self._estimates = estimates
         self._lengths = lengths
         self._deadlines = deadlines
         self._patience = patience
         self._asks: dict[RequestId, tuple[float, float]] = {}  # arrival, and seconds of work
-        self._unit_s = 0.0  # time of UNIT_TOKENS when the ranks were predicted
+        self._unit_s = 0.0  # predicted time of UNIT_TOKENS when the ranks were computed
 
     @property
     def num_requests(self) -> int:
-        """Requests that wait for a worker."""
+        """The number of requests that wait for a worker."""
         return len(self.queue) + len(self.held)
 
     def put(self, flight: Flight) -> None:
-        """Queues a new request, with the rank that it has if nothing of it is cached."""
+        """Queues a new request, with the rank of a request without cached blocks."""
         self._begin(flight)
         self._follow_speed()
         request = flight.request
@@ -304,9 +306,9 @@ class Waiting:
         )
 
     def _follow_speed(self) -> None:
-        """Ranks all anew if the time of prompts is predicted in another way.
+        """Ranks all requests anew if the predicted time of prompts has changed.
 
-        Else requests that came while it was thought to be long would be passed for too long.
+        Otherwise requests ranked under a longer prediction would be passed for too long.
         """
         unit_s = self._estimates.any_prefill_s(UNIT_TOKENS) or 0.0
         if self._unit_s == 0.0:
@@ -321,7 +323,7 @@ class Waiting:
             self.queue.rank(request_id, arrived_s + self._patience * compute_s * change)
 
     def rank(self, flight: Flight, compute_s: float) -> None:
-        """Ranks a waiting request by what it is predicted to take."""
+        """Ranks a waiting request by its predicted seconds of prefill."""
         self.queue.rank(flight.request.request_id, self._rank(flight, compute_s))
 
     def _rank(self, flight: Flight, compute_s: float) -> float:
@@ -329,17 +331,17 @@ class Waiting:
         return flight.stamps.arrived_s + self._patience * compute_s
 
     def put_back(self, flight: Flight) -> None:
-        """Queues a returned request, before all others."""
+        """Queues a returned request before all others."""
         self._begin(flight)
         self.queue.put_back(flight.request.request_id)
 
     def take(self, flight: Flight) -> None:
-        """Ends the wait of a request that is being placed."""
+        """Removes a request from the queue because it is being placed."""
         self.queue.remove(flight.request.request_id)
         self._end(flight)
 
     def drop(self, flight: Flight) -> None:
-        """Ends the wait of a request that is over, if it waits."""
+        """Removes an ended request, if it waits."""
         request_id = flight.request.request_id
         self.held.discard(request_id)
         if request_id in self.queue:
@@ -347,7 +349,7 @@ class Waiting:
             self._end(flight)
 
     def _begin(self, flight: Flight) -> None:
-        """Begins a wait. The cached part of the prompt is unknown until it is looked up."""
+        """Starts the wait. The cached part of the prompt is unknown until it is looked up."""
         flight.waits_for_s = self._estimates.any_prefill_s(flight.length) or 0.0
         self.queued_s += flight.waits_for_s
         self._deadlines.watch(flight)

@@ -28,34 +28,34 @@ from router.prefixes.hashes import PrefixHashes
 class Request(msgspec.Struct, frozen=True):
     """A client's request, validated and tokenised. Lengths in `limits` include the prompt.
 
-    Several answers to one prompt are a group of requests, each with its own seed. All but one name
-    that one as their `leader`, which must have been submitted before them.
+    Several answers to one prompt are a group of requests, each with its own seed. One of them is
+    the leader and must be submitted first; the others name it as their `leader`.
     """
 
     request_id: RequestId
     token_ids: tuple[int, ...]  # the simulator passes an object that acts like tuple and list
     sampling: Sampling
     limits: Limits
-    received_s: float  # when the HTTP request came in
+    received_s: float  # time at which the HTTP request arrived
     prompt_logprobs: int | None = None  # as in `engine.messages.Prefill`
     leader: RequestId | None = None
     priority: int = 0  # lower is served earlier, as in vLLM
-    tenant: str = ""  # API key or user: the queue is shared fairly among these
-    has_key: bool = False  # `tenant` comes from an API key; else the client chose it
-    deadline_s: float | None = None  # for the first token, on the clock of `received_s`
-    tpot_bound_s: float | None = None  # seconds per token; None: the router's
-    salt: Salt = b""  # only requests of equal ones share cached prefixes
-    hashes: PrefixHashes | None = None  # its blocks' hashes, as far as they are known
+    tenant: str = ""  # API key or user; the queue is shared fairly among tenants
+    has_key: bool = False  # `tenant` comes from an API key; otherwise the client chose it
+    deadline_s: float | None = None  # deadline of the first token, on the clock of `received_s`
+    tpot_bound_s: float | None = None  # seconds per token; None: the router's default
+    salt: Salt = b""  # only requests with equal salts share cached prefixes
+    hashes: PrefixHashes | None = None  # hashes of its blocks, as far as computed
     client_id: str = ""  # the client's own id, for log lines
-    is_background: bool = False  # may wait: no bound on time refuses it, no pool grows for it
+    is_background: bool = False  # no bound on time refuses it, and no pool grows for it
 
     def prompt(self) -> list[int]:
-        """The tokens as messages carry them."""
+        """The tokens of the prompt, as a list for messages."""
         tokens: Sequence[int] = self.token_ids
         return list(tokens) if isinstance(tokens, tuple) else cast("list[int]", tokens)
 
     def journal(self, answer: list[int]) -> list[int]:
-        """The tokens and an answer so far, as messages carry them."""
+        """The tokens of the prompt and an answer so far, as a list for messages."""
         tokens: Sequence[int] = self.token_ids
         if isinstance(tokens, tuple):
             return [*tokens, *answer]
@@ -71,18 +71,18 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Refused before any work was done; to be tried again after `retry_after_s`."""
+    """Refused before any work was done; the client may retry after `retry_after_s`."""
 
     message: str
     retry_after_s: float
 
 
-UNFIT = "invalid_value"  # the code of a request that no worker can compute as it asks
+UNFIT = "invalid_value"  # the code of a request that no worker can compute
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Accepted but not completed. Programs read the code."""
+    """Accepted but not completed. `code` is for programs."""
 
     message: str
     code: str = "request_failed"
@@ -99,9 +99,9 @@ Outcome = Finished | Rejected | Failed | Cancelled
 class Stay(msgspec.Struct, frozen=True):
     """One attempt of a request at its workers.
 
-    Times are seconds from the HTTP request on, and None for stages that the attempt did not reach.
-    `ended_s` is None while it runs. An attempt that continues another one, at another decode
-    worker, is prefilled from its begin.
+    Times are in seconds since the HTTP request, and None for stages that the attempt did not reach.
+    `ended_s` is None while it runs. An attempt that continues another one at a new decode worker
+    counts as prefilled from its start.
     """
 
     prefill_worker: str
@@ -115,28 +115,28 @@ class Stay(msgspec.Struct, frozen=True):
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """The stages of a request, seconds on the gateway's clock. Stages do not overlap.
+    """The stages of a request, in seconds on the gateway's clock. Stages do not overlap.
 
     The first four sum to the time from the HTTP request to its first token (TTFT). The last three
     sum to the gap between the first and the second token. They are None without a second token, and
-    `kv_wait_s` is zero if one worker did both.
+    `kv_wait_s` is zero if one worker did both prefill and decode.
 
-    Two measures beside the stages are None if no KV was handed over. `kv_transfer_s` is the time in
-    which blocks were on their way to the decode worker. `kv_exposed_s` is its part after the last
-    block was computed. The rest was hidden behind prefill.
+    Two measures beside the stages are None if no KV was handed over. `kv_transfer_s` is the time
+    during which blocks were on their way to the decode worker. `kv_exposed_s` is the part of that
+    time after the last block was computed. The rest was hidden behind prefill.
 
     `prefix_pull_s` is the part of `prefill_queue_s` in which the prompt's prefix was pulled. It is
-    None if none was. The decision says from which worker or store, and from which medium.
+    None if no prefix was pulled. `decision` names the source worker or store, and its medium.
 
-    `move_pull_s` is the longest time for which the answer stood still while KV was on its way to
-    another decode worker; None if it never moved. `moves` counts the moves, and `moved_why` is the
-    reason of the last one.
+    `move_pull_s` is the longest pause of the answer while KV was on its way to another decode
+    worker; None if the answer never moved. `moves` counts the moves, and `moved_why` is the reason
+    of the last one.
 
     `decision` is the latest placement and its reasons; None before the first. `stays` are the
-    attempts with their own times, oldest first, and of many the latest.
+    latest attempts with their own times, oldest first.
 
     `num_drafted_tokens` counts the tokens that speculation proposed, `num_accepted_tokens` those
-    that the model chose. Both are complete at the end of the request only.
+    that the target model accepted. Both are complete only when the request has ended.
     """
 
     route_s: float  # validate, apply the chat template, tokenise
@@ -163,20 +163,20 @@ class Timeline(msgspec.Struct, frozen=True):
 
     @property
     def ttft_s(self) -> float:
-        """The time from the HTTP request to the first token, or so far."""
+        """The time from the HTTP request to the first token; before it, the time so far."""
         return self.route_s + self.queue_s + self.prefill_queue_s + self.prefill_compute_s
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):
-    """The part of an answer that reaches the client at once. The last one has an `outcome`.
+    """The part of an answer that reaches the client at once. The last update has an `outcome`.
 
-    The router merges the effects of one turn, and a sink the updates that a slow client has not
-    read yet. So an update may have tokens of several steps and the outcome. An effect
-    (`router.machine.events`) has the result of one event for one request.
+    The router merges the effects of one turn of the event loop. A sink merges the updates that a
+    slow client has not read yet. So an update may have tokens of several steps and the outcome. An
+    effect (`router.machine.events`) has the result of one event for one request.
 
     The timeline comes with the first two tokens and with the outcome; the latest is the most
-    complete. Requested log-probabilities come with the tokens of the answer, and for
-    the prompt (from its second token on) with the first token.
+    complete. Requested log-probabilities come with the tokens of the answer. Those of the prompt,
+    from its second token on, come with the first token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -184,10 +184,10 @@ class Update(msgspec.Struct, frozen=True, gc=False):
     timeline: Timeline | None = None
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    embedding: bytes = b""  # with the first token, from a model that embeds
+    embedding: bytes = b""  # comes with the first token, from an embedding model
 
     def parts(self, num_tokens: int) -> "Iterator[Update]":
-        """Yields the update in updates of at most this many tokens."""
+        """Yields the update in parts of at most `num_tokens` tokens."""
         last = max(len(self.token_ids) - 1, 0) // num_tokens * num_tokens
         first = self
         for begin in range(0, last, num_tokens):
@@ -207,7 +207,7 @@ class Update(msgspec.Struct, frozen=True, gc=False):
 
 
 def joined(updates: Sequence[Update]) -> Update:
-    """Several updates of a request, in order, as one."""
+    """Merges several updates of a request, in order, into one."""
     if len(updates) == 1:
         return updates[0]
     timelines = [update.timeline for update in updates if update.timeline is not None]
@@ -223,9 +223,9 @@ def joined(updates: Sequence[Update]) -> Update:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted times of a worker as it is now. Unknown ones are None."""
+    """Predicted times of a worker under its present load. Unknown times are None."""
 
     wait_s: float | None = None  # until all its prompts are computed
-    tpot_s: float | None = None  # one step of all sequences that it decodes, or will
+    tpot_s: float | None = None  # one step of all sequences that it decodes or is to decode
     alone_s: float | None = None  # one step of one sequence
-    errors: CostErrors = field(default_factory=CostErrors)  # for workers like this one
+    errors: CostErrors = field(default_factory=CostErrors)  # of such workers

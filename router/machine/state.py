@@ -1,15 +1,15 @@
 """The parts of a request machine's state, each with its owner, and their invariants.
 
-An owner changes what it holds, in its own methods. All others only read it.
+An owner changes its part in its own methods. All others only read the part.
 
 `Workers` has the workers that this gateway knows, and the prefixes that each is believed to cache.
-`ClusterView` has the claims on them. The prefix index and the fleet, if the policy has one, have
-copies of what concerns them: a worker joins, leaves and changes its role in all three at once.
+`ClusterView` has the claims on them. The prefix index and the fleet, if the policy has a fleet,
+have copies: a worker joins, leaves and changes its role in all three at once.
 
-A worker is credited with the prefixes that its requests must have left in its cache. From its first
-block event on it is credited with what its events say, and with nothing else. A store is credited
-with what its events say, on each medium. It is no worker for requests. The index knows it by a name
-for each medium (`router.cluster.media`).
+A worker is credited with the prefixes that its requests must have left in its cache. After its
+first block event, it is credited only with the blocks that its events report. A store is credited
+with the blocks that its events report, on each medium. Requests are never placed on a store. In the
+index a store has one name for each medium (`router.cluster.media`).
 """
 
 import random
@@ -40,8 +40,9 @@ SEVERED_S = 10.0  # after a failed pull, two workers are kept apart for this lon
 class RouterState:
     """Workers, requests, and what has been learned.
 
-    Three tables have no owner, as each change is one entry: `flights` changes where a request is
-    admitted or ends, `by_seq` where a sequence begins or ends, and `counters` where they count.
+    Three tables have no owner, as each change is one entry. `flights` changes where a request is
+    admitted or ends, `by_seq` where a sequence starts or ends, `counters` where an event is
+    counted.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class RouterState:
         self.lengths = AnswerLengths()
         self.conversations = Conversations()
         self.flights: dict[RequestId, Flight] = {}  # all accepted requests, in order of arrival
-        self.by_seq: dict[SeqId, Flight] = {}  # by the sequences of attempts and of copies
+        self.by_seq: dict[SeqId, Flight] = {}  # requests of the sequences of attempts and copies
         self.num_left_seqs = 0  # sequences of attempts that ended before their requests
         self.deadlines = Deadlines(config)
         patience = config.queue_patience
@@ -74,17 +75,17 @@ class RouterState:
         self.transfers = PairTransfers()
 
     def count(self, event: str, reason: str) -> None:
-        """Counts an event, by its reason up to a colon.
+        """Counts an event under its reason, cut off at the first colon.
 
-        Details follow the colon. They name addresses and numbers, so the counters would have no
-        bound.
+        Details after the colon name addresses and numbers. Counting them would make the table grow
+        without bound.
         """
         self.counters[event, reason.partition(":")[0]] += 1
 
     def observe_pull(
         self, source: WorkerId, sink: WorkerView, message: KvReady, now_s: float
     ) -> None:
-        """Learns from a pull of KV that has ended."""
+        """Learns the cost of KV pulls from a pull that has finished."""
         num_blocks = message.num_pulled_blocks
         self.estimates.observe_pull(sink, num_blocks, seconds=message.transfer_s)
         self.transfers.record(
@@ -119,9 +120,9 @@ class Workers:
         self.view = view
         self.prefixes = prefixes
         self.fleet = fleet
-        self._heard: set[WorkerId] = set()  # credited with their block events alone
-        self._media: dict[WorkerId, dict[str, WorkerId]] = {}  # stores' names in the index
-        self.on_lower: dict[WorkerId, tuple[WorkerId, str]] = {}  # store and medium, by such a name
+        self._heard: set[WorkerId] = set()  # workers credited only by their block events
+        self._media: dict[WorkerId, dict[str, WorkerId]] = {}  # a store's names in the index
+        self.on_lower: dict[WorkerId, tuple[WorkerId, str]] = {}  # store and medium of such a name
 
     def join(self, info: Welcome) -> None:
         """Adds a worker."""
@@ -134,7 +135,7 @@ class Workers:
             self.fleet.add(worker)
 
     def _add_media(self, info: Welcome) -> None:
-        """Gives a store its names in the index."""
+        """Adds a name in the index for each medium of a store."""
         store_id = info.worker_id
         self._media[store_id] = {Medium.HOST: store_id}
         for medium in LOWER_MEDIA:
@@ -158,7 +159,7 @@ class Workers:
         return True
 
     def change_role(self, worker: WorkerView, message: RoleChanged) -> None:
-        """Changes the role of a worker, which is no store. Claims on it stay."""
+        """Changes the role of a worker that is not a store. Claims on the worker stay."""
         if self.fleet is not None:
             self.fleet.remove(worker)
         worker.change_role(message)
@@ -169,7 +170,7 @@ class Workers:
     # ------------------------------------------------------------ cached prefixes
 
     def apply_events(self, worker_id: WorkerId, events: Sequence[BlockEvent]) -> int:
-        """Takes block events in. The first ones replace what the worker was credited with.
+        """Applies block events. The first events replace the blocks credited so far.
 
         Returns the number of events of unknown media, which are ignored.
         """
@@ -189,9 +190,9 @@ class Workers:
         return (worker_id,) if media is None else media.values()
 
     def remove_events(self, worker_id: WorkerId) -> bool:
-        """Forgets what events said: the worker is credited again with what its requests leave.
+        """Removes all events: the worker is credited again with the blocks of its requests.
 
-        Returns False if there were no events.
+        Returns False if the worker had sent no events.
         """
         if worker_id not in self._heard:
             return False
@@ -209,10 +210,10 @@ class Workers:
     def retract(
         self, worker_id: WorkerId, flight: Flight, num_tokens: int, num_held_blocks: int
     ) -> None:
-        """Takes credit back: the worker holds only the first blocks of these tokens.
+        """Withdraws credit: of these tokens, the worker holds only the first blocks.
 
         A worker with block events reports each eviction itself. It may have stored some of these
-        blocks since it answered, and would not report them again.
+        blocks again since its answer, and would not report them a second time.
         """
         if worker_id not in self._heard:
             hashes = flight.leading_hashes(num_tokens, self.view.workers[worker_id])
@@ -221,7 +222,7 @@ class Workers:
     # ------------------------------------------------------------ invariants
 
     def validate(self) -> None:
-        """Asserts that all three know the same workers."""
+        """Asserts that the view, the index and the fleet know the same workers."""
         self.view.validate()
         self.prefixes.validate()
         if self.fleet is not None:
@@ -235,7 +236,7 @@ class Workers:
     def validate_claims(
         self, attempts: Mapping[SeqId, Attempt], by_seq: Mapping[SeqId, Flight]
     ) -> None:
-        """Asserts that each claim on a worker belongs to an attempt or a move, and the reverse."""
+        """Asserts that claims on workers and attempts or moves match one to one."""
         for worker_id, worker in self.view.workers.items():
             prefills = {
                 i for i, a in attempts.items() if a.prefill == worker_id and not a.prefilled
@@ -247,7 +248,7 @@ class Workers:
             assert set(worker.decodes) == decodes | arriving
             for seq_id, claim in worker.decodes.items():
                 if seq_id in arriving:
-                    continue  # as it was when the move began
+                    continue  # the claim is unchanged since the move began
                 length = by_seq[seq_id].length
                 assert claim.context_tokens == length
                 assert claim.blocks >= worker.info.layout.num_blocks_for(length)

@@ -1,16 +1,16 @@
-"""Room for keys that hold little, taken from the key that holds most.
+"""Rebalances room between API keys: a key that holds little gets room from the one that holds most.
 
-Tenants take turns in the queue, but a placed request stays until it ends. So 200 streams of one key
-would keep another key waiting until one of them ends. A share of the workers that is reserved would
-be idle most of the time. So one key may fill all workers, and gives room back when another one
-asks:
+Tenants are served in turn from the queue, but a placed request stays until it ends. So 200 streams
+of one key would keep another key waiting until one stream ends. A reserved share of the workers
+would be idle most of the time. So one key may fill all workers, and gives room back when another
+key waits:
 
-    in the queue   If it is full, the key with the most requests in it loses its latest one to a key
-                   with fewer.
+    in the queue   If the queue is full, the key with most queued requests loses its latest one to
+                   a key with fewer.
     in workers     If a request has waited for room for `turn_after_s`, the youngest sequences of
                    the key that holds most are put back in the queue, as many as make room on one
-                   worker. They go on from their journal as after any other preemption. That is done
-                   only if the first key does not come to hold more than the second has left.
+                   worker. They continue from their journal, as after any other preemption. This is
+                   done only if the waiting key will not hold more than the other key has left.
 
 Only API keys count. A client without one chooses its own name, and could claim room for many names.
 """
@@ -31,11 +31,11 @@ from router.policies.base import Busy, Candidates, Need
 from router.policies.candidates import decode_blocks, has_memory
 
 LOOK_EVERY_S = 0.25
-MAX_TURNS = 8  # at one look
+MAX_TURNS = 8  # requests placed by one call of `give`
 
 
 class Turns:
-    """Gives the room of keys that hold much to keys that hold little."""
+    """Gives room held by the richest keys to keys that hold little."""
 
     def __init__(
         self, state: RouterState, ends: Ends, placing: Placing, admission: Admission
@@ -45,12 +45,12 @@ class Turns:
         self._placing = placing
         self._admission = admission
         self._look_at_s = 0.0
-        self.due_s: float | None = None  # when a waiting key may be given others' room
+        self.due_s: float | None = None  # when a waiting key may next be given room of other keys
 
     # ------------------------------------------------------------ in the queue
 
     def make_place(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Ends a waiting request of another key if a new one finds the queue full."""
+        """If a new request finds the queue full, ends a waiting request of another key."""
         state, tenant = self._state, flight.request.tenant
         if not flight.request.has_key or state.waiting.num_requests < state.config.max_queue:
             return []
@@ -66,7 +66,7 @@ class Turns:
     # ------------------------------------------------------------ in workers
 
     def give(self, now_s: float) -> list[RouterEffect]:
-        """Places requests that have waited `turn_after_s` in the room of other keys."""
+        """Places requests that have waited `turn_after_s` in room freed from other keys."""
         after_s = self._state.config.turn_after_s
         effects: list[RouterEffect] = []
         if after_s is None or self._placing.busy is None or not self._is_asked_by_key():
@@ -105,9 +105,10 @@ class Turns:
         return []
 
     def _victims(self, richest: str, to_spare: int, need: Need, now_s: float) -> Sequence[Flight]:
-        """The fewest requests whose room on one worker suffices; none if none may be taken.
+        """Returns the fewest requests whose room on one worker suffices; none if that is not
+        possible.
 
-        They are the richest key's, and hold at most `to_spare` tokens.
+        All belong to the richest key, and hold at most `to_spare` tokens together.
         """
         if not self._lacks_room(need, now_s):
             return []
@@ -146,12 +147,12 @@ class Turns:
         return held
 
     def _is_asked_by_key(self) -> bool:
-        """True if a key's request waits. All requests of a gateway have a key, or none has."""
+        """True if a request with an API key waits. Either all requests have a key, or none has."""
         first = next(iter(self._state.waiting.queue.firsts()), None)
         return first is not None and self._state.flights[first].request.has_key
 
     def _is_contended(self) -> bool:
-        """True if a key waits while another one holds room."""
+        """True if a key waits while another key holds room."""
         waiting = {flight.request.tenant for flight in self._firsts()}
         if not waiting:
             return False
@@ -160,12 +161,12 @@ class Turns:
 
 
 def _held_by(flight: Flight) -> int:
-    """Returns the tokens for which decode workers keep room."""
+    """Returns the number of tokens that decode workers reserve for a request."""
     return sum(attempt.reserved_len for attempt in flight.attempts)
 
 
 def _fewest(worker: WorkerView, need: Need, youngest_first: Sequence[Flight]) -> list[Flight]:
-    """Returns the fewest youngest requests whose room on a worker suffices, else none."""
+    """Returns the fewest of the youngest requests that free enough room on a worker, or none."""
     if not has_memory(worker, need.max_len):
         return []
     lacking_blocks = worker.promised_blocks + decode_blocks(worker, need) - worker.info.num_blocks

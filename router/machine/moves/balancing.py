@@ -1,14 +1,15 @@
-"""Moves that are not necessary: running sequences leave a full decode worker for a faster one.
+"""Free moves: running sequences leave a full decode worker for a faster worker.
 
-The faster one may be a fluid prefill worker without prompts.
+The faster worker may be a fluid prefill worker without prompts.
 
-`router.policies.balancing` decides which. A move goes the way of all others
-(`router.machine.moves.moving`), but only as long as it is free: a lost target, a late copy or one
-that failed ends it, and the sequence stays. If its worker is no longer to decode, it must go.
+`router.policies.balancing` chooses the sequences. A free move has the same stages as any other
+(`router.machine.moves.moving`). But a lost target, a late copy or a failed copy cancels the move,
+and the sequence stays. If its worker must no longer decode, the move is no longer free.
 
-Each load report brings the predicted step of one worker up to date. Only if these differ by enough
-are all workers looked at, which takes milliseconds for a thousand. While any sequence is on its way
-there is no look: drains and flips go first, and their claims would count twice.
+Each load report updates the predicted step of one worker. All workers are compared only if these
+predictions differ by enough: a comparison takes milliseconds for a thousand workers. While any
+sequence is moving, nothing is compared: drains and role changes go first, and claims of moving
+sequences would count twice.
 """
 
 from collections.abc import Mapping
@@ -25,22 +26,22 @@ from router.policies.candidates import has_room
 
 LOOK_EVERY_S = 0.1
 STALE_S = 2.0  # workers report once a second
-IN_VAIN_S = 0.005  # for each worker, after a look that found nothing to move
+IN_VAIN_S = 0.005  # pause per worker after a comparison that found nothing to move
 
 
 class Balancing:
-    """Looks at the load of decode workers from time to time, and begins moves."""
+    """Compares the load of decode workers from time to time, and starts moves."""
 
     def __init__(self, state: RouterState, placing: Placing, rule: MoveRule) -> None:
         self._state = state
         self._placing = placing
         self._rule = rule
-        self.due_s: float | None = None  # the next look, unless a report comes before
+        self.due_s: float | None = None  # time of the next comparison, unless a report comes before
         self._next_look_s = 0.0
         self._steps: dict[WorkerId, tuple[float, float]] = {}  # seconds, and when predicted
 
     def on_report(self, reporting: WorkerView, now_s: float) -> None:
-        """Takes in a worker's report. Begins the moves that pay, if the last look was long ago."""
+        """Records a worker's report. Starts the moves that pay, if the last check was long ago."""
         if not self._state.config.balance:
             return
         if reporting.info.role.decodes:
@@ -50,12 +51,12 @@ class Balancing:
         self._check(now_s)
 
     def on_computed(self, worker: WorkerView, now_s: float) -> None:
-        """Notes that a worker has computed a prompt. Without another one it may take sequences."""
+        """Records a computed prompt. A worker without further prompts may take sequences."""
         if self._lends and is_idle_lender(worker):
             self.due_s = now_s + LOOK_EVERY_S
 
     def on_tick(self, now_s: float) -> None:
-        """Looks again if that is due."""
+        """Compares again if that is due."""
         if self.due_s is not None and now_s >= self.due_s:
             self.due_s = None
             self._check(now_s)
@@ -66,7 +67,7 @@ class Balancing:
             return
         self._next_look_s = now_s + LOOK_EVERY_S
         idle_s = self._idle_lenders(now_s)
-        if idle_s:  # the longer they have been idle, the less a little more changes
+        if idle_s:  # after long idleness, a little more changes little
             self.due_s = now_s + max(LOOK_EVERY_S, min(idle_s.values()))
         if not self._may_pay(config.balance_gain, idle_s, now_s):
             return
@@ -89,7 +90,7 @@ class Balancing:
             if not has_room(target, need):
                 continue
             reason = BALANCED if target.info.role.decodes else LENT
-            if reason is BALANCED:  # what is lent may have to come back at once
+            if reason is BALANCED:  # a lent sequence may have to come back at once
                 flight.rests_until_s = now_s + REST_S
             state.counters[COUNTED_AS[reason], "begun"] += 1
             move = Move(flight.next_seq_id(), found.target, need.end_len, reason)
@@ -102,7 +103,7 @@ class Balancing:
         return self._state.policy.is_fluid and config.balance and config.slo_tpot_s is None
 
     def _idle_lenders(self, now_s: float) -> dict[WorkerId, float]:
-        """The prefill workers that may take sequences now, and for how long each was idle."""
+        """Returns the prefill workers that may take sequences now, each with its idle seconds."""
         state = self._state
         if not self._lends or state.waiting.queue:
             return {}
@@ -110,7 +111,7 @@ class Balancing:
         return {w.info.worker_id: now_s - w.computing_since_s for w in lenders}
 
     def _may_pay(self, least_gain: float, idle_s: Mapping[WorkerId, float], now_s: float) -> bool:
-        """True if the predicted steps differ by enough. Those not reported lately are made anew."""
+        """True if predicted steps differ by enough. Predictions that are too old are renewed."""
         workers, steps = self._state.view.workers, self._steps
         for worker_id in [i for i in steps if i not in workers]:
             del steps[worker_id]
@@ -127,7 +128,7 @@ class Balancing:
         return len(found) > 1 and max(found) > (1 + least_gain) * min(found)
 
     def _record(self, worker: WorkerView, now_s: float) -> tuple[float, float] | None:
-        """Notes the predicted step of a worker, and returns it with the time; None if unknown."""
+        """Records the predicted step of a worker, and returns it with the time; None if unknown."""
         step_s = counted_step_s(worker, self._state.estimates)
         if step_s is None:
             return None
@@ -139,6 +140,6 @@ class Balancing:
         attempt = flight.attempt
         if attempt is None or not attempt.is_decoding or now_s < flight.rests_until_s:
             return False
-        # A bound on TPOT is kept where the sequence is, and its prompt's place stays free.
+        # A sequence with a TPOT bound is not lent.
         is_lent = not self._state.view.workers[target].info.role.decodes
         return not is_lent or flight.limits.tpot_s is None

@@ -32,7 +32,7 @@ LATE_COPIES = 1  # the number of late copies repeated at once; others wait `RETR
 
 
 class Copying:
-    """Starts copies in turn, and takes in what both workers report of them."""
+    """Starts copies in turn, and handles what both workers report about the copies."""
 
     def __init__(self, state: RouterState, rule: MoveRule, departures: Departures) -> None:
         self._state = state
@@ -40,7 +40,7 @@ class Copying:
         self._departures = departures
 
     def copy_next(self, now_s: float) -> list[RouterEffect]:
-        """Asks sources to offer full blocks, for a few sequences of each at a time."""
+        """Asks sources to offer full blocks, for a few sequences of each source at a time."""
         state = self._state
         effects: list[RouterEffect] = []
         for flight, source, move in self._next_to_copy():
@@ -101,9 +101,10 @@ class Copying:
         return []
 
     def stop_waiting(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Gives a late copy up. The sequence runs on, and what has arrived stays cached.
+        """Cancels a late copy. The sequence runs on, and the blocks that arrived stay cached.
 
-        A busy worker or network is late too, so the two workers are not kept apart.
+        A copy may be late because a worker or the network is busy. So the two workers may still be
+        combined.
         """
         attempt = flight.attempt
         move = None if attempt is None else attempt.move
@@ -112,7 +113,7 @@ class Copying:
         assert attempt is not None
         wanted = self._state.moves.wanted.get(flight.request.request_id)
         self._state.counters["fallback", "copy late"] += 1
-        if wanted is not None:  # else it may stay
+        if wanted is not None:  # else the sequence may stay
             wanted.num_late += 1
             if wanted.num_late > LATE_COPIES:
                 wanted.not_before_s = now_s + RETRY_S
@@ -128,8 +129,8 @@ class Copying:
             MoveStage.COPIED,
             MoveStage.LEAVING,
         ):
-            # All of it was there, and most is still cached. The rest is pulled with the last
-            # blocks; the sooner the sequence leaves, the less that is.
+            # The target had the whole copy, and most of it is still cached. The rest is pulled with
+            # the last blocks; the sooner the sequence leaves, the smaller is that rest.
             move.gather_until_s = None
             return end_copy(self._state, move)
         wanted = state.moves.wanted.get(flight.request.request_id)
@@ -140,7 +141,7 @@ class Copying:
         return [*self._rule.call_off(flight, attempt), *self._rule.examine(flight, now_s)]
 
     def _end_copying(self, flight: Flight, move: Move, now_s: float) -> None:
-        """Lets a sequence wait for its turn to leave: its copy is as complete as it gets."""
+        """Lets a sequence wait for its turn to leave: its copy will not become more complete."""
         if self._state.moves.stage(flight.request.request_id) is MoveStage.COPYING:
             move.copy_due_s = None
             self._departures.gather(flight, move, now_s)

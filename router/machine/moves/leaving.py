@@ -1,4 +1,4 @@
-"""The end of a move: the source stops copied sequences together, the target goes on.
+"""The end of a move: the source stops copied sequences together, and the target runs them.
 
 `router.machine.moves.moving` explains moves as a whole.
 """
@@ -23,9 +23,9 @@ from router.machine.state import RouterState
 
 NOT_HANDED_OVER = "not handed over"
 LEAVE_AT_ONCE = 16  # at least this many sequences leave one worker at the same time
-MOVING_SHARE = 8  # or one in this many of its decoding sequences, if that is more
+MOVING_SHARE = 8  # or 1/8 of its decoding sequences, if that is more
 GATHER_S = 0.5  # a copied sequence waits at most this long for others
-FEW_BLOCKS = 2  # without a copy, no step waits for the pull of more
+FEW_BLOCKS = 2  # blocks; without a copy, a step waits only for a pull of this size
 
 
 class Departures:
@@ -36,7 +36,7 @@ class Departures:
         self._ends = ends
 
     def gather(self, flight: Flight, move: Move, now_s: float) -> None:
-        """Lets a copied sequence wait for others of its worker, for `GATHER_S` at most."""
+        """Lets a copied sequence wait up to `GATHER_S` for other sequences of its worker."""
         assert flight.attempt is not None
         move.gather_until_s = now_s + GATHER_S
         request_id, source = flight.request.request_id, flight.attempt.decode
@@ -52,8 +52,8 @@ class Departures:
     def hand_over_next(self) -> list[RouterEffect]:
         """Tells sources to stop the sequences whose turn it is.
 
-        All copied sequences of a worker leave when none is missing or enough are there, after those
-        that left before can run again.
+        The copied sequences of a worker leave together, when all are copied or enough of them are.
+        Those that left before must run again first.
         """
         moves = self._state.moves
         num_leaving = Counter(moves.on_their_way())
@@ -84,7 +84,7 @@ class Departures:
         """Starts a sequence at its target: the source has stopped it and leased its KV."""
         move = attempt.move
         if move is None:
-            return []  # it was not requested
+            return []  # the hand-over was not requested
         if message.lease is None:
             return self._ends.excuse(flight, NOT_HANDED_OVER, now_s)
         self._state.counters["moved", move.reason] += 1
@@ -111,13 +111,13 @@ class Departures:
         return [
             SendTo(move.decode, decode),
             SendTo(move.decode, FirstToken(move.seq_id, token_ids[-1])),
-            *end_copy(self._state, move),  # in the same frame: it is found in the cache
+            *end_copy(self._state, move),  # same frame: the target still finds it cached
         ]
 
     def _become(
         self, flight: Flight, old: Attempt, move: Move, lease: LeaseRef, now_s: float
     ) -> None:
-        """Replaces the attempt at the source by one whose prompt the source has prefilled."""
+        """Replaces the attempt at the source by one at the target, prefilled by the source."""
         state = self._state
         source, target = (state.view.workers[i] for i in (old.decode, move.decode))
         source.release_decode(old.seq_id)
@@ -153,7 +153,7 @@ class Departures:
 
 
 def running_move(state: RouterState, request_id: RequestId) -> tuple[Flight, WorkerId, Move]:
-    """Returns the record, the source and the move of a sequence that still runs there."""
+    """Returns the flight, the source and the move of a sequence that still runs at its source."""
     flight = state.flights[request_id]
     assert flight.attempt is not None
     assert flight.attempt.move is not None
@@ -161,12 +161,12 @@ def running_move(state: RouterState, request_id: RequestId) -> tuple[Flight, Wor
 
 
 def most_at_once(state: RouterState, source: WorkerId, least: int) -> int:
-    """How many sequences of a worker may be copied or leave at once."""
+    """Returns how many sequences of a worker may be copied, or may leave, at once."""
     return max(least, len(state.view.workers[source].decodes) // MOVING_SHARE)
 
 
 def end_copy(state: RouterState, move: Move) -> list[RouterEffect]:
-    """Lets the target release a copy, which stays cached there."""
+    """Tells the target to release a copy; its blocks stay cached there."""
     copy_id, move.copy_id = move.copy_id, None
     if copy_id is None:
         return []

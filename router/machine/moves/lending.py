@@ -1,16 +1,19 @@
 """Prefill workers give back the sequences that they decode, when prompts come.
 
-A fluid prefill worker without work decodes what has no better place (`router.policies.slo`), and
-takes sequences that run elsewhere (`router.policies.balancing`). These slow its prompts down. So
-when the head of the queue waits for a prefill worker, they may move to decode workers. A move goes
-the way of all others (`router.machine.moves.moving`).
+A fluid prefill worker without work decodes sequences that find no better worker
+(`router.policies.slo`). It also takes sequences that run elsewhere (`router.policies.balancing`).
+These sequences slow its prompts down. So when the head of the queue waits for a prefill worker,
+they may move to decode workers. The stages of such a move are those of any other
+(`router.machine.moves.moving`).
 
-A sequence with a bound on TPOT moves if its target has room and keeps the bound. Without a bound it
-moves if the rule by which it was lent says so for its tokens to come, its transfer included. That
-is asked also when its worker begins a prompt: it may have come in a pause that is over now.
+A sequence with a TPOT bound moves if its target has room and keeps the bound. A sequence without a
+bound moves if the rule by which it was lent now favours the target. The rule counts the tokens
+still to come and the transfer. It is also checked when the worker starts a prompt: the sequence may
+have been lent in a pause between prompts.
 
-If no decode worker may take it, a sequence with a bound moves to a prefill worker that decodes more
-sequences already. Each one that decodes any loses about half of its time for prompts.
+If no decode worker may take a sequence with a bound, it moves to a prefill worker that already
+decodes more sequences. Each prefill worker that decodes at all loses about half of its time for
+prompts.
 """
 
 from engine.messages import Role, WorkerId
@@ -36,7 +39,7 @@ LOOK_EVERY_S = 0.1
 
 
 class Lending:
-    """Begins the moves of sequences that prefill workers give back."""
+    """Starts the moves of sequences that prefill workers give back."""
 
     def __init__(self, state: RouterState, placing: Placing, rule: MoveRule) -> None:
         self._state = state
@@ -45,10 +48,11 @@ class Lending:
         self._next_look_s = 0.0
 
     def on_prompt(self, worker: WorkerView, now_s: float) -> bool:
-        """Begins moves of sequences without a bound from a worker that has begun a prompt.
+        """Starts moves of sequences without a bound from a worker that has started a prompt.
 
-        True if it began any. The first one that should stay ends the search: a step takes equally
-        long for all, and a look at all decode workers for each of them would take long.
+        Returns True if any move started. The first sequence that should stay ends the search: a
+        step takes equally long for all, and comparing all decode workers for each would take too
+        long.
         """
         began = False
         for flight in self._lent_by(worker, now_s):
@@ -60,7 +64,7 @@ class Lending:
         return began
 
     def give_back(self, now_s: float) -> bool:
-        """Begins moves if prompts wait, unless it looked a moment ago. True if it began any."""
+        """Starts moves if prompts wait, but not too often. Returns True if any move started."""
         if self._placing.busy is None or now_s < self._next_look_s:
             return False
         self._next_look_s = now_s + LOOK_EVERY_S
@@ -72,11 +76,11 @@ class Lending:
         return any(moving)
 
     def _lent_by(self, worker: WorkerView, now_s: float) -> list[Flight]:
-        """Requests that a prefill worker decodes, and that may move now."""
+        """Returns the requests that a prefill worker decodes and that may move now."""
         if worker.info.role is not Role.PREFILL:
             return []
         by_seq, worker_id = self._state.by_seq, worker.info.worker_id
-        # Moves reserve room there under other names.
+        # Room reserved by moves has other sequence ids.
         flights = [by_seq[seq_id] for seq_id in worker.decodes if seq_id in by_seq]
         return [flight for flight in flights if _may_move(flight, worker_id, now_s)]
 
@@ -96,7 +100,7 @@ class Lending:
     def _target(
         self, flight: Flight, need: Need, worker: WorkerView, now_s: float
     ) -> tuple[str, WorkerId | None]:
-        """The reason of a move and where to; None: it should stay."""
+        """Returns the reason and the target of a move; the target is None if it should stay."""
         view, attempt = self._state.view, flight.attempt
         assert attempt is not None
         target = self._rule.choose(attempt, need)
@@ -107,7 +111,7 @@ class Lending:
         return GATHERED, fuller
 
     def _fuller_lender(self, need: Need, here: WorkerView, bound_s: float) -> WorkerId | None:
-        """The lender with the longest steps that keeps the bound; None if it is this one."""
+        """Returns the lender with the longest steps within the bound; None if it is this one."""
         costs = self._state.estimates
         paces_s = [
             (pace_s, worker_id)
@@ -121,7 +125,7 @@ class Lending:
     def _pays(
         self, flight: Flight, need: Need, way: tuple[WorkerView, WorkerView], now_s: float
     ) -> bool:
-        """True if a sequence should move on this way. While times are unknown it should."""
+        """True if the sequence should move to this worker, or if times are unknown."""
         (here, there), costs, bound_s = way, self._state.estimates, flight.limits.tpot_s
         pace_s = tpot_s(there, need, costs)
         if pace_s is None:
@@ -139,7 +143,7 @@ class Lending:
 
 
 def _may_move(flight: Flight, lender: WorkerId, now_s: float) -> bool:
-    """True if it runs there, neither moves nor did so a moment ago."""
+    """True if the sequence runs on the lender, is not moving and has not moved just before."""
     attempt = flight.attempt
     if attempt is None or attempt.decode != lender or attempt.move is not None:
         return False

@@ -1,4 +1,4 @@
-"""Moves of running sequences to other decode workers: they must go, or gain by it.
+"""Moves of running sequences to other decode workers, because they must leave or gain by it.
 
     decoding ──> waiting ──OfferPrefix──> copying ──KvReady──> copied ──HandOver──> leaving
        ^  ^         │       in turn          │                   │     together         │
@@ -6,49 +6,49 @@
        │   (stranded)   no room                                              │
        └──────── KvReady, of the few blocks that the copy lacks ── arriving ─┘
 
-Rule: a sequence that decodes on a worker which is no longer to decode is to move. The rule is
-checked when a role changes and when a sequence starts to decode. Room is reserved at the target
-before the source is told. Two kinds of moves are free, as their sequences may stay: `balancing`
-begins those to a worker that is much less busy, or to an idle prefill worker, `lending` those from
-prefill workers that decode.
+Rule: a sequence must move if it decodes on a worker that must no longer decode. The rule is checked
+when a role changes and when a sequence starts to decode. Room is reserved at the target before the
+source is told. Two kinds of moves are free, as their sequences may stay. `balancing` moves
+sequences to a worker that is much less busy, or to an idle prefill worker. `lending` moves
+sequences away from prefill workers that decode.
 
-*Copy.* A sequence runs while it is copied. K and V of its tokens do not change, so the target pulls
-the full blocks under a lease like that on any prefix (`OfferPrefix`). It holds them in a sequence
-without a first token (`Decode`). Only then is the source told to stop. After that the target pulls
-what its prefix cache lacks: the last block, and blocks that were filled meanwhile. So the client's
-wait does not depend on the length of the context. One copy is enough: a sequence needs thousands of
-times as long to grow by a block as the network to carry it.
+*Copy.* A sequence runs while it is copied. K and V of its tokens do not change. So the target pulls
+the full blocks under the same kind of lease as any prefix (`OfferPrefix`). It holds the blocks in a
+sequence without a first token (`Decode`). Only then is the source told to stop. After that the
+target pulls the blocks missing in its prefix cache: the last block, and blocks that were filled in
+the meantime. So the client's wait does not depend on the length of the context. One copy is enough:
+growing by a block takes a sequence thousands of times as long as sending the block.
 
-*Turns.* A few sequences of a worker are copied at a time, each with a deadline from its turn on.
-They leave together. A client waits for steps, and a target that is joined by one sequence after
-another runs a step for each. So a copied sequence runs on until the others of its worker are
-copied, for a bounded time. The number that leaves at once is bounded too, or their last blocks
-would wait for each other.
+*Turns.* A few sequences of a worker are copied at a time, each with a deadline from the start of
+its copy. They leave together. A client waits for steps, and if sequences join a target one after
+another, it runs a step for each. So a copied sequence runs on until the other sequences of its
+worker are copied, for a bounded time. The number that leaves at once is bounded too, or their last
+blocks would wait for each other.
 
-*Hand-over.* Tokens of the old id are delivered until `HandedOver`. From then on the attempt is one
-whose prompt, all tokens but the last, the source has computed. Pulls, losses and deadlines are as
-for any other. A move does not count as a failed attempt. Before it leaves, a sequence that loses
-its target or its copy runs on, and the rule is checked anew. The same holds if its worker is to
-decode again.
+*Hand-over.* Tokens of the old id are delivered until `HandedOver`. From then on there is a new
+attempt: its prompt is all tokens but the last, and the source has prefilled it. Pulls, losses and
+deadlines are handled as for any other attempt. A move does not count as a failed attempt. If a
+sequence loses its target or its copy before it leaves, it runs on, and the rule is checked anew.
+The same holds if its worker may decode again.
 
-*No room.* A sequence without room elsewhere runs on where it is. It is tried again after each event
-that may make room, and every `RETRY_S`. After `move_timeout_s` it is prefilled again, if a worker
-has room that cannot pull its KV. Otherwise it runs to its end.
+*No room.* A sequence without room elsewhere runs on at its source. The move is tried again after
+each event that may make room, and every `RETRY_S`. After `move_timeout_s` the sequence is prefilled
+again, if a worker has room but cannot pull its KV. Otherwise the sequence runs to its end.
 
-*Failed copies.* Only a failed pull says something about the two workers: no KV is sent between them
+*Failed copies.* Only a failed pull is evidence against the two workers: no KV is sent between them
 for a while. After any other failure the copy is repeated later; a late copy is repeated at once,
 but only once. A copy is pure cache, and its target returns it before any sequence waits for its
 memory. If the copy was complete, hand over immediately: the last blocks and those evicted since are
 pulled together.
 
 *The step that waits.* The target's next step waits for this last pull (`Decode.is_moved`) if the
-pull is small: a copy is held, or the whole context is a few blocks.
+pull is small: the target holds a copy, or the whole context is a few blocks.
 
-An attempt that has a decode worker but does not decode yet starts anew elsewhere, and its computed
-blocks stay cached. If a mixed worker prefills it, it moves afterwards.
+An attempt whose decode worker has not started to decode starts anew elsewhere, and its computed
+blocks stay cached. If a mixed worker prefills it, it moves after the prefill.
 
-Sources: pre-copy, Clark et al., Live Migration of Virtual Machines, NSDI 2005; of KV, which only
-grows, so that the rest at the end is small whatever the length, Sun et al., Llumnix, OSDI 2024.
+Sources: pre-copy, Clark et al., Live Migration of Virtual Machines, NSDI 2005. KV only grows, so
+the rest at the end is small whatever the length: Sun et al., Llumnix, OSDI 2024.
 """
 
 from engine.messages import ROLE_CHANGED, Role, RoleChanged, WorkerId
@@ -85,9 +85,9 @@ class Moving:
     def on_role_changed(
         self, worker: WorkerView, message: RoleChanged, now_s: float
     ) -> list[RouterEffect]:
-        """Takes in a worker's new role; a worker may also confirm its old role.
+        """Applies a worker's new role; a worker may also confirm its old role.
 
-        A store is a store for life, and no worker becomes one.
+        A store never changes its role, and no worker becomes a store.
         """
         state, worker_id = self._state, worker.info.worker_id
         if worker.is_store or message.role is Role.STORE:
@@ -125,7 +125,7 @@ class Moving:
         return self._ends.excuse(flight, ROLE_CHANGED, now_s) if lacks else []
 
     def on_prompt(self, worker: WorkerView, now_s: float) -> list[RouterEffect]:
-        """Moves sequences that a worker should not decode beside the prompt that it has begun."""
+        """Moves sequences away from a worker that has started a prompt."""
         if not worker.decodes or not self.lending.on_prompt(worker, now_s):
             return []
         return self.copying.copy_next(now_s)
@@ -139,7 +139,7 @@ class Moving:
         state, moves = self._state, self._state.moves
         state.view.remove_severed(now_s)
         effects: list[RouterEffect] = []
-        too_long: dict[WorkerId, int] = {}  # by source: a length for which there is no room
+        too_long: dict[WorkerId, int] = {}  # by source: a length that found no room
         for since_s, flight in self._stranded():
             request_id, attempt = flight.request.request_id, flight.attempt
             assert attempt is not None
@@ -157,7 +157,7 @@ class Moving:
         return effects + self.copying.copy_next(now_s)
 
     def _stranded(self) -> list[tuple[float, Flight]]:
-        """Stranded sequences and the times since when they are to move, oldest first."""
+        """Returns the stranded sequences with the time since when each must move, oldest first."""
         state, moves = self._state, self._state.moves
         stranded = moves.at(MoveStage.STRANDED)
         since = [(moves.wanted[i].since_s, state.flights[i]) for i in stranded]
@@ -166,7 +166,8 @@ class Moving:
     def redirect(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
         """Handles the loss of a move's target.
 
-        If the source was told to stop, another target is chosen: the source need not know which.
+        If the source was already told to stop, another target is chosen. The source does not have
+        to know the target.
         """
         move = attempt.move
         assert move is not None
@@ -184,9 +185,9 @@ class Moving:
         return effects
 
     def _give_up(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Prefills a sequence again, if a worker has room for it that cannot pull it.
+        """Prefills a sequence again, if a worker has room for it but cannot pull its KV.
 
-        Otherwise it stays and runs on: a sequence that cannot be moved could not be placed either.
+        Otherwise the sequence runs on: what cannot be moved could not be placed either.
         """
         attempt = flight.attempt
         assert attempt is not None

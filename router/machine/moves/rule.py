@@ -1,6 +1,6 @@
-"""The rule of moves: a sequence must leave a worker that is no longer to decode.
+"""The rule of moves: a sequence must leave a worker that must no longer decode.
 
-`balancing` begins other moves, of sequences that may stay. They go the same way.
+`balancing` starts other moves, of sequences that may stay. These have the same stages.
 
 `router.machine.moves.moving` explains moves as a whole.
 """
@@ -18,11 +18,11 @@ from router.policies.base import Need
 from router.policies.candidates import decode_blocks
 from router.policies.joining import next_decoder
 
-REST_S = 20.0  # a sequence that moved, or did not come to it, is not balanced again for so long
+REST_S = 20.0  # seconds after a move, finished or cancelled, without another free one
 
 
 class MoveRule:
-    """Begins moves, with room reserved at the target, and calls them off."""
+    """Starts moves, with room reserved at the target, and cancels them."""
 
     def __init__(
         self, state: RouterState, ends: Ends, placing: Placing, departures: Departures
@@ -33,7 +33,7 @@ class MoveRule:
         self._departures = departures
 
     def examine(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Begins to move a sequence that decodes on a worker which is no longer to decode."""
+        """Starts the move of a sequence that decodes on a worker which must no longer decode."""
         attempt = flight.attempt
         if attempt is None or not attempt.is_decoding:
             return []
@@ -45,7 +45,7 @@ class MoveRule:
             return [] if is_free else self.call_off(flight, attempt)
         reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
         if attempt.move is not None:
-            if attempt.move.is_free:  # now it must go
+            if attempt.move.is_free:  # the move is no longer free: the sequence must leave
                 moves.want(request_id, now_s)
                 attempt.move.reason = reason
             return []
@@ -59,17 +59,17 @@ class MoveRule:
         return []
 
     def begin(self, flight: Flight, attempt: Attempt, move: Move, now_s: float) -> None:
-        """Begins a move: reserves room at its target, and waits for its turn to be copied."""
+        """Starts a move: reserves room at its target, and waits for its turn to be copied."""
         attempt.move = move
         self.reserve(flight, move, self._placing.need(flight, now_s), now_s)
         worker = self._state.view.workers[attempt.decode]
         if flight.length > worker.info.layout.block_size:
             self._state.moves.enter(flight.request.request_id, MoveStage.WAITING, attempt.decode)
-        else:  # no block is full
+        else:  # no block is full, so there is nothing to copy
             self._departures.gather(flight, move, now_s)
 
     def call_off(self, flight: Flight, attempt: Attempt) -> list[RouterEffect]:
-        """Ends a move before its source was told to stop: the sequence runs on there."""
+        """Cancels a move before its source was told to stop: the sequence runs on there."""
         stage = self._state.moves.stage(flight.request.request_id)
         if attempt.move is None or stage is MoveStage.LEAVING:
             return []
@@ -78,7 +78,7 @@ class MoveRule:
         return self._ends.end_move(flight, attempt)
 
     def choose(self, attempt: Attempt, need: Need) -> WorkerId | None:
-        """Returns the worker that decodes next; None if none has room."""
+        """Returns the next decode worker of a sequence; None if no worker has room."""
         state = self._state
         return next_decoder(
             state.view, need, source=attempt.decode, costs=state.estimates, rng=state.rng

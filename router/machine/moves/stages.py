@@ -1,6 +1,6 @@
-"""The state of all moves: the sequences that are to leave their workers, by stage.
+"""The state of all moves: the sequences that must leave their workers, by stage.
 
-The stage of a move lives here and nowhere else. `router.machine.moves.moving` has the rules.
+The stage of a move is stored here and nowhere else. `router.machine.moves.moving` has the rules.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,43 +15,43 @@ RETRY_S = 1.0  # about the time between two load reports
 
 
 def may_stay(info: Welcome, attempt: Attempt) -> bool:
-    """True if a worker may go on decoding: by its role, or a sequence that was lent to it."""
+    """True if a worker may go on decoding an attempt, by its role or because it was lent to it."""
     return info.role.decodes or (attempt.is_lent and info.is_fluid)
 
 
 class MoveStage(Enum):
     """The stage of a move. Until LEAVING the sequence runs at its source."""
 
-    STRANDED = auto()  # no worker has room for it
-    WAITING = auto()  # room is reserved; it waits for its turn to be copied
+    STRANDED = auto()  # no worker has room for the sequence
+    WAITING = auto()  # room is reserved; the sequence waits for its turn to be copied
     COPYING = auto()  # the target pulls its full blocks
-    COPIED = auto()  # they are there, or there are none; it waits for its turn to leave
+    COPIED = auto()  # the blocks are copied, or none is full; it waits for its turn to leave
     LEAVING = auto()  # the source was told to stop it
-    ARRIVING = auto()  # it is another attempt now, whose KV the target pulls
+    ARRIVING = auto()  # the attempt at the target has replaced it, and the target pulls the rest
 
-    __hash__ = object.__hash__  # an enum's own hash runs in Python, and each event looks here
+    __hash__ = object.__hash__  # an enum's own hash runs in Python, and each event looks up here
 
 
 @dataclass(slots=True)
 class MoveWanted:
-    """A sequence runs on a worker that is not to decode. Ends when it has left or may stay."""
+    """A sequence runs on a worker that must not decode it. Removed when it left or may stay."""
 
     since_s: float
-    num_late: int = 0  # copies that did not come in time
-    not_before_s: float = 0.0  # no other move begins earlier
+    num_late: int = 0  # copies that were late
+    not_before_s: float = 0.0  # no other move starts earlier
 
 
 class Moves:
-    """Moves by stage, each with its source; in a stage, in the order of entry."""
+    """Moves by stage, each with its source; within a stage, in the order of entry."""
 
     def __init__(self) -> None:
         self.wanted: dict[RequestId, MoveWanted] = {}
-        self.retry_s: float | None = None  # when stranded sequences are tried again
+        self.retry_s: float | None = None  # next try for stranded sequences
         self._stage: dict[RequestId, MoveStage] = {}
         self._at: dict[MoveStage, dict[RequestId, WorkerId]] = {stage: {} for stage in MoveStage}
 
     def want(self, request_id: RequestId, now_s: float) -> MoveWanted:
-        """Notes that a sequence is to leave its worker. Returns the note, an old one if any."""
+        """Records that a sequence must leave its worker. Returns the record, new or old."""
         return self.wanted.setdefault(request_id, MoveWanted(now_s))
 
     @property
@@ -60,11 +60,11 @@ class Moves:
         return bool(self._stage)
 
     def at(self, stage: MoveStage) -> Mapping[RequestId, WorkerId]:
-        """Requests in a stage, with the workers that they leave."""
+        """Returns the requests in a stage, with the workers that they leave."""
         return self._at[stage]
 
     def stage(self, request_id: RequestId) -> MoveStage | None:
-        """The stage of a request's move; None if there is none."""
+        """Returns the stage of a request's move; None if it does not move."""
         return self._stage.get(request_id)
 
     def enter(self, request_id: RequestId, stage: MoveStage, source: WorkerId) -> None:
@@ -74,14 +74,14 @@ class Moves:
         self._at[stage][request_id] = source
 
     def strand(self, request_id: RequestId, source: WorkerId, now_s: float) -> None:
-        """Notes that no worker has room; the retry is due after `RETRY_S`."""
+        """Records that no worker has room; the retry is due after `RETRY_S`."""
         retry_s = now_s + RETRY_S if self.retry_s is None else self.retry_s
         if self.stage(request_id) is not MoveStage.STRANDED:
             self.enter(request_id, MoveStage.STRANDED, source)
         self.retry_s = retry_s
 
     def end(self, request_id: RequestId) -> None:
-        """Takes a move out of its stage. The note that the sequence is to leave stays."""
+        """Removes a move from its stage. The record that the sequence must leave stays."""
         stage = self._stage.pop(request_id, None)
         if stage is not None:
             del self._at[stage][request_id]
@@ -89,22 +89,22 @@ class Moves:
             self.retry_s = None
 
     def remove(self, request_id: RequestId) -> None:
-        """Notes that the sequence has left its worker, or may stay there."""
+        """Removes the record: the sequence has left its worker, or may stay there."""
         self.wanted.pop(request_id, None)
         if self.stage(request_id) is MoveStage.STRANDED:
             self.end(request_id)
 
     def under_way(self) -> bool:
-        """True if room is reserved for any sequence elsewhere, or it has not arrived there."""
+        """True if any sequence has room reserved at a target, or has not arrived there yet."""
         return len(self._stage) > len(self._at[MoveStage.STRANDED])
 
     def on_their_way(self) -> Iterator[WorkerId]:
-        """Yields the source of each sequence that was told to stop and does not run again yet."""
+        """Yields the source of each sequence that was told to stop and has not started again."""
         yield from self._at[MoveStage.LEAVING].values()
         yield from self._at[MoveStage.ARRIVING].values()
 
     def validate(self, flights: Mapping[RequestId, Flight], view: ClusterView) -> None:
-        """Asserts that stages agree with the attempts, and that no sequence was forgotten."""
+        """Asserts that stages agree with the attempts, and that no sequence was lost."""
         stranded = self._at[MoveStage.STRANDED]
         assert (self.retry_s is not None) == bool(stranded)
         assert self._stage == {i: stage for stage, ids in self._at.items() for i in ids}
