@@ -1,8 +1,8 @@
-"""Estimates how likely the target chooses a drafted token: counts it, and slowly forgets.
+"""Estimates how likely the target chooses a drafted token, from counts that decay slowly.
 
 A draft ends at its first wrong token. So if `a` tokens were kept, there were `a` hits in `a` tries,
 and one more try if not all were kept. A sequence counts as average until it has counts of its own.
-These are slowly forgotten while nothing is drafted for it.
+A sequence's own counts decay slowly while nothing is drafted for the sequence.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ Kind = tuple[Proposer, int]  # the proposer, and for n-grams the length of the m
 DRAFT: Kind = (Proposer.DRAFT, 0)
 NGRAMS: dict[int, Kind] = {length: (Proposer.NGRAM, length) for length in (2, 3, 4, 8, 16)}
 
-# The share of tokens kept before anything is known; it counts like `_FIRST_TRIES` tries.
+# The assumed share of kept tokens before any try. This share weighs as `_FIRST_TRIES` tries.
 _FIRST = {
     DRAFT: 0.6,
     NGRAMS[2]: 0.3,
@@ -35,10 +35,10 @@ _FIRST = {
 }
 _FIRST_TRIES = 6.0
 _TRIES_OF_ALL = 4.0  # weight of all sequences together, in tries of one sequence
-_MEMORY_OF_ALL = 0.993  # weight of a try after the next one
+_MEMORY_OF_ALL = 0.993  # factor by which each new try reduces the weight of older tries
 _MEMORY_OF_ONE = 0.97
-_MEMORY_WHILE_IDLE = 0.98  # for each step for which nothing is drafted
-_HIGHEST = 0.995  # a share of one would draft without end
+_MEMORY_WHILE_IDLE = 0.98  # the same factor for each step without a draft of the sequence
+_HIGHEST = 0.995  # upper bound of a share: a share of 1 would draft without end
 
 
 class _Count:
@@ -85,7 +85,7 @@ class Acceptance:
         return max([average.hits / average.tries, *(self.of(seq_id, kind) for seq_id in known)])
 
     def idle(self, drafting: Container[SeqId], num_steps: int) -> None:
-        """Forgets a little of all sequences without drafts, once for each of `num_steps`."""
+        """Decays the counts of all sequences without drafts, once for each of `num_steps`."""
         memory = _MEMORY_WHILE_IDLE**num_steps
         for seq_id, own in self._one.items():
             if seq_id not in drafting:
@@ -94,5 +94,5 @@ class Acceptance:
                     count.tries *= memory
 
     def remove(self, seq_id: SeqId) -> None:
-        """Drops a sequence."""
+        """Drops the counts of a sequence."""
         self._one.pop(seq_id, None)

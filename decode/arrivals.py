@@ -6,19 +6,19 @@
     copy      all KV of a sequence that runs elsewhere is here; it has no row in any step
     aborting  cancelled, but its pull may still write into its blocks
 
-Only the head of the queue is admitted, in order of arrival, if the pool has room for it. If it
-waits for `STUCK_S` while nothing arrives or runs here, it is given back: then prompts that wait for
-other workers hold the memory, and these may wait for memory that the head's prompt holds. A copy is
-never waited for: without room it is given back at once. Complete copies are dropped, the youngest
-first, before any sequence waits for memory or is given back.
+Sequences are admitted in order of arrival, and only while the pool has room for the queue's head.
+If the head waits for `STUCK_S` while nothing arrives or runs here, the head is given back. In that
+case, prompts that wait for other workers hold the memory here. Those workers may in turn wait for
+memory that the head's prompt holds. A copy never waits: without room it is given back at once.
+Complete copies are dropped, the youngest first, before any sequence waits or is given back.
 
 Blocks that a prefix hit finds here are not pulled. If a pull fails or is cancelled half-way, the
 blocks that arrived stay cached, so the next attempt on this worker pulls only the rest. The
 gateway is told how many tokens that is.
 
 **Hold.** A moved sequence lacks a block or two, and its client waits in the middle of an answer. So
-the next step is held while these blocks are pulled, for `HOLD_S` at most; otherwise the sequence
-would wait for a whole step first. No step is held twice, and each sequence is waited for once.
+the next step is held while these blocks are pulled, for `HOLD_S` at most. Without the hold, the
+sequence would wait for a whole step. No step is held twice, and each sequence holds one step only.
 After a held step no step is held for `REST_S`, even if many sequences move here in that time.
 
 Source: two owners of a block, sglang#24527.
@@ -48,7 +48,7 @@ class DecodeMemory:
         self.growth_tokens = growth_tokens
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Returns how many blocks `num_tokens` need."""
+        """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def soon_blocks(self, seq: Sequence) -> int:
@@ -59,14 +59,14 @@ class DecodeMemory:
     def has_room(
         self, candidate: Sequence, *, num_admitted: int, admitted: Callable[[], Iterable[Sequence]]
     ) -> bool:
-        """True if the candidate's prompt fits, and the growth of all admitted sequences with it.
+        """True if the pool has room for the candidate's prompt and all admitted sequences' growth.
 
-        If nothing else is admitted, the prompt alone counts. `admitted` is called only if the
-        answer is not plain from the number.
+        If no other sequence is admitted, only the prompt must fit. `admitted` is called only if
+        `num_admitted` alone does not decide the answer.
         """
         if not num_admitted:
             return candidate.num_blocks - len(candidate.block_table) <= self.pool.num_idle
-        # A sequence lacks at most its growth, a block begun before, and one not yet given to it.
+        # A sequence lacks at most its growth, a partly filled block, and an unassigned block.
         most = self.growth_tokens // self.block_size + 2
         if self.soon_blocks(candidate) + num_admitted * most <= self.pool.num_idle:
             return True
@@ -76,7 +76,7 @@ class DecodeMemory:
     def take_for_draft(
         self, seq: Sequence, num_tokens: int, admitted: Callable[[], Iterable[Sequence]]
     ) -> int:
-        """Takes blocks for drafted tokens; returns for how many tokens there is room.
+        """Takes blocks for drafted tokens; returns the number of tokens that fit.
 
         Blocks that other sequences may need soon stay idle.
         """
@@ -95,7 +95,7 @@ class StepHold:
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         self._awaited: set[SeqId] = set()  # moved here, and pulling since the last step
-        self._until_s: float | None = None  # the next step is held until then
+        self._until_s: float | None = None  # end of the hold of the next step
         self._delays_running = False  # the held step delays sequences that run
         self._rests_until_s = -inf
 
@@ -106,7 +106,7 @@ class StepHold:
 
     @property
     def is_open(self) -> bool:
-        """True if the next step is held, or may have to be."""
+        """True if the next step is held, or if a moved sequence may still make it wait."""
         return bool(self._awaited) or self._until_s is not None
 
     def await_blocks(self, seq_id: SeqId) -> None:
@@ -116,7 +116,7 @@ class StepHold:
     def holds(self, now_s: float, arriving: Set[SeqId], *, is_any_running: bool) -> bool:
         """True if no step may begin now: blocks of moved sequences are still on their way."""
         if not self.is_open:
-            return False  # true for most steps
+            return False  # the usual case
         self._awaited &= arriving
         if self._awaited and now_s >= self._rests_until_s:
             if self._until_s is None:
@@ -138,10 +138,10 @@ class ArrivingSequence:
     """A sequence whose KV or whose first token is not here yet."""
 
     seq: Sequence
-    pulled: tuple[BlockId, ...] | None = None  # being written; None while queued
+    pulled: tuple[BlockId, ...] | None = None  # blocks that the pull writes; None while queued
     kv_here: bool = False
     first_token: int | None = None
-    num_draft_tokens: int | None = None  # that the source's draft model has seen; None: all
+    num_draft_tokens: int | None = None  # tokens that the source's draft model has seen; None: all
     is_copy: bool = False
     is_moved: bool = False
 
@@ -152,7 +152,7 @@ class ArrivingSequence:
 
 
 class Arrivals:
-    """Queued, arriving and aborting sequences, and copies. Owns their blocks."""
+    """Queued, arriving and aborting sequences, and copies. Owns the blocks of all of them."""
 
     def __init__(
         self, pool: BlockPool, *, block_size: int, hold: StepHold, counters: Counter[str]
@@ -163,14 +163,14 @@ class Arrivals:
         self._counters = counters
         self.queued: OrderedDict[SeqId, ArrivingSequence] = OrderedDict()
         self.arriving: dict[SeqId, ArrivingSequence] = {}
-        self.copies: dict[SeqId, Sequence] = {}  # complete; oldest first
+        self.copies: dict[SeqId, Sequence] = {}  # complete copies, oldest first
         self.aborting: dict[SeqId, ArrivingSequence] = {}
-        self._stuck_id: SeqId | None = None  # the head of the queue, while nothing else is here
+        self._stuck_id: SeqId | None = None  # head of the queue while no other sequence is here
         self._stuck_until_s = inf
 
     @property
     def stuck_until_s(self) -> float | None:
-        """When `give_back_stuck` gives the head of the queue back; None if it is not stuck."""
+        """The time at which the head of the queue is given back; None if the head is not stuck."""
         return self._stuck_until_s if self._stuck_id in self.queued else None
 
     def __contains__(self, seq_id: SeqId) -> bool:
@@ -179,7 +179,7 @@ class Arrivals:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are not cancelled, copies among them."""
+        """The number of sequences that are not cancelled, copies included."""
         return len(self.queued) + len(self.arriving) + len(self.copies)
 
     def seqs(self) -> list[Sequence]:
@@ -190,7 +190,7 @@ class Arrivals:
     # ------------------------------------------------------------ admission
 
     def enqueue(self, seq: Sequence, message: Decode, num_draft_tokens: int | None) -> Effect:
-        """Takes a sequence in and holds its lease."""
+        """Appends a sequence to the queue and holds its lease."""
         self.queued[seq.seq_id] = ArrivingSequence(
             seq,
             num_draft_tokens=num_draft_tokens,
@@ -202,7 +202,7 @@ class Arrivals:
     def admit(self, max_arriving: int, has_room: Callable[[Sequence], bool]) -> list[Effect]:
         """Gives memory to queued sequences and starts their pulls, at most `max_arriving` at once.
 
-        `has_room` judges a sequence after its cached blocks are taken.
+        `has_room` is called for a sequence after its cached blocks are taken.
         """
         effects: list[Effect] = []
         while self.queued and len(self.arriving) < max_arriving:
@@ -223,9 +223,9 @@ class Arrivals:
         return effects
 
     def give_back_stuck(self, now_s: float, *, is_any_running: bool) -> list[Effect]:
-        """Gives the head of the queue back if it waited for `STUCK_S` while nothing else was here.
+        """Gives back the head of the queue after `STUCK_S` in which no other sequence was here.
 
-        To be called when a step is planned.
+        Call this when a step is planned.
         """
         is_alone = not (is_any_running or self.arriving or self.aborting)
         head = next(iter(self.queued), None) if is_alone else None
@@ -281,7 +281,7 @@ class Arrivals:
         return [Emit(seq.gateway_id, ready)]
 
     def on_pull_failed(self, failed: PullFailed) -> list[Effect]:
-        """Gives a sequence back; the blocks that arrived stay cached."""
+        """Gives back the sequence of a failed pull; the blocks that arrived stay cached."""
         seq_id = failed.seq_id
         reason = f"{PULL_FAILED}: {failed.reason}"
         if (queued := self.queued.pop(seq_id, None)) is not None:
@@ -308,7 +308,7 @@ class Arrivals:
         return num_kept_tokens
 
     def _end_pull(self, seq_id: SeqId) -> ArrivingSequence | None:
-        """Ends the pull's hold on its blocks; returns its sequence, cancelled or not."""
+        """Frees the blocks from the pull; returns the pull's sequence, cancelled or not."""
         arriving = self.arriving.get(seq_id) or self.aborting.get(seq_id)
         if arriving is None or arriving.kv_here:
             return None
@@ -319,7 +319,7 @@ class Arrivals:
     # ------------------------------------------------------------ ends
 
     def cancel(self, seq_id: SeqId) -> list[Effect]:
-        """Forgets a sequence or copy; its blocks stay until its pull is over."""
+        """Removes a sequence or copy; its blocks are freed once its pull is over."""
         if (copy := self.copies.pop(seq_id, None)) is not None:
             copy.release(self._pool)
             return []

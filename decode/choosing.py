@@ -1,10 +1,10 @@
 """Chooses how many tokens to draft for each sequence, for most tokens per second of the batch.
 
-Tokens per second are the tokens to be expected, by the acceptance seen so far, over the time that
-the step is predicted to take. A drafted token is worth its place if it adds more tokens for its
-seconds than the batch makes without it. That rate changes with what is drafted, so a few rounds
-find it (Dinkelbach's method for a ratio). Passes of the draft model are shared, so each depth is
-tried. In a full batch each further token costs much, so nothing may be worth drafting.
+Tokens per second are the expected tokens of a step, from the acceptance so far, divided by the
+predicted time of the step. A drafted token is worth its cost if its tokens per second exceed the
+rate of the batch without it. The rate depends on the chosen drafts, so a few rounds find the best
+rate (Dinkelbach's method for a ratio). Sequences share passes of the draft model, so each number
+of passes is tried. In a full batch each further token costs much, so no draft may be worth it.
 
 Sources: Dinkelbach, 1967; expected tokens of a draft, Leviathan et al., ICML 2023; goodput of a
 batch as the aim, Liu et al., SmartSpec, 2024.
@@ -19,10 +19,10 @@ from decode.acceptance import DRAFT, NGRAMS, Acceptance, Proposer
 from decode.stepcost import StepCost
 from engine.messages import SeqId
 
-MAX_UNSEEN_TOKENS = 1024  # the draft model never catches up with a sequence that has more of them
+MAX_UNSEEN_TOKENS = 1024  # with more unseen tokens, the draft model never catches up
 THOUSAND = 1000.0
-_LASTING = 128  # steps over which the cost of catching up first is spread
-_LEAST_GAIN = 1.04  # times the plain rate, for drafting to be worth it
+_LASTING = 128  # number of steps over which the cost of catching up is spread
+_LEAST_GAIN = 1.04  # a draft is chosen only above this multiple of the plain rate
 _ROUNDS = 3
 
 
@@ -31,9 +31,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
     seq_id: SeqId
     context_len: int
-    max_tokens: int  # that may be drafted
-    match_len: int = 0  # the proposing n-gram's; 0 if none proposes
-    num_unseen: int = 0  # tokens that the draft model has to compute before it proposes
+    max_tokens: int  # limit of the draft's length
+    match_len: int = 0  # length of the matching n-gram; 0 without a match
+    num_unseen: int = 0  # tokens that the draft model must compute before it can propose
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -41,14 +41,14 @@ class Proposal(msgspec.Struct, frozen=True):
 
     proposer: Proposer
     num_tokens: int
-    match_len: int = 0  # the n-gram's
+    match_len: int = 0  # length of the matching n-gram
 
 
 @dataclass(slots=True)
 class DraftOption:
     """One way to draft for one candidate."""
 
-    index: int  # the candidate's
+    index: int  # of the candidate in the list of candidates
     proposer: Proposer
     share: float  # share of its tokens likely to be kept
     token_s: float  # cost of each token
@@ -57,7 +57,7 @@ class DraftOption:
     match_len: int = 0
 
     def num_worth(self, rate: float, max_tokens: int) -> int:
-        """Returns how many tokens add more per second than `rate`."""
+        """Returns how many drafted tokens each add more tokens per second than `rate`."""
         least = rate * self.token_s
         num, kept = 0, self.share
         while num < max_tokens and kept > least:
@@ -66,11 +66,11 @@ class DraftOption:
         return num
 
     def expected(self, num_tokens: int) -> float:
-        """Returns the tokens likely to be kept, if `num_tokens` are drafted."""
+        """Returns the expected number of kept tokens if `num_tokens` are drafted."""
         return self.share * (1 - self.share**num_tokens) / (1 - self.share)
 
     def surplus(self, rate: float, shared_s: float = 0.0) -> float:
-        """Returns the tokens that it adds, less what its seconds would bring otherwise."""
+        """Returns the expected tokens minus the tokens that `rate` yields in the same time."""
         if self.share <= rate * (self.token_s + shared_s):
             return 0.0
         num = self.num_worth(rate, self.max_tokens)
@@ -84,7 +84,7 @@ class DraftChooser:
     def __init__(
         self, acceptance: Acceptance, *, uses_ngrams: bool, uses_draft_model: bool
     ) -> None:
-        self.expected_gain = 0.0  # the latest choice's, as a multiple; 0 if it drafts nothing
+        self.expected_gain = 0.0  # of the latest choice, times the plain rate; 0 without a draft
         self._acceptance = acceptance
         self._uses_ngrams = uses_ngrams
         self._uses_draft_model = uses_draft_model
@@ -92,7 +92,7 @@ class DraftChooser:
     def choose(
         self, candidates: Sequence[Candidate], cost: StepCost, num_rows: int, read: float
     ) -> list[Proposal | None]:
-        """Returns the best proposals for a step with `num_rows` rows; `candidates` may draft."""
+        """Returns the best proposals for the `candidates` in a step of `num_rows` rows."""
         proposals: list[Proposal | None] = [None] * len(candidates)
         base_s = cost.plain_s(num_rows, read)
         rate = num_rows / base_s
@@ -107,7 +107,7 @@ class DraftChooser:
         return proposals
 
     def weighs_draft_model(self, cost: StepCost, num_rows: int, read: float) -> bool:
-        """False if no draft of the draft model is worth it, whatever the sequence."""
+        """False if a draft of the draft model is worth its cost for no possible sequence."""
         token_s, _, least_s = cost.drafted_prices
         drafted_s = max(token_s, least_s) + cost.draft_token_s + cost.draft_pass_s / num_rows
         return self._acceptance.highest(DRAFT) > num_rows / cost.plain_s(num_rows, read) * drafted_s
@@ -115,9 +115,9 @@ class DraftChooser:
     def _hopeful(
         self, candidates: Sequence[Candidate], cost: StepCost, rate: float, num_rows: int
     ) -> list[int]:
-        """Returns the candidates whose first drafted token may be worth it at this rate.
+        """Returns the candidates whose first drafted token may be worth its cost at this rate.
 
-        In most steps these are few, so this is written to be fast.
+        Most steps have few such candidates, so this function is written to be fast.
         """
         token_s, read_s, least_s = cost.drafted_prices
         draft_s = cost.draft_token_s + cost.draft_pass_s / num_rows
@@ -144,7 +144,7 @@ class DraftChooser:
     def option(
         self, index: int, candidate: Candidate, way: Proposer, cost: StepCost, rate: float = 0.0
     ) -> DraftOption | None:
-        """Returns one way to draft for a candidate, unless it is none or loses at this rate."""
+        """Returns a candidate's option with this proposer; None if it has none or it loses."""
         seq_id, max_tokens = candidate.seq_id, candidate.max_tokens
         length = candidate.match_len if way is Proposer.NGRAM else 0
         if way is Proposer.NGRAM:
@@ -165,7 +165,7 @@ class DraftChooser:
     def _best_option(
         self, index: int, candidate: Candidate, cost: StepCost, rate: float, num_rows: int
     ) -> DraftOption | None:
-        """Returns the option that adds most at this rate, if all rows share the draft's passes."""
+        """Returns the best option at this rate, if all rows share the draft model's passes."""
         best, best_surplus = None, 0.0
         for option in self.options(index, candidate, cost, rate):
             is_draft = option.proposer is Proposer.DRAFT
@@ -183,9 +183,9 @@ def _allocate(
     base_s: float,
     proposals: list[Proposal | None],
 ) -> float:
-    """Puts lengths for all options into `proposals`, if together they are worth it.
+    """Puts lengths for all options into `proposals`, if all drafts together are worth their cost.
 
-    Returns the expected tokens per second as a multiple of those without; 0: not worth it.
+    Returns the expected tokens per second, divided by the rate without drafts; 0: not worth it.
     """
     plain = rate = num_rows / base_s
     lookups = [o for o in options if o.proposer is Proposer.NGRAM]
@@ -212,9 +212,9 @@ def _allocate(
 def _draft_lengths(
     drafts: list[DraftOption], cost: StepCost, rate: float, tokens: float, seconds: float
 ) -> tuple[list[tuple[DraftOption, int]], float, float]:
-    """Returns lengths under the best depth of the draft model, and the step's tokens and seconds.
+    """Returns the draft lengths for the best number of passes, and the step's tokens and time.
 
-    `tokens` and `seconds` count the step without the draft model.
+    `tokens` and `seconds` are those of the step without the draft model.
     """
     worth = [(o, num) for o in drafts if (num := o.num_worth(rate, o.max_tokens)) > 0]
     best_depth, best_tokens, best_s = 0, tokens, seconds

@@ -1,33 +1,33 @@
-"""Limits what drafting costs where it does not pay: to a small share of all time for each purpose.
+"""Limits the cost of drafting that does not pay: to a small share of all time for each purpose.
 
-    looks         looks for drafts that find none worth it, and drafts that lose time. What drafts
-                  gain is credited, so there are looks in each step while drafts pay
+    looks         searches that find no draft worth its cost, and drafts that lose time. Time that
+                  drafts gain is credited, so each step has a look while drafts pay
     trials        drafts that are not expected to pay
     catching up   passes in which the draft model computes tokens that it left out
 
-So speculation never costs more than these shares together, however wrong its estimates are, and
-credit that was saved up.
+So speculation never costs more than the sum of these shares plus the saved credit, even if all its
+estimates are wrong.
 """
 
 SHARES = {"looks": 0.01, "trials": 0.002, "catching up": 0.003}  # share of all time
-_CREDIT_STEPS = {"looks": 4, "trials": 6, "catching up": 4}  # the most credit, in steps
+_CREDIT_STEPS = {"looks": 4, "trials": 6, "catching up": 4}  # maximum credit, in times of a step
 _EARN_EVERY = 16  # steps whose time is credited together
 _NEARLY = 0.9
 
 
 class TimeCredit:
-    """Credit in seconds for each purpose in `SHARES`. Steps earn it; what is spent is taken off."""
+    """Credit in seconds for each purpose in `SHARES`. Steps add credit; spending subtracts it."""
 
     def __init__(self) -> None:
         self._credit_s = dict.fromkeys(SHARES, 0.0)
-        self._step_s: float | None = None  # the time of recent steps
+        self._step_s: float | None = None  # average time of recent steps
         self._earned_s, self._num_earned = 0.0, 0  # seconds and steps not credited yet
 
     def earn(self, seconds: float, num_steps: int = 1) -> None:
-        """Notes the time of steps."""
+        """Adds the credit for `num_steps` steps that took `seconds`."""
         if self._step_s is None:
             self._step_s = seconds / num_steps
-            # Blocks that fill at once need not wait, nor do the first looks.
+            # The first full blocks and the first looks need not wait for credit.
             for purpose in ("looks", "catching up"):
                 self._credit_s[purpose] = self._most_s(purpose)
         self._earned_s += min(seconds, 2 * self._step_s * num_steps)
@@ -40,7 +40,7 @@ class TimeCredit:
         self._earned_s, self._num_earned = 0.0, 0
 
     def of(self, purpose: str) -> float:
-        """Returns the seconds that may be spent."""
+        """Returns the seconds that may be spent on a purpose."""
         return self._credit_s[purpose]
 
     def is_nearly_full(self, purpose: str) -> bool:
@@ -48,11 +48,11 @@ class TimeCredit:
         return self._credit_s[purpose] > _NEARLY * self._most_s(purpose)
 
     def add(self, purpose: str, seconds: float) -> None:
-        """Credits what was gained, or not spent after all; negative if more was spent."""
+        """Credits seconds that were gained or not spent; negative seconds reduce the credit."""
         self._credit_s[purpose] = min(self._credit_s[purpose] + seconds, self._most_s(purpose))
 
     def spend(self, purpose: str, seconds: float) -> bool:
-        """Takes seconds off the credit. Returns False, and takes none, if there is too little."""
+        """Subtracts seconds from the credit. Returns False, and subtracts none, without credit."""
         if self._credit_s[purpose] < seconds:
             return False
         self._credit_s[purpose] -= seconds

@@ -1,12 +1,12 @@
 """Drafts of the running sequences: planned before each step, and learned from after it.
 
-A `Speculator` chooses. Here its choice is cut to the budget and to memory, and carried out: tokens
-of the sequence's own n-grams, or a number of tokens for the draft model to propose. Blocks for
-drafted tokens are blocks that no other sequence will need soon. Blocks of rejected tokens go back
-after the step.
+A `Speculator` chooses the drafts. This module cuts the choice to the budget and to memory. A draft
+is either tokens from the sequence's own n-grams, or a number of tokens for the draft model to
+propose. Drafted tokens get only blocks that no other sequence will need soon. Blocks of rejected
+tokens are freed after the step.
 
-The draft model may leave sequences out. Their K and V are computed when it drafts for them again,
-or when a block is full, which other workers cannot find before.
+The draft model may skip a sequence. Its own K and V of that sequence are computed when it drafts
+for the sequence again, or when a block is full. Other workers find a block only after that.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from engine.messages import SeqId
 from engine.worker.batch import Row, RowResult
 from engine.worker.sequence import Sequence
 
-CATCH_UP_TOKENS = 512  # that the draft model catches up with in one step
+CATCH_UP_TOKENS = 512  # most tokens that the draft model catches up in one step
 
 
 @dataclass(slots=True)
@@ -34,10 +34,10 @@ class _Draft:
     """The state of one running sequence: what was planned for it in the latest step."""
 
     seq: Sequence
-    ngrams: Any  # its tokens, opened by `Ngrams`; or None
+    ngrams: Any  # the sequence's tokens, opened by `Ngrams`; or None
     match: Match | None = None  # found by the latest lookup
     proposal: Proposal | None = None
-    is_seen: bool = False  # by the draft model
+    is_seen: bool = False  # True if the draft model computes the sequence in this step
 
     @property
     def is_proposed_by_model(self) -> bool:
@@ -45,7 +45,7 @@ class _Draft:
 
 
 class RowDraft(NamedTuple):
-    """The fields of a row for drafting: see `engine.worker.batch.Row`."""
+    """The fields of a row that describe its draft: see `engine.worker.batch.Row`."""
 
     draft: Items[int] = ()
     num_to_draft: int = 0
@@ -73,21 +73,21 @@ class DraftPlanner:
         uses_ngrams = speculator is not None and speculator.uses_ngrams
         self._ngrams = Ngrams() if uses_ngrams else None
         self._drafts: dict[SeqId, _Draft] = {}
-        self.marked: list[_Draft] = []  # with a proposal or seen, in the step planned last
+        self.marked: list[_Draft] = []  # with a proposal or seen, in the latest planned step
 
     @property
     def needs_last_step(self) -> bool:
-        """True if rows depend on the tokens of the step before, or on what a draft model knows."""
+        """True if rows depend on the tokens of the last step, or on the draft model's KV."""
         return self.speculator is not None
 
     def join(self, seq: Sequence) -> None:
-        """A sequence runs from now on."""
+        """Adds a sequence that runs from now on."""
         if self.speculator is not None:
             ngrams = None if self._ngrams is None else self._ngrams.open(seq.token_ids)
             self._drafts[seq.seq_id] = _Draft(seq, ngrams)
 
     def leave(self, seq_id: SeqId) -> None:
-        """A sequence does not run any more."""
+        """Removes a sequence that no longer runs."""
         if self.speculator is not None:
             self.speculator.remove(seq_id)
             del self._drafts[seq_id]
@@ -100,7 +100,7 @@ class DraftPlanner:
         budget_tokens: int,
         admitted: Callable[[], list[Sequence]],
     ) -> bool:
-        """Decides what is drafted for the chosen sequences, and which the draft model sees.
+        """Plans the drafts of the chosen sequences, and which sequences the draft model computes.
 
         `admitted` returns the sequences that may need memory soon. Returns True if anything is
         drafted.
@@ -175,8 +175,8 @@ class DraftPlanner:
     ) -> list[_Draft]:
         """Chooses the sequences that the draft model computes.
 
-        These are the sequences that it drafts for, and those for which it would complete a block.
-        Returns the latter.
+        These are the sequences with a proposal of the draft model, and the sequences in which it
+        would complete a block. Returns the second kind.
         """
         num_passes = 1
         for draft in proposed:
@@ -222,9 +222,9 @@ class DraftPlanner:
     # ------------------------------------------------------------ after a step
 
     def num_seen(self, row: Row, result: RowResult, seq: Sequence) -> int | None:
-        """Returns how many tokens the draft model has K and V of; None without a draft model.
+        """Returns the number of tokens whose K and V the draft model has; None without one.
 
-        It has proposed its last token without computing it.
+        The draft model has proposed its last token, but has not computed that token's KV.
         """
         if not self.has_draft_model:
             return None
@@ -235,7 +235,7 @@ class DraftPlanner:
         return min(num_seen, len(seq.token_ids))
 
     def learn(self, seq_id: SeqId, result: RowResult, num_accepted: int) -> None:
-        """Learns from a verified draft; `num_accepted` is cut at the answer's end."""
+        """Learns from a verified draft; `num_accepted` counts no tokens past the answer's end."""
         if self.speculator is None or not self.marked:
             return
         proposal = self._drafts[seq_id].proposal

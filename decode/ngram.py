@@ -1,10 +1,11 @@
 """Proposals without a model: the tokens that followed the same tokens before.
 
-The longest run of 4, 3 or 2 tokens that ends a sequence and has occurred before proposes the tokens
-that followed it. At the end of the sequence it continues from its own proposal, as a period does.
+The search takes the last 4, 3 or 2 tokens of a sequence, and finds the longest such run that has
+occurred before. The tokens that followed it there are the proposal. If the proposal reaches the end
+of the sequence, it goes on with its own first tokens, as if the sequence were periodic.
 
-C++ searches its own copy of each sequence's tokens, which each look brings up to date. One call
-looks at a whole batch.
+C++ searches its own copy of each sequence's tokens. Each lookup appends the new tokens to the copy.
+One call searches a whole batch.
 
 Sources: prompt lookup decoding, Saxena, 2023; copying with overlap, Ziv and Lempel, 1977.
 """
@@ -29,7 +30,7 @@ class Match(NamedTuple):
 class _Tokens:
     def __init__(self, library: Native, token_ids: list[int]) -> None:
         self.token_ids = token_ids
-        self.num_known = 0  # how many C++ knows
+        self.num_known = 0  # number of tokens that the C++ copy has
         self.handle: int = library.baton_ngrams_open()
         self._close = library.baton_ngrams_close
 
@@ -38,18 +39,18 @@ class _Tokens:
 
 
 class Ngrams:
-    """Follows sequences and looks for matches in them."""
+    """Keeps copies of sequences and searches them for matches."""
 
     def __init__(self) -> None:
         """Raises BuildError."""
         self._library = library()
 
     def open(self, token_ids: list[int]) -> _Tokens:
-        """Begins to follow a sequence whose tokens are, and will be, in this list."""
+        """Adds a sequence. Its later tokens are appended to the same list by the caller."""
         return _Tokens(self._library, token_ids)
 
     def look(self, sequences: Sequence[_Tokens]) -> list[Match | None]:
-        """Returns the match of each sequence that was opened here."""
+        """Returns the match of each sequence, or None. All were opened with `open`."""
         tokens, counts = array("i"), array("i")
         for sequence in sequences:
             new = sequence.token_ids[sequence.num_known :]

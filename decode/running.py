@@ -1,7 +1,7 @@
 """The running batch: sequences with a row in every step, and the memory for their next tokens.
 
-If memory runs short, copies go first. Then the youngest running sequence is given back to the
-gateway, which continues it elsewhere or later with the same tokens; its blocks stay cached here.
+If memory runs short, copies are dropped first. Then the youngest running sequence is given back to
+the gateway, which continues it elsewhere or later with the same tokens. Its blocks stay cached.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from engine.worker.blocks import BlockPool
 from engine.worker.events import Effect, Emit
 from engine.worker.sequence import Sequence
 
-PENDING = (0,)  # the token ids of a row whose token the step in flight chooses
+PENDING = (0,)  # placeholder token ids of a row whose token the step in flight will choose
 
 
 class RunningBatch:
@@ -25,7 +25,7 @@ class RunningBatch:
         self._drafts = drafts
         self._counters = counters
         self._members: dict[SeqId, Sequence] = {}
-        self._joined: set[SeqId] = set()  # sequences that have not run
+        self._joined: set[SeqId] = set()  # sequences that have joined and not run yet
 
     def __len__(self) -> int:
         return len(self._members)
@@ -43,7 +43,7 @@ class RunningBatch:
     # ------------------------------------------------------------ joining and leaving
 
     def join(self, seq: Sequence) -> None:
-        """A sequence whose KV is here runs from the next step on."""
+        """Adds a sequence whose KV is here. It runs from the next step on."""
         self._drafts.join(seq)
         self._members[seq.seq_id] = seq
         self._joined.add(seq.seq_id)
@@ -55,7 +55,7 @@ class RunningBatch:
         return self._members.pop(seq_id)
 
     def end(self, seq_id: SeqId) -> Sequence:
-        """Removes a sequence and lets go of its blocks."""
+        """Removes a sequence and releases its blocks."""
         seq = self.leave(seq_id)
         seq.release(self._pool)
         return seq
@@ -72,7 +72,7 @@ class RunningBatch:
     def due(self) -> list[Sequence]:
         """Returns the sequences that have a next row, oldest first.
 
-        A sequence has none if the step in flight brings its last token.
+        A sequence has no next row if the step in flight brings its last token.
         """
         return [
             seq
@@ -104,7 +104,7 @@ class RunningBatch:
         return row
 
     def land(self, row: Row) -> Sequence | None:
-        """Takes a row whose step has ended. None if its sequence has ended meanwhile."""
+        """Returns the sequence of a row whose step has ended; None if the sequence has ended."""
         seq = self._members.get(row.seq_id)
         return seq if seq is not None and seq.lands(row) else None
 
@@ -134,7 +134,7 @@ class RunningBatch:
         return effects
 
     def _give_blocks(self, seq_id: SeqId, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
-        if seq_id not in self._members:  # it was given back for another one
+        if seq_id not in self._members:  # given back to free memory for another sequence
             return []
         effects: list[Effect] = []
         seq = self[seq_id]
@@ -157,12 +157,12 @@ class RunningBatch:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that all sequences need."""
+        """The number of blocks that all sequences together need."""
         return sum([seq.num_blocks for seq in self._members.values()])
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """The number of tokens of all sequences together."""
         return sum([len(seq.token_ids) for seq in self._members.values()])
 
     def validate(self) -> None:

@@ -9,10 +9,10 @@ The life of a sequence, and the part that owns it:
               gateway forwards
     running   has a row in every step                                `decode.running`
 
-A sequence that was prefilled in this worker (`Adopted`) begins as a running one. A running sequence
-may have to go on elsewhere (`HandOver`). Then it leaves between two steps with its blocks
-(`Leaving`), and arrives at the other worker like any sequence. The draft model there may not have
-seen its last tokens.
+A sequence that was prefilled in this worker (`Adopted`) is running from the start. The router may
+move a running sequence to another worker (`HandOver`). Then the sequence leaves between two steps
+with its blocks (`Leaving`), and arrives at the other worker like any sequence. The draft model
+there may lack the KV of its last tokens.
 
 A row has one token, or more where drafts are verified (`decode.drafts`). Room for admission
 includes the growth of the sequences admitted before (`DecodeMemory`). A step may be held for
@@ -64,7 +64,7 @@ from engine.worker.sequence import Sequence
 
 
 class DecodeScheduler:
-    """Sequences arriving and running; `max_running` bounds the two together."""
+    """Arriving and running sequences; `max_running` bounds their total number."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class DecodeScheduler:
         growth_tokens: int = 128,
         speculator: Speculator | None = None,
     ) -> None:
-        """A runner with a draft model needs a speculator, even one that drafts nothing: it makes
-        sure that blocks become complete. What `intake` does not let in is given back.
+        """A runner with a draft model needs a speculator, even one that drafts nothing: only a
+        speculator makes blocks complete. Sequences that `intake` refuses are given back.
         """
         self._intake = intake
         self._max_running = max_running
@@ -92,22 +92,22 @@ class DecodeScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences whose KV or first token is missing, copies among them."""
+        """The number of sequences that lack KV or their first token, copies included."""
         return self.arrivals.num_waiting
 
     @property
     def num_running(self) -> int:
-        """Sequences that generate."""
+        """The number of sequences that generate."""
         return len(self.running)
 
     @property
     def held_until_s(self) -> float | None:
-        """The next step waits until then, or for an event; None if no step is held."""
+        """When the hold of the next step ends, unless an event ends it before; None: no hold."""
         return self._hold.until_s
 
     @property
     def workload(self) -> Workload:
-        """The sequences here, at their present lengths; cancelled ones do not count."""
+        """The work of all sequences here at their present lengths, without cancelled sequences."""
         waiting = self.arrivals.seqs()
         return Workload(
             decode_seqs=len(waiting) + len(self.running),
@@ -118,25 +118,25 @@ class DecodeScheduler:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Counts of what has happened here since the start.
+        """Counters since the start.
 
         preempted              sequences given back for want of memory
-        stuck                  sequences given back since no memory came free
-        copies_dropped         copies of sequences elsewhere, given back for want of memory
-        kept_blocks            blocks that failed or cancelled pulls left here
+        stuck                  sequences given back because no memory was freed in time
+        copies_dropped         copies of sequences that run elsewhere, given back for want of memory
+        kept_blocks            blocks that failed or cancelled pulls left cached here
         held_steps             steps that delayed running sequences for moved ones
-        held_steps:late        of these, the ones that began before all blocks were here
+        held_steps:late        held steps that began before all awaited blocks were here
         steps, step_tokens     steps that decoded, and the tokens that they yielded
         pending_rows           rows planned before their token was known
         void_rows              rows of sequences that ended before their step did
-        spec_steps             of those steps, the ones in which anything was drafted
+        spec_steps             decode steps with at least one drafted token
         drafted:<proposer>     tokens verified; accepted:<proposer>: drafted tokens that were kept
         accepted_len:<tokens>  drafts of which <tokens> tokens were kept
         """
         return self._counters
 
     def accepts(self, kind: type) -> bool:
-        """Takes sequences that were handed over, or prefilled in this worker."""
+        """True for sequences that were handed over, or prefilled in this worker."""
         return kind in (Decode, Adopted)
 
     # ------------------------------------------------------------ events
@@ -204,7 +204,7 @@ class DecodeScheduler:
         del self.arrivals.arriving[seq_id]
         seq = arriving.seq
         finish = seq.append(arriving.first_token)
-        if finish is not None:  # a correct gateway does not hand such a sequence over
+        if finish is not None:  # a correct gateway does not hand over a finished sequence
             seq.release(self._pool)
             return [Emit(seq.gateway_id, Tokens(seq.seq_id, [], finish))]
         self.running.join(seq)
@@ -227,11 +227,11 @@ class DecodeScheduler:
         return [effect for seq_id in mine for effect in self._cancel(seq_id)]
 
     def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
-        """Gives waiting sequences back, if this worker takes no new ones any more."""
+        """Gives waiting sequences back if this worker accepts no new sequences any more."""
         if accepts(Decode):
             return []
         effects: list[Effect] = []
-        # The sequence that returns last is first in the gateway's queue again.
+        # The gateway puts each returned sequence at the front of its queue.
         for seq in reversed(self.arrivals.seqs()):
             effects += self._cancel(seq.seq_id)
             effects.append(Emit(seq.gateway_id, GivenBack(seq.seq_id, ROLE_CHANGED)))
@@ -240,10 +240,10 @@ class DecodeScheduler:
     # ------------------------------------------------------------ steps
 
     def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
-        """Returns a row of every running sequence; admits the sequences that there is room for.
+        """Returns a row for each running sequence; admits sequences while the pool has room.
 
-        With a step in flight, it waits for the outcome if drafts depend on it, or if a sequence
-        would have to be given back for want of memory.
+        With a step in flight (`ahead`), nothing is scheduled if drafts depend on that step, or if
+        a sequence would have to be given back for want of memory.
         """
         if ahead and (self.drafts.needs_last_step or not self.running.has_room()):
             return Scheduled(waits=True)
@@ -252,7 +252,7 @@ class DecodeScheduler:
         due = self.running.due()
         effects = self.running.make_room(due, self._drop_copy)
         if effects:
-            due = self.running.due()  # some may have been given back
+            due = self.running.due()  # `make_room` may have given sequences back
         chosen = due[:budget_tokens]
         admitted: list[Effect] = []
         is_any_running = bool(len(self.running))
@@ -263,7 +263,7 @@ class DecodeScheduler:
         arriving = self.arrivals.arriving.keys()
         if self._hold.is_open and self._hold.holds(now_s, arriving, is_any_running=is_any_running):
             return Scheduled(effects=effects + admitted, held_until_s=self.held_until_s)
-        # Half of what plain rows leave is for drafts: prompts must make progress beside them.
+        # Drafts get half of the remaining budget, so that prompts still make progress.
         has_drafts = self.drafts.plan(chosen, (budget_tokens - len(chosen)) // 2, self._growing)
         started = self.running.start(chosen)
         rows = [self.running.row(seq) for seq in chosen]
@@ -278,11 +278,11 @@ class DecodeScheduler:
         return Scheduled(rows, num_tokens, effects + started + admitted)
 
     def advance(self, rows: Items[Row], results: Items[RowResult], now_s: float) -> list[Effect]:
-        """Appends the tokens that rows yielded; ends the sequences whose answers are complete."""
+        """Appends the tokens of each row; ends the sequences whose answers are complete."""
         effects: list[Effect] = []
         for row, result in zip(rows, results, strict=True):
             seq = self.running.land(row)
-            if seq is None:  # it has ended meanwhile
+            if seq is None:  # the sequence ended during the step
                 self._counters["void_rows"] += 1
             elif seq.guide is not None and (fault := seq.fault) is not None:
                 self.running.end(row.seq_id)
@@ -293,9 +293,9 @@ class DecodeScheduler:
         return effects
 
     def _extend(self, seq: Sequence, row: Row, result: RowResult) -> Tokens:
-        """Appends the tokens that a row yielded to its sequence, which may end with them."""
+        """Appends the tokens of a row to its sequence. The answer may end with these tokens."""
         chosen, drafts = result.token_ids, self.drafts
-        taken, finish = seq.extend(chosen)  # tokens behind the end are not wanted
+        taken, finish = seq.extend(chosen)  # cuts the tokens past the answer's end
         num_taken = len(taken)
         num_accepted = min(len(chosen) - 1, num_taken) if len(chosen) > 1 else 0
         num_computed = len(row.token_ids) + num_accepted

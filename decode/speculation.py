@@ -1,26 +1,27 @@
 """The speculator: plans drafts for each step and learns from the steps that ran.
 
-`decode.choosing` says how much drafting is worth. A proposer that is not used teaches nothing about
-itself, hence:
+`decode.choosing` computes what drafts are worth. A proposer that is not used yields no data about
+itself. Therefore the speculator also does the following:
 
-    trials        if no draft is worth it, a few tokens are drafted for some sequences, in several
-                  steps on end, since the first one finds caches cold. If they are wrong, the next
-                  trial comes after twice as many steps; if they are kept, soon
-    trust         a choice takes the best of many estimates, so it hopes for too much. The gain of
-                  steps with drafts over the latest plain steps is compared with what was expected,
-                  and further choices are expected to bring as much less
-    plain steps   while all steps look for drafts, two without a look now and then: the gain is
-                  measured against the second one, as the first one finds caches cold
-    rests         to look for matches and to choose takes the host's time. A small share of all
-                  time is credited for it, and what drafts gain, as measured, all costs included;
-                  looks in vain and drafts that lose are taken off. Without credit steps rest.
-                  So what is lost is bounded, whatever the estimates. Of steps that rest
-                  most are passed over (`num_to_pass`): there is nothing to plan or learn
-    catching up   the draft model computes its own K and V of tokens that it left out, so that full
+    trials        if no draft is worth its cost, a few tokens are drafted for some sequences.
+                  A trial runs several steps in a row, since the first step finds caches cold.
+                  If the tokens are rejected, the interval to the next trial doubles. If all
+                  tokens of a draft are kept, the next trial comes soon
+    trust         the best of many estimates overestimates the gain. The measured gain of steps
+                  with drafts over the latest plain steps is compared with the expected gain.
+                  Later predictions are multiplied by the ratio of the two
+    plain steps   while all steps look for drafts, two steps run without a look now and then. The
+                  gain is measured against the second one, since the first one finds caches cold
+    rests         to look for matches and to choose costs host time. A small share of all time is
+                  credited for these looks, and so is the measured net gain of drafts. Looks that
+                  find nothing, and drafts that lose time, reduce the credit. Without credit, steps
+                  rest: they do not look. So the loss is bounded even if the estimates are wrong.
+                  Most resting steps are skipped (`num_to_pass`): they plan and learn nothing
+    catching up   the draft model computes its own K and V of tokens that it skipped, so that full
                   blocks can be shared
 
-Looks, trials and catching up each cost a small share of the time at most (`decode.credit`). What is
-learned of costs and acceptance, and the credit, outlive sequences and batches.
+Looks, trials and catching up each cost at most a small share of the time (`decode.credit`). The
+learned costs, the acceptance and the credit outlive sequences and batches.
 
 Deterministic: the same steps with the same times lead to the same choices.
 """
@@ -38,21 +39,21 @@ from engine.messages import SeqId
 from engine.worker.batch import BatchPlan, BatchResult, Row, StepTimes
 
 _TRIED_ROWS = 8
-_TRIED_TOKENS = 2  # in each tried row
-_TRIED_STEPS = 5  # in one trial, on end
-_FEWEST_STEPS, _MOST_STEPS = 8, 2048  # between two trials
-_BETWEEN_RATE = 0.1  # weight of the latest time between two steps without a look
-_FIRST_PLAIN, _PLAIN_EVERY = 2, 64  # steps with a look before plain ones: at first, and later
-_PLAIN_STEPS = 2  # on end: the first one finds caches cold
-_LEARN_EVERY = 2  # one in this many steps without a lookup is learned from
-_SETTLED, _LEARN_EVERY_SETTLED = 8, 8  # after this many steps of a kind, learn more rarely
-_ENOUGH_STEPS = 32  # learned from, before only some steps are
-_SEEN_EVERY = 16  # steps without a look; the others are passed over
-_LEARN_EVERY_DRAFT = 16  # steps with drafts, after that
-_REUSED = 7  # steps for which a choice for the same sequences is reused, after that
-_CATCH_UP_EVERY = 4  # steps; a full block waits for no longer, unless the credit is too small
-_FIRST_REST = 3  # the first step with a look; those before show the time of steps without
-# steps before the next look where only a trial can change the choice, and without credit
+_TRIED_TOKENS = 2  # drafted tokens in each row of a trial
+_TRIED_STEPS = 5  # consecutive steps of one trial
+_FEWEST_STEPS, _MOST_STEPS = 8, 2048  # bounds of the interval between two trials
+_BETWEEN_RATE = 0.1  # weight of the latest time between two steps that had no look
+_FIRST_PLAIN, _PLAIN_EVERY = 2, 64  # steps with a look before plain steps: at first, and later
+_PLAIN_STEPS = 2  # consecutive plain steps: the first one finds caches cold
+_LEARN_EVERY = 2  # without a lookup, one in this number of steps is learned from
+_SETTLED, _LEARN_EVERY_SETTLED = 8, 8  # after this number of steps of a kind, learn more rarely
+_ENOUGH_STEPS = 32  # number of steps that are all learned from; later only some are
+_SEEN_EVERY = 16  # one in this number of steps without a look is observed; the others are skipped
+_LEARN_EVERY_DRAFT = 16  # after `_ENOUGH_STEPS`: one in this number of steps with drafts
+_REUSED = 7  # after `_ENOUGH_STEPS`: steps that reuse a choice for the same sequences
+_CATCH_UP_EVERY = 4  # most steps that a full block waits for the draft model, if credit suffices
+_FIRST_REST = 3  # the first step with a look; earlier steps show the time of steps without a look
+# Steps until the next look if only a trial could change the choice, or if credit is missing.
 _REST = 32
 
 
@@ -63,7 +64,7 @@ class _Trials:
     interval: int = _FEWEST_STEPS
     last: int = 0  # step in which the proposer was used, or a trial began
     num_left: int = 0  # steps left of the running trial
-    num_rows: int = 0  # in that trial
+    num_rows: int = 0  # rows of the running trial
 
     def is_due(self, step: int) -> bool:
         return step - self.last >= self.interval
@@ -72,11 +73,11 @@ class _Trials:
         self.last, self.interval, self.num_left = step, _FEWEST_STEPS, 0
 
     def put_off(self, step: int) -> None:
-        """Without credit."""
+        """Delays the next trial by `_REST` steps, for lack of credit."""
         self.last = step + _REST - self.interval
 
     def tried(self, step: int) -> None:
-        """Counts as a failure until the result is known."""
+        """Starts a trial. It counts as a failure until its result is known."""
         self.last, self.interval = step, min(2 * self.interval, _MOST_STEPS)
 
 
@@ -88,7 +89,7 @@ class Speculator:
         self.has_draft_model = has_draft_model
         self.uses_ngrams = mode in (Speculate.NGRAM, Speculate.AUTO)
         self.uses_draft_model = has_draft_model and mode in (Speculate.DRAFT, Speculate.AUTO)
-        self._cost = StepCost()  # for steps as large as the latest: one of `_costs`
+        self._cost = StepCost()  # costs of steps of the present size: one of `_costs`
         self._costs: dict[int, StepCost] = {}  # by the bit length of the number of rows
         self._acceptance = Acceptance()
         self._chooser = DraftChooser(
@@ -102,11 +103,11 @@ class Speculator:
         self._credit = TimeCredit()
         self._last_s: float | None = None  # when the last step ended
         self.num_to_pass = 0  # next steps for which nothing is planned or learned
-        self._num_passed = 0  # how many of the latest steps were passed
-        self._lacks_credit = False  # for a look
+        self._num_passed = 0  # steps that were skipped since the last observed step
+        self._lacks_credit = False  # True if the credit pays no look
         self._advanced_s = 0.0  # predicted time of catching up in the present step
-        self._had_drafts = False  # whether the last step had drafts
-        self._num_like = 0  # steps on end like the last one
+        self._had_drafts = False  # True if the last step had drafts
+        self._num_like = 0  # consecutive steps of the same kind as the last one
         self._num_since_plain = 0
         self._plain_every = _FIRST_PLAIN
         self._choice: list[Proposal | None] = []
@@ -115,28 +116,28 @@ class Speculator:
         self._reused_until = 0  # the last step in which the choice may be reused
         self._step = 0  # the number of the present step
         self._rests_until = _FIRST_REST
-        self._has_looked = self._had_looked = False  # for the present step, and for the last one
-        self._catches_up_at = 0  # the next step in which the draft model may do so
-        self._is_trial = False  # whether its drafts are only a trial
-        self._is_in_trial = False  # whether the next step goes on with that
-        self._follows_drafts = self._drafts_now = False  # whether the steps before and now have any
-        self._trial_s = 0.0  # what a step of it was expected to cost
+        self._has_looked = self._had_looked = False  # in the present step, and in the last one
+        self._catches_up_at = 0  # the next step in which the draft model may catch up
+        self._is_trial = False  # True if the present step's drafts are a trial
+        self._is_in_trial = False  # True if the next step continues the trial
+        self._follows_drafts = self._drafts_now = False  # drafts in the last step, and in this one
+        self._trial_s = 0.0  # expected net cost of one step of the trial
 
     # ------------------------------------------------------------ choosing
 
     @property
     def is_on(self) -> bool:
-        """True if anything is ever drafted."""
+        """True if the settings allow drafts."""
         return bool(self._trials)
 
     def rests(self) -> bool:
-        """True if nothing is drafted in the next step, without a look for it."""
+        """True if the next step has neither a look nor drafts."""
         self._had_looked, self._has_looked = self._has_looked, False
         self._step += 1
         if not self._trials:
             return True
         if self._lacks_credit and not self._is_in_trial:
-            return True  # in most steps, where nothing is worth drafting
+            return True  # the usual case: no draft is worth its cost
         if self._step < self._rests_until and not self._is_in_trial:
             return True
         if self._num_since_plain >= self._plain_every and self._cost.is_known:
@@ -204,7 +205,7 @@ class Speculator:
         used: set[Proposer],
         num_rows: int,
     ) -> None:
-        """Adds a trial of a proposer that has long been idle."""
+        """Adds a trial of each proposer that has not been used for long."""
         self._is_in_trial = False
         for proposer, trials in self._trials.items():
             if proposer in used:
@@ -248,7 +249,7 @@ class Speculator:
         return list(islice(filter(None, found), _TRIED_ROWS))
 
     def _fixed_s(self, proposer: Proposer) -> float:
-        """Returns the cost of a step of a trial without its rows."""
+        """Returns the fixed cost of one step of a trial, without the cost of its rows."""
         if proposer is Proposer.NGRAM:
             return self._cost.verifying_s
         draft_s = self._cost.draft_start_s + _TRIED_TOKENS * self._cost.draft_pass_s
@@ -259,14 +260,14 @@ class Speculator:
         return not self._cost.is_known or self._credit.of("trials") > 0
 
     def _afford(self, options: list[DraftOption], proposer: Proposer, num_rows: int) -> int:
-        """Returns for how many options the credit pays a trial.
+        """Returns the number of options whose trial the credit pays.
 
-        What it may bring is taken off its cost, and `_settle` corrects both. The credit pays for
-        all options or for none, unless it is nearly full and will not grow.
+        The expected gain of the trial is subtracted from its cost; `_settle` later corrects both.
+        The credit pays for all options or for none, unless it is nearly full and will not grow.
         """
         if not self._cost.is_known:
             return len(options)
-        worth_s = self._cost.plain_s(num_rows, 0.0) / num_rows  # a token's
+        worth_s = self._cost.plain_s(num_rows, 0.0) / num_rows  # worth of one token
         rows_s = (
             _TRIED_TOKENS * o.token_s
             + o.first_s / _TRIED_STEPS
@@ -285,7 +286,7 @@ class Speculator:
         return num_paid
 
     def catches_up(self) -> bool:
-        """True if the draft model may compute what it left out; asked for in each planned step."""
+        """True if the draft model may catch up in this step. Called once for each planned step."""
         if self._step < self._catches_up_at:
             return False
         has_credit = self._credit.of("catching up") > 0 or not self._cost.is_known
@@ -295,7 +296,7 @@ class Speculator:
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
         """True if the draft model may compute `num_tokens` more tokens in `num_passes` more passes.
 
-        If it may, their cost is taken off the credit.
+        If it may, the cost is subtracted from the credit.
         """
         pass_s = self._cost.draft_start_s + self._cost.draft_pass_s
         seconds = pass_s * num_passes + self._cost.draft_token_s * num_tokens
@@ -310,7 +311,7 @@ class Speculator:
     def learn(
         self, seq_id: SeqId, proposal: Proposal, *, num_drafted: int, num_accepted: int
     ) -> None:
-        """Learns from a proposal. It counts as wrong if its grammar kept it from being verified."""
+        """Learns from a proposal. It counts as rejected if a grammar prevented its verification."""
         kind = (proposal.proposer, proposal.match_len)
         self._acceptance.learn(seq_id, kind, max(num_drafted, 1), num_accepted)
         if seq_id in self._tried:
@@ -319,15 +320,16 @@ class Speculator:
                 self._trials[proposal.proposer].interval = _FEWEST_STEPS
 
     def remove(self, seq_id: SeqId) -> None:
-        """Drops what was learned of a sequence."""
+        """Drops the learned data of a sequence."""
         self._acceptance.remove(seq_id)
         self._tried.discard(seq_id)
 
     def observe(self, plan: BatchPlan, result: BatchResult, now_s: float) -> None:
         """Learns from the time of a step that just ended, unless it computed prompts.
 
-        Most steps without a look are passed over: to learn from one takes as long as a twentieth of
-        a small step. Their own times do not decide, or interrupted steps would be learned from.
+        Most steps without a look are skipped, since learning from a step costs a twentieth of a
+        small step's time. Which steps are skipped must not depend on their own times. Otherwise
+        interrupted steps would be learned from.
         """
         if self.num_to_pass:
             self.num_to_pass -= 1
@@ -350,8 +352,8 @@ class Speculator:
             self.num_to_pass = self._num_idle()
 
     def _num_idle(self) -> int:
-        """Returns for how many of the next steps neither a look nor catching up is due."""
-        end = self._step + _SEEN_EVERY  # the next step that is not passed over
+        """Returns the number of next steps in which neither a look nor catching up is due."""
+        end = self._step + _SEEN_EVERY  # the next step that is not skipped
         if self._trials and not self._lacks_credit:
             end = min(end, self._rests_until)
         if self.has_draft_model:
@@ -366,11 +368,11 @@ class Speculator:
         advanced_s, self._advanced_s = self._advanced_s, 0.0
         has_drafts = self._has_looked and any(row.max_drafted for row in rows)
         self._follows_drafts, self._drafts_now = self._drafts_now, has_drafts
-        if advanced_s and not has_drafts:  # the draft model did nothing but catch up
+        if advanced_s and not has_drafts:  # the draft model only caught up
             spent_s = times.draft_s + max(before_s - self._cost.between_s, 0.0)
             self._credit.add("catching up", advanced_s - spent_s)
         is_vain = self._has_looked and not has_drafts and self._cost.is_known
-        if is_vain and self._had_drafts:  # the next step without a look is a change of kind
+        if is_vain and self._had_drafts:  # so the next step without a look is a new kind
             self._had_drafts, self._num_like = False, 0
         is_telling = not is_vain and self._is_telling(has_drafts=has_drafts)
         for row in rows:
@@ -391,9 +393,9 @@ class Speculator:
             self._cost.learn_draft(*_draft_work(rows), times.draft_s)
 
     def _see_plain(self, rows: Sequence[Row], times: StepTimes, before_s: float) -> None:
-        """Notes the time of a step without drafts; the first one after drafts finds caches cold.
+        """Records the time of a step without drafts, unless the last step had drafts (cold caches).
 
-        The host's time for a look, and for what follows from the look before, is taken off the
+        The host time that this step's look and the last step's look took is subtracted from the
         credit.
         """
         read = sum([row.end for row in rows]) / THOUSAND
@@ -406,7 +408,7 @@ class Speculator:
             self._cost.see_plain(len(rows), read, step_s)
 
     def _settle(self, rows: Sequence[Row], result: BatchResult, step_s: float) -> None:
-        """Credits what the drafts of a step gained, or takes off what they lost."""
+        """Credits the time that a step's drafts gained, or subtracts the time that they lost."""
         read = sum([row.end for row in rows]) / THOUSAND
         plain_s = self._cost.recent_plain_s(len(rows), read)
         yielded_s = plain_s * sum([len(outcome.token_ids) for outcome in result.rows]) / len(rows)
@@ -427,9 +429,9 @@ class Speculator:
         self._cost = self._costs[size]
 
     def _is_telling(self, *, has_drafts: bool) -> bool:
-        """True if to learn from a step: from some after a change of kind, then from every few.
+        """True if the step is to be learned from: more often after a change of kind, later rarely.
 
-        The first step of a kind is left out: it finds caches cold.
+        The first step of a kind is not learned from: it finds caches cold.
         """
         num_like, self._num_like = self._num_like, self._num_like + 1
         if has_drafts != self._had_drafts:
@@ -444,8 +446,8 @@ class Speculator:
     def _passed_before(self, seconds: float, now_s: float) -> float:
         """Returns the time between the last step and the step that just ended after `seconds`.
 
-        Planning is part of it, and drafts make that longer. If it exceeds the step itself, there
-        was a break: then the recent average is returned.
+        The time includes planning, which drafts make longer. If the time exceeds the step itself,
+        the worker was idle: then the recent average is returned.
         """
         last_s, self._last_s = self._last_s, now_s
         if last_s is not None and 0 <= (before_s := now_s - last_s - seconds) < seconds:
@@ -462,7 +464,7 @@ def _features(rows: Sequence[Row], result: BatchResult, drafted: int) -> tuple[f
 
 
 def _draft_work(rows: Sequence[Row]) -> tuple[int, int]:
-    """Returns passes and tokens of the draft model. Catching up alone takes one pass."""
+    """Returns the draft model's number of passes and tokens. Catching up takes one pass."""
     passes = max(max(row.num_to_draft for row in rows), 1)
     tokens = sum(len(row.draft_token_ids) + max(row.num_to_draft - 1, 0) for row in rows)
     return passes, tokens

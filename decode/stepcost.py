@@ -1,19 +1,20 @@
-"""Predicts how long a decode step takes, from the steps that ran.
+"""Predicts the time of a decode step, from the times of earlier steps.
 
     target_s = [1, rows, read, verifies, drafted] · weights     drafted: tokens verified beyond one
                                                                 a row; verifies: 1 if there are any
     draft_s  = [1, passes, tokens] · weights                    of the draft model
 
-`target_s` is the time since the end of the step before, so planning counts; the draft model's part
-is left out. `read` is the tokens of context that attention reads, in thousands, once for each token
-computed. Each is a regression by recursive least squares. Old steps count less and less. Errors are
-relative, since times span decades. A large error is cut: an interrupted step says nothing about the
-next. But many large errors in a row mean that the machine has changed. If they are errors of steps
-without drafts, everything has become slower or faster. If they are errors of steps with drafts,
-learning starts anew from the latest step.
+`target_s` is the time since the end of the last step. It includes planning, but not the draft
+model. `read` is the number of context tokens that attention reads, in thousands, summed over the
+computed tokens. Each formula is fitted by recursive least squares, in which old steps weigh less
+and less. Errors are relative, since times span decades. A large error is clipped: an interrupted
+step does not predict the next one. But many large errors in a row mean that the machine's speed has
+changed. If these are errors of steps without drafts, all weights are scaled. If these are errors of
+steps with drafts, learning restarts from the latest step.
 
-The cost of one more token depends on how many there are. It is low while reading weights takes the
-time, and high when computing does. So each size of batch, to a power of two, has its own costs.
+The cost of one more token depends on the size of the batch. It is low while reading the model's
+weights takes most of the time, and high when computing does. So each power of two of the batch
+size has its own costs.
 
 Before the first step, the weights fit a small model on a CPU. Only their proportions
 matter: the first timed step scales them.
@@ -24,22 +25,22 @@ from collections.abc import Sequence
 from operator import mul
 
 _NOISE = 0.05  # share of a step's time
-_MEMORY = 0.99  # weight of a step after the next one
-_ERRORS = (-0.3, 0.3)  # the largest, as shares of the prediction
-_SURPRISES = 4  # cut errors in a row, among steps of one kind, before learning starts anew
-_YOUNG, _YOUNG_ERRORS = 6, (-0.8, 0.5)  # the first steps after that; their errors may be larger
+_MEMORY = 0.99  # factor by which each new step reduces the weight of older steps
+_ERRORS = (-0.3, 0.3)  # bounds of an error, as shares of the prediction
+_SURPRISES = 4  # clipped errors in a row, among steps of one kind, until learning restarts
+_YOUNG, _YOUNG_ERRORS = 6, (-0.8, 0.5)  # steps after a restart, and their wider bounds
 _LEAST = 0.1  # lowest prediction, as a share of the step's time
 _LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
 
 _PACE_RATE = 0.25  # weight of the latest step without drafts
 
-_TRUST_RATE, _TRUST_ROWS = 0.2, 16  # weight of the latest step; of fewer rows one says less
-_LEAST_SHARE = 0.5  # one step says no less than this
+_TRUST_RATE, _TRUST_ROWS = 0.2, 16  # weight of the latest step; less if it has fewer rows
+_LEAST_SHARE = 0.5  # lowest measured share that one step can contribute
 _HOPE = 0.05  # share of the missing trust that is regained at each choice without drafts
 
 _CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
 
-# Weights in seconds, and how far each may be from the truth.
+# Initial weights in seconds, and the likely error of each.
 _TARGET = (0.9e-3, 0.02e-3, 0.005e-3, 0.02e-3, 0.03e-3)
 _TARGET_SPREAD = (0.5e-3, 0.02e-3, 0.01e-3, 0.5e-3, 0.05e-3)
 _DRAFT = (0.03e-3, 0.1e-3, 0.002e-3)
@@ -49,14 +50,14 @@ _DRAFT_SPREAD = (0.1e-3, 0.1e-3, 0.004e-3)
 class StepFit:
     """y ≈ weights · x.
 
-    It is in plain Python: the vectors are short, and calls of a library would take a tenth of a
-    step's time.
+    The code is plain Python: the vectors are short, and calls of a library would cost a tenth of
+    a step's time.
     """
 
     def __init__(self, prior: Sequence[float], spread: Sequence[float]) -> None:
         self.weights: list[float] = list(prior)
         self.num_steps = 0
-        self.num_since_start = 0  # steps since learning last started
+        self.num_since_start = 0  # steps since the last restart of learning
         self._scale = sum(prior)
         self._variance = [x**2 for x in spread]
         self._surprises = {False: 0, True: 0}  # by `is_special`: > 0 if too slow, < 0 if too fast
@@ -78,14 +79,14 @@ class StepFit:
         self._covariance, self.num_since_start = covariance, num_since_start
 
     def predict(self, x: Sequence[float]) -> float:
-        """Returns the seconds that a step with these features takes."""
+        """Returns the predicted seconds of a step with these features."""
         return _dot(self.weights, x)
 
     def learn(self, x: Sequence[float], y: float, *, is_special: bool = False) -> float:
         """Learns that a step with these features took `y` seconds.
 
-        Returns the factor by which the whole machine turned out to be slower. Special steps may
-        all be slower than predicted while other steps are not.
+        Returns the factor by which all weights were scaled, else 1. Only steps that are not
+        special can show that the whole machine became slower or faster.
         """
         self.num_steps += 1
         self.num_since_start += 1
@@ -109,7 +110,7 @@ class StepFit:
         return 1.0
 
     def shrink(self, index: int) -> None:
-        """Pulls a weight towards zero, as far as other weights explain the same times."""
+        """Pulls a weight towards zero, if other weights can explain the same times."""
         features = [0.0] * len(self.weights)
         features[index] = 1 / self._scale
         self._correct(features, -self.weights[index] / self._scale, _LEANING)
@@ -134,7 +135,7 @@ class StepFit:
         return abs(count) >= _SURPRISES
 
     def restart(self) -> None:
-        """Starts learning anew, with large uncertainty."""
+        """Restarts learning, with large uncertainty."""
         self._surprises = {False: 0, True: 0}
         self.num_since_start = 0
         variances = [max(v, w**2) for v, w in zip(self._variance, self.weights, strict=True)]
@@ -154,12 +155,12 @@ class StepCost:
     def __init__(self) -> None:
         self.target = StepFit(_TARGET, _TARGET_SPREAD)
         self.draft = StepFit(_DRAFT, _DRAFT_SPREAD)
-        self.between_s = 0.0  # recent time between steps, without a look
-        self.trust = 1.0  # what steps with drafts gained, as a share of what was expected
-        self._pace = 1.0  # time of recent steps without drafts, as a share of their prediction
+        self.between_s = 0.0  # recent time between two steps without a look
+        self.trust = 1.0  # measured gain of steps with drafts, as a share of the expected gain
+        self._pace = 1.0  # time of recent plain steps, as a share of their prediction
 
     def begun_anew(self) -> "StepCost":
-        """Returns a copy with large uncertainty: a first guess for batches of another size."""
+        """Returns a copy with large uncertainty: the first guess for another batch size."""
         other = copy.deepcopy(self)
         other.target.restart()
         other.draft.restart()
@@ -176,10 +177,10 @@ class StepCost:
 
     @property
     def verifying_s(self) -> float:
-        """The fixed cost of a step in which any row has drafted tokens.
+        """The fixed extra cost of a step in which at least one row has drafted tokens.
 
-        It was learned together with the cost of a token, and only their sum is sure. It may be
-        negative, but the first token always costs something.
+        This cost and the cost per token are fitted together, so only their sum is reliable. This
+        one may be negative, but the first token always has a positive cost.
         """
         return max(self.target.weights[3], -max(self.target.weights[4], 0.0))
 
@@ -190,7 +191,7 @@ class StepCost:
 
     @property
     def drafted_prices(self) -> tuple[float, float, float]:
-        """The parts of `drafted_s`: of a token, of a thousand tokens behind it, and the least."""
+        """The parts of `drafted_s`: cost per token, per thousand context tokens, and minimum."""
         base_s, _, read_s, _, token_s = self.target.weights
         return token_s, read_s, _CHEAPEST * base_s
 
@@ -206,7 +207,7 @@ class StepCost:
 
     @property
     def draft_token_s(self) -> float:
-        """The cost of one more token in such a pass."""
+        """The cost of one more token in a pass of the draft model."""
         return max(self.draft.weights[2], 0.0)
 
     def learn_target(self, x: Sequence[float], seconds: float) -> None:
@@ -220,27 +221,27 @@ class StepCost:
             self.target.shrink(3)
 
     def recent_plain_s(self, num_rows: int, read: float) -> float:
-        """Returns the time of a plain step as the latest ones had it.
+        """Returns the time of a plain step, scaled to the latest plain steps.
 
-        A prediction is learned over long: where the machine's speed changes, it comes too late.
+        A fitted prediction averages over many steps, so it lags when the machine's speed changes.
         """
         return self._pace * self.plain_s(num_rows, read)
 
     def see_plain(self, num_rows: int, read: float, seconds: float) -> None:
-        """Notes the time that a step without drafts took, looks for them left out.
+        """Records the time of a step without drafts, not counting looks for drafts.
 
-        A large difference is cut, as is a large error of a prediction.
+        A large difference is clipped, like a large error of a prediction.
         """
         change = seconds / self.recent_plain_s(num_rows, read) - 1
         self._pace *= 1 + _PACE_RATE * min(max(change, _ERRORS[0]), _ERRORS[1])
 
     def learn_trust(self, share: float, num_rows: int) -> None:
-        """Learns which share of the expected gain a step with drafts had."""
+        """Learns from the share of its expected gain that a step with drafts reached."""
         rate = _TRUST_RATE * min(num_rows / _TRUST_ROWS, 1.0)
         self.trust += rate * (max(share, _LEAST_SHARE) - self.trust)
 
     def hope(self) -> None:
-        """Trusts predictions a little more, as nothing was drafted that could show it."""
+        """Raises the trust a little, after a choice without drafts, which measures no gain."""
         self.trust += _HOPE * (1.0 - self.trust)
 
     def learn_draft(self, num_passes: int, num_tokens: int, seconds: float) -> None:

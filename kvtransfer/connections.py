@@ -1,7 +1,7 @@
-"""The connections of a sink to its sources: a DEALER socket for each, and a transport.
+"""The connections of a sink to its sources: a DEALER socket and a transport for each source.
 
 A connection keeps its routing id when it breaks and is made again. So the source still knows the
-sink and its leases, and a pull continues from the blocks that it has.
+sink and its leases, and a pull continues without fetching the blocks that have arrived.
 """
 
 import logging
@@ -35,7 +35,7 @@ from kvtransfer.transports.zmq import ZmqTransport
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGES_PER_TURN = 64  # from one source; then other sources and deadlines follow
+MAX_MESSAGES_PER_TURN = 64  # handled for one source before other sources and deadlines
 
 
 @dataclass(slots=True)
@@ -44,12 +44,12 @@ class _Connection:
 
     socket: "zmq.Socket[bytes]"
     transport: BlockTransport | None = None
-    words: SourcesWords | None = None  # its leases' flags, if it is on this host
-    share_bytes: int = 0  # bytes of a block here that come from this source
+    words: SourcesWords | None = None  # the flags of its leases, if the source is on this host
+    share_bytes: int = 0  # bytes of each local block that come from this source
 
 
 class SourceConnections:
-    """Performs the effects of the sink's machine. Owned by the transfer thread."""
+    """Performs the effects of the sink machine. Owned by the transfer thread."""
 
     def __init__(
         self,
@@ -66,24 +66,24 @@ class SourceConnections:
         self._block_bytes = block_bytes
         self._on_end = on_end
         self._links: dict[str, _Connection] = {}  # by address
-        self._ending: list[PullDone | PullFailed] = []  # their blocks are still being written
+        self._ending: list[PullDone | PullFailed] = []  # unreported: blocks are still written
         self._outbox: list[SendToSource] = []
-        self._has_mail = False  # messages may wait that no descriptor reports
+        self._has_mail = False  # True if messages may wait that no descriptor reports
 
     def open(self, transports: Sequence[BlockTransport], by_message: ZmqTransport) -> None:
-        """Sets the transports. The first that fits a source is used for its blocks."""
+        """Sets the transports. A source's blocks come by the first transport that it supports."""
         self._transports = transports
         self._by_message = by_message
         self._sealed = by_message.sealed_sink
 
     def close(self) -> None:
-        """Closes every connection, and lets go of the sources' memory."""
+        """Closes every connection and unmaps the sources' memory."""
         for address in list(self._links):
             self._close_link(address)
 
     @property
     def must_poll(self) -> bool:
-        """True if a read is under way whose end no descriptor reports."""
+        """True if a read is in flight whose end no descriptor reports."""
         return any(transport.num_reads for transport in self._transports)
 
     @property
@@ -91,13 +91,13 @@ class SourceConnections:
         """True if messages or blocks may wait that no descriptor reports."""
         return self._has_mail or self._sealed.has_more
 
-    # ------------------------------------------------------------ what comes
+    # ------------------------------------------------------------ receiving
 
     def receive(self, ready: Collection[int], *, may_wait: bool) -> None:
-        """Takes messages of sources, and fetches that ended.
+        """Handles messages of sources, and fetches that ended.
 
-        `ready` are the descriptors that can be read or written. `may_wait`, for a moment, for
-        more of what has begun to come.
+        `ready` are the descriptors that can be read or written. With `may_wait` it waits for a
+        moment for the rest of a message or frame that has begun to arrive.
         """
         self._has_mail = False
         for address in list(self._links):
@@ -105,11 +105,11 @@ class SourceConnections:
                 if not self._receive_one(address):
                     break
             else:
-                self._has_mail = True  # perhaps
+                self._has_mail = True  # more messages may wait
         self.poll(ready, may_wait=may_wait and not self.must_poll)
 
     def poll(self, ready: Collection[int] = (), *, may_wait: bool = False) -> None:
-        """Takes fetches that ended."""
+        """Handles fetches that ended."""
         for transport in self._transports:
             for news in transport.poll(ready, may_wait=may_wait):
                 self.perform(self._take_news(news))
@@ -118,7 +118,7 @@ class SourceConnections:
             self._end(end)
 
     def _receive_one(self, address: str) -> bool:
-        """Takes one message, if there is one."""
+        """Handles one message, if one waits."""
         link = self._links.get(address)
         if link is None or not has_mail(link.socket):
             return False
@@ -142,7 +142,7 @@ class SourceConnections:
         return True
 
     def _payload(self, link: _Connection) -> memoryview:
-        """Takes the second frame of a Data. Raises ProtocolError."""
+        """Receives the second frame of a Data. Raises ProtocolError."""
         if not link.socket.get(zmq.RCVMORE):
             raise ProtocolError("Data without its payload")
         frame = link.socket.recv(copy=False)
@@ -158,7 +158,7 @@ class SourceConnections:
     def _take_news(self, news: FetchNews) -> list[SinkEffect]:
         now_s, link = self._clock.now_s(), self._links.get(news.address)
         if link is None:
-            return []  # it was closed meanwhile
+            return []  # the connection was closed meanwhile
         if isinstance(news, BlocksArrived):
             are_good = news.data is not None
             if news.data is not None:
@@ -179,7 +179,7 @@ class SourceConnections:
         return self._machine.fetch_failed(news.address, news.lease_id, news.reason, now_s)
 
     def _prove(self, link: _Connection, news: BlocksArrived) -> bool:
-        """True if the lease was open after its blocks were copied, as its word says."""
+        """True if the lease's word proves that the lease was open after its blocks were copied."""
         if link.words is None:
             return False
         if news.word is None:
@@ -187,7 +187,7 @@ class SourceConnections:
             return False
         return link.words.prove(news.word)
 
-    # ------------------------------------------------------------ what follows
+    # ------------------------------------------------------------ effects
 
     def perform(self, effects: list[SinkEffect]) -> None:
         """Performs effects, and the effects that follow from them."""
@@ -223,7 +223,7 @@ class SourceConnections:
     def _use_source(self, use: UseSource) -> list[SinkEffect]:
         link = self._links[use.address]
         if link.transport is not None or not use.wire.record_bytes:
-            return []  # a repeated answer, or other ranks give us all we need
+            return []  # a repeated answer, or other ranks give us all bytes
         refused: list[str] = []
         for transport in self._transports:
             try:
@@ -243,7 +243,7 @@ class SourceConnections:
         return self._machine.refuse_source(use.address, f"no transport: {refused[-1]}")
 
     def _open_words(self, way: Transport, use: UseSource) -> SourcesWords | None:
-        """Maps the words of the source's leases, unless it sends its blocks or is elsewhere."""
+        """Maps the source's lease words, unless it sends its blocks or is on another host."""
         offer = use.source.offers.words
         if way is Transport.ZMQ or (offer is not None and offer.boot_id != boot_id()):
             return None
@@ -265,7 +265,7 @@ class SourceConnections:
         self._outbox.append(SendToSource(address, message))
 
     def send(self) -> None:
-        """Sends the messages of this turn. It may wake another thread, so it comes last."""
+        """Sends the queued messages. Sending may wake another thread, so this is called last."""
         outbox, self._outbox = self._outbox, []
         for letter in outbox:
             try:
@@ -273,7 +273,7 @@ class SourceConnections:
                 link.socket.send(encode(letter.message), zmq.NOBLOCK)
                 self._has_mail = self._has_mail or has_mail(link.socket)
             except zmq.ZMQError as error:
-                self._count("unsent_messages", 1)  # the source counts as silent soon
+                self._count("unsent_messages", 1)  # the source soon counts as silent
                 log.warning("could not send a message to %s: %s", letter.address, error)
 
     def _open_link(self, address: str) -> _Connection:
@@ -291,7 +291,7 @@ class SourceConnections:
             raise
         link = self._links[address] = _Connection(socket)
         self._context.poller.register(socket, select.EPOLLIN)
-        self._has_mail = True  # perhaps, before the descriptor was watched
+        self._has_mail = True  # messages may have come before the descriptor was watched
         return link
 
     def _close_link(self, address: str) -> None:

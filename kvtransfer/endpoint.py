@@ -1,20 +1,21 @@
 """The transfer endpoint of a worker's rank: one thread that runs both ends of the protocol on
 real sockets.
 
-The worker's core gives it orders (`perform`) and gets events back through `on_event`, which is
-called on the endpoint's thread or within `perform`. All bytes are moved there, or by reads that the
-thread watches. So once it reports the end of a pull, nothing of that pull can write any more.
+The worker's core gives orders to the endpoint (`perform`) and gets events back through `on_event`,
+which is called on the endpoint's thread or within `perform`. All bytes are moved by these threads,
+or by reads that the endpoint's thread watches. So once the endpoint reports the end of a pull, no
+part of that pull can write any more.
 
 The thread sleeps until a socket, an order or a deadline wakes it. While blocks wait for a staging
-buffer, or a one-sided read is under way, it polls, because nothing would wake it.
+buffer, or a one-sided read is in flight, the thread polls, because no descriptor would wake it.
 
-To wake it and to be woken takes as long as to copy hundreds of KiB. So the thread that orders a
-short pull carries it out itself, if the endpoint's thread sleeps. One of the two has the *turn* at
-any time. The sleeping thread watches the descriptors of the sockets, because it may not touch the
-sockets themselves.
+Waking another thread takes as long as copying hundreds of KiB. So the thread that orders a short
+pull carries it out itself, if the endpoint's thread sleeps. A lock, the *turn*, is held by one of
+the two at any time. The sleeping thread watches the descriptors of the sockets, because it may not
+touch the sockets themselves.
 
-While a pull waits for its source, the thread lets the system give pages to its blocks. A pool's
-memory is touched for the first time by pulls, and that would take longer than to copy them.
+While a pull waits for its source, the thread makes the system allocate pages for the pull's blocks.
+Pulls are the first to touch a pool's memory, and a page fault takes longer than the copy.
 """
 
 import logging
@@ -78,9 +79,9 @@ from kvtransfer.transports.zmq import ZmqTransport
 log = logging.getLogger(__name__)
 
 MAX_POLL_S = 0.25
-BUFFER_WAIT_S = 0.001  # longest wait for a buffer before sockets and orders have their turn
-SHORT_PULL_BYTES = 2**20  # the thread that orders it may copy that itself
-WHOLE = Shard()  # what the only rank of a worker holds
+BUFFER_WAIT_S = 0.001  # longest wait for a buffer before sockets and orders are served
+SHORT_PULL_BYTES = 2**20  # up to this size, the ordering thread copies by itself
+WHOLE = Shard()  # the shard of a worker's only rank: the whole model
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class EndpointConfig:
     """The worker's identity, secret, transport and deadlines."""
 
     worker_id: WorkerId
-    incarnation: Incarnation  # the worker's: the same at all its ranks
+    incarnation: Incarnation  # of the worker: the same at all its ranks
     identity: Identity
     secret: Secret
     transport: Transport = Transport.AUTO
@@ -115,9 +116,9 @@ class TransferEndpoint:
         self._on_crash = on_crash
         self._orders: queue.SimpleQueue[TransferOrder] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards all fields below but the queue of orders
-        self._due_s = 0.0  # when the machines are to be swept, as of the thread's last turn
+        self._due_s = 0.0  # when to sweep the machines, computed in the last turn
         self._stopping = False
-        self._untouched: deque[BlockId] = deque()  # blocks that are written soon, perhaps first
+        self._untouched: deque[BlockId] = deque()  # blocks that may lack pages
         self._touched: set[BlockId] = set()
         self._part_ends: deque[PullDone | PullFailed] = deque()  # ends of pulls from several ranks
         self._counters: Counter[str] = Counter()
@@ -188,8 +189,8 @@ class TransferEndpoint:
         self._thread.join(timeout=5)
         assert not self._thread.is_alive(), "the transfer thread did not stop"
         self._poller.close()
-        os.close(self._wake_fd)  # not by the thread, which may end before it is woken
-        # They refer to this object and to the pool, which is freed at once.
+        os.close(self._wake_fd)  # closed here, since the thread may end before it is woken
+        # These parts refer to this object and to the pool. Without them the pool is freed at once.
         del self._source_end, self._connections, self._by_message, self._nixl, self._blocks
 
     def _open_sink(self, shared: TransferContext, by_memory: Sequence[BlockTransport]) -> None:
@@ -210,7 +211,7 @@ class TransferEndpoint:
         self._connections.open(transports, self._by_message)
 
     def _transports_by_memory(self) -> list[BlockTransport]:
-        """Returns the transports that read memory of sources, in order of preference."""
+        """Returns the transports that read sources' memory, in order of preference."""
         pool, config = self._pool, self._config
         transports: list[BlockTransport] = [ShmTransport(pool)]
         if isinstance(pool, DevicePool):
@@ -231,7 +232,7 @@ class TransferEndpoint:
         return self._config.transport is Transport.NIXL or reach(self._pool) is None
 
     def _offer_memory(self, transports: Sequence[BlockTransport]) -> Offers:
-        """Lets others read the pool in all allowed ways. Raises ConfigError."""
+        """Offers the pool over all allowed transports. Raises ConfigError."""
         if isinstance(self._pool, DevicePool):
             try:
                 self._pool.device.driver.enter()
@@ -252,7 +253,7 @@ class TransferEndpoint:
         return offers
 
     def _open_words(self) -> LeaseWords | None:
-        """Makes the words of leases, if sinks may read the pool's memory themselves."""
+        """Creates the lease words, if sinks may read the pool's memory themselves."""
         if self._config.transport is Transport.ZMQ:
             return None
         words = LeaseWords()
@@ -264,17 +265,17 @@ class TransferEndpoint:
             return None
         return words
 
-    # ------------------------------------------------------------ the thread that orders
+    # ------------------------------------------------------------ on the ordering thread
 
     def _is_short(self, order: TransferOrder) -> TypeGuard[StartPull]:
         if not isinstance(order, StartPull) or isinstance(self._pool, DevicePool):
-            return False  # a device's copies need its context, which this thread may not have
+            return False  # a device's copies need its context, which this thread may lack
         return len(order.blocks) * self._pool.block_bytes <= SHORT_PULL_BYTES
 
     def _perform_now(self, order: StartPull) -> bool:
-        """Carries out an order in this thread, which has taken the turn, and gives the turn back.
+        """Carries out an order on this thread, which holds the turn, and releases the turn.
 
-        Returns True if the endpoint's thread must go on.
+        Returns True if the endpoint's thread must continue the work.
         """
         try:
             if self._stopping:
@@ -291,7 +292,7 @@ class TransferEndpoint:
         finally:
             self._lock.release()
 
-    # ------------------------------------------------------------ the thread
+    # ------------------------------------------------------------ on the endpoint's thread
 
     def _run(self) -> None:
         try:
@@ -340,7 +341,7 @@ class TransferEndpoint:
                 self._untouched.append(block)
 
     def _touch_next(self) -> None:
-        """Touches one block, so that sockets and orders have their turn between two."""
+        """Touches one block only: sockets and orders are served between two blocks."""
         if not self.sink.num_pulls:
             self._untouched.clear()
         if not self._untouched:
@@ -351,7 +352,7 @@ class TransferEndpoint:
             self._untouched.clear()
 
     def _wait(self, timeout_s: float) -> Collection[int]:
-        """Waits for a socket or an order; returns what is ready. The turn is free meanwhile."""
+        """Frees the turn and waits for a socket or an order; returns the ready descriptors."""
         ready = {fd for fd, _ in self._poller.poll(timeout_s)}
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
@@ -359,7 +360,7 @@ class TransferEndpoint:
 
     @property
     def _must_go_on(self) -> bool:
-        """True if there is work to do of which no descriptor will tell."""
+        """True if there is work that no descriptor will report."""
         source, sink = self._source_end, self._connections
         has_work = source.has_mail or sink.has_mail or self._by_message.has_work
         return has_work or sink.must_poll or bool(self._untouched)
@@ -417,7 +418,7 @@ class TransferEndpoint:
         self._on_event(report)
 
     def _on_sinks_message(self, peer: Peer, message: LeaseMessage) -> None:
-        self._take_orders()  # the order that opened the lease is older than this message
+        self._take_orders()  # the order that opened the lease precedes this message
         self._source_end.perform(self.source.receive(peer, message, self._clock.now_s()))
 
     def _count(self, name: str, amount: float = 1) -> None:
@@ -425,7 +426,7 @@ class TransferEndpoint:
 
 
 def _ways(offers: Offers) -> Iterator[str]:
-    """Yields the transports by which a source can be read, in order of preference."""
+    """Yields the transports that can read a source, in order of preference."""
     has = {
         Transport.SHM: offers.shm is not None,
         Transport.IPC: offers.ipc is not None,
@@ -436,7 +437,7 @@ def _ways(offers: Offers) -> Iterator[str]:
 
 
 def counts_of(report: TransferReport) -> dict[str, float]:
-    """Returns what an end adds to the counters of its endpoint."""
+    """Returns the counts that a report of an end adds to the counters of its endpoint."""
     if isinstance(report, PullDone):
         transfer_s, exposed_s = report.transfer_s, report.exposed_s
         return {"pulls_done": 1, "transfer_seconds": transfer_s, "exposed_seconds": exposed_s}

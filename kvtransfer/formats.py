@@ -1,9 +1,10 @@
 """Converts records from one KV format to another.
 
-Numbers are rounded as a cache of the other format rounds them: by token and head, with the scale,
-if any, of that token and head. So a pool of fp32 that sends int8 sends what a pool of int8 would
-hold. `engine.layout` defines the formats; `engine.model.attention.kvcache` converts tensors.
-Numbers must be finite. An infinite one has an undefined result, for its own token and head only.
+Numbers are rounded as a cache of the target format rounds them: by token and head, with the scale
+of that token and head, if the format has scales. So an fp32 pool that sends int8 sends the same
+bytes that an int8 pool would hold. `engine.layout` defines the formats, and
+`engine.model.attention.kvcache` converts tensors. Numbers must be finite. The result of an infinite
+number is undefined, but only for its own token and head.
 
 C++ does the work (`src/transfer/convert.h`).
 """
@@ -26,12 +27,12 @@ FLOATS = (KVFormat.FP32, KVFormat.BF16)
 
 
 def is_defined(source: KVFormat, to: KVFormat) -> bool:
-    """True if records can be converted: quantised numbers are not quantised again."""
+    """True if this conversion exists: quantised numbers are never quantised again."""
     return source in FLOATS or to in FLOATS
 
 
 def is_exact(source: KVFormat, to: KVFormat) -> bool:
-    """True if every number stays the same."""
+    """True if the conversion changes no number."""
     return source is to or (source, to) == (KVFormat.BF16, KVFormat.FP32)
 
 
@@ -41,7 +42,7 @@ def convert(
     """Converts records [n, block_bytes] of `layout` to the format `to`; padding is zero.
 
     Writes to `out` if given, and returns the result. Raises ValueError if the conversion is not
-    defined, the layout cannot have that format, or an array is not made of such records.
+    defined, the layout cannot have that format, or an array has another record size.
     """
     if not is_defined(layout.kv_format, to):
         raise ValueError(f"no conversion from {layout.kv_format} to {to}")

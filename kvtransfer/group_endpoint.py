@@ -1,13 +1,13 @@
 """The transfer endpoint of a worker of several ranks, at rank 0.
 
-Each rank has a `TransferEndpoint` for its own pool and share of the model. This one gives each
-order to all of them and reports an end when all have reported theirs: see `kvtransfer.lease.group`.
-It has the interface of a `TransferEndpoint`, so a worker's core does not know how many ranks there
-are.
+Each rank has a `TransferEndpoint` for its own pool and share of the model. The `GroupEndpoint`
+gives each order to all of them. It reports an end when every rank has reported its end: see
+`kvtransfer.lease.group`. It has the interface of a `TransferEndpoint`, so a worker's core does not
+depend on the number of ranks.
 
-Orders come from one thread, reports from others. They are handled one after the other, by the
-thread that finds none at work. The others only leave theirs in the queue. So a thread that brings
-reports never waits for one that sends orders, and two full pipes cannot block each other.
+Orders come from one thread, reports from others. All are appended to one queue. A thread that finds
+no other thread at work handles the whole queue, one entry after the other. So a thread that brings
+reports never waits for a thread that sends orders, and two full pipes cannot block each other.
 """
 
 import logging
@@ -39,8 +39,8 @@ from kvtransfer.memory import Pool
 
 log = logging.getLogger(__name__)
 
-RANK_DIED = "rank died"  # why pulls and leases end of which it had a part
-# Counters of a whole pull or lease. Counters of the ranks count their parts.
+RANK_DIED = "rank died"  # reason of the end of pulls and leases in which the rank took part
+# These counters count whole pulls and leases. The ranks' own counters count parts.
 COUNTED_WHOLE = frozenset(
     ("pulls_done", "pulls_failed", "transfer_seconds", "exposed_seconds", "leases_ended")
 )
@@ -54,17 +54,17 @@ class RemoteEndpoint(Protocol):
     ) -> TransferAddress:
         """Returns the address of that rank.
 
-        From now on it passes on the endpoint's reports, in their order, on any thread but one that
-        is in `perform`. It says once if the rank is lost, and reports nothing later.
+        From now on the endpoint calls `on_report` for each report, in order, on any thread that is
+        not in `perform`. If the rank is lost, it calls `on_lost` once, and `on_report` never again.
         """
         ...
 
     def perform(self, order: TransferOrder) -> None:
-        """Sends an order, behind all earlier ones. Does nothing if the rank is lost."""
+        """Sends an order after all earlier orders. Does nothing if the rank is lost."""
         ...
 
     def counters(self) -> Mapping[str, float]:
-        """Returns the endpoint's counters, as last heard."""
+        """Returns the latest counters that the endpoint has reported."""
         ...
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class GroupEndpoint:
         on_crash: Callable[[BaseException], None],
         others: Sequence[RemoteEndpoint],
     ) -> None:
-        """`config` and `pool` are rank 0's; `others` are the ranks after it, in order."""
+        """`config` and `pool` belong to rank 0; `others` are ranks 1, 2, …"""
         self._config = config
         self._on_event = on_event
         self._on_crash = on_crash
@@ -101,8 +101,8 @@ class GroupEndpoint:
         self._pulls = PullGroups()
         self._counters: Counter[str] = Counter()
         self._todo: deque[Callable[[], list[GroupEffect]]] = deque()
-        self._is_busy = False  # a thread handles what is in `_todo`
-        self._lock = threading.Lock()  # guards the two
+        self._is_busy = False  # True while a thread handles the queue `_todo`
+        self._lock = threading.Lock()  # guards `_todo` and `_is_busy`
 
     def open(self) -> TransferAddress:
         """Opens the endpoints of all ranks; returns the address for sinks.
@@ -121,7 +121,7 @@ class GroupEndpoint:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The ways in which others can read this worker's KV: all ranks have the same."""
+        """The transports by which others can read this worker's KV, the same at all ranks."""
         return self._local.transports
 
     def perform(self, order: TransferOrder) -> None:
@@ -146,10 +146,10 @@ class GroupEndpoint:
             other.close()
         self._local.close()
 
-    # ------------------------------------------------------------ orders and reports, in turn
+    # ------------------------------------------------------------ the queue of orders and reports
 
     def _handle(self, what: Callable[[], list[GroupEffect]]) -> None:
-        """Handles an order or report, unless another thread is at work, which will."""
+        """Handles an order or report; a thread that is already at work does it instead."""
         with self._lock:
             self._todo.append(what)
             if self._is_busy:

@@ -1,17 +1,18 @@
-"""Words of leases in shared memory: a sink reads one after a copy, instead of asking the source.
+"""Lease words in shared memory: a sink reads a word after a copy, instead of asking the source.
 
-A lease's word is a generation while the lease is open. The source sets it to zero before it lets go
-of any block, and no generation ever returns. So a word that a sink finds unchanged after a copy
-proves that the lease was open until then. There is no need to read it before the copy as well.
+While a lease is open, its word is a generation. The source sets the word to zero before it frees
+any block of the lease, and a generation is never used again. So a word that is unchanged after a
+copy proves that the lease was open until then. The sink need not read the word before the copy.
 
     source   word = 0, fence, the lease's end is reported, its blocks are reused
     sink     copy, fence, read the word
 
-Also the source's process must be alive after the copy. Its memory would outlive it here, but a
-GPU's need not. C++ reads and writes the words, since Python has no fences: `src/transfer/words.h`.
+The source's process must also be alive after the copy. Mapped host memory outlives its process, but
+a GPU's memory may not. C++ reads and writes the words, since Python has no fences:
+`src/transfer/words.h`.
 
-A hostile source can set its words as it likes. It gains nothing: it could send wrong bytes as well.
-Sinks map the words read-only, and the memory cannot shrink under them.
+A hostile source can set its words to any value. It gains nothing, since it could also send wrong
+bytes. Sinks map the words read-only, and the memory cannot shrink while it is mapped.
 """
 
 import os
@@ -25,14 +26,14 @@ WORD_BYTES = 8
 
 
 class NoWords(BatonError):
-    """Words cannot be used here; the message says why."""
+    """Lease words cannot be used here; the message says why."""
 
 
 class LeaseWords:
     """The words of a source's own leases."""
 
     def open(self) -> None:
-        """Takes the memory; all words are zero. Raises NoWords."""
+        """Allocates the memory; all words are zero. Raises NoWords."""
         try:
             self._memory = SharedMemory.in_small_pages(NUM_WORDS * WORD_BYTES)
         except OSError as error:
@@ -41,16 +42,16 @@ class LeaseWords:
         self._set = library().baton_set_word
 
     def offer(self) -> ShmOffer:
-        """Returns what a sink needs to map them."""
+        """Returns the data that a sink needs to map the words."""
         return shm_offer(self._memory)
 
     def set(self, place: int, generation: int) -> None:
-        """Sets a word. What this process writes later is seen by no reader before it."""
+        """Sets a word. No reader sees a later write of this process before the word."""
         assert 0 <= place < NUM_WORDS
         self._set(self._address + WORD_BYTES * place, generation)
 
     def close(self) -> None:
-        """Closes the memory. Sinks that have mapped it find this process dead, or zeros."""
+        """Closes the memory. Sinks that have mapped it read zeros, or find this process dead."""
         self._memory.mapped[:] = bytes(NUM_WORDS * WORD_BYTES)
         self.set(0, 0)  # a fence
         self._memory.close()
@@ -62,7 +63,7 @@ class SourcesWords:
     def open(self, offer: ShmOffer) -> None:
         """Maps the words. Raises NoWords."""
         try:
-            process = os.pidfd_open(offer.pid)  # before it is known to own the memory
+            process = os.pidfd_open(offer.pid)  # opened before the memory's owner is checked
         except (OSError, OverflowError) as error:
             raise NoWords(f"cannot watch the source's process: {error}") from error
         try:
@@ -75,7 +76,7 @@ class SourcesWords:
         self._is = library().baton_word_is
 
     def prove(self, word: LeaseWord) -> bool:
-        """True if the lease was open, and its source alive, after all that was copied before."""
+        """True if the lease was open and its source alive after all earlier copies."""
         if not 0 <= word.place < NUM_WORDS:
             return False
         address = self._address + WORD_BYTES * word.place

@@ -1,10 +1,10 @@
 """The bytes of a worker's KV pool, and other workers' pools mapped from the same host.
 
-A pool in host memory lives in a memfd: anonymous shared memory with no name in any file system, so
-that a process killed at any moment leaves nothing behind. A process of the same host opens it
-through /proc/PID/fd/FD, and checks the inode and the size, in case the process id was reused. Pools
-are sealed against shrinking, and only sealed memory is mapped: a process that reads a page that is
-gone is killed (SIGBUS). `kvtransfer.device` has pools in a GPU's memory.
+A pool in host memory is a memfd: anonymous shared memory with no name in any file system. So a
+process that is killed at any moment leaves no file behind. Another process of the host opens the
+memfd through /proc/PID/fd/FD, and checks its inode and size, in case the process id was reused.
+Pools are sealed against shrinking, and only sealed memory is mapped: reading a page that no longer
+exists kills the process (SIGBUS). `kvtransfer.device` has pools in a GPU's memory.
 """
 
 import ctypes
@@ -38,14 +38,15 @@ class ShmUnavailable(BatonError):
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep freed memory, up to a bound, instead of returning it to the system.
+    """Makes the C library keep freed memory, up to a bound, instead of returning it to the system.
 
-    ZeroMQ allocates a message for each incoming frame. By default glibc returns such large blocks
-    and takes new zeroed pages for the next one, which costs a tenth of a pull's time.
+    ZeroMQ allocates a message for each incoming frame. By default glibc returns such large
+    allocations to the system, and the next frame gets new zeroed pages. That costs a tenth of a
+    pull's time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc only
-        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # its maximum
+    if mallopt is not None:  # only glibc has it
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the maximum that glibc accepts
         mallopt(M_TRIM_THRESHOLD, 128 * 2**20)
 
 
@@ -56,7 +57,7 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The place of a pool. `kind` is DRAM, or VRAM of that device."""
+    """The location of a pool. `kind` is DRAM, or VRAM of device `device_id`."""
 
     address: int
     num_bytes: int
@@ -76,11 +77,11 @@ class Pool(Protocol):
         ...
 
     def region(self) -> Region:
-        """The pool in this process."""
+        """Returns the location of the pool in this process."""
         ...
 
     def offer(self) -> ShmOffer | None:
-        """Returns what another process needs to map it; None if none can."""
+        """Returns the data that another process needs to map the pool; None if no process can."""
         ...
 
 
@@ -94,10 +95,10 @@ class PrivatePool:
         self._map: mmap.mmap | None = None
 
     def open(self) -> None:
-        """Takes the memory; pages are zero until written."""
+        """Allocates the memory; pages are zero until written."""
         num_bytes = _in_huge_pages(self.num_blocks * self.block_bytes)
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)  # as far as the system allows
+        self._map.madvise(mmap.MADV_HUGEPAGE)  # if the system allows huge pages
 
     @property
     def blocks(self) -> Blocks:
@@ -105,20 +106,20 @@ class PrivatePool:
         return _rows(self._map, self.num_blocks, self.block_bytes)
 
     def region(self) -> Region:
-        """The pool in this process."""
+        """Returns the location of the pool in this process."""
         blocks = self.blocks
         return Region(blocks.ctypes.data, blocks.nbytes)
 
     def offer(self) -> None:
-        """No other process can map it."""
+        """Returns None: no other process can map the pool."""
 
     def close(self) -> None:
-        """Lets go of the memory. It is freed with the last view of it."""
+        """Releases the memory, which is freed with its last view."""
         self._map = None
 
 
 class SharedMemory:
-    """Memory without a name that other processes of this host can map, as a descriptor.
+    """Memory without a name, known by a descriptor, that processes of this host can map.
 
     It lasts as long as a process has the descriptor open or the memory mapped.
     """
@@ -130,24 +131,24 @@ class SharedMemory:
 
     @classmethod
     def make(cls, num_bytes: int) -> "SharedMemory":
-        """Takes memory, in huge pages where the system has them to spare; it is zeroed.
+        """Allocates zeroed memory, in huge pages if the system has reserved some.
 
         Raises OSError.
         """
         try:
             return cls._take(_in_huge_pages(num_bytes), os.MFD_HUGETLB, HUGE_PAGE_BYTES)
-        except OSError:  # the usual case: none are set aside
+        except OSError:  # the usual case: no huge pages are reserved
             try:
                 memory = cls._take(num_bytes, 0, mmap.PAGESIZE)
             except OSError as error:
                 what = f"the KV memory of {num_bytes / 2**20:.0f} MiB"
                 raise OSError(error.errno, error.strerror, what) from error
-            memory.mapped.madvise(mmap.MADV_HUGEPAGE)  # as far as `shmem_enabled` allows
+            memory.mapped.madvise(mmap.MADV_HUGEPAGE)  # if `shmem_enabled` allows it
             return memory
 
     @classmethod
     def in_small_pages(cls, num_bytes: int) -> "SharedMemory":
-        """Takes little memory; it is zeroed. Raises OSError."""
+        """Allocates a small amount of zeroed memory. Raises OSError."""
         return cls._take(num_bytes, 0, mmap.PAGESIZE)
 
     @classmethod
@@ -161,14 +162,14 @@ class SharedMemory:
         try:
             os.ftruncate(fd, num_bytes)
             fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)
-            mapped = mmap.mmap(fd, num_bytes)  # reserves huge pages, or fails
+            mapped = mmap.mmap(fd, num_bytes)  # fails if huge pages cannot be reserved
         except OSError:
             os.close(fd)
             raise
         return cls(fd, mapped, page_bytes)
 
     def close(self) -> None:
-        """Closes the descriptor. The memory is freed with the last view of it."""
+        """Closes the descriptor. The memory is freed with its last view."""
         os.close(self.fd)
 
 
@@ -178,20 +179,20 @@ class SharedPool:
     def __init__(
         self, num_blocks: int, block_bytes: int, memory: SharedMemory | None = None
     ) -> None:
-        """`memory` holds at least these blocks; without it `open` takes some."""
+        """`memory` has room for at least these blocks; without it, `open` allocates memory."""
         assert block_bytes % ALIGNMENT_BYTES == 0
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self._memory = memory
 
     def open(self) -> None:
-        """Takes the memory if there is none. Raises OSError."""
+        """Allocates the memory unless it was given. Raises OSError."""
         if self._memory is None:
             self._memory = SharedMemory.make(self.num_blocks * self.block_bytes)
 
     @property
     def page_bytes(self) -> int:
-        """Size of the pages."""
+        """The size of the memory's pages."""
         return mmap.PAGESIZE if self._memory is None else self._memory.page_bytes
 
     @property
@@ -204,30 +205,30 @@ class SharedPool:
         return _rows(self._map, self.num_blocks, self.block_bytes)
 
     def region(self) -> Region:
-        """The pool in this process."""
+        """Returns the location of the pool in this process."""
         blocks = self.blocks
         return Region(blocks.ctypes.data, blocks.nbytes)
 
     def offer(self) -> ShmOffer:
-        """Returns what another process needs to map this pool."""
+        """Returns the data that another process needs to map this pool."""
         assert self._memory is not None, "open() first"
         return shm_offer(self._memory)
 
     def close(self) -> None:
-        """Closes the descriptor. The memory is freed with the last view of it."""
+        """Closes the descriptor. The memory is freed with its last view."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
 
 
 def shm_offer(memory: SharedMemory) -> ShmOffer:
-    """Returns what another process needs to map this memory."""
+    """Returns the data that another process needs to map this memory."""
     stat = os.fstat(memory.fd)
     return ShmOffer(boot_id(), os.getpid(), memory.fd, stat.st_ino, stat.st_size)
 
 
 def address_of(mapped: mmap.mmap) -> int:
-    """Returns where memory is mapped."""
+    """Returns the address of mapped memory."""
     return int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
 
@@ -236,11 +237,11 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
     if offer.boot_id != boot_id():
         raise ShmUnavailable("source is on another host")
     num_bytes = num_blocks * block_bytes
-    surplus_bytes = HUGE_PAGE_BYTES + block_bytes  # memory need not be whole blocks
+    surplus_bytes = HUGE_PAGE_BYTES + block_bytes  # memory may exceed whole blocks
     if num_blocks < 1 or not num_bytes <= offer.num_bytes < num_bytes + surplus_bytes:
         raise ShmUnavailable("offered size does not match the layout")
     try:
-        # In another PID namespace (a container) this may be an unrelated process's pipe.
+        # In another PID namespace (a container) the path may name an unrelated process's pipe.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", flags)
     except OSError as error:
@@ -252,7 +253,7 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
         if not fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK:
             raise ShmUnavailable("the source's memory may shrink")
         mapped = mmap.mmap(fd, offer.num_bytes, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:  # ValueError: it shrank just before it was sealed
+    except (OSError, ValueError) as error:  # ValueError: it shrank before the seal
         raise ShmUnavailable(f"cannot map the source's memory: {error}") from error
     finally:
         os.close(fd)
@@ -260,10 +261,10 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
 
 
 def touch(blocks: Blocks, block: int) -> bool:
-    """Lets the system give pages to a block, whose contents stay. Other threads run meanwhile.
+    """Makes the system allocate a block's pages. The contents stay. Other threads run meanwhile.
 
-    The first write to a page otherwise waits for it: that is four times as long as a copy of the
-    page. Returns False if the system cannot do it in advance.
+    Without this, the first write to a page waits for its allocation, which takes four times as
+    long as a copy of the page. Returns False if the system cannot allocate pages in advance.
     """
     num_bytes = blocks.shape[1]
     address = blocks.ctypes.data + block * blocks.strides[0]
@@ -272,18 +273,18 @@ def touch(blocks: Blocks, block: int) -> bool:
 
 
 def host_pool(num_blocks: int, block_bytes: int, transport: Transport) -> PrivatePool | SharedPool:
-    """Returns a pool for a worker with that transport; shared only if others may map it."""
+    """Returns a pool for that transport; it is shared only if other processes may map it."""
     may_share = transport in (Transport.AUTO, Transport.SHM)
     return (SharedPool if may_share else PrivatePool)(num_blocks, block_bytes)
 
 
 def _in_huge_pages(num_bytes: int) -> int:
-    """Rounds up to whole huge pages."""
+    """Returns `num_bytes`, rounded up to whole huge pages."""
     return -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def _rows(mapped: mmap.mmap | None, num_blocks: int, block_bytes: int) -> Blocks:
-    """Returns the beginning of mapped memory as blocks."""
+    """Returns the first bytes of mapped memory as blocks."""
     assert mapped is not None, "open() first"
     flat = np.frombuffer(mapped, np.uint8, count=num_blocks * block_bytes)
     return flat.reshape(num_blocks, block_bytes)

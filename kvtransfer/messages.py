@@ -2,8 +2,8 @@
 
 A sink opens a connection to a source's transfer socket. Its first message is `Attach`, which the
 source answers with `Attached` or `AttachRefused`. The version is compared before the rest of
-`Attach` is decoded, so a later version may change the rest. A message is one frame. `Data` is
-followed by one payload frame, which holds the records of its blocks without gaps.
+`Attach` is decoded, so a later version may change the rest. A message is one frame. A `Data` is
+followed by one payload frame, which contains the records of its blocks without gaps.
 """
 
 from collections.abc import Callable
@@ -20,25 +20,25 @@ T = TypeVar("T")
 
 TRANSFER_VERSION = 6
 MAX_BLOCKS_PER_READ = 4096
-NUM_WORDS = 4096  # one for each lease, at each rank of a source
+NUM_WORDS = 4096  # lease words of each rank of a source, one per lease
 
 Shards = Annotated[tuple[Shard, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Generation = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-Reason = Annotated[str, msgspec.Meta(max_length=128)]  # it is logged, and passed on to a gateway
+Reason = Annotated[str, msgspec.Meta(max_length=128)]  # logged, and passed on to a gateway
 
 
 class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """A rank's terms for exchanging blocks. `kvtransfer.wire` compares two of them."""
 
     fingerprint: str  # covers model, weights and configuration
-    layout: KVLayout  # the whole model's: the same at each rank, and at workers of other shapes
-    shard: Shard = Shard()  # what this rank's records hold of it
+    layout: KVLayout  # of the whole model: the same at all ranks and workers
+    shard: Shard = Shard()  # the share of the layout that this rank's records hold
     kv_wire_dtype: KVFormat | None = None  # format on the wire; None: no conversion
-    group: Shards = ()  # all ranks of the worker, in its order; empty: this is the only one
+    group: Shards = ()  # all ranks of the worker, in order; empty: a single rank
 
     @property
     def ranks(self) -> tuple[Shard, ...]:
-        """The shards of all ranks of the worker, in its order."""
+        """The shards of all ranks of the worker, in order of rank."""
         return self.group or (self.shard,)
 
     @property
@@ -50,8 +50,8 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
 class ShmOffer(msgspec.Struct, frozen=True):
     """A source's pool as shared memory: a memfd that processes of the same host can open.
 
-    `boot_id` identifies the host. `inode` and `num_bytes` prove that the descriptor is still this
-    memory.
+    `boot_id` identifies the host. `inode` and `num_bytes` prove that the descriptor still refers
+    to this memory.
     """
 
     boot_id: str
@@ -62,9 +62,9 @@ class ShmOffer(msgspec.Struct, frozen=True):
 
 
 class IpcOffer(msgspec.Struct, frozen=True):
-    """A source's pool in a GPU's memory: a handle of CUDA's for other processes of that host.
+    """A source's pool in a GPU's memory: a CUDA IPC handle for other processes of that host.
 
-    The pool is `num_bytes` long, and begins `offset` bytes into the memory that the handle names.
+    The pool has `num_bytes` bytes and starts `offset` bytes into the handle's allocation.
     """
 
     boot_id: str
@@ -87,7 +87,7 @@ class NixlOffer(msgspec.Struct, frozen=True):
 class Offers(msgspec.Struct, frozen=True):
     """Ways to read a source's pool. `sends`: the source can send blocks over its socket.
 
-    `words` is memory with the words of `NUM_WORDS` leases. `sealed_port` is that for sealed
+    `words` is memory with `NUM_WORDS` lease words. `sealed_port` is the TCP port of sealed
     streams, on the host of the source's address.
     """
 
@@ -100,9 +100,9 @@ class Offers(msgspec.Struct, frozen=True):
 
 
 class LeaseWord(msgspec.Struct, frozen=True, array_like=True):
-    """What a lease's word is while the lease is open, and its place in the source's memory.
+    """The value of a lease's word while the lease is open, and the word's index.
 
-    No other lease of the source ever has the same `generation`, and none has zero.
+    Each lease of the source has another `generation`, and zero is never used.
     """
 
     place: int
@@ -113,7 +113,7 @@ class LeaseWord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AttachBody(msgspec.Struct, frozen=True):
-    """The sink's identity, and the source that it expects."""
+    """The sink's identity, and the source that the sink expects to reach."""
 
     sink: Incarnation
     source: Incarnation
@@ -121,7 +121,7 @@ class AttachBody(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """First message of a sink. `body` is an encoded AttachBody of that version."""
+    """First message of a sink. `body` is an AttachBody, encoded for protocol `version`."""
 
     version: int
     body: msgspec.Raw
@@ -143,17 +143,17 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Gives a lease up. Answered by Ended with the same `pull_id`."""
+    """Gives up a lease. Answered by Ended with the same `pull_id`."""
 
     lease_id: LeaseId
     pull_id: int
 
 
 class AskSealed(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a sealed stream with that key. Answered by MaySeal.
+    """Asks for a sealed stream with the key `key`. Answered by MaySeal.
 
-    With `name` and `word` the sink connects to it, once. All three are random. `lanes` of AEGIS are
-    those that the sink can compute at once.
+    The sink sends `name` and `word` when it connects, once. All three are random. `lanes` is the
+    number of AEGIS lanes that the sink can compute in parallel.
     """
 
     name: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -175,7 +175,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class AttachRefused(msgspec.Struct, frozen=True, tag=True):
-    """The source's answer to Attach if `field` does not agree."""
+    """The source's answer to Attach if the identities disagree in `field`."""
 
     field: Reason
 
@@ -183,7 +183,8 @@ class AttachRefused(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Names the computed blocks `first`, `first + 1`, … of a lease, by their ids at the source.
 
-    `stamp` is that of the Hold which this answers, if any. `word` is the lease's, if it has one.
+    `stamp` is copied from the Hold that this answers, if any. `word` is the lease's word, if the
+    lease has one.
     """
 
     lease_id: LeaseId
@@ -194,7 +195,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag=True):
-    """Announces the next frame: records of these blocks without gaps, and its xxh3-64."""
+    """Announces the next frame, which has the records of these blocks, and the frame's xxh3-64."""
 
     lease_id: LeaseId
     indices: list[int]
@@ -202,16 +203,16 @@ class Data(msgspec.Struct, frozen=True, tag=True):
 
 
 class MaySeal(msgspec.Struct, frozen=True, tag=True):
-    """Answers AskSealed: the sink may connect. Until it has, blocks come as before.
+    """Answers AskSealed: the sink may connect. Until it has connected, blocks come over CURVE.
 
-    The stream is sealed with AEGIS in so many `lanes`.
+    The stream is sealed with AEGIS in `lanes` lanes.
     """
 
     lanes: int = 1
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Says that a lease is over. `released`: it was open until the Release of `pull_id` arrived."""
+    """A lease has ended. Reason `released`: it was open until the Release of `pull_id` arrived."""
 
     lease_id: LeaseId
     reason: Reason
@@ -229,12 +230,12 @@ _attach_body = msgspec.msgpack.Decoder(AttachBody)
 
 
 def attach(body: AttachBody) -> Attach:
-    """Returns an Attach of this version."""
+    """Returns an Attach of this protocol version."""
     return Attach(version=TRANSFER_VERSION, body=msgspec.Raw(encode(body)))
 
 
 def decode_attach_body(raw: msgspec.Raw) -> AttachBody:
-    """Decodes the body of an Attach of this version. Raises ProtocolError."""
+    """Decodes the body of an Attach of this protocol version. Raises ProtocolError."""
     return _decode(_attach_body, bytes(raw))
 
 
@@ -245,6 +246,6 @@ def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
         raise ProtocolError(f"bad transfer message: {error}") from error
 
 
-# Decode a message of a sink, and a message of a source. Both raise ProtocolError.
+# Decoders of messages from a sink, and from a source. Both raise ProtocolError.
 decode_to_source: Callable[[bytes], ToSource] = partial(_decode, _to_source)
 decode_to_sink: Callable[[bytes], ToSink] = partial(_decode, _to_sink)

@@ -1,6 +1,6 @@
-"""Brings blocks of a pool into the records that travel, and back, as `Wire` says.
+"""Copies blocks of a pool into wire records, and back, in the form that `Wire` describes.
 
-The pool is in host memory, or else in a device's, which then does it.
+For a pool in a device's memory, the device does the copies.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kvtransfer.wire import Wire
 
 
 def rows_to_send(wire: Wire, pool: Blocks | DeviceBlocks) -> Blocks | None:
-    """Returns the bytes of all blocks that travel, as rows; None if they are to be packed first."""
+    """Returns the bytes to send of all blocks, as rows; None if blocks must be packed first."""
     if isinstance(pool, DeviceBlocks) or wire.stored.kv_format != wire.travels_as:
         return None
     if len(wire.packing) != 1:
@@ -26,7 +26,7 @@ def rows_to_send(wire: Wire, pool: Blocks | DeviceBlocks) -> Blocks | None:
 
 
 def rows_to_receive(wire: Wire, pool: Blocks | DeviceBlocks) -> Blocks | None:
-    """Returns the places of all blocks that come, as rows; None if they are unpacked later."""
+    """Returns the bytes of all blocks to receive into, as rows; None if records are unpacked."""
     if isinstance(pool, DeviceBlocks) or wire.wanted.kv_format != wire.travels_as:
         return None
     if len(wire.unpacking) != 1:
@@ -57,7 +57,7 @@ def convert_blocks(
     sink_ids: Sequence[int],
     source_ids: Sequence[int],
 ) -> None:
-    """Copies blocks from pool to pool through the records that would travel on a wire."""
+    """Copies blocks from pool to pool, with the conversions that a wire would need."""
     records = np.empty((len(source_ids), wire.stored.block_bytes), np.uint8)
     copy_records(records, None, source, source_ids, wire.packing)
     if wire.stored.kv_format != wire.travels_as:
@@ -76,7 +76,7 @@ def unpack(
 ) -> int:
     """Writes these rows of `records` [num_records, wire.record_bytes] to blocks of the sink's pool.
 
-    The records are contiguous. Returns the checksum of all of them, which is known only after the
+    The records are contiguous. Returns the checksum of all records. It is known only after the
     blocks are written.
     """
     if isinstance(pool, DeviceBlocks):

@@ -1,16 +1,16 @@
-"""Plans which bytes of a source's record to copy where, if both ends hold shares of a model.
+"""Plans the copies from a source's record to a sink's record, if both hold shares of a model.
 
-    record          what one rank holds of a block: its own heads of its own layers, in the order of
+    record          one rank's share of a block: its own heads of its own layers, in the order of
                     `engine.layout`
-    shared record   the heads and layers that one rank of the source gives to one of the sink, in
-                    the same order; it is sent on the wire
+    shared record   the heads and layers that one source rank gives to one sink rank, in the same
+                    order; this record is sent on the wire
 
-If both ends hold the same, the record is one piece. Otherwise K and V of each layer are one piece
-each: within a layer the heads that two ranks share are contiguous.
+If both ranks hold the same share, the record is one piece. Otherwise K and V of each layer are one
+piece each: within a layer, the heads that two ranks share are contiguous.
 
-Where several ranks of the source hold the same head, a rank of the sink takes it from one of them
-only. The ranks of the sink that need a head take turns. So all ranks of the source together give
-each rank of the sink each of its bytes once, and both ends know who gives what without asking.
+If several source ranks hold the same head, each sink rank gets it from only one of them. The sink
+ranks that need the head are spread evenly over these source ranks. So the source ranks together
+give each sink rank each of its bytes once. Both ends compute the same plan without messages.
 
 Pure: integers only. `native` copies records, and `formats` converts them.
 """
@@ -26,7 +26,7 @@ from engine.layout import KVLayout, KVSection, Shard
 
 @dataclass(frozen=True, slots=True)
 class RecordPiece:
-    """A contiguous range of bytes to copy; offsets are from the start of each record."""
+    """A contiguous range of bytes to copy. Offsets count from the start of each record."""
 
     source_offset: int
     sink_offset: int
@@ -34,10 +34,11 @@ class RecordPiece:
 
 
 def plan_pieces(layout: KVLayout, source: Shard, sink: Shard) -> tuple[RecordPiece, ...]:
-    """Returns the pieces to copy from a record of a source's rank to one of a sink's.
+    """Returns the pieces to copy from a source rank's record to a sink rank's record.
 
-    `layout` is the whole model's, in the format of both records. The pieces are in order of
-    their offsets, with neighbours merged. There is none if the source gives the sink nothing.
+    `layout` is the layout of the whole model, in the format of both records. The pieces are in
+    order of their offsets, with neighbours merged. The result is empty if the source rank gives
+    the sink rank no bytes.
     """
     return _merged(
         piece
@@ -47,7 +48,7 @@ def plan_pieces(layout: KVLayout, source: Shard, sink: Shard) -> tuple[RecordPie
 
 
 def shared_layout(layout: KVLayout, source: Shard, sink: Shard) -> KVLayout:
-    """Returns the layout of the record that a source's rank gives to a sink's."""
+    """Returns the layout of the shared record that a source rank sends to a sink rank."""
     sections = tuple(
         KVSection(
             len(_shared_layers(layout, source, sink, index)),
@@ -60,18 +61,18 @@ def shared_layout(layout: KVLayout, source: Shard, sink: Shard) -> KVLayout:
 
 
 def holders(layout: KVLayout, source: Shard, sinks: Sequence[Shard]) -> tuple[Shard, ...]:
-    """Returns the ranks of a sink that hold a lease of this rank of a source.
+    """Returns the sink ranks that hold a lease of this source rank.
 
-    They are those to which it gives bytes. If there is none, since other ranks of the source hold
-    the same heads, one rank holds the lease nevertheless. So every rank of the source learns that
-    the sink has what it needs.
+    These are the sink ranks to which it gives bytes. If it gives bytes to none, since other source
+    ranks hold the same heads, one sink rank holds the lease nevertheless. So every source rank
+    learns when the sink has all its bytes.
     """
     given = tuple(sink for sink in sinks if shared_layout(layout, source, sink).block_bytes)
     return given or (sinks[source.rank % len(sinks)],)
 
 
 def tiles(layout: KVLayout, sources: Iterable[Shard], sink: Shard) -> bool:
-    """True if these ranks of a source together give each byte of the sink's record once."""
+    """True if these source ranks together give each byte of the sink's record exactly once."""
     pieces = (piece for source in sources for piece in plan_pieces(layout, source, sink))
     end = 0
     for piece in sorted(pieces, key=lambda piece: piece.sink_offset):
@@ -82,7 +83,7 @@ def tiles(layout: KVLayout, sources: Iterable[Shard], sink: Shard) -> bool:
 
 
 def packing(pieces: Sequence[RecordPiece]) -> tuple[RecordPiece, ...]:
-    """Returns the pieces from a source's record to the shared one, both in the source's format."""
+    """Returns the pieces from a source's to the shared record, both in the source's format."""
     return _merged(
         RecordPiece(piece.source_offset, offset, piece.num_bytes)
         for piece, offset in zip(pieces, _shared_offsets(pieces), strict=True)
@@ -113,7 +114,7 @@ def _section_pieces(
 
 
 def _place(layout: KVLayout, shard: Shard, index: int, layer: int, head: int) -> tuple[int, int]:
-    """Returns where K of a head begins in a rank's record, and the step from K to V."""
+    """Returns the offset of a head's K in a rank's record, and the distance from K to V."""
     own = layout.of_rank(shard)
     own_layer = layer - shard.layers_of(layout, index).start
     own_head = head - shard.heads_of(layout.sections[index]).start
@@ -126,11 +127,11 @@ def _shared_layers(layout: KVLayout, source: Shard, sink: Shard, index: int) -> 
 
 
 def _shared_heads(section: KVSection, source: Shard, sink: Shard) -> range:
-    """Returns the heads of a section that a source's rank gives to a sink's, in any layer."""
+    """Returns the heads of a section that a source rank gives to a sink rank, in any layer."""
     heads = _overlap(source.heads_of(section), sink.heads_of(section))
     if not heads or source.size <= section.num_kv_heads:
         return heads
-    replicas = _ranks_with(section, heads.start, source.size)  # ranks with its one head
+    replicas = _ranks_with(section, heads.start, source.size)  # ranks with this one head
     takers = _ranks_with(section, heads.start, sink.size)
     giver = replicas[takers.index(sink.rank) % len(replicas)]
     return heads if giver == source.rank else range(0)
@@ -146,7 +147,7 @@ def _overlap(one: range, other: range) -> range:
 
 
 def _shared_offsets(pieces: Sequence[RecordPiece]) -> list[int]:
-    """Returns where each piece begins in the shared record, which holds them without gaps."""
+    """Returns the offset of each piece in the shared record, which has no gaps."""
     return list(accumulate((piece.num_bytes for piece in pieces), initial=0))[:-1]
 
 

@@ -25,13 +25,13 @@ from kvtransfer.transports.zmq import ZmqTransport
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**16  # from a sink, which sends no payload
-MAX_UNREAD_MESSAGES = 1024  # from one sink; a sink with more is cut off
-MAX_MESSAGES_PER_TURN = 64  # then sources and deadlines have their turn
+MAX_MESSAGE_BYTES = 2**16  # of a message from a sink; sinks send no payload
+MAX_UNREAD_MESSAGES = 1024  # queued for one sink; a sink with more is disconnected
+MAX_MESSAGES_PER_TURN = 64  # handled before sources and deadlines
 
 
 class SourceEnd:
-    """Performs the effects of the source's machine. Owned by the transfer thread."""
+    """Performs the effects of the source machine. Owned by the transfer thread."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SourceEnd:
         words: LeaseWords | None,
         on_ended: Callable[[LeaseEnded], None],
     ) -> None:
-        """`transport` sends blocks to sinks that cannot read them themselves."""
+        """`transport` sends blocks to sinks that cannot read the pool's memory."""
         self._context = context
         self._count = context.count
         self._machine = machine
@@ -50,10 +50,10 @@ class SourceEnd:
         self._sealed = transport.sealed_source
         self._words = words
         self._on_ended = on_ended
-        self.has_mail = False  # messages may wait that no descriptor reports
+        self.has_mail = False  # True if messages may wait that no descriptor reports
 
     def open(self, host: str) -> str:
-        """Binds the socket; returns where sinks connect."""
+        """Binds the socket; returns the address for sinks."""
         context = self._context
         self.socket = context.sockets.socket(zmq.ROUTER)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a lost peer is an error
@@ -73,7 +73,7 @@ class SourceEnd:
         self.socket.close(linger=0)
 
     def receive(self, handle: Callable[[Peer, LeaseMessage], None], ready: Collection[int]) -> None:
-        """Takes a limited number of messages. A sink that sends an invalid one is cut off.
+        """Handles a limited number of messages. A sink that sends an invalid one is disconnected.
 
         `ready` are the descriptors that can be read or written.
         """
@@ -96,7 +96,7 @@ class SourceEnd:
                 self._admit(peer, message)
             else:
                 handle(peer, message)
-        self.has_mail = True  # perhaps
+        self.has_mail = True  # more messages may wait
 
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
         self._count("bad_messages", 1)
@@ -120,7 +120,7 @@ class SourceEnd:
         raise ProtocolError("a sink's message must have one frame")
 
     def perform(self, effects: list[SourceEffect]) -> None:
-        """Performs effects. Blocks wait for `send_blocks`."""
+        """Performs effects, but leaves the blocks to `send_blocks`."""
         for effect in effects:
             match effect:
                 case SendToSink():
@@ -134,11 +134,11 @@ class SourceEnd:
                     self._on_ended(effect)
 
     def send_blocks(self, *, may_wait: bool) -> None:
-        """Sends blocks that sinks wait for, as far as there are buffers."""
+        """Sends blocks that sinks wait for, while buffers are free."""
         self._transport.flush(self._machine.may_send, self._send, may_wait=may_wait)
 
     def _send(self, peer: Peer, header: bytes, payload: Any = None) -> zmq.MessageTracker | None:
-        """Sends a message. With a payload, returns the tracker that says when ZeroMQ is done."""
+        """Sends a message. With a payload, returns the tracker of ZeroMQ's use of the payload."""
         try:
             self.socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             if payload is None:
@@ -153,7 +153,7 @@ class SourceEnd:
             self._send_away(peer, "unread answers")
             return None
         except zmq.ZMQError as error:
-            self._count("unsent_messages", 1)  # the sink's or the lease's deadline deals with it
+            self._count("unsent_messages", 1)  # the sink's or lease's deadline follows
             log.warning("could not send a message to a sink: %s", error)
             return None
         finally:
@@ -161,14 +161,14 @@ class SourceEnd:
 
 
 def drain(socket: "zmq.Socket[bytes]") -> None:
-    """Drops the remaining frames of a message, one by one: there may be any number."""
+    """Drops the remaining frames of a message, one by one. Their number has no limit."""
     while socket.get(zmq.RCVMORE):
         socket.recv(copy=False)
 
 
 def has_mail(socket: "zmq.Socket[bytes]") -> bool:
-    """True if a message waits. Its descriptor reports only messages after this call.
+    """True if a message waits. The socket's descriptor reports only messages after this call.
 
-    Sending also reads new messages. So after sending, ask for messages before waiting.
+    Sending also reads new messages from the network. So call this after sending, before waiting.
     """
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

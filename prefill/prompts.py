@@ -1,13 +1,13 @@
-"""Prompts that wait for memory or for their prefix, and a prompt's state in general.
+"""Prompts that wait for memory or for their prefix, and the state of a prompt.
 
-    waiting    has nothing; starts when the pool has blocks for the whole prompt
+    waiting    owns no blocks; starts when the pool has blocks for the whole prompt
     pulling    owns its blocks; the prefix that another worker offered is being pulled into the
-               first ones, while later prompts go ahead
+               first of these blocks, while later prompts go ahead
     aborting   cancelled, but its pull may still write into its blocks
 
 An offered prefix is held from arrival on, but not while memory is short. Otherwise two workers that
-wait for memory and hold each other's blocks could wait for ever. Nothing depends on the pull: what
-it does not bring is computed.
+wait for memory and hold each other's blocks could wait for ever. A prompt does not depend on its
+pull: blocks that the pull does not bring are computed.
 
 Source: two owners of a block, sglang#24527.
 """
@@ -34,25 +34,25 @@ class PendingPrompt:
     """A sequence whose prompt is not computed yet."""
 
     seq: Sequence
-    hands_over: bool  # its KV is leased to another worker, which decodes
+    hands_over: bool  # True if the KV is leased to another worker, which decodes
     place: int  # in the order of arrival
     prefix: LeaseRef | None = None  # held until its pull starts or it is given up
-    pulled: tuple[BlockId, ...] = ()  # being written, from the first block that was not cached
-    num_pulled: int = 0  # blocks that a pull which ended well brought
-    pull_s: float = 0.0  # that it took
+    pulled: tuple[BlockId, ...] = ()  # blocks that the pull writes: from the first uncached one
+    num_pulled: int = 0  # blocks that a successful pull brought
+    pull_s: float = 0.0  # time of the pull
     lease_id: LeaseId | None = None  # open from the first chunk until the lease ends
-    num_leased_ready: int = 0  # blocks by which the lease has grown
-    num_top: int | None = None  # log-probabilities of the prompt are wanted, with `num_top` others
-    scored: list[Logprobs] = field(default_factory=list)  # for the chunks computed so far
+    num_leased_ready: int = 0  # leased blocks that are ready
+    num_top: int | None = None  # top log-probabilities per prompt token; None: no scores are wanted
+    scored: list[Logprobs] = field(default_factory=list)  # from the chunks computed so far
 
     @property
     def kind(self) -> type:
-        """The type of message that brought it."""
+        """The type of the message that brought the prompt."""
         return Prefill if self.hands_over else Generate
 
 
 class WaitingPrompts:
-    """Prompts of which nothing is computed here, and their prefixes."""
+    """Prompts without a computed chunk, and their offered prefixes."""
 
     def __init__(self, pool: BlockPool, *, block_size: int, counters: Counter[str]) -> None:
         self._pool = pool
@@ -79,21 +79,21 @@ class WaitingPrompts:
     # ------------------------------------------------------------ arrival and start
 
     def enqueue(self, prompt: PendingPrompt, prefix: LeaseRef | None) -> list[Effect]:
-        """Takes a prompt in and holds the prefix that it was offered."""
+        """Appends a prompt and holds the prefix that was offered for it."""
         self.waiting.append(prompt)
         if prefix is None:
             return []
         held: Effect = HoldLease(prompt.seq.seq_id, prefix)
         if prompt.num_top is not None:
-            return [held, AbortPull(prompt.seq.seq_id)]  # so that the source need not keep it
+            return [held, AbortPull(prompt.seq.seq_id)]  # frees the source from keeping the blocks
         prompt.prefix = prefix
         return [held]
 
     def start_next(self) -> tuple[PendingPrompt | None, list[Effect]]:
         """Gives the first waiting prompt its blocks, and starts to pull its prefix.
 
-        Returns the prompt, whose next chunk can run unless it is `pulling`. If memory is short,
-        returns None: the prompt stays first, and all held prefixes are given up.
+        Returns the prompt. Its next chunk can run unless the prompt is `pulling`. If memory is
+        short, returns None: the prompt stays first, and all held prefixes are given up.
         """
         prompt = self.waiting[0]
         if not self._take_blocks(prompt):
@@ -120,11 +120,11 @@ class WaitingPrompts:
         return True
 
     def _reusable_blocks(self, seq: Sequence) -> int:
-        """Returns how many full blocks need not be computed: at least one token must be."""
+        """Returns how many full blocks may be reused: at least one token must be computed."""
         return (len(seq.token_ids) - 1) // self._block_size
 
     def _start_pull(self, prompt: PendingPrompt, prefix: LeaseRef) -> Effect:
-        """Pulls the offered blocks that are not cached here; aborts the pull if all are."""
+        """Pulls the offered blocks that are not cached here; aborts the pull if all are cached."""
         seq = prompt.seq
         first = seq.num_computed_tokens // self._block_size
         indices = range(first, min(prefix.num_blocks, self._reusable_blocks(seq)))
@@ -136,7 +136,7 @@ class WaitingPrompts:
         return StartPull(seq.seq_id, tuple(zip(indices, prompt.pulled, strict=True)))
 
     def _give_up_prefixes(self) -> list[Effect]:
-        """Gives up all held prefixes: a prompt that waits for memory must not hold others'."""
+        """Gives up all held prefixes: a prompt that waits for memory must hold no remote blocks."""
         effects: list[Effect] = []
         for prompt in self.waiting:
             if prompt.prefix is not None:
@@ -148,7 +148,7 @@ class WaitingPrompts:
     # ------------------------------------------------------------ ends
 
     def end_pull(self, ended: PullDone | PullFailed) -> PendingPrompt | None:
-        """Keeps the pulled blocks that arrived. Returns the prompt, which can be computed now."""
+        """Keeps the blocks that arrived. Returns the prompt, which can be computed from now on."""
         seq_id = ended.seq_id
         failed = ended if isinstance(ended, PullFailed) else None
         prompt = self.pulling.get(seq_id) or self.aborting.get(seq_id)
@@ -176,14 +176,14 @@ class WaitingPrompts:
         return self.pulling.pop(seq_id)
 
     def _lose_offer(self, seq_id: SeqId) -> None:
-        """Notes that the lease on a prefix ended before there was memory for it."""
+        """Records that the lease on a prefix ended before the prompt had memory."""
         for prompt in self.waiting:
             if prompt.seq.seq_id == seq_id and prompt.prefix is not None:
                 prompt.prefix = None
                 self._counters["fallbacks:prefix_pull_failed"] += 1
 
     def cancel(self, seq_id: SeqId) -> list[Effect]:
-        """Forgets a prompt. If it pulls its prefix, its blocks stay until the pull is over."""
+        """Removes a prompt. While its prefix is being pulled, its blocks stay allocated."""
         if (prompt := self.pulling.pop(seq_id, None)) is not None:
             self.aborting[seq_id] = prompt
             return [AbortPull(seq_id)]

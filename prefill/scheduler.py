@@ -2,21 +2,22 @@
 
 The life of a sequence, and the part that owns it:
 
-    waiting, pulling   has nothing, or waits for its prefix         `prefill.prompts`
-    computing          runs chunk by chunk; its lease, if it has    here
+    waiting, pulling   has no blocks, or waits for its prefix       `prefill.prompts`
+    computing          runs chunk by chunk; its lease, if it has    this module
                        one, grows with each chunk
     leased             computed: the sequence is gone, its blocks   `engine.worker.offers`
-                       belong to the lease until that ends
+                       belong to the lease until the lease ends
 
-A `Prefill` leases its blocks and forgets the sequence after the first token. A `Generate` opens no
+A `Prefill` leases its blocks and drops the sequence after the first token. A `Generate` opens no
 lease and passes the sequence on to the decode scheduler of this worker. A lease has the id of its
 sequence.
 
-A prefix that is cached here is not computed again, except for its last token: the first token is
-sampled from that.
+A prefix that is cached here is not computed again. The prompt's last token always is: the first
+token of the answer is sampled from its logits.
 
-If log-probabilities of the prompt are wanted, it is computed from its first token on, whatever is
-cached or offered. They are collected over its chunks and sent with its first token.
+If log-probabilities of the prompt are wanted, the prompt is computed from its first token on, even
+if a prefix is cached or offered. The log-probabilities are collected over the prompt's chunks and
+sent with the first token of the answer.
 
 The scheduler knows no clock, tensor or socket.
 
@@ -62,7 +63,7 @@ from engine.worker.offers import LeaseTable
 from engine.worker.pace import StepPace
 from prefill.prompts import PendingPrompt, WaitingPrompts
 
-# A step with this many tokens keeps a GPU busy: more tokens take proportionally more time.
+# A step of this number of tokens keeps a GPU busy: beyond it, time grows in proportion to tokens.
 FULL_STEP_TOKENS = 512
 
 
@@ -78,16 +79,16 @@ class PrefillScheduler:
         address: TransferAddress,
         pace: StepPace | None = None,
     ) -> None:
-        """Gives back what `intake` does not let in. `address` is where sinks pull from.
+        """Gives back prompts that `intake` refuses. Sinks pull from `address`.
 
-        `pace` bounds chunks in steps that also decode.
+        `pace` bounds the chunks in steps that also decode.
         """
         self._pool = pool
         self._intake = intake
         self._block_size = intake.block_size
         self._chunk_tokens = chunk_tokens
         self._pace = pace
-        self._num_prompts = 0  # that ever arrived
+        self._num_prompts = 0  # prompts that have arrived since the start
         self._counters: Counter[str] = Counter()
         self.waiting = WaitingPrompts(pool, block_size=intake.block_size, counters=self._counters)
         self.computing: dict[SeqId, PendingPrompt] = {}  # in the order of arrival
@@ -95,39 +96,39 @@ class PrefillScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts of which nothing is computed here."""
+        """The number of prompts without a computed chunk."""
         return len(self.waiting)
 
     @property
     def num_running(self) -> int:
-        """Prompts being computed."""
+        """The number of prompts that are being computed."""
         return len(self.computing)
 
     @property
     def workload(self) -> Workload:
-        """Tokens of the prompts that are not fully computed, cached ones included."""
+        """Tokens of all prompts that are not fully computed, cached tokens included."""
         prompts = (*self.waiting.prompts(), *self.computing.values())
         return Workload(prompt_tokens=sum(len(prompt.seq.token_ids) for prompt in prompts))
 
     @property
     def num_leases(self) -> int:
-        """Leases that have not ended."""
+        """The number of leases that have not ended."""
         return len(self.leases)
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Blocks of prefixes pulled, and offered prefixes that were computed all the same."""
+        """Counts of pulled prefix blocks, and of offered prefixes that had to be computed."""
         return self._counters
 
     def accepts(self, kind: type) -> bool:
-        """Takes prompts."""
+        """True for prompts."""
         return kind in (Prefill, Generate)
 
     def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
-        """Gives waiting prompts back, if new ones of their kind are not accepted any more."""
+        """Gives back waiting prompts of kinds that this worker no longer accepts."""
         effects: list[Effect] = []
         late = [prompt for prompt in self.waiting.waiting if not accepts(prompt.kind)]
-        for prompt in reversed(late):  # the last to return is first in the gateway's queue again
+        for prompt in reversed(late):  # the gateway puts each one at its queue's front
             seq = prompt.seq
             effects += self._cancel(seq.seq_id)
             effects.append(Emit(seq.gateway_id, GivenBack(seq.seq_id, ROLE_CHANGED)))
@@ -172,7 +173,7 @@ class PrefillScheduler:
         if prompt is None:
             return []
         effects = self._begin(prompt)
-        # Later prompts went ahead during the pull. From now on this one comes before them.
+        # Later prompts went ahead during the pull. From now on this prompt is before them again.
         in_order = sorted(self.computing.items(), key=lambda item: item[1].place)
         self.computing = dict(in_order)
         return effects
@@ -182,8 +183,8 @@ class PrefillScheduler:
     def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
         """Returns one chunk of each prompt, in order of arrival, while budget and memory last.
 
-        A chunk may follow one in flight. Nothing follows the last chunk. A step that completes a
-        prompt takes little else, since the first token waits for the whole step.
+        A chunk may be scheduled while the previous chunk is in flight. A step that completes a
+        prompt gets few other tokens, since the first token waits for the whole step.
         """
         if not self.computing and not self.waiting.waiting:
             return NOTHING
@@ -192,7 +193,7 @@ class PrefillScheduler:
             left = self._add_row(prompt, left, scheduled)
         while left > 0 and self.waiting.waiting:
             if self._pace is not None and self._pace.most_tokens(0) == 0:
-                break  # no room for a chunk of one more prompt
+                break  # the pace leaves no tokens for one more prompt
             started, effects = self.waiting.start_next()
             scheduled.effects += effects
             if started is None:
@@ -229,7 +230,7 @@ class PrefillScheduler:
     def _add_row(self, prompt: PendingPrompt, left: int, scheduled: Scheduled) -> int:
         """Adds the next chunk of a prompt, of at most `left` tokens; returns the tokens left.
 
-        If the chunk completes the prompt, the step is only filled up.
+        If the chunk completes the prompt, the tokens left are cut to `FULL_STEP_TOKENS` in all.
         """
         seq = prompt.seq
         start = seq.num_planned_tokens
@@ -275,7 +276,7 @@ class PrefillScheduler:
     def _advance(self, row: Row, result: RowResult) -> list[Effect | Adopted]:
         prompt = self.computing.get(row.seq_id)
         if prompt is None or not prompt.seq.lands(row):
-            return []  # it was cancelled meanwhile
+            return []  # cancelled during the step
         seq = prompt.seq
         seq.advance(len(row.token_ids), self._pool)
         prompt.scored += result.scored
@@ -297,16 +298,16 @@ class PrefillScheduler:
     # ------------------------------------------------------------ ends
 
     def _leave(self, prompt: PendingPrompt, finish: FinishReason | None) -> list[Effect | Adopted]:
-        """Passes a computed prompt on, or lets go of it."""
+        """Passes a computed prompt on to the decode scheduler, or releases its blocks."""
         if not prompt.hands_over and finish is None:
             return [Adopted(prompt.seq)]
-        prompt.seq.release(self._pool)  # its lease, if it has one, still holds the blocks
+        prompt.seq.release(self._pool)  # the lease, if any, still holds the blocks
         if prompt.lease_id is not None and finish is not None:
             return [RevokeLease(prompt.lease_id)]
         return []
 
     def _give_up(self, prompt: PendingPrompt, fault: str) -> list[Effect | Adopted]:
-        """Ends an answer that no worker can go on with."""
+        """Ends an answer that no worker can continue."""
         prompt.seq.release(self._pool)
         given_back = GivenBack(prompt.seq.seq_id, fault, hopeless=True)
         revoked = [] if prompt.lease_id is None else [RevokeLease(prompt.lease_id)]
@@ -323,7 +324,7 @@ class PrefillScheduler:
         return effects
 
     def _remove_gateway(self, gateway_id: GatewayId) -> list[Effect]:
-        """Cancels a lost gateway's prompts, and revokes the leases on those already computed."""
+        """Cancels a lost gateway's prompts, and revokes the leases on its computed prompts."""
         prompts = [*self.waiting.prompts(), *self.computing.values()]
         mine = [prompt.seq.seq_id for prompt in prompts if prompt.seq.gateway_id == gateway_id]
         mine += map(SeqId, self.leases.of(gateway_id))
@@ -338,7 +339,7 @@ class PrefillScheduler:
             return []
         prompt.lease_id = None
         if reason != "expired":
-            return []  # the sink has all it wants, or the sequence is being cancelled
+            return []  # the sink has its blocks, or the sequence is being cancelled
         del self.computing[seq_id]
         prompt.seq.release(self._pool)
         return [Emit(prompt.seq.gateway_id, GivenBack(seq_id, "lease expired"))]

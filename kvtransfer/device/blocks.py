@@ -1,8 +1,8 @@
-"""A pool of blocks in a device's memory, and their way to records that travel and back.
+"""A pool of blocks in a device's memory, and the copies between its blocks and wire records.
 
-`pack` and `unpack` do what `kvtransfer.packing` does for pools in host memory. Where formats differ
-the device converts, between the pool and the record. A copy for each block and piece, or for each
-run of neighbours, goes through the copy engines.
+`pack` and `unpack` do what `kvtransfer.packing` does for pools in host memory. Where formats
+differ, the device converts between pool and record. The copy engines do one copy for each block and
+piece, or one for each run of neighbours.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,25 +23,25 @@ class RecordConverter(Protocol):
     """Converts records in a device's memory, as `kvtransfer.formats` does on the host."""
 
     def room(self, num_bytes: int, stream: int) -> int:
-        """Returns the address of memory for records to convert, until the next call."""
+        """Returns the address of memory for records to convert. It is valid until the next call."""
         ...
 
     def convert(
         self, address: int, num_records: int, layout: KVLayout, to: KVFormat, stream: int
     ) -> int:
-        """Queues a conversion; returns the address of the result, until the next but one call."""
+        """Queues a conversion; returns the result's address, valid until the next call but one."""
         ...
 
 
 class Rows(NamedTuple):
-    """Consecutive records at an address. `ids` chooses some of them; None means all in order."""
+    """Consecutive records at an address. `ids` selects some of them; None: all, in order."""
 
     address: int
     record_bytes: int
     ids: Sequence[int] | None = None
 
     def row(self, i: int) -> int:
-        """Returns the address of a meant record."""
+        """Returns the address of the selected record `i`."""
         return self.address + (i if self.ids is None else self.ids[i]) * self.record_bytes
 
 
@@ -64,7 +64,7 @@ class DeviceBlocks:
         self._converter = converter
 
     def pack(self, wire: Wire, block_ids: Sequence[int], out: Blocks) -> int:
-        """Writes blocks to `out` [num_blocks, wire.record_bytes]. Returns its checksum. Waits."""
+        """Writes blocks to `out` [num_blocks, wire.record_bytes], waits, returns the checksum."""
         records = Rows(out.ctypes.data, wire.record_bytes)
         own = self._rows(block_ids)
         num = len(block_ids)
@@ -82,7 +82,7 @@ class DeviceBlocks:
     def unpack(
         self, wire: Wire, records: Blocks, rows: Sequence[int], block_ids: Sequence[int]
     ) -> int:
-        """Writes these rows of `records` to blocks. Returns the checksum of all records. Waits."""
+        """Writes these rows of `records` to blocks, waits, returns the checksum of all records."""
         there = Rows(records.ctypes.data, wire.record_bytes, rows)
         if wire.travels_as == wire.wanted.kv_format:
             self._copy(wire.unpacking, there, self._rows(block_ids), len(rows))
@@ -96,7 +96,7 @@ class DeviceBlocks:
         return checksum(records.data)
 
     def fetch(self, wire: Wire, source: Rows, block_ids: Sequence[int]) -> int:
-        """Queues copies of another pool's blocks to blocks. Returns the mark of their end."""
+        """Queues copies from another pool's blocks to these blocks. Returns the mark of the end."""
         num = len(block_ids)
         if wire.pieces is not None:
             self._copy(wire.pieces, source, self._rows(block_ids), num)
@@ -110,7 +110,7 @@ class DeviceBlocks:
         return self.driver.mark()
 
     def _place(self, wire: Wire, address: int, block_ids: Sequence[int]) -> None:
-        """Queues the way of records that have travelled, at an address, to blocks."""
+        """Queues the conversion and copies of received records at an address to blocks."""
         num = len(block_ids)
         if wire.travels_as != wire.wanted.kv_format:
             address = self._converted(address, num, wire.layout, wire.wanted.kv_format)
@@ -124,7 +124,7 @@ class DeviceBlocks:
         self.driver.copy(list(merged(copies(pieces, source, sink, num))))
 
     def _rows(self, block_ids: Sequence[int]) -> Rows:
-        """Raises IndexError for a block that is not in the pool."""
+        """Returns these blocks of the pool. Raises IndexError for a block outside the pool."""
         if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
             raise IndexError(f"a block is not among the {self.num_blocks} of its pool")
         return Rows(self.address, self.block_bytes, block_ids)
@@ -141,7 +141,7 @@ def copies(
 
 
 def merged(each: Iterable[DeviceCopy]) -> Iterator[DeviceCopy]:
-    """Yields the copies with neighbours on both sides as one."""
+    """Yields the copies; copies that are neighbours on both sides become one."""
     last: DeviceCopy | None = None
     for copy in each:
         if last is not None and (
@@ -181,14 +181,14 @@ class DevicePool:
         return self._region
 
     def offer(self) -> None:
-        """No process can map it as host memory."""
+        """Returns None: no process can map the pool as host memory."""
 
     def ipc_offer(self) -> IpcOffer:
-        """Returns what another worker of this host needs to map it. Raises DriverError."""
+        """Returns the handle by which another worker of this host maps it. Raises DriverError."""
         shared = self.device.driver.share(self._region.address)
         return IpcOffer(boot_id(), shared.handle, shared.offset, self._region.num_bytes)
 
 
 def reach(pool: Pool) -> Blocks | DeviceBlocks | None:
-    """Returns a pool as the endpoint copies from and to it; None if it cannot."""
+    """Returns a pool in a form that the endpoint can copy from and to; None if it cannot."""
     return pool.device if isinstance(pool, DevicePool) else pool.blocks

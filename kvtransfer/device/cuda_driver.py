@@ -1,13 +1,13 @@
 """Copies in a GPU's memory with CUDA's driver library, which every machine with an NVIDIA GPU has.
 
-Addresses are numbers in this process, of the device or of the host: CUDA tells them apart by
-itself. Copies are queued on a stream of their own, beside what the device computes, and end in
-their order. Nothing waits but `wait`.
+Addresses are integers that are valid in this process, on the device or on the host: CUDA itself
+distinguishes the two. Copies are queued on their own stream, run beside the device's computation,
+and finish in order. Only `wait` blocks.
 
-It shares the device's primary context with torch, so addresses are the same. Its stream does not
-wait for torch's, and has the highest priority. Copies use the copy engines, not the processors.
-Another process's memory is mapped by CUDA IPC, which also reaches GPUs that are hidden here by
-CUDA_VISIBLE_DEVICES. Memory of torch's expandable segments cannot be shared this way.
+The driver shares the device's primary context with torch, so addresses are the same. Its stream
+does not wait for torch's stream, and has the highest priority. Copies use the copy engines, not the
+multiprocessors. Another process's memory is mapped by CUDA IPC, even on GPUs that
+CUDA_VISIBLE_DEVICES hides here. Memory of torch's expandable segments cannot be shared this way.
 
 Source: NVIDIA, CUDA Driver API: streams, events, memory, interprocess communication.
 """
@@ -32,11 +32,11 @@ LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class DriverError(BatonError):
-    """A device refuses an operation; the message says which and why."""
+    """A device refuses an operation; the message names the operation and the reason."""
 
 
 class DeviceCopy(NamedTuple):
-    """Bytes to copy."""
+    """One copy of consecutive bytes."""
 
     to_address: int
     from_address: int
@@ -44,7 +44,7 @@ class DeviceCopy(NamedTuple):
 
 
 class SharedAddress(NamedTuple):
-    """Device memory for another process of this host: an allocation and a place in it."""
+    """Device memory for another process of this host: an allocation and an offset in it."""
 
     handle: bytes
     offset: int
@@ -85,7 +85,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 class CudaDriver:
     """One GPU of this process, by its number among the visible GPUs."""
 
-    stream: int = 0  # on which copies are queued; set by the first `enter`
+    stream: int = 0  # the stream of all copies; set by the first `enter`
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
@@ -97,7 +97,7 @@ class CudaDriver:
         self._idle_events: list[int] = []
 
     def enter(self) -> None:
-        """Makes the device's context current in this thread. The first call opens it."""
+        """Makes the device's context current in this thread. The first call opens the device."""
         if self._library is None:
             self._library = _loaded()
             self._call("cuInit", 0)
@@ -112,12 +112,12 @@ class CudaDriver:
             self.stream = stream.value
 
     def copy(self, copies: Sequence[DeviceCopy]) -> None:
-        """Queues copies. Host memory must stay as it is until they are done."""
+        """Queues copies. Their host memory must not change until the copies are done."""
         for each in copies:
             self._call("cuMemcpyAsync", *each, self.stream)
 
     def mark(self) -> int:
-        """Records an event behind all that is queued. It is dropped once it is done."""
+        """Records an event after all queued copies. The event is dropped once it is done."""
         event = c_void_p(self._idle_events.pop()) if self._idle_events else c_void_p()
         if event.value is None:
             self._call("cuEventCreate", byref(event), NO_TIMING)
@@ -126,14 +126,14 @@ class CudaDriver:
         return event.value
 
     def is_done(self, mark: int) -> bool:
-        """True if everything before the mark has ended."""
+        """True if all copies that were queued before the mark have ended."""
         if self._call("cuEventQuery", mark, but=NOT_READY) == NOT_READY:
             return False
         self._idle_events.append(mark)
         return True
 
     def wait(self, mark: int) -> None:
-        """Waits for the event; other threads run meanwhile."""
+        """Waits for the mark; other threads run meanwhile."""
         self._call("cuEventSynchronize", mark)
         self._idle_events.append(mark)
 
@@ -147,14 +147,14 @@ class CudaDriver:
         return np.frombuffer(memoryview(memory), np.uint8)
 
     def share(self, address: int) -> SharedAddress:
-        """Returns a handle of the allocation that holds the address."""
+        """Returns a handle of the allocation that contains the address."""
         base, size, handle = c_uint64(), c_size_t(), IpcHandle()
         self._call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
         self._call("cuIpcGetMemHandle", byref(handle), address)
         return SharedAddress(bytes(handle.reserved), address - base.value)
 
     def map(self, shared: SharedAddress, num_bytes: int) -> int:
-        """Maps the allocation, which must hold `num_bytes` behind the offset."""
+        """Maps the allocation, which must have `num_bytes` bytes after the offset."""
         if len(shared.handle) != HANDLE_BYTES or shared.offset < 0:
             raise DriverError("the handle of the source's memory is none of CUDA")
         base, size = c_uint64(), c_size_t()
@@ -172,11 +172,11 @@ class CudaDriver:
         return address
 
     def unmap(self, address: int) -> None:
-        """Closes the handle. No copy from the memory is under way."""
+        """Unmaps the memory. No copy from it may be in flight."""
         self._call("cuIpcCloseMemHandle", self._mapped.pop(address))
 
     def close(self) -> None:
-        """Waits for all copies, and frees everything but the memory of torch."""
+        """Waits for all copies, and frees all memory except torch's."""
         if self._library is None:
             return
         self._call("cuStreamSynchronize", self.stream)
@@ -191,7 +191,7 @@ class CudaDriver:
         self._idle_events, self._pinned, self._library = [], [], None
 
     def _call(self, name: str, *arguments: object, but: int = 0) -> int:
-        """Calls a function. Raises DriverError unless it succeeds or answers `but`."""
+        """Calls a driver function. Raises DriverError unless the result is success or `but`."""
         assert self._library is not None, "enter() first"
         status = int(getattr(self._library, name)(*arguments))
         if status not in (0, but):

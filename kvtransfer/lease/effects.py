@@ -1,7 +1,7 @@
-"""Effects of the two machines that the endpoint performs on the wire.
+"""Effects of the source and sink machines that the endpoint performs on the wire.
 
 Other effects (`LeaseEnded`, `PullDone`, `PullFailed`) go up to the worker's core: see
-`engine.worker.events`. They are structs, which are faster to make than dataclasses.
+`engine.worker.events`. The effects are msgspec structs, which are faster to make than dataclasses.
 """
 
 import msgspec
@@ -23,14 +23,14 @@ class SendToSink(msgspec.Struct, frozen=True):
 
 
 class SetWord(msgspec.Struct, frozen=True):
-    """Source: set a lease's word, which sinks read. Zero ends it, before its blocks change."""
+    """Source: set a lease's word, which sinks read. It is set to zero before the blocks change."""
 
     place: int
     generation: int
 
 
 class SendBlocks(msgspec.Struct, frozen=True):
-    """Source: send these blocks in the agreed form, in as many `Data` as they need."""
+    """Source: send these blocks in the agreed form, in one or more `Data` messages."""
 
     peer: Peer
     wire: Wire
@@ -55,15 +55,15 @@ class UseSource(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Sink: bring these blocks here, then call `fetched`, `damaged` or `fetch_failed`."""
+    """Sink: fetch these blocks, then call `fetched`, `damaged` or `fetch_failed`."""
 
     seq_id: SeqId
     address: str
     lease_id: LeaseId
-    indices: tuple[int, ...]  # in the lease
+    indices: tuple[int, ...]  # positions of the blocks in the lease
     source_blocks: tuple[int, ...]  # block ids at the source
     block_ids: tuple[BlockId, ...]  # block ids here
-    word: LeaseWord | None = None  # the lease's; it proves the blocks if it is read after them
+    word: LeaseWord | None = None  # of the lease; unchanged after the copy, it proves the blocks
 
 
 class CloseSource(msgspec.Struct, frozen=True):

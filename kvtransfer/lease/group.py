@@ -1,8 +1,8 @@
-"""Pulls and leases that several members carry out together, as one.
+"""Joins the parts of several members into one pull or lease.
 
-Two places use this. At rank 0 of a worker, each rank's endpoint is a member of all its pulls and
-leases. Within one rank, the ranks of a source are the members of a pull: each brings a share of
-every block.
+Two places use this. At rank 0 of a worker, each rank's endpoint is a member of all pulls and leases
+of the worker. Within one rank, the ranks of a source are the members of a pull: each member brings
+a share of every block.
 
 The life of a pull:
 
@@ -16,15 +16,15 @@ The life of a lease:
       │
       └── a part ends otherwise, a member is lost, revoke ──> ending ──all parts ended──> LeaseEnded
 
-On the way to its end, a pull or lease orders its other parts to end too. An end is reported once,
-and only when no part is left that may still write or be read. A block has arrived if it has at all
-members that bring a share of it.
+While a pull or lease is ending, it orders its other parts to end too. An end is reported once, and
+only when no part can write or be read any more. A block has arrived once every member that brings a
+share of the block has brought it.
 
 Orders and reports may cross on their way. So a start may reach a member whose part has failed; the
-member then reports a second failure, which is ignored. A pull that was reported to have failed
-while it was held may be started all the same, and fails once more, as at a single endpoint.
+member then reports a second failure, which is ignored. A held pull that was reported as failed may
+still be started. Then it fails once more, as at a single endpoint.
 
-The machines know no endpoint and no pool.
+The classes here know no endpoint and no pool.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -57,14 +57,14 @@ Member = int
 
 
 class ToMember(msgspec.Struct, frozen=True):
-    """Give an order to a member. It must not be answered before all orders are given."""
+    """Give an order to a member. No report may be handled before all orders are given."""
 
     member: Member
     order: TransferOrder
 
 
 def part_id(seq_id: SeqId, member: Member) -> SeqId:
-    """Returns the name of a member's part of a pull, for members that share one machine."""
+    """Returns the id of a member's part of a pull, for members that share one machine."""
     return SeqId(f"{seq_id}#{member}")
 
 
@@ -73,17 +73,17 @@ GroupEffect = ToMember | TransferReport
 
 @dataclass(slots=True)
 class _GroupPull:
-    open: list[Member]  # whose parts have not ended
-    idle: Collection[Member]  # hold the lease, and bring no bytes
+    open: list[Member]  # members whose parts have not ended
+    idle: Collection[Member]  # members that hold the lease and bring no bytes
     wanted: frozenset[int] | None = None  # indices in the lease; None while held
-    missing: set[int] = field(default_factory=set)  # parts of `wanted` that failed
-    failure: str | None = None  # the first failed part's
+    missing: set[int] = field(default_factory=set)  # wanted indices that some part failed to bring
+    failure: str | None = None  # reason of the first failed part
     is_ending: bool = False
     longest: PullDone | None = None
     exposed_s: float = 0.0
 
     def note(self, member: Member, ended: PullDone | PullFailed) -> None:
-        """Takes in the end of a part."""
+        """Records the end of a member's part."""
         self.open.remove(member)
         if isinstance(ended, PullDone):
             self.exposed_s = max(self.exposed_s, ended.exposed_s)
@@ -99,7 +99,7 @@ class _GroupPull:
         return 0.0 if self.longest is None else self.longest.transfer_s
 
     def report(self, seq_id: SeqId) -> PullDone | PullFailed:
-        """Returns the end of the whole pull, after all parts have ended."""
+        """Returns the report for the whole pull. All parts must have ended."""
         if self.failure is not None:
             arrived = (self.wanted or frozenset()) - self.missing
             return PullFailed(seq_id, self.failure, tuple(sorted(arrived)))
@@ -108,7 +108,7 @@ class _GroupPull:
 
 
 class PullGroups:
-    """The pulls of all members. Only its methods change them."""
+    """The pulls of all members. Only the methods of this class change them."""
 
     def __init__(self) -> None:
         self._pulls: dict[SeqId, _GroupPull] = {}
@@ -116,13 +116,13 @@ class PullGroups:
 
     @property
     def num_pulls(self) -> int:
-        """Pulls whose end was not reported."""
+        """The number of pulls whose end has not been reported."""
         return len(self._pulls)
 
     def hold(
         self, seq_id: SeqId, leases: Mapping[Member, LeaseRef], *, idle: Collection[Member] = ()
     ) -> list[GroupEffect]:
-        """Lets each member hold its lease. The `idle` ones will be asked for no blocks."""
+        """Orders each member to hold its lease. `idle` members will be asked for no blocks."""
         assert seq_id not in self._pulls
         for member in leases:
             if member in self._lost:
@@ -131,7 +131,7 @@ class PullGroups:
         return [ToMember(member, HoldLease(seq_id, lease)) for member, lease in leases.items()]
 
     def start(self, order: StartPull) -> list[GroupEffect]:
-        """Starts all parts. If some part failed before, the end of the whole is still to come."""
+        """Starts all parts. If a part failed before, the end of the pull is reported later."""
         pull = self._pulls.get(order.seq_id)
         if pull is None:
             return [PullFailed(order.seq_id, LOST_WHILE_WAITING)]
@@ -148,7 +148,7 @@ class PullGroups:
         return [] if pull is None else self._give_up(order.seq_id, pull)
 
     def ended(self, member: Member, report: PullDone | PullFailed) -> list[GroupEffect]:
-        """Takes a member's report. The first of each part counts."""
+        """Handles a member's report. Only the first report of each part counts."""
         pull = self._pulls.get(report.seq_id)
         if pull is None or member not in pull.open:
             return []
@@ -160,7 +160,7 @@ class PullGroups:
         return effects
 
     def lose(self, member: Member, reason: str) -> list[GroupEffect]:
-        """Counts a member's parts as failed, in later pulls too: the member is gone."""
+        """Fails the parts of a lost member, in present and later pulls."""
         self._lost[member] = reason
         seq_ids = [seq_id for seq_id, pull in self._pulls.items() if member in pull.open]
         return [e for i in seq_ids for e in self.ended(member, PullFailed(i, reason))]
@@ -182,17 +182,17 @@ class PullGroups:
 
 
 class RankedPulls:
-    """The pulls of one rank from workers of several ranks, with a part for each of their ranks.
+    """The pulls of one rank from workers of several ranks, with one part for each source rank.
 
-    `sink` holds the parts, each under a name of its own. The other pulls of `sink` pass by here.
+    `sink` holds the parts, each under its own id. Other pulls of `sink` do not use this class.
     """
 
     def __init__(self, identity: Identity, sink: SinkMachine) -> None:
         self._identity = identity
         self._sink = sink
         self._pulls = PullGroups()
-        self.parts: dict[SeqId, list[SeqId]] = {}  # for each pull whose end was not reported
-        self.wholes: dict[SeqId, tuple[SeqId, Member]] = {}  # by part: `ended` takes its end
+        self.parts: dict[SeqId, list[SeqId]] = {}  # of each pull whose end is not reported
+        self.wholes: dict[SeqId, tuple[SeqId, Member]] = {}  # by part: the pull and the member
 
     def order(self, order: HoldLease | StartPull | AbortPull, now_s: float) -> list[SinkEffect]:
         """Carries out an order of the worker."""
@@ -205,23 +205,23 @@ class RankedPulls:
                 return self._perform(self._pulls.abort(order), now_s)
 
     def awaited(self, seq_id: SeqId) -> list[BlockId]:
-        """Returns the places of blocks that some part has not asked for yet."""
+        """Returns the local blocks that some part has not asked for yet."""
         parts = self.parts.get(seq_id, ())
         return [*dict.fromkeys(block for part in parts for block in self._sink.awaited(part))]
 
     def ended(self, end: PullDone | PullFailed, now_s: float) -> list[SinkEffect]:
-        """Takes the end of a part, once all effects that came with it are performed.
+        """Handles the end of a part, after all effects that came with the end are performed.
 
-        Earlier, the end of the whole could overtake a fetch of another part.
+        If called earlier, the end of the whole pull could overtake a fetch of another part.
         """
         if end.seq_id not in self.wholes:
-            return []  # a part that failed twice, of a pull that has ended
+            return []  # a second failure of a part, after the pull's end
         seq_id, member = self.wholes[end.seq_id]
         whole = msgspec.structs.replace(end, seq_id=seq_id)
         return self._perform(self._pulls.ended(member, whole), now_s)
 
     def _hold(self, order: HoldLease, now_s: float) -> list[SinkEffect]:
-        """Holds the lease at those ranks of the source that have a share for this rank."""
+        """Holds the lease at each source rank that has a share for this rank."""
         own, ranks = self._identity, order.lease.source.ranks
         shards = tuple(rank.shard for rank in ranks)
         try:
@@ -254,13 +254,13 @@ class RankedPulls:
 
 @dataclass(slots=True)
 class _GroupLease:
-    open: list[Member]  # whose parts have not ended
-    reason: str = RELEASED  # or why the first part ended otherwise
+    open: list[Member]  # members whose parts have not ended
+    reason: str = RELEASED  # or the reason of the first part that ended otherwise
     is_ending: bool = False
 
 
 class LeaseGroups:
-    """The leases of all members. Only its methods change them."""
+    """The leases of all members. Only the methods of this class change them."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
@@ -269,7 +269,7 @@ class LeaseGroups:
 
     @property
     def num_leases(self) -> int:
-        """Leases whose end was not reported."""
+        """The number of leases whose end has not been reported."""
         return len(self._leases)
 
     def open(self, order: OpenLease) -> list[GroupEffect]:
@@ -281,12 +281,12 @@ class LeaseGroups:
         return [ToMember(member, order) for member in self._members]
 
     def grow(self, order: GrowLease) -> list[GroupEffect]:
-        """Grows the lease where it is open."""
+        """Grows the lease at each member where it is open."""
         lease = self._leases.get(order.lease_id)
         return [] if lease is None else [ToMember(member, order) for member in lease.open]
 
     def revoke(self, order: RevokeLease) -> list[GroupEffect]:
-        """Ends the lease where it is open."""
+        """Ends the lease at each member where it is open."""
         lease = self._leases.get(order.lease_id)
         if lease is None or lease.is_ending:
             return []
@@ -294,7 +294,7 @@ class LeaseGroups:
         return [ToMember(member, order) for member in lease.open]
 
     def ended(self, member: Member, report: LeaseEnded) -> list[GroupEffect]:
-        """Takes a member's report."""
+        """Handles a member's report."""
         lease = self._leases.get(report.lease_id)
         if lease is None or member not in lease.open:
             return []
@@ -309,7 +309,7 @@ class LeaseGroups:
         return effects
 
     def lose(self, member: Member, reason: str) -> list[GroupEffect]:
-        """Takes a member's leases for ended, and later ones too: it is gone."""
+        """Ends the parts of a lost member, in present and later leases."""
         self._lost[member] = reason
         lease_ids = [lease_id for lease_id, one in self._leases.items() if member in one.open]
         return [e for i in lease_ids for e in self.ended(member, LeaseEnded(i, reason))]

@@ -1,9 +1,9 @@
-"""One pull at its sink, and a source as its sinks' machine knows it.
+"""The state of one pull at its sink, and the state of a source in the sink machine.
 
-A source is one rank of a worker. A sequence that pulls from several has a pull from each, each with
-a name of its own: see `kvtransfer.lease.group`.
+A source is one rank of a worker. A sequence that pulls from several ranks has one pull from each,
+each under its own id: see `kvtransfer.lease.group`.
 
-The state of a pull changes here. `kvtransfer.lease.sink` decides when, and what is sent.
+This module changes the state of a pull. `kvtransfer.lease.sink` decides when, and what is sent.
 """
 
 import math
@@ -23,9 +23,9 @@ from kvtransfer.messages import MAX_BLOCKS_PER_READ, Hold, LeaseWord, Ready, Rel
 class Means:
     """The transport that fetches blocks of a source, and how many it fetches at once."""
 
-    transport: str  # named in PullDone
-    batch_blocks: int = MAX_BLOCKS_PER_READ  # in one Fetch
-    window_blocks: int = MAX_BLOCKS_PER_READ  # in flight, over all pulls from that source
+    transport: str  # the transport's name in PullDone
+    batch_blocks: int = MAX_BLOCKS_PER_READ  # most blocks in one Fetch
+    window_blocks: int = MAX_BLOCKS_PER_READ  # most blocks in flight from that source
     resends: bool = False  # True if lost blocks must be asked for again
 
 
@@ -35,28 +35,28 @@ class KnownSource:
 
     address: TransferAddress
     heard_s: float
-    asked_s: float | None = None  # the first message to it that is still unanswered
-    data_s: float = 0.0  # when it last sent blocks
+    asked_s: float | None = None  # time of the oldest unanswered message
+    data_s: float = 0.0  # time at which it last sent blocks
     attached: bool = False
-    given_up: list[Release] = field(default_factory=list)  # to be sent once it is attached
+    given_up: list[Release] = field(default_factory=list)  # sent once attached
     num_blocks: int = 0
     means: Means = Means("")
     num_asked: int = 0  # blocks in flight, over all pulls
-    lacks_room: bool = False  # the window is too full for a pull's next batch
+    lacks_room: bool = False  # True if the window is too full for a pull's next batch
     pulls: dict[LeaseId, "Pull"] = field(default_factory=dict)  # oldest first
 
     def ask(self, message: ToSource, now_s: float) -> SendToSource:
-        """Sends a message. Each message is answered, so from now on the source owes an answer."""
+        """Returns a message to send. The source must answer each message, so a deadline starts."""
         if self.asked_s is None:
             self.asked_s = now_s
         return SendToSource(self.address.address, message)
 
     def hear(self, now_s: float) -> None:
-        """Notes that a message of the source arrived."""
+        """Records the arrival of a message from the source."""
         self.heard_s, self.asked_s = now_s, None
 
     def deadline_s(self, timing: Timing) -> float:
-        """Returns when to let go of the source: its answer is overdue, or no pull needs it."""
+        """Returns when to drop the source: its answer is overdue, or no pull needs it."""
         if self.asked_s is not None:
             return self.asked_s + timing.silence_s
         return math.inf if self.pulls else self.heard_s + timing.ttl_s
@@ -65,7 +65,7 @@ class KnownSource:
         """Asserts the source's invariants."""
         assert self.num_asked == sum(len(pull.asked) for pull in self.pulls.values())
         assert self.num_asked <= self.means.window_blocks
-        assert self.num_asked > 0 or not self.lacks_room  # or nothing would ever make room
+        assert self.num_asked > 0 or not self.lacks_room  # otherwise no arrival would make room
         for lease_id, pull in self.pulls.items():
             assert pull.lease.lease_id == lease_id
             assert pull.source is self
@@ -74,9 +74,9 @@ class KnownSource:
 
 @dataclass(slots=True)
 class Pull:
-    """A lease held at the sink, and its blocks by index in the lease.
+    """A lease that the sink holds, and the states of its blocks, by index in the lease.
 
-    A wanted block moves from `todo` to `asked` to `here`, and back to `todo` if it was lost.
+    A wanted block goes from `todo` to `asked` to `here`, and back to `todo` if it was lost.
     """
 
     seq_id: SeqId
@@ -84,31 +84,31 @@ class Pull:
     source: KnownSource
     pull_id: int
     next_hold_s: float
-    source_blocks: list[int] = field(default_factory=list)  # ids at the source, as far as ready
-    word: LeaseWord | None = None  # the lease's, as far as known
+    source_blocks: list[int] = field(default_factory=list)  # ids at the source of the ready blocks
+    word: LeaseWord | None = None  # the lease's word, once known
     wanted: dict[int, BlockId] | None = None  # None while the sequence waits for memory
-    todo: deque[int] = field(default_factory=deque)  # to be asked for, in this order
-    asked: set[int] = field(default_factory=set)  # in flight
-    asked_s: float = 0.0  # when the latest of them were asked for
-    waiting_s: float = 0.0  # since when no block has arrived; asking again does not reset it
-    here: dict[int, None] = field(default_factory=dict)  # in order of arrival
-    good: set[int] = field(default_factory=set)  # blocks `here` that are known to be as promised
+    todo: deque[int] = field(default_factory=deque)  # blocks to ask for, in this order
+    asked: set[int] = field(default_factory=set)  # blocks in flight
+    asked_s: float = 0.0  # time of the latest request for blocks
+    waiting_s: float = 0.0  # start of the wait for a block; asking again does not reset it
+    here: dict[int, None] = field(default_factory=dict)  # arrived blocks, in order of arrival
+    good: set[int] = field(default_factory=set)  # blocks `here` that are proven correct
     num_damaged: int = 0  # messages whose checksum was wrong
-    stamp: int = -1  # the latest Hold's
+    stamp: int = -1  # of the latest Hold
     num_here_at_stamp: int = 0
     releasing: bool = False  # all blocks are here and Release is sent
     done: bool = False  # PullDone is reported; only the answer to Release is missing
-    busy_s: float | None = None  # since when blocks, or the confirmation, are in flight
-    transfer_s: float = 0.0  # total time in flight before that
-    hidden_s: float = 0.0  # the part before the source had computed its last block
+    busy_s: float | None = None  # since when blocks or the confirmation are in flight; None: idle
+    transfer_s: float = 0.0  # total time in flight before `busy_s`
+    hidden_s: float = 0.0  # part of `transfer_s` before the source computed its last block
 
     def start(self, blocks: Iterable[tuple[int, BlockId]]) -> None:
-        """Wants these blocks, each with its place here."""
+        """Sets the wanted blocks, each with the local block that it goes to."""
         self.wanted = dict(blocks)
         self.todo.extend(self.wanted)
 
     def learn(self, ready: Ready, now_s: float) -> str | None:
-        """Takes in which blocks are ready. Returns the source's fault, if it named bad blocks."""
+        """Records the blocks that are ready. Returns a fault if the source named invalid blocks."""
         if ready.stamp == self.stamp:
             self.good.update(list(self.here)[: self.num_here_at_stamp])
         self.word = ready.word
@@ -148,9 +148,9 @@ class Pull:
         )
 
     def _next_batch(self) -> list[int]:
-        """Takes a batch, or the last blocks, from `todo` if the window has room for all of it.
+        """Takes a whole batch, or the last blocks, from `todo` if the window has room for them.
 
-        It does not fill up the window: with a full window that would mean one block at a time.
+        A smaller batch is never taken: a nearly full window would then get single blocks.
         """
         means = self.source.means
         room = means.window_blocks - self.source.num_asked
@@ -159,7 +159,7 @@ class Pull:
         if room < most and (room == 0 or self.todo[room] < num_ready):
             self.source.lacks_room = True
             return []
-        if num_ready == self.lease.num_blocks:  # the same as below, in fewer steps
+        if num_ready == self.lease.num_blocks:  # a fast path of the loop below
             return [self.todo.popleft() for _ in range(most)]
         batch: list[int] = []
         while len(batch) < most and self.todo[0] < num_ready:
@@ -167,7 +167,7 @@ class Pull:
         return batch
 
     def arrive(self, indices: Iterable[int], now_s: float, *, are_good: bool) -> None:
-        """Notes blocks that are in place."""
+        """Records blocks that have arrived in their places."""
         arrived = [i for i in indices if i in self.asked]
         self.source.num_asked -= len(set(arrived))
         self.asked.difference_update(arrived)
@@ -179,7 +179,7 @@ class Pull:
             self.idle(now_s)
 
     def lose(self, indices: set[int]) -> None:
-        """Puts blocks that were asked for back to the front of `todo`."""
+        """Puts lost blocks back at the front of `todo`."""
         self.source.num_asked -= len(indices)
         self.asked -= indices
         self.todo.extendleft(sorted(indices, reverse=True))
@@ -187,34 +187,34 @@ class Pull:
     # ------------------------------------------------------------ messages and reports
 
     def hold(self, stamp: int) -> Hold:
-        """Returns a renewal. Its answer will prove that the blocks here by now are good."""
+        """Returns a renewal. Its answer will prove that the blocks that are here now are good."""
         self.stamp, self.num_here_at_stamp = stamp, len(self.here)
         return Hold(self.lease.lease_id, len(self.source_blocks), stamp)
 
     def release(self) -> Release:
-        """Returns the message that gives the lease up."""
+        """Returns the message that gives up the lease."""
         return Release(self.lease.lease_id, self.pull_id)
 
     def finish(self, now_s: float) -> PullDone:
-        """Reports that all blocks are here and good."""
+        """Returns the report that all blocks are here and good."""
         self.done = True
         total_s = self._transferred_s(now_s)
         transport = self.source.means.transport
         return PullDone(self.seq_id, transport, total_s, total_s - self.hidden_s)
 
     def fail(self, reason: str) -> list[PullFailed]:
-        """Reports the failure and the good blocks; nothing if `finish` came before."""
+        """Returns the failure with the good blocks; an empty list after `finish`."""
         return [] if self.done else [PullFailed(self.seq_id, reason, tuple(sorted(self.good)))]
 
     # ------------------------------------------------------------ time
 
     def busy(self, now_s: float) -> None:
-        """Blocks or the confirmation are in flight from now on."""
+        """Starts the time in flight, of blocks or of the confirmation."""
         if self.busy_s is None:
             self.busy_s = now_s
 
     def idle(self, now_s: float) -> None:
-        """Nothing is in flight any more."""
+        """Stops the time in flight."""
         if self.busy_s is not None:
             self.transfer_s += now_s - self.busy_s
             self.busy_s = None
@@ -223,13 +223,13 @@ class Pull:
         return self.transfer_s + (0.0 if self.busy_s is None else now_s - self.busy_s)
 
     def blocks_deadline_s(self, timing: Timing) -> float:
-        """Returns when to give up on blocks in flight, if the source sends no block of any pull."""
+        """Returns when to give up blocks in flight, if the source sends no block of any pull."""
         if not self.asked:
             return math.inf
         return max(self.waiting_s, self.source.data_s) + timing.silence_s
 
     def reread_s(self, timing: Timing) -> float:
-        """Returns when to ask again for blocks that the source is to send."""
+        """Returns when to ask again for blocks that the source has to send."""
         if not self.asked or not self.source.means.resends:
             return math.inf
         return max(self.asked_s, self.source.data_s) + timing.reread_s

@@ -6,8 +6,8 @@ The life of a pull:
       │                │                                    │
       └── abort, Ended(other reason), refusal, source silent for `silence_s` ──> PullFailed
 
-If every block is known to be good, pulling leads to PullDone at once. The pull is then only
-releasing until the source confirms.
+If every block is known to be good, PullDone is reported at once. The pull then stays in releasing
+until the source confirms the Release.
 
 What each event does (— cannot happen, or changes nothing):
 
@@ -26,23 +26,26 @@ What each event does (— cannot happen, or changes nothing):
     silence_s over   —               PullFailed in each of the three
                                      (a pull that was reported done reports nothing more)
 
-The sink holds a lease before it has memory for it, so the lease outlives a queue at the sink.
+The sink holds a lease before it has memory for the blocks, so the lease survives a queue at the
+sink.
 
-A block is *good* when it is known to be what the lease promised. Blocks that the source sent are
-good, for it sends only blocks of an open lease. A block that the sink copied from the source's
-memory is good once it is known that the lease was open after the copy. Three things prove that:
+A block is *good* once it is proven to have the content that the lease promised. Blocks that the
+source sent are good, because it sends only blocks of an open lease. A block that the sink copied
+from the source's memory is good once the lease is proven to have been open after the copy. Three
+things prove that:
 
 * the lease's word in shared memory, read after the copy, which costs no message
 * the answer to a later Hold
 * the answer to this pull's Release, which follows the last copy
 
-If the source had given the blocks away meanwhile, what was read is thrown away. This needs nothing
-of the network: a late, lost, repeated or reordered message can only make a pull fail.
+If the source freed the blocks during the copy, the copied bytes are discarded. The proof assumes
+nothing about the network: a late, lost, repeated or reordered message can only make a pull fail.
 
 A pull that fails reports its good blocks. Lost blocks are asked for again while the lease lasts.
 
-A source's deadline runs from the first message that it has not answered. So time in which the sink
-was paused does not count as the source's silence. `next_wake_s` says when to call `sweep`.
+A source's deadline runs from the first message that the source has not answered. So time in which
+the sink was paused does not count as the source's silence. `next_wake_s` returns the time of the
+next `sweep`.
 
 The machine knows no socket, memory or block pool. Confirmation by the source is our own design.
 """
@@ -72,12 +75,12 @@ from kvtransfer.messages import (
 )
 from kvtransfer.wire import Disagreement, agree
 
-ABORTED = "aborted"  # why a pull failed that its worker gave up
-MAX_DAMAGED = 3  # messages of one pull; more are no accident
+ABORTED = "aborted"  # reason of a pull that its worker gave up
+MAX_DAMAGED = 3  # damaged messages of one pull; more are not accidental
 
 
 class SinkMachine:
-    """All pulls of one rank of a worker. Only its methods change them."""
+    """All pulls of one rank of a worker. Only the methods of this class change them."""
 
     def __init__(self, *, incarnation: Incarnation, identity: Identity, timing: Timing) -> None:
         self._incarnation = incarnation
@@ -91,7 +94,7 @@ class SinkMachine:
 
     @property
     def num_pulls(self) -> int:
-        """Leases held or being pulled."""
+        """The number of leases that are held or being pulled."""
         return len(self._pulls)
 
     # ------------------------------------------------------------ orders of the worker
@@ -122,7 +125,7 @@ class SinkMachine:
     def start(
         self, seq_id: SeqId, blocks: tuple[tuple[int, BlockId], ...], now_s: float
     ) -> list[SinkEffect]:
-        """Pulls these blocks (index in the lease, place here) in this order: memory is there."""
+        """Pulls these blocks (index in the lease, local block id) in this order."""
         pull = self._pulls.get(seq_id)
         if pull is None:
             return [PullFailed(seq_id, LOST_WHILE_WAITING)]
@@ -134,21 +137,21 @@ class SinkMachine:
         return self._advance(pull, now_s)
 
     def awaited(self, seq_id: SeqId) -> list[BlockId]:
-        """Returns the places of a pull's blocks that were not asked for yet."""
+        """Returns the local ids of a pull's blocks that have not been asked for yet."""
         pull = self._pulls.get(seq_id)
         if pull is None or pull.wanted is None:
             return []
         return [pull.wanted[index] for index in pull.todo]
 
     def abort(self, seq_id: SeqId, now_s: float) -> list[SinkEffect]:
-        """Gives a lease up. The PullFailed says that nothing of the pull writes any more."""
+        """Gives up a lease. Its PullFailed means that the pull writes no more."""
         pull = self._pulls.get(seq_id)
         return [] if pull is None or pull.done else self._give_up(pull, ABORTED, now_s)
 
     # ------------------------------------------------------------ messages of sources
 
     def receive(self, address: str, message: ToSink, now_s: float) -> list[SinkEffect]:
-        """Handles a source's message. For Data, call it after the blocks were written."""
+        """Handles a source's message. For a Data, call this after its blocks have been written."""
         source = self._sources.get(address)
         if source is None:
             return []
@@ -175,7 +178,7 @@ class SinkMachine:
         if message.incarnation != source.address.incarnation:
             return self._lose_source(address, "source restarted")
         if source.attached:
-            return []  # it was asked once; its first answer counts
+            return []  # only the first answer counts
         try:
             wire = agree(message.identity, self._identity)
             if message.identity.shard != source.address.shard:
@@ -208,14 +211,14 @@ class SinkMachine:
         return [*self._drop(pull, f"lease {reason}"), *self._advance_all(source, now_s)]
 
     def _pull_under(self, address: str, lease_id: LeaseId) -> Pull | None:
-        """Returns the pull under that lease of that source."""
+        """Returns the pull of that lease from that source."""
         source = self._sources.get(address)
         return None if source is None else source.pulls.get(lease_id)
 
     # ------------------------------------------------------------ reports of the transport
 
     def use_transport(self, address: str, means: Means) -> None:
-        """Sets how blocks of that source are fetched."""
+        """Sets the transport for blocks of that source."""
         self._sources[address].means = means
 
     def refuse_source(self, address: str, reason: str) -> list[SinkEffect]:
@@ -223,7 +226,7 @@ class SinkMachine:
         return self._lose_source(address, reason)
 
     def places(self, address: str, message: Data) -> list[BlockId | None]:
-        """Returns the place of each block of a Data; None for a block that no pull waits for."""
+        """Returns the local block for each block of a Data; None if no pull waits for it."""
         pull = self._pull_under(address, message.lease_id)
         if pull is None or pull.wanted is None:
             return [None] * len(message.indices)
@@ -238,7 +241,7 @@ class SinkMachine:
         *,
         are_good: bool,
     ) -> list[SinkEffect]:
-        """Notes blocks of a lease that are in place; `are_good`: and what the lease promised."""
+        """Records fetched blocks of a lease. `are_good`: they are proven correct already."""
         pull = self._pull_under(address, lease_id)
         if pull is None:
             return []
@@ -248,7 +251,7 @@ class SinkMachine:
     def damaged(
         self, address: str, lease_id: LeaseId, indices: Sequence[int], now_s: float
     ) -> list[SinkEffect]:
-        """Asks again for blocks whose checksum was wrong; gives up after `MAX_DAMAGED` times."""
+        """Asks again for blocks with a wrong checksum; fails the pull after `MAX_DAMAGED` times."""
         pull = self._pull_under(address, lease_id)
         if pull is None:
             return []
@@ -260,14 +263,14 @@ class SinkMachine:
     def fetch_failed(
         self, address: str, lease_id: LeaseId, reason: str, now_s: float
     ) -> list[SinkEffect]:
-        """Gives up a pull whose blocks cannot be brought here."""
+        """Fails a pull whose blocks cannot be fetched."""
         pull = self._pull_under(address, lease_id)
         return [] if pull is None else self._give_up(pull, reason, now_s)
 
     # ------------------------------------------------------------ deadlines
 
     def sweep(self, now_s: float) -> list[SinkEffect]:
-        """Renews leases, asks again for lost blocks, and gives up silent sources."""
+        """Renews leases, asks again for lost blocks, and drops silent sources."""
         effects: list[SinkEffect] = []
         for source in list(self._sources.values()):
             if source.deadline_s(self._timing) <= now_s:
@@ -304,17 +307,17 @@ class SinkMachine:
     # ------------------------------------------------------------ pulling
 
     def _use_room(self, pull: Pull, now_s: float) -> list[SinkEffect]:
-        """Goes on with a pull that has left room in the window, and with pulls that lack room."""
+        """Continues a pull that left room in the window, and pulls that lack room."""
         if pull.source.lacks_room:
             return self._advance_all(pull.source, now_s)
         return self._advance(pull, now_s)
 
     def _advance_all(self, source: KnownSource, now_s: float) -> list[SinkEffect]:
-        """Goes on with all pulls from a source, since the window may have room.
+        """Continues all pulls from a source, since the window may have room.
 
-        The one that asked longest ago is first. So they share the window, and a short hand-over
-        does not wait for the end of a long one. Nor do many short ones keep the window so full that
-        a large batch never fits: no pull asks for blocks while another one lacks room.
+        The pull that asked longest ago is first. So all pulls share the window, and a short
+        hand-over does not wait for the end of a long one. While one pull lacks room, no other pull
+        asks for blocks. So many short pulls cannot keep a large batch out of the window.
         """
         source.lacks_room = False
         pulls = [
@@ -324,7 +327,7 @@ class SinkMachine:
         return [effect for pull in pulls for effect in self._advance(pull, now_s)]
 
     def _advance(self, pull: Pull, now_s: float) -> list[SinkEffect]:
-        """Fetches blocks that are ready, as far as the window allows; releases at the end."""
+        """Fetches ready blocks while the window has room; releases the lease at the end."""
         if pull.wanted is None or pull.releasing or not pull.source.attached:
             return []
         if len(pull.here) == len(pull.wanted):
@@ -340,14 +343,14 @@ class SinkMachine:
         return effects
 
     def _ask_again(self, pull: Pull, indices: set[int], now_s: float) -> list[SinkEffect]:
-        """Takes blocks for lost, and asks for them again without moving the deadline."""
+        """Counts blocks as lost, and asks for them again. The deadline stays the same."""
         waiting_s = pull.waiting_s
         pull.lose(indices)
         self.num_rereads += len(indices)
         effects = self._use_room(pull, now_s)
         pull.waiting_s = waiting_s
         if not pull.asked:
-            pull.idle(now_s)  # until other pulls leave room in the window
+            pull.idle(now_s)  # idle until other pulls leave room in the window
         return effects
 
     def _hold(self, pull: Pull) -> Hold:
@@ -363,7 +366,7 @@ class SinkMachine:
     # ------------------------------------------------------------ ends
 
     def _give_up(self, pull: Pull, reason: str, now_s: float) -> list[SinkEffect]:
-        """Ends a pull from this side and tells the source."""
+        """Fails a pull and sends a Release to the source."""
         source = pull.source
         effects = self._drop(pull, reason)
         if source.attached:

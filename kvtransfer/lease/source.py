@@ -6,10 +6,10 @@ The life of a lease:
       │                               │
       └── all Releases, revoke, no message from a holder for `ttl_s` ──> ended (reported once)
 
-A sink may consist of several ranks that pull from here. They have one incarnation. The first that
-comes says how the sink is split, so it is known how many of its ranks will hold each lease. Each of
-them is a holder with a deadline and a Release of its own. One that does not come in time lets the
-lease expire.
+A sink may consist of several ranks that pull from here. All have the same incarnation. The first
+rank that attaches tells how the sink is split, which gives the number of ranks that will hold each
+lease. Each of these ranks is a holder with its own deadline and its own Release. If a rank does not
+come in time, the lease expires.
 
 What each event does (— cannot happen, or changes nothing):
 
@@ -29,17 +29,20 @@ What each event does (— cannot happen, or changes nothing):
 The id of a lease is never used again: it contains the 128 random bits of its request. A sink
 repeats a Release until it is confirmed, and the last copy may come after the end of the lease.
 
-To a holder that has released it, a lease is unknown. Any other sink hears Ended(held by another).
+A holder that has released a lease gets Ended(unknown) for it. Any other sink gets Ended(held by
+another).
 
-A worker of several ranks orders all of them to open a lease. A sink may hear of the lease before
-the order has reached each. So at such a rank, what concerns an unknown lease waits for `early_s`.
+A worker of several ranks orders all of them to open a lease. A sink may learn of the lease before
+the order has reached every rank. So at such a worker, messages about an unknown lease are kept for
+`early_s`.
 
-While a lease is open, its *word* in memory that sinks can read is a generation that no other lease
-ever has. It is set to zero before the end of the lease is reported. So a sink that reads it after a
-copy knows that the lease was open then. Leases without a word, if too many are open, are confirmed
-by messages only.
+A lease has a *word* in memory that sinks can read. While the lease is open, the word is a
+generation that no other lease ever has. It is set to zero before the end of the lease is reported.
+So a sink that finds the generation after a copy knows that the lease was open then. If too many
+leases are open, further leases have no word and are confirmed by messages only.
 
-The machine knows no socket, memory or block pool. `next_wake_s` says when to call `sweep`.
+The machine knows no socket, memory or block pool. `next_wake_s` returns the time of the next
+`sweep`.
 
 Source: leases with renewal, vLLM's NIXL connector.
 """
@@ -88,7 +91,7 @@ class _Peer:
 
 @dataclass(frozen=True, slots=True)
 class _Early:
-    """A message about a lease that is not open yet, or is over."""
+    """A message about a lease that is not open yet, or has ended."""
 
     peer: Peer
     message: Hold | Read | Release
@@ -107,16 +110,16 @@ class _Holder:
 @dataclass(slots=True)
 class _Lease:
     num_blocks: int
-    expires_s: float  # unless all ranks of the sink have come by then
+    expires_s: float  # the lease expires then if a rank of the sink is missing
     word: LeaseWord | None
     block_ids: list[BlockId] = field(default_factory=list)
     sink: Incarnation | None = None
-    num_holders: int = 1  # that come in all
+    num_holders: int = 1  # ranks of the sink that will hold the lease
     holders: dict[Peer, _Holder] = field(default_factory=dict)
 
     @property
     def is_awaited(self) -> bool:
-        """True if some rank of the sink has not come yet."""
+        """True if a rank of the sink does not hold the lease yet."""
         return len(self.holders) < self.num_holders
 
     def pulling(self) -> dict[Peer, _Holder]:
@@ -129,7 +132,7 @@ class _Lease:
         return holder is not None and not holder.has_released
 
     def holder(self, peer: Peer, rank: _Peer, due_s: float) -> _Holder | None:
-        """Returns the peer as a holder. It becomes one if its sink has the lease, or could."""
+        """Returns the peer's holder, made if the lease is free or held by the peer's sink."""
         if peer in self.holders:
             return self.holders[peer]
         if not self.holders:
@@ -141,19 +144,19 @@ class _Lease:
         return self.holders[peer]
 
     def renew(self, due_s: float) -> None:
-        """Moves all deadlines."""
+        """Moves all deadlines to `due_s`."""
         self.expires_s = due_s
         for holder in self.holders.values():
             holder.expires_s = due_s
 
     def deadline_s(self) -> float:
-        """Returns when it expires."""
+        """Returns when the lease expires."""
         due = [holder.expires_s for holder in self.pulling().values()]
         return min([*due, self.expires_s] if self.is_awaited else due)
 
 
 class SourceMachine:
-    """All leases of one worker. Only its methods change it."""
+    """All leases of one worker. Only the methods of this class change them."""
 
     def __init__(
         self,
@@ -177,11 +180,11 @@ class SourceMachine:
 
     @property
     def num_leases(self) -> int:
-        """Leases that are open."""
+        """The number of open leases."""
         return len(self._leases)
 
     def open(self, lease_id: LeaseId, num_blocks: int, now_s: float) -> list[SourceEffect]:
-        """Opens a lease on `num_blocks` blocks, none of them ready."""
+        """Opens a lease on `num_blocks` blocks, none of which is ready."""
         assert lease_id not in self._leases
         word = self._take_word()
         self._leases[lease_id] = _Lease(num_blocks, now_s + self._timing.ttl_s, word)
@@ -206,7 +209,7 @@ class SourceMachine:
         return [SendToSink(peer, ready) for peer in lease.pulling()]
 
     def revoke(self, lease_id: LeaseId, now_s: float) -> list[SourceEffect]:
-        """Ends a lease from this side."""
+        """Ends a lease by order of the source's worker."""
         return self._end(lease_id, "revoked")
 
     def receive(self, peer: Peer, message: LeaseMessage, now_s: float) -> list[SourceEffect]:
@@ -239,7 +242,7 @@ class SourceMachine:
                 return self._release(peer, lease, message)
 
     def send_away(self, peer: Peer, reason: str = "bad message") -> list[SourceEffect]:
-        """Ends all leases of a peer that breaks the protocol or reads no answers."""
+        """Ends all leases of a peer that breaks the protocol or does not read its answers."""
         self._peers.pop(peer, None)
         held = [i for i, lease in self._leases.items() if lease.is_pulled_by(peer)]
         return [effect for lease_id in held for effect in self._end(lease_id, reason)]
@@ -249,12 +252,12 @@ class SourceMachine:
         return peer in self._peers
 
     def may_send(self, read: SendBlocks) -> bool:
-        """True if that peer still holds the lease, so that its blocks are unchanged."""
+        """True if that peer still holds the lease, so the lease's blocks are unchanged."""
         lease = self._leases.get(read.lease_id)
         return lease is not None and lease.is_pulled_by(read.peer)
 
     def sweep(self, now_s: float) -> list[SourceEffect]:
-        """Ends the leases without a message from each of their holders in time."""
+        """Ends leases of which a holder sent no message in time."""
         late = [i for i, lease in self._leases.items() if lease.deadline_s() <= now_s]
         ended = [effect for lease_id in late for effect in self._end(lease_id, "expired")]
         unknown = [one for one in self._early if one.due_s <= now_s]
@@ -262,7 +265,7 @@ class SourceMachine:
         return ended + [_unknown(one) for one in unknown]
 
     def next_wake_s(self) -> float | None:
-        """Returns when the next lease expires, or the next early message is to be answered."""
+        """Returns when the next lease expires or the next early message must be answered."""
         wakes = [lease.deadline_s() for lease in self._leases.values()]
         return min([*wakes, *(one.due_s for one in self._early[:1])], default=None)
 
@@ -298,7 +301,7 @@ class SourceMachine:
         return Attached(self._incarnation, self._identity, self._num_blocks, self._offers)
 
     def _on_unknown(self, early: _Early) -> list[SourceEffect]:
-        """Answers a message about an unknown lease, or keeps it until the lease may be open."""
+        """Answers a message about an unknown lease, or keeps it in case the lease opens soon."""
         if len(self._identity.ranks) == 1 or len(self._early) >= MAX_EARLY:
             return [_unknown(early)]
         self._early.append(early)
@@ -314,7 +317,7 @@ class SourceMachine:
         return [SendBlocks(peer, wire, message.lease_id, tuple(message.indices), blocks)]
 
     def _release(self, peer: Peer, lease: _Lease, message: Release) -> list[SourceEffect]:
-        """Confirms to a holder that the lease was open until now, and ends it after the last."""
+        """Confirms a holder's Release. The last holder's Release ends the lease."""
         is_over = not lease.is_awaited and not lease.pulling()
         ended = self._end(message.lease_id, RELEASED) if is_over else []
         return [*ended, SendToSink(peer, Ended(message.lease_id, RELEASED, message.pull_id))]
@@ -333,7 +336,7 @@ class SourceMachine:
         return LeaseWord(self._free_words.pop(), self._next_generation - 1)
 
     def _end_word(self, word: LeaseWord | None) -> list[SourceEffect]:
-        """Ends a word. Its place may be used again at once, for another generation."""
+        """Sets a word to zero. Another lease may use its place at once, with a new generation."""
         if word is None:
             return []
         self._free_words.append(word.place)

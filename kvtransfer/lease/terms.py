@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 RELEASED = "released"
-LOST_WHILE_WAITING = "lease was lost while waiting"  # why a pull fails that ended before its start
-END_REASONS = {  # a source may give these; each names a counter at the sink
+LOST_WHILE_WAITING = "lease was lost while waiting"  # the pull had not started yet
+END_REASONS = {  # reasons that a source may give; each is a counter at the sink
     RELEASED,
     "revoked",
     "expired",
@@ -20,8 +20,8 @@ END_REASONS = {  # a source may give these; each names a counter at the sink
 class Timing:
     """Deadlines of the protocol, seconds."""
 
-    ttl_s: float = 30.0  # a lease without a message from its sink ends
-    early_s: float = 1.0  # a rank that does not know a lease yet answers after so long
+    ttl_s: float = 30.0  # a lease ends after this time without a message from its sink
+    early_s: float = 1.0  # a rank answers about an unknown lease after this time
     hold_every_s: float = 1.0  # a sink renews its leases at this interval
-    reread_s: float = 2.0  # if the source sends no block for so long, the sink asks again
-    silence_s: float = 6.0  # if a question stays unanswered for so long, the source counts as dead
+    reread_s: float = 2.0  # the sink asks again after this time without a block
+    silence_s: float = 6.0  # the source counts as dead after this time without an answer

@@ -1,7 +1,7 @@
 """Copies many records in one call: from any rows of one array to any rows of another.
 
-A frame is a sequence of records without gaps, as it travels. Its checksum is computed while it is
-filled or emptied, so each KiB is read from memory once, not twice.
+A frame is a sequence of records without gaps, as sent on the wire. Its checksum is computed during
+the copy to or from the frame, so each KiB is read from memory once, not twice.
 """
 
 from array import array
@@ -19,14 +19,14 @@ from kvtransfer.native.structs import Records, records_struct
 from kvtransfer.records import RecordPiece
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
-MOST_SHORT_BYTES = 240  # of a frame for which XXH3 is another algorithm: xxhash computes it
+MOST_SHORT_BYTES = 240  # up to this size XXH3 differs, and xxhash computes it
 
 
 class _Side(NamedTuple):
     """One end of the copies: an array of records and the chosen rows; None for 0, 1, 2, …"""
 
     records: Blocks
-    ids: "array[int] | None"  # 64 bits each; faster to make and locate than a numpy array
+    ids: "array[int] | None"  # 64-bit ids; faster to create than a numpy array
 
     @property
     def num_named(self) -> int:
@@ -42,12 +42,12 @@ def copy_records(
 ) -> None:
     """Copies the pieces of each record `source_ids[i]` to the record `sink_ids[i]`.
 
-    None stands for 0, 1, 2, …, as many as the other side names. The arrays must not overlap, and a
-    sink's record is named once. A record's bytes are contiguous; records need not be. Other threads
-    run meanwhile.
+    None stands for 0, 1, 2, …, up to the number of ids of the other side. The arrays must not
+    overlap, and `sink_ids` must not repeat an id. The bytes of a record are contiguous; the
+    records need not be. Other threads run meanwhile.
 
     Raises IndexError if an id or a piece is out of bounds. Raises ValueError if the arrays are not
-    records of bytes or the sides name different numbers of records. Nothing is written then.
+    records of bytes or the sides have different numbers of ids. After an error nothing is written.
     """
     _copy("baton_copy_records", (sink, sink_ids), (source, source_ids), pieces)
 
@@ -55,7 +55,8 @@ def copy_records(
 class RecordCopier:
     """Copies records between two arrays again and again, as `copy_records` does.
 
-    What depends on the arrays only is computed once: it takes as long as to copy 64 KiB.
+    The parts that depend only on the arrays are computed once. That saves the time of copying
+    64 KiB.
     """
 
     def __init__(self, sink: Blocks, source: Blocks, pieces: Sequence[RecordPiece]) -> None:
@@ -69,7 +70,7 @@ class RecordCopier:
         self._function = library().baton_copy_records
 
     def copy(self, sink_ids: Sequence[int], source_ids: Sequence[int]) -> None:
-        """Copies records. Raises IndexError or ValueError as `copy_records` does."""
+        """Copies records. Raises IndexError or ValueError like `copy_records`."""
         to, of = _numbers(sink_ids), _numbers(source_ids)
         if len(to) == len(of):
             sink, source = self._structs
@@ -78,7 +79,7 @@ class RecordCopier:
             if self._function(*self._sides, len(to), table, len(self._pieces)):
                 return
         sink_records, source_records = self._arrays
-        copy_records(sink_records, sink_ids, source_records, source_ids, self._pieces)  # says why
+        copy_records(sink_records, sink_ids, source_records, source_ids, self._pieces)  # raises
 
 
 def gather_records(
@@ -86,8 +87,8 @@ def gather_records(
 ) -> int:
     """Copies the pieces of each record `source_ids[i]` to record i of the frame.
 
-    Returns the frame's checksum. Raises as `copy_records` does, and ValueError if the frame's
-    records are not contiguous.
+    Returns the frame's checksum. Raises the errors of `copy_records`, and ValueError if the
+    frame's records are not contiguous.
     """
     _check_frame(frame)
     sides = (frame, None), (source, source_ids)
@@ -99,7 +100,8 @@ def scatter_records(
 ) -> int:
     """Copies the pieces of record `rows[i]` of the frame to the record `sink_ids[i]`.
 
-    Returns the checksum of the whole frame, not only of these rows. Raises as `gather_records`.
+    Returns the checksum of the whole frame, not only of these rows. Raises the errors of
+    `gather_records`.
     """
     _check_frame(frame)
     sides = (sink, sink_ids), (frame, rows)
@@ -107,7 +109,7 @@ def scatter_records(
 
 
 def checksum(frame: bytes | memoryview) -> int:
-    """Returns the xxh3-64 of a frame, which is sent with it."""
+    """Returns the xxh3-64 of a frame, which is sent with the frame."""
     return xxhash.xxh3_64_intdigest(frame)
 
 
@@ -118,7 +120,7 @@ def _copy_and_hash(
     pieces: Sequence[RecordPiece],
     frame: Blocks,
 ) -> int:
-    """Copies, and returns the checksum of the frame, which is one of the sides."""
+    """Copies records and returns the checksum of `frame`, which is the sink or the source."""
     if frame.nbytes <= MOST_SHORT_BYTES:
         _copy("baton_copy_records", sink, source, pieces)
         return checksum(frame.data)
@@ -134,7 +136,7 @@ def _copy(
     pieces: Sequence[RecordPiece],
     *results: object,
 ) -> None:
-    """Copies; `results` are further arguments of the function."""
+    """Copies records with a C++ function; `results` are its further arguments."""
     _check_arrays(sink[0], source[0])
     to, of = _side(*sink), _side(*source)
     count = _count(to, of)
@@ -166,7 +168,7 @@ def _check_frame(frame: Blocks) -> None:
 
 
 def piece_table(pieces: Sequence[RecordPiece]) -> "array[int]":
-    """Returns the pieces for C++, which gets its address."""
+    """Returns the pieces as an array whose address is passed to C++."""
     table = array("q")
     for piece in pieces:
         table.extend((piece.source_offset, piece.sink_offset, piece.num_bytes))
@@ -183,7 +185,7 @@ def _numbers(ids: Ids) -> "array[int]":
 
 
 def _count(to: _Side, of: _Side) -> int:
-    """Returns how many records both sides name. Raises ValueError if they differ."""
+    """Returns the number of ids of both sides. Raises ValueError if the numbers differ."""
     if to.ids is None and of.ids is not None:
         return of.num_named
     if of.ids is None and to.ids is not None:

@@ -1,12 +1,13 @@
 """Sealed streams: messages over a connection, encrypted and authenticated with AEGIS.
 
-C++ does the work (`src/stream.h`): records are sealed from where they lie into the caches, and sent
-from there; they are received into the caches, and opened to where they belong. AEGIS-128L (RFC
-10032) is libsodium's, which ZeroMQ uses for CURVE and brings along. It seals 15 GiB/s where AES-GCM
-of OpenSSL 3.0 seals 4. Where both ends compute as many *lanes* at once, streams are sealed with
-AEGIS-128X2 or AEGIS-128X4 (`src/aegis.h`), which is two to three times as fast.
+C++ does the work (`src/stream.h`). It encrypts records from their place in memory into a buffer
+that fits the caches, and sends from there. It receives into such a buffer, and decrypts to the
+records' places. AEGIS-128L (RFC 10032) comes from libsodium, which ZeroMQ includes for CURVE. It
+seals 15 GiB/s, while AES-GCM of OpenSSL 3.0 seals 4. If both ends compute several *lanes* in
+parallel, streams use AEGIS-128X2 or AEGIS-128X4 (`src/aegis.h`), which is two to three times as
+fast.
 
-A stream has a key of its own. Both directions number their messages, and the number is the nonce.
+Each stream has its own key. Both directions number their messages, and the number is the nonce.
 """
 
 import ctypes
@@ -33,22 +34,22 @@ _NO_RECORDS = np.empty((0, 1), np.uint8)
 
 
 class CannotSeal(BatonError):
-    """There is no libsodium with AEGIS-128L here, or no AES in the processor."""
+    """This host has no libsodium with AEGIS-128L, or a processor without AES."""
 
 
 class StreamStop(IntEnum):
-    """Why a call returned; mirrors `Stop` in stream.h."""
+    """The reason why a call returned; mirrors `Stop` in stream.h."""
 
-    BLOCKED = 0  # until the connection is ready
-    DONE = 1  # all is sent
+    BLOCKED = 0  # the connection is not ready
+    DONE = 1  # everything is sent
     MORE = 2  # the budget is used up
-    NOTE = 3  # a note has come
-    LOST = 4  # the connection
-    BAD = 5  # what came is not the peer's next message
+    NOTE = 3  # a note has arrived
+    LOST = 4  # the connection is lost
+    BAD = 5  # the received bytes are not the peer's next message
 
 
 class RecordFrame(NamedTuple):
-    """Records that follow a note: these rows of an array. A negative id stands for no row."""
+    """Records that follow a note: these rows of an array. A negative id means no row."""
 
     records: Blocks
     ids: "array[int]"
@@ -56,7 +57,7 @@ class RecordFrame(NamedTuple):
 
     @classmethod
     def of(cls, records: Blocks, ids: Sequence[int]) -> "RecordFrame":
-        """Returns the frame of these rows of `records` [n, record_bytes], contiguous each."""
+        """Returns the frame of rows of `records` [n, record_bytes], each of which is contiguous."""
         numbers = array("q", ids)
         return cls(records, numbers, records_struct(records, numbers.buffer_info()[0]))
 
@@ -72,26 +73,26 @@ def _cipher() -> Cipher | None:
             )
             if library.sodium_init() >= 0 and library.sodium_runtime_has_aesni():
                 return Cipher(_address(seal), _address(unseal))
-        except (OSError, AttributeError):  # not there, or older than 1.0.19
+        except (OSError, AttributeError):  # the library is absent, or older than 1.0.19
             continue
     return None
 
 
 @cache
 def _wide_cipher() -> tuple[int, Cipher]:
-    """Returns how many lanes C++ computes at once, and their cipher; 1 if it computes none."""
+    """Returns the number of lanes that C++ computes in parallel, and the cipher; 1: no lanes."""
     cipher = Cipher()
     return library().baton_wide_cipher(byref(cipher)), cipher
 
 
 def agreed_lanes(lanes_of_peer: int | None = None) -> int:
-    """Returns in how many lanes to seal for a peer; without one, in how many at best."""
+    """Returns the number of lanes for a stream to a peer; without a peer, the maximum here."""
     lanes, _ = _wide_cipher()
     return lanes if lanes_of_peer in (lanes, None) else 1
 
 
 def _places_of_libsodium() -> Iterator[str]:
-    """Yields the library that came with pyzmq, and the system's."""
+    """Yields the names of libsodium: pyzmq's copy, then the system's."""
     brought = Path(zmq.__file__).parents[1] / "pyzmq.libs"
     yield from map(str, brought.glob("libsodium*"))
     system = ctypes.util.find_library("sodium")
@@ -100,12 +101,12 @@ def _places_of_libsodium() -> Iterator[str]:
 
 
 def can_seal() -> bool:
-    """True if streams can be sealed here."""
+    """True if this host can seal streams."""
     return _cipher() is not None
 
 
 class SealedStream:
-    """One end of a stream, over a connection that does not block. One thread at a time uses it."""
+    """One end of a stream, over a non-blocking connection. One thread at a time may use it."""
 
     def __init__(
         self,
@@ -118,8 +119,8 @@ class SealedStream:
     ) -> None:
         """Takes over the connection. Raises CannotSeal.
 
-        Where it may wait it does so for a few milliseconds, within a frame, unless anything else
-        is ready at the descriptor `others`, an epoll's. The peer agrees to the number of `lanes`.
+        A call with `may_wait` waits for a few milliseconds in the middle of a frame. It stops
+        waiting if the epoll descriptor `others` is ready. The peer must use the same `lanes`.
         """
         assert len(key) == KEY_BYTES
         native, cipher = library(), _cipher()
@@ -141,15 +142,15 @@ class SealedStream:
         return self._connection.fileno()
 
     def note(self, note: bytes) -> bool:
-        """Queues a note, which `send` sends, and begins a frame. Returns False without room."""
+        """Queues a note for `send` and starts a new frame. Returns False if the queue is full."""
         return bool(self._native.baton_stream_note(self._stream, note, len(note)))
 
     def send(
         self, frame: RecordFrame | None, budget_bytes: int, *, may_wait: bool = False
     ) -> StreamStop:
-        """Goes on with the records that follow the last note.
+        """Sends the notes, and the records that follow the last one, until a StreamStop.
 
-        Raises IndexError if a row is out of bounds; nothing is sent then.
+        Raises IndexError, and sends nothing, if a row is out of bounds.
         """
         frame = frame or self._nothing
         stop = self._native.baton_stream_send(
@@ -165,7 +166,7 @@ class SealedStream:
     ) -> tuple[StreamStop, int]:
         """Receives the records that follow the last note into their rows.
 
-        Returns also how many of them are complete. After NOTE the frame is over.
+        Returns the reason to stop and the number of complete records. NOTE ends the frame.
         """
         frame = frame or self._nothing
         stop = self._native.baton_stream_receive(
@@ -177,11 +178,11 @@ class SealedStream:
 
     @property
     def received_note(self) -> bytes:
-        """The note after which `receive` returned."""
+        """The latest received note, for which `receive` returned NOTE."""
         return ctypes.string_at(self._received.note, self._received.note_bytes)
 
     def close(self) -> None:
-        """Closes the connection. It is not used afterwards."""
+        """Closes the connection. The stream must not be used afterwards."""
         self._native.baton_stream_close(self._stream)
         self._connection.close()
 

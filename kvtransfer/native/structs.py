@@ -1,6 +1,6 @@
 """Structures of `src/transfer`, field by field.
 
-They hold addresses, so the caller must keep the arrays alive.
+The structures contain addresses of arrays, which the caller must keep alive.
 """
 
 from ctypes import Structure, c_int64, c_void_p
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 class Records(Structure):
-    """An array of records, and the ids of the chosen ones."""
+    """An array of records, and the ids of the selected records."""
 
     _fields_ = (
         ("bytes", c_void_p),
@@ -22,7 +22,7 @@ class Records(Structure):
 
 
 class Heads(Structure):
-    """The place of one section in records of one format."""
+    """The position of one section in records of one format."""
 
     _fields_ = (
         ("section_offset", c_int64),
@@ -50,7 +50,7 @@ class Cipher(Structure):
 
 
 class Received(Structure):
-    """What a call received of a stream."""
+    """The result of one receive call on a stream."""
 
     _fields_ = (("note", c_void_p), ("note_bytes", c_int64), ("num_records", c_int64))
 
