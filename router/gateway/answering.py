@@ -67,8 +67,8 @@ from router.gateway.versions import (
 )
 from router.inbox.api_errors import invalid_value
 from router.inbox.json_values import seconds_in
-from router.inbox.lanes import Lanes
 from router.inbox.loop_turns import LoopTurns, Turn
+from router.inbox.parse_pools import ParsePools
 from router.machine.requests import Failed
 from router.port import RequestPort
 from router.text.tokenizer import TextModel
@@ -99,7 +99,7 @@ class GatewayParts:
     metrics: GatewayMetrics
     grammars: GrammarCheck
     accounts: KeyAccounts
-    lanes: Lanes
+    parse_pools: ParsePools
     turns: LoopTurns
     storage: Storage
     recent: RecentRequests
@@ -295,7 +295,7 @@ class AnswerService:
             checked = parse(call, self._body_type, parts.versions, parts.settings)
         else:
             parsed = partial(parse, call, self._body_type, parts.versions, parts.settings)
-            checked = await parts.lanes.run(call.tenant.turn, len(call.data), parsed)
+            checked = await parts.parse_pools.run(call.tenant.turn, len(call.data), parsed)
         if checked.structure.grammar is not None:
             vocabulary = _vocabulary_of(checked.served.text)
             asker = Asker(call.tenant.turn, checked.first.salt)

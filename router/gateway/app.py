@@ -61,8 +61,8 @@ from router.gateway.responses.pages import ResponsePages
 from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing
 from router.gateway.versions import Versions
-from router.inbox.lanes import Lanes
 from router.inbox.loop_turns import LoopTurns
+from router.inbox.parse_pools import ParsePools
 
 EXPOSED_HEADERS = (  # that scripts of other origins may read
     "x-request-id",
@@ -104,7 +104,7 @@ def parts_of(  # noqa: PLR0913 - all that they are
         metrics=metrics,
         grammars=grammars,
         accounts=KeyAccounts(limits, shared=shared),
-        lanes=Lanes(),
+        parse_pools=ParsePools(),
         turns=LoopTurns(),
         storage=storage or Storage(None),
         tracing=tracing,

@@ -109,9 +109,9 @@ class Invocations:
 
     async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
         """Sends the answer. Raises InvalidRequest."""
-        lanes, find = self._parts.lanes, partial(endpoint_of, body)
+        pools, find = self._parts.parse_pools, partial(endpoint_of, body)
         is_long = len(body) >= LONG_BODY_BYTES
-        name = await lanes.run(tenant_of(scope).turn, len(body), find) if is_long else find()
+        name = await pools.run(tenant_of(scope).turn, len(body), find) if is_long else find()
         if all(served.text.embedding is not None for served in self._parts.versions.table):
             name = EMBEDDINGS  # also of messages
         await self._answers[name].serve(body, scope, meter, send)

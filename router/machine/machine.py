@@ -73,9 +73,9 @@ from router.machine.moves.moving import Moving
 from router.machine.moves.stages import MoveStage
 from router.machine.placing import Placing
 from router.machine.progress import Progress
+from router.machine.rebalance import Rebalance
 from router.machine.requests import Cancelled, Failed, Forecast, Rejected
 from router.machine.state import RouterState
-from router.machine.turns import Turns
 from router.native.index import PrefixIndex
 from router.planning.demand import Demand
 from router.policies.base import Policy
@@ -124,7 +124,7 @@ class RouterMachine:
             self.state, self._ends, self._placing, self._moving, self._hedging
         )
         self._admission = Admission(self.state)
-        self._turns = Turns(self.state, self._ends, self._placing, self._admission)
+        self._rebalance = Rebalance(self.state, self._ends, self._placing, self._admission)
         self._num_arrived = 0  # requests, admitted or not
         self.demand = Demand(self.state, self._placing)
 
@@ -216,7 +216,7 @@ class RouterMachine:
             effects += self._moving.move_all(now_s)
         if self.state.waiting.queue:
             effects += self._placing.place_all(now_s)
-            effects += self._turns.give(now_s)
+            effects += self._rebalance.give(now_s)
             if self._moving.lending.give_back(now_s):
                 effects += self._moving.copying.copy_next(now_s)
         if to_leave:
@@ -259,7 +259,7 @@ class RouterMachine:
         if (head := state.waiting.queue.head()) is not None:  # only the head is waited for
             due_s.append(state.flights[head].back_off_until_s)
             due_s.append(None if self._placing.busy is None else self._placing.busy.until_s)
-            due_s.append(self._turns.due_s)
+            due_s.append(self._rebalance.due_s)
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:
@@ -307,7 +307,7 @@ class RouterMachine:
         assert request.request_id not in state.flights
         if not request.is_background:
             self.demand.arrived(flight, now_s)
-        effects = self._turns.make_place(flight, now_s)
+        effects = self._rebalance.make_place(flight, now_s)
         refusal = self._admission.refusal(flight, now_s)
         if refusal is not None:
             return [*effects, End(request.request_id, refusal, timeline(flight, now_s))]

@@ -64,7 +64,7 @@ class TextBatch:
             return
         socket = path.pipe.socket()
         number = self._num_opened = self._num_opened + 1
-        if socket != NO_SOCKET and self._steps.open_lane(
+        if socket != NO_SOCKET and self._steps.open_stream(
             number, seq_id.encode(), path.text, socket
         ):
             self._paths[number] = path
@@ -75,7 +75,7 @@ class TextBatch:
         """Takes no more tokens of this sequence from frames."""
         number = self._numbers.pop(seq_id, None)
         if number is not None:
-            self._steps.close_lane(seq_id.encode())
+            self._steps.close_stream(seq_id.encode())
             del self._paths[number]
 
     def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:

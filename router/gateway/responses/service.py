@@ -87,9 +87,9 @@ class ResponseService:
     async def prepare(self, data: bytes, tenant: Tenant) -> Prepared:
         """Checks a body and reads what it builds on. Raises ApiError."""
         decoding = partial(decode_response_body, data)
-        lanes, turn = self._parts.lanes, tenant.turn
+        pools, turn = self._parts.parse_pools, tenant.turn
         is_long = len(data) >= LONG_BODY_BYTES
-        body, extras = await lanes.run(turn, len(data), decoding) if is_long else decoding()
+        body, extras = await pools.run(turn, len(data), decoding) if is_long else decoding()
         named = references_in(body.input or "")
         max_bytes = self.store.config.max_body_bytes
         context = await self.store.context(
@@ -97,7 +97,7 @@ class ResponseService:
         )
         converting = partial(self._prepared, body, extras, context)
         if is_long or context.items:
-            return await lanes.run(turn, len(data), converting)
+            return await pools.run(turn, len(data), converting)
         return converting()
 
     async def count(self, data: bytes, tenant: Tenant, headers: Mapping[str, str]) -> int:
@@ -109,7 +109,7 @@ class ResponseService:
         try:
             if num_bytes < LONG_BODY_BYTES:
                 return counting().count
-            return (await self._parts.lanes.run(tenant.turn, num_bytes, counting)).count
+            return (await self._parts.parse_pools.run(tenant.turn, num_bytes, counting)).count
         except InvalidRequest as error:
             raise prepared.form.translated(error) from None
 

@@ -102,18 +102,18 @@ class BatchedText:
 
 @dataclass(frozen=True, slots=True)
 class FrameTaken:
-    """The part of a worker's frame that went to lanes."""
+    """The part of a worker's frame that went to streams."""
 
     num_tokens: int
     left: Sequence[int]  # the places of messages that did not
-    rests: Sequence[tuple[int, bytes]]  # numbers of lanes with what could not be sent at once
+    rests: Sequence[tuple[int, bytes]]  # numbers of streams with what could not be sent at once
 
 
 class TextSteps:
     """Makes chunks of tokens and sends them.
 
-    A *lane* is the way of one sequence's tokens from the frames of its worker to a socket, without
-    Python. It has a number. The caller keeps its text.
+    A *stream* carries one sequence's tokens from its worker's frames to a socket, without Python. It
+    has a number. The caller keeps its text.
     """
 
     def __init__(self) -> None:
@@ -166,26 +166,26 @@ class TextSteps:
         found = (rests[REST * i : REST * (i + 1)] for i in range(num_rests.value))
         return [(place, data[start:end]) for place, start, end in found]
 
-    def open_lane(self, number: int, seq_id: bytes, text: BatchedText, socket: int) -> bool:
-        """Opens the lane of a sequence; False if the kernel cannot tell its socket from others."""
+    def open_stream(self, number: int, seq_id: bytes, text: BatchedText, socket: int) -> bool:
+        """Opens a sequence's stream; False if the kernel cannot tell its socket from others."""
         length = len(seq_id)
         opened = self._library.baton_lane_open(
             self._handle, seq_id, length, text.address, socket, number
         )
         return bool(opened)
 
-    def close_lane(self, seq_id: bytes) -> None:
-        """Closes a lane, if it is open."""
+    def close_stream(self, seq_id: bytes) -> None:
+        """Closes a stream, if it is open."""
         self._library.baton_lane_close(self._handle, seq_id, len(seq_id))
 
     def take_frame(
         self, frame: bytes, now_s: float, learn: Callable[[int, int], None]
     ) -> FrameTaken | None:
-        """Takes what a worker's frame has for open lanes; None if there is nothing.
+        """Takes what a worker's frame has for open streams; None if there is nothing.
 
         `learn` puts a token, the second argument, into the vocabulary with this handle.
 
-        Nothing else may wait for the sockets of lanes: see `router.gateway.answers.batching`.
+        Nothing else may wait for the sockets of streams: see `router.gateway.answers.batching`.
         """
         told, take = self._told, self._library.baton_text_frame
         while not take(self._handle, frame, len(frame), now_s, ctypes.byref(told)):

@@ -18,7 +18,7 @@ from router.edge.connection import (
 from router.edge.exchange import NO_SOCKET, caller_of
 from router.edge.feeding import PART_WORK, SLICE_BYTES, WORK_PER_TURN
 from router.edge.limits import Book, EdgeLimits
-from router.inbox.lanes import WIDE_BODY_BYTES
+from router.inbox.parse_pools import WIDE_BODY_BYTES
 from tests.kits.router.frames import no_frames_in_cycles
 from tests.kits.router.gateway import (
     FakeRouter,

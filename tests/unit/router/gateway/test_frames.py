@@ -9,7 +9,7 @@ import pytest
 from router.gateway.endpoint import until_client_leaves
 from router.gateway.storage import Storage
 from router.inbox.api_errors import ApiError
-from router.inbox.lanes import WIDE_BODY_BYTES, Lane
+from router.inbox.parse_pools import WIDE_BODY_BYTES, ParsePool
 from router.inbox.task_groups import LightTaskGroup
 from tests.kits.router.frames import no_frames_in_cycles
 from tests.kits.router.gateway import Connection, FakeRouter, Never, answer, make_app, tokens
@@ -87,7 +87,7 @@ async def test_an_error_of_a_thread_is_freed_at_once():
         except sqlite3.OperationalError:
             return True
 
-    lane, storage = Lane("test", 100), Storage(None)
+    lane, storage = ParsePool("test", 100), Storage(None)
     await storage.open()
     for run in (lambda: lane.run("a", 1, fail), lambda: storage.run(fail)):
         with no_frames_in_cycles():

@@ -231,7 +231,7 @@ def test_tokens_in_frames_become_the_chunks_of_python(frames):
         for number, (seq_id, twin) in enumerate(twins.items()):
             ours, theirs = map(stack.enter_context, pairs[seq_id])
             theirs.setblocking(False)
-            assert batch.open_lane(number, seq_id.encode(), twin.batched, ours.fileno())
+            assert batch.open_stream(number, seq_id.encode(), twin.batched, ours.fileno())
         for now, messages in enumerate(frames):
             held = set[str]()  # sequences with other news in this frame
             is_taken = []
@@ -262,7 +262,7 @@ def test_a_frame_that_breaks_off_is_left_to_python(frame, end):
     text = bare_text(vocabulary)
     ours, theirs = socketpair()
     with ours, theirs:
-        assert batch.open_lane(1, b"s0.0", text, ours.fileno())
+        assert batch.open_stream(1, b"s0.0", text, ours.fileno())
         broken = frame[: min(end, len(frame) - 1)]
         assert batch.take_frame(broken, 0.0, lambda _, token: vocabulary.learn(token)) is None
     assert text.state.num_tokens == 0
@@ -274,12 +274,12 @@ def test_a_lane_returns_what_does_not_fit():
     text = bare_text(vocabulary)
     ours, theirs = socketpair()
     with ours, theirs:
-        assert batch.open_lane(5, b"s.0", text, ours.fileno())
+        assert batch.open_stream(5, b"s.0", text, ours.fileno())
         frame = encode_frame([Tokens("s.0", [0]), Tokens("s.0", [1])])
         taken = batch.take_frame(frame, 0.0, lambda _, token: vocabulary.learn(token))
         assert taken is not None
         (number, rest), (next_number, chunk) = taken.rests
-        batch.close_lane(b"s.0")
+        batch.close_stream(b"s.0")
         assert batch.take_frame(frame, 0.0, lambda *_: None) is None
         ours.close()
         sent = b"".join(iter(lambda: theirs.recv(2**20), b""))
@@ -297,7 +297,7 @@ def test_a_lane_never_sends_to_another_socket_with_its_descriptor():
     with theirs, other, their_other:
         their_other.setblocking(False)
         descriptor = ours.fileno()
-        assert batch.open_lane(1, b"s.0", text, descriptor)
+        assert batch.open_stream(1, b"s.0", text, descriptor)
         ours.close()
         for number in range(2):
             frame = encode_frame([Tokens("s.0", [0])])

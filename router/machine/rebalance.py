@@ -34,7 +34,7 @@ LOOK_EVERY_S = 0.25
 MAX_TURNS = 8  # requests placed by one call of `give`
 
 
-class Turns:
+class Rebalance:
     """Gives room held by the richest keys to keys that hold little."""
 
     def __init__(

@@ -1,10 +1,10 @@
 """Threads for bodies that take long to parse, with bounded queues.
 
-There are two lanes, so that a body of a few kilobytes never waits behind one of a mebibyte. Each
-lane bounds the bytes of bodies that wait or are being parsed. One tenant may hold half of them. A
-body that does not fit is refused; an empty lane takes any body.
+There are two pools, so that a body of a few kilobytes never waits behind one of a mebibyte. Each
+pool bounds the bytes of bodies that wait or are being parsed. One tenant may hold half of them. A
+body that does not fit is refused; an empty pool takes any body.
 
-Tenants have equal shares of a lane's bytes (`router.inbox.turns`). No tenant gets the last free
+Tenants have equal shares of a pool's bytes (`router.inbox.turns`). No tenant gets the last free
 thread if it has another one: parsing cannot be interrupted, and the next tenant finds it free.
 """
 
@@ -24,7 +24,7 @@ WIDE_BODY_BYTES = 65_536
 NARROW_BYTES = 4 * 2**20
 WIDE_BYTES = 16 * 2**20  # some 8 s of tokenising in one thread
 FREE_AFTER_S = 5.0  # a body of 1 MiB takes 150 MB, which threads would keep
-NUM_THREADS = 2  # in each lane
+NUM_THREADS = 2  # in each pool
 THREADS_OF_TENANT = NUM_THREADS - 1
 
 ResultT = TypeVar("ResultT")
@@ -38,7 +38,7 @@ class _Place(NamedTuple):
     turn: "Future[None]"
 
 
-class Lane:
+class ParsePool:
     """A few threads, and a bounded queue in front of them."""
 
     def __init__(self, name: str, max_bytes: int) -> None:
@@ -56,7 +56,7 @@ class Lane:
         return self._num_bytes
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
-        """Calls `parse` in a thread and returns its result. Raises ApiError if the lane is full."""
+        """Calls `parse` in a thread and returns its result. Raises ApiError if the pool is full."""
         place = self._enter(tenant, num_bytes)
         try:
             if not place.turn.done():
@@ -126,21 +126,21 @@ class Lane:
             _subtract(self._running, place.tenant, 1)
 
 
-class Lanes:
-    """One lane for each size of body."""
+class ParsePools:
+    """One pool for each size of body."""
 
     def __init__(
         self, free: Callable[[], None] = return_freed_memory, free_after_s: float = FREE_AFTER_S
     ) -> None:
         """A thread calls `free` some seconds after a wide body. Building needs no event loop."""
-        self.narrow = Lane("parse", NARROW_BYTES)
-        self.wide = Lane("parse-long", WIDE_BYTES)
+        self.narrow = ParsePool("parse", NARROW_BYTES)
+        self.wide = ParsePool("parse-long", WIDE_BYTES)
         self._free = free
         self._free_after_s = free_after_s
         self._freeing: asyncio.TimerHandle | None = None
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
-        """Does `Lane.run` in the lane for a body of this size."""
+        """Does `ParsePool.run` in the pool for a body of this size."""
         if num_bytes <= WIDE_BODY_BYTES:
             return await self.narrow.run(tenant, num_bytes, parse)
         try:

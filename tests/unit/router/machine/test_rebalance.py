@@ -25,8 +25,8 @@ from engine.messages import (
     Welcome,
 )
 from router.machine.events import Arrived, End, SendTo, Tick, WorkerJoined
+from router.machine.rebalance import LOOK_EVERY_S
 from router.machine.requests import Rejected, Request
-from router.machine.turns import LOOK_EVERY_S
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, ends, sent
 
 TURN_AFTER_S = 1.0
