@@ -112,8 +112,8 @@ class FrameTaken:
 class TextSteps:
     """Makes chunks of tokens and sends them.
 
-    A *stream* carries one sequence's tokens from its worker's frames to a socket, without Python. It
-    has a number. The caller keeps its text.
+    A *stream* carries one sequence's tokens from its worker's frames to a socket, without Python.
+    Each stream has a number. The caller keeps its text.
     """
 
     def __init__(self) -> None:

@@ -115,11 +115,16 @@ async def test_a_stream_sends_pieces_and_marks_the_last_one():
     async with inference(FakeRouter(answer("hi"))) as client:
         request = a_stream(return_finish_reason=True, return_num_output_tokens=True)
         responses = [each.infer_response for each in await responses_to(client, request)]
-        assert [outputs_of(each)["text_output"] for each in responses] == [[b"h"], [b"i"], [b""]]
-        reasons = [outputs_of(each)["finish_reason"] for each in responses]
-        assert reasons == [[b"None"], [b"None"], [b"stop"]]
-        assert [outputs_of(each)["num_output_tokens"] for each in responses] == [[1], [1], [1]]
-        assert [each.parameters[FINAL].bool_param for each in responses] == [False, False, True]
+        # Tokens that come while a piece is sent share the next piece.
+        assert len(responses) >= 2
+        assert b"".join(outputs_of(each)["text_output"][0] for each in responses) == b"hi"
+        *earlier, last = [outputs_of(each)["finish_reason"] for each in responses]
+        assert set(map(tuple, earlier)) == {(b"None",)}
+        assert last == [b"stop"]
+        assert sum(outputs_of(each)["num_output_tokens"][0] for each in responses) == 3
+        *earlier, last = [each.parameters[FINAL].bool_param for each in responses]
+        assert last
+        assert not any(earlier)
 
 
 @in_time
@@ -288,7 +293,7 @@ async def test_models_need_a_key_and_probes_do_not():
             # Nothing is written: grpc fails a write to a call that is refused already as INTERNAL.
             assert await client.ModelStreamInfer(metadata=metadata).code() is CODES.UNAUTHENTICATED
         assert await client.ModelInfer(request_of(), metadata=right)
-        assert len(await responses_to(client, a_stream(), metadata=right)) == 3
+        assert len(await responses_to(client, a_stream(), metadata=right)) >= 2
 
 
 @pytest.fixture
