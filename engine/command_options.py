@@ -1,8 +1,9 @@
 """Options of commands, made from the settings and the dataclasses that they fill.
 
-A command that is `expanded` has an option for each field of its parameters that are dataclasses, if
-the field has a `typer.Option`. It has an option for each `SettingOption` of a parameter of the type
-`Annotated[Settings, …]`. A setting has its type, default and meaning from `engine.config` alone.
+`expanded` gives a command two kinds of options. A dataclass parameter yields an option for each of
+its fields that has a `typer.Option`. A parameter of the type `Annotated[Settings, …]` yields one
+for each of its `SettingOption`s. Types, defaults and meanings of settings come from `engine.config`
+alone.
 """
 
 import re
@@ -24,11 +25,11 @@ Build = Callable[[dict[str, Any]], Any]
 class SettingOption(NamedTuple):
     """An option that sets a key of the configuration."""
 
-    key: str  # with its section
-    name: str = ""  # of the parameter; empty: the key without its section
-    kind: Any = None  # what the option is read as; None: as the setting
-    default: Any = None  # None: without the option the setting keeps its value
-    more: Mapping[str, Any] = {}  # arguments of `typer.Option`
+    key: str  # the key's full path, section included
+    name: str = ""  # the option's name; empty: the key's own name, without the section
+    kind: Any = None  # the type that the option is parsed as; None: the setting's own type
+    default: Any = None  # None: if the option is absent, the setting keeps its value
+    more: Mapping[str, Any] = {}  # further arguments for `typer.Option`
 
     @property
     def parameter(self) -> str:
@@ -37,12 +38,14 @@ class SettingOption(NamedTuple):
 
 
 def options_of(section: str, *names: str) -> tuple[SettingOption, ...]:
-    """Returns options that have the names of their keys in a section."""
+    """Returns one option for each given key of a section, named like the key."""
     return tuple(SettingOption(f"{section}.{name}") for name in names)
 
 
 def with_defaults(options: Sequence[SettingOption], **own: Any) -> tuple[SettingOption, ...]:
-    """Returns options that always set their key: to a default of `own`, or to the setting's."""
+    """Returns options that always set their key: the default is taken from `own`, else from the
+    setting.
+    """
     return tuple(
         each._replace(default=own.get(each.parameter, _value_of(each.key))) for each in options
     )
@@ -54,7 +57,9 @@ def _value_of(key: str) -> Any:
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command with options in place of the parameters that hold several of them."""
+    """Returns the command, with each parameter that holds several options replaced by those
+    options.
+    """
     shown: list[Parameter] = []
     builds: dict[str, tuple[Build, list[str]]] = {}
     hints = get_type_hints(command, include_extras=True)
@@ -77,7 +82,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options_in(hint: Any) -> tuple[list[Parameter], Build | None]:
-    """Returns the options of a parameter of this type, and what makes its value of theirs."""
+    """Returns a parameter's options, and a function that builds the parameter's value from them."""
     if is_dataclass(hint):
         assert isinstance(hint, type)
         return list(_fields_of(hint)), lambda given: hint(**given)
@@ -123,5 +128,5 @@ def _help_of(key: ConfigKey) -> str:
 
 
 def _absolute(value: Any) -> Any:
-    """Returns the text of an absolute path for a path, and any other value as it is."""
+    """Returns a path as the text of its absolute path; other values are returned unchanged."""
     return str(value.expanduser().resolve()) if isinstance(value, Path) else value

@@ -662,10 +662,10 @@ def _unset(tree: Any, kind: Any) -> Any:
 
 
 def _with_worker(model: Any, worker: Any) -> Any:
-    """Adds the settings of all workers that a model does not set itself."""
+    """Fills a model's worker settings with those of `[worker]` where the model sets none."""
     own = model.get("worker", {}) if isinstance(model, dict) else None
     if not isinstance(own, dict) or not isinstance(worker, dict):
-        return model  # an error of its type follows
+        return model  # its type is wrong: a later check reports that
     return {**model, "worker": {**worker, **own}}
 
 
@@ -674,7 +674,7 @@ def _hashed(keys: Any) -> Any:
     if isinstance(keys, str):
         keys = [keys]
     if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
-        return keys  # an error of its type follows
+        return keys  # the type is wrong: a later check reports that
     for key in keys:
         if not _KEY.fullmatch(key):
             raise ConfigError(
@@ -711,7 +711,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _list_or_text(value: str) -> Any:
-    """A variable's value. Lists are written as in TOML: `["a", "b"]`."""
+    """Returns an environment variable's value. Lists are in TOML's syntax: `["a", "b"]`."""
     if not value.startswith("["):
         return value
     try:

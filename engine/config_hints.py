@@ -1,7 +1,8 @@
 """Finds all errors of a configuration, and the keys and values that were meant. Pure.
 
 msgspec stops at the first error. So the key that an error names is removed from the tree, and the
-rest is checked again. An error about a key that was removed before is its consequence: not shown.
+rest is checked again. An error about a key that was removed earlier is only a consequence of the
+removal, so it is not shown.
 """
 
 import re
@@ -27,7 +28,9 @@ KeyPath = tuple[str, ...]
 def faults_of(
     tree: dict[str, Any], check: Callable[[dict[str, Any]], object]
 ) -> list[msgspec.ValidationError]:
-    """Returns the errors that `check` raises for a tree, and for the rest without wrong keys."""
+    """Returns all errors that `check` raises: for the tree, then for the tree without each wrong
+    key.
+    """
     faults: list[msgspec.ValidationError] = []
     left_out: set[str] = set()
     for _ in range(MAX_FAULTS):
@@ -46,7 +49,7 @@ def faults_of(
 
 
 def _culprits(tree: dict[str, Any], text: str) -> Iterator[KeyPath]:
-    """Yields the keys of the tree that an error may be about, the most exact first."""
+    """Yields the keys of the tree that an error may concern, the most specific key first."""
     found = _PLACE.search(text)
     place = tuple(_PART.findall(found[1])) if found else ()
     if unknown := _UNKNOWN_KEY.search(text):
@@ -93,7 +96,7 @@ def hint_of(error: msgspec.ValidationError, root: type[msgspec.Struct]) -> str:
 
 
 def _keys_near(name: str, section: str, root: type[msgspec.Struct]) -> Iterator[str]:
-    """Yields similar keys of the same section, and equal ones of other sections."""
+    """Yields similar keys of the same section, and keys with this name in other sections."""
     prefix = f"{section}." if section else ""
     here = _type_at(section, root)
     for key in get_close_matches(name, get_type_hints(here)):
@@ -115,7 +118,7 @@ def _type_at(path: str, root: Any) -> Any:
 
 
 def _values_of(kind: Any) -> list[str]:
-    """The values of an enumeration, which may be one of a union."""
+    """Returns the values of an enumeration; it may be a member of a union type."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [str(each.value) for each in kind]
     return [value for part in get_args(kind) for value in _values_of(part)]

@@ -29,11 +29,12 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "integer", float: "number
 class ConfigKey(msgspec.Struct, frozen=True):
     """A key of the configuration."""
 
-    name: str  # with its section
+    name: str  # the key's full path, section included
     type: str  # in words
-    default: str  # as TOML writes it; UNSET too
+    default: str  # in TOML's syntax; may be UNSET
     meaning: str
-    values: dict[str, str]  # a choice's values, each with its meaning, which may be empty
+    # if the type is an enumeration: its values and their meanings (may be empty)
+    values: dict[str, str]
 
     @property
     def variable(self) -> str:
@@ -171,14 +172,14 @@ def _words(kind: Any) -> str:
 
 
 def _parts(kind: Any) -> tuple[type, ...]:
-    """The types of a union without None; for a list, the types of its elements."""
+    """Returns the member types of a union, without None; for a list, the types of its elements."""
     if isinstance(kind, type) and not get_args(kind):
         return () if kind is NoneType else (kind,)
     return tuple(part for each in get_args(kind) if each is not ... for part in _parts(each))
 
 
 def _meanings(kind: type, line_form: re.Pattern[str]) -> dict[str, str]:
-    """Returns what the comments of a class say of each field or value, as sentences."""
+    """Returns the comment on each field or value of a class, as sentences."""
     found: dict[str, str] = {}
     above: list[str] = []
     for line in _sources(kind.__module__)[kind.__name__].splitlines():

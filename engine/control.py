@@ -2,12 +2,12 @@
 
 The controller dials each gateway. The first frames are `ControllerHello` and `GatewayWelcome`.
 Frames are lists of messages, as in `engine.messages`. A gateway keeps the last `Members` that it
-got, also while no controller runs. They include the operator's intent, so a new controller
-learns it from any gateway and goes on with a higher number.
+received, also while no controller runs. `Members` include the operator's intent. So a new
+controller learns the intent from any gateway, and continues with a higher list number.
 
-A *version* is a model and how workers serve it. Mostly there is one. During an update or a
-comparison there are several, each with its own workers. Versions that replace each other make a
-*line*: one for each model that the deployment serves.
+A *version* is a model and how workers serve it. Usually a model has one version. During an update
+or a comparison it has several, each with its own workers. All versions that replace each other form
+a *line*: one line for each model that the deployment serves.
 """
 
 import re
@@ -87,7 +87,7 @@ def with_role(name: str, role: Role | None) -> str:
 
 
 class Asleep(msgspec.Struct, frozen=True):
-    """What a version without workers needs to wake: its pools, and the length of its context."""
+    """What is needed to wake a sleeping version: its pools, and the length of its context."""
 
     pools: Pools
     context_len: int
@@ -102,28 +102,28 @@ class Version(msgspec.Struct, frozen=True):
     """
 
     name: str = FIRST_VERSION
-    model: str = ""  # as `model_source` reads it
-    model_name: str = ""  # in the API
+    model: str = ""  # the model's source: see `model_source`
+    model_name: str = ""  # the model's name in the API
     worker: WorkerConfig = WorkerConfig()
     pools: Pools = Pools()
     weight: int = FULL_WEIGHT
     is_leaving: bool = False
     line: str = MAIN_LINE
     asleep: Asleep | None = None
-    device: DeviceKind = DeviceKind.CPU  # its workers'; never `auto`
+    device: DeviceKind = DeviceKind.CPU  # the device of its workers; never `auto`
 
     @property
     def is_over(self) -> bool:
-        """True if its workers are not needed any more."""
+        """True if the version is leaving and its workers are no longer needed."""
         return self.is_leaving and not self.has_workers
 
     @property
     def has_workers(self) -> bool:
-        """True if it wants workers."""
+        """True if the version wants workers."""
         return self.pools.total > 0
 
     def serves_like(self, other: "Version") -> bool:
-        """True if both give the same answers: they differ at most in size, weight and leaving."""
+        """True if both versions give the same answers: only size, weight or `leaving` may differ."""
         ours, theirs = (msgspec.structs.replace(each, **_AMOUNTS) for each in (self, other))
         return ours == theirs
 
@@ -140,18 +140,19 @@ class Rollout(msgspec.Struct, frozen=True):
     """A version takes over, worker by worker, from all others of its line but those in `stay`."""
 
     to: str
-    pools: Pools  # the final ones of `to`
+    pools: Pools  # the final pools of version `to`
     before: tuple[Version, ...]  # the line's versions at the start, restored by an abort
-    stay: tuple[str, ...] = ()  # after an abort: those beside the current version
-    canary: tuple[int, ...] = ()  # shares of new requests that come first, per cent
-    hold_s: float = 0.0  # for each step
-    allows_shorter: bool = False  # sequences than other versions have served
+    stay: tuple[str, ...] = ()  # versions that an abort keeps, beside the current one
+    canary: tuple[int, ...] = ()  # first shares of the new requests, in per cent
+    hold_s: float = 0.0  # minimum duration of each share
+    # allow a context shorter than the longest sequences of other versions
+    allows_shorter: bool = False
 
 
 class LiveSettings(msgspec.Struct, frozen=True):
     """Sections of the configuration as an operator changed them while the deployment runs.
 
-    The controller alone uses them. Settings that need a restart are as at the start.
+    The controller alone uses them. Settings that need a restart keep their values from the start.
     """
 
     pools: PoolsConfig
@@ -167,10 +168,10 @@ class Intent(msgspec.Struct, frozen=True):
 
     versions: tuple[Version, ...] = (Version(),)
     planner: PlannerMode = PlannerMode.OFF
-    drained: tuple[WorkerId, ...] = ()  # workers that keep running without work
+    drained: tuple[WorkerId, ...] = ()  # drained workers: they keep running, but get no requests
     rollout: Rollout | None = None
     former: tuple[Version, ...] = ()  # versions that were replaced, the latest last
-    live: LiveSettings | None = None  # None: as configured at the start
+    live: LiveSettings | None = None  # None: the configuration of the start holds
 
     @property
     def current(self) -> Version:
@@ -240,10 +241,10 @@ class ControllerHello(msgspec.Struct, frozen=True, tag=True):
 class Members(msgspec.Struct, frozen=True, tag=True):
     """All workers and the intent. A gateway that knows a higher number ignores it."""
 
-    version: int  # this list's; not a model's
+    version: int  # version number of this list, not of a model
     workers: tuple[Member, ...]
     intent: Intent
-    stores: tuple[Member, ...] = ()  # gateways use them like workers that compute nothing
+    stores: tuple[Member, ...] = ()  # KV stores; to gateways they are workers that compute nothing
 
     def of(self, name: str) -> tuple[Member, ...]:
         """Returns the workers of a version."""
@@ -255,7 +256,7 @@ class Members(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolNews(msgspec.Struct, frozen=True, tag=True):
-    """What only the controller knows and gateways show. Sent once a second.
+    """Data that only the controller has, for gateways to show. Sent once a second.
 
     `metrics` are families of samples, as `router.gateway.metrics.families` encodes them. `gateways`
     are the URLs of all gateways.
@@ -266,7 +267,7 @@ class PoolNews(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListRequests(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the requests that are served; at most `limit` are listed, oldest first."""
+    """Asks for the requests in service; at most `limit` are listed, oldest first."""
 
     question: int
     limit: int = MAX_LISTED
@@ -282,12 +283,12 @@ class WorkerSummary(msgspec.Struct, frozen=True):
     state: str
     is_connected: bool
     is_leaving: bool
-    failures: int  # ends and failed starts in a row
+    failures: int  # consecutive exits and failed starts
     is_crash_looping: bool
-    num_blocks: int  # 0 while it does not run
-    leaving_seqs: int  # sequences that move away: the role does not decode
-    kernels: str = ""  # what computes; the tokens of workers that differ here may differ
-    why: str = ""  # it ended or did not start, while it does not run
+    num_blocks: int  # 0 while the worker does not run
+    leaving_seqs: int  # sequences that still have to move away, as the new role does not decode
+    kernels: str = ""  # the kernels in use; workers with other kernels may produce other tokens
+    why: str = ""  # why the worker exited or failed to start; empty while it runs
 
 
 class WorkerNews(WorkerSummary, frozen=True, kw_only=True):
@@ -304,7 +305,7 @@ class VersionSummary(msgspec.Struct, frozen=True):
     wanted: Pools
     serving: Pools
     weight: int
-    is_current: bool  # in its line
+    is_current: bool  # the current version of its line
     is_leaving: bool
     is_asleep: bool = False
     line: str = MAIN_LINE
@@ -318,7 +319,9 @@ class EndedCounts(msgspec.Struct, frozen=True):
     late: int = 0
 
     def since(self, before: "EndedCounts") -> "EndedCounts":
-        """Returns the difference; all of it if the gateway has begun to count anew."""
+        """Returns the increase since an earlier count, or the whole count if the gateway was
+        restarted.
+        """
         if self.ended < before.ended or self.failed < before.failed or self.late < before.late:
             return self
         return EndedCounts(
@@ -327,7 +330,7 @@ class EndedCounts(msgspec.Struct, frozen=True):
 
 
 class CanaryVerdict(StrEnum):
-    """What the controller thinks of a version that takes over. A bad one is given up at once."""
+    """The controller's verdict on a version that takes over. A bad version is given up at once."""
 
     NOT_PROBED = "not probed yet"
     TOO_FEW = "too few requests to judge"
@@ -337,8 +340,8 @@ class CanaryVerdict(StrEnum):
 class CanaryNews(msgspec.Struct, frozen=True):
     """How a version that takes over serves in the present step of its rollout.
 
-    Counts are of requests that ended since `since_s`, in Unix time; 0 before the first step. It has
-    `shares` of new requests before it may have more, per cent, and each lasts at least `hold_s`.
+    Counts cover requests that ended since `since_s` (Unix time; 0 before the first step). The
+    version gets each of `shares`, in per cent of the new requests, for at least `hold_s`.
     """
 
     name: str
@@ -365,10 +368,10 @@ class HistoryStep(msgspec.Struct, frozen=True):
 
     number: int
     at_s: float
-    subject: str  # worker, gateway, or "pools"
+    subject: str  # name of a worker or a gateway, or "pools"
     what: str
     why: str = ""
-    role: Role | None = None  # the worker's, where the text does not say it
+    role: Role | None = None  # the worker's role, unless the text names it
 
     def __str__(self) -> str:
         return f"{with_role(self.subject, self.role)} {self.what}" + (
@@ -388,11 +391,11 @@ class DecisionNews(msgspec.Struct, frozen=True):
 
 
 class ClusterNews(msgspec.Struct, frozen=True, tag=True):
-    """What the controller knows beside members, for people who look at a gateway's dashboard.
+    """The controller's further knowledge, shown on the dashboards of gateways.
 
-    Sent when it has changed, at most once a second. `admin_url` is where orders go; it may be
-    reachable from the controller's machine only. `troubles` say, a sentence each, what is broken
-    or limited while requests are served: a dead part of Ray, for example.
+    Sent when it has changed, at most once a second. `admin_url` accepts operators' orders; it may
+    be reachable from the controller's machine only. Each of `troubles` is a sentence that names a
+    broken or limited part, such as a dead part of Ray.
     """
 
     admin_url: str
@@ -406,17 +409,19 @@ class ClusterNews(msgspec.Struct, frozen=True, tag=True):
     workers: list[WorkerNews]
     gateways: list[GatewaySummary]
     counters: dict[str, int]
-    steps: list[HistoryStep]  # the latest, oldest first
-    decisions: list[DecisionNews]  # the latest, oldest first
-    canary: CanaryNews | None = None  # while a version takes over and may still be given up
+    steps: list[HistoryStep]  # the most recent ones, oldest first
+    decisions: list[DecisionNews]  # the most recent ones, oldest first
+    canary: CanaryNews | None = None  # set while a version takes over and may still be given up
 
 
 class DropBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Forget all blocks, in memory and in lower tiers. To a store only."""
+    """Drop all blocks, in memory and in lower tiers. Sent to stores only."""
 
 
 class RetireStore(msgspec.Struct, frozen=True, tag=True):
-    """The version is over: when the store ends, its files and objects go too. To a store only."""
+    """The version is over: the store must delete its files and objects when it ends. To stores
+    only.
+    """
 
 
 # ---------------------------------------------------------------- gateway to controller
@@ -439,20 +444,21 @@ class ControllerRefused(msgspec.Struct, frozen=True, tag=True):
 class VersionReport(msgspec.Struct, frozen=True):
     """A gateway's state of a version. `missing` is the reason why it cannot serve, or None.
 
-    The counts of ended requests cover the gateway's process. `longest_len` is the longest
-    sequence that runs, or ended in the last minutes. `probe` is None before a version that takes
-    over was probed; then it says what was wrong, or nothing.
+    The counts of ended requests cover the gateway's process. `longest_len` is the length of the
+    longest sequence that runs, or ended in the last minutes. `probe` is None until the version that
+    takes over was probed. Then it holds the fault that was found, or an empty text.
     """
 
     missing: str | None
     num_requests: int  # accepted and not ended
     fingerprint: str
     num_ended: int = 0
-    num_failed: int = 0  # how many failed
-    num_late: int = 0  # how many missed the service level objective, were refused, or hung
+    num_failed: int = 0  # ended requests that failed
+    # ended requests that missed the service level objective, were refused, or hung
+    num_late: int = 0
     longest_len: int = 0  # tokens, prompt and answer
     probe: str | None = None
-    num_hung: int = 0  # answers that run, without a token for far longer than the objective
+    num_hung: int = 0  # running answers whose last token is older than the objective by far
 
 
 class GatewayReport(msgspec.Struct, frozen=True, tag=True):
@@ -464,20 +470,20 @@ class GatewayReport(msgspec.Struct, frozen=True, tag=True):
 
     missing: str | None
     members_version: int
-    num_workers: int  # with a session
+    num_workers: int  # workers with an open session
     num_requests: int  # accepted and not ended
-    num_waiting: int  # how many wait for a worker
-    queued_s: float  # predicted time of one prefill worker for what waits
+    num_waiting: int  # requests that wait for a worker
+    queued_s: float  # predicted time that one prefill worker needs for the waiting prompts
     seen: dict[str, Observation] = {}
-    versions: dict[str, VersionReport] = {}  # by name
+    versions: dict[str, VersionReport] = {}  # reports by the version's name
 
 
 class RequestState(StrEnum):
     """The stage of a request."""
 
-    WAITING = "waiting"  # for a worker
+    WAITING = "waiting"  # waits for a worker
     PREFILLING = "prefilling"
-    PULLING = "pulling"  # its KV is on the way
+    PULLING = "pulling"  # the request's KV is being pulled
     DECODING = "decoding"
 
 
@@ -540,15 +546,15 @@ class StoreReport(msgspec.Struct, frozen=True, tag=True):
     `prefixes` are the prefixes offered most often.
     """
 
-    block_bytes: int  # 0: no worker was heard yet
+    block_bytes: int  # 0: no worker has reported its layout yet
     tiers: list[TierReport]
-    num_peers: int  # workers that it takes blocks from, and other stores
+    num_peers: int  # workers whose blocks it copies, and other stores
     num_leases: int
-    num_new: int  # blocks of workers that it has not looked at yet
-    num_starts: int  # starts of its process; more than 1: it ended by itself
+    num_new: int  # new blocks of workers that it has not examined yet
+    num_starts: int  # starts of its process; more than 1 means that it crashed
     counters: dict[str, float]
     prefixes: list[PrefixUse]
-    is_retired: bool = False  # it has taken `RetireStore`
+    is_retired: bool = False  # it has received `RetireStore`
 
 
 ToGateway = (
@@ -566,7 +572,7 @@ _to_controller = msgspec.msgpack.Decoder(list[ToController])
 
 
 def encode_control(messages: Sequence[ToGateway] | Sequence[ToController]) -> bytes:
-    """Returns one frame, of either direction."""
+    """Encodes one frame; works for both directions."""
     frame = _encoder.encode(messages)
     assert len(frame) <= MAX_FRAME_BYTES
     return frame

@@ -17,7 +17,7 @@ class DecodeCost:
     context_s: float
 
     def seconds(self, num_rows: int, num_context_tokens: int) -> float:
-        """Returns the seconds for `num_rows` sequences with that much context in all."""
+        """Returns the seconds of a step of `num_rows` sequences with this total context."""
         return self.fixed_s + self.row_s * num_rows + self.context_s * num_context_tokens
 
 
@@ -29,26 +29,31 @@ class Observation:
     """
 
     requests_per_s: float = 0.0
-    prefill_s_per_s: float = 0.0  # predicted time of one worker for the uncached prompt parts
-    output_tokens_per_s: float = 0.0  # predicted tokens of their answers
-    queued_s: float = 0.0  # predicted time for prompts that wait for a prefill worker
-    prefilling_s: float = 0.0  # predicted time for what prefill workers have left to do
+    # predicted time that one worker needs for the uncached parts of the prompts
+    prefill_s_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0  # predicted output tokens of these requests
+    queued_s: float = 0.0  # predicted prefill time of the prompts that wait for a worker
+    prefilling_s: float = 0.0  # predicted time that prefill workers need to finish their prompts
     num_queued: int = 0  # requests that wait for a decode worker
-    queued_tokens: int = 0  # tokens of their prompts
-    num_decoding: int = 0  # sequences that decode, or will once their prompt is computed
-    context_tokens: int = 0  # context of these, halfway through their predicted growth
-    reserved_tokens: int = 0  # KV of these at their predicted final lengths
-    decode_cost: DecodeCost | None = None  # on one worker; None until it is learned
-    num_gateways: int = 1  # gateways in this sum
+    queued_tokens: int = 0  # prompt tokens of these waiting requests
+    num_decoding: int = 0  # sequences that decode, or will decode once their prompt is computed
+    context_tokens: int = 0  # their total context, halfway through the predicted growth
+    reserved_tokens: int = 0  # their total KV at the predicted final lengths
+    decode_cost: DecodeCost | None = None  # cost on one worker; None until it is learned
+    num_gateways: int = 1  # number of gateways whose observations are added up here
 
     def __add__(self, other: "Observation") -> "Observation":
-        """Returns the sum. The decode cost is from the gateway that decodes more."""
+        """Returns the sum of two observations, with the decode cost of the gateway that decodes
+        more.
+        """
         more, fewer = sorted((self, other), key=lambda one: one.num_decoding, reverse=True)
         names = [field.name for field in fields(self) if field.name != "decode_cost"]
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
         return Observation(**sums, decode_cost=more.decode_cost or fewer.decode_cost)
 
     def waiting_s(self, num_prefill: int) -> float:
-        """Returns the waiting work, in seconds of one worker, beyond one prompt in each."""
+        """Returns the waiting prefill work, in seconds of one worker, without one prompt for each
+        worker.
+        """
         mean_s = self.prefill_s_per_s / self.requests_per_s if self.requests_per_s else 0.0
         return self.queued_s + max(self.prefilling_s - num_prefill * mean_s, 0.0)

@@ -28,12 +28,12 @@ class Embedding:
     """How hidden states become an embedding: the last token's state, perhaps scaled to length 1."""
 
     is_normalized: bool
-    size: int  # numbers
-    is_matryoshka: bool = False  # its first numbers are an embedding too
-    matryoshka_sizes: tuple[int, ...] = ()  # that may be asked for; empty: all
+    size: int  # numbers in the full embedding
+    is_matryoshka: bool = False  # True if a prefix of the embedding is an embedding too
+    matryoshka_sizes: tuple[int, ...] = ()  # prefix sizes that clients may request; empty: all
 
     def takes(self, size: int) -> bool:
-        """True if the first `size` numbers are an embedding."""
+        """True if the first `size` numbers are a valid embedding."""
         if size == self.size:
             return True
         if not self.is_matryoshka or not 1 <= size <= self.size:
@@ -66,7 +66,7 @@ def embedding_of(directory: Path) -> Embedding | None:
 
 
 def _described(path: Path, *, is_normalized: bool) -> Embedding:
-    """The embedding that a model's config.json describes. Raises CheckpointError."""
+    """Returns the embedding that a model's config.json describes. Raises CheckpointError."""
     config = _read(path)
     text = config.get("text_config", config) if isinstance(config, dict) else None
     size = text.get("hidden_size") if isinstance(text, dict) else None

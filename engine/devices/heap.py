@@ -5,9 +5,9 @@ import ctypes
 
 
 def return_freed_memory() -> None:
-    """Gives freed memory of the heap back to the system. Other threads may run meanwhile.
+    """Returns freed heap memory to the system. Other threads may run meanwhile.
 
-    With other C libraries than glibc it does nothing; they keep less memory.
+    It only acts on glibc. Other C libraries keep less freed memory.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

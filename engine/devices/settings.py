@@ -1,6 +1,6 @@
-"""A worker's settings once its device is known. Pure.
+"""Fills in the settings whose defaults depend on a worker's device. Pure.
 
-The configuration leaves some values open, because a GPU needs others than a CPU. All readers of
+The configuration leaves some values open, because GPUs and CPUs need different ones. All readers of
 these values take them from `resolve`. Nothing is written back to the configuration.
 """
 
@@ -27,9 +27,9 @@ _DEFAULTS: dict[DeviceKind, dict[str, Any]] = {
 
 
 class WorkerSettings(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A worker's configuration in which no default is open. `device` is not `auto`.
+    """A worker's configuration with all defaults filled in. `device` is never `auto`.
 
-    `stretch` is the pools' own, if the worker is fluid (`engine.messages.Welcome`).
+    `stretch` is `pools.stretch` if the worker is fluid (`engine.messages.Welcome`).
     """
 
     kv_dtype: KVFormat
@@ -42,8 +42,8 @@ class WorkerSettings(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw_o
 def resolve(config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
     """Returns the settings of a worker on that kind of device. Raises ConfigError.
 
-    On a GPU `auto` weights are bf16. On a CPU they stay `auto`: only the worker sees if its
-    processor has what int8 needs.
+    On a GPU `auto` weights become bf16. On a CPU they stay `auto`: only the worker can check if its
+    processor has the instructions that int8 needs.
     """
     assert device is not DeviceKind.AUTO, "choose first"
     values = {name: getattr(config, name) for name in config.__struct_fields__}
@@ -63,9 +63,9 @@ def kv_formats(config: WorkerConfig, device: DeviceKind) -> set[KVFormat]:
 
 
 def choose_device(wanted: DeviceKind, pools: PoolsConfig, *, has_gpus: bool) -> DeviceKind:
-    """Returns the kind of device that workers get. Raises ConfigError if they cannot have it.
+    """Returns the kind of device that workers get. Raises ConfigError if the device is missing.
 
-    `has_gpus`: there are GPUs where workers start, and torch can use them there.
+    `has_gpus`: the machines of the workers have GPUs that torch can use.
     """
     gets_none = pools.num_gpus == 0
     if wanted is DeviceKind.AUTO:
@@ -76,9 +76,9 @@ def choose_device(wanted: DeviceKind, pools: PoolsConfig, *, has_gpus: bool) -> 
 
 
 def gpus_of_worker(pools: PoolsConfig, device: DeviceKind, devices_per_worker: int = 1) -> float:
-    """Returns the GPUs that a worker takes: whole ones, or a part of one. On a CPU as configured.
+    """Returns the number of GPUs of a worker, which may be a fraction. On a CPU: as configured.
 
-    Raises ConfigError if a worker needs several GPUs and is configured to get fewer.
+    Raises ConfigError if a worker needs more GPUs than the configuration gives it.
     """
     if pools.num_gpus is None:
         return float(devices_per_worker) if device is DeviceKind.CUDA else 0.0

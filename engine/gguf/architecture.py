@@ -1,10 +1,11 @@
 """Translates the key/values and tensors of a GGUF file to the names of transformers.
 
-A file with an unknown key of its architecture, an unknown tensor or another shape is refused by
-name. So a model is computed as it was meant to be, or not at all.
+A file with an unknown architecture key, an unknown tensor or an unexpected shape is refused; the
+error names it. So a model is computed as its authors meant, or not at all.
 
 llama.cpp rotates pairs of neighbours, transformers a head's halves. For `llama`, llama.cpp's
-converter therefore moves the rows of Q and K (`WeightPlace.rotated_heads`), for others it does not.
+converter therefore reorders the rows of Q and K (`WeightPlace.rotated_heads`). For other
+architectures it does not.
 """
 
 import math
@@ -18,11 +19,11 @@ from engine.errors import CheckpointError
 from engine.gguf.container import GgufHeader, TensorPlace, Value
 from engine.gguf.rotary import parameters_of
 
-MAX_SIZE = 2**24  # elements of a dimension
-FREQUENCIES = "rope_freqs.weight"  # factors of rotary frequencies
-HEAD = "output.weight"  # absent if it is the embedding
+MAX_SIZE = 2**24  # largest size of a dimension
+FREQUENCIES = "rope_freqs.weight"  # tensor with the factors of the rotary frequencies
+HEAD = "output.weight"  # absent if the model uses the embedding matrix as its head
 
-_WHOLE = {  # tensors: transformers' name, and the shape
+_WHOLE = {  # GGUF tensor: transformers' name and its shape
     "token_embd.weight": ("model.embed_tokens.weight", ("vocab", "hidden")),
     "output_norm.weight": ("model.norm.weight", ("hidden",)),
     HEAD: ("lm_head.weight", ("vocab", "hidden")),
@@ -63,7 +64,7 @@ _KEYS = frozenset(  # known keys of an architecture
 class _Family:
     class_name: str
     layer: Mapping[str, tuple[str, tuple[str, ...]]]
-    is_rotated: bool = False  # llama.cpp's converter moved the rows of Q and K
+    is_rotated: bool = False  # True if llama.cpp's converter reorders the rows of Q and K
 
 
 _FAMILIES = {
@@ -78,11 +79,12 @@ class WeightPlace:
     """The tensor of a weight of transformers' model."""
 
     tensor: TensorPlace
-    rotated_heads: int | None = None  # heads whose rows are in llama.cpp's order
+    # number of heads whose rows are in llama.cpp's order; None: not reordered
+    rotated_heads: int | None = None
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """Returns the contents of config.json, without ids of tokens.
+    """Returns the contents of config.json, without token ids.
 
     Raises CheckpointError if the file has unknown metadata, or contradicts itself.
     """
@@ -218,7 +220,7 @@ class _Described:
         return found
 
     def _stretched(self, theta: float) -> dict[str, Any]:
-        """Returns the parameters that the stored factors of frequencies come from."""
+        """Returns the rope parameters from which the stored frequency factors were computed."""
         place = self._header.tensors[FREQUENCIES]
         found = None
         if place.type_name == "F32" and place.shape == (self._head_dim // 2,):
@@ -229,7 +231,7 @@ class _Described:
         return found
 
     def _decimal(self, key: str, default: float | None = None) -> float:
-        """Returns a number without the digits that its storage as fp32 added."""
+        """Rounds away the digits that storing a number as fp32 added."""
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self._refused(f"{self._key(key)} is {value!r}")

@@ -25,8 +25,8 @@ from typing import Any, cast
 from engine.errors import CheckpointError
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # one layout
-MAX_HEADER_BYTES = 64 * 2**20  # the longest vocabularies take a quarter
+VERSIONS = (2, 3)  # these versions have the same layout
+MAX_HEADER_BYTES = 64 * 2**20  # four times what the longest vocabularies take
 MAX_PAIRS = 2**16
 MAX_TENSORS = 2**17
 MAX_ARRAY_LEN = 2**22
@@ -75,7 +75,7 @@ class TensorPlace:
 
     type_name: str
     shape: tuple[int, ...]
-    begin: int  # byte of the file
+    begin: int  # offset in the file, in bytes
     num_bytes: int
 
 
@@ -98,7 +98,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 class _Reading:
-    """The header's bytes, and how far they have been read."""
+    """A cursor over the header's bytes."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self._path, self._data, self._size = path, data, size
@@ -170,7 +170,7 @@ class _Reading:
         return found
 
     def _aligned(self, values: Mapping[str, Value]) -> int:
-        """Returns where the data begins. From here on, offsets are multiples of the alignment."""
+        """Returns the offset of the data. All later offsets are multiples of the alignment."""
         alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT:
             raise self._corrupted(f"general.alignment is {alignment!r}")
@@ -202,7 +202,7 @@ class _Reading:
         return self._strings(1, what)[0]
 
     def _strings(self, number: int, what: str) -> list[str]:
-        """Reads strings that follow each other: a vocabulary has a hundred thousand."""
+        """Reads consecutive strings at once, as a vocabulary has a hundred thousand of them."""
         found, at, end, data = [], self._at, self._end, self._data
         for _ in range(number):
             begin = at + _LENGTH.size

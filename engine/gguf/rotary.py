@@ -33,7 +33,7 @@ def parameters_of(factors: Sequence[float], theta: float) -> dict[str, Any] | No
 
 
 def _factors(number: int, theta: float, factor: float) -> list[float]:
-    turns = [  # rotations of each frequency within the original context
+    turns = [  # full rotations of each frequency within the original context
         ORIGINAL_CONTEXT_LEN / (2 * math.pi * theta ** (i / number)) for i in range(number)
     ]
     shares = [min(max((turn - LOW) / (HIGH - LOW), 0.0), 1.0) for turn in turns]

@@ -1,8 +1,9 @@
 """Makes tokenizer.json and tokenizer_config.json from the vocabulary of a GGUF file.
 
-Only byte-level BPE is read: `tokenizer.ggml.model` is "gpt2". `tokenizer.ggml.pre` names how text
-is cut into words before merges apply; llama.cpp has the expressions in its code, and so has this
-module. A name that is not listed is refused: wrong cuts make other tokens without an error.
+Only byte-level BPE is read: `tokenizer.ggml.model` is "gpt2". `tokenizer.ggml.pre` names the rule
+that cuts text into words before merges apply. The file holds the name only; the expressions are in
+llama.cpp's code, and in this module. An unknown name is refused, because wrong cuts would silently
+produce other tokens.
 
 Sources: llama.cpp's `llama-vocab.cpp`, the files of `tokenizers`.
 """
@@ -13,7 +14,7 @@ from typing import Any
 from engine.errors import CheckpointError
 from engine.gguf.container import GgufHeader, Value
 
-CONTROL, UNKNOWN, USER = 3, 2, 4  # values in tokenizer.ggml.token_type
+CONTROL, UNKNOWN, USER = 3, 2, 4  # token types in tokenizer.ggml.token_type
 SPECIAL = frozenset({CONTROL, UNKNOWN})
 
 _CASED = r"'s|'t|'re|'ve|'m|'ll|'d"
@@ -30,8 +31,10 @@ _WORDS = {  # expressions that cut text into words, one after the other
     "qwen2": (_LLAMA3.replace("{1,3}", ""),),
     "smollm": (r"\p{N}", _GPT2),
 }
-_BEGINS = frozenset({"llama-bpe"})  # prompts begin with a token if the file does not say
-_IGNORES_MERGES = frozenset({"llama-bpe"})  # a word in the vocabulary is one token
+# rules whose prompts begin with the first token, unless the file says otherwise
+_BEGINS = frozenset({"llama-bpe"})
+# rules in which a word of the vocabulary is one token, whatever the merges
+_IGNORES_MERGES = frozenset({"llama-bpe"})
 _NORMALISED = {"qwen2": {"type": "NFC"}}
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _TEMPLATE = "tokenizer.chat_template"
