@@ -123,7 +123,7 @@ class Version(msgspec.Struct, frozen=True):
         return self.pools.total > 0
 
     def serves_like(self, other: "Version") -> bool:
-        """True if both versions give the same answers: only size, weight or `leaving` may differ."""
+        """True if both versions give the same answers: only size, weight and `leaving` differ."""
         ours, theirs = (msgspec.structs.replace(each, **_AMOUNTS) for each in (self, other))
         return ours == theirs
 
@@ -145,7 +145,7 @@ class Rollout(msgspec.Struct, frozen=True):
     stay: tuple[str, ...] = ()  # versions that an abort keeps, beside the current one
     canary: tuple[int, ...] = ()  # first shares of the new requests, in per cent
     hold_s: float = 0.0  # minimum duration of each share
-    # allow a context shorter than the longest sequences of other versions
+    # Allow a context shorter than the longest sequences of other versions.
     allows_shorter: bool = False
 
 
@@ -454,7 +454,7 @@ class VersionReport(msgspec.Struct, frozen=True):
     fingerprint: str
     num_ended: int = 0
     num_failed: int = 0  # ended requests that failed
-    # ended requests that missed the service level objective, were refused, or hung
+    # Ended requests that missed the service level objective, were refused, or hung.
     num_late: int = 0
     longest_len: int = 0  # tokens, prompt and answer
     probe: str | None = None
@@ -551,7 +551,7 @@ class StoreReport(msgspec.Struct, frozen=True, tag=True):
     num_peers: int  # workers whose blocks it copies, and other stores
     num_leases: int
     num_new: int  # new blocks of workers that it has not examined yet
-    num_starts: int  # starts of its process; more than 1 means that it crashed
+    num_starts: int  # starts of its process; more than 1: it ended unexpectedly
     counters: dict[str, float]
     prefixes: list[PrefixUse]
     is_retired: bool = False  # it has received `RetireStore`

@@ -1,7 +1,8 @@
-"""The places of the bytes of a KV block. Integers only: no tensor, no model.
+"""Where each byte of a KV block lies. Integers only: no tensor, no model.
 
-A worker may consist of several ranks. Each holds a share of the heads and layers (`Shard`), and its
-records have the layout `of_rank`. All else here is about the records of one rank.
+A worker may consist of several ranks. Each rank holds a share of the heads and layers (`Shard`),
+and its records have the layout `of_rank`. All the rest of this page describes the records of one
+rank.
 
 A block is one contiguous record that holds `block_size` tokens of every layer of every section. A
 section is one model: the target and, if there is one, the draft model:
@@ -111,7 +112,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
         return range(layers.first, layers.first + layers.num_layers)
 
     def fits(self, layout: "KVLayout") -> bool:
-        """True if there is such a share of a model, and it is not empty."""
+        """True if the model can be divided in this way, and the rank's share is not empty."""
         if self.layers and len(self.layers) != len(layout.sections):
             return False
         ends = [self.layers_of(layout, i).stop for i in range(len(layout.sections))]
@@ -120,9 +121,9 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """The form of a block: everything that two workers must agree on before one moves between them.
+    """The form of a block. Two workers must agree on all of it before they exchange blocks.
 
-    A worker of several ranks has one for the whole model, which is compared, and one for the
+    A worker of several ranks has one layout for the whole model, which is compared, and one for the
     records of each rank.
     """
 
@@ -144,37 +145,39 @@ class KVLayout(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, sections=sections)
 
     def token_bytes(self, section: int) -> int:
-        """Bytes of the elements of one token's K (or V) of one head."""
+        """Returns the bytes of one token's K (or V) in one head, without scales."""
         return self.sections[section].head_dim * self.kv_format.element_bits // 8
 
     def scales_offset_bytes(self, section: int) -> int:
-        """From the start of a head to its scales."""
+        """Returns the distance from the start of a head to its scales."""
         return _align(self.block_size * self.token_bytes(section))
 
     def head_bytes(self, section: int) -> int:
-        """From one head's K (or V) to the next, in one layer of one block."""
+        """Returns the bytes of one head's K (or V), scales included, in one layer of one block."""
         scales = _align(self.block_size * SCALE_BYTES) if self.kv_format.has_scales else 0
         return self.scales_offset_bytes(section) + scales
 
     def layer_bytes(self, section: int) -> int:
-        """K and V of one layer in one block."""
+        """Returns the bytes of K and V of one layer in one block."""
         return 2 * self.sections[section].num_kv_heads * self.head_bytes(section)
 
     def section_offset_bytes(self, section: int) -> int:
-        """Start of a section within a block; `len(sections)` gives the end of the last."""
+        """Returns the start of a section within a block; `len(sections)` gives the end of the
+        last one.
+        """
         return sum(self.sections[i].num_layers * self.layer_bytes(i) for i in range(section))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes from one block to the next."""
+        """Returns the bytes of one block."""
         return _block_bytes(self)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def difference(self, other: "KVLayout") -> str | None:
-        """Name of the first field that differs, or None if blocks are interchangeable."""
+        """Returns the name of the first field that differs; None if blocks are interchangeable."""
         if self == other:
             return None
         for field in self.__struct_fields__:

@@ -1,14 +1,14 @@
-"""What log lines of all floors have in common: the request worked for, and three loggers.
+"""Logging that all packages share: the current request's ids, and three loggers.
 
-A task's context is inherited by the tasks and callbacks that it starts. So one assignment a request
-is enough, and a line that is logged anywhere below has the request's id. Work that a request starts
-for others too, such as a timer, gets a `Context()` of its own: its lines must not name the request.
+Tasks and callbacks inherit the context of the task that starts them. So one assignment per request
+is enough: every line that is logged on behalf of the request has its id. Work that a request starts
+for others too, such as a timer, gets a `Context()` of its own. Its lines must not name the request.
 """
 
 import logging
 from contextvars import ContextVar
 
-# The ids of the request: the server's own, and after a space the client's if it gave one.
+# The ids of the request: the server's id, then a space and the client's id if it sent one.
 REQUEST: ContextVar[str] = ContextVar("baton_request", default="")
 
 
@@ -18,6 +18,6 @@ def request_ids(own_id: str, client_id: str | None) -> str:
 
 
 ACCESS = logging.getLogger("baton.access")  # one line for each request to a gateway
-NEWS = logging.getLogger("baton.news")  # what happens to the pools, as operators are told
+NEWS = logging.getLogger("baton.news")  # changes of the pools, for operators
 AUDIT = logging.getLogger("baton.audit")  # one line for each order of an operator
-CALLER_HEADER = "x-baton-caller"  # a gateway that passes an order on names its client here
+CALLER_HEADER = "x-baton-caller"  # the client of an order that a gateway forwards

@@ -25,34 +25,34 @@ from engine.net.trust import SALT_BYTES
 
 PROTOCOL_VERSION = 14
 # Reasons for which a worker gives a sequence back.
-PREEMPTED = "preempted"  # no memory is left for it
-STUCK = "no memory came free"  # while nothing ran here
+PREEMPTED = "preempted"  # the worker has no memory left for the sequence
+STUCK = "no memory came free"  # although no other sequence ran here
 WRONG_ROLE = "wrong role"  # the worker's role does not accept it
-PULL_FAILED = "pull failed"  # how the reason begins if its KV did not come
-ROLE_CHANGED = "role changed"  # the worker had accepted it in its earlier role
+PULL_FAILED = "pull failed"  # prefix of the reason if pulling the sequence's KV failed
+ROLE_CHANGED = "role changed"  # the worker accepted the sequence in an earlier role
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_HASHES = 65_536  # block hashes in one message
 HASH_BYTES = 16  # a block's hash, as `engine.worker.blocks` computes it
 MAX_ENDPOINT_LEN = 512  # characters of a ZeroMQ endpoint
 MAX_HINT_ID_LEN = 64  # characters of an id in a client's hint
-MAX_KEEP_S = 86_400.0  # that a client may ask the store to keep a session for
+MAX_KEEP_S = 86_400.0  # longest time for which a client may ask the store to keep a session
 
 RequestId = NewType("RequestId", str)
 SeqId = NewType("SeqId", str)
 WorkerId = NewType("WorkerId", str)
 GatewayId = NewType("GatewayId", str)
 LeaseId = NewType("LeaseId", str)
-Incarnation = NewType("Incarnation", str)  # random, new at every start of a process
+Incarnation = NewType("Incarnation", str)  # random text, new at every start of a process
 
 # Hashing and the step loop rely on this: a prompt is never empty, an id fits in 32 bits.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
-# The key of the tenant's block hashes: see `engine.net.trust.Secret.salt`.
+# The key under which a tenant's blocks are hashed: see `engine.net.trust.Secret.salt`.
 Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Endpoint = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LEN)]  # an address of ZeroMQ
 Hashes = Annotated[list[Hash], msgspec.Meta(max_length=MAX_HASHES)]
-# Names an API key or a session to stores, and tells them nothing else about it.
+# Identifies an API key or a session to stores, without revealing it.
 HintId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_HINT_ID_LEN)]
 KeepS = Annotated[float, msgspec.Meta(gt=0, le=MAX_KEEP_S)]
 
@@ -65,11 +65,11 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
-    DRAINED = "drained"  # accepts nothing: its sequences end here or are moved away
-    STORE = "store"  # computes nothing: it keeps blocks of others, and offers them
+    DRAINED = "drained"  # accepts no work: its sequences finish here or are moved away
+    STORE = "store"  # computes nothing: keeps and offers blocks of other workers
 
     # Plain attributes, since each event reads them:
-    prefills: bool  # computes prompts, also for other workers to go on from
+    prefills: bool  # computes prompts, also prompts whose answer another worker generates
     decodes: bool  # can generate tokens
 
     __hash__ = str.__hash__  # an enum's own hash runs in Python, and costs are looked up by role
@@ -79,9 +79,9 @@ class Role(StrEnum):
         self.decodes = name in ("decode", "mixed")
 
 
-# The roles that a worker can take. A store is a store for life.
+# The roles that a worker can be given. A store never changes its role.
 ROLES_OF_WORKERS = frozenset(Role) - {Role.STORE}
-# The roles of one pool, whose workers may take work of the other one: see `Welcome.stretch`.
+# The roles whose workers may also take work of the other role's pool: see `Welcome.stretch`.
 FLUID_ROLES = (Role.PREFILL, Role.DECODE)
 
 
@@ -102,7 +102,7 @@ class GrammarKind(StrEnum):
 
 
 class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens around reasoning, which comes before what a grammar holds for.
+    """The tokens around reasoning; a grammar holds only for the text after it.
 
     The answer `is_inside` if the prompt ends with the begin mark. See `engine.grammar.thinking`.
     """
@@ -113,7 +113,7 @@ class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """The rules that an answer must follow, behind its reasoning if it may have one."""
+    """The rules that an answer must follow, after its reasoning if it may have any."""
 
     kind: GrammarKind
     source: str
@@ -131,7 +131,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     once if the answer holds it. The bias is added. With a `grammar`, only tokens that it allows can
     be chosen.
 
-    With `logprobs`, each token comes with its log-probability and with that many of the likeliest
+    With `logprobs`, each token comes with its log-probability and with the `logprobs` likeliest
     tokens.
     """
 
@@ -149,7 +149,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def has_penalties(self) -> bool:
-        """True if earlier tokens change the logits beyond what the model does with them."""
+        """True if penalties make earlier tokens change the logits."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -170,7 +170,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """The begin of the answer, and the rules for its end. Lengths are in tokens, prompt included.
+    """Where the answer begins, and the rules for its end. Lengths are in tokens, prompt included.
 
     `prompt_len` is the length of the client's prompt, also when a request continues an answer that
     began on another worker. `tpot_s` is the bound on the time per output token that workers try to
@@ -184,7 +184,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     tpot_s: float | None = None
 
     def finish_reason(self, length: int, last_token: int) -> FinishReason | None:
-        """The reason why a sequence this long, ending in `last_token`, is complete, or None."""
+        """Returns why a sequence of this length that ends in `last_token` is complete, or None."""
         if last_token in self.stop_token_ids and length > self.min_len:
             return FinishReason.STOP
         if length >= self.max_len:
@@ -217,7 +217,7 @@ class TransferAddress(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def ranks(self) -> tuple["TransferAddress", ...]:
-        """Each rank as a worker of its own."""
+        """Returns the address of each rank, as if it were a worker of its own."""
         ranks = (RankAddress(self.address, self.shard), *self.others)
         return tuple(
             TransferAddress(self.worker_id, self.incarnation, rank.address, rank.shard)
@@ -226,10 +226,10 @@ class TransferAddress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EventsAddress(msgspec.Struct, frozen=True):
-    """The endpoints of a worker's news of cached blocks: see `engine.worker.block_events`."""
+    """The endpoints that publish which blocks a worker caches: see `engine.worker.block_events`."""
 
-    published: str  # ZeroMQ endpoint that batches of events come from
-    asked: str  # ZeroMQ endpoint that sends missed batches again
+    published: str  # ZeroMQ endpoint that publishes batches of events
+    asked: str  # ZeroMQ endpoint that resends missed batches on request
 
 
 class LeaseRef(msgspec.Struct, frozen=True):
@@ -254,11 +254,11 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     """Compute the KV of `token_ids` and sample one token.
 
     The worker may pull the blocks under `prefix`, a lease of another worker, instead of computing
-    them. With `prompt_logprobs` it computes all blocks. Then each token of the prompt but the first
-    comes with its log-probability and with that many of the likeliest tokens.
+    them. With `prompt_logprobs` it computes all blocks. Then each prompt token but the first comes
+    with its log-probability and with the `prompt_logprobs` likeliest tokens.
 
-    With `evict_first`, another worker keeps the blocks: once they have no holder here, they are
-    evicted before others. If they are `likely_reused`, they are evicted later than others.
+    With `evict_first`, another worker keeps the blocks, so here they are evicted before others once
+    they have no holder. `likely_reused` blocks are evicted later than others.
     """
 
     seq_id: SeqId
@@ -284,9 +284,9 @@ class Generate(ComputePrompt, frozen=True, tag=True):
 class Decode(msgspec.Struct, frozen=True, tag=True):
     """Pull the KV of `token_ids` under `lease`; generate once `FirstToken` has come too.
 
-    A sequence that ran elsewhere arrives in the same way: its last token is the first one here. If
-    most of its KV is here already, it `is_moved`: steps wait for it, since its client is in the
-    middle of an answer.
+    A sequence that ran elsewhere arrives in the same way: its last token is the first one here.
+    `is_moved` means that most of its KV is here already. Then steps wait for the rest, since the
+    client is in the middle of an answer.
 
     A copy (`is_copy`) brings KV of a sequence that still runs elsewhere. It gets no first token,
     and is given back before any sequence waits for its memory.
@@ -297,17 +297,19 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     limits: Limits
     lease: LeaseRef
-    num_draft_tokens: int | None = None  # as `HandedOver` says
+    num_draft_tokens: int | None = None  # see `HandedOver`
     is_copy: bool = False
     is_moved: bool = False
     salt: Salt = b""
-    client_id: str = ""  # as of a prompt
-    evict_first: bool = False  # as of a prompt
-    likely_reused: bool = False  # as of a prompt
+    client_id: str = ""  # see `ComputePrompt`
+    evict_first: bool = False  # see `ComputePrompt`
+    likely_reused: bool = False  # see `ComputePrompt`
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """The token that prefill sampled. The gateway has it, so decode may go on from it."""
+    """The token that prefill sampled. The gateway has received it, so decode may continue from
+    it.
+    """
 
     seq_id: SeqId
     token: TokenId
@@ -319,18 +321,18 @@ class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
     token_ids: Prompt
     salt: Salt = b""
-    evict_first: bool = False  # as of a prompt, once they were pulled
+    evict_first: bool = False  # see `ComputePrompt`; applies once the blocks were pulled
 
 
 class OfferBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Asks a worker to lease the blocks that it holds, in this order: a store keeps them."""
+    """Lease those of these blocks that the worker holds, in this order: a store will copy them."""
 
     seq_id: SeqId
     hashes: Hashes
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag=True):
-    """Bring these leading blocks of a prompt into memory: it will be placed soon.
+    """Bring these leading blocks of a prompt into memory: the prompt will be placed soon.
 
     Only a store acts on it. It is a hint, and is not answered.
     """
@@ -352,21 +354,21 @@ class SessionUse(msgspec.Struct, frozen=True, tag=True):
 
 
 class SessionEnd(msgspec.Struct, frozen=True, tag=True):
-    """A client's session makes no request any more."""
+    """A client's session has ended and will make no further request."""
 
     key: HintId
     session: HintId
 
 
 class PinBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Keep these leading blocks of a prompt, within what one key may pin."""
+    """Pin these leading blocks of a prompt, as far as the key's share of pins allows."""
 
     key: HintId
     hashes: Hashes
 
 
 class UnpinBlocks(msgspec.Struct, frozen=True, tag=True):
-    """The key asks no more to keep these blocks."""
+    """Remove the key's pin on these blocks."""
 
     key: HintId
     hashes: Hashes
@@ -376,13 +378,13 @@ StoreHint = SessionUse | SessionEnd | PinBlocks | UnpinBlocks
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Free what this sequence, or an offer for it, holds: no gateway needs it any more."""
+    """Free all that this sequence, or an offer for it, holds: no gateway needs it any more."""
 
     seq_id: SeqId
 
 
 class HandOver(msgspec.Struct, frozen=True, tag=True):
-    """Stop decoding this sequence and lease its KV: it goes on elsewhere as `as_seq_id`.
+    """Stop decoding this sequence and lease its KV: another worker continues it as `as_seq_id`.
 
     The leased blocks are freed by `Cancel(as_seq_id)`, or when they have been pulled.
     """
@@ -409,8 +411,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     With a `stretch` the worker is fluid: beside the work of its role it takes whole requests, to
     prefill and decode them itself. They get exactly the tokens that would follow a hand-over.
-    `stretch` says how many times as long a step may become by prompts in it, where its sequences
-    have no bound of their own.
+    `stretch` is the factor by which prompts may lengthen a step whose sequences have no TPOT bound.
     """
 
     version: int
@@ -418,28 +419,28 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     role: Role
     fingerprint: str
-    layout: KVLayout  # the whole model's; each rank has a share
+    layout: KVLayout  # layout of the whole model; each rank holds a share
     num_blocks: int
     max_running: int
     kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: the pool's format
-    events: EventsAddress | None = None  # None: it does not publish which blocks it caches
-    stretch: float | None = None  # None: it does the work of its role only
-    step: "StillStepping | None" = None  # the step that runs now, if it is long
-    kernels: str = ""  # what computes: workers of other kernels may choose other tokens
+    events: EventsAddress | None = None  # None: the worker publishes no block events
+    stretch: float | None = None  # None: the worker does only the work of its role
+    step: "StillStepping | None" = None  # the running step, if it has been running for long
+    kernels: str = ""  # the kernels in use: workers with other kernels may choose other tokens
 
     @property
     def generates(self) -> bool:
-        """True if the worker takes `Generate`: it computes a prompt and goes on decoding."""
+        """True if the worker accepts `Generate`: it computes a prompt, then decodes the answer."""
         return self.role is Role.MIXED or self.is_fluid
 
     @property
     def is_fluid(self) -> bool:
-        """True if a prefill or decode worker also takes requests as a mixed one does."""
+        """True if a prefill or decode worker also accepts whole requests, like a mixed worker."""
         return self.stretch is not None and self.role in FLUID_ROLES
 
     @property
     def pulls_unchanged(self) -> bool:
-        """True if KV that the worker pulls arrives as it was computed, not rounded on its way."""
+        """True if pulled KV arrives bit for bit as it was computed, not rounded on its way."""
         return self.kv_wire_dtype in (None, self.layout.kv_format)
 
 
@@ -452,8 +453,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 class PrefillStarted(msgspec.Struct, frozen=True, tag=True):
     """The first chunk is about to run. `lease` is None if generation stays in this worker.
 
-    `num_pulled_blocks` blocks of it were pulled in `pull_s` seconds, as in
-    `engine.worker.events.PullDone`. Zero seconds mean that the time is unknown.
+    `num_pulled_blocks` blocks of the prompt were pulled in `pull_s` seconds (see
+    `engine.worker.events.PullDone`). Zero seconds mean that the time is unknown.
     """
 
     seq_id: SeqId
@@ -464,20 +465,20 @@ class PrefillStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillDone(msgspec.Struct, frozen=True, tag=True):
-    """The prompt is computed; `token` is the first of the answer."""
+    """The prompt is computed; `token` is the first token of the answer."""
 
     seq_id: SeqId
     token: int
     finish: FinishReason | None
-    logprobs: Logprobs | None = None  # for `token`, if requested
-    prompt_logprobs: list[Logprobs] = []  # for the prompt from its second token on
+    logprobs: Logprobs | None = None  # of `token`, if requested
+    prompt_logprobs: list[Logprobs] = []  # of the prompt's tokens, from the second one on
     embedding: bytes = b""  # fp32 [hidden], little-endian; of models that embed
 
 
 class KvReady(msgspec.Struct, frozen=True, tag=True):
     """All KV of a handed-over sequence is in the decode worker.
 
-    `transfer_s` and `exposed_s` are as in `engine.worker.events.PullDone`.
+    `transfer_s` and `exposed_s` are defined in `engine.worker.events.PullDone`.
     """
 
     seq_id: SeqId
@@ -495,7 +496,7 @@ class DecodeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """The next tokens of a sequence, all that one step made.
+    """All tokens that one step added to a sequence.
 
     For this step `num_drafted` tokens were proposed; the model chose the first `num_accepted` of
     them.
@@ -504,7 +505,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
     token_ids: list[int]
     finish: FinishReason | None = None
-    logprobs: list[Logprobs] = []  # one a token, if requested
+    logprobs: list[Logprobs] = []  # one for each token, if requested
     num_drafted: int = 0
     num_accepted: int = 0
 
@@ -532,8 +533,8 @@ class BlocksOffered(msgspec.Struct, frozen=True, tag=True):
 class GivenBack(msgspec.Struct, frozen=True, tag=True):
     """The worker has stopped this sequence; the gateway places it again.
 
-    The KV of the first `num_kept_tokens` of its prompt stays cached in the worker. A `hopeless`
-    sequence would be given back by every worker.
+    The KV of the first `num_kept_tokens` prompt tokens stays cached in the worker. If the sequence
+    is `hopeless`, every worker would give it back.
     """
 
     seq_id: SeqId
@@ -545,9 +546,9 @@ class GivenBack(msgspec.Struct, frozen=True, tag=True):
 class HandedOver(msgspec.Struct, frozen=True, tag=True):
     """The answer to `HandOver`: the sequence has stopped and sends no more tokens.
 
-    `lease` covers the KV of all tokens but the last, which was not fed back yet. It is None if the
-    sequence does not decode here, or not yet. The draft model's KV exists for the first
-    `num_draft_tokens` tokens; None means for all.
+    `lease` covers the KV of all tokens but the last, which was not fed back yet. `lease` is None if
+    the sequence is not decoding here. The draft model's KV exists for the first `num_draft_tokens`
+    tokens; None means for all.
     """
 
     seq_id: SeqId
@@ -562,10 +563,10 @@ class RoleChanged(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
-    """The size of a step and how long it took; gateways learn costs from it.
+    """The size of a step and its duration; gateways learn costs from it.
 
-    For prompt chunks, each from token p to n: the sums of n - p and of n² - p². For decoding
-    sequences: their number and the tokens of their contexts.
+    Each prompt chunk covers tokens p to n: the report has the sums of n - p and of n² - p². For
+    decoding sequences it has their number and the sum of their context lengths.
     """
 
     seconds: float
@@ -578,10 +579,10 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
     """The blocks and sequences that a worker holds now. The counts of blocks sum to the pool.
 
-    Four numbers tell a gateway what other gateways have sent: the tokens of all prompts that wait
-    or run, cached ones included; the sequences that decode or wait for it; the blocks that their
-    present lengths need; and the tokens of their contexts. `steps` is a sample of the steps since
-    the last report.
+    Four numbers show a gateway the load that other gateways cause: the tokens of all prompts that
+    wait or run, cached ones included; the number of sequences that decode or wait to decode; the
+    blocks that their present lengths need; and the sum of their context lengths. `steps` is a
+    sample of the steps since the last report.
     """
 
     free_blocks: int
@@ -593,13 +594,13 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     running_seqs: int
     open_leases: int
     counters: dict[str, float] = {}
-    num_event_batches: int = 0  # published so far: see `engine.worker.block_events`
+    num_event_batches: int = 0  # batches published so far: see `engine.worker.block_events`
     prompt_tokens: int = 0
     decode_seqs: int = 0
     decode_blocks: int = 0
     context_tokens: int = 0
     steps: list[StepReport] = []
-    gauges: dict[str, float] = {}  # the process's own, by the name of the metric
+    gauges: dict[str, float] = {}  # metrics of the worker's process, by name
 
     @property
     def num_blocks(self) -> int:
@@ -609,10 +610,12 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class StillStepping(msgspec.Struct, frozen=True, tag=True):
-    """A step has lasted this long and goes on. Sent once a second instead of `LoadReport`."""
+    """The running step has lasted this long and still runs. Sent each second instead of
+    `LoadReport`.
+    """
 
     seconds: float
-    is_early: bool = False  # one of the first of its kind, which may have to compile kernels
+    is_early: bool = False  # one of the first steps of its kind, which may have to compile kernels
 
 
 ToWorker = (
@@ -679,7 +682,7 @@ def decode_to_gateway(frame: bytes) -> list[ToGateway]:
 
 
 def decode_welcome(frame: bytes | None) -> Welcome:
-    """Decodes the answer to a Hello; None: there was no answer. Raises ProtocolError."""
+    """Decodes the answer to `Hello`; None if there was no answer. Raises ProtocolError."""
     match decode_to_gateway(frame) if frame is not None else []:
         case [Welcome(version=version) as info] if version == PROTOCOL_VERSION:
             return info

@@ -1,4 +1,4 @@
-"""Compiles grammars where that can do no harm: `python -m engine.grammar.child <descriptor>`.
+"""Compiles grammars in a process of their own: `python -m engine.grammar.child <descriptor>`.
 
 A gateway starts this process for the first grammar that a client sends. It loads a model's
 tokenizer once. For each grammar it forks, and the fork compiles the grammar exactly as workers do,
@@ -31,19 +31,19 @@ from engine.errors import GrammarError
 from engine.grammar.guides import STACK_BYTES, LlGuides
 from engine.messages import Grammar
 
-MAX_CPU_S = 1.0  # for compiling; a schema of 64 kB that people wrote takes 0.1
-MAX_BYTES = 128 * 2**20  # memory that compiling may add
-MAX_WALL_S = 10.0  # if the fork gets less than MAX_CPU_S in this time, the machine is too busy
+MAX_CPU_S = 1.0  # CPU seconds of one compilation; a real schema of 64 kB takes 0.1
+MAX_BYTES = 128 * 2**20  # memory that one compilation may add
+MAX_WALL_S = 10.0  # a fork that is not done by then counts as BUSY: the machine had no time for it
 MAX_FRAME_BYTES = 2**21
-MAX_TOKENIZERS = 2  # loaded at once: the versions of a rollout
-MAX_REPLY_BYTES = 2**14  # a pipe takes this much without waiting
-NICENESS = 10  # serving comes first
-MAX_DESCRIPTORS = 1024  # more than the process ever has
+MAX_TOKENIZERS = 2  # tokenizers loaded at once: one for each version of a rollout
+MAX_REPLY_BYTES = 2**14  # a write of this size to a pipe does not block
+NICENESS = 10  # lower priority than the processes that serve
+MAX_DESCRIPTORS = 1024  # more file descriptors than the process ever has
 HEAD_BYTES = 4
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """A tokenizer, by the arguments of `LlGuides`."""
+    """The arguments of `LlGuides`, which name a tokenizer."""
 
     tokenizer_file: str
     vocab_size: int
@@ -131,10 +131,10 @@ def _watched(pid: int, reader: int) -> bytes:
 
 
 def _compile_and_exit(guides: LlGuides, grammar: Grammar, writer: int) -> NoReturn:
-    """The life of a fork."""
+    """Runs in the fork: compiles, writes the result, exits."""
     status = 1
     try:
-        os.closerange(3, writer)  # or the fork would keep the gateway's socket open
+        os.closerange(3, writer)  # otherwise the fork would keep the gateway's socket open
         os.closerange(writer + 1, MAX_DESCRIPTORS)
         _limit()
         os.write(writer, msgspec.msgpack.encode(_compiled(guides, grammar)))
@@ -165,7 +165,7 @@ def _limit() -> None:
 
 
 def _data_bytes() -> int:
-    """The bytes of this process that RLIMIT_DATA counts."""
+    """Returns the bytes of this process that RLIMIT_DATA counts."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -201,14 +201,14 @@ def _received(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 class _Tokenizers:
-    """The loaded tokenizers, the latest last."""
+    """The loaded tokenizers, the most recently used last."""
 
     def __init__(self) -> None:
         self._loaded: OrderedDict[Vocabulary, LlGuides] = OrderedDict()
 
     def guides(self, vocabulary: Vocabulary) -> LlGuides:
-        """Guides for a vocabulary, whose tokenizer is loaded if need be. Raises GrammarError if it
-        cannot guide.
+        """Returns the guides of a vocabulary; loads its tokenizer if necessary. Raises GrammarError
+        if the tokenizer cannot guide.
         """
         guides = self._loaded.get(vocabulary)
         if guides is None:
@@ -240,7 +240,8 @@ def _serve(sock: socket.socket) -> None:
 
 def main() -> None:
     """Serves the gateway at the other end of the descriptor until that end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the gateway drains first
+    # ignore the terminal's Ctrl-C: the gateway drains first, then closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
     with socket.socket(fileno=int(sys.argv[1])) as sock, contextlib.suppress(ConnectionError):
         _serve(sock)

@@ -1,8 +1,9 @@
-"""Proves that no JSON value satisfies two schemas. Sound, not complete: "unknown" is the default.
+"""Proves that no JSON value satisfies two schemas. Sound, but not complete: a proof may be missed.
 
-A schema is read as what must hold together: its own keywords, its parts of `allOf` and what it
-refers to. Two schemas are apart if each type that both allow is excluded by types, values, ranges,
-lengths, formats, a property that both need, or a key that one needs and the other forbids.
+A schema is read as a conjunction of its own keywords, its parts of `allOf` and the schemas that it
+refers to. Two schemas are *apart* if no value satisfies both. That is proved for each type that
+both allow: by values, ranges, lengths, formats, a property that both need, or a key that one needs
+and the other forbids.
 
 Source: JSON Schema 2020-12, core and validation.
 """
@@ -14,33 +15,34 @@ from typing import Any, NamedTuple
 from engine.errors import GrammarError
 from engine.grammar.references import References
 
-MAX_STEPS = 10_000  # schemas looked at for one document: up to 0.5 s
-MAX_INSIDE = 8  # schemas inside one another, and references that follow one another
+MAX_STEPS = 10_000  # schemas that are examined for one document: up to 0.5 s
+MAX_INSIDE = 8  # nested schemas, and references in a chain
 
 Json = Any
 Schema = dict[str, Any]
 
-_LITERAL = re.compile(r"\^([\w -]*)\$", re.ASCII)  # a pattern of one text
-MAX_TEXT_LEN = 64  # that a pattern is tried on: its cost may grow fast with the length
-FRACTION = "fraction"  # numbers that are no integers
+_LITERAL = re.compile(r"\^([\w -]*)\$", re.ASCII)  # a pattern that only one text matches
+# longest text that is matched against a pattern: the cost may grow fast with the length
+MAX_TEXT_LEN = 64
+FRACTION = "fraction"  # the type of numbers that are not integers
 TYPES = frozenset({"null", "boolean", "object", "array", "string", "integer", FRACTION})
-# Formats of which no text has two.
+# Formats that exclude each other: no text has two of them.
 _APART = frozenset({"date", "ipv4", "ipv6", "uuid", "email"})
 
 
 class Facts(NamedTuple):
-    """What must hold together for a value of a schema."""
+    """The conjunction of conditions that every value of a schema satisfies."""
 
-    parts: tuple[Schema, ...]  # each must hold
+    parts: tuple[Schema, ...]  # a value must satisfy each of them
     types: frozenset[str]
 
     @property
     def required(self) -> frozenset[str]:
-        """Keys that an object must have."""
+        """Returns the keys that an object must have."""
         return frozenset(name for part in self.parts for name in names_in(part.get("required", [])))
 
     def values(self) -> list[Json] | None:
-        """The only values, if a part lists them."""
+        """Returns the only values that are allowed, if a part lists them."""
         for part in self.parts:
             if "const" in part:
                 return [part["const"]]
@@ -56,7 +58,7 @@ class Facts(NamedTuple):
         return any(not _may_match(part.get("pattern"), text) for part in self.parts)
 
     def of_property(self, name: str) -> Iterator[Json]:
-        """The schemas that the value of a key must satisfy."""
+        """Returns the schemas that the value of a key must satisfy."""
         for part in self.parts:
             properties = part.get("properties")
             if isinstance(properties, dict) and name in properties:
@@ -65,7 +67,7 @@ class Facts(NamedTuple):
                 yield part["additionalProperties"]
 
     def names(self, name: str) -> bool:
-        """True if a part says something of a key."""
+        """True if a part mentions the key."""
         return any(name in (part.get("properties") or {}) for part in self.parts)
 
 
@@ -76,10 +78,13 @@ class Disjointness:
         self.references = References(root)
         self._max_steps = max_steps
         self._num_steps = 0
-        self._facts: dict[int, tuple[Json, Facts]] = {}  # by identity; each keeps its schema alive
+        # keyed by the schema's `id()`; each entry keeps its schema alive
+        self._facts: dict[int, tuple[Json, Facts]] = {}
 
     def apart(self, one: Json, other: Json, *, inside: int = 0) -> bool:
-        """True if no value satisfies both. Raises GrammarError if that takes too long."""
+        """True if it is proved that no value satisfies both. Raises GrammarError if that takes too
+        long.
+        """
         self._step()
         if one is False or other is False:
             return True
@@ -94,7 +99,7 @@ class Disjointness:
         return all(self._apart_as(kind, left, right, inside) for kind in types)
 
     def facts(self, schema: Json) -> Facts:
-        """What must hold for a value of this schema."""
+        """Returns the conditions that every value of this schema satisfies."""
         found = self._facts.get(id(schema))
         if found is not None and found[0] is schema:
             return found[1]
@@ -108,11 +113,11 @@ class Disjointness:
         return facts
 
     def target(self, reference: Json) -> Json:
-        """What a reference leads to; None if it is not in the document."""
+        """Returns the schema that a reference leads to; None if it is not in the document."""
         return self.references.target(reference)
 
     def _collect(self, schema: Json, parts: list[Schema], inside: int) -> None:
-        """Adds the parts of a schema that can be read: facts may be too few, never wrong."""
+        """Adds the conditions of a schema that this module understands; the others are left out."""
         if not isinstance(schema, dict) or inside > MAX_INSIDE:
             return
         self._step()
@@ -129,7 +134,7 @@ class Disjointness:
             raise GrammarError("comparing the schema's alternatives takes too long")
 
     def _values_apart(self, one: Facts, other: Facts) -> bool:
-        """True if all values of one schema are listed, and none is one of the other's."""
+        """True if one schema lists all its values, and the other schema allows none of them."""
         values, others = one.values(), other.values()
         if values is None:
             return False
@@ -141,7 +146,7 @@ class Disjointness:
         )
 
     def _branches_apart(self, one: Facts, other: Json, inside: int) -> bool:
-        """True if all alternatives of one schema are apart from the other."""
+        """True if every alternative of one schema is apart from the other schema."""
         for part in one.parts:
             for keyword in ("anyOf", "oneOf"):
                 branches = part.get(keyword)
@@ -177,18 +182,20 @@ class Disjointness:
         return any(self.apart(x, y, inside=inside + 1) for x in items[0] for y in items[1])
 
     def items_apart(self, one: Json, other: Json) -> bool:
-        """True if no array but an empty one can satisfy both."""
+        """True if only an empty array can satisfy both."""
         items = [list(_items_of(self.facts(each))) for each in (one, other)]
         return any(self.apart(x, y) for x in items[0] for y in items[1])
 
     def key_apart(self, one: Json, other: Json) -> str | None:
-        """A key with which no object satisfies both schemas, and that the first speaks of."""
+        """Returns a key that the first schema mentions, and with which no object satisfies both
+        schemas.
+        """
         left, right = self.facts(one), self.facts(other)
         names = (name for part in left.parts for name in part.get("properties") or {})
         return next((name for name in names if self._apart_at(name, left, right, 0)), None)
 
     def _apart_at(self, name: str, one: Facts, other: Facts, inside: int) -> bool:
-        """True if no value fits under a key that an object of both must have."""
+        """True if no value of this key satisfies both schemas."""
         left, right = list(one.of_property(name)), list(other.of_property(name))
         if any(each is False for each in (*left, *right)):
             return True
@@ -196,7 +203,7 @@ class Disjointness:
 
 
 def types_of(schema: Mapping[str, Json]) -> frozenset[str]:
-    """The types that the keywords `type`, `const` and `enum` of a schema allow."""
+    """Returns the types that the keywords `type`, `const` and `enum` of a schema allow."""
     kinds = schema.get("type", sorted(TYPES))
     found: set[str] = set()
     for kind in [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else TYPES:
@@ -208,7 +215,7 @@ def types_of(schema: Mapping[str, Json]) -> frozenset[str]:
 
 
 def type_of(value: Json) -> str:
-    """The type of a value, in the words of TYPES."""
+    """Returns the type of a value, as TYPES names it."""
     match value:
         case None:
             return "null"
@@ -226,17 +233,17 @@ def type_of(value: Json) -> str:
 
 
 def is_among(value: Json, values: list[Json]) -> bool:
-    """True if a value is one of several, as JSON counts: 1 is 1.0, and not true."""
+    """True if a value is in a list by JSON's equality: 1 equals 1.0, but not true."""
     return any(type_of(each) == type_of(value) and each == value for each in values)
 
 
 def names_in(names: Json) -> list[str]:
-    """The names in a list of a client."""
+    """Returns the texts in a list that a client sent."""
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _items_of(facts: Facts) -> Iterator[Json]:
-    """The schemas that each item of an array must satisfy."""
+    """Returns the schemas that each item of an array must satisfy."""
     if not any("prefixItems" in part for part in facts.parts):
         for part in facts.parts:
             if isinstance(part.get("items"), dict):
@@ -244,7 +251,8 @@ def _items_of(facts: Facts) -> Iterator[Json]:
 
 
 def _may_match(pattern: Json, text: str) -> bool:
-    """False if a text surely does not match; patterns that Python reads in another way may.
+    """False if a text surely does not match. True if in doubt: Python reads some patterns
+    differently.
 
     Python's `$` also matches before a last line break, so it matches more.
     """

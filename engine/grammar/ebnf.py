@@ -2,10 +2,10 @@
 
     root ::= "(" root ")" | [0-9]{1,3}   # a comment
 
-Pure: a text in, a text out, or a GrammarError with the client's line. A rule that does not lead
-back to itself becomes a terminal, so it is one regular expression. The other rules are parsed over
-terminals and literals. There the compiler takes the longest match: it never allows more than the
-grammar, but may allow less where literals and classes overlap.
+Pure: a text in, a text out, or a GrammarError with the client's line. A rule that does not lead to
+a recursive rule becomes a terminal, which is one regular expression. The other rules are parsed
+over terminals and literals. There the compiler takes the longest match. So it never allows more
+than the grammar, but may allow less where literals and classes overlap.
 
 Work is linear in the source. Repetitions and nested rules cost only the compiler, which has its own
 bounds.
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from engine.errors import GrammarError
 
 ROOT = "root"
-MAX_GROUPS = 25  # open at once: the compiler's parser is recursive
+MAX_GROUPS = 25  # nested open groups: the compiler's parser is recursive
 MAX_REPEATS = 10_000
 
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-# Possessive, so that one pass reads a source.
+# The quantifiers are possessive, so that one pass reads a source without backtracking.
 _TOKEN = re.compile(
     r"""
     (?P<blank>[ \t\r]++|\#[^\n]*+)
@@ -51,12 +51,12 @@ _ITSELF = "\"'\\[]-^/|.*+?(){}"
 
 
 def is_ebnf(source: str) -> bool:
-    """Tells EBNF from Lark, in which no line can begin with `name ::=`."""
+    """True if the grammar is EBNF, not Lark: no line of Lark begins with `name ::=`."""
     return _RULE.search(source) is not None
 
 
 def lark_of(source: str) -> str:
-    """Returns the grammar in Lark, each rule at its own line. Raises GrammarError."""
+    """Returns the grammar in Lark; each rule keeps its line number. Raises GrammarError."""
     rules = _rules_of(list(_tokens(source)))
     terminals = _terminals(rules)
     numbers = {name: i for i, name in enumerate(rules)}
@@ -103,7 +103,7 @@ def _tokens(source: str) -> Iterator[_Token]:
 
 
 def _rules_of(tokens: Sequence[_Token]) -> dict[str, _Rule]:
-    """The rules by name. A name before `::=` begins a rule, so newlines need no meaning."""
+    """Returns the rules by name. A name before `::=` begins a rule, so newlines have no meaning."""
     rules: dict[str, _Rule] = {}
     starts = [i - 1 for i, token in enumerate(tokens) if token.kind == "define"]
     if not starts or starts[0] != 0:
@@ -154,7 +154,7 @@ def _check_counts(token: _Token) -> None:
 
 
 def _terminals(rules: dict[str, _Rule]) -> frozenset[str]:
-    """The rules that do not lead to a recursive one: all their parts are terminals."""
+    """Returns the names of rules that do not lead to a recursive rule."""
     needs = {n: {t.text for t in rule.body if t.kind == "name"} for n, rule in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
     for name, parts in needs.items():
@@ -173,7 +173,7 @@ def _terminals(rules: dict[str, _Rule]) -> frozenset[str]:
 
 
 def _filled(body: Sequence[_Token]) -> Iterator[_Token]:
-    """The tokens, with an empty literal in each alternative that has none."""
+    """Returns the tokens, with an empty literal added to each empty alternative."""
     before = "or"
     for token in body:
         if before in ("or", "open") and token.kind in ("or", "close"):
@@ -201,7 +201,7 @@ def _written(token: _Token, named: Callable[[str], str]) -> str:
 
 
 def _characters(token: _Token) -> Iterator[str]:
-    """The characters between a token's quotes or brackets."""
+    """Returns the characters between a token's quotes or brackets."""
     for found in _CHARACTER.finditer(token.text[1:-1]):
         yield _character(found[0], token.line)
 
@@ -222,7 +222,9 @@ def _character(text: str, line: int) -> str:
 
 
 def _class_of(token: _Token) -> str:
-    """A character class in Rust's syntax. Only codes are written, so nothing needs an escape."""
+    """Returns a character class in Rust's syntax, written in character codes: no escapes are
+    needed.
+    """
     inner = token.text[1:-1]
     negated = inner.startswith("^")
     parts = [found[0] for found in _CHARACTER.finditer(inner[negated:])]

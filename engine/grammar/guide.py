@@ -1,7 +1,7 @@
-"""The seam between makers and users of guides. A guide tells what a grammar allows next.
+"""The interface of guides. A guide says which tokens a grammar allows next.
 
-Its grammar and the tokens of the answer so far determine a guide, so any worker can make it again.
-Questions about tokens that are only proposed do not change it.
+The grammar and the tokens of the answer so far determine a guide's state, so any worker can make
+the guide again. Queries about proposed tokens do not change the guide.
 """
 
 from collections.abc import Sequence
@@ -14,34 +14,36 @@ from engine.messages import Grammar
 
 
 class Guide(Protocol):
-    """The place of one answer in its grammar. Used by one thread at a time."""
+    """The state of a grammar along one answer. Used by one thread at a time."""
 
     def consume(self, token_id: int) -> None:
-        """Advances by the next token of the answer, which the mask allowed."""
+        """Advances the guide by the next token of the answer, which the mask must have allowed."""
         ...
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
-        """Returns how many of these proposed tokens, from the first on, may follow one another."""
+        """Returns the number of leading proposed tokens that the grammar allows in this order."""
         ...
 
     def masks(self, ahead: Sequence[int]) -> np.ndarray:
-        """The ids that may come next, and after each of `ahead`, all of which are allowed.
+        """Returns masks of the ids that may come next, and after each token of `ahead`.
 
-        uint32 [len(ahead) + 1, words]: id i is allowed if bit i % 32 of word i // 32 is set. If the
-        answer is complete, only tokens that end it are allowed.
+        All tokens of `ahead` must be allowed. The masks are uint32 [len(ahead) + 1, words]: id i is
+        allowed if bit i % 32 of word i // 32 is set. If the answer is complete, only tokens that
+        end the answer are allowed.
         """
         ...
 
     @property
     def fault(self) -> str | None:
-        """The reason why the answer cannot go on, or None: following the grammar became too costly.
+        """Returns why the answer cannot go on, or None. The cause: the grammar became too costly to
+        follow.
 
-        Then nothing is allowed, and the sequence must be given back.
+        With a fault no token is allowed, and the sequence must be given back.
         """
         ...
 
 
-OpenedGuide = Guide | GrammarError  # the result of opening one
+OpenedGuide = Guide | GrammarError  # a guide, or the error of opening it
 
 
 class Guides(Protocol):
@@ -50,7 +52,7 @@ class Guides(Protocol):
     def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> Guide:
         """Returns a guide that has consumed `answer`. Raises GrammarError.
 
-        Compiled grammars are kept for each salt separately, so timing tells a tenant nothing about
-        others.
+        Compiled grammars are cached for each salt separately. So timing reveals nothing about the
+        grammars of other tenants.
         """
         ...

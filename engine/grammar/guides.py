@@ -41,22 +41,23 @@ from engine.grammar.tokens import TokenGuide, rules_of
 from engine.messages import Grammar, GrammarKind
 
 MAX_SOURCE_LEN = 128 * 2**10  # characters
-MAX_MESSAGE_LEN = 300  # characters of an error
+MAX_MESSAGE_LEN = 300  # characters of an error message
 MAX_LEXER_STATES = 16_000  # each takes about 2 kB
-COMPILING_FUEL = 500_000  # expressions; the largest schemas in use take as many
-MASK_FUEL = 100_000  # expressions for one mask
-MASK_ITEMS = 5_000  # parser items for one mask: 0.05 s where rules are ambiguous
+# expressions that one compilation may make; the largest schemas in use need that many
+COMPILING_FUEL = 500_000
+MASK_FUEL = 100_000  # expressions that one mask may cost
+MASK_ITEMS = 5_000  # parser items that one mask may cost: 0.05 s where rules are ambiguous
 MAX_CACHED_BYTES = 2**30  # estimated memory of the kept grammars
 STATES_BYTES = MAX_LEXER_STATES * 2048  # memory that following a grammar adds at most
-COMPILED_BYTES_PER_S = 150 * 2**20  # memory per second of compiling: the most that was measured
+COMPILED_BYTES_PER_S = 150 * 2**20  # memory that one second of compiling adds at most, as measured
 MAX_TOKEN_S = 0.1  # CPU time for one token; large schemas take 0.04
-STACK_BYTES = 256 * 2**20  # address space, of which little is touched
+STACK_BYTES = 256 * 2**20  # address space; little of it is touched
 WORD_BITS = 32
 
-# Only bytes that the grammar chooses itself.
+# With this option llguidance forces no tokenization: only the grammar chooses bytes.
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _JSON = "%json"
-# Each alternative matches to its own end or the end of the line, so one pass reads a source.
+# Each alternative matches up to its own end or the end of the line, so one pass reads a source.
 LARK_TOKEN = re.compile(
     r"""//[^\n]*+|"(?:\\.|[^"\\\n])*+"?+|/(?:\\.|[^/\\\n])*+/?+|[\w-]++|\s++|.""", re.DOTALL
 )
@@ -88,14 +89,12 @@ class LlGuides:
         self._compiled: OrderedDict[_Kept, Future[_Compiled]] = OrderedDict()
 
     def prepare(self, grammar: Grammar) -> None:
-        """Compiles the grammar, unless it is kept already, so that `open` need not. Raises
-        GrammarError.
-        """
+        """Compiles the grammar unless it is cached. Raises GrammarError."""
         self._prototype((b"", grammar))
 
     def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> Guide:
-        """Returns a guide that has consumed `answer`. Raises GrammarError, also if the answer
-        strays.
+        """Returns a guide that has consumed `answer`. Raises GrammarError, also if the grammar does
+        not allow the answer.
         """
         if grammar.thinking is not None:
             guide = ThinkingGuide(
@@ -140,7 +139,7 @@ class LlGuides:
             del future  # it holds the error, whose traceback holds this frame
 
     def _evict(self) -> None:
-        """Drops the least recently used grammars until the others are in bounds."""
+        """Evicts the least recently used grammars until the others fit MAX_CACHED_BYTES."""
         with self._lock:
             total_bytes = sum(map(_bytes_of, self._compiled.values()))
             while total_bytes > MAX_CACHED_BYTES and len(self._compiled) > 1:
@@ -149,12 +148,12 @@ class LlGuides:
 
     @property
     def cached_bytes(self) -> int:
-        """Estimated memory of the kept grammars."""
+        """Returns the estimated memory of the cached grammars."""
         with self._lock:
             return sum(map(_bytes_of, self._compiled.values()))
 
     def load(self) -> None:
-        """Reads the tokenizer now. Raises GrammarError if it cannot guide."""
+        """Reads the tokenizer now, not at first use. Raises GrammarError if it cannot guide."""
         self._loaded()
 
     def _loaded(self) -> "_Vocabulary":
@@ -165,16 +164,14 @@ class LlGuides:
             return self._vocabulary
 
     def _remove(self, kept: _Kept) -> None:
-        """Drops a grammar whose guide had a fault, since guides share its tables."""
+        """Drops a grammar whose guide had a fault: other guides share its tables."""
         with self._lock:
             self._compiled.pop(kept, None)
 
 
 class LlGuide:
-    """The place of one answer; implements `engine.grammar.guide.Guide`.
-
-    After a token that ends the answer only further end tokens can come. llguidance does not count
-    these.
+    """The state of one answer's grammar; implements `engine.grammar.guide.Guide`. After a token
+    that ends the answer, only further end tokens can come. llguidance does not count these.
     """
 
     def __init__(
@@ -186,7 +183,7 @@ class LlGuide:
         self.fault: str | None = None
 
     def consume(self, token_id: int) -> None:
-        """Advances by the next token; a token that was not allowed is a fault."""
+        """Advances the guide by the next token; a token that was not allowed causes a fault."""
         begin_s = time.thread_time()
         if not self._is_over:
             self._matcher.consume_token(token_id)
@@ -195,7 +192,7 @@ class LlGuide:
         self._check(begin_s, 1)
 
     def replay(self, answer: Sequence[int]) -> None:
-        """Advances by many tokens."""
+        """Advances the guide by all these tokens."""
         begin_s = time.thread_time()
         eos = self._vocabulary.eos_token_ids
         ends = _length_until(answer, lambda token_id: token_id in eos)
@@ -221,8 +218,8 @@ class LlGuide:
         return count + _length_until(known[count:], lambda t: t not in vocabulary.eos_token_ids)
 
     def masks(self, ahead: Sequence[int]) -> np.ndarray:
-        """Masks uint32 [len(ahead) + 1, words], as `engine.grammar.guide.Guide` defines them; all
-        zero after a fault.
+        """Returns masks uint32 [len(ahead) + 1, words], as `engine.grammar.guide.Guide` defines
+        them; all zero after a fault.
         """
         begin_s = time.thread_time()
         vocabulary = self._vocabulary
@@ -233,7 +230,7 @@ class LlGuide:
             self._matcher.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]
                 rows.ctypes.data, rows.strides[0], list(ahead)
             )
-            # Leaves out everything after a token that ends the answer.
+            # Tokens after the one that ends the answer are left out.
             rows[~rows.any(axis=1)] = vocabulary.eos_words
         else:
             self._matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows.strides[0])
@@ -246,7 +243,7 @@ class LlGuide:
         return self.fault is not None or self._matcher.is_stopped()
 
     def _check(self, begin_s: float, num_tokens: int) -> str | None:
-        """Returns the guide's fault, if there is one, after work on that many tokens."""
+        """Returns the guide's fault, if any, after work on `num_tokens` tokens."""
         if self.fault is None and self._matcher.is_error():
             self._fail(self._matcher.get_error())
         elif self.fault is None and time.thread_time() - begin_s > MAX_TOKEN_S * (num_tokens + 1):
@@ -260,15 +257,15 @@ class LlGuide:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A matcher before its first token, and the estimated bytes that it may take."""
+    """A matcher before its first token, and its estimated memory in bytes."""
 
     matcher: LLMatcher
     num_bytes: int
 
 
 def _bytes_of(future: "Future[_Compiled]") -> int:
-    """Estimated bytes; a grammar that was refused, or is being compiled, counts with its states
-    only.
+    """Returns a grammar's estimated bytes. A grammar that was refused, or is being compiled, counts
+    as STATES_BYTES.
     """
     if future.done() and future.exception() is None:
         return future.result().num_bytes
@@ -290,7 +287,9 @@ class _Vocabulary:
         self._known_words = _words_of(range(self.num_ids), self._num_words)
 
     def trimmed(self, rows: np.ndarray) -> np.ndarray:
-        """Masks as wide as the model's logits, without ids that have no token."""
+        """Returns the masks, cut to the width of the model's logits, without ids that have no
+        token.
+        """
         trimmed = rows[:, : self._num_words]
         trimmed &= self._known_words
         return trimmed
@@ -330,7 +329,7 @@ def to_lark(grammar: Grammar) -> str:
 
 
 def _from_lark(source: str) -> str:
-    """Adds the options at the end, so that line numbers in errors are the client's."""
+    """Appends the options to the source, so errors name the client's line numbers."""
     if source.lstrip().startswith("{"):
         raise GrammarError("a grammar must be written in Lark or EBNF")
     for option in _rule_options(source):
@@ -349,7 +348,7 @@ def _from_lark(source: str) -> str:
 
 
 def _rule_options(source: str) -> Iterator[str]:
-    """The words between brackets before a colon: the place of a rule's options."""
+    """Returns the words between brackets before a colon: the options of a rule."""
     words, depth, ended = list[str](), 0, False
     for found in LARK_TOKEN.finditer(source):
         token = found[0]
@@ -377,7 +376,7 @@ def _decoded(source: str) -> object:
 
 
 def _no_constant(name: str) -> NoReturn:
-    """Refuses the constants that Python takes for JSON, although JSON does not have them."""
+    """Refuses NaN and Infinity, which Python's parser accepts although JSON lacks them."""
     raise ValueError(f"{name} is no number")
 
 
@@ -385,9 +384,10 @@ _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> _Compiled:
-    """Compiles a grammar. Raises GrammarError, also if a mask at the begin of an answer fails.
+    """Compiles a grammar. Raises GrammarError, also if the first mask of an answer fails.
 
-    The mask behind an object's brace is tried too: rules of all optional properties apply there.
+    The mask after an object's opening brace is tried too: there the rules of all optional
+    properties apply.
     """
 
     def compiled() -> _Compiled:
@@ -402,7 +402,8 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> _Compiled:
         for candidate in (matcher, tried):
             if candidate.is_error():
                 raise _refusal(candidate.get_error())
-        if warnings := matcher.get_grammar_warnings():  # a part would not be followed
+        # the compiler would ignore a part of the grammar
+        if warnings := matcher.get_grammar_warnings():
             raise _refusal(warnings[0])
         spent_s = time.thread_time() - begin_s
         return _Compiled(matcher, STATES_BYTES + int(spent_s * COMPILED_BYTES_PER_S))
@@ -426,7 +427,9 @@ _stack_size_lock = threading.Lock()
 
 
 def _deep(work: Callable[[], T]) -> T:
-    """Runs `work` on a thread with a large stack; returns its result or raises its error."""
+    """Runs `work` on a thread with a large stack. Returns the result, or raises the error, of
+    `work`.
+    """
     future: Future[T] = Future()
 
     def run(future: Future[T]) -> None:
@@ -452,7 +455,7 @@ def _deep(work: Callable[[], T]) -> T:
 
 
 def _translated(work: Callable[[], T]) -> T:
-    """Turns a panic of the library, which is no Exception in Python, into a GrammarError.
+    """Turns a panic of the library into a GrammarError. Python's type of panics is no Exception.
 
     All messages are shortened, since they may quote the client's text.
     """
@@ -469,7 +472,7 @@ def _refusal(message: str) -> GrammarError:
 
 
 def _shortened(message: str) -> str:
-    """A message without the positions in text that the client did not write."""
+    """Returns the message, shortened, without positions in text that the client did not write."""
     message = _PLACE.sub("", message.replace("<non-verbose/>", "").strip())
     message = _QUOTED_LINES.split(message, maxsplit=1)[0].strip()
     return message if len(message) <= MAX_MESSAGE_LEN else message[:MAX_MESSAGE_LEN] + "…"
@@ -480,7 +483,7 @@ def _length_until(token_ids: Sequence[int], ends: Callable[[int], bool]) -> int:
 
 
 def _words_of(token_ids: Sequence[int] | frozenset[int] | range, num_words: int) -> np.ndarray:
-    """uint32 [num_words] with the bits of these ids set."""
+    """Returns uint32 [num_words] with the bits of these ids set."""
     bits = np.zeros(num_words * WORD_BITS, dtype=bool)
     bits[list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.uint32)

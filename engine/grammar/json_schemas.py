@@ -32,20 +32,20 @@ from engine.grammar.rewriting.finite import finite
 from engine.grammar.rewriting.key_spelling import KeySpelling
 from engine.grammar.rewriting.patterns import translated
 
-MAX_NESTING = 64  # subschemas inside one another
-MAX_DEPTH = 200  # the same, through references too
+MAX_NESTING = 64  # nested subschemas
+MAX_DEPTH = 200  # nested subschemas, references followed
 MAX_EXACT_INT = 2**53  # beyond it, not every integer is a double
-MAX_JSON_NESTING = 200  # in the document, values included
-MAX_PROPERTIES = 1000  # in one object: the compiler's work grows with their square
+MAX_JSON_NESTING = 200  # nested levels of the document, values included
+MAX_PROPERTIES = 1000  # properties of one object: the compiler's work grows with their square
 MAX_COMMON_MULTIPLE = 10_000  # the compiler makes a state for each remainder
 
-COMPACT = {"whitespace_flexible": False}  # options of a schema whose values have no blanks
+COMPACT = {"whitespace_flexible": False}  # compiler options for JSON without whitespace
 
 Json = Any
 Schema = dict[str, Any]
 
-_OPTIONS = "x-guidance"  # where the compiler finds its options
-# JSON as models write it, compact or indented: endless blanks would be no progress.
+_OPTIONS = "x-guidance"  # key under which the compiler finds its options
+# JSON as models write it, compact or indented. Unlimited whitespace would let a model never end.
 _BLANKS = {"whitespace_pattern": r"( |\n {0,40}|\n\t{0,10})"}
 _ONE = ("items", "additionalItems", "additionalProperties")
 _MANY = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
@@ -93,11 +93,12 @@ def _satisfiable(schema: Schema) -> Schema:
 
 
 def closed(schema: Json) -> Json:
-    """Returns the schema with `additionalProperties: false` in each object that does not say.
+    """Returns the schema with `additionalProperties: false` in each object that does not set it.
 
-    OpenAI demands this of strict schemas; here they get it. A schema that combines subschemas, by
-    `allOf` of several or beside `properties`, stays as it is: closing a part would contradict the
-    others. The same holds for what it refers to. The schema's nesting must have been checked.
+    OpenAI requires this in strict schemas; here it is added. A schema that combines subschemas, by
+    `allOf` of several or beside `properties`, is left unchanged: closing a part would contradict
+    the others. The schemas that it refers to are left unchanged too. The schema's nesting must have
+    been checked.
     """
     open_ones: set[str] = set()
     _find_combined(schema, open_ones)
@@ -127,14 +128,14 @@ def _closed(schema: Json, at: str, open_ones: set[str]) -> Json:
 
 
 def _combines(schema: Schema) -> bool:
-    """Tells whether several subschemas describe the keys of one object."""
+    """True if several subschemas describe the keys of one object."""
     parts = schema.get("allOf")
     several = isinstance(parts, list) and len(parts) > 1
     return several or ("properties" in schema and bool(schema.keys() & _SUBSCHEMAS))
 
 
 def _find_combined(schema: Json, found: set[str], *, combined: bool = False) -> None:
-    """Adds the places that combined subschemas refer to."""
+    """Adds the places of all schemas that combined subschemas refer to."""
     if isinstance(schema, list):
         for part in schema:
             _find_combined(part, found, combined=combined)
@@ -167,7 +168,8 @@ class _Rewriting:
     def __init__(self, root: Schema) -> None:
         if _OPTIONS in root:
             raise _refusal("#", f"{_OPTIONS} is not supported")
-        self._children: dict[str, list[str]] = {}  # by pointer: the subschemas compiled after it
+        # for each pointer: the subschemas that are compiled after it
+        self._children: dict[str, list[str]] = {}
         self._multiples: set[Decimal] = set()
         self._combines = False
         self._keys = KeySpelling(root)
@@ -210,7 +212,8 @@ class _Rewriting:
         return value
 
     def _check_multiples(self) -> None:
-        """Bounds the states that the compiler makes for multiples, combined and alone.
+        """Bounds the states that the compiler makes for `multipleOf`, of one keyword or of several
+        combined.
 
         The compiler multiplies combined ones in 32 bits and does not check for overflow.
         """
@@ -222,8 +225,8 @@ class _Rewriting:
             raise _refusal("#", f"multipleOf leads to more than {MAX_COMMON_MULTIPLE} remainders")
 
     def _check_references(self) -> None:
-        """Checks that all references lead to a subschema and not too deep; each is followed once,
-        as compiled.
+        """Checks that all references lead to a subschema and do not nest too deeply. Each reference
+        is followed once, as the compiler does.
         """
         seen: set[str] = set()
 
@@ -241,7 +244,7 @@ class _Rewriting:
 
 
 def _check_keywords(schema: Schema, at: str) -> None:
-    """Refuses keywords that the compiler would accept and not follow."""
+    """Refuses keywords that the compiler would accept but ignore."""
     if at != "#" and "$id" in schema:
         raise _refusal(at, "$id is supported at the top only")
     reference = schema.get("$ref")
@@ -265,7 +268,7 @@ def _check_keywords(schema: Schema, at: str) -> None:
 
 
 def _translated(schema: Schema, at: str) -> Schema:
-    """The schema with its patterns in the compiler's syntax."""
+    """Returns the schema with its patterns in the compiler's syntax."""
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = _as_compiled(schema["pattern"], at)
     if isinstance(schema.get("patternProperties"), dict):
@@ -283,11 +286,11 @@ def _as_compiled(pattern: str, at: str) -> str:
 
 
 def _tightened(schema: Schema) -> Schema:
-    """The schema with exact bounds, and with a pattern beside a format that alone allows
-    too much.
+    """Returns the schema with exact bounds, and with a pattern beside each format that the compiler
+    follows too loosely.
     """
     result = {keyword: _clamped(schema, keyword) for keyword in schema}
-    if schema.get("uniqueItems") is False:  # the only value without an effect
+    if schema.get("uniqueItems") is False:  # false is the only value without an effect
         del result["uniqueItems"]
     name, others = schema.get("format"), schema.get("allOf", [])
     if isinstance(name, str) and name in _TIGHTER and isinstance(others, list):
@@ -296,7 +299,7 @@ def _tightened(schema: Schema) -> Schema:
 
 
 def _clamped(schema: Schema, keyword: str) -> Json:
-    """The value of a keyword; a bound beyond exact numbers is moved into their range."""
+    """Returns a keyword's value, with bounds clamped to the range of exact integers."""
     value: Json = schema.get(keyword)
     if keyword in _UPPER and _is_number(value) and value > MAX_EXACT_INT:
         return MAX_EXACT_INT
@@ -306,7 +309,7 @@ def _clamped(schema: Schema, keyword: str) -> Json:
 
 
 def _numbers_in(value: Json) -> Iterator[int | float]:
-    """The numbers in a value, at any depth. Iterative, since nothing bounds the depth here."""
+    """Yields the numbers in a value, at any depth. Not recursive: the depth is unbounded here."""
     pending = [value]
     while pending:
         match pending.pop():
@@ -325,14 +328,14 @@ def _is_number(value: Json) -> bool:
 
 
 def _scaled(number: Decimal, digits: int) -> int:
-    """The number times 10**digits, up to a bound: larger ones are refused as well."""
+    """Returns number * 10**digits, up to a bound; larger numbers are refused anyway."""
     if number.adjusted() + digits > 10:
         return MAX_COMMON_MULTIPLE + 1
     return int(number.scaleb(digits))
 
 
 def _pointer(reference: str) -> str:
-    """A reference's fragment, written as this module writes pointers."""
+    """Returns a reference's fragment in this module's form of pointers."""
     return "#" + "".join(
         "/" + _escaped(part.replace("~1", "/").replace("~0", "~"))
         for part in unquote(reference).split("/")[1:]

@@ -1,4 +1,4 @@
-"""Says a negation of a JSON schema in positive words, as far as they go.
+"""Expresses the negation of a JSON schema in positive keywords, as far as possible.
 
     type               the other types
     const, enum        other types, other texts by a pattern, the other of true and false
@@ -30,18 +30,18 @@ from engine.grammar.disjoint import (
     types_of,
 )
 
-MAX_TEXTS = 64  # that a negation may exclude
-MAX_NUMBERS = 64  # the same for numbers
-MAX_TEXTS_LEN = 2048  # characters of all of them
-MAX_INSIDE = 8  # negations inside one another, references included
-MAX_NEGATIONS = 1000  # in one document: each may repeat a part of it
+MAX_TEXTS = 64  # texts that one negation may exclude
+MAX_NUMBERS = 64  # numbers that one negation may exclude
+MAX_TEXTS_LEN = 2048  # characters of all excluded texts together
+MAX_INSIDE = 8  # nested negations, references included
+MAX_NEGATIONS = 1000  # negations in one document: each may copy a part of the document
 
 Json = Any
 Schema = dict[str, Any]
 
 
 class NoPositiveForm(Exception):
-    """A negation that the compiler's keywords cannot say."""
+    """A negation that the compiler's keywords cannot express."""
 
 
 class Negation:
@@ -52,7 +52,7 @@ class Negation:
         self._num_negated = 0
 
     def of(self, schema: Json, inside: int = 0) -> Json:
-        """A schema of values that do not satisfy this one. Raises NoPositiveForm."""
+        """Returns a schema whose values do not satisfy this schema. Raises NoPositiveForm."""
         self._num_negated += 1
         if self._num_negated > MAX_NEGATIONS:
             raise GrammarError("the schema has too many negations")
@@ -79,7 +79,7 @@ class Negation:
         return [{"type": type_names(rest)}] if type_names(rest) else []
 
     def _no_values(self, values: Json, _: int) -> list[Json]:
-        """Values of other types, other texts, and the other of true and false."""
+        """Negates `const` and `enum`: other types, other texts, and the other of true and false."""
         excluded = _list(values)
         found: list[Json] = self._no_type_of(excluded)
         texts = [value for value in excluded if isinstance(value, str)]
@@ -114,7 +114,7 @@ class Negation:
         return found
 
     def _no_part(self, parts: Json, inside: int) -> list[Json]:
-        """One of the parts does not hold."""
+        """Negates `allOf`: at least one of the parts does not hold."""
         found: list[Json] = []
         for part in _list(parts):
             try:
@@ -124,7 +124,7 @@ class Negation:
         return found
 
     def _no_branch(self, branches: Json, inside: int) -> list[Json]:
-        """None of the alternatives holds."""
+        """Negates `anyOf`: none of the alternatives holds."""
         return [{"allOf": [self.of(each, inside + 1) for each in _list(branches)]}]
 
     def _no_reference(self, reference: Json, inside: int) -> list[Json]:
@@ -157,7 +157,7 @@ class Negation:
     def _no_exclusive_maximum(self, bound: Json, _: int) -> list[Json]:
         return [{"type": "number", "minimum": bound}] if is_number(bound) else []
 
-    # Values that violate other keywords are unknown, so the result leaves them out.
+    # The negation of other keywords is not known, so the result leaves their values out.
     _COMPLEMENTS: ClassVar[dict[str, Callable[..., list[Json]]]] = {
         "type": _no_type,
         "enum": _no_values,
@@ -181,7 +181,7 @@ class Negation:
 
 
 def _beside(numbers: Sequence[Json]) -> Iterator[Schema]:
-    """What lies before, between and behind ascending numbers."""
+    """Returns the ranges before, between and behind ascending numbers."""
     yield {"exclusiveMaximum": numbers[0]}
     for low, high in pairwise(numbers):
         yield {"exclusiveMinimum": low, "exclusiveMaximum": high}
@@ -189,7 +189,7 @@ def _beside(numbers: Sequence[Json]) -> Iterator[Schema]:
 
 
 def other_texts(texts: Sequence[str]) -> str:
-    """A pattern of all texts but these, without anchors: one way to differ at each place."""
+    """Returns a pattern, without anchors, that all texts but these match."""
     by_first: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
         if text:
@@ -202,12 +202,12 @@ def other_texts(texts: Sequence[str]) -> str:
 
 
 def forbidding(name: str) -> Schema:
-    """The objects without a key, and all that are no objects."""
+    """Returns a schema of all objects without this key, and of all values that are not objects."""
     return {"properties": {name: False}}
 
 
 def type_names(types: frozenset[str]) -> list[str]:
-    """The types as the keyword `type` lists them; numbers only as a whole, or as integers."""
+    """Returns these types as values of the keyword `type`; fractions alone have no such name."""
     names = sorted(types - {"integer", "fraction"})
     if {"integer", "fraction"} <= types:
         return [*names, "number"]
@@ -215,7 +215,7 @@ def type_names(types: frozenset[str]) -> list[str]:
 
 
 def is_count(value: Json) -> bool:
-    """True for an integer, which true and false are not."""
+    """True for an integer; false for `True` and `False`, which Python counts as integers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

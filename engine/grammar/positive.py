@@ -1,4 +1,4 @@
-"""Rewrites what the compiler of schemas does not know into what it knows.
+"""Rewrites keywords that the schema compiler lacks into keywords that it knows.
 
 The compiler follows unions and intersections. It knows no negation, and `oneOf` is one: exactly one
 alternative, so none of the others. Here these become positive:
@@ -30,8 +30,8 @@ from engine.grammar.keywords import in_known_keywords
 from engine.grammar.negation import Negation, NoPositiveForm, forbidding, type_names
 from engine.grammar.references import escaped
 
-MAX_INSIDE = 64  # schemas inside one another; `engine.grammar.json_schemas` bounds them as well
-MAX_DEPENDENT = 8  # keys of one object: the compiler tries each combination
+MAX_INSIDE = 64  # nested schemas; `engine.grammar.json_schemas` bounds them as well
+MAX_DEPENDENT = 8  # keys of one object with dependencies: the compiler tries each combination
 
 Json = Any
 Schema = dict[str, Any]
@@ -45,7 +45,7 @@ FORMATS = frozenset(
         *("hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"),
     }
 )
-# Formats of the standard, and what allows no more.
+# Formats of the standard, each with a schema that allows no more texts.
 NARROWER: dict[str, Schema] = {
     "idn-email": {"format": "email"},
     "idn-hostname": {"format": "hostname"},
@@ -74,12 +74,12 @@ class _Positive:
     def __init__(self, root: Json) -> None:
         self._known = Disjointness(root)
         self._negation = Negation(self._known)
-        self._moved: dict[str, str] = {}  # names of definitions, by the places they come from
+        self._moved: dict[str, str] = {}  # new names of definitions, by their original pointers
         self.result: Json = self.rewritten(root, "#")
         self._define_moved()
 
     def _define_moved(self) -> None:
-        """Adds definitions for what is referred to and is not where the compiler looks."""
+        """Adds definitions for referenced schemas at places where the compiler does not look."""
         found: Schema = {}
         while len(found) < len(self._moved):
             reference, name = list(self._moved.items())[len(found)]
@@ -94,8 +94,8 @@ class _Positive:
         schema = in_known_keywords(schema, at)
         self._place_reference(schema)
         if at != "#" and "$id" in schema and not _refers(schema):
-            del schema["$id"]  # it names the base of references, of which there are none
-        together: list[Json] = []  # what must hold besides
+            del schema["$id"]  # it is the base of references, but this schema holds none
+        together: list[Json] = []  # further schemas that a value must satisfy
         if "if" in schema:
             together.append(self._branched(schema, at))
         for keyword in _BRANCHING:
@@ -125,7 +125,7 @@ class _Positive:
         return self.rewritten(value, place, inside + 1) if keyword in ONE else value
 
     def _place_reference(self, schema: Schema) -> None:
-        """Leads a reference to a definition if its place is none that schemas are at."""
+        """Points a reference to a new definition if the compiler would not look at its place."""
         reference = schema.get("$ref")
         pointer = self._known.references.pointer(reference)
         if pointer is None or pointer == "#":
@@ -138,7 +138,7 @@ class _Positive:
         schema["$ref"] = f"#/$defs/{name}"
 
     def _record_format(self, schema: Schema) -> None:
-        """Leaves only formats that the compiler knows."""
+        """Removes formats that the compiler does not know."""
         name = schema.get("format")
         if not isinstance(name, str) or name in FORMATS:
             return
@@ -150,9 +150,10 @@ class _Positive:
     # ------------------------------------------------------------ oneOf
 
     def _separated(self, branches: list[Json], around: frozenset[str], at: str) -> list[Json]:
-        """Alternatives, each without the values that another one allows. Raises GrammarError.
+        """Returns the alternatives, each without the values that another allows. Raises
+        GrammarError.
 
-        `around` are the types that a value may have besides.
+        `around` are the types that the surrounding schema allows.
         """
         branches = [branch for branch in branches if branch is not False]
         narrower: list[list[Json]] = [[] for _ in branches]
@@ -174,10 +175,10 @@ class _Positive:
         ]
 
     def _what_excludes(self, other: Json, one: Json, around: frozenset[str]) -> Schema | None:
-        """What a value of `one` must satisfy besides, so that it is none of `other`.
+        """Returns a further condition under which a value of `one` is not a value of `other`.
 
-        Objects lack a key or have it, arrays have an item, and of other types both have no value.
-        None if nothing would be left.
+        The condition may forbid or require a key of objects, or require an item of arrays. Both
+        schemas share no values of other types. None if no value would be left.
         """
         allowed = self._known.facts(one).types & around
         common = allowed & self._known.facts(other).types
@@ -195,7 +196,9 @@ class _Positive:
         return more | {"type": names} if names else None
 
     def _opposite(self, other: Json, one: Json, around: frozenset[str]) -> Schema | None:
-        """The negation of `other`, as far as values of `one` have its types; None if none has."""
+        """Returns the negation of `other` for the types of `one`; None if no value of `one` is
+        left.
+        """
         try:
             negated = self._negation.of(other)
         except NoPositiveForm:
@@ -213,7 +216,7 @@ class _Positive:
         return left[0] if len(left) == 1 else {"anyOf": left}
 
     def _of_keys(self, other: Json, one: Json) -> Schema | None:
-        """The same for objects. A key that `one` does not speak of is missed least."""
+        """Does the same for objects. It prefers to forbid a key that `one` does not mention."""
         left, right = self._known.facts(one), self._known.facts(other)
         absent = sorted(right.required - left.required, key=lambda name: (left.names(name), name))
         if absent and not left.names(absent[0]):
@@ -241,7 +244,7 @@ class _Positive:
         return {"anyOf": [_both(condition, then), _both(no, otherwise)]}
 
     def _dependent(self, needed: Json, at: str) -> Iterator[Json]:
-        """For each key: it is absent, or what depends on it holds."""
+        """Rewrites `dependencies`: each key is absent, or its dependent schema holds."""
         for name, needs in needed.items() if isinstance(needed, dict) else ():
             if isinstance(needs, list):
                 needs = {"required": needs}
@@ -249,7 +252,7 @@ class _Positive:
 
 
 def _is_at_schema(reference: str) -> bool:
-    """True if a reference leads along keywords that stay where they are."""
+    """True if all keywords on the path of a reference stay at their places."""
     parts = iter(reference.split("/")[1:])
     for part in parts:
         if part in NAMED or (part in MANY and part not in ("items", "oneOf")):
@@ -260,7 +263,7 @@ def _is_at_schema(reference: str) -> bool:
 
 
 def _refers(schema: Json) -> bool:
-    """True if there is a reference in a schema, at any depth."""
+    """True if a schema contains a reference, at any depth."""
     pending = [schema]
     while pending:
         match pending.pop():
@@ -279,7 +282,7 @@ def _both(one: Json, other: Json) -> Json:
 
 
 def _with_all(schema: Schema, together: Sequence[Json]) -> Schema:
-    """The schema with more that must hold."""
+    """Returns the schema with further conditions."""
     parts = [part for part in together if part is not True]
     if len(parts) == 1 and isinstance(parts[0], dict) and not parts[0].keys() & schema.keys():
         return {**schema, **parts[0]}

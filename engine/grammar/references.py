@@ -22,7 +22,9 @@ class References:
         self._own = _own_ids(root)
 
     def pointer(self, reference: Json) -> str | None:
-        """The reference as `#` and a JSON pointer, not quoted; None if it leads elsewhere."""
+        """Returns the reference as `#` and an unquoted JSON pointer; None if it leaves the
+        document.
+        """
         if not isinstance(reference, str):
             return None
         base, _, fragment = reference.partition("#")
@@ -36,7 +38,7 @@ class References:
         return self._anchors.get(fragment)
 
     def target(self, reference: Json) -> Json:
-        """The value at a reference; None if there is none."""
+        """Returns the value at a reference; None if the document has no such place."""
         pointer = self.pointer(reference)
         if pointer is None:
             return None
@@ -53,17 +55,17 @@ class References:
 
 
 def normal(pointer: str) -> str:
-    """A JSON pointer with each part written in one way."""
+    """Returns a JSON pointer in normal form."""
     return "".join("/" + escaped(unescaped(part)) for part in pointer.split("/")[1:])
 
 
 def escaped(name: str) -> str:
-    """A name as a part of a JSON pointer."""
+    """Escapes a name for use as a part of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def unescaped(part: str) -> str:
-    """The inverse of `escaped`."""
+    """Inverts `escaped`."""
     return part.replace("~1", "/").replace("~0", "~")
 
 
@@ -75,7 +77,7 @@ def _own_ids(root: Json) -> set[str]:
 
 
 def _anchors(root: Json) -> Iterator[tuple[str, str]]:
-    """Names and pointers; of two places with one name the last counts for none."""
+    """Yields each anchor and its pointer. An anchor that two places use is left out."""
     seen: dict[str, str] = {}
     for at, value in _walk(root):
         if isinstance(value, dict):
@@ -87,13 +89,13 @@ def _anchors(root: Json) -> Iterator[tuple[str, str]]:
 def _names(schema: dict[str, Json]) -> Iterator[str]:
     if isinstance(name := schema.get("$anchor"), str):
         yield name
-    for keyword in ("$id", "id"):  # drafts 4 to 7 have both
+    for keyword in ("$id", "id"):  # draft 4 has `id`, later drafts have `$id`
         if isinstance(name := schema.get(keyword), str) and name.startswith("#"):
             yield name[1:]
 
 
 def _walk(root: Json) -> Iterator[tuple[str, Json]]:
-    """Every value with its pointer."""
+    """Yields every value with its pointer."""
     pending = [("#", root)]
     while pending:
         at, value = pending.pop()

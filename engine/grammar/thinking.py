@@ -1,8 +1,8 @@
-"""A guide for answers that begin with reasoning: the grammar holds only for what follows it.
+"""A guide for answers that begin with reasoning: the grammar holds only after the reasoning.
 
-Reasoning is all up to one token, the end mark. An answer that is not inside its reasoning already
-may begin one with the begin mark. An answer may end inside its reasoning: a model that wants to
-stop there would only write on up to the greatest length.
+Reasoning goes up to one token, the end mark. An answer that is not inside its reasoning already may
+open it with the begin mark. An answer may also end inside its reasoning. If that were forbidden, a
+model that wants to stop would write on up to the greatest length.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,21 @@ WORD_BITS = 32
 
 
 class ThinkingGuide:
-    """The place of one answer; implements `engine.grammar.guide.Guide`."""
+    """The state of one answer, reasoning included; implements `engine.grammar.guide.Guide`."""
 
     def __init__(self, inner: Guide, marks: ThinkingMarks, *, vocab_size: int) -> None:
-        """`inner` is at the begin of what the grammar holds for."""
+        """`inner` is the guide of the text after the reasoning, before its first token."""
         self._inner = inner
         self._marks = marks
-        self._is_thinking: bool | None = True if marks.is_inside else None  # None: it may begin
+        # None: reasoning may still begin
+        self._is_thinking: bool | None = True if marks.is_inside else None
         bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, dtype=bool)
         bits[:vocab_size] = True
         self._anything = np.packbits(bits, bitorder="little").view(np.uint32)
 
     @property
     def fault(self) -> str | None:
-        """The grammar's fault."""
+        """Returns the fault of the grammar's guide."""
         return self._inner.fault
 
     def consume(self, token_id: int) -> None:
@@ -40,12 +41,14 @@ class ThinkingGuide:
             self._inner.consume(token_id)
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
-        """Returns how many of these proposed tokens, from the first on, may follow one another."""
+        """Returns the number of leading proposed tokens that the grammar allows in this order."""
         num, rest = self._num_thought(ahead)
         return num if rest is None else num + self._inner.num_allowed(rest)
 
     def masks(self, ahead: Sequence[int]) -> np.ndarray:
-        """Masks uint32 [len(ahead) + 1, words], as `engine.grammar.guide.Guide` defines them."""
+        """Returns masks uint32 [len(ahead) + 1, words], as `engine.grammar.guide.Guide` defines
+        them.
+        """
         num, rest = self._num_thought(ahead)
         thought = [self._anything] * (num if rest is not None else num + 1)
         if self._is_thinking is None:
@@ -61,7 +64,9 @@ class ThinkingGuide:
         return np.array(thought)
 
     def _num_thought(self, ahead: Sequence[int]) -> tuple[int, Sequence[int] | None]:
-        """How many of these tokens belong to the reasoning, and the others if it ends before."""
+        """Returns the number of tokens that belong to the reasoning, and the tokens after it, if
+        any.
+        """
         state = self._is_thinking
         if state is False or (state is None and (not ahead or ahead[0] != self._marks.begin)):
             return 0, ahead

@@ -1,8 +1,8 @@
-"""Guides by token ids: the only ones allowed, and sequences that must not appear.
+"""Guides by token ids: a list of allowed ids, and sequences that must not appear.
 
 The rules of vLLM's `allowed_token_ids` and `bad_words`. They are a grammar whose source is JSON, so
-drafts, batches and hand-overs follow them like any other. A mask depends on the end of the answer
-only, as long as the longest sequence.
+drafts, batches and hand-overs follow them like any other. A mask depends only on the answer's last
+tokens, up to the length of the longest banned sequence.
 """
 
 from collections import defaultdict
@@ -19,18 +19,18 @@ NOTHING_LEFT = "no token is left by allowed_token_ids and bad_words"
 
 
 class TokenRules(msgspec.Struct, frozen=True, array_like=True):
-    """`allowed` ids, None for all, and `banned` sequences of ids, none of them empty."""
+    """`allowed`: the allowed ids, None for all. `banned`: sequences of ids, none of them empty."""
 
     allowed: tuple[int, ...] | None = None
     banned: tuple[tuple[int, ...], ...] = ()
 
     def grammar(self) -> Grammar:
-        """The rules as a message carries them."""
+        """Returns the rules in the form of a message."""
         return Grammar(GrammarKind.TOKENS, msgspec.json.encode(self).decode())
 
 
 def rules_of(grammar: Grammar) -> TokenRules:
-    """The rules of a grammar. Raises GrammarError."""
+    """Parses a grammar's rules. Raises GrammarError."""
     try:
         rules = msgspec.json.decode(grammar.source, type=TokenRules)
     except msgspec.DecodeError as error:
@@ -41,10 +41,11 @@ def rules_of(grammar: Grammar) -> TokenRules:
 
 
 class TokenGuide:
-    """The place of one answer; implements `engine.grammar.guide.Guide`."""
+    """The state of one answer; implements `engine.grammar.guide.Guide`."""
 
     def __init__(self, rules: TokenRules, vocab_size: int) -> None:
-        self._row = _words(rules, vocab_size)  # without the ends of longer sequences
+        # The mask by the rules for single ids. Banned sequences are applied later.
+        self._row = _words(rules, vocab_size)
         self._by_last: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for sequence in rules.banned:
             if len(sequence) > 1:
@@ -54,15 +55,15 @@ class TokenGuide:
         self.fault: str | None = None
 
     def consume(self, token_id: int) -> None:
-        """Advances by the next token."""
+        """Advances the guide by the next token."""
         self._tail = self._after(self._tail, token_id)
 
     def replay(self, answer: Sequence[int]) -> None:
-        """Advances by many tokens."""
+        """Advances the guide by all these tokens."""
         self._tail = list(answer)[-self._tail_len :] if self._tail_len else []
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
-        """Returns how many of these proposed tokens, from the first on, may follow one another."""
+        """Returns the number of leading proposed tokens that the rules allow in this order."""
         tail = self._tail
         for count, token_id in enumerate(ahead):
             if not self._allows(token_id) or token_id in self._ends(tail):
@@ -71,7 +72,9 @@ class TokenGuide:
         return len(ahead)
 
     def masks(self, ahead: Sequence[int]) -> np.ndarray:
-        """Masks uint32 [len(ahead) + 1, words], as `engine.grammar.guide.Guide` defines them."""
+        """Returns masks uint32 [len(ahead) + 1, words], as `engine.grammar.guide.Guide` defines
+        them.
+        """
         rows = np.repeat(self._row[None], len(ahead) + 1, axis=0)
         tail = self._tail
         for place, row in enumerate(rows):
@@ -89,7 +92,7 @@ class TokenGuide:
         return word < len(self._row) and bool(self._row[word] >> (token_id % WORD_BITS) & 1)
 
     def _ends(self, tail: list[int]) -> set[int]:
-        """The ids that would complete a banned sequence."""
+        """Returns the ids that would complete a banned sequence."""
         if not tail:
             return set()
         return {
@@ -103,7 +106,7 @@ class TokenGuide:
 
 
 def _words(rules: TokenRules, vocab_size: int) -> np.ndarray:
-    """uint32 [words] with the bits of all ids that no single banned id rules out."""
+    """Returns uint32 [words] with the bits of all allowed ids that are not banned by themselves."""
     num_words = -(-vocab_size // WORD_BITS)
     bits = np.zeros(num_words * WORD_BITS, dtype=bool)
     ids = [*(rules.allowed or ()), *(sequence[-1] for sequence in rules.banned)]

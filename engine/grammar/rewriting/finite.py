@@ -1,8 +1,8 @@
-"""Removes from a schema what only an endless value would satisfy. Pure.
+"""Removes the parts of a schema that only an infinite value would satisfy. Pure.
 
 A definition that only refers back to itself has no value at all. An object that requires an object
 like itself has no finite value. A compiler would follow both for ever, or stop in the middle of an
-answer. Here they become `false`, which means the same.
+answer. Here both become `false`, which allows the same values: none.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ Json = Any
 
 
 def finite(root: Json) -> Json:
-    """The same schema, with `false` for each part that no finite value satisfies."""
+    """Returns the schema with `false` in place of each part that no finite value satisfies."""
     return _Finite(root).result
 
 
@@ -28,7 +28,7 @@ def is_endless(root: Json) -> bool:
 
 
 class _Finite:
-    """One document, whose satisfiable parts are found step by step."""
+    """One document; its satisfiable parts are found step by step."""
 
     def __init__(self, root: Json) -> None:
         self._references = References(root)
@@ -63,7 +63,7 @@ class _Finite:
             left = still
 
     def _ends(self, schema: dict[str, Json]) -> bool:
-        """True if a finite value satisfies the schema, by the parts known so far."""
+        """True if the parts found so far show that a finite value satisfies the schema."""
         if "$ref" in schema and not self._is_finite(self._references.target(schema["$ref"])):
             return False
         if not all(map(self._is_finite, _list(schema.get("allOf")))):

@@ -1,12 +1,13 @@
 """Decides how strings and keys of one schema are spelled, so that no key has two spellings. Pure.
 
-JSON can write any character of a key as `\\uXXXX`. The compiler compares keys as they are written.
-If an object has named keys and others, an escaped spelling of a named one would pass as another.
+JSON can write any character of a key as `\\uXXXX`. The compiler compares keys in their written
+form. If an object has named and further keys, an escaped spelling of a named key would pass as a
+further key.
 
-A control character has no other spelling than an escape. So escapes are allowed wherever they do no
-harm: the other keys of an object are described by a pattern, within which only control characters
-are escaped. Where subschemas of one object are combined, or patterns name keys, none can be made.
-Then nothing is escaped, and a value that holds a control character is refused.
+A control character has no other spelling than an escape. So escapes are allowed where they do no
+harm: a pattern describes an object's further keys, in which only control characters are escaped. If
+subschemas of one object are combined, or patterns name keys, no such pattern can be made. Then
+nothing is escaped, and a value with a control character is refused.
 """
 
 import re
@@ -19,7 +20,7 @@ from engine.grammar.negation import other_texts
 from engine.grammar.rewriting.patterns import translated
 
 PLAIN_ESCAPES = 'nrbtf\\"'
-MAX_NAMES = 200  # keys in one pattern
+MAX_NAMES = 200  # named keys that one pattern may exclude
 
 Json = Any
 Schema = dict[str, Any]
@@ -31,7 +32,7 @@ _CONTROL_IN_PATTERN = re.compile(r"\\x\{(?:[0-7bef]|1[0-9a-f]|7f)\}")
 
 
 class KeySpelling:
-    """The spelling of one document."""
+    """How one document's strings and keys are spelled."""
 
     def __init__(self, root: Json) -> None:
         nodes = list(_schemas(root))
@@ -43,11 +44,11 @@ class KeySpelling:
 
     @property
     def escapes(self) -> str:
-        """The letters that may follow a backslash."""
+        """Returns the letters that may follow a backslash."""
         return PLAIN_ESCAPES + ("u" if self._escapes else "")
 
     def closed(self, schema: Schema) -> Schema:
-        """The schema, with its other keys described by a pattern if necessary.
+        """Returns the schema; if necessary a pattern describes its further keys.
 
         Raises GrammarError for a value that cannot be spelled.
         """
@@ -68,7 +69,7 @@ class KeySpelling:
 
 
 def _is_open(schema: Schema) -> bool:
-    """True if an object may have named keys and others."""
+    """True if an object may have named keys and further ones."""
     is_object = "object" in types_of(schema)
     named = bool(_names(schema)) or bool(schema.get("patternProperties"))
     return is_object and named and schema.get("additionalProperties") is not False
@@ -81,7 +82,7 @@ def _names(schema: Schema) -> list[str]:
 
 
 def _combines_keys(schema: Schema) -> bool:
-    """True if the compiler has to join this schema's keys with keys of other schemas."""
+    """True if the compiler must join this schema's keys with keys of other schemas."""
     found = schema.keys() & _COMBINING
     together = schema.get("allOf")
     several = isinstance(together, list) and len(together) > 1
@@ -89,7 +90,7 @@ def _combines_keys(schema: Schema) -> bool:
 
 
 def _schemas(root: Json) -> Iterator[Schema]:
-    """All objects of the document. Some may be values; these can only forbid escapes."""
+    """Yields all objects of the document. Some may be values; these can only forbid escapes."""
     pending = [root]
     while pending:
         match pending.pop():

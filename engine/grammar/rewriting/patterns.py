@@ -8,7 +8,7 @@ The two differ, and the same text would silently mean something else:
     [^] \\cX \\0    any character, control characters
     x*? (?<n>x)   the same texts as `x*` and `(x)`
 
-What looks around its place is refused: `(?=x)`, `(?<!x)`, `\\b`, `\\1`.
+Look-around, word boundaries and back-references are refused: `(?=x)`, `(?<!x)`, `\\b`, `\\1`.
 
 Source: ECMA-262, §22.2 and Annex B.1.2, with the flag `u` where it matters.
 """
@@ -31,12 +31,12 @@ _ASSERTIONS = ("(?=", "(?!", "(?<=", "(?<!")
 
 
 def translated(pattern: str) -> str:
-    """The pattern in the compiler's syntax. Raises GrammarError if it has no translation."""
+    """Translates the pattern to the compiler's syntax. Raises GrammarError if it cannot."""
     return _Pattern(pattern).written()
 
 
 def regex_fault(pattern: str) -> str | None:
-    """The reason why an expression would mean something else in Rust's syntax, or None.
+    """Returns why an expression would mean something else in Rust's syntax, or None.
 
     In a character class, Rust nests classes and knows the operators `&&`, `--` and `~~`.
     """
@@ -57,7 +57,7 @@ def regex_fault(pattern: str) -> str | None:
 
 
 class _Pattern:
-    """One pattern while it is read from left to right."""
+    """A cursor that reads one pattern from left to right."""
 
     def __init__(self, pattern: str) -> None:
         self._text = pattern
@@ -70,7 +70,7 @@ class _Pattern:
         return "".join(parts)
 
     def _next(self) -> str:
-        """The translation of the next part outside a class."""
+        """Translates the next part outside a character class."""
         char = self._text[self._at]
         if char == "[":
             return self._class()
@@ -89,7 +89,7 @@ class _Pattern:
         return char if char in ")|^$" else _coded(char)
 
     def _no_laziness(self) -> str:
-        """Skips a lazy `?`: it changes the length of a match, but not whether there is one."""
+        """Skips a lazy `?`: laziness changes a match's length, not the set of matching texts."""
         self._at += self._text.startswith("?", self._at)
         return ""
 
@@ -116,7 +116,7 @@ class _Pattern:
         return _coded(self._character())
 
     def _character(self) -> str:
-        """The next character, with its escape decoded."""
+        """Returns the next character, with its escape decoded."""
         if self._text[self._at] != "\\":
             self._at += 1
             return self._text[self._at - 1]
@@ -156,7 +156,7 @@ class _Pattern:
         return f"[{'^' if negated else ''}{''.join(parts)}]"
 
     def _members(self) -> Iterator[str]:
-        """The members of a class, up to its end."""
+        """Returns the members of a character class, up to its closing bracket."""
         text = self._text
         while not text.startswith("]", self._at):
             if self._at >= len(text):
@@ -178,7 +178,7 @@ class _Pattern:
         return at < len(self._text) and self._text[at] != "]"
 
     def _member(self) -> str:
-        """One character, or a set as it is written in a class."""
+        """Returns one member of a character class: a character, or a set like `\\d`, translated."""
         name = self._text[self._at + 1 : self._at + 2] if self._text[self._at] == "\\" else ""
         if name and name.lower() in _SETS:
             self._at += 2
@@ -194,7 +194,9 @@ class _Pattern:
 
 
 def _coded(char: str) -> str:
-    """A character in Rust's syntax; all but letters, digits and non-ASCII ones are escaped."""
+    """Returns a character in Rust's syntax; letters, digits and non-ASCII characters stay
+    unescaped.
+    """
     if char.isalnum() or ord(char) > 0xA0 or char in " _":
         return char
     return f"\\x{{{ord(char):x}}}"

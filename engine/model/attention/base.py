@@ -30,7 +30,7 @@ from engine.worker.batch import Row
 
 
 class Scoring(NamedTuple):
-    """The parameters by which a layer scores queries and keys; layers of one model may differ."""
+    """How a layer scores queries against keys; layers of one model may differ."""
 
     scaling: float
     window: int | None = None
@@ -48,14 +48,14 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The KV that each row reads and the slots that it writes; the same for every layer."""
+    """The KV blocks that each row reads and the slots that it writes; the same for every layer."""
 
     extents: tuple[Extent, ...]
     cu_seqlens_q: torch.Tensor  # [num_rows + 1] int32
     context_lens: torch.Tensor  # [num_rows] int32
     block_tables: torch.Tensor  # [num_rows, max_blocks] int32, padded with 0
     slot_mapping: torch.Tensor  # [num_tokens] int64
-    plans: dict = field(default_factory=dict)  # an Attend's plans, made once for all layers
+    plans: dict = field(default_factory=dict)  # plans of the `Attend`, made once for all layers
 
 
 # (query, key, value, cache, layer, batch, scoring) → attention, of query's shape and dtype
@@ -86,7 +86,7 @@ def build_batch(rows: Sequence[Row], cache: KVCache) -> AttentionBatch:
 def reference_attention(
     query: torch.Tensor, cache: KVCache, layer: int, batch: AttentionBatch, scoring: Scoring
 ) -> torch.Tensor:
-    """The definition of attention over the record: in fp32, per row, per head, per query."""
+    """Defines attention over the record: in fp32, row by row, head by head, query by query."""
     out = torch.empty_like(query)
     group = query.shape[1] // cache.section.num_kv_heads
     starts = batch.cu_seqlens_q.tolist()
@@ -107,7 +107,7 @@ def reference_attention(
 def _context(
     cache: KVCache, layer: int, blocks: torch.Tensor, kv_head: int, context_len: int
 ) -> list[torch.Tensor]:
-    """K and V of one head of a row, [context_len, head_dim] in fp32 each."""
+    """Returns K and V of one head of a row, each [context_len, head_dim] in fp32."""
     found = []
     for elements, scales in (
         (cache.keys, cache.key_scales),
@@ -120,7 +120,7 @@ def _context(
 
 
 def _tables(rows: Sequence[Row], nums_blocks: Sequence[int]) -> np.ndarray:
-    """The blocks that each row needs, [num_rows, max_blocks] int32, padded with 0."""
+    """Returns the blocks of each row's context, [num_rows, max_blocks] int32, padded with 0."""
     tables = np.zeros((len(rows), max(nums_blocks)), dtype=np.int32)
     used = np.arange(tables.shape[1]) < np.array(nums_blocks)[:, None]
     blocks = (row.block_table[:num] for row, num in zip(rows, nums_blocks, strict=True))

@@ -1,9 +1,9 @@
-"""Chooses at opening, by measuring, how long rows are attended on this device.
+"""Chooses, by measuring when a model is opened, how this device attends long rows.
 
-Each candidate attends the same batch: a row of new tokens with nothing before them, and one with as
-many before them. Its result must agree with the Triton kernels'. Plans are made once, as for all
-layers of a step, so they do not count. The batch lies in blocks of the cache, which no sequence
-owns yet; they are cleared afterwards.
+Each candidate attends the same batch of two rows: one has new tokens only, the other has as many
+cached tokens before its new ones. Its result must agree with the Triton kernels'. Plans are made
+once, as for all layers of a step, so they do not count. The batch lies in blocks of the cache,
+which no sequence owns yet; they are cleared afterwards.
 """
 
 import statistics
@@ -20,8 +20,8 @@ from engine.model.attention.prefill import LONG_ROW, Way
 from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
-KERNELS = "triton"  # the candidate that uses no other way
-MEASURED_TOKENS = 2048  # in each row; fewer if the cache is small
+KERNELS = "triton"  # name of the candidate that uses the Triton kernels alone
+MEASURED_TOKENS = 2048  # new tokens of each row; fewer if the cache is small
 MEASURED_RUNS = 5
 TOLERANCE = 0.03  # relative to the largest element: bf16 has 8 bits
 
@@ -30,7 +30,7 @@ AttendBy = Callable[..., torch.Tensor]
 
 
 class AttentionChoice(NamedTuple):
-    """The fastest candidate, and what became of all of them."""
+    """The fastest candidate, and the time or the error of each."""
 
     name: str
     seconds: Mapping[str, float]
@@ -43,9 +43,10 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_fastest(candidates: Mapping[str, Callable[[], float]]) -> AttentionChoice:
-    """Calls each candidate for the seconds that it takes. A candidate that raises is left out.
+    """Measures each candidate, which returns its seconds, and chooses. Candidates that raise are
+    skipped.
 
-    Of equally fast ones the first is chosen. Raises what the first raised if all do.
+    Of equally fast candidates the first is chosen. If all raise, the first one's error is raised.
     """
     seconds: dict[str, float] = {}
     errors: dict[str, Exception] = {}
@@ -83,12 +84,12 @@ class PrefillTrial:
 
     @property
     def is_possible(self) -> bool:
-        """True if the cache holds rows that are long enough."""
+        """True if the cache has room for rows that are long enough."""
         return self._num_tokens >= LONG_ROW
 
     @torch.inference_mode()
     def choose(self, ways: Sequence[Way]) -> AttentionChoice:
-        """Measures the Triton kernels and all ways. None of these is left open."""
+        """Measures the Triton kernels and all ways, and closes the ways again."""
         num_blocks = self._cache.layout.num_blocks_for(3 * self._num_tokens)
         try:
             batch = self._begin()
@@ -102,7 +103,7 @@ class PrefillTrial:
             self._cache.buffer[:num_blocks].zero_()
 
     def _begin(self) -> AttentionBatch:
-        """Stores the tokens before the second row, and returns the batch."""
+        """Stores the cached tokens of the second row, and returns the batch."""
         num, size = self._num_tokens, self._cache.layout.block_size
         table = [BlockId(i) for i in range(3 * num // size)]
         first, second = table[: num // size], table[num // size :]
@@ -115,7 +116,7 @@ class PrefillTrial:
         return build_batch(rows, self._cache)
 
     def _inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Random queries, keys and values; always the same."""
+        """Returns random queries, keys and values; the seed is fixed."""
         section, device = self._cache.section, self._cache.device
         generator = torch.Generator(device).manual_seed(num_tokens)
         heads = (self._num_heads, section.num_kv_heads, section.num_kv_heads)
@@ -145,7 +146,7 @@ class PrefillTrial:
         way: Way | None,
         expected: torch.Tensor,
     ) -> float:
-        """Median seconds of a layer. Raises ValueError if the result is wrong."""
+        """Returns the median seconds of a layer. Raises ValueError if the result is wrong."""
         found = self._run(inputs, batch, way)
         error = float((found.float() - expected.float()).abs().max())
         largest = float(expected.float().abs().max())

@@ -45,14 +45,16 @@ from engine.model.attention.base import AttentionBatch, Extent, Scoring
 from engine.model.attention.kvcache import KVCache
 from engine.model.attention.prefill import LONG_ROW, SDPA, Way
 
-ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of the tiles of queries; 16 is the least a dot takes
-ROWS_OF_WIDE_LAUNCHES = (16, 64)  # if a tile of 128 would need too many registers
-PROGRAMS_PER_SM = 4  # the aim of splits; more balance the load, fewer leave less to merge
+ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of the query tiles; `tl.dot` needs at least 16
+ROWS_OF_WIDE_LAUNCHES = (16, 64)  # used if a tile of 128 would need too many registers
+# The target when contexts are split: more balance the load, fewer leave less to merge.
+PROGRAMS_PER_SM = 4
 NO_LEN = 2**31 - 1  # longer than any row
-MERGE_CHUNK = 32  # splits whose sums are loaded at a time
-STORE_TOKENS = 16  # a program, in batches of more than FEW_TOKENS
+MERGE_CHUNK = 32  # splits that are merged at a time
+STORE_TOKENS = 16  # tokens of one program, in batches of more than FEW_TOKENS
 FEW_TOKENS = 256
-INTERPRETED_SMS = 4  # a GPU so small that tests meet splits of all kinds
+# Multiprocessors under the interpreter: few, so that tests meet splits of all kinds.
+INTERPRETED_SMS = 4
 
 
 class Launch(NamedTuple):
@@ -60,11 +62,11 @@ class Launch(NamedTuple):
 
     min_len: int
     max_len: int
-    unit_len: int  # queries of a unit
-    rows_m: int  # rows of its tile
+    unit_len: int  # queries in a unit
+    rows_m: int  # rows of a unit's tile
     num_units: int
-    longest: int  # queries of a row
-    num_spare: int  # splits beyond one for each unit; 0: contexts are not split
+    longest: int  # most queries of a row
+    num_spare: int  # number of splits beyond one per unit; 0: contexts are not split
 
 
 class LaunchPlan(NamedTuple):
@@ -75,16 +77,16 @@ class LaunchPlan(NamedTuple):
 
 
 class RowLimits(NamedTuple):
-    """The least numbers of queries with which rows are attended elsewhere."""
+    """The least number of queries for which a row is attended by another way."""
 
-    fresh: int  # tokens of rows with nothing before them
-    cached: int  # tokens of other rows
+    fresh: int  # for rows without cached tokens
+    cached: int  # for rows with cached tokens
 
 
 class Tiling(NamedTuple):
-    """The tiles into which the attention kernel is cut."""
+    """The tile sizes of the attention kernel."""
 
-    tile: int  # tokens of K and V at a time
+    tile: int  # tokens of K and V that are read at a time
     num_warps: int
     num_stages: int
 
@@ -106,7 +108,7 @@ def attend(  # noqa: PLR0913 - the seam of all implementations
 ) -> torch.Tensor:
     """Stores K and V and attends, as `engine.model.attention.base` defines it: an `Attend`.
 
-    `prefill` attends long rows, as far as it can and the record allows it.
+    `prefill` attends the long rows that it supports, if the record's format allows that.
     """
     query, key, value = map(_with_whole_heads, (query, key, value))
     store(key, value, cache, layer, batch.slot_mapping)
@@ -164,7 +166,7 @@ def plan_launches(
     limits: RowLimits,
     all_rows_m: Sequence[int],
 ) -> LaunchPlan:
-    """Sorts rows into launches, and rows that are attended elsewhere.
+    """Assigns each row to a launch, or to the other way of attention.
 
     `group` is the number of query heads of a KV head, `all_rows_m` the tile rows of the launches.
     """
@@ -210,7 +212,8 @@ def tiling(kv_format: KVFormat, width: int, rows_m: int) -> Tiling:
     if rows_m <= 16:
         tile = 16384 * 8 // (width * kv_format.element_bits)
         return Tiling(tile=min(max(tile, 16), 128), num_warps=4, num_stages=3)
-    elements = 4096 if kv_format is KVFormat.FP32 else 8192  # in a tile: registers are the limit
+    # Elements of a tile: registers are the limit.
+    elements = 4096 if kv_format is KVFormat.FP32 else 8192
     return Tiling(
         tile=min(max(elements // width, 16), 128 if rows_m <= 64 else 64),
         num_warps=4 if rows_m <= 64 else 8,
@@ -228,9 +231,9 @@ def _attend(  # noqa: PLR0913
     launch: Launch,
     fresh_len: int,
 ) -> None:
-    """Runs one launch, and the merge of its splits."""
+    """Runs one launch, then merges its splits."""
     keys, values, key_scales, value_scales = _record(cache, layer)
-    if cache.kv_format.has_scales:  # the kernel takes bytes and scales as words
+    if cache.kv_format.has_scales:  # the kernel reads elements as bytes and scales as words
         words = (x.view(torch.int32) for x in (keys, values, key_scales, value_scales))
         keys, values, key_scales, value_scales = words
     num_heads, head_dim = query.shape[1:]
@@ -315,7 +318,7 @@ def _limits(
     scoring: Scoring,
     prefill: Way | None,
 ) -> RowLimits:
-    """The rows that `prefill` attends."""
+    """Returns the limits above which `prefill` attends a row."""
     reads_the_record = cache.kv_format is KVFormat.BF16 and (
         {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
     )
@@ -327,7 +330,7 @@ def _limits(
 def _plan_of(
     batch: AttentionBatch, query: torch.Tensor, cache: KVCache, limits: RowLimits
 ) -> LaunchPlan:
-    """The batch's plan, made once for all layers of a kind."""
+    """Returns the batch's launch plan, made once for all layers of a kind."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = cache.section.num_kv_heads
     which = ("triton", num_heads // num_kv_heads, num_kv_heads, limits)
@@ -345,7 +348,9 @@ def _plan_of(
 
 
 def _record(cache: KVCache, layer: int) -> tuple[torch.Tensor, ...]:
-    """Elements and scales of a layer. If a format has no scales, its elements again, unread."""
+    """Returns a layer's elements and scales. Without scales, the elements stand in and are not
+    read.
+    """
     keys, values = cache.keys[layer], cache.values[layer]
     if cache.key_scales is None:
         return keys, values, keys, values
@@ -357,9 +362,9 @@ def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _dot_type(dtype: torch.dtype, kv_format: KVFormat) -> object:
-    """The type that dots multiply: the queries', but fp32 if K and V are fp32.
+    """Returns the type of the dot products: the queries' type, but fp32 if K and V are fp32.
 
-    The interpreter multiplies bf16 as if it were integers, so there it is fp32 too.
+    The interpreter multiplies bf16 as if it were integers, so it gets fp32 too.
     """
     language = _kernels().tl
     if kv_format.has_scales and dtype is not torch.float32 and not _is_interpreted():
@@ -390,5 +395,5 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is not below `n`."""
+    """Returns the least power of two that is not below `n`."""
     return 1 << (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Leads the attention layers of a transformers model to the paged KV cache.
+"""Makes the attention layers of a transformers model use the paged KV cache.
 
 transformers lets a registered function replace a model's attention. The function gets the attention
 module and the projected query, key and value. It also needs the cache and the batch. These are in a
@@ -10,7 +10,7 @@ and its draft) in one process do not mix. One model runs one batch at a time.
 
 Two functions are registered. PAGED is the attention that serves. No mask function is registered
 under its name, so transformers builds no mask; PAGED itself separates rows and applies causality
-and windows. RECORDING only notes what each layer asks for. That includes the window in the mask
+and windows. RECORDING only records what each layer asks for. That includes the window in the mask
 that transformers would have built: the mask decides when a model runs by itself, while PAGED trusts
 the layer's arguments.
 
@@ -35,7 +35,7 @@ UNKNOWN_CONTEXT_LEN = 4096
 
 # (batch, head, query, key) indices → True if the query sees the key
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-KNOWN = frozenset({"position_ids"})  # tensors that an attention does not need
+KNOWN = frozenset({"position_ids"})  # tensor arguments that PAGED may ignore
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class AttentionCall:
     """The arguments of one layer's attention. K and V shapes are (num_kv_heads, head_dim)."""
 
     layer: int
-    source: int  # the layer that made K and V: this one, or an earlier one that shares them
+    source: int  # the layer that computed K and V: this one, or an earlier one that shares them
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
     window: int | None
-    mask_window: int | None  # the window of the mask; `window` if the layer gives no mask
-    has_own_mask: bool  # the model builds its own mask
-    terms: frozenset[str]  # names of further tensors, which PAGED would not use
+    mask_window: int | None  # the mask's window; `window` if the layer has no mask
+    has_own_mask: bool  # True if the model builds its own mask
+    terms: frozenset[str]  # names of further tensor arguments, which PAGED would not use
 
 
 @dataclass(slots=True)
@@ -59,10 +59,10 @@ class ForwardContext:
     cache: KVCache | None = None
     batch: AttentionBatch | None = None
     attend: Attend = torch_attention.attend
-    calls: list[AttentionCall] = field(default_factory=list)  # made under RECORDING
-    # The K and V that layers made under RECORDING, to recognise layers that share them.
+    calls: list[AttentionCall] = field(default_factory=list)  # calls recorded under RECORDING
+    # K and V of each layer under RECORDING, to recognise layers that share them.
     made: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    # The places in the cache of layers that are not at their index.
+    # Cache places of layers whose place is not their index.
     places: dict[int, int] = field(default_factory=dict)
 
 
@@ -75,12 +75,14 @@ def attach(model: torch.nn.Module, context: ForwardContext) -> None:
 def forward(
     model: torch.nn.Module, token_ids: Sequence[int], positions: Sequence[int], keep: Sequence[int]
 ) -> torch.Tensor:
-    """Logits [len(keep), vocab] of the tokens whose indices are in `keep`, with paged attention."""
+    """Computes logits [len(keep), vocab] of the tokens whose indices are in `keep`, with paged
+    attention.
+    """
     device = model.device
     ids, where = torch.tensor([token_ids, positions], device=device)[:, None]  # [1, num_tokens]
     kept = torch.tensor(keep, dtype=torch.long, device=device)
     logits = model(input_ids=ids, position_ids=where, use_cache=False, logits_to_keep=kept).logits
-    if logits.shape[1] != len(keep):  # a model that does not know logits_to_keep
+    if logits.shape[1] != len(keep):  # the model ignores `logits_to_keep`
         logits = logits[:, kept]
     return logits[0]
 
@@ -97,7 +99,8 @@ def paged_hook(  # noqa: PLR0913 - as transformers calls it
 ) -> tuple[torch.Tensor, None]:
     """Writes K and V to the cache and attends over it: [1, num_tokens, num_heads, head_dim]."""
     context: ForwardContext = module.baton
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # tokens come first
+    # [num_tokens, num_heads, head_dim].
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if scaling is None:
         scaling = query.shape[2] ** -0.5
     scoring = Scoring(scaling, _window(module, kwargs), softcap)
@@ -114,7 +117,7 @@ def recording_hook(
     attention_mask: torch.Tensor | None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Notes the call. The result is zero, in the shape of `paged_hook`'s."""
+    """Records the call. Returns zeros in the shape of `paged_hook`'s result."""
     window = mask_window = _window(module, kwargs)
     has_own_mask = attention_mask is not None and attention_mask.shape != MASK_SHAPE
     if attention_mask is not None and not has_own_mask:
@@ -135,7 +138,7 @@ def recording_hook(
 
 
 def _source(context: ForwardContext, layer: int, key: torch.Tensor, value: torch.Tensor) -> int:
-    """The layer that passed the same K and V before; `layer` itself if they are new."""
+    """Returns the layer that passed the same K and V before; `layer` itself if they are new."""
     for earlier, its_key, its_value in context.made:
         if its_key is key and its_value is value:
             return earlier
@@ -151,7 +154,7 @@ def recording_mask(
     local_size: int | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """Stands for a mask under RECORDING: its window, or 0 if it has none.
+    """Builds a stand-in for a mask under RECORDING: the mask's window, or 0 if it has none.
 
     A mask that hides more than the future and tokens beyond the window has another shape.
     """
@@ -166,8 +169,7 @@ def _shown(
 ) -> bool:
     """Returns True if a query sees itself and, within its window, all tokens before it.
 
-    It is tried with queries and keys around every power of two in the context, and around the
-    window.
+    Tries queries and keys around every power of two in the context, and around the window.
     """
     powers = [1 << i for i in range(context_len.bit_length())]
     near = [n + i for n in (*powers, window or 0, context_len - 1) for i in (-1, 0, 1)]

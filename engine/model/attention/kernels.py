@@ -4,8 +4,8 @@
 needs triton.
 
     store_kernel      quantises new K and V and scatters them into the record
-    attention_kernel  queries of one row against a stretch of its context, for one KV head
-    merge_kernel      combines the stretches of a context
+    attention_kernel  queries of one row against a split of its context, for one KV head
+    merge_kernel      combines the splits of a context
 
 **Units, items.** The queries of a row are cut into units of `UNIT_LEN` tokens. A unit's query heads
 that share a KV head stand below one another: row m of the tile is query m // GROUP of the unit and
@@ -43,7 +43,8 @@ HEADROOM: tl.constexpr = tl.constexpr(14.0)  # weights reach 2**14: fp16 then ke
 LEAST_EXPONENT: tl.constexpr = tl.constexpr(63)  # 2**-64, as fp32 stores it
 SIGN_AND_FRACTION: tl.constexpr = tl.constexpr(~0x7F800000)  # a step of int4 may be negative
 ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops a fraction
-ROWS_AT_ONCE: tl.constexpr = tl.constexpr(128)  # when a batch's items are counted
+# Rows that are read at a time to count a batch's items.
+ROWS_AT_ONCE: tl.constexpr = tl.constexpr(128)
 SUBNORMAL_ROUNDER: tl.constexpr = tl.constexpr(24576.0)  # 1.5 * 2**14: drops less than 2**-9
 
 # Two words become four (eight) pairs of fp16: byte (nibble) i of both stand side by side. Of an
@@ -224,7 +225,7 @@ def _store(
 
 @triton.jit
 def _int4(x, low, step):
-    """The codes q of `x` [n, width], as int32."""
+    """Returns the int4 codes q of `x` [n, width], as int32."""
     divisor = tl.broadcast_to(_nonzero(step)[:, None], x.shape)
     q = _round(tl.div_rn(x - low[:, None], divisor))
     return tl.minimum(tl.maximum(q, 0.0), 15.0).to(tl.int32)
@@ -243,9 +244,9 @@ def _round(x):
 
 @triton.jit
 def _bf16_bits(x):
-    """The 16 bits of fp32 `x`, rounded to bf16, halves to even, in an int32.
+    """Rounds fp32 `x` to bf16, halves to even; returns the 16 bits in an int32.
 
-    It works in integers, as the next function does, because triton's interpreter truncates where
+    It uses integer arithmetic, like the next function, because triton's interpreter truncates where
     the hardware rounds.
     """
     bits = x.to(tl.int32, bitcast=True)
@@ -254,7 +255,7 @@ def _bf16_bits(x):
 
 @triton.jit
 def _round_to_e4m3(x):
-    """The nearest e4m3 number to `x`, |x| <= 448, halves to even."""
+    """Rounds `x`, |x| <= 448, to the nearest e4m3 number, halves to even."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
     subnormal = (x + SUBNORMAL_ROUNDER) - SUBNORMAL_ROUNDER  # multiples of 2**-9
@@ -303,10 +304,11 @@ def _work(
     UNIT_LEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The units of rows, and the tiles of context that each of them looks at; else 0 and 0.
+    """Returns each row's units, and the tiles of context that each unit reads; 0 and 0 for other
+    rows.
 
-    Only rows of MIN_LEN to MAX_LEN queries have any. Rows of `fresh_len` queries or more with an
-    empty context have none: they are attended elsewhere.
+    Only rows of MIN_LEN to MAX_LEN queries have units. Rows with at least `fresh_len` queries and
+    no cached tokens have none: another way attends them.
     """
     there = row < num_rows
     context_len = tl.load(context_lens + row, mask=there, other=0)
@@ -320,7 +322,7 @@ def _work(
 
 @triton.jit
 def _splits(tiles, share, SPLIT: tl.constexpr):
-    """The splits of each unit of rows with this number of tiles."""
+    """Returns the number of splits of each unit of rows with this number of tiles."""
     if SPLIT:
         return (tiles + share - 1) // share
     return tl.full(tiles.shape, 1, tl.int32)
@@ -341,8 +343,8 @@ def _row_of(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The row of an item, and the items of all rows before it. If there is no such item, the row
-    is `num_rows` or more.
+    """Returns an item's row, and the number of items of all rows before it. Without such an item,
+    the row is `num_rows` or more.
     """
     row = 0
     before = 0
@@ -373,7 +375,7 @@ def _items_before(
     UNIT_LEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The items of all rows before `row`, with splits."""
+    """Returns the number of items of all rows before `row`, splits included."""
     items = 0
     for first in range(0, row, ROWS_AT_ONCE):
         units, tiles = _work(
@@ -392,7 +394,7 @@ def _mine(query_len, context_len, fresh_len, MIN_LEN: tl.constexpr, MAX_LEN: tl.
 
 @triton.jit
 def _first_seen(position, window):
-    """The first token that a query at `position` sees; `window` is 0 if there is none."""
+    """Returns the first token that a query at `position` sees; `window` 0 means no window."""
     return tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
 
 
@@ -424,7 +426,7 @@ def attention_kernel(
     scale_block_stride,
     scale_head_stride,
     FORMAT: tl.constexpr,
-    DOT: tl.constexpr,  # the type that dots multiply
+    DOT: tl.constexpr,  # operand type of the dot products
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -466,7 +468,8 @@ def attention_kernel(
     splits = _splits(tiles, share, SPLIT)
     unit = (item - before) // splits
     split = (item - before) % splits
-    first_position = context_len - query_len  # the row's first query; negative before its start
+    # Position of the row's first query; negative if it only fills the row up.
+    first_position = context_len - query_len
     begin, end = _stretch(context_len, first_position, query_len, unit, split, splits, window,
                           UNIT_LEN, TILE)  # fmt: skip
 
@@ -542,7 +545,7 @@ def _stretch(
     UNIT_LEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Begin and end of the tokens that a unit looks at in one of its row's splits.
+    """Returns the begin and end of the tokens that a unit reads in one split of its row.
 
     Splits cut the row's context into equal numbers of tiles for all units. So for some units a
     split may be empty.
@@ -589,8 +592,8 @@ def _scan(
     HAS_SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The online softmax over tokens `begin` to `end`. Without MASKED all queries see all tokens,
-    and tiles are whole.
+    """Runs the online softmax over tokens `begin` to `end`. Without MASKED all queries see all
+    tokens, and tiles are whole.
     """
     HAS_SCALES: tl.constexpr = FORMAT == "fp8_e4m3" or FORMAT == "int8" or FORMAT == "int4"
     token = begin + tl.arange(0, TILE)
@@ -657,7 +660,7 @@ def _tile(
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Elements [TILE, WIDTH] of K or V, without scales, in the order of `_elements`."""
+    """Loads elements [TILE, WIDTH] of K or V, without scales, in the order of `_elements`."""
     if FORMAT == "int4":
         words = _words(heads, offset, there, HEAD_DIM // 8, WIDTH // 8, MASKED)
         a, b, c, d, e, f, g, h = _nibbles(words, DOT)
@@ -672,7 +675,9 @@ def _tile(
 
 @triton.jit
 def _elements(FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """The element of a head that each column of a tile holds, and a flag if there is one."""
+    """Returns the head's element that each column of a tile holds, and whether that element
+    exists.
+    """
     column = tl.arange(0, WIDTH)
     if FORMAT == "int4":
         word = column % (WIDTH // 8)
@@ -687,7 +692,7 @@ def _elements(FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def _words(heads, offset, there, LENGTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """LENGTH words of each token's head [TILE, PADDED]; zero beyond its end."""
+    """Loads LENGTH words of each token's head [TILE, PADDED]; zeros beyond the head's end."""
     word = tl.arange(0, PADDED)
     at = (heads + offset * LENGTH)[:, None] + word[None, :]
     if MASKED:
@@ -708,7 +713,7 @@ def _side_by_side(left, right):
 
 @triton.jit
 def _bytes(words, FORMAT: tl.constexpr, DOT: tl.constexpr):
-    """The four bytes of each word as numbers, from the lowest up."""
+    """Unpacks the four bytes of each word, from the lowest up."""
     if DOT == tl.float16:
         return tl.inline_asm_elementwise(
             FP8_BYTES if FORMAT == "fp8_e4m3" else INT8_BYTES,
@@ -736,7 +741,9 @@ def _byte(words, SHIFT: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def _nibbles(words, DOT: tl.constexpr):
-    """The lower halves of each word's bytes as numbers, from the lowest byte up; then the upper."""
+    """Unpacks the lower halves of each word's bytes, from the lowest byte up, then the upper
+    halves.
+    """
     if DOT == tl.float16:
         return tl.inline_asm_elementwise(
             INT4_NIBBLES,
@@ -769,7 +776,7 @@ def _nibbles(words, DOT: tl.constexpr):
 
 @triton.jit
 def _scale_bits(at, there, FORMAT: tl.constexpr, MASKED: tl.constexpr):
-    """Scales [TILE] as the bits of fp32, and int4's low as fp32."""
+    """Loads scales [TILE] as the bits of fp32, and int4's `low` as fp32."""
     stored = tl.load(at, mask=there, other=0) if MASKED else tl.load(at)
     low = ((stored >> 16) << 16).to(tl.float32, bitcast=True)
     return stored << 16 if FORMAT == "int4" else stored, low
@@ -796,7 +803,7 @@ def merge_kernel(
     ROWS_M: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    CHUNK: tl.constexpr,  # splits at a time
+    CHUNK: tl.constexpr,  # splits that are merged at a time
 ):
     """Merges the splits of one query of one head. Grid: (num_rows * longest, num_heads)."""
     row = tl.program_id(0) // longest

@@ -29,7 +29,7 @@ LARGEST = {KVFormat.FP8_E4M3: 448.0, KVFormat.INT8: 127.0, KVFormat.INT4: 15.0}
 
 
 def allocate_buffer(layout: KVLayout, num_blocks: int, device: str = "cpu") -> torch.Tensor:
-    """A zeroed buffer [num_blocks, block_bytes] that starts on a cache line."""
+    """Allocates a zeroed buffer [num_blocks, block_bytes] that starts on a cache line."""
     num_bytes = num_blocks * layout.block_bytes
     if str(device) == "cpu":
         return aligned_bytes(num_bytes).view(num_blocks, layout.block_bytes)
@@ -39,7 +39,7 @@ def allocate_buffer(layout: KVLayout, num_blocks: int, device: str = "cpu") -> t
 
 
 def wrap_buffer(memory: memoryview, layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """The beginning of `memory` as a buffer [num_blocks, block_bytes], without a copy.
+    """Returns the beginning of `memory` as a buffer [num_blocks, block_bytes], without a copy.
 
     Raises ConfigError if the memory is too small, read-only or not aligned to a cache line.
     """
@@ -67,7 +67,7 @@ class KVCache:
         self.device = buffer.device
         first = layout.section_offset_bytes(section)
         starts = [first + n * layout.layer_bytes(section) for n in range(self.section.num_layers)]
-        values = layout.layer_bytes(section) // 2  # from a layer's K to its V
+        values = layout.layer_bytes(section) // 2  # bytes from a layer's K to its V
         self.keys = [self._elements(start) for start in starts]
         self.values = [self._elements(start + values) for start in starts]
         self.key_scales = self.value_scales = None
@@ -92,7 +92,7 @@ class KVCache:
                 scales_of[layer][where] = scales
 
     def _heads(self, start: int) -> torch.Tensor:
-        """All heads of K or V of one layer: [num_blocks, num_kv_heads, head_bytes]."""
+        """Returns all heads of K or V of one layer: [num_blocks, num_kv_heads, head_bytes]."""
         num_heads = self.section.num_kv_heads
         head_bytes = self.layout.head_bytes(self.section_index)
         return self.buffer[:, start : start + num_heads * head_bytes].unflatten(
@@ -113,7 +113,8 @@ class KVCache:
 
 
 def quantise(x: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Elements and scales that a record holds for `x` [..., head_dim], as `engine.layout` says.
+    """Returns the elements and scales that a record holds for `x` [..., head_dim]: see
+    `engine.layout`.
 
     Elements [..., head_dim], int4: [..., head_dim // 2]; scales [...], None where there are none.
     """
@@ -154,5 +155,5 @@ def _quantise_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x / scale. If the scale is zero, x itself, which is then about zero."""
+    """Returns x / scale. If the scale is zero, returns x, which is then about zero."""
     return x / torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -1,6 +1,6 @@
 """Attention over paged KV in plain torch, for any device and any KV format.
 
-It serves if no kernel can be used, and it is the simple twin of the kernels. It gathers whole
+It serves if no kernel can be used, and tests compare the kernels with it. It gathers whole
 blocks by block table, dequantises them into contiguous K and V, and calls torch's own attention.
 
 A span is computed at once. It is one row of several queries, or several rows of one query each. The
@@ -56,7 +56,9 @@ def attend(  # noqa: PLR0913 - the seam of all implementations
 def paged_attention(
     query: torch.Tensor, cache: KVCache, layer: int, batch: AttentionBatch, scoring: Scoring
 ) -> torch.Tensor:
-    """Attention of `query` [num_tokens, num_heads, head_dim] over the blocks of each row."""
+    """Computes attention of `query` [num_tokens, num_heads, head_dim] over the blocks of each
+    row.
+    """
     plan = (scoring, query.dtype)
     spans = batch.plans.get(plan)
     if spans is None:
@@ -77,7 +79,9 @@ def _gather(
     layer: int,
     span: Span,
 ) -> torch.Tensor:
-    """K or V of a span's rows, [n, num_kv_heads, num_tokens, head_dim], zero where unseen."""
+    """Gathers K or V of a span's rows, [n, num_kv_heads, num_tokens, head_dim]; zeros where
+    unseen.
+    """
     blocks = span.block_ids.flatten()
     stored_scales = None if scales is None else scales[layer].index_select(0, blocks)
     stored = elements[layer].index_select(0, blocks)
@@ -98,9 +102,7 @@ def _attend_one(
     span: Span,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attention of rows with one query each: heads that share a KV head take the place of
-    queries.
-    """
+    """Attends rows with one query each. Query heads that share a KV head stand in for queries."""
     grouped = query.unflatten(1, (key.shape[1], -1))  # [n, num_kv_heads, group, head_dim]
     return _attend(grouped, key, value, span, scoring).reshape(query.shape)
 
@@ -157,14 +159,14 @@ def _plan_spans(
 
 
 def _kv_len(extent: Extent, window: int | None) -> int:
-    """Number of tokens that a row's last query sees."""
+    """Returns the number of tokens that a row's last query sees."""
     return min(extent.context_len, window or extent.context_len)
 
 
 def _span_of_one(
     batch: AttentionBatch, cache: KVCache, rows: list[int], window: int | None, dtype: torch.dtype
 ) -> Span:
-    """The span of rows that have one query each."""
+    """Returns the span of rows that have one query each."""
     size = cache.layout.block_size
     extents = [batch.extents[row] for row in rows]
     queries = [extent.query_start for extent in extents]
@@ -176,7 +178,7 @@ def _span_of_one(
         -(-extent.context_len // size) - start // size
         for extent, start in zip(extents, starts, strict=True)
     )
-    # A table may end before the padding of its row. There, any block will do.
+    # A table may end before the padding of its row. Any block serves for the padding.
     nth = first_block + torch.arange(num_blocks, device=cache.device)
     nth = nth.clamp(max=batch.block_tables.shape[1] - 1)
     position = first_block * size + torch.arange(num_blocks * size, device=cache.device)
@@ -196,7 +198,7 @@ def _span_of_one(
 def _span_of_many(
     batch: AttentionBatch, cache: KVCache, row: int, scoring: Scoring, dtype: torch.dtype
 ) -> Span:
-    """The span of a row that has several queries."""
+    """Returns the span of one row that has several queries."""
     size = cache.layout.block_size
     extent = batch.extents[row]
     end = extent.context_len
@@ -226,5 +228,5 @@ def _column(values: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _hide(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask that, added to scores, hides what is `hidden`."""
+    """Returns a mask that, added to scores, hides the tokens marked in `hidden`."""
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)

@@ -1,7 +1,7 @@
 """Ways to attend long rows on a GPU, beside the Triton kernels: torch's and FlashInfer's.
 
-A way gets rows whose K and V are stored already, in a record in bf16. `takes_cached` says if it
-reads the record, and so can attend rows with earlier tokens. Otherwise it reads the projections.
+A way gets rows whose K and V are stored already, in a record in bf16. With `takes_cached`, the way
+reads the record, so it can attend rows with cached tokens. Otherwise it reads the projections.
 
 The record as these libraries see it: K of a layer is a view of all blocks, with the strides of a
 block, a head and a token. So the layers within a block are only larger strides between pages.
@@ -45,19 +45,19 @@ class Way(Protocol):
     takes_cached: bool
 
     def is_available(self, device: torch.device) -> bool:
-        """True if all that it needs is installed, and made for this device."""
+        """True if the required packages are installed and support this device."""
         ...
 
     def open(self, device: torch.device) -> None:
-        """Makes it ready. May raise anything."""
+        """Prepares the way for use. May raise anything."""
         ...
 
     def close(self) -> None:
-        """Undoes `open`, as far as others would notice."""
+        """Undoes the effects of `open` on the rest of the process."""
         ...
 
     def takes(self, head_dim: int, scoring: Scoring) -> bool:
-        """True if it can attend heads of this size with these scores."""
+        """True if this way supports heads of this size with this scoring."""
         ...
 
     def attend(  # noqa: PLR0913 - as the seam of all attention
@@ -77,9 +77,9 @@ class Way(Protocol):
 
 
 class RaggedRows(NamedTuple):
-    """Some rows of a batch, as the libraries want them."""
+    """Some rows of a batch, in the form that the libraries expect."""
 
-    tokens: slice | torch.Tensor  # in the flat batch
+    tokens: slice | torch.Tensor  # places of their tokens in the flat batch
     cu_seqlens_q: torch.Tensor
     max_q: int
     max_k: int
@@ -94,17 +94,17 @@ class SdpaWay:
     takes_cached = False
 
     def is_available(self, device: torch.device) -> bool:
-        """True: torch has it everywhere."""
+        """True: torch supports it on every device."""
         return True
 
     def open(self, device: torch.device) -> None:
-        """Needs nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Needs nothing."""
+        """Does nothing."""
 
     def takes(self, head_dim: int, scoring: Scoring) -> bool:
-        """True if flash attention applies."""
+        """True if torch's flash attention supports this case."""
         is_plain = scoring.softcap is None and scoring.window is None
         return is_plain and head_dim in FLASH_HEAD_DIMS
 
@@ -120,7 +120,7 @@ class SdpaWay:
         rows: Sequence[int],
         scoring: Scoring,
     ) -> None:
-        """Attends each row to itself."""
+        """Attends each row by itself."""
         for extent in (batch.extents[row] for row in rows):
             tokens = slice(extent.query_start, extent.query_start + extent.query_len)
             heads = (x[tokens].transpose(0, 1)[None] for x in (query, key, value))
@@ -141,7 +141,7 @@ class VarlenWay:
         self.name = "torch-varlen-fa3" if has_fa3 else "torch-varlen"
 
     def is_available(self, device: torch.device) -> bool:
-        """True if torch has the function with the arguments that are used here."""
+        """True if torch has this function, with the arguments that are used here."""
         if importlib.util.find_spec("torch.nn.attention.varlen") is None:
             return False
         from torch.nn.attention import varlen
@@ -173,7 +173,7 @@ class VarlenWay:
                 restore_flash_attention_impl()
 
     def takes(self, head_dim: int, scoring: Scoring) -> bool:
-        """True but for softcaps."""
+        """True unless the layer has a softcap."""
         return scoring.softcap is None and head_dim in FLASH_HEAD_DIMS
 
     def attend(  # noqa: PLR0913
@@ -234,17 +234,17 @@ class FlashInferWay:
         return importlib.util.find_spec("flashinfer") is not None
 
     def open(self, device: torch.device) -> None:
-        """Takes its memory."""
+        """Allocates the workspace."""
         self._workspace = torch.empty(FLASHINFER_BYTES, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
-        """Frees it."""
+        """Frees the workspace."""
         self._workspace = None
         self._wrappers.clear()
         self._planned.clear()
 
     def takes(self, head_dim: int, scoring: Scoring) -> bool:
-        """True for the usual sizes of heads."""
+        """True for the usual head sizes."""
         return head_dim in FLASHINFER_HEAD_DIMS
 
     def attend(  # noqa: PLR0913
@@ -275,7 +275,7 @@ class FlashInferWay:
         rows: Sequence[int],
         scoring: Scoring,
     ) -> object:
-        """The wrapper for these scores, with the plan of this batch."""
+        """Returns FlashInfer's wrapper for this scoring, planned for this batch."""
         wrapper = self._wrapper(scoring)
         extents = [batch.extents[row] for row in rows]
         block_size = cache.layout.block_size
@@ -305,9 +305,9 @@ class FlashInferWay:
         return wrapper
 
     def _wrapper(self, scoring: Scoring) -> object:
-        """The wrapper for these scores, once the copy of its last plan has been made.
+        """Returns FlashInfer's wrapper for this scoring, once its last plan has been copied.
 
-        A plan lies in pinned memory, and the next one takes its place.
+        A plan lies in pinned memory, which the next plan overwrites.
         """
         if scoring not in self._wrappers:
             from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -322,12 +322,12 @@ SDPA = SdpaWay()
 
 
 def all_ways() -> tuple[Way, ...]:
-    """Every way, not opened."""
+    """Returns every way, not opened yet."""
     return SDPA, VarlenWay(has_fa3=False), VarlenWay(has_fa3=True), FlashInferWay()
 
 
 def _ragged(batch: AttentionBatch, rows: Sequence[int]) -> RaggedRows:
-    """These rows of the batch, made once for all layers."""
+    """Returns these rows of the batch, made once for all layers."""
     which = ("ragged", rows)
     if which not in batch.plans:
         batch.plans[which] = _make_ragged(batch, rows)
@@ -353,7 +353,7 @@ def _make_ragged(batch: AttentionBatch, rows: Sequence[int]) -> RaggedRows:
 
 
 def _tokens(extents: Sequence[Extent], device: torch.device) -> slice | torch.Tensor:
-    """The places of the rows' tokens in the flat batch; a slice if they are neighbours."""
+    """Returns the places of the rows' tokens in the flat batch; a slice if they are adjacent."""
     ranges = [range(e.query_start, e.query_start + e.query_len) for e in extents]
     if all(left.stop == right.start for left, right in pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop)
@@ -361,12 +361,12 @@ def _tokens(extents: Sequence[Extent], device: torch.device) -> slice | torch.Te
 
 
 def _ends(lens: Iterable[int]) -> list[int]:
-    """Prefix sums from 0."""
+    """Returns prefix sums, starting with 0."""
     return list(accumulate(lens, initial=0))
 
 
 def _host(numbers: Sequence[int]) -> torch.Tensor:
-    """int32 on the host, in pinned memory if there is a GPU."""
+    """Returns an int32 tensor on the host, in pinned memory if there is a GPU."""
     return held(np.array(numbers, np.int32), pinned=torch.cuda.is_available())
 
 
