@@ -1,7 +1,7 @@
 """The access log: one line for each request over HTTP or gRPC, when its answer has ended.
 
-A request costs one wrapped head and one line; nothing is done for its tokens. The query of an
-address is left out, since clients put secrets there. What the listener refuses is not logged.
+A request costs one wrapped response head and one line; nothing is done per token. The query of a
+URL is left out, since clients put secrets there. Requests that the listener refuses are not logged.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from engine.log_context import ACCESS
 from router.access.guard import tenant_of
 from router.gateway.metrics.meters import RequestMeter
 
-METER = "baton.meter"  # the key of a request's meter in its scope, for its line
+METER = "baton.meter"  # scope key of a request's meter, for its log line
 _ID = b"x-request-id"
 
 
 class AccessLog:
-    """An application around another one, whose requests it logs."""
+    """An ASGI application that wraps another one and logs its requests."""
 
     def __init__(self, app: ASGIApp, clock: Clock) -> None:
         self._app = app
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, and logs it whatever its end."""
+        """Answers one request, and logs it in every case."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -45,15 +45,15 @@ class AccessLog:
 
 @dataclass(frozen=True, slots=True)
 class AccessLine:
-    """One answered request. Fields that mean nothing for it are empty."""
+    """One answered request. Fields that do not apply to it are empty."""
 
-    client: str  # its address
+    client: str  # the client's address
     method: str
     path: str
-    status: int  # 0: the client left before there was one
+    status: int  # 0: the client left before a status was sent
     seconds: float
     key: str = ""  # the name of the API key
-    request_id: str = ""  # that the client got
+    request_id: str = ""  # the id that the client received
 
     def write(self, meter: RequestMeter | None = None) -> None:
         """Writes the line. Empty fields are left out."""

@@ -1,15 +1,15 @@
 """Answers calls, whatever their transport: checked, served by the router, written by a writer.
 
-HTTP endpoints, gRPC and jobs differ in how a call comes in and how its answer goes out. What is
-between is here. The life of one call:
+HTTP endpoints, gRPC and jobs differ in how a call comes in and how its answer goes out. The steps
+between are here. The life of one call:
 
-1. The body becomes one `Request` or more: checked, templated, tokenised, in a thread if it is long.
-   A grammar is compiled in a process of its own, which decides whether workers can follow it.
+1. The body becomes one or more `Request`s: checked, templated and tokenised, in a thread if long.
+   A grammar is compiled in a separate process, which decides whether workers can follow it.
 2. The router's updates become text, and text becomes pieces for the writer. Several choices are
    several requests to the router, with updates in any order. If one of them fails, the answer
    fails.
 3. The request is cancelled at a stop string, at the call's timeout, or when the caller is
-   cancelled. That cancels it on the workers.
+   cancelled. Then its workers are told to cancel it.
 """
 
 import asyncio
@@ -75,22 +75,22 @@ from router.text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 
-IGNORED_EVERY_S = 60.0  # between log lines about fields without effect
-LONG_BODY_BYTES = 4096  # takes about a millisecond to encode; a thread costs a tenth of that
-MANY_ITEMS = 256  # commas in a body: a short body may have a thousand prompts
-NUM_IN_TURN = 16  # choices begun or counted in one turn, some 0.1 ms each
+IGNORED_EVERY_S = 60.0  # seconds between log lines about ignored fields
+LONG_BODY_BYTES = 4096  # takes a millisecond to encode; a thread costs a tenth of it
+MANY_ITEMS = 256  # number of commas in a body: a short body may have a thousand prompts
+NUM_IN_TURN = 16  # choices started or counted in one turn of the loop, some 0.1 ms each
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout"
-MAX_ID_LEN = 128  # characters
+MAX_ID_LEN = 128  # characters in a client's own request id
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
 
 T = TypeVar("T")
-OpenWriter = Callable[[Heading], AnswerWriter]  # returns the writer of the answer to a checked call
+OpenWriter = Callable[[Heading], AnswerWriter]  # returns the writer of a checked call's answer
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayParts:
-    """The parts of a gateway that all ways to answer use."""
+    """The parts of a gateway that all kinds of calls share."""
 
     versions: Versions
     settings: GatewaySettings
@@ -117,7 +117,7 @@ class AnswerService:
         body_type: type[Body],
         port_of: Callable[[ServedVersion], RequestPort] = attrgetter("port"),
     ) -> None:
-        """`port_of` gives the way to a version's router; by default the router itself."""
+        """`port_of` returns the port of a version's router; by default the router itself."""
         self._parts = parts
         self._port_of = port_of
         self._dialect = dialect
@@ -125,9 +125,9 @@ class AnswerService:
         self._with_ignored = Seldom(IGNORED_EVERY_S)
 
     def call(self, data: bytes, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
-        """Returns a new call with this JSON body. Names of headers are in lower case.
+        """Returns a new call with this JSON body. Header names are in lower case.
 
-        Raises ApiError for a wrong header.
+        Raises ApiError for an invalid header.
         """
         rng, client_id = self._parts.rng, headers.get(ID_HEADER)
         timeout_s = session = None
@@ -150,7 +150,7 @@ class AnswerService:
         )
 
     async def answer(self, call: ApiCall, open: OpenWriter, meter: RequestMeter) -> None:
-        """Answers a call, and returns when the client has got the end of the answer.
+        """Answers a call, and returns when the client has received the end of the answer.
 
         Raises InvalidRequest if the call fails a check, before `open` is called.
         """
@@ -169,7 +169,7 @@ class AnswerService:
             try:
                 use = parts.accounts.begin(tenant.name, tenant.limits, received_s)
                 checked = await self._checked(call)
-                while not parts.versions.takes(checked.served):  # it began to leave meanwhile
+                while not parts.versions.takes(checked.served):  # the version has begun to leave
                     checked = await self._checked(call)
                 if use.account is not None:
                     use.hold_prompts(len(checked.echoes), received_s)
@@ -227,7 +227,7 @@ class AnswerService:
             await writer.end(Ending(outcome, call, choices))
             async for choice in _by_turns(uncounted, turn):
                 self._count(call, choice)
-        finally:  # the client has its end before it is counted
+        finally:  # measured after the client has its last piece
             for choice in uncounted:
                 self._count(call, choice)
             if outcome is not None:
@@ -239,7 +239,7 @@ class AnswerService:
     async def _choices(
         self, call: CheckedCall, meter: RequestMeter, turn: Turn
     ) -> list[AnswerChoice]:
-        """The choices of an answer, of which there may be two thousand."""
+        """Builds the choices of an answer; there may be two thousand."""
         parts = self._parts
         prompts = [PromptScores() for _ in call.echoes]
         return [
@@ -255,7 +255,7 @@ class AnswerService:
         ]
 
     def _count(self, call: CheckedCall, choice: AnswerChoice) -> None:
-        """Counts a choice that is over, and tells stores which blocks it used."""
+        """Counts a choice that has ended, and tells stores which blocks it used."""
         choice.measure()
         self._parts.recent.record(_shown(call, choice))
         if call.notes is not None and not choice.index % call.num_candidates:
@@ -264,7 +264,7 @@ class AnswerService:
     async def _in_time(
         self, call: CheckedCall, timeout_s: float, following: Coroutine[Any, Any, AnswerPiece]
     ) -> AnswerPiece:
-        """Returns the last piece of the answer; after the call's timeout, a failure's."""
+        """Returns the last piece of the answer; after the call's timeout, a piece of a failure."""
         left_s = call.first.received_s + timeout_s - self._parts.clock.now_s()
         try:
             async with asyncio.timeout(left_s) as timeout:
@@ -277,7 +277,7 @@ class AnswerService:
             return AnswerPiece(choice=0, text="", num_tokens=0, outcome=outcome)
 
     async def _checked(self, call: ApiCall) -> CheckedCall:
-        """Checks a call. Holds the call while no worker of its version is known."""
+        """Checks a call. The call waits while no worker of its version is known."""
         parts = self._parts
         held_s = min(parts.settings.router.queue_timeout_s, call.timeout_s or inf)
         while True:
@@ -314,7 +314,7 @@ class AnswerService:
         return replace(checked, ignored=tuple(names[:MAX_IGNORED]))
 
     def _record_ignored(self, call: ApiCall, names: Sequence[str]) -> None:
-        """Logs the fields of a request that have no effect, at most once in `IGNORED_EVERY_S`."""
+        """Logs the ignored fields of a request, at most once in `IGNORED_EVERY_S`."""
         num_calls = self._with_ignored.due(self._parts.clock.now_s())
         if num_calls is None:
             return
@@ -324,7 +324,7 @@ class AnswerService:
 
 
 async def _by_turns(many: Iterable[T], turn: Turn) -> AsyncIterator[T]:
-    """Yields all, and waits for a turn of the loop every `NUM_IN_TURN` items."""
+    """Yields all items, and waits for a turn of the loop every `NUM_IN_TURN` items."""
     for number, one in enumerate(many, start=1):
         if not number % NUM_IN_TURN:
             await turn()
@@ -332,9 +332,9 @@ async def _by_turns(many: Iterable[T], turn: Turn) -> AsyncIterator[T]:
 
 
 def _tell_stores(call: CheckedCall, notes: SessionNotes, choice: AnswerChoice) -> None:
-    """Tells stores which blocks a session used, of each prompt with its first answer."""
+    """Tells stores which blocks a session used. Only the first answer to a prompt counts."""
     if not choice.noted_ids:
-        return  # its prompt may not have been computed
+        return  # the prompt may not have been computed
     index = choice.index // call.num_candidates
     use = notes.use(index, choice.request.token_ids, choice.noted_ids)
     if use is not None:
@@ -353,7 +353,7 @@ def _vocabulary_of(text: TextModel) -> Vocabulary | None:
 
 
 def _check_id(text: str) -> None:
-    """Raises ApiError if the client's own id of a call could not be sent back as it came."""
+    """Raises ApiError if the client's own request id could not be sent back unchanged."""
     if not (0 < len(text) <= MAX_ID_LEN and text.isascii() and text.isprintable()):
         message = f"{ID_HEADER} must be 1 to {MAX_ID_LEN} printable ASCII characters"
         raise invalid_value(message, ID_HEADER)

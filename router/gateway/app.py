@@ -1,6 +1,6 @@
 """The HTTP gateway: OpenAI's API in front of the routers of all versions.
 
-Decides which endpoint a request goes to. `router.gateway.endpoint` has the life of one call.
+Decides which endpoint answers a request. `router.gateway.endpoint` has the life of one call.
 """
 
 import importlib.metadata
@@ -64,7 +64,7 @@ from router.gateway.versions import Versions
 from router.inbox.loop_turns import LoopTurns
 from router.inbox.parse_pools import ParsePools
 
-EXPOSED_HEADERS = (  # that scripts of other origins may read
+EXPOSED_HEADERS = (  # headers that scripts of other origins may read
     "x-request-id",
     "x-baton-decision",
     "x-baton-ignored",
@@ -76,7 +76,7 @@ EXPOSED_HEADERS = (  # that scripts of other origins may read
     "x-ratelimit-reset-tokens",
     "retry-after",
 )
-OTHER_PATHS = "other"  # the label of paths that answer no prompt, known or not
+OTHER_PATHS = "other"  # metric label of paths that answer no prompt, known or not
 
 
 def parts_of(  # noqa: PLR0913 - all that they are
@@ -91,7 +91,7 @@ def parts_of(  # noqa: PLR0913 - all that they are
     storage: Storage | None = None,
     tracing: Tracing | None = None,
 ) -> GatewayParts:
-    """Returns the parts that all ways to answer share. Raises BuildError."""
+    """Returns the parts that all kinds of calls share. Raises BuildError."""
     process = None if siblings is None else siblings.process
     gateway, router = settings.gateway, settings.router
     limits = KeyLimits(gateway.requests_per_s, gateway.tokens_per_min, gateway.max_streams)
@@ -124,7 +124,7 @@ def app_of(  # noqa: PLR0913 - all that it shows
     process: ProcessMeter | None = None,
     logs_requests: bool = False,
 ) -> ASGIApp:
-    """Returns the application over parts that others may use too."""
+    """Returns the application over `parts`, which other servers may use too."""
     version = version_of_baton()
     versions, metrics = parts.versions, parts.metrics
     if keys is not None:
@@ -202,7 +202,7 @@ def app_of(  # noqa: PLR0913 - all that it shows
 def dashboard_of(
     parts: GatewayParts, board: PoolBoard | None = None, siblings: Siblings | None = None
 ) -> Dashboard:
-    """Returns the dashboard over these parts. It is not open yet."""
+    """Returns the dashboard over these parts, not open yet."""
     return Dashboard(
         parts.versions,
         parts.recent,
@@ -216,9 +216,9 @@ def dashboard_of(
 
 
 def _with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
-    """Lets pages of other origins use the application; their preflights need no key.
+    """Lets pages of other origins use the application; their preflight requests need no key.
 
-    Pages send keys in the `authorization` header. So cookies are never allowed, and `*` is safe.
+    Pages send keys in the `authorization` header. Cookies are never allowed, so `*` is safe.
     """
     return CORSMiddleware(
         app,
@@ -230,7 +230,7 @@ def _with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
 
 
 class _Front:
-    """Calls answer endpoints directly, without the middleware that all other pages go through."""
+    """Calls answer endpoints directly, without the middleware of all other pages."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class _Front:
 
         async def noted(message: Message) -> None:
             nonlocal has_begun
-            if not has_begun:  # this is the head
+            if not has_begun:  # this message is the head
                 has_begun = True
                 handler = OTHER_PATHS if endpoint is None else path
                 self._metrics.record_status(str(method), handler, message.get("status", 0))

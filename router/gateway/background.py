@@ -1,26 +1,26 @@
-"""Work that a gateway does beside the answers to its clients."""
+"""Background work of a gateway, beside the answers to its clients."""
 
 from typing import Protocol
 
 
 class BackgroundPart(Protocol):
-    """One kind of such work."""
+    """One kind of background work."""
 
     async def open(self) -> None:
-        """Begins. The routers are open."""
+        """Starts the work. The routers are open."""
         ...
 
     def stop_draining(self) -> None:
-        """Lets a running `close` wait no longer."""
+        """Makes a running `close` stop waiting."""
         ...
 
     async def close(self, timeout_s: float) -> None:
-        """Stops; what a client waits for may take so long. The routers are still open."""
+        """Stops. Work that a client waits for may run for `timeout_s`. Routers are still open."""
         ...
 
 
 class BackgroundWork:
-    """All such work of one application: `app_of` adds it, and who serves the app opens it."""
+    """All background work of an application: `app_of` adds it, and the app's server opens it."""
 
     def __init__(self) -> None:
         self._parts: list[BackgroundPart] = []
@@ -30,16 +30,16 @@ class BackgroundWork:
         self._parts.append(part)
 
     async def open(self) -> None:
-        """Begins all work."""
+        """Starts all work."""
         for part in self._parts:
             await part.open()
 
     def stop_draining(self) -> None:
-        """Lets a running `close` wait no longer."""
+        """Makes a running `close` stop waiting."""
         for part in self._parts:
             part.stop_draining()
 
     async def close(self, timeout_s: float) -> None:
-        """Stops all work, the latest first; what a client waits for may take so long."""
+        """Stops all work, latest first. Work that a client waits for may run for `timeout_s`."""
         for part in reversed(self._parts):
             await part.close(timeout_s)

@@ -387,7 +387,7 @@ class KnownPrefixes:
     def __init__(self, state: RouterState, flight: Flight) -> None:
         self._state = state
         self._flight = flight
-        self._longest: Mapping[WorkerId, int] | None = None  # by name in the index, once looked up
+        self._longest: Mapping[WorkerId, int] | None = None  # by index name; None: unknown
 
     def hashes(self) -> Sequence[BlockHash]:
         """Hashes of the full blocks; empty if only one worker could hold them."""

@@ -52,7 +52,7 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant's requests in order of arrival, and the work that it may still place this turn."""
+    """A tenant's requests in order of arrival, and the work it may still place in this turn."""
 
     waiting: OrderedDict[RequestId, _Waiter] = field(default_factory=OrderedDict)
     ranked: list[tuple[tuple[float, int], RequestId]] = field(default_factory=list)  # a heap
@@ -91,7 +91,7 @@ class FairQueue:
         self._quantum = quantum
         self._returned: OrderedDict[RequestId, None] = OrderedDict()
         self._levels: dict[int, _Level] = {}
-        self._homes: dict[RequestId, tuple[int, str]] = {}  # for requests that were not returned
+        self._homes: dict[RequestId, tuple[int, str]] = {}  # not for returned requests
         self._num_put = 0
         self.size = 0  # number of requests; an attribute, as each event reads it
 
@@ -141,7 +141,7 @@ class FairQueue:
         self._returned.move_to_end(request_id, last=False)
 
     def head(self) -> RequestId | None:
-        """Returns the next request: the same one until it is removed or another goes before it."""
+        """Returns the next request, the same until it is removed or another is put before it."""
         if self._returned:
             return next(iter(self._returned))
         if not self._levels:
@@ -174,7 +174,7 @@ class FairQueue:
         )
 
     def longest(self) -> tuple[str, RequestId | None]:
-        """Returns the tenant with most requests, and its latest. Returned ones do not count."""
+        """Returns the tenant with most requests, and its latest. Returned requests do not count."""
         names = {name for level in self._levels.values() for name in level.tenants}
         if not names:
             return "", None

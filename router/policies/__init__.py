@@ -1,4 +1,4 @@
-"""Placement: which worker computes a prompt and which one goes on from it. One file a policy."""
+"""Placement: which workers compute a prompt and decode its answer. One file per policy."""
 
 from engine.config import RouterPolicy
 from router.policies.at_random import AtRandom

@@ -1,4 +1,4 @@
-"""A random worker with room, each with the same chance."""
+"""Chooses a random worker with room; all have the same chance."""
 
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ class AtRandom:
     is_fluid: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """The best placement."""
+        """Returns a random placement among the candidates."""
         prefillers = asked.candidates.prefillers
         prefill, worker = asked.rng.choice(prefillers)
         decode = prefill

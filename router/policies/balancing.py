@@ -1,27 +1,27 @@
-"""The running sequences that a busy decode worker gives to one with shorter steps.
+"""Chooses running sequences that a busy decode worker gives to a worker with shorter steps.
 
-New requests go where steps are shortest, so pools fill evenly. A worker that joins late has no part
-in that: it starts, takes the other role or comes back from a pause, and the others stay full until
-their answers end.
+New requests go where steps are shortest, so pools fill evenly. But a worker that joins late stays
+empty: after a start, a role change or a pause, the other workers stay full until their answers end.
 
-*When.* The step of the slowest worker is predicted to be longer than that of another one by the
-share `least_gain`, after that one has taken a sequence. Both have the same role, block layout and
-kernels: a move for speed alone must not change a token.
+*When.* The step of the slowest worker is predicted to be longer than the step of another worker by
+the share `least_gain`, even after the other worker has taken a sequence. Both have the same role,
+block layout and kernels: a move for speed alone must not change a token.
 
-*Which.* A sequence's gain is the tokens that it has left, each sooner by the difference of the two
-steps. Its cost is the copy of its KV, and `PAYBACK` times the pause that its client sees. It goes
-only if the gain is above the cost. So no sequence goes that is near its end, or whose copy would
-take as long as its rest. First go those with most tokens left for each token of context.
+*Which.* The gain of a sequence is its number of remaining tokens times the difference of the two
+steps. Its cost is the copy of its KV, plus `PAYBACK` times the pause that its client sees. The
+sequence moves only if the gain is above the cost. So a sequence that is near its end stays, as does
+one whose copy would take as long as its remaining tokens. The sequences with most remaining tokens
+per token of context move first.
 
-*Lending.* A fluid prefill worker without prompts takes sequences, too, if they have no bound on
-TPOT. It is taken to stay without prompts for as long again, so only the tokens of that time count.
-A step counts there for a little more than it takes (`slo.LEND_RATIO`), and the room that the
-sequence needs for what prompts would have found there. The move counts twice: when prompts come,
+*Lending.* A fluid prefill worker without prompts also takes sequences without a TPOT bound. It is
+assumed to stay without prompts for as long as it has been idle, so only the tokens of that time
+count. Its step is multiplied by `slo.LEND_RATIO`, and the room of the sequence costs the cached
+prompts that it evicts. The cost of the move counts twice: when prompts come,
 `router.machine.moves.lending` gives the sequence back.
 
-*How many.* Until both steps are predicted to be equal, and never beyond, so nothing goes back.
-`AT_ONCE` is the most. Several gateways may see the same two workers. Each counts one of its own
-sequences for as many as its share of the source is short of all of it.
+*How many.* Sequences move until both steps are predicted to be equal, and never beyond, so none
+moves back. `AT_ONCE` is the maximum. Several gateways may see the same two workers. So each gateway
+scales its own sequences up to the worker's total.
 
 Pure. Source: Llumnix, Sun et al., OSDI 2024, which balances by migration too.
 """
@@ -42,16 +42,16 @@ from router.cluster.view import ClusterView, DecodeClaim, WorkerView
 from router.policies.base import Costs
 from router.policies.slo import LEND_RATIO, LEND_SHARE
 
-AT_ONCE = 16  # sequences
-LEAST_LEFT = 16.0  # tokens that a sequence has to come after its copy
-PAYBACK = 4.0  # seconds to gain for each second in which the answer stands still
-PROMPTS_PAYBACK = 16.0  # for each second of prompts more: those behind them wait too
-LAST_BLOCKS = 2  # pulled while it stands still
+AT_ONCE = 16  # maximum number of sequences that move at once
+LEAST_LEFT = 16.0  # remaining tokens that a sequence must still have after its copy
+PAYBACK = 4.0  # seconds that must be gained per second of pause of the answer
+PROMPTS_PAYBACK = 16.0  # per second added to prompts: the prompts behind them wait too
+LAST_BLOCKS = 2  # blocks pulled while the answer pauses
 
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """Sequences that are to leave a decode worker, and the worker that is to take them."""
+    """Sequences that are to move from a decode worker to a target."""
 
     source: WorkerId
     target: WorkerId
@@ -62,32 +62,32 @@ class Relief:
 class Lenders:
     """Fluid prefill workers without prompts, which may take sequences."""
 
-    idle_s: Mapping[WorkerId, float] = field(default_factory=dict)  # for how long without
-    cached_token_s: float = 0.0  # seconds that a token in their caches saves prompts
+    idle_s: Mapping[WorkerId, float] = field(default_factory=dict)  # time without prompts
+    cached_token_s: float = 0.0  # seconds of prefill that a cached token saves there
 
 
 NO_LENDERS = Lenders()
 
 
-class _Load(msgspec.Struct, frozen=True):  # made for each worker at each look
-    """The sequences of a worker, as the price of its step sees them."""
+class _Load(msgspec.Struct, frozen=True):  # one per worker and comparison
+    """The sequences of a worker, as needed to predict its step."""
 
     worker: WorkerView
-    cost: DecodeCost | None  # for its steps; None if nothing was measured
+    cost: DecodeCost | None  # cost of its steps; None if nothing was measured
     num_seqs: float
     context_tokens: float
-    lasts_s: float  # how long it is expected to go on decoding
-    room_s: float  # what prompts lose by the room of a token
+    lasts_s: float  # seconds for which it is expected to go on decoding
+    room_s: float  # seconds that prompts lose per token of room
 
     def step_s(self, more_seqs: float = 0.0, more_tokens: float = 0.0) -> float:
-        """Returns the predicted seconds of its step with `more_seqs` more sequences."""
+        """Returns the predicted seconds of a step after adding sequences and tokens of context."""
         assert self.cost is not None
         num_seqs, tokens = self.num_seqs + more_seqs, self.context_tokens + more_tokens
         step_s = self.cost.seconds(round(num_seqs), round(tokens))
         return step_s if self.worker.info.role.decodes else LEND_RATIO * step_s
 
     def plus(self, num_seqs: float, context_tokens: float) -> "_Load":
-        """Returns the load with `num_seqs` more sequences."""
+        """Returns the load after adding `num_seqs` sequences."""
         return replace(
             self,
             num_seqs=self.num_seqs + num_seqs,
@@ -96,18 +96,18 @@ class _Load(msgspec.Struct, frozen=True):  # made for each worker at each look
 
     @property
     def most_blocks(self) -> float:
-        """Blocks that all its sequences together may have."""
+        """The maximum number of blocks for all sequences of the worker together."""
         info = self.worker.info
         return info.num_blocks * (1.0 if info.role.decodes else LEND_SHARE)
 
 
 class _Leaver(msgspec.Struct, frozen=True):
-    """A sequence that may leave."""
+    """A sequence that may move."""
 
     seq_id: SeqId
     context_tokens: int
-    left_tokens: float  # predicted
-    worth: float  # tokens left for each token of context
+    left_tokens: float  # predicted number of remaining tokens
+    worth: float  # remaining tokens per token of context
 
 
 def relief(
@@ -119,9 +119,9 @@ def relief(
     may_leave: Callable[[SeqId, WorkerId], bool],
     lenders: Lenders = NO_LENDERS,
 ) -> Relief | None:
-    """Returns the sequences that gain by a move to another worker; None if none does.
+    """Returns the sequences that gain by a move to another worker; None if no sequence gains.
 
-    `may_leave` says which sequences may be moved to a worker. `lenders` may take some, too.
+    `may_leave` says whether a sequence may move to a worker. `lenders` may take sequences too.
     """
     loads = {
         i: _load(worker, costs, lenders)
@@ -134,7 +134,7 @@ def relief(
     slowest_first = sorted(steps_s, key=lambda i: (-steps_s[i], i))
     for source in slowest_first:
         if steps_s[source] <= (1 + least_gain) * steps_s[slowest_first[-1]]:
-            return None  # nor does any later pair gain
+            return None  # no later pair gains either
         worker = loads[source].worker
         if not worker.decodes or not worker.info.role.decodes:
             continue
@@ -151,7 +151,7 @@ def relief(
 
 
 def counted_step_s(worker: WorkerView, costs: Costs) -> float | None:
-    """For how many seconds a worker's present step counts; None if nothing was measured."""
+    """Returns the weighted seconds of a worker's present step; None if nothing was measured."""
     load = _load(worker, costs)
     return None if load.cost is None else load.step_s()
 
@@ -178,7 +178,7 @@ def _load(worker: WorkerView, costs: Costs, lenders: Lenders = NO_LENDERS) -> _L
 def _targets(
     view: ClusterView, source: WorkerId, fastest_first: Iterable[_Load]
 ) -> Sequence[WorkerId]:
-    """The fastest of each role: an idle prefill worker may take none of the sequences."""
+    """Returns the fastest target of each role: a prefill worker may take none of the sequences."""
     found: dict[Role, WorkerId] = {}
     for load in fastest_first:
         role = load.worker.info.role
@@ -188,7 +188,7 @@ def _targets(
 
 
 def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
-    """True if the target has a place, where a sequence goes on with the same tokens and KV."""
+    """True if the target has room, and the sequence would continue with the same tokens and KV."""
     worker, ours = load.worker, view.workers[source].info
     theirs, target = worker.info, worker.info.worker_id
     return (
@@ -203,7 +203,7 @@ def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
 
 
 def _leavers(worker: WorkerView, lengths: AnswerLengths) -> list[_Leaver]:
-    """Returns the sequences of a worker, those with most to gain first."""
+    """Returns the sequences of a worker; those with most to gain come first."""
     leavers = [_leaver(seq_id, claim, lengths) for seq_id, claim in worker.decodes.items()]
     return sorted(leavers, key=attrgetter("worth"), reverse=True)
 
@@ -214,21 +214,21 @@ def _leaver(seq_id: SeqId, claim: DecodeClaim, lengths: AnswerLengths) -> _Leave
 
 
 def _may_gain(source: _Load, target: _Load, least_gain: float) -> bool:
-    """False if not even the sequence with the least context would have a shorter step there."""
+    """False if even the sequence with the least context would not have a shorter step there."""
     weight = _weight(source)
     least = min([claim.context_tokens for claim in source.worker.decodes.values()])
     return source.step_s() > (1 + least_gain) * target.step_s(weight, weight * least)
 
 
 def _weight(source: _Load) -> float:
-    """For how many sequences one of ours stands: other gateways move their share."""
+    """How many sequences one of ours represents, as other gateways move their own share."""
     return source.num_seqs / max(len(source.worker.decodes), 1)
 
 
 def _chosen(
     source: _Load, target: _Load, leavers: Iterable[_Leaver], costs: Costs, least_gain: float
 ) -> Iterator[SeqId]:
-    """Yields the sequences that leave, until both workers are predicted to be equally fast."""
+    """Yields the sequences that move, until both workers are predicted to be equally fast."""
     weight, pull = _weight(source), costs.pull_cost(target.worker)
     num_chosen, num_blocks, wanted_gain = 0, target.worker.promised_blocks, least_gain
     here_s, most_blocks = source.step_s(), target.most_blocks
@@ -260,6 +260,6 @@ def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, pull: P
         return False
     pause_s = pull.seconds(LAST_BLOCKS, LAST_BLOCKS * block_bytes) + there_s
     room_s = target.room_s * (leaver.context_tokens + left_then)
-    num_moves = 1 if target.worker.info.role.decodes else 2  # there, and back again
+    num_moves = 1 if target.worker.info.role.decodes else 2  # there, and back again if it was lent
     cost_s = num_moves * (copy_s + PAYBACK * pause_s) + PROMPTS_PAYBACK * room_s
     return left_then * (here_s - there_s) > cost_s

@@ -1,8 +1,8 @@
 """The question that a placement policy gets, and its possible answers.
 
-A policy chooses among candidates, the workers that could serve the request now (`candidates.py`).
-It is a function of the view, the need and the costs. A seeded generator breaks ties. That generator
-and a turn counter are its only state.
+A policy chooses among candidates, the workers that could serve the request now (`candidates.py`). A
+policy is a function of the view, the need and the costs. Its only state is a turn counter and a
+seeded generator, which breaks ties.
 """
 
 import random
@@ -22,14 +22,14 @@ Worker = tuple[WorkerId, WorkerView]
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Both workers are the same where prefill and decode run in one."""
+    """The two workers of a request; they are the same if one worker prefills and decodes."""
 
     prefill: WorkerId
     decode: WorkerId
 
 
 class SharedPrompt(msgspec.Struct, frozen=True):
-    """The placement of another request with the same prompt, and the tokens found there."""
+    """The placement of another request with the same prompt, and its number of cached tokens."""
 
     placement: Placement
     num_tokens: int
@@ -38,62 +38,63 @@ class SharedPrompt(msgspec.Struct, frozen=True):
 class Need(msgspec.Struct, frozen=True):
     """The room that a placement must provide."""
 
-    num_tokens: int  # to prefill
-    max_len: int  # tokens at the end of the answer, prompt included
-    predicted_len: int | None = None  # the same, as answers like it ended; None: `max_len`
-    kept_tokens: Mapping[WorkerId, int] = {}  # left by earlier attempts
+    num_tokens: int  # number of tokens to prefill
+    max_len: int  # maximum final length in tokens, prompt included
+    predicted_len: int | None = None  # predicted final length; None: `max_len`
+    kept_tokens: Mapping[WorkerId, int] = {}  # cached by earlier attempts, by worker
     shared: SharedPrompt | None = None
-    preempted_s: Mapping[WorkerId, float] = {}  # when, by worker
+    preempted_s: Mapping[WorkerId, float] = {}  # time of the last preemption, by worker
     tpot_bound_s: float | None = None
     may_pull: bool = True
 
     @property
     def end_len(self) -> int:
-        """Tokens that memory is reserved for."""
+        """The number of tokens that memory is reserved for."""
         if self.predicted_len is None:
             return self.max_len
         return min(max(self.predicted_len, self.num_tokens + 1), self.max_len)
 
     @property
     def decodes(self) -> bool:
-        """True if tokens follow the first one, which comes with the prompt."""
+        """True if tokens follow the first one, which comes from the prefill."""
         return self.max_len > self.num_tokens + 1
 
     @property
     def num_to_come(self) -> int:
-        """Tokens of the answer that are predicted to come."""
+        """The predicted number of tokens in the answer."""
         return max(self.end_len - self.num_tokens, 1)
 
     @property
     def mean_context_tokens(self) -> int:
-        """Tokens of context in the middle of its growth."""
+        """The mean context length in tokens while the answer grows."""
         return (self.num_tokens + self.end_len) // 2
 
 
 class Known(Protocol):
-    """The prompt's leading tokens that workers hold, looked up when a policy first asks."""
+    """The leading tokens of the prompt that workers hold. They are looked up at the first use."""
 
     def matched_tokens(self) -> Mapping[WorkerId, int]:
-        """Leading tokens in full blocks that each worker holds; one token is always left over.
+        """Leading tokens in full blocks that each worker holds; at least one token is left to
+        compute.
 
-        Of a store, those in its memory.
+        For a store, only blocks in its memory count.
         """
         ...
 
     def matched_below(self) -> Mapping[tuple[WorkerId, str], int]:
-        """The same for stores and their lower media (`router.cluster.media`)."""
+        """The same for the lower media of stores (`router.cluster.media`)."""
         ...
 
 
 class Costs(Protocol):
-    """Predicted seconds. None: nothing was measured yet."""
+    """Predicted seconds. None means that nothing was measured yet."""
 
     def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
         """Seconds to compute a prompt of which `num_cached` leading tokens are cached."""
         ...
 
     def pull_s(self, worker: WorkerView, num_tokens: int) -> float:
-        """Seconds to pull `num_tokens` in full blocks to this worker; at first a guess."""
+        """Seconds for this worker to pull `num_tokens` in full blocks; at first a guess."""
         ...
 
     def pull_cost(self, worker: WorkerView) -> PullCost:
@@ -101,15 +102,15 @@ class Costs(Protocol):
         ...
 
     def load_s(self, store: WorkerView, medium: str, num_blocks: int) -> float:
-        """Seconds until a store has read `num_blocks` from a lower medium; at first a guess."""
+        """Seconds for a store to read `num_blocks` from a lower medium; at first a guess."""
         ...
 
     def offer_s(self) -> float:
-        """Seconds until a worker that computes prompts answers a request for a prefix."""
+        """Seconds for a worker that is computing prompts to answer a request for a prefix."""
         ...
 
     def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
-        """Seconds of a decode step of `num_seqs` sequences with `context_tokens` in all."""
+        """Seconds of a decode step of `num_seqs` sequences with `context_tokens` in total."""
         ...
 
     def decode_cost(self, worker: WorkerView) -> DecodeCost | None:
@@ -121,57 +122,57 @@ class PrefillCandidate(msgspec.Struct, frozen=True):
     """A worker that could have computed the prompt. Unknown predictions are None."""
 
     worker_id: WorkerId
-    wait_s: float | None  # until the worker is done with its other prompts
+    wait_s: float | None  # seconds until the worker has computed its other prompts
     predicted_ttft_s: float | None
     num_matched_tokens: int
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """A placement and its reasons, as clients may read them. Unknown predictions are None."""
+    """A placement and its reasons, which clients may read. Unknown predictions are None."""
 
     policy: str
     why: str
     prefill_worker: WorkerId
     decode_worker: WorkerId
-    num_candidates: int  # prefill workers that were compared
-    num_matched_tokens: int = 0  # in the prefill worker
-    pulled_from: WorkerId | None = None  # the worker or store whose prefix is pulled first
-    num_pulled_tokens: int = 0  # beyond the matched ones
-    pulled_medium: str | None = None  # a store's slowest one that it needs; None: from a worker
-    predicted_load_s: float = 0.0  # until the store has read what it lacks in memory
-    predicted_ttft_s: float | None = None  # from the placement on
+    num_candidates: int  # number of prefill workers that were compared
+    num_matched_tokens: int = 0  # leading tokens cached in the prefill worker
+    pulled_from: WorkerId | None = None  # the worker or store from which a prefix is pulled first
+    num_pulled_tokens: int = 0  # pulled tokens beyond the matched tokens
+    pulled_medium: str | None = None  # slowest medium to be read; None: from a worker
+    predicted_load_s: float = 0.0  # seconds until the store has read what is not in its memory
+    predicted_ttft_s: float | None = None  # seconds from the placement to the first token
     predicted_tpot_s: float | None = None
-    drag: float = 1.0  # factor by which decoding beside it slows its prompt down
+    drag: float = 1.0  # factor by which decoding on its worker slows the prompt down
     candidates: tuple[
         PrefillCandidate, ...
-    ] = ()  # the chosen one first; empty if it was not explained
+    ] = ()  # the chosen one first; empty if the decision was not explained
 
     @property
     def placement(self) -> Placement:
-        """Returns the two workers."""
+        """Returns the prefill and the decode worker."""
         return Placement(self.prefill_worker, self.decode_worker)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that the prefill worker will not compute, if all goes as predicted."""
+        """The tokens that the prefill worker is predicted not to compute."""
         return self.num_matched_tokens + self.num_pulled_tokens
 
     def pulled_of(self, num_cached_tokens: int) -> int:
-        """How many of the tokens that turned out to be cached were pulled for this request."""
+        """Returns how many of the cached tokens were pulled for this request."""
         num_pulled = num_cached_tokens - self.num_matched_tokens
         return min(max(num_pulled, 0), self.num_pulled_tokens)
 
 
 class Busy(msgspec.Struct, frozen=True):
-    """All workers that could serve this are full."""
+    """All workers that could serve the request are full."""
 
-    until_s: float | None = None  # one is predicted to be free then, should nothing happen before
-    lacks: Role = Role.DECODE  # which of the two is waited for; in doubt it is room
+    until_s: float | None = None  # predicted time at which a worker is free; None if unknown
+    lacks: Role = Role.DECODE  # the role that is waited for; in doubt decode workers with room
 
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """No live worker could serve this, and why."""
+    """No live worker could serve the request, and the reason."""
 
     reason: str
 
@@ -182,28 +183,28 @@ class Candidates(msgspec.Struct, frozen=True):
     `partners` maps each prefill worker to the decode workers that have room and that its KV can
     reach. A worker that also decodes is its own partner.
 
-    One of the two lists may be empty, if the policy asks fluid workers to do both. If none of these
+    One of the two lists may be empty, if the policy lets fluid workers do both. If no fluid worker
     can, `busy` says what the request waits for.
     """
 
     prefillers: list[Worker]
     decoders: list[Worker]
-    apart: frozenset[tuple[WorkerId, WorkerId]] = frozenset()  # KV does not arrive between them
+    apart: frozenset[tuple[WorkerId, WorkerId]] = frozenset()  # pairs whose pulls failed
     busy: Busy = Busy()
 
     def partners(self, prefill: WorkerId) -> list[Worker]:
-        """Decode workers for what this one prefills."""
+        """Returns the decode workers that can take over from this prefill worker."""
         if not self.apart:
             return self.decoders
         return [item for item in self.decoders if (prefill, item[0]) not in self.apart]
 
 
 class Queue(msgspec.Struct, frozen=True):
-    """Other prompts that wait or will come, in shares for each worker that prefills."""
+    """Other prompts that wait or are expected, in shares per worker that prefills."""
 
-    waiting: float = 0.0  # requests
-    seconds: float = 0.0  # that all these are predicted to take
-    busy: float = 0.0  # share of the time that prompts lately took; above 1 if they must queue
+    waiting: float = 0.0  # number of requests
+    seconds: float = 0.0  # predicted seconds to compute all waiting prompts
+    busy: float = 0.0  # share of the time lately spent on prompts; above 1 if prompts must queue
 
 
 EMPTY = Queue()
@@ -211,7 +212,7 @@ EMPTY = Queue()
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """All that a policy may look at."""
+    """All that a policy may read."""
 
     view: ClusterView
     candidates: Candidates
@@ -220,7 +221,7 @@ class Asked:
     costs: Costs
     now_s: float
     rng: random.Random
-    wait_bound_s: float = inf  # the longest queue at a worker that prefills
+    wait_bound_s: float = inf  # longest queue in seconds at a worker that prefills
 
 
 class Policy(Protocol):
@@ -228,12 +229,12 @@ class Policy(Protocol):
 
     name: ClassVar[str]
     binds_late: ClassVar[bool]
-    """True if a prompt waits in the router until a prefill worker has little left to do."""
+    """True if a prompt waits in the router until a prefill worker has little work left."""
     pulls: ClassVar[bool]
-    """True if it may have a prefix pulled before the rest is computed."""
+    """True if the policy may have a prefix pulled before the rest is computed."""
     is_fluid: ClassVar[bool]
-    """True if it may choose one fluid worker for both, so it is asked while a pool is full."""
+    """True if the policy may choose one fluid worker for both, even while a pool is full."""
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """The best placement, or `Busy` if waiting for a better one pays."""
+        """Returns the best placement, or `Busy` if waiting for a better one pays."""
         ...

@@ -1,19 +1,19 @@
-"""The workers that could take a request now, for every policy.
+"""Finds the workers that could take a request now, for every policy.
 
-A prompt waits in the router until a prefill worker has little left to do. So no prompt waits behind
+A prompt waits in the router until a prefill worker has little work left. So no prompt waits behind
 a long one while another worker is idle. "Little" is a number of predicted seconds, or of tokens
-while there is no prediction. Policies that do not bind late skip this.
+while there is no prediction. Policies that do not bind late skip this rule.
 
-Memory at a decode worker is counted at the predicted lengths of answers, for running requests and
-for the new one. If a prediction fails, the worker returns its youngest sequence.
+Memory at a decode worker is counted for the predicted lengths of answers, of running requests and
+of the new one. If a prediction is too short, the worker returns its youngest sequence.
 
-A decode worker that ran out of memory under this request may take it again after it has reported
-room for all of it.
+After a decode worker ran out of memory and returned this request, it may take the request again
+when it has reported room for all of it.
 
 A mixed worker decodes what it prefills. If there is no prefill worker, fluid decode workers stand
-in, however long it takes.
+in, however long their prefill takes.
 
-Severed workers are not combined while there are others, even if those are busy. Waiting is quicker
+Severed workers are not combined while there are other workers, even busy ones. Waiting is quicker
 than failing again.
 """
 
@@ -24,23 +24,23 @@ from engine.messages import Role, WorkerId
 from router.cluster.view import ClusterView, WorkerView
 from router.policies.base import Busy, Candidates, Costs, Impossible, Need, Worker
 
-LEAST_WAIT_S = 1e-3  # predictions and sums of times are no more exact
+LEAST_WAIT_S = 1e-3  # seconds; predictions and sums of times are less exact than this
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
     """The most work that a prefill worker may still have when it gets another prompt."""
 
-    tokens: int  # the new prompt included; a worker without work takes any prompt
-    seconds: float  # the new prompt not included; used if times are known
+    tokens: int  # limit with the new prompt included; an idle worker takes any prompt
+    seconds: float  # limit without the new prompt; used if times are known
     costs: Costs
     now_s: float
 
     def wait_s(self, worker: WorkerView, num_tokens: int) -> float:
-        """Seconds until the worker has room; 0 if it has room now.
+        """Returns the seconds until the worker has room; 0 if it has room now.
 
-        Infinity if no time is known, or if time alone does not help: its first prompt takes longer
-        than predicted, and the others wait for it.
+        Returns infinity if no time is known, or if time alone does not help: the worker's first
+        prompt takes longer than predicted, and the other prompts wait for it.
         """
         ready_s = predicted_ready_s(worker, self.costs, self.now_s)
         if ready_s is not None:
@@ -55,7 +55,7 @@ class Backlog:
 
 
 def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float | None:
-    """Seconds until the worker has computed all its prompts. None if unknown."""
+    """Returns the seconds until the worker has computed all its prompts. None if unknown."""
     if worker.prefills and not worker.reserved_s:
         return None
     foreign_s = foreign_prefill_s(worker, costs)
@@ -63,7 +63,7 @@ def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float |
 
 
 def longest_predicted_s(worker: WorkerView, costs: Costs) -> float | None:
-    """The longest predicted step of a worker: all its work, with whole prompts.
+    """Returns the longest predicted step of a worker: all its work, with whole prompts.
 
     None if unknown.
     """
@@ -79,7 +79,7 @@ def longest_predicted_s(worker: WorkerView, costs: Costs) -> float | None:
 
 
 def foreign_prefill_s(worker: WorkerView, costs: Costs) -> float | None:
-    """Seconds of other gateways' prompts at the worker's last report. None if unknown."""
+    """Returns the seconds of other gateways' prompts at the last report. None if unknown."""
     if not worker.foreign.prompt_tokens:
         return 0.0
     return costs.prefill_s(worker, worker.foreign.prompt_tokens, 0)
@@ -93,16 +93,17 @@ def find(
     is_fluid: bool = False,
     other_than: WorkerId | None = None,
 ) -> Candidates | Busy | Impossible:
-    """Finds workers that have room; with `backlog`, only prefill workers with little to do.
+    """Finds workers that have room. With `backlog`, only prefill workers with little work count.
 
-    With `is_fluid` there may be no prefill worker, if a fluid decode worker has room, and no decode
-    worker, if a fluid prefill worker has time. `other_than` is left out.
+    With `is_fluid`, the list of prefill workers may be empty if a fluid decode worker has room. The
+    list of decode workers may be empty if a fluid prefill worker has time. `other_than` is left
+    out.
     """
     workers = view.workers.items()
     decoders = [(i, w) for i, w in workers if w.info.role.decodes and i != other_than]
     prefillers = [item for item in view.prefillers() if item[0] != other_than]
     if not prefillers:
-        return Busy(lacks=Role.PREFILL)  # one may come: dead workers are replaced, roles change
+        return Busy(lacks=Role.PREFILL)  # one may join: workers are replaced, roles change
     if not decoders:
         return Busy()
     fault = _fault(prefillers, decoders, need)
@@ -163,7 +164,7 @@ def _kept_apart(
     alive: tuple[list[Worker], list[Worker]],
     room: tuple[list[Worker], list[Worker]],
 ) -> Candidates | Busy:
-    """Keeps only prefill workers whose KV reaches a decode worker, if such workers are alive."""
+    """Keeps only prefill workers whose KV reaches a decode worker, if there are any alive."""
     apart = frozenset(view.severed)
     prefillers, decoders = room
     able = reaching(prefillers, decoders, apart)
@@ -179,7 +180,7 @@ def reaching(
     decoders: Sequence[Worker],
     apart: Container[tuple[WorkerId, WorkerId]],
 ) -> list[Worker]:
-    """The prefill workers whose KV reaches one of these decode workers."""
+    """Returns the prefill workers whose KV reaches one of these decode workers."""
     return [
         (worker_id, worker)
         for worker_id, worker in prefillers
@@ -189,19 +190,19 @@ def reaching(
 
 
 def tokens_to_compute(worker: WorkerView, need: Need) -> int:
-    """Tokens that a worker would have to prefill, less the prompt that its group shares."""
+    """Returns the tokens that a worker would have to prefill, less a prompt shared in its group."""
     if need.shared is None or need.shared.placement.prefill != worker.info.worker_id:
         return need.num_tokens
     return need.num_tokens - need.shared.num_tokens
 
 
 def decode_blocks(worker: WorkerView, need: Need) -> int:
-    """KV blocks that the request is predicted to hold at its end."""
+    """Returns the number of KV blocks that the request is predicted to hold at its end."""
     return worker.info.layout.num_blocks_for(need.end_len)
 
 
 def has_memory(worker: WorkerView, num_tokens: int) -> bool:
-    """True if the worker could hold this many tokens if it held nothing else."""
+    """True if the empty worker could hold this many tokens."""
     return worker.info.layout.num_blocks_for(num_tokens) <= worker.info.num_blocks
 
 
@@ -210,19 +211,19 @@ def _fits_empty(worker: WorkerView, need: Need) -> bool:
 
 
 def _could_prefill(worker: WorkerView, need: Need) -> bool:
-    """True if the worker holds the prompt or, if it goes on decoding, the whole answer."""
+    """True if the worker can hold the prompt or, if it also decodes, the whole answer."""
     if worker.info.role.decodes:
         return _fits_empty(worker, need)
     return has_memory(worker, need.num_tokens)
 
 
 def promised_share(worker: WorkerView) -> float:
-    """The promised share of a worker's KV."""
+    """Returns the share of a worker's KV blocks that is promised to requests."""
     return worker.promised_blocks / worker.info.num_blocks
 
 
 def has_room(worker: WorkerView, need: Need) -> bool:
-    """True if a decode worker has memory and a place for the request."""
+    """True if a decode worker has memory and a slot for the request."""
     blocks = worker.promised_blocks + decode_blocks(worker, need)
     if blocks > worker.info.num_blocks or worker.num_decodes >= worker.info.max_running:
         return False
@@ -238,7 +239,7 @@ def _has_reported_room(worker: WorkerView, need: Need, since_s: float) -> bool:
 
 
 def least(workers: Sequence[Worker], cost: Callable[[Worker], tuple[float, ...]]) -> list[Worker]:
-    """Returns the workers of least cost, in order of name."""
+    """Returns the workers of least cost, sorted by name."""
     costs = [cost(item) for item in workers]
     lowest = min(costs)
     return sorted(

@@ -1,8 +1,8 @@
-"""The decode worker in which a running sequence goes on.
+"""The decode worker on which a running sequence continues.
 
 The rule is the policy's for a new sequence: room at its predicted end, then the least time per
-token after it has joined. While that is unknown, the worker with the smallest promised share of KV
-is taken. The sequence is not held back for a bound on its pace.
+token after it has joined. While that time is unknown, the worker with the smallest promised share
+of KV is chosen. The sequence is never held back for its TPOT bound.
 """
 
 import random
@@ -17,7 +17,7 @@ from router.policies.slo import tpot_s
 def next_decoder(
     view: ClusterView, need: Need, *, source: WorkerId, costs: Costs, rng: random.Random
 ) -> WorkerId | None:
-    """Chooses where a sequence at `source` goes on. None if there is no room for it now."""
+    """Chooses where a sequence at `source` continues. None if no worker has room for it now."""
     able = [
         item
         for item in reachable(view, source)
@@ -36,7 +36,7 @@ def next_decoder(
 
 
 def reachable(view: ClusterView, source: WorkerId) -> list[Worker]:
-    """Other workers that can read the blocks of `source` and that these blocks reach."""
+    """Returns the other workers that can read the blocks of `source` and that its KV reaches."""
     layout = view.workers[source].info.layout
     return [
         (worker_id, worker)

@@ -1,8 +1,9 @@
-"""The prefill worker with the shortest backlog, and the decode worker with the most free KV.
+"""Chooses the prefill worker with the shortest backlog, and the decode worker with most free KV.
 
-If the two workers of a shared prompt have room, the policy takes them. A decode worker where an
-earlier attempt left KV goes first, as it pulls the rest only. Among prefill workers with equal
-backlogs, one from which that worker can pull is taken. A prefix is pulled where that is quicker.
+If the two workers of a shared prompt have room, the policy chooses them. A decode worker with KV of
+an earlier attempt is preferred, as it pulls only the rest. Among prefill workers with equal
+backlogs, one from which that decode worker can pull is preferred. A prefix is pulled if that is
+quicker than computing it.
 """
 
 from typing import ClassVar
@@ -14,7 +15,7 @@ from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
 
 
 class LeastLoaded:
-    """Counts tokens. It uses costs only to decide whether a pull pays."""
+    """Compares backlogs in tokens. Costs are only used to decide whether a pull pays."""
 
     name: ClassVar[str] = "least-loaded"
     binds_late: ClassVar[bool] = True
@@ -22,14 +23,14 @@ class LeastLoaded:
     is_fluid: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """The best placement."""
+        """Returns the placement with the shortest backlog."""
         return with_leader(asked, self.name) or shortest_backlog(
             asked, self.name, "shortest backlog"
         )
 
 
 def shortest_backlog(asked: Asked, policy: str, why: str) -> Decision:
-    """The placement with the fewest tokens to compute first."""
+    """Returns the placement with the fewest tokens to compute first."""
 
     def cost(item: Worker) -> tuple[float, ...]:
         backlog = item[1].promised_tokens + tokens_to_compute(item[1], asked.need)

@@ -1,4 +1,4 @@
-"""The less loaded of two random workers, for prefill and for decode.
+"""Chooses the less loaded of two random workers, for prefill and for decode.
 
 Source: Mitzenmacher, The power of two choices in randomized load balancing, 2001.
 """
@@ -11,7 +11,7 @@ from router.policies.sharing import with_leader
 
 
 class PowerOfTwo:
-    """Looks at two workers of each pool, however many there are."""
+    """Compares two workers of each pool, whatever the size of the pool."""
 
     name: ClassVar[str] = "power-of-two"
     binds_late: ClassVar[bool] = False
@@ -19,7 +19,7 @@ class PowerOfTwo:
     is_fluid: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """The best placement."""
+        """Returns the better placement of two."""
         shared = with_leader(asked, self.name)
         if shared is not None:
             return shared

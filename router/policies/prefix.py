@@ -1,8 +1,8 @@
-"""The prefill worker with the fewest tokens to compute before the prompt is done.
+"""Chooses the prefill worker with the fewest tokens to compute until the prompt is done.
 
-One sum weighs affinity against balance: a worker's backlog, plus the part of this prompt that it
-does not hold. Nothing is pulled and no prompt waits in the router, so a hot prefix has a queue
-where it is.
+One sum weighs affinity against balance: a worker's backlog, plus the part of this prompt that the
+worker does not hold. Nothing is pulled and no prompt waits in the router. So requests with a hot
+prefix queue at the worker that holds it.
 
 Source: the cost of Dynamo's KV router, with a credit of one for each cached token.
 """
@@ -15,7 +15,7 @@ from router.policies.sharing import emptiest_decoder, with_leader
 
 
 class Prefix:
-    """Takes the worker that holds the prefix, unless its queue is longer than the prefix."""
+    """Chooses the worker that holds the prefix, unless its queue is longer than the prefix."""
 
     name: ClassVar[str] = "prefix"
     binds_late: ClassVar[bool] = False
@@ -23,7 +23,7 @@ class Prefix:
     is_fluid: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """The best placement."""
+        """Returns the placement with the fewest tokens to compute."""
         shared = with_leader(asked, self.name)
         if shared is not None:
             return shared

@@ -1,15 +1,15 @@
 """Workers and stores from which a prompt's prefix could be pulled before the rest is computed.
 
-What is in memory is pulled at once. What a store has on a lower medium it reads while it is pulled,
+Blocks in memory are pulled at once. A store reads blocks from a lower medium while they are pulled,
 so the two times do not add up:
 
     in memory     answer + pull(k)
     on disk, or   max(pull(k), load(what the store lacks in memory))
     as objects
 
-For each medium, the deepest holder is compared: of the media above, it may hold less. A store reads
-all that it lacks, whatever the sink has, since its lease grows in the order of the prompt. It reads
-its lower media at the same time.
+For each medium, the store with the longest prefix is compared; a faster medium may hold less of the
+prompt. A store reads all blocks that are not in its memory, even those that the sink has, since its
+lease grows in the order of the prompt. It reads its lower media in parallel.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
@@ -22,24 +22,24 @@ from router.cluster.view import WorkerView
 from router.policies.base import Asked, Worker
 from router.policies.candidates import predicted_ready_s
 
-# Before any prompt was timed, a prefix is pulled if it saves at least this many tokens. A smaller
-# one may be computed as fast as it is offered. A slower medium must hold as many more to be used.
+# Before any prompt was timed, a prefix is pulled if it saves at least this many tokens. Computing a
+# smaller prefix may be as fast as the offer. A slower medium must hold this many more tokens.
 LEAST_SPARED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A worker or store that holds more of the prompt than the one that is to compute it."""
+    """A worker or store that holds more of the prompt than the worker that is to compute it."""
 
     worker_id: WorkerId
     num_tokens: int
-    medium: str | None = None  # a store's; None: the pool of a worker
-    answers_s: float = 0.0  # seconds until it answers, beside the pull's own
-    load_s: float = 0.0  # seconds until a store has read them
+    medium: str | None = None  # a medium of a store; None: the block pool of a worker
+    answers_s: float = 0.0  # seconds until it answers, in addition to the pull
+    load_s: float = 0.0  # seconds until a store has read the blocks
 
 
 class _Hold(NamedTuple):
-    """What a worker or store holds on one medium."""
+    """The leading tokens that a worker or store holds on one medium."""
 
     num_tokens: int
     worker_id: WorkerId
@@ -48,7 +48,7 @@ class _Hold(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Equally good holders."""
+    """The holders of one medium that are equally good."""
 
     medium: str
     num_tokens: int
@@ -58,11 +58,11 @@ class _Found:
 
 
 class Holders:
-    """The workers and stores that hold a prefix of a prompt, the longest first."""
+    """The workers and stores that hold a prefix of a prompt, longest prefix first."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._found: dict[Hashable, list[_Found]] = {}  # by kind of sink
+        self._found: dict[Hashable, list[_Found]] = {}  # by fingerprint and layout of the sink
         self.matched = dict(asked.known.matched_tokens())
         suspects = {source for source, _ in asked.view.severed}
         live = asked.view.workers.keys() - suspects if suspects else asked.view.workers.keys()
@@ -73,7 +73,7 @@ class Holders:
             self._rank_below(below, live)
 
     def _rank_below(self, below: Mapping[tuple[WorkerId, str], int], live: Set[WorkerId]) -> None:
-        """Ranks what stores hold on lower media, each without what a faster medium of it holds."""
+        """Ranks stores' lower media; a medium is left out if a faster one holds as much."""
         found: dict[Medium, list[_Hold]] = {medium: [] for medium in LOWER_MEDIA}
         for store_id in {store_id for store_id, _ in below if store_id in live}:
             store = self._asked.view.workers[store_id]
@@ -89,9 +89,10 @@ class Holders:
         self._ranked |= {medium: _longest_first(holds) for medium, holds in found.items()}
 
     def best_for(self, sink: Worker) -> list[Holder]:
-        """The holders of most of what this worker lacks, one of each medium, the fastest first.
+        """Returns the best holder on each medium of more than this worker has, fastest medium
+        first.
 
-        Of these, the ones that can answer first; equals take turns by chance.
+        The best holds most tokens and can answer first; ties are broken at random.
         """
         here = self.matched.get(sink[0], 0)
         most = max((ranked[0].num_tokens for ranked in self._ranked.values() if ranked), default=0)
@@ -100,7 +101,7 @@ class Holders:
         return [self._one_of(found) for found in self._all_for(sink[1]) if found.num_tokens > here]
 
     def below_for(self, sink: Worker) -> list[Holder]:
-        """Like `best_for`, of lower media alone."""
+        """Does the same as `best_for`, for lower media only."""
         if not self._asked.need.may_pull:
             return []
         here, found = self.matched.get(sink[0], 0), self._search(sink[1], LOWER_MEDIA)
@@ -113,7 +114,7 @@ class Holders:
         return Holder(chosen, found.num_tokens, medium, found.answers_s, found.load_s)
 
     def _all_for(self, sink: WorkerView) -> list[_Found]:
-        """Workers of one kind, perhaps a thousand, can pull from the same holders: look up once."""
+        """Looks up once per kind of sink: a thousand workers may pull from the same holders."""
         info = sink.info
         kind = (info.fingerprint, info.kv_wire_dtype, info.layout)
         if kind not in self._found:
@@ -121,7 +122,7 @@ class Holders:
         return self._found[kind]
 
     def _search(self, sink: WorkerView, media: Sequence[Medium]) -> list[_Found]:
-        """Returns the best holders of each medium, without media that hold nothing."""
+        """Returns the best holders on each medium; media that hold nothing are left out."""
         longest = [(m, self._most_for(sink, self._ranked.get(m, ()))) for m in media]
         return [self._soonest(medium, equals) for medium, equals in longest if equals]
 
@@ -138,7 +139,7 @@ class Holders:
     def _soonest(self, medium: str, equals: Sequence[_Hold]) -> _Found:
         """Returns the holders that can answer first: a worker handles no event during a step.
 
-        A store takes no steps, but may have to read.
+        A store runs no steps, but may have to read from a lower medium.
         """
         waits_s = [(self._answers_s(hold.worker_id), hold.load_s) for hold in equals]
         least = min(waits_s)
@@ -161,14 +162,14 @@ def _longest_first(holds: Iterable[_Hold]) -> list[_Hold]:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """The cost of having a worker compute a prompt, and the prefix that it pulls first, if any."""
+    """The cost of computing a prompt at a worker, and the holder it pulls from first, if any."""
 
     seconds: float | None  # None: nothing was measured yet
     source: Holder | None = None
 
 
 def bid(asked: Asked, sink: Worker, num_cached: int, holders: Iterable[Holder]) -> Bid:
-    """Returns the quickest of computing all and pulling first from one of the holders."""
+    """Returns the quicker of computing the whole prompt and pulling first from a holder."""
     worker, num_tokens = sink[1], asked.need.num_tokens
     best_s = asked.costs.prefill_s(worker, num_tokens, num_cached)
     if best_s is None:
@@ -186,7 +187,7 @@ def bid(asked: Asked, sink: Worker, num_cached: int, holders: Iterable[Holder]) 
 
 
 def _worth_a_try(num_cached: int, holders: Iterable[Holder]) -> Holder | None:
-    """Returns the holder to pull from while nothing is known about computing."""
+    """Returns the holder to pull from while the cost of computing is unknown."""
     source, num_there = None, num_cached
     for holder in holders:
         if holder.num_tokens - num_there >= LEAST_SPARED_TOKENS:

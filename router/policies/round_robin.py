@@ -1,4 +1,4 @@
-"""Each worker in turn, for prefill and for decode, in order of name."""
+"""Chooses each worker in turn, for prefill and for decode, in order of name."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -20,7 +20,7 @@ class RoundRobin:
         self._last_decode = WorkerId("")
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """The best placement."""
+        """Returns the next placement in turn."""
         prefillers = asked.candidates.prefillers
         prefill, worker = _after(self._last_prefill, prefillers)
         self._last_prefill = prefill
@@ -32,5 +32,5 @@ class RoundRobin:
 
 
 def _after(last: WorkerId, workers: Sequence[Worker]) -> Worker:
-    """The worker that follows `last` by name; after the last one, the first."""
+    """Returns the next worker by name; after the last worker, the first."""
     return min(workers, key=lambda item: (item[0] <= last, item[0]))

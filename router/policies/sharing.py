@@ -1,4 +1,4 @@
-"""Rules of every policy: for followers of a group, and for the choice of a decode worker."""
+"""Rules of every policy: followers of a group, and the choice of a decode worker."""
 
 from engine.messages import WorkerId
 from router.policies.base import Asked, Decision, Worker
@@ -6,7 +6,7 @@ from router.policies.candidates import has_memory, least, predicted_ready_s, pro
 
 
 def with_leader(asked: Asked, policy: str) -> Decision | None:
-    """The two workers that serve the leader of the group, if they have room."""
+    """Returns the two workers of the leader of the group, if they have room."""
     shared = asked.need.shared
     if shared is None:
         return None
@@ -28,7 +28,7 @@ def with_leader(asked: Asked, policy: str) -> Decision | None:
 
 
 def _has_time(asked: Asked, worker_id: WorkerId) -> bool:
-    """True if the worker takes another prompt now, as a prefill worker or locally."""
+    """True if the worker can start another prompt now, as a prefill or a fluid worker."""
     if any(worker_id == candidate for candidate, _ in asked.candidates.prefillers):
         return True
     worker = asked.view.workers.get(worker_id)
@@ -42,8 +42,8 @@ def _has_time(asked: Asked, worker_id: WorkerId) -> bool:
 def emptiest_decoder(asked: Asked, prefill: Worker) -> WorkerId:
     """Returns the decode worker that kept most of the prompt.
 
-    Among equals, the one with the smallest promised share of KV. A mixed worker that prefills goes
-    on decoding.
+    Among equals, the worker with the smallest promised share of KV is chosen. A mixed worker
+    decodes what it prefills.
     """
     prefill_id, worker = prefill
     if worker.info.role.decodes:
@@ -58,7 +58,7 @@ def emptiest_decoder(asked: Asked, prefill: Worker) -> WorkerId:
 
 
 def kept_tokens(asked: Asked, prefill: Worker) -> int:
-    """The most tokens that an earlier attempt left in a partner of this prefill worker."""
+    """Returns the most tokens that an earlier attempt left in a partner of this prefill worker."""
     if not asked.need.kept_tokens:
         return 0
     kept = asked.need.kept_tokens

@@ -1,66 +1,69 @@
-"""The placement with the least predicted time to first token that keeps the pace of tokens.
+"""The placement with the least predicted time to first token that keeps the time per token.
 
-For each prefill worker that has little left to do:
+For each prefill worker that has little work left:
 
     TTFT = its wait + min(prefill(n, held here), pull(best - held here) + prefill(n, best held))
 
-So a prefix is pulled where that is quicker than computing it, which copies hot prefixes to where
-they are used. The best in memory, on disk and as objects are compared: see `pulling`. A mixed
-worker counts as a prefill worker. It is a last resort if it could not keep the bound on the time
-per output token (TPOT), or if its running sequences would wait too long.
+So a prefix is pulled where that is quicker than computing it, which copies hot prefixes to the
+workers that use them. The longest prefixes in memory, on disk and as objects are compared: see
+`pulling`. A mixed worker counts as a prefill worker. It is a last resort if it could not keep the
+bound on the time per output token (TPOT), or if its running sequences would wait too long.
 
-The decode worker is the one with the least TPOT after joining, D + E (b + 1) + F kv. Here kv is
-taken in the middle of the predicted growth of all sequences there. If no worker keeps the bound the
+The decode worker is the one with the least TPOT after joining, D + E (b + 1) + F kv. Here kv is the
+context in the middle of the predicted growth of all its sequences. If no worker keeps the bound the
 request waits, unless even an empty worker would not keep it.
 
-Fluid workers take requests of the other pool (`Welcome.stretch`). A prompt beside sequences that
-decode there is computed in chunks which keep their pace (`engine.worker.pace`). So it takes longer:
+Fluid workers take requests of the other pool (`Welcome.stretch`). If sequences decode on the
+worker, a prompt is computed in chunks that keep their TPOT (`engine.worker.pace`). So the prompt
+takes longer:
 
     limit = the bound on TPOT, or else `stretch` times their present step
     drag  = limit / (limit - their present step); 1 if nothing decodes there
     TTFT  = its wait + drag · min(...)
 
-Without a bound, each of these sequences waits for the prompt in all. So places are compared by
-wait + (drag + sequences) · min(...). With one, they keep their pace.
+Without a TPOT bound, each of these sequences waits for the whole prompt. So workers are compared by
+wait + (drag + sequences) · min(...). With a bound, the sequences keep their TPOT.
 
-A decode worker prefills locally if that is less than at any other worker, and if its own queue is
-short. If all prefill workers are busy, it is compared with waiting for one of them. The others in
-the queue come sooner then, by min(...) over the number of workers that prefill, each. This counts.
+A decode worker prefills locally if its TTFT is the least of all workers, and if its own queue is
+short. If all prefill workers are busy, local prefill is compared with waiting for a prefill worker.
+Local prefill also lets each other request in the queue start sooner, by min(...) divided by the
+number of workers that prefill. This gain is counted.
 
-A prefill worker goes on with an answer if the whole answer comes sooner, and more so than prompts
-come later. With n other prompts in the queue that take S seconds, shares of a prefill worker, and a
-share `busy` of its time that prompts lately took:
+A prefill worker goes on to decode an answer if the answer's gain is larger than the loss of the
+prompts. Let n other prompts be in the queue, let them take S seconds, both as shares per prefill
+worker. Let `busy` be the share of its time that prompts lately took:
 
     gain = (token at the best decode worker - token here · LEND_RATIO / (1 - busy)) · tokens to come
     loss = its wait here + S · (1 + (drag - 1) · (n + 1) / 2)
 
-A token counts for the step after joining. Without a bound, what it costs others counts too. At both
-places, that is what it adds to the step of each sequence. Here it is also the time that it takes
-from prompts to come, which those behind them wait for, and a prompt's second counts for more:
+A token's price is the step time after joining. Without a TPOT bound, the price also has the
+slowdown of the other sequences: the time that this sequence adds to the step of each. On a prefill
+worker the price also has the time taken from prompts to come. The prompts behind them wait for it
+too, and a second of a prompt weighs more:
 
     token      = step after + sequences · (step after - step before)
     token here = the same · (1 + PROMPT_WEIGHT · busy · (drag - 1) / (1 - busy)²)
 
-If no decode worker has room and keeps the bound, prefill workers decode too. The one is taken that
-by this loses least time for prompts, and of equal ones the fullest:
+If no decode worker has room and keeps the bound, prefill workers decode too. The worker that loses
+least time for prompts is chosen, and among equals the fullest:
 
     harm = (step after - step before, 0 if nothing decodes there) · busy · tokens to come
 
-The first sequence costs the D of each step, the next ones little. So few workers decode, which may
-be others than that of the prompt, and the rest compute prompts at full speed. A prompt waits for
-one of these if it is done sooner there:
+The first sequence adds the D of each step, further sequences add little. So only few prefill
+workers decode, perhaps not the one that computed the prompt. The others compute prompts at full
+speed. A prompt waits for one of the others if that is quicker:
 
-    its wait there + min(...)  <  its price here - what it brings those behind it in the queue
+    its wait there + min(...)  <  its price here - the time saved for the prompts behind it
 
-A lender uses no more than `LEND_SHARE` of its memory. When prompts wait, it may give its sequences
-back, or to a fuller lender (`router.machine.moves.lending`).
+A lender uses at most `LEND_SHARE` of its memory. When prompts wait, it may give its sequences back,
+or to a fuller lender (`router.machine.moves.lending`).
 
-If a decode worker that has room kept some of the request's tokens, no other one is considered. Two
-workers are not combined if KV lately did not arrive between them, unless there are no others. A
-prefix is computed if its source and the prefill worker are two of these.
+If a decode worker that has room kept some of the request's tokens, no other decode worker is
+considered. Two workers are not combined if KV lately did not arrive between them, unless there are
+no others. If this holds for a prefix's source and the prefill worker, the prefix is computed.
 
-`router.native.fleet` decides all of this in C++. Here are the prices that other rules share, and
-the placement before the first measurement, which is that of `least-loaded`.
+`router.native.fleet` implements all of this in C++. This file has the prices that other rules
+share, and the placement before the first measurement, which is the one of `least-loaded`.
 
 Sources: Algorithm 1 of Mooncake, Qin et al., FAST 2025; both bounds at once, DistServe, Zhong et
 al., OSDI 2024.
@@ -76,8 +79,8 @@ from router.policies.candidates import has_memory, has_room
 from router.policies.least_loaded import shortest_backlog
 
 LEND_RATIO = 1.1
-LEND_SHARE = 0.75  # of a prefill worker's KV memory
-PROMPT_WEIGHT = 8.0  # seconds of decoding for which a second more until a first token counts
+LEND_SHARE = 0.75  # maximum share of a prefill worker's KV memory for decoding
+PROMPT_WEIGHT = 8.0  # seconds of decoding that weigh as much as one second of a first token
 
 
 class Slo:
@@ -89,7 +92,7 @@ class Slo:
     is_fluid: ClassVar[bool] = True
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """The placement while `Fleet` cannot decide, because no costs are known."""
+        """Returns a placement while `Fleet` cannot decide, because no costs are known."""
         found = asked.candidates
         if not found.decoders:
             return Busy()
@@ -99,7 +102,7 @@ class Slo:
 
 
 def reason(prefill: Welcome, decode: Welcome, *, pulls: bool) -> str:
-    """The reason of a placement in words."""
+    """Returns the reason of a placement in words."""
     why = "least TTFT"
     if prefill.worker_id == decode.worker_id:
         why += f", {_LOCALLY[prefill.role]}"
@@ -116,7 +119,7 @@ _LOCALLY = {
 
 
 def bound_s(asked: Asked) -> float | None:
-    """The bound on TPOT. None: there is none, or not even an empty worker would keep it."""
+    """Returns the TPOT bound. None without a bound, or if even an empty worker would miss it."""
     bound_s = asked.need.tpot_bound_s
     if bound_s is None:
         return None
@@ -128,9 +131,9 @@ def bound_s(asked: Asked) -> float | None:
 
 
 def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
-    """How many times as long a prompt takes there, because of what decodes beside it.
+    """Returns the factor by which decoding on the worker lengthens a prompt.
 
-    Infinite if these sequences leave no time for it. At mixed workers chunks have no such limit.
+    Infinite if the sequences there leave no time for it. Mixed workers do not limit chunks.
     """
     info = worker.info
     pace_s = _present_step_s(worker, costs)
@@ -140,13 +143,13 @@ def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
 
 
 def drag_at(step_s: float, stretch: float, bound_s: float | None) -> float:
-    """The drag of a prompt where steps without it take so long."""
+    """Returns the drag of a prompt where a decode step alone takes `step_s`."""
     limit_s = stretch * step_s if bound_s is None else bound_s
     return limit_s / (limit_s - step_s) if limit_s > step_s else inf
 
 
 def lent_tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
-    """Seconds per token if a fluid prefill worker decoded the request. None if it may not."""
+    """Returns the seconds per token if a fluid prefill worker decoded. None if it may not."""
     info = worker.info
     if info.role is not Role.PREFILL or not info.is_fluid or not has_room(worker, need):
         return None
@@ -157,9 +160,11 @@ def lent_tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
 
 
 def lend_ratio(queue: Queue, drag: float) -> float:
-    """For how many of its steps a token counts at a prefill worker, with what prompts come.
+    """Returns the factor on a step's price at a prefill worker, given the prompts that are
+    expected.
 
-    These take `drag` times as long meanwhile. Some more, so that sequences do not go to and fro.
+    Prompts take `drag` times as long beside decoding. LEND_RATIO adds a margin, so that sequences
+    do not move to and fro.
     """
     idle = 1.0 - queue.busy
     if idle <= 0:
@@ -169,27 +174,28 @@ def lend_ratio(queue: Queue, drag: float) -> float:
 
 
 def lending_loss_s(queue: Queue, drag: float) -> float:
-    """What is lost if a sequence decodes where prompts come, which then take `drag` times as long.
+    """Returns the seconds lost by decoding where prompts wait, which then take `drag` times as
+    long.
 
-    It waits for those in the queue, and each of these waits for those before it.
+    The sequence waits for the queued prompts, and each prompt waits for those before it.
     """
     return queue.seconds * (1.0 + (drag - 1.0) * (queue.waiting + 1.0) / 2.0)
 
 
 def _present_step_s(worker: WorkerView, costs: Costs) -> float | None:
-    """Seconds of a step of what decodes there now; 0 if nothing does."""
+    """Seconds of a step of the sequences that decode there now; 0 if none decodes."""
     num_seqs = worker.num_decoding
     return costs.step_s(worker, num_seqs, worker.decoding_context_tokens) if num_seqs else 0.0
 
 
 def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
-    """Seconds per token at a decode worker once the request has joined."""
+    """Returns the seconds per token at a decode worker once the request has joined."""
     context_tokens = worker.mean_context_tokens + need.mean_context_tokens
     return costs.step_s(worker, worker.num_decodes + 1, context_tokens)
 
 
 def joined_price_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
-    """The same, with what this costs the sequences there."""
+    """Returns the same, plus the slowdown of the sequences that decode there."""
     own_tokens = need.mean_context_tokens
     context_tokens = worker.mean_context_tokens + own_tokens
     return token_price_s(worker, costs, worker.num_decodes + 1, context_tokens, own_tokens)
@@ -198,9 +204,10 @@ def joined_price_s(worker: WorkerView, need: Need, costs: Costs) -> float | None
 def token_price_s(
     worker: WorkerView, costs: Costs, num_seqs: int, context_tokens: int, own_tokens: int
 ) -> float | None:
-    """Seconds per token of one of the sequences there, with what it adds to the step of each other.
+    """Returns the seconds per token of one sequence, plus the time that it adds to the steps of
+    others.
 
-    `context_tokens` are those of all of them; `own_tokens` are its own.
+    `context_tokens` counts all sequences of the worker, `own_tokens` only this one.
     """
     step_s = costs.step_s(worker, num_seqs, context_tokens)
     without_s = costs.step_s(worker, num_seqs - 1, max(context_tokens - own_tokens, 0))

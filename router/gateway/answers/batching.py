@@ -1,13 +1,13 @@
-"""Takes the tokens of all streams of one turn of the loop in one call of C++.
+"""Passes the tokens of all streams of one turn of the event loop to C++ in one call.
 
-A step of a worker brings a token of each stream. Most streams show text and nothing else of a
-token. Their tokens are collected, and at the end of the turn they become chunks of the responses
-all together, which C++ sends (`router.text.native`). A transport gets what its socket does not take
-at once. Tokens that Python takes must come behind them: see `FastPath.close`.
+A step of a worker brings a token for each of its streams. Most streams need only the text of a
+token. Their tokens are collected. At the end of the turn C++ makes chunks for all responses at once
+and sends them (`router.text.native`). If a socket does not take all bytes, the transport gets the
+rest. Tokens that Python handles must be sent after that rest: see `FastPath.close`.
 
-Once a stream runs, its tokens need nothing of Python. Then C++ takes its tokens from the frames of
-its worker, and sends their chunks while it reads the frame. That ends before anything else is sent
-to the client, and when the client's socket is full.
+Once a stream runs, its tokens do not need Python at all. Then C++ reads the tokens from the
+worker's frame, and sends the chunks while it parses the frame. This stops before anything else is
+sent to the client, and when the client's socket is full.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class TextBatch:
-    """The tokens of one turn. Belongs to one event loop; implements `router.port.FrameTaker`."""
+    """The tokens of one turn of one event loop; implements `router.port.FrameTaker`."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
-        """Raises BuildError where there is no C++."""
+        """Raises BuildError if the C++ library is missing."""
         self._metrics = metrics
         self._steps = TextSteps()
         self._added: list[tuple[FastPath, Sequence[int], float]] = []
-        self._paths: dict[int, FastPath] = {}  # paths that take from frames, by number
+        self._paths: dict[int, FastPath] = {}  # paths whose tokens are read from frames, by number
         self._numbers: dict[SeqId, int] = {}  # the numbers of these paths
         self._num_opened = 0
 
@@ -44,7 +44,7 @@ class TextBatch:
     ) -> "FastPath | None":
         """Returns the fast path of a choice, which may be the only one of its answer.
 
-        None if Python has to take the choice's tokens.
+        None if Python has to handle the choice's tokens.
         """
         if not isinstance(writer, StreamedAnswer) or writer.events.pipe is None:
             return None
@@ -53,13 +53,13 @@ class TextBatch:
         return FastPath(self, choice, writer, is_alone=is_alone)
 
     def add(self, path: "FastPath", token_ids: Sequence[int], now_s: float) -> None:
-        """Takes tokens, and sends what they show, soon."""
+        """Adds tokens of a path; their text is sent at the end of the turn."""
         if not self._added:
             asyncio.get_running_loop().call_soon(self.flush, context=Context())
         self._added.append((path, token_ids, now_s))
 
     def open(self, seq_id: SeqId, path: "FastPath") -> None:
-        """Takes the tokens of a sequence from frames, if that is possible now."""
+        """Starts to read the tokens of a sequence from frames, if that is possible now."""
         if seq_id in self._numbers:
             return
         socket = path.pipe.socket()
@@ -72,23 +72,24 @@ class TextBatch:
             path.seq_id = seq_id
 
     def close(self, seq_id: SeqId) -> None:
-        """Takes no more tokens of this sequence from frames."""
+        """Stops reading the tokens of this sequence from frames."""
         number = self._numbers.pop(seq_id, None)
         if number is not None:
             self._steps.close_stream(seq_id.encode())
             del self._paths[number]
 
     def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:
-        """Sends what a worker's frame has for fast paths; returns the places of other messages.
+        """Sends the tokens of fast paths in a worker's frame; returns the positions of other
+        messages.
 
-        None if there is nothing for fast paths.
+        None if the frame has nothing for fast paths.
         """
         if not self._paths:
             return None
-        self.flush()  # tokens that came before
+        self.flush()  # tokens that arrived before this frame
         try:
             taken = self._steps.take_frame(frame, now_s, self._learn)
-        except Exception:  # a bug; nothing was taken
+        except Exception:  # a bug; no token was read
             log.exception("a frame is left to Python")
             return None
         if taken is None:
@@ -99,13 +100,13 @@ class TextBatch:
         return taken.left
 
     def flush(self) -> None:
-        """Sends everything now."""
+        """Sends all added tokens now."""
         if not self._added:
             return
         added, self._added = self._added, []
         paths, token_ids, times_s = zip(*added, strict=True)
         self._count(sum(map(len, token_ids)))
-        paths[0].pipe.flush()  # parts of bodies that came before
+        paths[0].pipe.flush()  # parts of response bodies that were written before
         try:
             sockets = [path.pipe.socket() for path in paths]
             rests = self._steps.take([path.text for path in paths], token_ids, times_s, sockets)
@@ -118,7 +119,7 @@ class TextBatch:
             paths[place].send_rest(rest)
 
     def _learn(self, vocabulary: int, token_id: int) -> None:
-        """Puts a token into the vocabulary with this handle."""
+        """Adds a token to the vocabulary with this handle."""
         for path in self._paths.values():
             if path.text.vocabulary.handle == vocabulary:
                 path.text.vocabulary.learn(token_id)
@@ -131,26 +132,26 @@ class TextBatch:
 
 
 class FastPath:
-    """The tokens of one choice on their way to its client through a `TextBatch`."""
+    """Carries the tokens of one choice to its client through a `TextBatch`."""
 
-    text: BatchedText  # once the stream is open
+    text: BatchedText  # set once the stream is open
 
     def __init__(
         self, batch: TextBatch, choice: AnswerChoice, writer: StreamedAnswer, *, is_alone: bool
     ) -> None:
         assert writer.events.pipe is not None
         self.pipe = writer.events.pipe
-        self.seq_id: SeqId | None = None  # whose tokens were last taken from frames
+        self.seq_id: SeqId | None = None  # the sequence whose tokens were last read from frames
         self._batch = batch
         self._choice = choice
         self._writer = writer
-        self._is_alone = is_alone  # nothing else writes to the client
+        self._is_alone = is_alone  # no other choice writes to the client
         self._is_begun = False
 
     def take(self, token_ids: Sequence[int], now_s: float, handle: Handle | None) -> bool:
-        """Takes tokens of a choice that goes on, while its writer is not full.
+        """Passes tokens of a running choice to C++, while its writer is not full.
 
-        Returns False if Python has to take them.
+        Returns False if Python has to handle them.
         """
         choice = self._choice
         if not choice.num_tokens:
@@ -167,13 +168,13 @@ class FastPath:
         return True
 
     def close(self) -> None:
-        """Sends what was taken. To be called before the choice is changed in any other way."""
+        """Sends all added tokens. Call it before the choice is changed in any other way."""
         if self._is_begun:
             self._batch.flush()
             self._close_frames()
 
     def send_rest(self, rest: bytes) -> None:
-        """Gives the transport what the socket did not take. Later chunks must not overtake it."""
+        """Passes on the bytes that the socket did not take. Later chunks must not overtake them."""
         self.pipe.write_coded(rest)
         self._close_frames()
 

@@ -1,4 +1,4 @@
-"""One choice of an answer: the router's updates go in, pieces that may be shown come out.
+"""One choice of an answer: turns the router's updates into pieces that may be shown.
 
 This module does not know HTTP or JSON.
 """
@@ -33,18 +33,18 @@ CallDelta = CallBegun | CallArguments
 
 
 class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
-    """More of one choice. The last piece has an `outcome`, and a `finish` reason if it finished."""
+    """A new part of one choice. The last piece has an `outcome`, and `finish` if it finished."""
 
-    choice: int  # its index
+    choice: int  # index of the choice
     text: str
-    num_tokens: int  # all tokens of the choice up to now
+    num_tokens: int  # tokens of the choice so far
     entries: tuple[Entry, ...] = ()
-    calls: tuple[CallDelta, ...] = ()  # behind the text
-    token_ids: tuple[int, ...] = ()  # that came, if the client wants them
+    calls: tuple[CallDelta, ...] = ()  # shown after the text
+    token_ids: tuple[int, ...] = ()  # ids of the new tokens, if the client wants them
     outcome: Outcome | None = None
     finish: str | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
-    reasoning: str = ""  # before the text
+    reasoning: str = ""  # shown before the text
     embedding: bytes = b""  # as in `engine.messages.PrefillDone`
 
     @property
@@ -54,7 +54,7 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
         return not shown
 
     def parts(self, num_entries: int) -> "Iterator[AnswerPiece]":
-        """Yields the piece in pieces of at most this many entries: its text first, its end last."""
+        """Splits the piece into pieces of at most this many entries: text first, the end last."""
         entries = self.entries
         if len(entries) <= num_entries:
             yield self
@@ -77,18 +77,19 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptScores:
-    """The log-probabilities of one prompt, if asked for. They come with its first request."""
+    """The log-probabilities of one prompt, if requested. They come with its first request."""
 
     def __init__(self) -> None:
         self.entries: tuple[Entry, ...] = ()
-        self.are_known = False  # they came
+        self.are_known = False  # True once they have arrived
 
 
 class AnswerChoice:
-    """The progress of one choice. A `parser` takes reasoning and tool calls out of the text.
+    """The progress of one choice. A `parser` separates reasoning and tool calls from the text.
 
-    An echo of the prompt is a part of the first piece. With log-probabilities it needs those of the
-    prompt, which only the first choice of a prompt gets: the others must wait for `prompt`.
+    An echo of the prompt is a part of the first piece. If log-probabilities are requested, the echo
+    needs those of the prompt. Only the first choice of a prompt receives them, so the others must
+    wait for `prompt`.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class AnswerChoice:
         meter: ChoiceMeter,
         in_cpp: bool = False,
     ) -> None:
-        """With `in_cpp`, its tokens may be taken in C++: see `batched`."""
+        """With `in_cpp`, C++ may handle its tokens: see `batched`."""
         self.index = index
         self.request = request = call.requests[index]
         self.outcome: Outcome | None = None
@@ -111,21 +112,21 @@ class AnswerChoice:
         self._call = call
         self._body = body = call.body
         self._meter = meter
-        self._last_s = 0.0  # when the last update came
+        self._last_s = 0.0  # time of the last update
         self._last_id: int | None = None
         leads = not index % call.num_candidates
-        # The tokens of the first answer to a prompt, if stores shall hear which blocks it used.
+        # Tokens of the first answer to a prompt, if stores are to be told which blocks it used.
         self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None
-        self._logprobs = array("d")  # each token's, if it is scored
+        self._logprobs = array("d")  # one per token, if the choice is scored
         self._is_scored = (
             request.sampling.logprobs is not None or request.prompt_logprobs is not None
         )
-        # Tokens that are sent together take some milliseconds.
+        # At most this many tokens are handled at once: that takes some milliseconds.
         self.num_at_once = SCORED_AT_ONCE if self._is_scored else PLAIN_AT_ONCE
         self._parser = parser
         self._echo = call.echoes[index // call.num_candidates]
         has_scores = body.num_top_logprobs is not None
-        # Tokens become text and nothing else, and only tokens end the choice.
+        # True if its tokens only become text, and only tokens can end the choice.
         self.is_plain = not (
             self._is_scored
             or self._echo is not None
@@ -135,7 +136,7 @@ class AnswerChoice:
             or body.return_token_ids
             or parser is not None
         )
-        self.vocabulary: NativeVocabulary | None = None  # None: C++ cannot take tokens
+        self.vocabulary: NativeVocabulary | None = None  # None: C++ cannot handle its tokens
         if in_cpp and self.is_plain and self.noted_ids is None and not body.is_only_prompt:
             self.vocabulary = call.served.text.vocabulary
         self._state = PlainTextState() if self.vocabulary is None else NativeText()
@@ -158,7 +159,7 @@ class AnswerChoice:
             self._scored = ScoredText(self._text)
 
     def take(self, update: Update, now_s: float) -> AnswerPiece:
-        """Returns what this update makes ready to be shown."""
+        """Returns the piece that this update makes ready to be shown."""
         self._last_s = now_s
         has_tokens = bool(update.token_ids)
         if has_tokens:
@@ -211,7 +212,7 @@ class AnswerChoice:
         )
 
     def take_tokens(self, token_ids: Sequence[int], now_s: float) -> AnswerPiece:
-        """Returns what tokens make ready to be shown, for a choice that `is_plain` and goes on."""
+        """Returns the piece that tokens make ready, for a running choice that `is_plain`."""
         self._last_s = now_s
         self._meter.tokens(len(token_ids), now_s)
         if self.noted_ids is not None:
@@ -219,7 +220,7 @@ class AnswerChoice:
         return AnswerPiece(self.index, self._text.push(token_ids), self._state.num_tokens)
 
     def batched(self, frame: tuple[bytes, bytes]) -> BatchedText:
-        """The text of a choice that has begun, for C++; `frame` is around the text of a chunk."""
+        """Returns the state of a begun choice for C++; `frame` surrounds the text of a chunk."""
         assert isinstance(self._state, NativeText)
         assert self.vocabulary is not None
         return BatchedText(
@@ -234,7 +235,7 @@ class AnswerChoice:
 
     @property
     def last_s(self) -> float:
-        """When the last update came."""
+        """The time of the last update."""
         return max(self._last_s, self._state.last_s)
 
     @property
@@ -255,18 +256,18 @@ class AnswerChoice:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the choice so far."""
+        """The number of tokens of the choice so far."""
         return self._state.num_tokens
 
     @property
     def mean_logprob(self) -> float:
-        """The mean over its tokens, including the one that ended it."""
+        """The mean log-probability of its tokens, including the token that ended the choice."""
         return mean_logprob(self._logprobs[: self.num_tokens])
 
     def _pushed(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
     ) -> tuple[str, tuple[Entry, ...]]:
-        """The text that tokens make ready, and the entries that belong to it."""
+        """Returns the text that tokens make ready, and the entries of that text."""
         if self._scored is None:
             return self._text.push(token_ids), ()
         return self._scored.push(token_ids, logprobs)
@@ -274,7 +275,7 @@ class AnswerChoice:
     def _parsed(
         self, parser: AnswerParser, update: Update
     ) -> tuple[list[Delta], tuple[Entry, ...]]:
-        """Parses tokens one by one, so that each counts as reasoning or not."""
+        """Parses tokens one by one, so that each is counted as reasoning or not."""
         deltas, entries = list[Delta](), list[Entry]()
         for place, token_id in enumerate(update.token_ids):
             if self._text.stopped:
@@ -295,17 +296,17 @@ class AnswerChoice:
             scored = self._scored
             rest, more = (self._text.finish(), ()) if scored is None else scored.finish()
             text, entries = text + rest, entries + more
-        # A stop string may be found in the very last text.
+        # The last text may contain a stop string.
         self.outcome = Finished(FinishReason.STOP) if self._text.stopped else outcome
         return text, entries
 
     def measure(self) -> None:
-        """Counts the choice, if it has ended: once, when its client has its end."""
+        """Counts the choice if it has ended: only once, when its client has received the end."""
         if self.outcome is not None:
             self._meter.end(self.outcome, self.timeline)
 
     def _finish_reason(self) -> str | None:
-        """OpenAI's finish reason; None if the choice failed."""
+        """Returns OpenAI's finish reason; None if the choice failed."""
         if not isinstance(self.outcome, Finished):
             return None
         reason = self.outcome.reason
@@ -313,7 +314,7 @@ class AnswerChoice:
         return "tool_calls" if has_calls and reason is FinishReason.STOP else reason.value
 
     def _stop_reason(self) -> str | int | None:
-        """The stop string or the client's own stop token that ended the choice."""
+        """Returns the stop string or the client's own stop token that ended the choice."""
         if self._text.stopped:
             return self._text.stop_string
         if self._last_id not in self._call.stop_token_ids:
@@ -328,7 +329,7 @@ class AnswerChoice:
             self.prompt.are_known = True
 
     def _take_echo(self, text: str, entries: tuple[Entry, ...]) -> tuple[str, tuple[Entry, ...]]:
-        """Returns the first piece with the echo before it."""
+        """Returns the text and entries of the first piece, with the echo before them."""
         assert self._echo is not None
         text, self._echo = self._echo + text, None
         if self._body.echoes_scores:
@@ -338,7 +339,7 @@ class AnswerChoice:
 
 
 def _without_answer(update: Update) -> Update:
-    """An update of a request that is only about its prompt."""
+    """Returns the update without its answer, for a request that is only about its prompt."""
     outcome = update.outcome
     if isinstance(outcome, Finished):
         outcome = Finished(FinishReason.LENGTH)

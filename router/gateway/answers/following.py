@@ -1,7 +1,8 @@
-"""Follows the choices of an answer to their ends and writes what is to be shown of them.
+"""Follows the choices of an answer to their ends and writes their pieces.
 
-Most tokens are written in the call that brings them: through the fast path of the text batch, or
-as pieces. What a client has no room for is kept, joined, and written by the task of the answer.
+Most tokens are written in the call that delivers them: through the fast path of the text batch, or
+as pieces. If a client has no room, updates are kept and merged, and the task of the answer writes
+them.
 """
 
 import asyncio
@@ -15,28 +16,28 @@ from router.inbox.loop_turns import Turn
 from router.machine.requests import Update, joined
 from router.port import Handle, RequestPort
 
-LONG_PROMPT_TOKENS = 2048  # hashing and encoding them takes some 0.3 ms
-MAX_OPEN = 128  # requests of one call that the router has at once
+LONG_PROMPT_TOKENS = 2048  # tokens; hashing and encoding them takes some 0.3 ms
+MAX_OPEN = 128  # requests of one call that are at the router at once
 
 
 class Following:
-    """The way of one answer: from a router, through a sink for each choice, to a writer."""
+    """Follows one answer from a router, through a sink for each choice, to a writer."""
 
     def __init__(self, port: RequestPort, clock: Clock, writer: AnswerWriter, turn: Turn) -> None:
-        """Each piece of long work waits for its `turn`."""
+        """`turn` is awaited before each piece of long work."""
         self.clock = clock
         self.writer = writer
         self.turn = turn
         self._port = port
-        self._due: list[_ChoiceSink] = []  # sinks that need the task
-        self._waiter: asyncio.Future[None] | None = None  # what the task waits for
+        self._due: list[_ChoiceSink] = []  # sinks that the task has to flush
+        self._waiter: asyncio.Future[None] | None = None  # the future that the task awaits
 
     async def run(self, choices: Sequence[AnswerChoice], batch: TextBatch | None) -> AnswerPiece:
-        """Submits the request of each choice and writes its pieces, but not the last one.
+        """Submits the request of each choice and writes all its pieces but the last one.
 
-        Returns the last piece of the choice that ends last, or of the first one that fails. No
-        request runs any more then. So a request that a stop string ended is cancelled before
-        anything waits for the client to take the end of the answer. Leaders come before followers.
+        Returns the last piece of the choice that ends last, or of the first choice that fails. By
+        then no request runs any more: a request that a stop string ended is cancelled before the
+        end of the answer waits for the client. Leaders come before followers.
         """
         unsubmitted, num_left = iter(choices), len(choices)
         sinks: set[_ChoiceSink] = set()
@@ -44,7 +45,7 @@ class Following:
             while True:
                 if len(sinks) < MAX_OPEN and (choice := next(unsubmitted, None)) is not None:
                     if len(choice.request.token_ids) > LONG_PROMPT_TOKENS:
-                        await self.turn()  # the router hashes its blocks and encodes it
+                        await self.turn()  # the router hashes and encodes the prompt
                     sink = _ChoiceSink(self, choice, batch, is_alone=len(choices) == 1)
                     sinks.add(sink)
                     sink.handle = self._port.submit(choice.request, sink)
@@ -67,7 +68,7 @@ class Following:
                 sink.close()
 
     def wake(self, sink: "_ChoiceSink") -> None:
-        """Lets the task flush a sink."""
+        """Wakes the task to flush a sink."""
         self._due.append(sink)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -77,7 +78,7 @@ class Following:
 
 
 class _ChoiceSink:
-    """The sink of one choice: turns what comes into pieces, and writes them or keeps updates."""
+    """The sink of one choice: writes its updates as pieces, or keeps updates for later."""
 
     def __init__(
         self,
@@ -92,13 +93,13 @@ class _ChoiceSink:
         self._following = following
         self._writer = writer = following.writer
         self._fast = None if batch is None else batch.path(choice, writer, is_alone=is_alone)
-        self._is_due = False  # the task has to write, and before it nothing may be written
+        self._is_due = False  # the task has to flush; until then nothing may be written directly
         self._unread: list[Update] = []
         self._last: AnswerPiece | None = None
         self._error: Exception | None = None
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Writes or keeps tokens. Most go the fast path."""
+        """Writes or keeps tokens. Most tokens go through the fast path."""
         if self._has_room(len(token_ids)):
             if self._fast is not None and self._fast.take(token_ids, now_s, self.handle):
                 return
@@ -120,14 +121,14 @@ class _ChoiceSink:
                 self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Raises an error in the task."""
+        """Makes the task raise an error."""
         self._error = error
         self._wake()
 
     async def flush(self) -> AnswerPiece | None:
-        """Writes what was kept. Returns the last piece of the choice instead of writing it."""
+        """Writes the kept updates. Returns the last piece of the choice instead of writing it."""
         num_at_once, following = self.choice.num_at_once, self._following
-        updates, self._unread = self._unread[:1], self._unread[1:]  # the one that woke the task
+        updates, self._unread = self._unread[:1], self._unread[1:]  # the update that woke the task
         while updates and self._last is None:
             update = joined(updates)
             is_long = len(update.token_ids) > num_at_once
@@ -153,7 +154,7 @@ class _ChoiceSink:
             self._fast.close()
 
     def _has_room(self, num_tokens: int) -> bool:
-        """True if tokens may be written at once."""
+        """True if this many tokens may be written at once."""
         return not (self._is_due or self._writer.is_full or num_tokens > self.choice.num_at_once)
 
     def _write(self, update: Update) -> None:

@@ -1,10 +1,10 @@
 """Runs beam searches on the workers, and hands their results to the choices of an answer.
 
-Each step asks for one token after each open hypothesis. These are requests like all others: the
-router queues, places and repeats them, and workers find the blocks of the tokens before in their
-prefix caches. So hypotheses share the blocks of what they have in common, and a step computes at
-most one block of tokens for each. A later step that the router has no room for waits and is asked
-again, since what was computed before would be lost.
+Each step requests one token after each open hypothesis. These requests are like all others: the
+router queues, places and repeats them. Workers find the blocks of earlier tokens in their prefix
+caches. So hypotheses share the blocks of their common tokens, and a step computes at most one block
+of tokens for each. If the router has no room for a later step, the step waits and is submitted
+again, since the earlier steps would be lost otherwise.
 
 1. The search begins with the empty answer. A step extends each open hypothesis by each of the
    `2 * width` likeliest tokens.
@@ -38,8 +38,8 @@ from router.machine.requests import Finished, Outcome, Rejected, Request, Update
 from router.port import RequestPort, ask
 from router.prefixes.hashes import PrefixHashes
 
-MAX_TRIES = 30  # until the router has room for a step
-MAX_PAUSE_S = 1.0  # between two of them
+MAX_TRIES = 30  # tries to submit a step to a full router
+MAX_PAUSE_S = 1.0  # seconds between two tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BeamRules:
     width: int
     end_ids: frozenset[int]  # tokens that end an answer
     prompt_len: int
-    max_tokens: int  # an answer's longest length
+    max_tokens: int  # maximum length of an answer
     length_penalty: float = 1.0
 
     @property
@@ -60,15 +60,15 @@ class BeamRules:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A beginning of an answer, or a complete one with the token that ended it."""
+    """The beginning of an answer, or a complete answer with the token that ended it."""
 
     token_ids: tuple[int, ...] = ()
-    scores: tuple[Logprobs, ...] = ()  # each token's
-    logprob: float = 0.0  # the sum
+    scores: tuple[Logprobs, ...] = ()  # one per token
+    logprob: float = 0.0  # the sum over all tokens
     is_complete: bool = False
 
     def extended(self, scores: Logprobs, rank: int, *, completes: bool) -> "Hypothesis":
-        """This hypothesis and the token that has this rank, from 0, among the likeliest."""
+        """Returns this hypothesis with the token of this rank (from 0) among the likeliest."""
         token_id, logprob = scores.top_ids[rank], scores.top_logprobs[rank]
         own = Logprobs(logprob, rank + 1, scores.top_ids, scores.top_logprobs)
         return Hypothesis(
@@ -77,13 +77,13 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """One search. The caller gives scores to `step` until `is_over`."""
+    """One search. The caller passes scores to `step` until `is_over`."""
 
     def __init__(self, rules: BeamRules) -> None:
         self.open = [Hypothesis()]
         self._rules = rules
-        self._complete: list[Hypothesis] = []  # the best ones, in order
-        self._num_tokens = 0  # in each open hypothesis
+        self._complete: list[Hypothesis] = []  # the best complete hypotheses, in order
+        self._num_tokens = 0  # length of each open hypothesis
 
     @property
     def is_over(self) -> bool:
@@ -95,7 +95,7 @@ class BeamSearch:
         return self._rank(self._complete[-1]) >= self._most(self.open[0])
 
     def step(self, scores: Sequence[Logprobs]) -> None:
-        """Extends the open hypotheses; `scores` are for the next token of each, in order."""
+        """Extends the open hypotheses; `scores` holds those of the next token of each, in order."""
         extensions = []
         for hypothesis, its_scores in zip(self.open, scores, strict=True):
             for rank in range(min(self._rules.num_extensions, len(its_scores.top_ids))):
@@ -105,7 +105,7 @@ class BeamSearch:
                 else:
                     total = hypothesis.logprob + its_scores.top_logprobs[rank]
                     extensions.append((total, hypothesis, its_scores, rank))
-        extensions.sort(key=lambda extension: -extension[0])  # equal extensions keep their order
+        extensions.sort(key=lambda extension: -extension[0])  # stable: ties keep their order
         self.open = [
             hypothesis.extended(its_scores, rank, completes=False)
             for _, hypothesis, its_scores, rank in extensions[: self._rules.width]
@@ -114,7 +114,7 @@ class BeamSearch:
         self._complete = self._ranked(self._complete)[: self._rules.width]
 
     def best(self, number: int) -> list[Hypothesis]:
-        """The best hypotheses so far, in order; among equals, the first that were complete."""
+        """Returns the best hypotheses so far, in order; ties go to the first that were complete."""
         return self._ranked([*self._complete, *self.open])[:number]
 
     def _ranked(self, hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
@@ -125,7 +125,7 @@ class BeamSearch:
         return self._over_length(hypothesis.logprob, length)
 
     def _most(self, hypothesis: Hypothesis) -> float:
-        """The highest rank that a hypothesis could reach if all its further tokens were certain."""
+        """Returns the highest rank a hypothesis could reach if its further tokens were certain."""
         is_better_long = self._rules.length_penalty > 0
         return self._over_length(
             hypothesis.logprob, self._rules.max_tokens if is_better_long else self._num_tokens
@@ -139,7 +139,7 @@ class Searches:
     """The searches of one call: one for each of its prompts."""
 
     def __init__(self, port: RequestPort, clock: Clock, call: CheckedCall) -> None:
-        self.num_tokens = 0  # generated for hypotheses, also for dropped ones
+        self.num_tokens = 0  # tokens generated for hypotheses, also for dropped ones
         self._port = port
         self._clock = clock
         self._call = call
@@ -149,7 +149,7 @@ class Searches:
     ) -> AnswerPiece:
         """Searches, and writes the best hypotheses as the choices of each prompt, in turns.
 
-        Returns the last piece of the answer. If a step fails, that is the piece of a failure.
+        Returns the last piece of the answer. If a step fails, that piece reports the failure.
         """
         failed: list[_StepFailed] = []
         tasks: list[asyncio.Task[list[Update]]] = []
@@ -183,7 +183,7 @@ class Searches:
             length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         )
         search = BeamSearch(rules)
-        # Hashes of the prompt's blocks, which all steps need; the first one computes them.
+        # Hashes of the prompt's blocks for all steps; the first step computes them.
         leader = replace(leader, hashes=PrefixHashes(salt=leader.salt))
         first: Update | None = None
         step = 0
@@ -199,7 +199,7 @@ class Searches:
     async def _step(
         self, leader: Request, rules: BeamRules, step: int, hypotheses: Sequence[Hypothesis]
     ) -> list[Update]:
-        """The next token of each hypothesis, with the likeliest ones beside it."""
+        """Returns the next token of each hypothesis, with the likeliest alternatives."""
         num_top = max(rules.num_extensions, self._call.body.num_top_logprobs or 0)
         requests = [
             replace(
@@ -223,7 +223,7 @@ class Searches:
         return [task.result() for task in tasks]
 
     async def _next_token(self, request: Request, *, waits: bool) -> Update:
-        """Returns all updates of a request as one, perhaps after a wait. Raises _StepFailed."""
+        """Returns all updates of a request as one, after waits if `waits`. Raises _StepFailed."""
         asked, num_tries = request, 0
         while True:
             joint = await ask(self._port, asked)
@@ -254,7 +254,7 @@ class _StepFailed(Exception):
 
 
 def _leaves(errors: BaseExceptionGroup[_StepFailed]) -> list[_StepFailed]:
-    """The errors of a group and of the groups in it."""
+    """Returns the errors of a group and of its nested groups."""
     found: list[_StepFailed] = []
     for error in errors.exceptions:
         found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
@@ -262,14 +262,14 @@ def _leaves(errors: BaseExceptionGroup[_StepFailed]) -> list[_StepFailed]:
 
 
 def _later(request: Request, now_s: float) -> Request:
-    """A request of a later step: its bounds of time are over, and its prompt has its scores."""
+    """Returns the request of a later step: without deadlines and without scores for the prompt."""
     assert request.hashes is not None
     hashes = request.hashes.copy()
     return replace(request, received_s=now_s, deadline_s=None, prompt_logprobs=None, hashes=hashes)
 
 
 def _answer(hypothesis: Hypothesis, first: Update, *, is_first: bool) -> Update:
-    """A hypothesis as the only update of a choice, with what the first step told of the prompt."""
+    """Returns a hypothesis as the only update of a choice, with the first step's prompt results."""
     reason = FinishReason.STOP if hypothesis.is_complete else FinishReason.LENGTH
     update = Update(
         hypothesis.token_ids,

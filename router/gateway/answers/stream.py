@@ -1,6 +1,6 @@
 """Sends an answer as server-sent events.
 
-Everything of a chunk that does not change from token to token is encoded once.
+The parts of a chunk that are the same for every token are encoded once.
 """
 
 import msgspec
@@ -30,7 +30,7 @@ from router.text.logprobs import LogprobsWriter
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect events
+    "x-accel-buffering": "no",  # otherwise nginx would buffer events
 }
 _INDEX = b'[{"index":'
 _ROLE = b',"delta":{"role":"assistant","content":""}'
@@ -43,17 +43,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventStream:
-    """The body of a response of server-sent events, through `pipe` where it is ready.
+    """The body of a response of server-sent events. It uses `pipe` when the pipe is ready.
 
     The head of the response is sent with the first events.
     """
 
     def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
         self.pipe = pipe
-        self.has_head = False  # it is sent
+        self.has_head = False  # True once the head is sent
         self._heading = heading
         self._send = send
-        self._is_open = False  # the head is sent, and nothing waits to be
+        self._is_open = False  # the head is sent, and nothing is waiting to be sent
 
     @property
     def is_full(self) -> bool:
@@ -61,7 +61,7 @@ class EventStream:
         return not (self._is_open and self.pipe is not None and self.pipe.is_ready)
 
     def write(self, data: bytes) -> None:
-        """Sends events without waiting, unless the stream is full."""
+        """Sends events without waiting; if the stream is full, they are kept."""
         assert self.pipe is not None
         if data:
             self.pipe.write(data)
@@ -88,19 +88,19 @@ class StreamedAnswer(AnswerWriter):
         self.events = EventStream(heading, send, pipe)
         self._heading = heading
         self._send = send
-        self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
+        self._chunk: _ChunkEncoder | None = None  # None until the head of the response is sent
         self._unsent: list[AnswerPiece] = []
         self._unfinished = heading.num_choices
-        self._last = b""  # the end of the last choice, which is sent with the end of the answer
+        self._last = b""  # the end of the last choice, sent together with the end of the answer
 
     @property
     def is_full(self) -> bool:
-        """True if the head is not sent, or something waits to be sent."""
+        """True if the head is not sent yet, or some data is waiting to be sent."""
         return bool(self._unsent) or self.events.is_full
 
     @property
     def shows_text_alone(self) -> bool:
-        """False if each chunk reports the number of tokens so far."""
+        """False if each chunk also reports the number of tokens so far."""
         return not self._heading.call.body.usage_in_every_chunk
 
     def frame_of(self, choice: int) -> tuple[bytes, bytes]:
@@ -109,14 +109,14 @@ class StreamedAnswer(AnswerWriter):
         return self._chunk.before_text[choice], self._chunk.after_text
 
     def write(self, piece: AnswerPiece) -> None:
-        """Sends a chunk, unless there is nothing to show."""
+        """Sends the chunks of a piece, if it has anything to show."""
         if self._chunk is None or self.is_full:
             self._unsent.append(piece)
         else:
             self.events.write(self._encoded(self._chunk, piece))
 
     async def flush(self) -> None:
-        """Sends all pieces, the log-probabilities of a long prompt in parts."""
+        """Sends all pending pieces; log-probabilities of a long prompt are sent in parts."""
         while self._unsent:
             for number, part in enumerate(self._unsent.pop(0).parts(SCORED_AT_ONCE)):
                 if number:
@@ -144,14 +144,14 @@ class StreamedAnswer(AnswerWriter):
         await self.events.send(data, is_last=True)
 
     def _opened(self) -> tuple[bytes, "_ChunkEncoder"]:
-        """The encoder, and the first chunks unless they are sent."""
+        """Returns the encoder, and the first chunks if they are not sent yet."""
         if self._chunk is not None:
             return b"", self._chunk
         self._chunk = _ChunkEncoder(self._heading)
         return self._chunk.first(), self._chunk
 
     def _encoded(self, chunk: "_ChunkEncoder", piece: AnswerPiece) -> bytes:
-        """The chunks of a piece to be sent now."""
+        """Returns the chunks of a piece that are to be sent now."""
         if piece.finish is None:
             return chunk.of(piece)
         self._unfinished -= 1
@@ -191,7 +191,7 @@ class _ChunkEncoder:
             ]
 
     def first(self) -> bytes:
-        """The chunks that each choice of a chat begins with."""
+        """Returns the chunks with which each choice of a chat begins."""
         if not self._dialect.is_chat:
             return b""
         chunk = _ROLE + _UNSCORED + _UNFINISHED
@@ -201,11 +201,11 @@ class _ChunkEncoder:
         return b"".join([before + chunk + self._counted(i, 0) for i, before in befores])
 
     def of_text(self, choice: int, text: str) -> bytes:
-        """A chunk that holds only text."""
+        """Returns a chunk with only text."""
         return self.before_text[choice] + _encode(text) + self.after_text
 
     def of(self, piece: AnswerPiece) -> bytes:
-        """The chunks of a piece; empty if there is nothing to show."""
+        """Returns the chunks of a piece; empty if there is nothing to show."""
         text = piece.text
         if piece.reasoning:
             rest = msgspec.structs.replace(piece, reasoning="")
@@ -217,7 +217,7 @@ class _ChunkEncoder:
         return data + self._calls(piece) if piece.calls else data
 
     def finish(self, piece: AnswerPiece) -> bytes:
-        """The chunks of the last piece of a choice. Text and reason share one, as with vLLM."""
+        """Returns the chunks of a choice's last piece. Text and reason share one, as in vLLM."""
         if piece.reasoning:
             rest = msgspec.structs.replace(piece, reasoning="")
             return self._reasoning(piece) + self.finish(rest)
@@ -229,13 +229,13 @@ class _ChunkEncoder:
         return self.of(piece) + end + b"}]" + self._counted(piece.choice, piece.num_tokens)
 
     def _before(self, piece: AnswerPiece) -> bytes:
-        """The chunk of a piece up to its text. A chat's delta without text is empty."""
+        """Returns the chunk of a piece up to its text. A chat's delta without text is empty."""
         if self._dialect.is_chat and not piece.text:
             return self._before_index[piece.choice] + self._dialect.no_text
         return self.before_text[piece.choice] + _encode(piece.text) + self._dialect.text_end
 
     def _behind(self, piece: AnswerPiece, reasons: bytes) -> bytes:
-        """The chunk of a piece behind its text."""
+        """Returns the part of a piece's chunk after its text."""
         data = self._scores(piece) + reasons
         if self._call.body.return_token_ids:
             data += b',"token_ids":' + _encode(piece.token_ids)
@@ -246,7 +246,7 @@ class _ChunkEncoder:
         return data + b"}]" + self._counted(piece.choice, piece.num_tokens)
 
     def _calls(self, piece: AnswerPiece) -> bytes:
-        """One chunk for each part of a tool call."""
+        """Returns one chunk for each part of a tool call."""
         before, after = self._before_index[piece.choice] + _CALLS, b"]}" + _UNSCORED + _UNFINISHED
         deltas = (_encode(call_delta(delta)) for delta in piece.calls)
         after += self._counted(piece.choice, piece.num_tokens)
@@ -258,7 +258,7 @@ class _ChunkEncoder:
         return data + b"}]" + self._counted(piece.choice, piece.num_tokens)
 
     def extra(self, name: bytes, value: object) -> bytes:
-        """A chunk without choices."""
+        """Returns a chunk without choices."""
         return self._head + b'[],"' + name + b'":' + _encode(value) + b"}\n\n"
 
     def _scores(self, piece: AnswerPiece) -> bytes:
@@ -268,7 +268,7 @@ class _ChunkEncoder:
         return b',"logprobs":' + encode_lazy(scores)
 
     def _counted(self, choice: int, num_tokens: int) -> bytes:
-        """The end of a chunk, with its choice's usage so far if the client wants that."""
+        """Returns the end of a chunk, with the choice's usage so far if the client wants it."""
         if not self._counts:
             return self._after
         usage = usage_of(len(self._call.requests[choice].token_ids), num_tokens)

@@ -1,6 +1,6 @@
 """Sends an answer as one JSON body when it is complete.
 
-A long answer is encoded in parts, each in a turn of its tenant: see `router.inbox.loop_turns`.
+A long answer is encoded in parts, each in a turn of its tenant (`router.inbox.loop_turns`).
 """
 
 from array import array
@@ -31,9 +31,9 @@ from router.text.logprobs import (
     prompt_logprobs,
 )
 
-SHORT_ENTRIES = 16  # with twenty alternatives each, they take about a millisecond to encode
-SHORT_TOKENS = 8192  # token ids and text take as long
-SHORT_NUMBERS = 8192  # take about a millisecond to write
+SHORT_ENTRIES = 16  # entries with twenty alternatives each take about a millisecond to encode
+SHORT_TOKENS = 8192  # token ids and text that take as long
+SHORT_NUMBERS = 8192  # numbers that take about a millisecond to write
 
 
 def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
@@ -57,16 +57,16 @@ class KeptChoice:
 
     @property
     def text(self) -> str:
-        """All text."""
+        """All text so far."""
         return self._text.getvalue()
 
     @property
     def reasoning(self) -> str:
-        """All reasoning."""
+        """All reasoning so far."""
         return self._reasoning.getvalue()
 
     def add(self, piece: AnswerPiece) -> None:
-        """Takes the next piece."""
+        """Adds the next piece."""
         self.last = piece
         self._text.write(piece.text)
         self._reasoning.write(piece.reasoning)
@@ -88,7 +88,7 @@ class WholeAnswer(AnswerWriter):
         self._kept[piece.choice].add(piece)
 
     async def end(self, ending: Ending) -> None:
-        """Sends everything, or the error."""
+        """Sends the whole answer, or the error."""
         if not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
             return
@@ -121,7 +121,7 @@ class WholeAnswer(AnswerWriter):
         return body
 
     def _choice(self, index: int, place: int) -> ChatChoice | CompletionChoice:
-        """A choice in its place among all that are shown."""
+        """Returns a choice at its index among all shown choices."""
         kept, call, dialect = self._kept[index], self._heading.call, self._heading.dialect
         last = kept.last
         assert last is not None
@@ -154,23 +154,23 @@ class WholeAnswer(AnswerWriter):
 
 
 class EmbeddingAnswer(AnswerWriter):
-    """Sends the embeddings of all inputs. Tokens that came with them mean nothing."""
+    """Sends the embeddings of all inputs. Tokens that came with them are ignored."""
 
     def __init__(self, heading: Heading, form: EmbeddingForm, send: Send) -> None:
         self._heading = heading
         self._form = form
         self._send = send
         self._found = [b""] * heading.num_choices
-        self._are_numbers = True  # no value so far is infinite or NaN
+        self._are_numbers = True  # False once a value was infinite or NaN
 
     def write(self, piece: AnswerPiece) -> None:
-        """Keeps the embedding that a piece brings."""
+        """Keeps the embedding of a piece."""
         if piece.embedding:
             self._found[piece.choice] = piece.embedding
             self._are_numbers = self._are_numbers and are_numbers(piece.embedding, self._form)
 
     async def end(self, ending: Ending) -> None:
-        """Sends everything, or the error."""
+        """Sends all embeddings, or the error."""
         if not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
             return
@@ -184,7 +184,7 @@ class EmbeddingAnswer(AnswerWriter):
         await send_parts(self._send, json_parts(self._body(ending)), heading.headers, heading.turn)
 
     def _body(self, ending: Ending) -> EmbeddingList:
-        """The whole answer."""
+        """Returns the whole answer."""
         heading = self._heading
         data: Any = LazyItems(range(len(self._found)), self._item)
         fields = heading.fields(heading.dialect.object_name)

@@ -1,7 +1,7 @@
-"""What answer writers share: the forms of the endpoints, heading, ending, counts and failures.
+"""The common parts of answer writers: the endpoints' forms, heading, ending, counts and failures.
 
 The head of a response is sent with the first token. So a request that is refused before its first
-token gets a status that says so.
+token gets an HTTP status for the refusal.
 """
 
 import math
@@ -40,8 +40,8 @@ from router.text.logprobs import (
 
 DECISION_HEADER = "x-baton-decision"
 TIMELINE_HEADER = "x-baton-timeline"
-IGNORED_HEADER = "x-baton-ignored"  # names of fields that mean nothing here
-TIMED_OUT = "request_timeout"  # the code of an answer that took longer than the client allowed
+IGNORED_HEADER = "x-baton-ignored"  # lists ignored fields of a request
+TIMED_OUT = "request_timeout"  # code of an answer that exceeded the client's timeout
 MAX_RETRY_AFTER_S = 3600.0
 
 _encode = msgspec.json.Encoder().encode
@@ -60,7 +60,7 @@ class Dialect:
     is_chat: bool
     text_start: bytes
     text_end: bytes
-    no_text: bytes  # in place of all three, in a chunk that only ends the choice
+    no_text: bytes  # replaces start, text and end in a chunk that only ends the choice
 
     def whole_choice(
         self,
@@ -70,7 +70,7 @@ class Dialect:
         logprobs: Mapping[str, Any] | None,
         reasoning: str = "",
     ) -> ChatChoice | CompletionChoice:
-        """A choice of an answer that is not streamed."""
+        """Returns a choice of an answer that is not streamed."""
         scores, finish = cast("Any", logprobs), cast("Any", finish_reason)
         if not self.is_chat:
             return CompletionChoice(index=0, finish_reason=finish, text=text, logprobs=scores)
@@ -103,12 +103,12 @@ def _whole_calls(deltas: Sequence[CallDelta]) -> list[ShownCall]:
 
 
 def reasoning_fields(text: str) -> dict[str, str]:
-    """Reasoning under both names that clients read: DeepSeek's, and vLLM's newer one."""
+    """Returns reasoning under both names that clients read: DeepSeek's, and vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def call_delta(delta: CallDelta) -> CallPart:
-    """A tool call's part of a chunk. The name comes first, without arguments."""
+    """Returns a tool call's part of a chunk. The name comes first, without arguments."""
     if isinstance(delta, CallArguments):
         return CallPart(delta.index, DeltaFunction(delta.text))
     return CallPart(delta.index, DeltaFunction("", delta.name), delta.id, "function")
@@ -117,7 +117,7 @@ def call_delta(delta: CallDelta) -> CallPart:
 EMBEDDING = Dialect(
     id_prefix="embd-",
     object_name="list",
-    chunk_name="",  # it has no streams
+    chunk_name="",  # embeddings are not streamed
     is_chat=False,
     text_start=b"",
     text_end=b"",
@@ -150,18 +150,18 @@ class Heading(msgspec.Struct, frozen=True):
     call: CheckedCall
     created: int  # Unix time, in seconds
     decision: Callable[[], Decision | None]  # known with the first token
-    limit_headers: Callable[[], Mapping[str, str]]  # what remains of the key's limits
+    limit_headers: Callable[[], Mapping[str, str]]  # remaining quota of the key's limits
     trace_headers: Mapping[str, str]  # W3C trace context of the answer; empty if it has no trace
     turn: Turn  # awaited before each piece of long work
 
     @property
     def num_choices(self) -> int:
-        """Choices that are generated, shown or not."""
+        """The number of choices that are generated, shown or not."""
         return len(self.call.requests)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every answer. The decision is JSON, which has no line breaks."""
+        """Returns the headers of every answer. The decision is JSON without line breaks."""
         headers = {"x-request-id": self.call.asked.shown_id, **self.limit_headers()}
         if self.trace_headers:
             headers.update(self.trace_headers)
@@ -169,12 +169,12 @@ class Heading(msgspec.Struct, frozen=True):
             headers[IGNORED_HEADER] = ", ".join(self.call.ignored)
         decision = self.decision() if self.call.asked.debugs(DECISION_HEADER) else None
         if decision is not None:
-            shown = msgspec.structs.replace(decision, candidates=())  # a head stays short
+            shown = msgspec.structs.replace(decision, candidates=())  # keeps the head short
             headers[DECISION_HEADER] = _encode(shown).decode()
         return headers
 
     def fields(self, object_name: str) -> dict[str, Any]:
-        """The fields that each chunk, or the whole answer, begins with."""
+        """Returns the fields with which each chunk, or the whole answer, begins."""
         call = self.call
         own = call.asked.client_id
         return {
@@ -187,7 +187,7 @@ class Heading(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The end of an answer. What a writer does not ask for is not added up."""
+    """The end of an answer. Totals are computed only when a writer reads them."""
 
     outcome: Outcome
     call: CheckedCall
@@ -195,7 +195,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> Sequence[int]:
-        """The choices to send, in order: of each prompt the best mean log-probabilities."""
+        """The choices to send, in order: for each prompt those of best mean log-probability."""
         call, choices = self.call, self.choices
         if call.body.num_choices == call.num_candidates or not isinstance(self.outcome, Finished):
             return range(len(choices))
@@ -208,28 +208,28 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def timeline(self) -> Timeline | None:
-        """The first choice's, or None if the router gave none."""
+        """The timeline of the first choice; None if the router gave none."""
         return self.choices[0].timeline
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """The number of tokens of all prompts."""
         return self.call.prompt_len
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all choices, shown or not."""
+        """The number of tokens of all choices, shown or not."""
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompts that were cached."""
+        """The number of prompt tokens that were cached."""
         timelines = [leader.timeline for leader in self._leaders]
         return sum(each.num_cached_tokens for each in timelines if each is not None)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many of `completion_tokens` are reasoning."""
+        """The number of `completion_tokens` that are reasoning."""
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
@@ -242,7 +242,7 @@ class Ending(msgspec.Struct, frozen=True):
         return self.choices[:: self.call.num_candidates]
 
     def usage(self) -> TokenUsage:
-        """Token counts as OpenAI names them. Drafted tokens are counted if there were any."""
+        """Returns token counts under OpenAI's names; with drafted tokens if there were any."""
         usage = usage_of(self.prompt_tokens, self.completion_tokens)
         cached = None if self.timeline is None else PromptDetails(self.num_cached_tokens)
         usage.prompt_tokens_details = cached
@@ -261,7 +261,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> TokenUsage:
-    """The three token counts of OpenAI's `usage`."""
+    """Returns the three token counts of OpenAI's `usage`."""
     return TokenUsage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
 
@@ -274,15 +274,15 @@ class AnswerWriter(Protocol):
         return False
 
     def write(self, piece: AnswerPiece) -> None:
-        """Takes more of a choice, perhaps nothing. The first call means that there is an answer."""
+        """Writes a piece, perhaps an empty one. The first call means that the answer has begun."""
         ...
 
     async def flush(self) -> None:
-        """Sends what waits; returns when the client has room for more."""
+        """Sends waiting pieces; returns when the client has room for more."""
         return
 
     async def end(self, ending: Ending) -> None:
-        """Sends what waits, and the end. Without any token, this is the only call."""
+        """Sends waiting pieces and the end. If there was no token, this is the only call."""
         ...
 
 
@@ -294,13 +294,13 @@ async def write_and_wait(writer: AnswerWriter, piece: AnswerPiece) -> None:
 
 
 async def send_failure(send: Send, outcome: Outcome) -> None:
-    """Answers a request that ended before anything of its answer was sent."""
+    """Answers a request that ended before any part of its answer was sent."""
     status, headers = failure_head(outcome)
     await send_json(send, status, failure_body(outcome), headers)
 
 
 def failure_head(outcome: Outcome) -> tuple[int, dict[str, str]]:
-    """The HTTP status and headers for an outcome other than Finished."""
+    """Returns the HTTP status and headers for an outcome other than Finished."""
     status, retry_after_s = 503, 1.0
     if isinstance(outcome, Rejected):
         status, retry_after_s = 429, outcome.retry_after_s
@@ -312,7 +312,7 @@ def failure_head(outcome: Outcome) -> tuple[int, dict[str, str]]:
 
 
 def failure_body(outcome: Outcome) -> ErrorReply:
-    """The error body for an outcome other than Finished."""
+    """Returns the error body for an outcome other than Finished."""
     if isinstance(outcome, Rejected):
         return error_body(outcome.message, kind="rate_limit_error", code="rate_limit_exceeded")
     if isinstance(outcome, Failed):

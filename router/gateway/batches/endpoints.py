@@ -1,4 +1,4 @@
-"""The endpoints that batches may name: each answers a line as it would answer a client."""
+"""The endpoints that batches may name: each answers a line like a client's request."""
 
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from router.inbox.api_errors import ApiError
 
 
 class CapturedAnswer:
-    """Keeps the response to one call, as an HTTP client would get it."""
+    """Keeps the response to one call, as an HTTP client would receive it."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -26,11 +26,11 @@ class CapturedAnswer:
 
     @property
     def body(self) -> bytes:
-        """The response's body, JSON."""
+        """The JSON body of the response."""
         return bytes(self._body)
 
     async def refuse(self, error: InvalidRequest) -> None:
-        """Keeps an error."""
+        """Keeps the error as the response."""
         await send_invalid(self.send, error)
 
     def open(self, heading: Heading) -> AnswerWriter:
@@ -38,7 +38,7 @@ class CapturedAnswer:
         return whole_answer(heading, self.send)
 
     async def send(self, message: Message) -> None:
-        """Takes a part of the response, as ASGI sends it."""
+        """Keeps a part of the response, in ASGI's form."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
@@ -47,12 +47,12 @@ class CapturedAnswer:
 
 
 class BatchEndpoint(Protocol):
-    """One endpoint."""
+    """An endpoint that batches may name."""
 
     async def __call__(
         self, body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
     ) -> None:
-        """Answers a request, with this seed if it has none. Raises InvalidRequest."""
+        """Answers a request; `seed` is used if it has none. Raises InvalidRequest."""
         ...
 
 
@@ -69,7 +69,7 @@ def completions_of(service: AnswerService) -> BatchEndpoint:
 
 
 def responses_of(service: ResponseService) -> BatchEndpoint:
-    """Returns the endpoint of responses, which are kept as usual if they say so."""
+    """Returns the endpoint of responses; they are stored if the request says so."""
 
     async def ask(
         body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter

@@ -1,14 +1,14 @@
 """How many requests of batches may run now. Pure.
 
-The pools are idle if no other request runs or waits here, and no worker reported other gateways'
-work. A request that arrives then waits for the end of the steps that run, so these are kept short.
-A batch gets places in the decode workers up to `max_running`, as long as a step takes at most
-`STRETCH` times as long as one sequence's step. Its prompts go to the workers one after the other,
-or several if they are short: as many as one step of one sequence takes.
+The pools are idle if no other request runs or waits here, and no worker reports work of other
+gateways. A request that arrives then waits for the end of the running steps, so these are kept
+short. A batch gets slots in the decode workers up to `max_running`, as long as a step takes at most
+`STRETCH` times as long as a step of one sequence. Its prompts go to the workers one by one. Short
+prompts go together, if they take no longer than one step of one sequence.
 
-Beside other work batches get `share` of those places, by default none.
+While other work runs, batches get `share` of these slots, by default none.
 
-After other work the pools count as idle only `idle_s` later, as requests come in bursts.
+After other work, the pools count as idle only after `idle_s`, as requests come in bursts.
 """
 
 from collections.abc import Iterable
@@ -18,30 +18,30 @@ from math import floor, inf
 from router.port import WorkerStatus
 
 STRETCH = 1.25
-LEAST_STEP_S = 0.002  # of prompts that a worker may have at once; one is always allowed
+LEAST_STEP_S = 0.002  # prompt time that a worker may have at once; one is always allowed
 
 
 @dataclass(frozen=True, slots=True)
 class PoolsLoad:
-    """What a gateway knows of its pools and of its other requests."""
+    """The load of a gateway's pools, and its other requests."""
 
     workers: tuple[WorkerStatus, ...]
-    num_other: int  # requests of clients that this gateway answers now
+    num_other: int  # requests of clients that run at this gateway now
     num_running: int  # requests of batches that workers have now
     is_ready: bool = True
 
     @property
     def is_busy(self) -> bool:
-        """True if there is work that is not a batch's."""
+        """True if there is work other than batches."""
         return self.num_other > 0 or any(worker.num_foreign > 0 for worker in self.workers)
 
 
 def num_places(workers: Iterable[WorkerStatus], num_running: int) -> int:
-    """Sequences that idle decode workers take while their steps stay quick, at least one each.
+    """Returns how many sequences idle decode workers can run with short steps, at least one each.
 
-    The step time is known for the present number. It is taken as proportional above the time of one
-    sequence, so the places approach the right number by and by. One sequence tells nothing of
-    others: it gets a second one, which may be one too many.
+    The step time is known for the present number of sequences. Above the time of one sequence, it
+    is assumed to be proportional, so the result converges over several steps. One sequence gives no
+    estimate for more: it gets a second one, which may be one too many.
     """
     decoders = [worker for worker in workers if worker.role.decodes]
     return sum(_places_of(worker, num_running / len(decoders)) for worker in decoders)
@@ -60,7 +60,7 @@ def _places_of(worker: WorkerStatus, num_running: float) -> int:
 
 
 def has_time(workers: Iterable[WorkerStatus]) -> bool:
-    """True if a worker would soon compute another prompt of a batch."""
+    """True if a worker could soon compute another prompt of a batch."""
     everyone = list(workers)
     prefillers = [worker for worker in everyone if worker.role.prefills]
     alone_s = max((worker.forecast.alone_s or 0.0 for worker in everyone), default=0.0)
@@ -69,32 +69,32 @@ def has_time(workers: Iterable[WorkerStatus]) -> bool:
 
 
 def _left_s(worker: WorkerStatus) -> float:
-    """Predicted seconds until a worker has computed its prompts; infinite if unknown."""
+    """Returns the predicted seconds until a worker computed its prompts; infinite if unknown."""
     if not worker.reserved_tokens:
         return 0.0
     return inf if worker.forecast.wait_s is None else worker.forecast.wait_s
 
 
 class Idleness:
-    """Decides how many requests of batches may run, and remembers when the pools were busy."""
+    """Decides how many batch requests may run, and remembers when the pools were last busy."""
 
     def __init__(self, *, share: float, idle_s: float) -> None:
         self._share = share
         self._idle_s = idle_s
-        self._busy_s = -inf  # when other work was last seen
+        self._busy_s = -inf  # time at which other work was last seen
 
     def record_other(self, now_s: float) -> None:
-        """Notes a request that arrives."""
+        """Records the arrival of another request."""
         self._busy_s = max(self._busy_s, now_s)
 
     def num_beside(self, load: PoolsLoad) -> int:
-        """Requests of batches that may run beside others."""
+        """Returns the number of batch requests that may run beside other work."""
         if not (load.is_ready and self._share):
             return 0
         return floor(self._share * num_places(load.workers, load.num_running))
 
     def num_allowed(self, load: PoolsLoad, now_s: float) -> int:
-        """Requests of batches that may run now."""
+        """Returns the number of batch requests that may run now."""
         if load.is_busy:
             self.record_other(now_s)
         if not load.is_ready:

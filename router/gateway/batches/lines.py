@@ -8,7 +8,7 @@ import msgspec
 from router.gateway.batches.records import LineFault
 
 MAX_CUSTOM_ID_LEN = 512  # characters
-RETRIED = frozenset({429, 503})  # statuses that say "try again"
+RETRIED = frozenset({429, 503})  # statuses after which a request is tried again
 
 _encode = msgspec.json.Encoder().encode
 
@@ -28,15 +28,15 @@ class _Line(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The fields of a body that a batch decides about. The endpoint checks all others."""
+    """The fields of a body that a batch checks itself. The endpoint checks all others."""
 
     stream: bool | None = None
 
 
 def split_lines(data: bytes, *, is_last: bool) -> tuple[list[bytes], int]:
-    """Returns the complete lines at the start of `data`, and the number of bytes they take.
+    """Returns the complete lines at the start of `data`, and their length in bytes.
 
-    With `is_last`, what follows the last line break is a line too.
+    With `is_last`, the text after the last line break is a line too.
     """
     end = len(data) if is_last else data.rfind(b"\n") + 1
     lines = data[:end].split(b"\n")
@@ -46,7 +46,7 @@ def split_lines(data: bytes, *, is_last: bool) -> tuple[list[bytes], int]:
 
 
 def parse_line(data: bytes, endpoint: str, max_bytes: int) -> InputLine | LineFault:
-    """One line that is not blank, or what is wrong with it."""
+    """Returns the request of a non-blank line, or the fault of the line."""
     if len(data) > max_bytes:
         return LineFault("line_too_long", f"a line has more than {max_bytes} bytes")
     try:
@@ -74,19 +74,19 @@ def parse_line(data: bytes, endpoint: str, max_bytes: int) -> InputLine | LineFa
 
 
 def duplicate(custom_id: str) -> LineFault:
-    """The fault of a line whose id an earlier line has."""
+    """Returns the fault of a line whose id was used by an earlier line."""
     message = f"custom_id {custom_id[:80]!r} is there twice"
     return LineFault("duplicate_custom_id", message, "custom_id")
 
 
 def answered_line(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """The output line of a request that got a response, whatever its status."""
+    """Returns the output line of a request that got a response, whatever its status."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _line(line_id, custom_id, response, None)
 
 
 def unanswered_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """The line of a request that was not answered in time."""
+    """Returns the line of a request that was not answered in time."""
     return _line(line_id, custom_id, None, {"code": code, "message": message})
 
 
@@ -98,9 +98,9 @@ def _line(
 
 
 def retry_after_s(tries: int, asked: str | None) -> float:
-    """Seconds until a refused request is tried again, after `tries` tries.
+    """Returns the seconds until a refused request is tried again, after `tries` tries.
 
-    `asked` is the answer's `retry-after`.
+    `asked` is the `retry-after` of the answer.
     """
     own_s = min(2.0 ** (tries - 1), 60.0)
     return max(own_s, float(asked)) if asked is not None and asked.isdigit() else own_s
@@ -109,7 +109,8 @@ def retry_after_s(tries: int, asked: str | None) -> float:
 def is_retried(status: int, tries: int, max_lost: int, lost: Collection[str], code: str) -> bool:
     """True if a request with this answer is tried again.
 
-    Codes in `lost` mean that workers ended or were lost while they computed it, which the request
-    may cause. So it is tried `max_lost` times, other refusals until the window ends.
+    Codes in `lost` mean that workers ended or were lost while they computed the request, which the
+    request may have caused. So these are tried `max_lost` times, other refusals until the window
+    ends.
     """
     return status in RETRIED and (code not in lost or tries < max_lost)

@@ -35,7 +35,7 @@ from router.gateway.storage import Storage
 from router.inbox.api_errors import ApiError, invalid_value
 
 PIECE_BYTES = 256 * 2**10
-FORM_BYTES = 64 * 2**10  # an upload's, beside its file
+FORM_BYTES = 64 * 2**10  # size of an upload's form without its file
 UPLOAD_TIMEOUT_S = 3600.0
 MAX_PAGE = {"files": 10_000, "batches": 100}
 DEFAULT_PAGE = {"files": 10_000, "batches": 20}
@@ -77,7 +77,7 @@ class BatchPages:
         rng: random.Random,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` tells the runner of a change."""
+        """`wake` tells the runner that something changed."""
         self._storage = storage
         self._config = config
         self._endpoints = sorted(endpoints)
@@ -136,7 +136,7 @@ class BatchPages:
         return json_reply(200, file.shown())
 
     async def _receive(self, request: HttpRequest, file_id: str) -> tuple[str, Mapping[str, str]]:
-        """Reads a form and stores its file piece by piece. Returns the name and other fields."""
+        """Reads a form and stores its file by pieces. Returns the file's name and other fields."""
         config = self._config
         waiting = bytearray()
         form = UploadForm(request.headers.get("content-type", ""), waiting.extend)
@@ -172,7 +172,7 @@ class BatchPages:
             now_s=unix_time_s(),
         )
         files = await self._storage.run(find)
-        # There may be 10,000 files.
+        # there may be 10,000 files
         return await asyncio.to_thread(_listing, files, page.limit, FileList)
 
     async def file(self, request: HttpRequest, tenant: Tenant) -> Response:
@@ -199,7 +199,7 @@ class BatchPages:
             piece = await self._storage.run(
                 partial(tables.read_piece, file_id=file.id, start=start)
             )
-            if not piece:  # it was deleted meanwhile: the client sees that the body is short
+            if not piece:  # deleted while it is sent: the client sees that the body is too short
                 raise ClientDisconnect
             start += len(piece)
             yield piece
@@ -295,7 +295,7 @@ class BatchPages:
 
 
 async def _body_of(request: HttpRequest) -> AsyncIterator[bytes]:
-    """The pieces of a body. Raises ClientLeft if it breaks off."""
+    """Yields the pieces of a body. Raises ClientLeft if the connection breaks off."""
     try:
         async for data in request.stream():
             yield data
@@ -304,12 +304,12 @@ async def _body_of(request: HttpRequest) -> AsyncIterator[bytes]:
 
 
 def _with_one_more(page: tables.Page) -> tables.Page:
-    """The page with one row more, which tells that there are more pages."""
+    """Returns the page with one extra row; that row shows whether there are more pages."""
     return tables.Page(page.limit + 1, page.after, page.is_ascending)
 
 
 def _page_of(request: HttpRequest, what: str) -> tables.Page:
-    """The page that a request asks for. Raises ApiError."""
+    """Returns the page that a request asks for. Raises ApiError."""
     asked = request.query_params
     text = asked.get("limit", str(DEFAULT_PAGE[what]))
     most = MAX_PAGE[what]
@@ -335,7 +335,7 @@ def _listing(
 
 
 def _checked_form(fields: Mapping[str, str], now_s: int) -> int | None:
-    """When the file expires. Raises ApiError if a field has a wrong value."""
+    """Returns when the file expires. Raises ApiError if a field has an invalid value."""
     if "purpose" not in fields:
         raise ApiError("purpose is missing", param="purpose", code="missing_required_parameter")
     purpose = fields["purpose"]
@@ -375,6 +375,6 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def _field_of(message: str) -> str | None:
-    """The field that an error of msgspec names: the last name in backquotes, without `$.`."""
+    """Returns the field named in an error of msgspec: the last name in backquotes, without `$.`."""
     names = message.split("`")[1::2]
     return names[-1].removeprefix("$.") if names else None

@@ -1,11 +1,11 @@
-"""Files and batches as the store keeps them, and their form in OpenAI's API. Pure.
+"""Files and batches as stored in the database, and their form in OpenAI's API. Pure.
 
     validating ──> in_progress ──> finalizing ──> completed
         │  │            │  │            └───────> expired
         │  └────────────┴──┼──> cancelling ─────> cancelled
         └──> failed        └──> finalizing, if the completion window ends
 
-A batch that is over keeps what was answered. Its unanswered requests are in the error file.
+A batch that has ended keeps its answers. Its unanswered requests are in the error file.
 """
 
 import re
@@ -22,14 +22,14 @@ _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 
 
 class FilePurpose(StrEnum):
-    """What a file is for."""
+    """The purpose of a file."""
 
     BATCH = "batch"
     BATCH_OUTPUT = "batch_output"
 
 
 class BatchStatus(StrEnum):
-    """Where a batch is in its life."""
+    """The status of a batch in its life cycle."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -80,7 +80,7 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class LineFault(msgspec.Struct, frozen=True):
-    """What is wrong with a line of an input file. Lines are counted from 1."""
+    """The fault of a line in an input file. Lines are counted from 1."""
 
     code: str
     message: str
@@ -89,11 +89,11 @@ class LineFault(msgspec.Struct, frozen=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """A batch. Times are Unix time, in seconds; `ending` is the status after the last file."""
+    """A batch. Times are Unix time, in seconds; `ending` is its status after the last output."""
 
     id: str
     tenant: str  # the `owner` of a `router.access.limits.Tenant`
-    sharing: str  # as there
+    sharing: str  # the `sharing` of that tenant
     endpoint: str
     input_file_id: str
     window: str
@@ -110,9 +110,9 @@ class BatchRecord(msgspec.Struct, frozen=True):
     num_lines: int
     num_completed: int
     num_failed: int
-    num_read_bytes: int  # validated in the input file
-    num_read_lines: int  # the same in lines, blank ones too
-    num_written_lines: int  # the number of the last line in the output files
+    num_read_bytes: int  # bytes of the input file that are validated
+    num_read_lines: int  # lines that are validated, including blank lines
+    num_written_lines: int  # number of the last line that was written to the output files
     output_file_id: str | None
     error_file_id: str | None
     errors: list[LineFault]
@@ -226,7 +226,7 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 
 def window_s(text: str) -> int:
-    """The seconds of a completion window, as in `24h`. Raises ApiError."""
+    """Returns the seconds of a completion window such as `24h`. Raises ApiError."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _SECONDS_OF[found[2]] if found is not None else 0
     if not 0 < seconds <= MAX_WINDOW_S:

@@ -1,15 +1,16 @@
 """Runs the batches of a database while the pools are idle.
 
-All gateway processes of a machine may run batches; the one with the lease does. Each turn:
+All gateway processes of a machine may run batches; only the process with the lease does. Each turn:
 
-1. The lease is taken or extended, and the batches that are not over are read.
+1. The lease is taken or extended, and the unfinished batches are read.
 2. Input files are validated and output files are written, a slice at a time.
-3. The gate is told how many requests may run (`idleness`), and lines are started up to that
-   number: one after the other, so that a request which arrives waits for one at most.
+3. The gate is told how many requests may run (`idleness`). Lines are started up to that number, one
+   after the other, so that a request which arrives waits for at most one.
 
-A line is answered as a call of its endpoint would be. Its seed follows from batch and line, so a
-line that is computed again after `kill -9` has the same answer. Its result and its count change in
-one transaction. What says "try again" is tried again later, until the window ends.
+A line is answered like a call of its endpoint. Its seed follows from the batch and the line, so a
+line that is computed again after `kill -9` has the same answer. Its result and the batch's count
+change in one transaction. If an answer says "try again", the line is tried again later, until the
+window ends.
 """
 
 import asyncio
@@ -44,12 +45,12 @@ from router.inbox.api_errors import ApiError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.05  # while there is a batch
-REST_S = 1.0  # without one
+LOOK_EVERY_S = 0.05  # seconds between turns while there is a batch
+REST_S = 1.0  # seconds between turns without a batch
 RENEW_EVERY_S = 2.0
 CLEAN_EVERY_S = 30.0
-START_TIMEOUT_S = 1.0  # until a line has reached the gate; the next line waits no longer
-MAX_KEEPING = 64  # lines that are answered, and whose results are not kept yet
+START_TIMEOUT_S = 1.0  # seconds that the next line waits for a line to reach the gate
+MAX_KEEPING = 64  # answered lines whose results are not stored yet
 PAGE_LINES = 64
 MAX_LOST = 5  # times that workers may be lost while they compute one request
 LOST = frozenset({"request_failed"})
@@ -65,18 +66,18 @@ class _WaitingLine:
     body: bytes
     num_lost: int
     tries: int = 0
-    due_s: float = 0.0  # it is not tried before
+    due_s: float = 0.0  # the line is not tried before
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One batch in this process. `after` is the last line that was read from the database."""
+    """One batch in this process. `after` is the last line read from the database."""
 
     batch: BatchRecord
     after: int = 0
-    is_read: bool = False  # all lines were
+    is_read: bool = False  # all lines were read from the database
     lines: deque[_WaitingLine] = field(default_factory=deque)
-    later: list[_WaitingLine] = field(default_factory=list)  # to be tried again
+    later: list[_WaitingLine] = field(default_factory=list)  # lines to be tried again
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
 
     @property
@@ -100,11 +101,11 @@ class BatchRunner:
     ) -> None:
         """`quiet` measures the requests of the endpoints.
 
-        Building needs no event loop.
+        The constructor needs no event loop.
         """
         self._storage = parts.storage
         self._versions = parts.versions
-        self._metrics = parts.metrics  # for requests outside batches
+        self._metrics = parts.metrics  # metrics of requests outside batches
         self._clock = parts.clock
         self._max_line_bytes = parts.settings.gateway.max_body_bytes
         self._endpoints = endpoints
@@ -118,9 +119,9 @@ class BatchRunner:
         self._renew_at_s = 0.0
         self._clean_at_s = 0.0
         self._is_owner = False
-        self._num_beside = 0  # requests of batches that may run beside others
-        self._woken = asyncio.Event()  # the next turn is due
-        self._moved = asyncio.Event()  # a line reached the gate, or ended
+        self._num_beside = 0  # batch requests that may run beside other work
+        self._woken = asyncio.Event()  # set when the next turn is due
+        self._moved = asyncio.Event()  # set when a line reached the gate, or ended
         self.num_by_outcome: Counter[str] = Counter(
             dict.fromkeys(("completed", "failed", "retried", "started again"), 0)
         )
@@ -128,26 +129,26 @@ class BatchRunner:
 
     @property
     def num_lines_waiting(self) -> int:
-        """Lines of running batches that have no result, as of the last look."""
+        """Lines of running batches without a result, as of the last turn."""
         batches = [job.batch for job in self._jobs.values()]
         return sum(b.num_lines - b.num_completed - b.num_failed for b in batches)
 
     @property
     def num_batches(self) -> int:
-        """Batches that are not over, if this process runs them."""
+        """Unfinished batches, if this process runs them; otherwise 0."""
         return len(self._jobs)
 
     # ------------------------------------------------------------ life
 
     async def open(self) -> None:
-        """Begins to run batches."""
+        """Starts to run batches."""
         self._gate.on_request = self._moved.set
         self._gate.has_time = lambda: has_time(self._versions.workers().values())
         self._metrics.on_arrival = self.record_arrival
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Stops. What has no result yet goes on when a process runs this database again."""
+        """Stops. Lines without a result continue when a process runs this database again."""
         if self._task is None:
             return
         self._task.cancel()
@@ -159,12 +160,12 @@ class BatchRunner:
             log.warning("the lease of batches ends by itself: %s", error)
 
     def wake(self) -> None:
-        """Looks for a new batch at once."""
+        """Makes the next turn look for a new batch at once."""
         self._renew_at_s = 0.0
         self._woken.set()
 
     def record_arrival(self) -> None:
-        """Makes way for a request that arrives, within this call."""
+        """Withdraws batch requests for a request that arrives, within this call."""
         if self._jobs:
             self._idleness.record_other(self._clock.now_s())
             self._gate.allow(self._num_beside)
@@ -178,7 +179,7 @@ class BatchRunner:
             except _STORE_ERRORS as error:
                 self.events["store failed"] += 1
                 log.warning("batches wait, as the store fails: %s", error)
-            except Exception:  # a bug must end neither the gateway nor its batches
+            except Exception:  # a bug must stop neither the gateway nor its batches
                 self.events["bug"] += 1
                 log.exception("a turn of the batches failed")
             await self._rest()
@@ -240,7 +241,7 @@ class BatchRunner:
             await _cancel(job)
 
     async def _clean(self) -> None:
-        """Removes expired files and broken uploads, one in a transaction."""
+        """Removes expired files and broken uploads, one per transaction."""
         now_s = self._unix_s()
         while await self._storage.run(partial(tables.delete_old_files, now_s=now_s)):
             self.events["file removed"] += 1
@@ -252,7 +253,7 @@ class BatchRunner:
             await self._advance(job)
         except (tables.LeaseLost, *_STORE_ERRORS):
             raise
-        except Exception:  # a bug that this batch has met must not stop the others
+        except Exception:  # a bug met by this batch must not stop the other batches
             self.events["bug"] += 1
             log.exception("%s cannot go on", job.batch.id)
 
@@ -288,10 +289,10 @@ class BatchRunner:
             now_s=self._unix_s(),
         )
         self._record(job, await self._storage.run(begin))
-        job.after, job.is_read = 0, False  # if it is in progress still, a line has no result
+        job.after, job.is_read = 0, False  # if it is still in progress, some line has no result
 
     def _record(self, job: _Job, batch: BatchRecord) -> None:
-        """Notes what a batch has become; one with more to validate or write goes on at once."""
+        """Records a batch's new state. With more to validate or write, it goes on at once."""
         if batch.status is not job.batch.status:
             log.info("%s is %s", batch.id, batch.status)
         job.batch = batch
@@ -304,7 +305,7 @@ class BatchRunner:
     # ------------------------------------------------------------ lines
 
     async def _start_lines(self) -> None:
-        """Starts lines while there is room, tenants by turns."""
+        """Starts lines while there is room, in turns among tenants."""
         while self._has_room():
             found = await self._next_line()
             if found is None:
@@ -321,12 +322,12 @@ class BatchRunner:
                 return
 
     def _has_room(self) -> bool:
-        """True if a line may start. Lines whose results are being kept have left the gate."""
+        """True if a line may start. Lines whose results are being stored have left the gate."""
         num_tasks = sum(len(job.tasks) for job in self._jobs.values())
         return self._gate.num_free > 0 and num_tasks < self._gate.num_allowed + MAX_KEEPING
 
     async def _next_line(self) -> tuple[_Job, _WaitingLine] | None:
-        """The next line: of the oldest batch with a line of the tenant whose turn it is."""
+        """Returns a line of the oldest batch of the tenant whose turn it is."""
         tried: set[str] = set()
         for job in list(self._jobs.values()):
             tenant = job.batch.tenant
@@ -356,7 +357,7 @@ class BatchRunner:
         return job.lines.popleft() if job.lines else None
 
     async def _answer(self, job: _Job, line: _WaitingLine) -> None:
-        """Answers a line and keeps its result, or notes when it is tried again."""
+        """Answers a line and stores its result, or schedules another try."""
         batch, answer = job.batch, CapturedAnswer()
         line.tries += 1
         try:
@@ -366,7 +367,7 @@ class BatchRunner:
                 self.num_by_outcome["started again"] += 1
                 job.lines.appendleft(line)
                 return
-            # A bug in Baton, which this line alone has met.
+            # A bug in Baton that only this line has met.
             log.exception("%s, line %d: answering it failed", batch.id, line.number)
             self.events["bug"] += 1
             answer, request_id = CapturedAnswer(), ""
@@ -393,7 +394,7 @@ class BatchRunner:
             self.num_by_outcome["completed" if status == 200 else "failed"] += 1
 
     async def _ask(self, batch: BatchRecord, line: _WaitingLine, answer: CapturedAnswer) -> str:
-        """Answers a line as a call of its endpoint. Returns the id of the call."""
+        """Answers a line like a call of its endpoint. Returns the id of the call."""
         endpoint = self._endpoints.get(batch.endpoint)
         if endpoint is None:
             message = f"this server has no {batch.endpoint}"
@@ -434,7 +435,7 @@ class BatchRunner:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, tables.LeaseLost):
-            self._renew_at_s = 0.0  # the next look finds out
+            self._renew_at_s = 0.0  # the next turn checks the lease
             return
         self.events["bug"] += 1
         log.error("a line of %s failed", job.batch.id, exc_info=error)
@@ -458,31 +459,31 @@ class _ErrorAnswer(msgspec.Struct):
 
 
 def _code_of(body: bytes) -> str:
-    """The code in the body of an error."""
+    """Returns the error code in a body."""
     return msgspec.json.decode(body, type=_ErrorAnswer).error.code or ""
 
 
 def _seed(batch_id: str, number: int) -> int:
-    """The seed of a request that has none of its own."""
+    """Returns the seed of a request without its own seed."""
     digest = blake2b(f"{batch_id}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 def _with_tenant_last(jobs: dict[str, _Job], tenant: str) -> dict[str, _Job]:
-    """The jobs, with one tenant's jobs behind the others."""
+    """Returns the jobs, with one tenant's jobs after all others."""
     others = {name: job for name, job in jobs.items() if job.batch.tenant != tenant}
     return {**others, **{name: job for name, job in jobs.items() if name not in others}}
 
 
 def _is_leaving(error: Exception) -> bool:
-    """True if a request ended as its version leaves. Several choices raise a group."""
+    """True if a request ended because its version leaves. Several choices raise a group."""
     if isinstance(error, ExceptionGroup):
         return error.subgroup(VersionLeaves) is not None
     return isinstance(error, VersionLeaves)
 
 
 async def _cancel(job: _Job) -> None:
-    """Cancels all lines of a batch that run, and waits for them."""
+    """Cancels all running lines of a batch, and waits for them."""
     tasks = list(job.tasks)
     for task in tasks:
         task.cancel()

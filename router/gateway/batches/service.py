@@ -28,14 +28,14 @@ from router.gateway.versions import ServedVersion
 
 
 class Batches:
-    """All of files and batches; a `BackgroundPart`."""
+    """The files and batches of a gateway process; a `BackgroundPart`."""
 
     def __init__(self, parts: GatewayParts) -> None:
         self._versions = parts.versions
         self._gate = BatchGate()
-        # A batch's requests count towards no limit of a key, and not as latencies of clients.
+        # Batch requests do not count towards a key's limits, nor as latencies of clients.
         self._quiet = GatewayMetrics(parts.versions, version="")
-        self._quiet.key_usage = parts.metrics.key_usage  # batches count as use of their key
+        self._quiet.key_usage = parts.metrics.key_usage  # but batches count as usage of their key
         own = replace(parts, metrics=self._quiet, accounts=KeyAccounts(UNLIMITED))
         chat = AnswerService(own, CHAT, ChatBody, self._port_of)
         completions = AnswerService(own, COMPLETION, CompletionBody, self._port_of)
@@ -68,14 +68,14 @@ class Batches:
         return self._pages.routes()
 
     async def open(self) -> None:
-        """Begins to run batches."""
+        """Starts to run batches."""
         await self._runner.open()
 
     def stop_draining(self) -> None:
-        """Does nothing: `close` waits for nothing."""
+        """Does nothing, as `close` never waits."""
 
     async def close(self, timeout_s: float) -> None:
-        """Stops running batches at once: they go on after a restart."""
+        """Stops running batches at once; they continue after a restart."""
         await self._runner.close()
 
     def _port_of(self, served: ServedVersion) -> SteppingPort:

@@ -1,10 +1,10 @@
-"""Requests of batches that step aside for others, and go on where they stopped.
+"""Requests of batches that pause for other requests, and continue where they stopped.
 
-A gate lets a number of them run. If fewer may run, it withdraws the youngest from their router
-within the same call. Later they go on as a request whose prompt is the prompt and all tokens so
-far. Lengths in `Limits` are absolute and the noise of sampling is keyed by position, so the tokens
-equal an undisturbed answer's: the router continues a lost request in the same way. Workers
-keep the blocks in their caches, so little is computed twice.
+A gate lets a number of them run. If fewer may run, the gate withdraws the youngest from their
+router within the same call. Later each continues as a new request whose prompt is the old prompt
+and all tokens so far. Lengths in `Limits` are absolute and the noise of sampling is keyed by
+position. So the tokens equal those of an undisturbed answer: the router continues a lost request in
+the same way. Workers keep the blocks in their caches, so little is computed twice.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from engine.messages import RequestId
 from router.machine.requests import Cancelled, Request, Update
 from router.port import FrameTaker, Handle, RouterPort, Sink
 
-BATCH_PRIORITY = MAX_PRIORITY + 1  # behind all that clients may ask for
+BATCH_PRIORITY = MAX_PRIORITY + 1  # behind all priorities of clients
 
 
 class VersionLeaves(Exception):
-    """A paused request's version takes no more requests: the request starts again elsewhere."""
+    """A paused request's version takes no more requests; the request restarts elsewhere."""
 
 
 class BatchGate:
@@ -31,56 +31,56 @@ class BatchGate:
     def __init__(self) -> None:
         self._requests: dict[SteppingRequest, None] = {}  # oldest first
         self.num_allowed = 0
-        self.has_time: Callable[[], bool] = lambda: True  # asked before one more is let in
+        self.has_time: Callable[[], bool] = lambda: True  # checked before a request is let in
         self.on_request: Callable[[], object] = lambda: None  # called for each new request
         self._is_admitting = False
-        self.num_paused = 0  # pauses so far
+        self.num_paused = 0  # number of pauses so far
 
     @property
     def num_running(self) -> int:
-        """Requests that a router has."""
+        """The number of requests at a router."""
         return sum(each.is_in for each in self._requests)
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait to run."""
+        """The number of requests that run or wait to run."""
         return len(self._requests)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait to run, paused or new."""
+        """The number of requests that wait to run, paused or new."""
         return len(self._requests) - self.num_running
 
     @property
     def num_free(self) -> int:
-        """Requests that may come in addition."""
+        """The number of further requests that may be added."""
         return max(self.num_allowed - len(self._requests), 0)
 
     def allow(self, number: int) -> None:
-        """Sets how many may run: withdraws the youngest of too many, or lets waiting ones in."""
+        """Sets how many may run: withdraws the youngest ones, or lets waiting ones in."""
         self.num_allowed = number
         self._withdraw(self.num_running - number)
         self.admit()
 
     def add(self, request: "SteppingRequest") -> None:
-        """Takes a new request, and lets it in at once if that is possible."""
+        """Adds a new request, and lets it in at once if possible."""
         self._requests[request] = None
         self.on_request()
         self.admit()
 
     def leave(self, request: "SteppingRequest") -> None:
-        """Ends a request, unless it has ended."""
+        """Removes a request, unless it was removed before."""
         if request in self._requests:
             del self._requests[request]
             self.admit()
 
     def dismiss_leaving(self) -> None:
-        """Fails the requests that wait and whose version leaves, by VersionLeaves."""
+        """Fails waiting requests whose version leaves with VersionLeaves."""
         for request in list(self._requests):
             request.dismiss()
 
     def _withdraw(self, number: int) -> None:
-        """Takes the youngest running requests from their routers."""
+        """Withdraws the youngest running requests from their routers."""
         running = [each for each in reversed(self._requests) if each.is_in]
         by_port: dict[int, tuple[RouterPort, list[RequestId]]] = {}
         for each in running[: max(number, 0)]:
@@ -95,7 +95,8 @@ class BatchGate:
     def admit(self) -> None:
         """Lets the oldest waiting request in, and the next one in the loop's next turn.
 
-        To submit one takes the router a part of a millisecond, which others should not wait for.
+        Submitting a request takes the router a fraction of a millisecond, and others should not
+        wait for several.
         """
         if self._is_admitting or self.num_running >= self.num_allowed:
             return
@@ -119,14 +120,14 @@ class SteppingPort:
         self._stays = stays
 
     def submit(self, request: Request, sink: Sink) -> Handle:
-        """Starts a request, and pauses it as often as the gate says. May fail by VersionLeaves."""
+        """Starts a request, and pauses it when the gate says so. May fail with VersionLeaves."""
         stepping = SteppingRequest(self._gate, self._port, self._stays, request, sink)
         self._gate.add(stepping)
         return stepping
 
 
 class SteppingRequest:
-    """A request at the gate: the `Handle` of the whole, and the `Sink` of its parts."""
+    """A request at the gate: the `Handle` of the whole request, and the `Sink` of its parts."""
 
     def __init__(
         self,
@@ -137,17 +138,17 @@ class SteppingRequest:
         sink: Sink,
     ) -> None:
         self.port = port
-        self.is_in = False  # the gate lets it run
+        self.is_in = False  # True while the gate lets it run
         self.request_id: RequestId | None = None  # its id while a router has it
         self._gate = gate
         self._stays = stays
         self._sink = sink
         self._request = _in_background(request)
-        self._tokens: list[int] = []  # so far
+        self._tokens: list[int] = []  # tokens of the answer so far
         self._num_parts = 0
-        self._num_cached: int | None = None  # tokens of the prompt that the first part found cached
+        self._num_cached: int | None = None  # cached prompt tokens in the first part
         self._part: Handle | None = None
-        self._has_token = False  # the present part has one
+        self._has_token = False  # the present part has produced a token
 
     @property
     def can_enter(self) -> bool:
@@ -168,14 +169,14 @@ class SteppingRequest:
             self._sink.fail(VersionLeaves())
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Gets tokens of the present part."""
+        """Receives tokens of the present part."""
         self._record(token_ids)
         self._sink.tokens(token_ids, now_s)
 
     def update(self, update: Update) -> None:
-        """Gets an update of the present part. The end of a paused part is not shown."""
+        """Receives an update of the present part. The end of a paused part is not passed on."""
         self._record(update.token_ids)
-        if update.timeline is not None:  # with the cached tokens of the client's prompt
+        if update.timeline is not None:  # reports the cached tokens of the client's prompt
             if self._num_cached is None:
                 self._num_cached = update.timeline.num_cached_tokens
             timeline = replace(update.timeline, num_cached_tokens=self._num_cached)
@@ -191,26 +192,26 @@ class SteppingRequest:
         self._sink.update(update)
 
     def fail(self, error: Exception) -> None:
-        """Gets a bug."""
+        """Receives an unexpected error."""
         self._sink.fail(error)
 
     def cancel(self) -> None:
-        """Ends the request."""
+        """Cancels the request."""
         self._gate.leave(self)
         if self._part is not None:
             self._part.cancel()
 
     def offer_frames(self, taker: FrameTaker) -> None:
-        """Offers nothing, as each token is recorded here."""
+        """Does nothing, as each token has to be recorded here."""
 
     def _record(self, token_ids: Sequence[int]) -> None:
         self._tokens += token_ids
-        if token_ids and not self._has_token:  # its prompt is computed: there is time for another
+        if token_ids and not self._has_token:  # its prompt is computed; another may start
             self._has_token = True
             self._gate.admit()
 
     def _next_part(self) -> Request:
-        """The request for what is left. Each part has an id of its own, as news may come late."""
+        """Returns the request of the rest. Each part has its own id, as messages may come late."""
         request, number = self._request, self._num_parts
         self._num_parts += 1
         if not number:
@@ -225,7 +226,7 @@ class SteppingRequest:
 
 
 def _in_background(request: Request) -> Request:
-    """The request behind all others, and with a turn of its own among batches."""
+    """Returns the request behind all others, with a turn of its own among batches."""
     return replace(
         request,
         priority=BATCH_PRIORITY,

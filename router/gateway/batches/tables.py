@@ -1,12 +1,12 @@
-"""The tables of files and batches, and each change of them as one transaction.
+"""The tables of files and batches; each change of them is one transaction.
 
 Every function takes the connection of a transaction (`router.gateway.storage`). So after `kill -9`
-each change has happened wholly or not at all:
+each change is either complete or absent:
 
 - A result and the count of its batch change together. A request has at most one result.
 - A piece of an output file, its size and the removal of the results in it change together.
-- One gateway process runs the batches of a database: the one with the lease. All that it changes is
-  checked against the lease, so a process that was stopped for long changes nothing any more.
+- Only the gateway process with the lease runs the batches of a database. All its changes are
+  checked against the lease, so a process that was paused for long can change nothing any more.
 """
 
 import sqlite3
@@ -111,15 +111,15 @@ MAX_FAULTS = 100
 MAX_FILES = 10_000  # per tenant
 MAX_ACTIVE_BATCHES = 64  # per tenant
 MAX_KEPT_BATCHES = 10_000  # per tenant; the oldest ended batches are removed
-SLICE_LINES = 200  # in one transaction
+SLICE_LINES = 200  # lines per transaction
 SLICE_BYTES = 2**18
-UPLOAD_SILENCE_S = 600  # an upload without a new piece for this long is given up
+UPLOAD_SILENCE_S = 600  # seconds without a new piece after which an upload is removed
 
 Connection = sqlite3.Connection
 
 
 class LeaseLost(Exception):
-    """Another process runs the batches now."""
+    """Another process has taken the lease to run batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Page:
 
     limit: int
     after: str | None = None
-    is_ascending: bool = False  # in the order of creation
+    is_ascending: bool = False  # oldest first
 
 
 # ---------------------------------------------------------------- files
@@ -166,11 +166,11 @@ def append_piece(
     now_s: int,
     config: GatewayConfig | None = None,
 ) -> None:
-    """Adds a piece to a file that is being written. Raises ApiError if that is too much."""
+    """Appends a piece to a file that is being written. Raises ApiError if it gets too large."""
     row = connection.execute(
         "SELECT num_bytes, tenant FROM files WHERE id = ? AND touched_s IS NOT NULL", (file_id,)
     ).fetchone()
-    if row is None:  # it was given up as too slow
+    if row is None:  # removed because its upload was too slow
         raise ApiError("the upload took too long", code="request_timeout", status=408)
     start, tenant = row
     if config is not None:
@@ -185,7 +185,7 @@ def append_piece(
 
 
 def too_large(config: GatewayConfig) -> ApiError:
-    """Returns the error of a file that is longer than one may be."""
+    """Returns the error of a file that is longer than allowed."""
     text = f"file is longer than {config.max_file_bytes} bytes"
     return ApiError(text, param="file", code="request_too_large", status=413)
 
@@ -222,7 +222,7 @@ def complete_file(
 
 
 def find_file(connection: Connection, tenant: str, file_id: str, now_s: int) -> FileRecord:
-    """A complete file of a tenant. Raises ApiError if there is none."""
+    """Returns a complete file of a tenant. Raises ApiError if there is none."""
     where = "tenant = ? AND id = ? AND touched_s IS NULL AND (expires_s IS NULL OR expires_s > ?)"
     found = _file_where(connection, where, (tenant, file_id, now_s))
     if found is None:
@@ -231,7 +231,7 @@ def find_file(connection: Connection, tenant: str, file_id: str, now_s: int) -> 
 
 
 def no_file(file_id: str) -> ApiError:
-    """The error for an unknown file."""
+    """Returns the error of an unknown file."""
     message = f"no file has the id {file_id[:80]!r}"
     return ApiError(message, param="file_id", code="file_not_found", status=404)
 
@@ -239,7 +239,7 @@ def no_file(file_id: str) -> ApiError:
 def list_files(
     connection: Connection, tenant: str, purpose: str | None, page: Page, now_s: int
 ) -> list[FileRecord]:
-    """Complete files of a tenant."""
+    """Returns complete files of a tenant."""
     where = "tenant = ? AND touched_s IS NULL AND (expires_s IS NULL OR expires_s > ?)"
     arguments: list[object] = [tenant, now_s]
     if purpose is not None:
@@ -250,7 +250,7 @@ def list_files(
 
 
 def read_piece(connection: Connection, file_id: str, start: int) -> bytes:
-    """The piece of a file that begins at `start`; empty at its end."""
+    """Returns the piece of a file that starts at `start`; empty at its end."""
     row = connection.execute(
         "SELECT data FROM file_pieces WHERE file_id = ? AND start = ?", (file_id, start)
     ).fetchone()
@@ -264,7 +264,7 @@ def delete_file(connection: Connection, file_id: str) -> None:
 
 
 def delete_old_files(connection: Connection, now_s: int) -> int:
-    """Removes one expired file, or one whose upload broke off. Returns their number."""
+    """Removes one expired file, or one whose upload broke off. Returns how many were removed."""
     row = connection.execute(
         "SELECT id FROM files WHERE expires_s <= ? OR (touched_s < ? AND purpose = ?) LIMIT 1",
         (now_s, now_s - UPLOAD_SILENCE_S, FilePurpose.BATCH),
@@ -279,7 +279,7 @@ def delete_old_files(connection: Connection, now_s: int) -> int:
 
 
 def create_batch(connection: Connection, batch: BatchRecord, now_s: int) -> BatchRecord:
-    """Adds a batch. Raises ApiError if its file is missing or the tenant has too many."""
+    """Adds a batch. Raises ApiError if its file is missing or the tenant has too many batches."""
     file = find_file(connection, batch.tenant, batch.input_file_id, now_s)
     if file.purpose != FilePurpose.BATCH:
         message = f"input_file_id names a file for {file.purpose!r}, not for 'batch'"
@@ -308,7 +308,7 @@ def create_batch(connection: Connection, batch: BatchRecord, now_s: int) -> Batc
 
 
 def find_batch(connection: Connection, tenant: str, batch_id: str) -> BatchRecord:
-    """A batch of a tenant. Raises ApiError if there is none."""
+    """Returns a batch of a tenant. Raises ApiError if there is none."""
     found = _batch_where(connection, "tenant = ? AND id = ?", (tenant, batch_id))
     if found is None:
         message = f"no batch has the id {batch_id[:80]!r}"
@@ -317,13 +317,13 @@ def find_batch(connection: Connection, tenant: str, batch_id: str) -> BatchRecor
 
 
 def list_batches(connection: Connection, tenant: str, page: Page) -> list[BatchRecord]:
-    """Batches of a tenant."""
+    """Returns batches of a tenant."""
     rows = _page(connection, "batches", "tenant = ?", [tenant], page)
     return [_batch_of(row) for row in rows]
 
 
 def cancel_batch(connection: Connection, tenant: str, batch_id: str, now_s: int) -> BatchRecord:
-    """Begins to cancel a batch. Raises ApiError if it is over, or nearly."""
+    """Starts to cancel a batch. Raises ApiError if it has ended, or nearly."""
     batch = find_batch(connection, tenant, batch_id)
     if batch.status is BatchStatus.CANCELLING:
         return batch
@@ -338,9 +338,10 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now_s: int)
 
 
 def take_lease(connection: Connection, owner: str, now_s: int) -> bool:
-    """Takes or extends the right to run batches. False: another process has it.
+    """Takes or extends the right to run batches. Returns False if another process has it.
 
-    A lease that ends too far in the future was written before the wall clock was set back.
+    A lease that ends too far in the future was written before the wall clock was set back, and is
+    ignored.
     """
     row = connection.execute("SELECT owner, until_s FROM batch_runner").fetchone()
     if row is not None and row[0] != owner and now_s < row[1] <= now_s + LEASE_S:
@@ -353,7 +354,7 @@ def take_lease(connection: Connection, owner: str, now_s: int) -> bool:
 
 
 def drop_lease(connection: Connection, owner: str) -> None:
-    """Gives the right to run batches up, so that another process need not wait."""
+    """Releases the right to run batches, so that another process does not have to wait for it."""
     connection.execute("DELETE FROM batch_runner WHERE owner = ?", (owner,))
 
 
@@ -365,7 +366,7 @@ def check_lease(connection: Connection, owner: str) -> None:
 
 
 def active_batches(connection: Connection) -> list[BatchRecord]:
-    """All batches that are not over, oldest first."""
+    """Returns all unfinished batches, oldest first."""
     marks = ", ".join("?" * len(ACTIVE))
     rows = _rows(
         connection,
@@ -378,7 +379,7 @@ def active_batches(connection: Connection) -> list[BatchRecord]:
 def validate_slice(
     connection: Connection, owner: str, batch_id: str, max_line_bytes: int, now_s: int
 ) -> BatchRecord:
-    """Reads the next lines of a batch's input file. The batch begins at the end of the file.
+    """Validates the next lines of a batch's input file. The batch starts at the end of the file.
 
     If a line has a fault, the batch fails at the end of the file and lists all faults.
     """
@@ -424,7 +425,7 @@ def validate_slice(
 def lines_left(
     connection: Connection, batch_id: str, after: int, limit: int
 ) -> list[tuple[int, str, bytes, int]]:
-    """Requests without a result: number, id, body and times lost, in the order of the file."""
+    """Returns requests without a result: number, id, body and losses, in the order of the file."""
     return connection.execute(
         "SELECT number, custom_id, body, num_lost FROM batch_lines"
         " WHERE batch_id = ? AND result IS NULL AND number > ? ORDER BY number LIMIT ?",
@@ -435,7 +436,7 @@ def lines_left(
 def keep_result(
     connection: Connection, owner: str, batch_id: str, number: int, result: bytes, *, is_error: bool
 ) -> bool:
-    """Keeps the result of a request and counts it. False: it has one, or its batch is over."""
+    """Stores the result of a request and counts it. False if it has one, or its batch has ended."""
     check_lease(connection, owner)
     changed = connection.execute(
         "UPDATE batch_lines SET result = ?, is_error = ?, body = NULL"
@@ -452,7 +453,7 @@ def keep_result(
 
 
 def record_lost(connection: Connection, owner: str, batch_id: str, number: int) -> None:
-    """Counts that workers were lost while they computed a request."""
+    """Counts one more loss of workers while they computed a request."""
     check_lease(connection, owner)
     connection.execute(
         "UPDATE batch_lines SET num_lost = num_lost + 1 WHERE batch_id = ? AND number = ?",
@@ -463,9 +464,9 @@ def record_lost(connection: Connection, owner: str, batch_id: str, number: int) 
 def begin_end(
     connection: Connection, owner: str, batch_id: str, ending: BatchStatus, now_s: int
 ) -> BatchRecord:
-    """Begins to write the output files of a batch that is complete or has expired.
+    """Starts to write the output files of a batch that is complete or has expired.
 
-    A batch with a request without a result is not complete: it stays as it is.
+    A batch in which a request has no result is not complete, and does not change.
     """
     check_lease(connection, owner)
     batch = _active(connection, batch_id)
@@ -477,7 +478,7 @@ def begin_end(
 
 
 def write_slice(connection: Connection, owner: str, batch_id: str, now_s: int) -> BatchRecord:
-    """Moves the next results of a batch to its output files. The batch is over after the last."""
+    """Moves the next results of a batch to its output files. After the last, the batch ends."""
     check_lease(connection, owner)
     batch = _active(connection, batch_id)
     ending = batch.ending
@@ -509,7 +510,7 @@ def write_slice(connection: Connection, owner: str, batch_id: str, now_s: int) -
 
 
 def line_id(batch_id: str, number: int) -> str:
-    """The id of an output line."""
+    """Returns the id of an output line."""
     return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
 
 
@@ -540,7 +541,7 @@ def _end(
 def _write(
     connection: Connection, batch: BatchRecord, kind: str, data: bytes, now_s: int
 ) -> str | None:
-    """Adds to an output file, which is made if there is something to add. Returns its id."""
+    """Appends to an output file, which is created for the first data. Returns its id."""
     file_id = batch.output_file_id if kind == "output" else batch.error_file_id
     if not data:
         return file_id
@@ -585,7 +586,7 @@ def _add_lines(
 
 
 def _read_from(connection: Connection, file: FileRecord, start: int, max_line_bytes: int) -> bytes:
-    """A part of a file with at least one line, if no line is too long."""
+    """Returns a part of a file with at least one line, if no line is too long."""
     data = bytearray()
     rows = connection.execute(
         "SELECT start, data FROM file_pieces WHERE file_id = ? AND start >="
@@ -654,7 +655,7 @@ def _file_where(
 def _page(
     connection: Connection, table: str, where: str, arguments: Sequence[object], page: Page
 ) -> Iterator[dict[str, Any]]:
-    """A page of the rows of a tenant, which is the first argument. Raises ApiError."""
+    """Returns a page of a tenant's rows; the tenant is the first argument. Raises ApiError."""
     arguments = list(arguments)
     if page.after is not None:
         row = connection.execute(

@@ -17,10 +17,10 @@ FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"
 
 
 class UploadForm:
-    """The form of one upload. File data goes to `on_data`, small fields are kept."""
+    """The form of one upload. File data goes to `on_data`; small fields are kept."""
 
     def __init__(self, content_type: str, on_data: Callable[[bytes], None]) -> None:
-        """Raises ApiError if this is no multipart form."""
+        """Raises ApiError if the body is not a multipart form."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -62,7 +62,7 @@ class UploadForm:
             raise _malformed(str(error)) from error
 
     def finish(self) -> tuple[str, Mapping[str, str]]:
-        """The file's name and the other fields. Raises ApiError if the form is not complete."""
+        """Returns the file's name and other fields. Raises ApiError if the form is incomplete."""
         if not self._is_complete:
             raise _malformed("it ends in the middle")
         if self._filename is None:

@@ -1,6 +1,6 @@
 """The files of the pages: HTML, styles, scripts and the chart library, all from this package.
 
-They are read once. Nothing in them depends on data: scripts fetch that, and insert it as text.
+Files are read once. They contain no data: scripts fetch data, and insert it as text.
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # ask again each time: the answer is mostly 304
+    "cache-control": "no-cache",  # revalidate each time; mostly the answer is 304
 }
 
 
 class Asset:
-    """One file, and the tag that changes with its content."""
+    """One file, and an ETag that changes with its content."""
 
     def __init__(self, name: str, content: bytes) -> None:
         self._content = content
@@ -40,7 +40,7 @@ class Asset:
         self.tag = f'"{blake2b(content, digest_size=12).hexdigest()}"'
 
     def response(self, known_tag: str | None) -> Response:
-        """The file; 304 if the client has it already."""
+        """Returns the file; 304 if the client already has it."""
         headers = {**HEADERS, "etag": self.tag}
         if known_tag == self.tag:
             return Response(status_code=304, headers=headers)
@@ -48,7 +48,7 @@ class Asset:
 
 
 def load_assets() -> dict[str, Asset]:
-    """All files by path."""
+    """Returns all files by path."""
     found = dict(_assets_in(files(__package__).joinpath("static"), ASSET_PREFIX))
     for path, name in PAGES.items():
         found[path] = found.pop(f"{ASSET_PREFIX}{name}")
@@ -56,7 +56,7 @@ def load_assets() -> dict[str, Asset]:
 
 
 def _assets_in(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
-    """The files of a folder and of those in it, by path."""
+    """Yields the files of a folder and of its subfolders, by path."""
     for each in folder.iterdir():
         if each.is_dir():
             yield from _assets_in(each, f"{prefix}{each.name}/")

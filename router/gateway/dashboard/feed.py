@@ -1,6 +1,6 @@
-"""Sends the same frames to all subscribers of a stream, and holds none back for a slow one.
+"""Sends the same frames to all subscribers of a stream; a slow subscriber delays no other.
 
-Each frame is encoded once. A subscriber that leaves too many frames unread is cut off: it
+Each frame is encoded once. A subscriber that leaves too many frames unread is disconnected: it
 subscribes again and gets the whole state.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from router.inbox.api_errors import ApiError
 
 MAX_SUBSCRIBERS = 32  # per process
-MAX_UNREAD = 8  # frames
+MAX_UNREAD = 8  # frames per subscriber
 
 
 class Feed:
@@ -24,20 +24,21 @@ class Feed:
 
     @property
     def num_subscribers(self) -> int:
-        """Subscribers that are there now."""
+        """The number of subscribers now."""
         return len(self._queues)
 
     def check(self) -> None:
-        """Raises ApiError if there is no place for one more subscriber."""
+        """Raises ApiError if there are too many subscribers."""
         if self._is_closed or len(self._queues) >= MAX_SUBSCRIBERS:
             self.counters["refused"] += 1
             why = "the server is stopping" if self._is_closed else "too many dashboards are open"
             raise ApiError(why, code="not_ready", status=503)
 
     async def follow(self, first: Callable[[], bytes]) -> AsyncIterator[bytes]:
-        """Yields `first()`, then each frame, until the feed closes or the subscriber is cut off.
+        """Yields `first()`, then each frame, until the feed closes or the subscriber is
+        disconnected.
 
-        `first` is called once no later frame can be missed.
+        `first` is called after the subscription, so no later frame is missed.
         """
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNREAD)
         self._queues.add(queue)
@@ -49,7 +50,7 @@ class Feed:
             self._queues.discard(queue)
 
     def publish(self, frame: bytes) -> None:
-        """Gives a frame to all subscribers."""
+        """Sends a frame to all subscribers."""
         for queue in list(self._queues):
             if queue.full():
                 self.counters["cut off"] += 1
@@ -66,5 +67,5 @@ class Feed:
     def _end(self, queue: "asyncio.Queue[bytes | None]") -> None:
         self._queues.discard(queue)
         if queue.full():
-            queue.get_nowait()  # an old frame makes room for the end
+            queue.get_nowait()  # dropping an old frame makes room for the end
         queue.put_nowait(None)

@@ -1,6 +1,6 @@
 """The state of a deployment in one word, as this gateway sees it, with reasons.
 
-Pure. Unknown is never good: without news of the pools the state is a warning.
+Pure. Unknown is never good: without reports about the pools, the state is a warning.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Level(StrEnum):
 
 
 class PoolHealth(msgspec.Struct, frozen=True):
-    """The state in a word, and the reasons, the worst ones first."""
+    """The state in one word, and its reasons, worst first."""
 
     level: Level
     word: str
@@ -28,14 +28,14 @@ class PoolHealth(msgspec.Struct, frozen=True):
 
 
 class HealthFacts(msgspec.Struct, frozen=True):
-    """The facts behind the state. `missing` is why no request can be served, or None."""
+    """The facts behind the state. `missing` is why no request can be served; None if some can."""
 
     missing: str | None
-    pools: Sequence[PoolCount] | None  # None: no controller has told what is wanted
+    pools: Sequence[PoolCount] | None  # None: no controller has reported the wanted sizes
     has_controller: bool
     num_troubles: int
     is_settled: bool
-    num_stalled: int  # answers that stand still
+    num_stalled: int  # answers that stall
 
 
 def health_of(facts: HealthFacts) -> PoolHealth:
@@ -54,7 +54,7 @@ def health_of(facts: HealthFacts) -> PoolHealth:
 
 
 def _gaps(pools: Sequence[PoolCount]) -> tuple[list[str], list[str]]:
-    """The pools without a worker, and those with fewer workers than wanted."""
+    """Returns the pools without a worker, and those with fewer workers than wanted."""
     is_one = len({pool.version for pool in pools}) == 1
     empty, short = [], []
     for pool in pools:
@@ -67,7 +67,7 @@ def _gaps(pools: Sequence[PoolCount]) -> tuple[list[str], list[str]]:
 
 
 def _others(facts: HealthFacts) -> list[str]:
-    """The reasons that are no fault of a pool."""
+    """Returns the reasons that do not concern one pool."""
     found = []
     if facts.num_stalled:
         found.append(_several(facts.num_stalled, "answer stands still", "answers stand still"))

@@ -1,7 +1,7 @@
 """Passes orders of the dashboard on to the operator's API, which checks the admin key.
 
-Only paths of orders and of their questions pass. Bodies, answers, waits and calls at once are
-bounded. A wrong key costs its caller half a second, so that keys cannot be tried fast.
+Only paths of orders and of queries about orders pass. Bodies, answers, waits and concurrent calls
+are bounded. A wrong key costs its caller half a second, so that keys cannot be tried fast.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ MAX_BODY_BYTES = 64 * 2**10
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_AT_ONCE = 4
 TIMEOUT_S = 10.0
-UPDATE_TIMEOUT_S = 120.0  # a new version's model may be looked up first
+UPDATE_TIMEOUT_S = 120.0  # seconds; a new version's model may be looked up first
 WRONG_KEY_S = 0.5
 
 _NAME = r"[A-Za-z0-9._~-]{1,128}"
@@ -32,7 +32,7 @@ _PATHS = {
 
 
 class OrderDesk:
-    """Forwards orders while the controller has told where they go."""
+    """Forwards orders once the controller has published its address."""
 
     def __init__(self) -> None:
         self._at_once = 0
@@ -88,7 +88,7 @@ class OrderDesk:
 
 
 def is_order(method: str, path: str) -> bool:
-    """True if a call of this path is passed on."""
+    """True if a call to this path is passed on."""
     pattern = _PATHS.get(method)
     return pattern is not None and pattern.fullmatch(path) is not None
 

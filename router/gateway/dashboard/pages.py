@@ -1,8 +1,7 @@
 """The handlers of the pages for people.
 
-The files of the pages need no key, as they hold no data. `/dashboard/state` and
-`/dashboard/events` reveal the load of all tenants: they need a key that may debug. Orders need the
-admin key too.
+The files of the pages need no key, as they hold no data. `/dashboard/state` and `/dashboard/events`
+reveal the load of all tenants, so they need a key that may debug. Orders also need the admin key.
 """
 
 from functools import cached_property
@@ -27,7 +26,7 @@ _DATA_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff
 
 
 class WebPages:
-    """An ASGI application for the paths that `serves` names."""
+    """An ASGI application for the paths for which `serves` is true."""
 
     def __init__(self, dashboard: Dashboard, *, takes_orders: bool) -> None:
         self._dashboard = dashboard
@@ -74,7 +73,7 @@ class WebPages:
         return Response(state, media_type="application/json", headers=_DATA_HEADERS)
 
     async def _events(self, _: HttpRequest) -> Response:
-        """GET /dashboard/events: the whole state, then what is new each second."""
+        """GET /dashboard/events: the whole state, then the changes of each second."""
         feed = self._dashboard.feed
         feed.check()
         frames = feed.follow(self._dashboard.first_frame)
@@ -82,7 +81,7 @@ class WebPages:
         return StreamingResponse(frames, media_type="text/event-stream", headers=headers)
 
     async def _order(self, request: HttpRequest) -> Response:
-        """An order, or a question about one, to the operator's API."""
+        """Passes an order, or a query about one, on to the operator's API."""
         if not self._takes_orders:
             why = "this gateway takes no orders: gateway.dashboard is read-only"
             raise ApiError(why, code="permission_denied", status=403)

@@ -97,7 +97,7 @@ class Moving:
             state.counters["role changed", message.role] += 1
         state.workers.change_role(worker, message)
         effects: list[RouterEffect] = []
-        for flight in reversed(list(state.flights.values())):  # those put back keep their order
+        for flight in reversed(list(state.flights.values())):  # put back in this order
             effects += self._after_change(flight, worker_id, now_s)
         for flight in list(state.flights.values()):
             if flight.attempt is not None and flight.attempt.decode == worker_id:
