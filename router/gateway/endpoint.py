@@ -1,8 +1,8 @@
 """The HTTP side of calls with a body, whatever their API: read, watched, measured, answered.
 
-The body is read within bounds of size and time. From then on a watcher waits for the client to
-leave. When the client leaves, everything that runs for the call is cancelled and awaited.
-`router.gateway.answering` makes the answer. The response's head waits for the first token.
+The body is read within limits of size and time. From then on a task waits for the client to leave.
+When the client leaves, all tasks of the call are cancelled and awaited. `router.gateway.answering`
+makes the answer. The response's head waits for the first token.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from router.gateway.requests.json_fields import endpoint_of
 from router.inbox.api_errors import ApiError
 from router.inbox.task_groups import LightTaskGroup
 
-BODY_TIMEOUT_S = 30.0  # from the first part of a body to its last one
+BODY_TIMEOUT_S = 30.0  # seconds from the first part of a body to its last part
 
 
 class ClientLeft(Exception):
@@ -43,15 +43,15 @@ class ClientLeft(Exception):
 
 
 class Serve(Protocol):
-    """Answers one call."""
+    """Answers one call of an endpoint."""
 
     async def __call__(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        """Sends the answer. Raises InvalidRequest if nothing of it is sent."""
+        """Sends the answer. Raises InvalidRequest if no part of it was sent."""
         ...
 
 
 class CallEndpoint:
-    """An ASGI application that reads a call, and gives it to `serve` while its client is there."""
+    """An ASGI application that reads a call, and calls `serve` until its client leaves."""
 
     def __init__(self, parts: GatewayParts, serve: Serve) -> None:
         self._parts = parts
@@ -88,7 +88,7 @@ class HttpAnswers:
         self._service = AnswerService(parts, dialect, body_type)
 
     async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        """Sends the answer, as a stream or whole. Raises InvalidRequest."""
+        """Sends the answer, streamed or whole. Raises InvalidRequest."""
 
         def writer(heading: Heading) -> AnswerWriter:
             if heading.call.body.stream:
@@ -100,10 +100,10 @@ class HttpAnswers:
 
 
 class Invocations:
-    """POST /invocations, as SageMaker asks: the endpoint follows from the body."""
+    """POST /invocations, as used by SageMaker: the body determines the endpoint."""
 
     def __init__(self, parts: GatewayParts, answers: Mapping[str, HttpAnswers]) -> None:
-        """`answers` are by the names of endpoints in the table of fields."""
+        """The keys of `answers` are names of endpoints in the table of fields."""
         self._answers = answers
         self._parts = parts
 
@@ -113,14 +113,14 @@ class Invocations:
         is_long = len(body) >= LONG_BODY_BYTES
         name = await pools.run(tenant_of(scope).turn, len(body), find) if is_long else find()
         if all(served.text.embedding is not None for served in self._parts.versions.table):
-            name = EMBEDDINGS  # also of messages
+            name = EMBEDDINGS  # also for embeddings of messages
         await self._answers[name].serve(body, scope, meter, send)
 
 
 def headers_of(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The headers of an ASGI scope, by name. Of several with one name, the first one.
+    """Returns the headers of an ASGI scope, by name. Of repeated headers, the first is returned.
 
-    Starlette's own mapping searches all of them for each name.
+    Starlette's own mapping searches the whole list for each name.
     """
     named = reversed(headers)
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in named}
@@ -129,7 +129,7 @@ def headers_of(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 async def read_body(receive: Receive, config: GatewayConfig) -> bytes:
     """Reads the whole body.
 
-    Raises ApiError if it is too long or too slow, ClientLeft if it breaks off.
+    Raises ApiError if the body is too long or too slow, ClientLeft if the connection breaks off.
     """
     body = bytearray()
     try:
@@ -157,14 +157,14 @@ def check_size(num_bytes: int, config: GatewayConfig) -> None:
 
 @asynccontextmanager
 async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
-    """Cancels what runs inside, and waits for it, as soon as the client has left."""
+    """Cancels the block inside, and waits for it, as soon as the client has left."""
     refused: InvalidRequest | None = None
     try:
         async with LightTaskGroup() as group:
             watcher = group.create_task(_wait_until_gone(receive))
             try:
                 yield
-            except InvalidRequest as error:  # the group would wrap it
+            except InvalidRequest as error:  # a task group would wrap the error
                 refused = error
             watcher.cancel()
     except* ClientLeft:
@@ -173,11 +173,11 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
         if refused is not None:
             raise refused
     finally:
-        del refused  # its traceback holds this frame
+        del refused  # its traceback refers to this frame
 
 
 async def _until_caller_leaves(caller: Exchange, serving: Awaitable[None]) -> None:
-    """Waits for `serving`, and cancels it when the server calls back: the client has left."""
+    """Waits for `serving`, and cancels it when the server reports that the client has left."""
     task, has_left = asyncio.current_task(), False
     assert task is not None
 

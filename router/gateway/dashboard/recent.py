@@ -1,4 +1,4 @@
-"""Requests that run and that ended lately, and sums of what became of them.
+"""Running requests, lately ended requests, and totals of their outcomes.
 
 Pure and bounded. A request costs one call at its start, one at its end, and nothing per token.
 Times are seconds on the gateway's clock.
@@ -7,8 +7,8 @@ A request is *good* if it finished within its bounds: time to first token, and t
 it. A miss is charged to the stage that took longest of the time that was missed.
 
 The pace of running answers is measured once a second, without an event for each token. An answer
-*stalls* if no token has come for `STALL_S`. The stall ends at the first look that finds
-new tokens, so its length is known to about a second.
+*stalls* if no token has come for `STALL_S`. The stall ends at the first check that finds new
+tokens, so its length is known to about a second.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -34,30 +34,30 @@ from router.gateway.dashboard.records import (
 from router.gateway.versions import Tallies
 from router.machine.requests import Failed, Finished, Outcome, Rejected, Request, Timeline
 
-MAX_REQUESTS = 256  # kept with their timelines
-MAX_SAMPLES = 600  # kept, one a second
-MAX_RUNNING = 128  # shown at once, oldest first
-UNIT_TOKENS = 64  # unit in which an unbounded cache is estimated
-MAX_UNITS = 65_536  # that it remembers: 4 million tokens
-MAX_PROMPT_TOKENS = 8192  # examined in one prompt: some 0.1 ms
+MAX_REQUESTS = 256  # ended requests kept with their timelines
+MAX_SAMPLES = 600  # samples kept, one per second
+MAX_RUNNING = 128  # running requests shown at once, oldest first
+UNIT_TOKENS = 64  # tokens per unit of the estimate of an unbounded cache
+MAX_UNITS = 65_536  # units that are remembered: 4 million tokens
+MAX_PROMPT_TOKENS = 8192  # tokens examined in one prompt: some 0.1 ms
 
 _TTFT_STAGES = ("route_s", "queue_s", "prefill_queue_s", "prefill_compute_s")
 _HAND_OVER_STAGES = ("kv_wait_s", "decode_queue_s")
 DECODE_STEPS = "decode_steps"
 FAILED = "failed"
-HUNG_AFTER = 10.0  # bounds on the time to first token without a token: an answer hangs
-DEFAULT_BOUND_S = 3.0  # for this, without such a bound
+HUNG_AFTER = 10.0  # an answer hangs after this many times its bound on TTFT without a token
+DEFAULT_BOUND_S = 3.0  # seconds; used for this if there is no such bound
 
 
 class RecentRequests:
-    """Keeps running requests, the latest ended ones, samples and sums."""
+    """Keeps running requests, the latest ended requests, samples and totals."""
 
     def __init__(self, bounds: Bounds, tallies: Tallies | None = None) -> None:
-        """`tallies` gets the same ends, for the controller."""
+        """`tallies` counts the same outcomes for the controller."""
         self.bounds = bounds
         self._tallies = tallies or Tallies()
         self._tallies.hung = self.hung
-        self._hung: set[RequestId] = set()  # that were seen to hang, and run
+        self._hung: set[RequestId] = set()  # running requests that were seen to hang
         self.requests: deque[EndedRequest] = deque(maxlen=MAX_REQUESTS)
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self.running: dict[RequestId, RunningChoice] = {}  # in order of arrival
@@ -71,13 +71,13 @@ class RecentRequests:
         self._num_samples = 0
 
     def begin(self, choice: RunningChoice) -> None:
-        """Takes an answer that begins. `note` takes its end."""
+        """Adds a running answer, until `record` is called with it."""
         self.running[choice.answer.request.request_id] = choice
 
     def hung(self, now_s: float) -> Counter[str]:
         """Counts the answers of each version that have had no token for far too long.
 
-        Such an answer counts as late at its end, also if its client has left.
+        Such an answer counts as late when it ends, even if its client has left.
         """
         found: Counter[str] = Counter()
         for request_id, choice in self.running.items():
@@ -90,7 +90,7 @@ class RecentRequests:
         return found
 
     def record(self, choice: RunningChoice) -> None:
-        """Takes an answer that is over, or that its client has left."""
+        """Records an answer that has ended, or whose client has left."""
         request, timeline = choice.answer.request, choice.answer.timeline
         self.running.pop(request.request_id, None)
         has_hung = request.request_id in self._hung
@@ -111,7 +111,7 @@ class RecentRequests:
             self._record_hits(request, timeline)
 
     def _record(self, choice: RunningChoice) -> EndedRequest:
-        """The record of an answer that is over."""
+        """Returns the record of an ended answer."""
         answer = choice.answer
         request, timeline = answer.request, answer.timeline
         e2e_s = max(answer.last_s - request.received_s, 0.0)
@@ -146,7 +146,7 @@ class RecentRequests:
         )
 
     def sample(self, now_s: float, *, queue: int, in_flight: int, answer_tokens: int) -> Sample:
-        """Closes one second. `answer_tokens` counts all that were sent since the start."""
+        """Ends a one-second sample. `answer_tokens` counts all tokens sent since the start."""
         totals, before = self.totals, self._sampled
         self._num_samples += 1
         missed = {name: n - before.missed.get(name, 0) for name, n in totals.missed.items()}
@@ -185,11 +185,11 @@ class RecentRequests:
             totals.unbounded += 1
 
     def stalls_of(self, request_id: RequestId) -> list[Stall]:
-        """The times in which a running answer stood still, in seconds since its request."""
+        """Returns the stalls of a running answer, in seconds since its request."""
         return self._paces.stalls_of(request_id)
 
     def _record_hits(self, request: Request, timeline: Timeline) -> None:
-        if request.leader is not None:  # its prompt counts once
+        if request.leader is not None:  # the prompt is counted once per group
             return
         hits, decision = self.hits, timeline.decision
         cached = timeline.num_cached_tokens
@@ -219,7 +219,7 @@ class RecentRequests:
 
 
 def bounds_of(request: Request, default: Bounds) -> Bounds:
-    """The bounds of one request: its own, else the deployment's."""
+    """Returns the bounds of a request: its own, or else the deployment's."""
     own = request.deadline_s
     if own is None and request.tpot_bound_s is None:
         return default
@@ -232,7 +232,7 @@ def bounds_of(request: Request, default: Bounds) -> Bounds:
 def missed_stage(
     timeline: Timeline, ttft_s: float | None, tpot_s: float | None, bounds: Bounds
 ) -> str:
-    """The stage that is charged with a broken bound; empty if none was broken."""
+    """Returns the stage that is charged with a broken bound; empty if no bound was broken."""
     if bounds.ttft_s is not None and ttft_s is not None and ttft_s > bounds.ttft_s:
         return _longest(timeline, _TTFT_STAGES)
     if bounds.tpot_s is not None and tpot_s is not None and tpot_s > bounds.tpot_s:
@@ -243,7 +243,7 @@ def missed_stage(
 
 
 def _times(answer: RunningAnswer, e2e_s: float) -> tuple[float | None, float | None]:
-    """The time to the first token, and that for each other one."""
+    """Returns the time to the first token, and the time per further token."""
     if answer.timeline is None or not answer.num_tokens:
         return None, None
     ttft_s = answer.timeline.ttft_s
@@ -258,7 +258,7 @@ def _longest(timeline: Timeline, names: Sequence[str]) -> str:
 
 
 def _told(outcome: Outcome | None) -> tuple[str, str]:
-    """The name of an outcome and its reason."""
+    """Returns the name of an outcome and its reason."""
     match outcome:
         case Finished(reason):
             return "finished", reason.value
@@ -270,11 +270,11 @@ def _told(outcome: Outcome | None) -> tuple[str, str]:
 
 
 STALL_S = 1.5
-MAX_STALLS = 32  # the latest stalls of an answer are kept
+MAX_STALLS = 32  # number of latest stalls kept per answer
 
 
 class PaceSeen(NamedTuple):
-    """The result of one look."""
+    """The result of one check of all running answers."""
 
     ttft: TimeSpread | None
     tpot: TimeSpread | None
@@ -283,7 +283,7 @@ class PaceSeen(NamedTuple):
 
 
 class _Progress:
-    """The state of one running answer at the last look."""
+    """The state of one running answer at the last check."""
 
     __slots__ = ("is_stalled", "looked_s", "num_tokens", "stalls")
 
@@ -294,7 +294,7 @@ class _Progress:
         self.stalls: list[Stall] = []
 
     def check(self, answer: RunningAnswer, now_s: float) -> float:
-        """Returns the seconds for each token since the last look; without tokens, the silence."""
+        """Returns the seconds per token since the last check; without tokens, the silence."""
         num_tokens, silent_s = answer.num_tokens, now_s - answer.last_s
         num_new, lasted_s = num_tokens - self.num_tokens, now_s - self.looked_s
         if silent_s >= STALL_S:
@@ -308,14 +308,14 @@ class _Progress:
 
 
 class Paces:
-    """The progress of running answers, and the times to first token since the last look."""
+    """The progress of running answers, and the times to first token since the last check."""
 
     def __init__(self) -> None:
         self._progress: dict[RequestId, _Progress] = {}
-        self._ttfts_s: list[float] = []  # answers that began and ended since the last look
+        self._ttfts_s: list[float] = []  # of answers that began and ended since the last check
 
     def check(self, running: Mapping[RequestId, RunningChoice], now_s: float) -> PaceSeen:
-        """Looks at all answers that run. Batches do not count."""
+        """Checks all running answers. Batches are not counted."""
         ttfts_s, self._ttfts_s = self._ttfts_s, []
         tpots_s: list[float] = []
         waiting_s, num_stalled = 0.0, 0
@@ -338,12 +338,12 @@ class Paces:
         return PaceSeen(spread_of(ttfts_s), spread_of(tpots_s), waiting_s, num_stalled)
 
     def stalls_of(self, request_id: RequestId) -> list[Stall]:
-        """The times in which a running answer stood still, in seconds since its request."""
+        """Returns the stalls of a running answer, in seconds since its request."""
         known = self._progress.get(request_id)
         return [] if known is None else known.stalls
 
     def end(self, request: Request, ttft_s: float | None) -> list[Stall]:
-        """Forgets an answer that is over, and returns its stalls."""
+        """Removes an ended answer, and returns its stalls."""
         known = self._progress.pop(request.request_id, None)
         if known is not None:
             return known.stalls
@@ -353,7 +353,7 @@ class Paces:
 
 
 def spread_of(times_s: list[float]) -> TimeSpread | None:
-    """The median and the 95th percentile; None without times."""
+    """Returns the median and the 95th percentile; None without times."""
     if not times_s:
         return None
     ordered, last = sorted(times_s), len(times_s) - 1

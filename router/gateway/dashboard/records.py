@@ -2,9 +2,9 @@
 
 The timeline of a request is shown as segments: one for each stage of each attempt. Between two
 attempts a request is in the router's queue. While a worker sends no token of a running answer, the
-segment is a stall and not decode steps.
+segment is a stall instead of decode steps.
 
-Records have seconds on the gateway's clock, segments have seconds from the HTTP request on.
+Records have seconds on the gateway's clock, segments have seconds since the HTTP request.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +15,11 @@ import msgspec
 from engine.messages import RequestId
 from router.machine.requests import Outcome, Request, Stay, Timeline
 
-LOOK_S = 1.0  # the resolution of stalls
+LOOK_S = 1.0  # seconds; the resolution of stalls
 ROUTER = "router"
 STALLED = "stalled"
 
-Stall = tuple[float, float]  # begin and end of a time without a token
+Stall = tuple[float, float]  # start and end of a period without a token
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -54,11 +54,11 @@ _PARTS = {
 def segments_of(
     timeline: Timeline | None, end_s: float, stalls: Sequence[Stall] = (), *, is_over: bool
 ) -> list[Segment]:
-    """Returns the segments up to `end_s`: the last token, or now if the request is not over."""
+    """Returns the segments up to `end_s`: the time of the last token, or now if it still runs."""
     if timeline is None:
         return []
     found: list[Segment] = []
-    free_s: float | None = timeline.route_s  # since when no attempt runs; None: one runs
+    free_s: float | None = timeline.route_s  # since when no attempt runs; None: an attempt runs
     stays = sorted(timeline.stays, key=lambda stay: stay.placed_s)
     for index, stay in enumerate(stays):
         if free_s is not None:
@@ -85,13 +85,13 @@ def spent_of(segments: Iterable[Segment]) -> Spent:
 
 
 def _free_from(stays: Sequence[Stay]) -> float | None:
-    """The end of the last attempt; None if an attempt runs."""
+    """Returns the end of the last attempt; None if an attempt runs."""
     ends_s = [stay.ended_s for stay in stays if stay.ended_s is not None]
     return max(ends_s) if len(ends_s) == len(stays) else None
 
 
 def _of_stay(stay: Stay, end_s: float, stalls: Sequence[Stall]) -> Iterator[Segment]:
-    """The stages that one attempt reached."""
+    """Yields the stages that an attempt reached."""
     over_s = end_s if stay.ended_s is None else stay.ended_s
     if stay.prefilled_s is None or stay.prefill_started_s is not None:
         started_s = over_s if stay.prefill_started_s is None else stay.prefill_started_s
@@ -108,9 +108,9 @@ def _of_stay(stay: Stay, end_s: float, stalls: Sequence[Stall]) -> Iterator[Segm
 
 
 def _steps(lane: str, begun_s: float, over_s: float, stalls: Sequence[Stall]) -> Iterator[Segment]:
-    """Decode steps, and the stalls between them.
+    """Yields decode steps, and the stalls between them.
 
-    If a stall was last seen just before the end of the attempt, it lasts until that end.
+    A stall that was last seen just before the end of the attempt lasts until that end.
     """
     at_s = begun_s
     for start_s, seen_s in stalls:
@@ -124,7 +124,7 @@ def _steps(lane: str, begun_s: float, over_s: float, stalls: Sequence[Stall]) ->
 
 
 def _hidden_transfer(timeline: Timeline, stays: Sequence[Stay]) -> Iterator[Segment]:
-    """The part of the first hand-over that prefill hid."""
+    """Yields the part of the first hand-over that was hidden behind prefill."""
     hidden_s = (timeline.kv_transfer_s or 0.0) - (timeline.kv_exposed_s or 0.0)
     for stay in stays:
         if stay.prefilled_s is not None and stay.kv_ready_s is not None:
@@ -141,7 +141,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
     @property
     def is_set(self) -> bool:
-        """True if there is a bound to be judged by."""
+        """True if any bound is set."""
         return self.ttft_s is not None or self.tpot_s is not None
 
 
@@ -169,23 +169,23 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
 
 class RunningAnswer(Protocol):
-    """One answer that grows, or that is over."""
+    """One answer, running or ended."""
 
-    outcome: Outcome | None  # None: it runs, or its client has left
+    outcome: Outcome | None  # None: the answer runs, or its client has left
 
     @property
     def request(self) -> Request:
-        """What was asked."""
+        """The request of the answer."""
         ...
 
     @property
     def timeline(self) -> Timeline | None:
-        """The stages, from the first token on."""
+        """The stages; known from the first token on."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
+        """The number of tokens so far."""
         ...
 
     @property

@@ -1,6 +1,6 @@
-"""The dashboard of one gateway process: takes samples, and feeds those who look.
+"""The dashboard of one gateway process: takes samples, and sends them to subscribers.
 
-A task takes one sample a second. It encodes the state only while someone has subscribed.
+A task takes one sample per second. The state is encoded only while there are subscribers.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 1.0
 
-QUESTION = "dashboard"  # asked of other processes
+QUESTION = "dashboard"  # the query to other processes
 
 _encode = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
@@ -45,7 +45,7 @@ _unpack = msgspec.msgpack.Decoder(ProcessPart).decode
 
 
 class Dashboard:
-    """State and stream. A part of `router.gateway.background.BackgroundWork`."""
+    """The state and its stream; a part of `router.gateway.background.BackgroundWork`."""
 
     def __init__(  # noqa: PLR0913 - all that it looks at
         self,
@@ -78,7 +78,7 @@ class Dashboard:
         self.feed = Feed()
 
     async def open(self) -> None:
-        """Begins to take samples."""
+        """Starts to take samples."""
         self._task = asyncio.create_task(self._watch())
 
     def stop_draining(self) -> None:
@@ -86,7 +86,7 @@ class Dashboard:
         self.feed.close()
 
     async def close(self, timeout_s: float) -> None:
-        """Ends all streams, and takes no more samples."""
+        """Ends all streams, and stops sampling."""
         self.feed.close()
         self._closing.set()
         if self._task is not None:
@@ -94,7 +94,7 @@ class Dashboard:
 
     @property
     def news(self) -> ClusterNews | None:
-        """What the controller told last; also while none runs."""
+        """The last news of the controller, even if it no longer runs."""
         return self._board.cluster
 
     def state(
@@ -150,16 +150,16 @@ class Dashboard:
         )
 
     async def encoded(self) -> bytes:
-        """The whole state as JSON."""
+        """Returns the whole state as JSON."""
         await self._hear_others()
         return _encode(self.state())
 
     def first_frame(self) -> bytes:
-        """The whole state, as the first event of a stream."""
+        """Returns the whole state as the first event of a stream."""
         return _frame(b"state", _encode(self.state()))
 
     async def tick(self) -> None:
-        """Takes a sample, and tells subscribers what is new."""
+        """Takes a sample, and sends the changes to subscribers."""
         versions = self._versions
         self._recent.sample(
             self._clock.now_s(),
@@ -173,7 +173,7 @@ class Dashboard:
         self._seen = seen_all(self._recent, self.news)
 
     async def _hear_others(self) -> list[ProcessPart]:
-        """Asks the processes that share the port. Returns what is new of them."""
+        """Asks the processes that share the port. Returns the changes of their parts."""
         if self._siblings is None:
             return []
         parts = []
@@ -185,7 +185,7 @@ class Dashboard:
         return self._others.take(parts)
 
     def _part(self) -> ProcessPart:
-        """What other processes show of this one."""
+        """Returns the part of the state that other processes show of this process."""
         assert self._siblings is not None
         versions, recent = self._versions, self._recent
         return ProcessPart(
@@ -213,7 +213,7 @@ class Dashboard:
             except TimeoutError:
                 try:
                     await self.tick()
-                except Exception:  # a bug of a view must not end the gateway
+                except Exception:  # a bug in a view must not stop the gateway
                     log.exception("the dashboard has no sample of this second")
                 continue
             return

@@ -1,8 +1,8 @@
-"""The state that the dashboard shows, as one value: `/dashboard/state` and each event have it.
+"""The state that the dashboard shows, as one value. `/dashboard/state` and each event contain it.
 
 Pure: a function of the routers' state, the recent requests and the controller's news. Times named
-`_s` in requests and samples are on the gateway's clock; `epoch_s` is its origin in Unix time. The
-times in `cluster` are Unix times already.
+`_s` in requests and samples are on the gateway's clock; `epoch_s` is the origin of that clock in
+Unix time. Times in `cluster` are Unix times.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ from router.machine.requests import Timeline
 from router.port import WorkerStatus
 
 MAX_COUNTS = 300
-_TROUBLE = (  # counts of workers that mean that something did not go the short way
+_TROUBLE = (  # workers' counts of events that are trouble
     "fallbacks",
     "preempted",
     "stuck",
@@ -182,7 +182,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def cards_of(versions: Versions) -> list[WorkerCard]:
-    """The workers of all versions."""
+    """Returns the workers of all versions."""
     return [
         _card(worker_id, version.name, status)
         for version in versions.table
@@ -191,7 +191,7 @@ def cards_of(versions: Versions) -> list[WorkerCard]:
 
 
 def served_of(versions: Versions) -> list[ServedCard]:
-    """The versions, the current one first."""
+    """Returns the versions; the current version comes first."""
     return [
         ServedCard(
             name=each.name,
@@ -212,7 +212,7 @@ def served_of(versions: Versions) -> list[ServedCard]:
 
 
 def running_of(recent: RecentRequests, versions: Versions, now_s: float) -> list[RunningRequest]:
-    """The oldest requests that run, with their stages up to now."""
+    """Returns the oldest running requests, with their stages up to now."""
     choices = dict(islice(recent.running.items(), MAX_RUNNING))
     timelines = versions.timelines(choices)
     return [
@@ -246,7 +246,7 @@ def counts_of(
     loads: Sequence[LoadReport],
     news: ClusterNews | None,
 ) -> list[Count]:
-    """Events of the routers, the workers and the pools; trouble comes first."""
+    """Returns event counts of the routers, the workers and the pools; trouble comes first."""
     found = [
         Count("router", event, reason, number, is_trouble=_is_trouble(event, reason))
         for (event, reason), number in router.items()
@@ -255,7 +255,7 @@ def counts_of(
     for load in loads:
         for key, number in load.counters.items():
             if key.partition(":")[0] in _TROUBLE and number:
-                trouble[key] += number  # type: ignore[assignment]  # counts of workers are floats
+                trouble[key] += number  # counts of workers are floats
     for key, number in trouble.items():
         event, _, reason = key.partition(":")
         found.append(Count("workers", event, reason, number))
@@ -273,25 +273,25 @@ def _is_trouble(event: str, reason: str) -> bool:
 
 
 class OtherProcesses:
-    """The latest parts of the other processes, each with all of its rings that came here."""
+    """The latest parts of the other processes, each with all entries received so far."""
 
     def __init__(self) -> None:
         self._parts: dict[str, ProcessPart] = {}
 
     def take(self, parts: Sequence[ProcessPart]) -> list[ProcessPart]:
-        """Replaces the parts. Returns them with what is new in their rings."""
+        """Replaces the parts. Returns them with only their new entries."""
         new = [_newer(part, self._parts.get(part.process)) for part in parts]
         self._parts = {part.process: part for part in parts}
         return new
 
     @property
     def whole(self) -> list[ProcessPart]:
-        """The latest parts."""
+        """Returns the latest parts."""
         return list(self._parts.values())
 
 
 def _newer(part: ProcessPart, known: ProcessPart | None) -> ProcessPart:
-    """The part without what is known of it."""
+    """Returns the part without the entries that are known already."""
     request = known.requests[-1].number if known is not None and known.requests else 0
     sample = known.samples[-1].number if known is not None and known.samples else 0
     return msgspec.structs.replace(
@@ -302,14 +302,14 @@ def _newer(part: ProcessPart, known: ProcessPart | None) -> ProcessPart:
 
 
 def newer(recent: RecentRequests, seen: Seen) -> tuple[list[EndedRequest], list[Sample]]:
-    """The requests and samples that came after `seen`, oldest first."""
+    """Returns the requests and samples that came after `seen`, oldest first."""
     requests = [each for each in recent.requests if each.number > seen.requests]
     samples = [each for each in recent.samples if each.number > seen.samples]
     return requests, samples
 
 
 def seen_all(recent: RecentRequests, news: ClusterNews | None) -> Seen:
-    """The mark of a subscriber that has everything."""
+    """Returns the mark of a subscriber that has received everything."""
     return Seen(
         recent.requests[-1].number if recent.requests else 0,
         recent.samples[-1].number if recent.samples else 0,

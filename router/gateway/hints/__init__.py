@@ -1,1 +1,1 @@
-"""What clients say about their sessions, on its way to the stores of KV blocks."""
+"""Session hints of clients, on their way to the stores of KV blocks."""

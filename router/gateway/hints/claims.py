@@ -1,7 +1,7 @@
-"""Clients' claims: from headers and tenants to ids that tell stores nothing else. Pure.
+"""Clients' claims: turns headers and tenants into ids that reveal nothing else to stores. Pure.
 
-Stores see two ids: one of the API key, one of the session. Both are keyed digests. So no client can
-name the session of another key, and a reader of messages learns neither names nor keys.
+Stores see two ids, one for the API key and one for the session. Both are keyed digests. So no
+client can name the session of another key, and a reader of messages learns neither names nor keys.
 
     id = blake2b(owner, session; key = the deployment's, for this purpose)
 
@@ -24,21 +24,21 @@ KEEP_HEADER = "x-baton-keep-s"
 MAX_SESSION_LEN = 128  # characters
 MIN_KEEP_S = 0.001
 SESSION_PATTERN = f"^[!-~]{{1,{MAX_SESSION_LEN}}}$"  # visible ASCII
-ID_BYTES = 16  # the digest's; ids are its hexadecimal digits
+ID_BYTES = 16  # length of the digest; ids are its hexadecimal digits
 
 _SESSION = re.compile(SESSION_PATTERN.removesuffix("$") + r"\Z")
 
 
 class SessionClaim(msgspec.Struct, frozen=True):
-    """A call's claim to be of a session, with the ids that stores see."""
+    """A call's claim to belong to a session, with the ids that stores see."""
 
     key: str
     session: str
-    keep_s: float | None = None  # until the session's next request, as its client expects
+    keep_s: float | None = None  # seconds until the session's next request, as its client expects
 
 
 def claim_of(headers: Mapping[str, str], tenant: Tenant, secret: Secret) -> SessionClaim | None:
-    """The claim in the headers of a call, or None. Raises ApiError."""
+    """Returns the claim in the headers of a call; None if there is none. Raises ApiError."""
     text, keep = headers.get(SESSION_HEADER), headers.get(KEEP_HEADER)
     if text is None:
         if keep is not None:
@@ -50,17 +50,17 @@ def claim_of(headers: Mapping[str, str], tenant: Tenant, secret: Secret) -> Sess
 
 
 def check_session(text: str, param: str) -> None:
-    """Raises ApiError unless a client's text may name a session."""
+    """Raises ApiError if a client's text is not a valid session name."""
     if _SESSION.match(text) is None:
         message = f"{param} must be 1 to {MAX_SESSION_LEN} visible ASCII characters"
         raise invalid_value(message, param)
 
 
 def key_id(tenant: Tenant, secret: Secret) -> str:
-    """The id of an API key. Without keys, all clients have the same one."""
+    """Returns the id of an API key. Without keys, all clients have the same id."""
     return secret.digest("keys in hints", tenant.owner, size=ID_BYTES).hex()
 
 
 def session_id(text: str, tenant: Tenant, secret: Secret) -> str:
-    """The id of a key's session that its client gives this name."""
+    """Returns the id of the session to which a key's client gives this name."""
     return secret.digest("sessions in hints", tenant.owner, text, size=ID_BYTES).hex()

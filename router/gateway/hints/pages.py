@@ -1,8 +1,8 @@
 """The endpoints that end sessions and pin prompts in the stores of KV blocks.
 
-A pin has the body of a chat completion or of a completion. It is checked and tokenised by the code
-that does this for requests, so a request like it would look up the same blocks. The gateway
-keeps nothing: stores bound what each key may pin, and the same body unpins.
+A pin has the body of a chat completion or of a completion. The body is checked and tokenised by the
+same code as requests, so an equal request looks up the same blocks. The gateway stores nothing:
+stores limit the pins of each key, and the same body unpins.
 """
 
 from collections.abc import Mapping
@@ -38,11 +38,11 @@ from router.gateway.versions import AFFINITY_HEADER, Versions
 from router.inbox.api_errors import ApiError, invalid_value
 
 SESSION_PARAM = "session_id"
-_ANY_KEY = "pins"  # chooses a version, the same one at every time
+_ANY_KEY = "pins"  # chooses the version; the same key always chooses the same version
 
 
 class _SessionConvertor(StringConvertor):
-    """The rest of a path, whatever characters it has."""
+    """Matches the rest of a path, whatever characters it has."""
 
     regex = "(?s:.*)"
 
@@ -60,7 +60,7 @@ class ShownPin(msgspec.Struct):
 
 
 class _Pin(msgspec.Struct, frozen=True):
-    """A checked pin: the blocks of each of its prompts."""
+    """A checked pin, with the blocks of each of its prompts."""
 
     call: CheckedCall
     hashes: list[list[BlockHash]]
@@ -68,7 +68,7 @@ class _Pin(msgspec.Struct, frozen=True):
 
 
 class HintPages:
-    """Their handlers."""
+    """The handlers of the sessions and pins endpoints."""
 
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
@@ -104,18 +104,18 @@ class HintPages:
         return Response(body, media_type="application/json", headers=headers)
 
     async def _unpin(self, request: HttpRequest) -> Response:
-        """DELETE /v1/pins, with the body that pinned."""
+        """DELETE /v1/pins, with the same body as the pin."""
         pin, key, headers = await self._read(request)
         for hashes in pin.hashes:
             pin.call.served.port.tell_stores(UnpinBlocks(key, [*hashes]))
         return Response(status_code=204, headers=headers)
 
     async def _read(self, request: HttpRequest) -> tuple[_Pin, str, Mapping[str, str]]:
-        """The pin, the id of its key, and headers of the answer. Raises InvalidRequest.
+        """Returns the pin, the id of its key, and headers of the answer. Raises InvalidRequest.
 
-        Reads a long body in a thread. Counts as a request of its key.
+        A long body is read in a thread. The call counts as a request of its key.
         """
-        check_content(request.scope)  # for any method
+        check_content(request.scope)  # for any HTTP method
         parts, tenant = self._parts, tenant_of(request.scope)
         use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
         try:

@@ -1,7 +1,7 @@
-"""Which blocks a call of a session used: hashes of its prompts and answers. Pure.
+"""Computes which blocks a call of a session used: hashes of its prompts and answers. Pure.
 
-The hashes of prompts are computed where the prompts are checked, which is in a thread if they are
-long. Hashes of the answer follow at its end. Nothing is computed without a session or a store.
+Hashes of prompts are computed where the prompts are checked, in a thread if they are long. Hashes
+of the answer follow at its end. Without a session or a store, nothing is computed.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from router.prefixes.hashes import PrefixHashes
 
 
 class SessionNotes(msgspec.Struct, frozen=True):
-    """What a call tells stores at its end. `hashes` has an item for each of its prompts."""
+    """The report of a call to stores at its end. `hashes` has one item per prompt."""
 
     claim: SessionClaim
-    block_size: int  # tokens of a block in stores
+    block_size: int  # tokens per block in stores
     hashes: tuple[PrefixHashes, ...]
 
     def use(self, index: int, prompt: Sequence[int], answer: Sequence[int]) -> SessionUse | None:
-        """The use of a prompt's blocks and its answer's. None if no block is whole.
+        """Returns the blocks that a prompt and its answer used. None if no block is full.
 
-        The last token of an answer is not fed back, so there is no KV of it.
+        The last token of an answer is not fed back, so it has no KV.
         """
         token_ids = [*prompt, *answer]
         hashes = self.hashes[index].leading(
@@ -40,7 +40,7 @@ class SessionNotes(msgspec.Struct, frozen=True):
 
 
 def notes_of(claim: SessionClaim, block_size: int, leaders: Sequence[Request]) -> SessionNotes:
-    """Begins the notes of a call with the blocks of its prompts."""
+    """Creates the notes of a call with the block hashes of its prompts."""
     hashes = [
         PrefixHashes({block_size: prompt_hashes(each, block_size)}, salt=each.salt)
         for each in leaders
@@ -49,11 +49,11 @@ def notes_of(claim: SessionClaim, block_size: int, leaders: Sequence[Request]) -
 
 
 def prompt_hashes(request: Request, block_size: int) -> list[BlockHash]:
-    """Hashes of the whole blocks of a prompt, as many as one message may have."""
+    """Returns hashes of the full blocks of a prompt, at most as many as one message may have."""
     num_tokens = _bounded(len(request.token_ids), block_size)
     return hash_blocks(request.token_ids[:num_tokens], block_size, request.salt)
 
 
 def _bounded(num_tokens: int, block_size: int) -> int:
-    """`num_tokens`, but no more than one message has hashes for."""
+    """Returns `num_tokens`, limited to the number that one message can have hashes for."""
     return min(num_tokens, MAX_HASHES * block_size)

@@ -1,8 +1,8 @@
-"""Writes answers as ModelInferResponse: whole, or a response for each piece of a stream.
+"""Writes answers as ModelInferResponse: whole, or one response for each piece of a stream.
 
-Every tensor has one item for each choice. In a stream a response has the news of one choice; the
-others have empty texts in it. As with Triton, the parameter `triton_final_response` marks the last
-response of a stream.
+Every tensor has one item for each choice. In a stream a response has the new text of one choice;
+the other choices have empty texts. As with Triton, the parameter `triton_final_response` marks the
+last response of a stream.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from router.machine.requests import Finished, Outcome
 from router.text.logprobs import Entry, prompt_logprobs
 
 FINAL = "triton_final_response"
-IGNORED = "baton_ignored"  # names of fields that mean nothing here
-_GOES_ON = b"None"  # the finish reason of a choice that goes on, as vLLM's backend writes it
+IGNORED = "baton_ignored"  # lists ignored fields of a request
+_GOES_ON = b"None"  # finish reason of a running choice, as vLLM's backend writes it
 
 Send = Callable[[Any], Awaitable[None]]
 Fail = Callable[[Outcome], Awaitable[None]]
@@ -45,7 +45,7 @@ class WholeInference(AnswerWriter):
         self._kept[piece.choice].add(piece)
 
     async def end(self, ending: Ending) -> None:
-        """Sends everything, or the failure."""
+        """Sends the whole answer, or the failure."""
         if not isinstance(ending.outcome, Finished):
             await self._fail(ending.outcome)
             return
@@ -82,8 +82,8 @@ class StreamedInference(AnswerWriter):
         self._fail = fail
         self._unsent: list[AnswerPiece] = []
         self._unfinished = heading.num_choices
-        self._counted = [0] * heading.num_choices  # tokens that were told
-        self._sums = [0.0] * heading.num_choices  # log-probabilities so far, added up
+        self._counted = [0] * heading.num_choices  # tokens reported so far, by choice
+        self._sums = [0.0] * heading.num_choices  # sums of log-probabilities so far, by choice
         self._last: Any = None  # the response that ends the answer
 
     @property
@@ -92,7 +92,7 @@ class StreamedInference(AnswerWriter):
         return True
 
     def write(self, piece: AnswerPiece) -> None:
-        """Keeps a piece, unless there is nothing to show."""
+        """Keeps a piece, if it has anything to show."""
         if not piece.is_empty or piece.finish is not None:
             self._unsent.append(piece)
 
@@ -139,7 +139,7 @@ def _response(
     sums: Sequence[float],
     scores: Sequence[bytes],
 ) -> Any:
-    """A ModelInferResponse with the outputs that the client wants."""
+    """Returns a ModelInferResponse with the outputs that the client wants."""
     call = heading.call
     values: dict[str, Sequence[Any]] = {
         TEXT_OUTPUT: [choice.text.encode() for choice in choices],
@@ -164,11 +164,11 @@ def _response(
 
 
 def _sum_of(entries: Sequence[Entry]) -> float:
-    """The sum of log-probabilities of these tokens."""
+    """Returns the sum of the log-probabilities of these tokens."""
     return math.fsum(scores.logprob for _, scores in entries if scores is not None)
 
 
 def _scores_of(heading: Heading, entries: Sequence[Entry]) -> LazyItems[Entry]:
-    """A JSON list with an object for each token: tokens by id, the chosen one and the likeliest."""
+    """Returns a JSON list with an object per token: the chosen token and the likeliest, by id."""
     call = heading.call
     return prompt_logprobs(entries, call.served.text.bytes_of, call.body.num_top_logprobs or 0)

@@ -12,7 +12,7 @@ The tensors are named as in Triton's vLLM backend, and each but the prompt is op
     return_num_output_tokens  BOOL   more outputs
 
 Fields may also be `parameters` of the request. Numbers may be texts, as in Triton's examples. The
-body goes the way of an HTTP body, so that all checks and messages are the same as over HTTP.
+body is handled like an HTTP body, so that all checks and messages are the same as over HTTP.
 """
 
 import math
@@ -31,7 +31,7 @@ from router.inbox.api_errors import ApiError, invalid_value
 
 TEXT_OUTPUT = "text_output"
 SCORES_OUTPUT = "logprobs"
-# Outputs and their types. Each but the text has an input `return_…` of its own.
+# Outputs and their types. Each output but the text is switched on by an input `return_…`.
 OUTPUTS = {
     TEXT_OUTPUT: "BYTES",
     "finish_reason": "BYTES",
@@ -52,7 +52,7 @@ INPUTS = {
     "sampling_parameters": "BYTES",
     **dict.fromkeys(_SWITCHES, "BOOL"),
 }
-# Fields of a completion that have a place of their own, or whose results no output shows.
+# Fields of a completion that have a tensor of their own, or whose results no output shows.
 _PLACES = {
     "prompt": "use the tensor text_input or input_ids",
     "model": "use model_name",
@@ -63,9 +63,9 @@ _PLACES = {
     "return_token_ids": "no output shows them",
     "return_tokens_as_token_ids": "the output logprobs has ids always",
 }
-# Every answer of a stream says whether it is the last one, which needs no further answer.
+# Every response of a stream says whether it is the last one, so no empty last one is needed.
 _WITHOUT_EFFECT = "triton_enable_empty_final_response"
-_TIMEOUT = "timeout"  # Triton's clients send it, in microseconds
+_TIMEOUT = "timeout"  # sent by Triton's clients, in microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +76,18 @@ class AnswerForm:
     outputs: frozenset[str]
     is_raw: bool
     streams: bool
-    has_prompt: bool  # the text begins with the prompt
+    has_prompt: bool  # True if the text begins with the prompt
     prompts: tuple[str, ...] | None  # None: the client gave token ids
 
     @property
     def has_scores(self) -> bool:
-        """True if the log-probabilities of each token are wanted."""
+        """True if the client wants the log-probabilities of each token."""
         return SCORES_OUTPUT in self.outputs
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceCall:
-    """A request, not yet checked as a completion: its JSON body and the headers that it implies."""
+    """A request before its checks as a completion: its JSON body and the headers it implies."""
 
     data: bytes
     headers: dict[str, str]
@@ -95,7 +95,7 @@ class InferenceCall:
 
 
 def read_call(request: Any) -> InferenceCall:
-    """Reads a ModelInferRequest. Raises ApiError, which names the tensor or the field."""
+    """Reads a ModelInferRequest. Raises ApiError with the name of the tensor or field."""
     tensors = read_tensors(request)
     if unknown := next((name for name in tensors if name not in INPUTS), None):
         raise _fault(unknown, f"there is no such input; expected {', '.join(INPUTS)}")
@@ -125,7 +125,7 @@ def read_call(request: Any) -> InferenceCall:
 
 
 def _fields(request: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the fields of the body, and headers."""
+    """Returns the fields of the JSON body, and headers."""
     headers: dict[str, str] = {}
     if request.id:
         headers[ID_HEADER] = request.id
@@ -148,7 +148,7 @@ def _fields(request: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any]
 
 
 def _outputs(request: Any, switches: Mapping[str, bool | None]) -> frozenset[str]:
-    """The outputs to return: the request names them or switches them on."""
+    """Returns the outputs that the request names or switches on."""
     named = [each.name for each in request.outputs]
     for name in named:
         if name not in OUTPUTS:
@@ -159,7 +159,7 @@ def _outputs(request: Any, switches: Mapping[str, bool | None]) -> frozenset[str
 
 
 def _prompts(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...] | None, tuple[int, ...]]:
-    """Returns texts, or None and the token ids of a prompt."""
+    """Returns the texts of prompts, or None and the token ids of one prompt."""
     texts, ids = tensors.get("text_input"), tensors.get("input_ids")
     if (texts is None) == (ids is None):
         raise _fault("text_input", "give either text_input or input_ids")
@@ -214,7 +214,7 @@ def _text(name: str, tensor: Tensor, index: int) -> str:
 
 
 def _value(name: str, given: Any) -> Any:
-    """The value of an InferParameter."""
+    """Returns the value of an InferParameter."""
     field = given.WhichOneof("parameter_choice")
     if field is None:
         raise _fault(name, "has no value")
@@ -225,18 +225,18 @@ def _value(name: str, given: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Reads a text as a number or a truth value where the field takes no text."""
+    """Converts a text to a number or a truth value, if the field takes no text."""
     if isinstance(value, str) and name in _textless_fields():
         try:
             return msgspec.json.decode(value.strip().lower())
         except msgspec.DecodeError:
-            return value  # the error for it names the field
+            return value  # the later error names the field
     return value
 
 
 @cache
 def _textless_fields() -> frozenset[str]:
-    """Fields of a completion that take no text."""
+    """Returns the fields of a completion that take no text."""
     hints = get_type_hints(CompletionBody)
     names = CompletionBody.__struct_fields__
     return frozenset(name for name in names if not _takes_text(hints[name]))

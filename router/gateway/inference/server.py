@@ -1,8 +1,8 @@
 """The gRPC server of a gateway: its port, TLS, health and reflection.
 
-Several gateway processes share the port: each accepts from the same socket, and passes connections
-on to gRPC's library (`router.edge.relay`). Health and reflection need no key, as the same pages of
-HTTP.
+Several gateway processes share the port: each accepts connections from the same socket, and relays
+them to gRPC's library (`router.edge.relay`). Health and reflection need no key, like the
+corresponding HTTP pages.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ from router.gateway.inference.service import SERVICE, InferenceService
 from router.gateway.inference.small_messages import SmallMessages
 from router.gateway.versions import Versions
 
-MORE_MESSAGE_BYTES = 64 * 2**10  # in a message beside its tensors
+MORE_MESSAGE_BYTES = 64 * 2**10  # bytes of a message outside its tensors
 MAX_CALLS_PER_CONNECTION = 256
-KEEPALIVE_S = 30  # between pings to a silent client
+KEEPALIVE_S = 30  # seconds between pings to a silent client
 KEEPALIVE_TIMEOUT_S = 10
-MAX_IDLE_S = 60  # for a connection without a call; clients connect again by themselves
-CLIENT_PINGS_S = 10  # the least time between pings of a client
-LOOK_EVERY_S = 0.5  # how often health follows readiness
-INNER = "inner-"  # begins the name of the socket of gRPC's library
-_NO_COMPRESSION = 1  # a bit for each allowed algorithm
+MAX_IDLE_S = 60  # seconds without a call; clients reconnect by themselves
+CLIENT_PINGS_S = 10  # minimum seconds between pings of a client
+LOOK_EVERY_S = 0.5  # seconds between updates of health from readiness
+INNER = "inner-"  # prefix of the socket's name for gRPC's library
+_NO_COMPRESSION = 1  # bit mask of allowed algorithms
 
 
 class InferenceServer:
-    """Serves from open to close. Belongs to one event loop."""
+    """The gRPC server, from `open` to `close`. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class InferenceServer:
         config: GatewayConfig,
         tls: TlsFiles | None = None,
     ) -> None:
-        """`tls` must be open."""
+        """`tls` must be open already."""
         self._service = service
         self._versions = versions
         self._config = config
@@ -65,12 +65,12 @@ class InferenceServer:
         return await self._open(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
     async def open_on(self, sock: socket.socket, directory: Path, process: str) -> int:
-        """Serves a listening socket, which other processes have too. Returns its port.
+        """Serves a listening socket that is shared with other processes. Returns its port.
 
-        gRPC listens on a socket of its own in `directory`, which only its user may enter. Raises
+        gRPC listens on a separate socket in `directory`, which only its user may enter. Raises
         ConfigError.
         """
-        # A short name: the address of a Unix socket has 107 bytes at most.
+        # A short name, as the address of a Unix socket has at most 107 bytes.
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         path = f"/proc/self/fd/{self._directory}/{INNER}{process}"
         await self._open(f"unix:{path}")
@@ -126,7 +126,7 @@ class InferenceServer:
             os.close(self._directory)
 
     async def _follow(self) -> None:
-        """Keeps the health in step with readiness until the server closes."""
+        """Updates the health from readiness until the server closes."""
         while not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S):
@@ -169,7 +169,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _credentials(tls: TlsFiles) -> Any:
-    """Credentials that follow the files' changes, as the files' owner reads them."""
+    """Returns credentials that are reloaded when the files change."""
     used = tls.pem
 
     def configuration() -> Any:

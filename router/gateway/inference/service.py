@@ -1,12 +1,12 @@
-"""The methods of `inference.GRPCInferenceService`: keys, checks, answers, errors as gRPC has them.
+"""The methods of `inference.GRPCInferenceService`: keys, checks, answers and errors in gRPC's form.
 
 A request becomes the body of a completion and is answered by `router.gateway.answering`. If a
-client leaves, or its deadline passes, gRPC cancels the method. That cancels the requests on the
-workers.
+client leaves, or its deadline passes, gRPC cancels the method. Then the requests are cancelled on
+the workers.
 
-Errors are HTTP's, under a fitting status code. As with Triton, an error in a stream is a
-response with `error_message`, and the stream goes on. If the client sends the metadata
-`triton_grpc_error: true`, it ends the stream with a status.
+Errors are those of HTTP, with a matching status code. As with Triton, an error in a stream is a
+response with `error_message`, and the stream continues. If the client sends the metadata
+`triton_grpc_error: true`, an error ends the stream with a status.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ from router.machine.requests import Outcome
 
 log = logging.getLogger(__name__)
 
-GRPC = "GRPC"  # the method in the access log
+GRPC = "GRPC"  # shown as the method in the access log
 SERVICE = "inference.GRPCInferenceService"
 MAX_CALLS_IN_STREAM = 64  # that are answered at once; the next ones wait to be read
-LONG_REQUEST_BYTES = 65_536  # takes milliseconds to read
+LONG_REQUEST_BYTES = 65_536  # longer requests take milliseconds to read
 _GRPC_ERRORS = "triton_grpc_error"
 _CODES = {
     HTTPStatus.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
@@ -67,12 +67,12 @@ _CODES = {
 }
 _STATUSES = {code: int(status) for status, code in reversed(_CODES.items())}
 _Method = Callable[[Any, Any], Awaitable[Any]]
-_Take = Callable[[], Awaitable[bytes]]  # the message of a request
+_Take = Callable[[], Awaitable[bytes]]  # returns the message of a request
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceFailure:
-    """An error as HTTP has it."""
+    """An error with its HTTP status."""
 
     status: int
     message: str
@@ -80,7 +80,7 @@ class InferenceFailure:
 
     @property
     def code(self) -> Any:
-        """The status code of gRPC."""
+        """Returns the status code of gRPC."""
         return _CODES.get(HTTPStatus(self.status), grpc.StatusCode.INVALID_ARGUMENT)
 
 
@@ -93,7 +93,7 @@ class _StreamEnds(Exception):
 
 @dataclass(slots=True)
 class _Replies:
-    """The way to the client of one request."""
+    """Sends the responses of one request to its client."""
 
     send: Callable[[Any], Awaitable[None]]
     id: str = ""  # the request's id, known once the message is read
@@ -102,13 +102,13 @@ class _Replies:
     headers: dict[str, str] = field(default_factory=dict)
 
     def status(self, *, is_over: bool) -> int:
-        """The status as HTTP has it. 0: the client left before the end."""
+        """Returns the HTTP status. 0: the client left before the end."""
         if self.failure is not None:
             return self.failure.status
         return int(HTTPStatus.OK) if is_over else 0
 
     def refuse(self, error: InvalidRequest) -> None:
-        """Keeps the error."""
+        """Keeps an error for the client."""
         _, headers = refusal_of(error)
         headers.pop("connection", None)
         self.failure = InferenceFailure(error.status, error.message, headers)
@@ -126,7 +126,7 @@ class _Replies:
         writer = StreamedInference if form.streams else WholeInference
 
         async def send(response: Any) -> None:
-            if not form.streams:  # its metadata follow the answer
+            if not form.streams:  # a single response's metadata follow it
                 self.headers = heading.headers
             await self.send(response)
 
@@ -143,7 +143,7 @@ class InferenceService:
         self._answers = AnswerService(parts, COMPLETION, CompletionBody)
 
     def handler(self) -> Any:
-        """The generic handler that a gRPC server takes."""
+        """Returns the generic handler for a gRPC server."""
         infer = grpc.stream_unary_rpc_method_handler(  # for one message, which it takes by itself
             self.infer, None, pb.ModelInferResponse.SerializeToString
         )
@@ -188,21 +188,21 @@ class InferenceService:
     # ------------------------------------------------------------ states, without a key
 
     async def server_live(self, _: Any, __: Any) -> Any:
-        """Says that the process is alive."""
+        """Reports that the process is alive."""
         return pb.ServerLiveResponse(live=True)
 
     async def server_ready(self, _: Any, __: Any) -> Any:
-        """Says whether requests can be served."""
+        """Reports whether requests can be served."""
         return pb.ServerReadyResponse(ready=self._parts.versions.readiness() is None)
 
     async def server_metadata(self, _: Any, __: Any) -> Any:
-        """Names the server."""
+        """Returns the name and version of the server."""
         return pb.ServerMetadataResponse(name="baton", version=self._version)
 
     # ------------------------------------------------------------ models
 
     async def model_ready(self, request: Any, context: Any) -> Any:
-        """Says whether a model can be served. Unknown ones get NOT_FOUND."""
+        """Reports whether a model can be served. Unknown models get NOT_FOUND."""
         try:
             identify(self._keys, _authorization(context))
             served = self._chosen(request)
@@ -211,7 +211,7 @@ class InferenceService:
         return pb.ModelReadyResponse(ready=served.port.readiness() is None)
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
-        """Says which tensors a model takes and gives."""
+        """Returns the input and output tensors of a model."""
         try:
             identify(self._keys, _authorization(context))
             served = self._chosen(request)
@@ -255,7 +255,7 @@ class InferenceService:
         return responses[0]
 
     async def _only(self, messages: AsyncIterator[bytes]) -> bytes:
-        """The message of a request that has one. Raises ApiError if it does not come in time."""
+        """Returns the single message of a request. Raises ApiError if it does not come in time."""
         limit_s = BODY_TIMEOUT_S
         try:
             async with asyncio.timeout(limit_s):
@@ -267,13 +267,13 @@ class InferenceService:
             raise ApiError(message, code="request_timeout", status=408) from None
 
     async def infer_stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        """Answers requests as they come, each with one response or more, which say its id."""
+        """Answers requests as they come, each with one or more responses that carry its id."""
         try:
             identify(self._keys, _authorization(context))
         except InvalidRequest as error:
             await _abort(context, _refusal(error))
         ends_on_errors = _metadata(context).get(_GRPC_ERRORS) == "true"
-        turn = asyncio.Lock()  # gRPC takes one message at a time
+        turn = asyncio.Lock()  # gRPC accepts one message at a time
         slots = asyncio.Semaphore(MAX_CALLS_IN_STREAM)
 
         async def send(response: Any, error: str = "") -> None:
@@ -319,9 +319,9 @@ class InferenceService:
     async def _answer(
         self, take: _Take, context: Any, replies: _Replies, *, may_stream: bool
     ) -> None:
-        """Answers and logs one request, whose message is taken once its key is known.
+        """Answers and logs one request. Its message is read once its key is known.
 
-        A failure is left in `replies`, also of a bug in Baton.
+        A failure is stored in `replies`, even if it is a bug in Baton.
         """
         begin_s, key, shown_id, is_over = self._parts.clock.now_s(), "", "", False
         seen: RequestMeter | None = None
@@ -359,12 +359,12 @@ class InferenceService:
 
 
 async def _given(message: bytes) -> bytes:
-    """A message that was taken already."""
+    """Returns a message that was already read."""
     return message
 
 
 def _read(message: bytes, replies: _Replies, *, may_stream: bool) -> InferenceCall:
-    """Reads a request, whose id `replies` gets. Raises ApiError."""
+    """Reads a request, and sets its id in `replies`. Raises ApiError."""
     check_wire(message)
     try:
         request = pb.ModelInferRequest.FromString(message)
@@ -384,13 +384,13 @@ def _refusal(error: InvalidRequest) -> InferenceFailure:
 
 
 def _client(context: Any) -> str:
-    """The address of a client, whose port gRPC adds: "ipv4:127.0.0.1:50000"."""
+    """Returns the address of a client, without gRPC's port: "ipv4:127.0.0.1:50000"."""
     _, _, address = str(context.peer()).partition(":")
     return unquote(address.rpartition(":")[0].strip("[]"))
 
 
 def _metadata(context: Any) -> dict[str, str]:
-    """The metadata of a call, whose names are in lower case. Values of bytes are left out."""
+    """Returns the metadata of a call; names are in lower case, binary values are left out."""
     given = context.invocation_metadata() or ()
     return {name: value for name, value in given if isinstance(value, str)}
 

@@ -1,7 +1,7 @@
-"""Bounds on the methods that need no key: states of the server, health, reflection.
+"""Limits for the methods that need no key: server state, health, reflection.
 
-Their messages have a few bytes, so longer and malformed ones are refused. The number of their
-streams, such as watches of health, is bounded.
+Their messages have a few bytes, so long or malformed messages are refused. The number of their
+streams, such as watches of health, is limited.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,13 +11,13 @@ from google.protobuf.message import DecodeError
 
 from engine.net.grpc_library import grpc
 
-MAX_BYTES = 4096  # in a message
-MAX_STREAMS = 256  # for all clients
+MAX_BYTES = 4096  # bytes per message
+MAX_STREAMS = 256  # streams of all clients together
 _CODES = grpc.StatusCode
 
 
 class SmallMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Applies the bounds to every method that has its messages parsed by gRPC's library."""
+    """Applies the limits to every method whose messages gRPC's library parses."""
 
     def __init__(self) -> None:
         self._num_streams = 0
@@ -25,7 +25,7 @@ class SmallMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
     ) -> Any:
-        """Returns the handler of a method, bounded."""
+        """Returns the handler of a method with the limits applied."""
         handler = await continuation(details)
         if handler is None or handler.request_deserializer is None:
             return handler
@@ -59,7 +59,7 @@ class SmallMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return run
 
     async def _enter(self, context: Any) -> None:
-        """Counts a stream, or ends its call."""
+        """Counts a stream, or ends its call if there are too many."""
         if self._num_streams >= MAX_STREAMS:
             await context.abort(_CODES.RESOURCE_EXHAUSTED, "too many such streams are open")
         self._num_streams += 1
@@ -94,7 +94,7 @@ async def _each_checked(requests: AsyncIterator[Any], context: Any) -> AsyncIter
 
 
 async def _check(request: Any, context: Any) -> None:
-    """Ends the call if its message was not read."""
+    """Ends the call if its message was refused."""
     if request is None:
         text = f"the message is malformed, or longer than {MAX_BYTES} bytes"
         await context.abort(_CODES.INVALID_ARGUMENT, text)

@@ -1,9 +1,9 @@
-"""Tensors of the Open Inference Protocol, to and from Python values. Pure.
+"""Converts tensors of the Open Inference Protocol to and from Python values. Pure.
 
-Their values are typed (`contents`), or raw: little-endian and flat, and each item of BYTES has its
-length of four bytes before it. Of a request all tensors are raw, or none.
+Values are typed (`contents`) or raw. Raw values are little-endian and flat, and each item of BYTES
+is preceded by its length in four bytes. In a request either all tensors are raw, or none.
 
-Source: the protocol's specification, "Tensor Data"; the extension for binary data has the same.
+Source: the protocol's specification, "Tensor Data"; the extension for binary data is the same.
 """
 
 import math
@@ -18,12 +18,12 @@ import numpy as np
 from router.gateway.inference import inference_pb2 as pb
 from router.inbox.api_errors import ApiError, invalid_value
 
-MAX_ITEMS = 2**20  # in one tensor
-MAX_TENSORS = 64  # in one request
+MAX_ITEMS = 2**20  # items per tensor
+MAX_TENSORS = 64  # tensors per request
 MAX_DIMENSIONS = 8
 
 _LENGTH = struct.Struct("<I")
-# The field of InferTensorContents, and the raw form in numpy's words.
+# By type: the field of InferTensorContents, and the raw form as a numpy dtype.
 _FORMS = {
     "BOOL": ("bool_contents", "?"),
     "INT32": ("int_contents", "<i4"),
@@ -83,7 +83,7 @@ def _read(tensor: Any, raw: bytes | None) -> Tensor:
         if len(raw) % size:
             raise _fault(name, f"{len(raw)} bytes are no whole number of {datatype} values")
         values = np.frombuffer(raw, form[1])
-    if len(values) != num_items:  # before an object is made of each
+    if len(values) != num_items:  # checked before an object is made for each item
         raise _fault(name, f"{len(values)} values do not fill the shape {list(shape)}")
     if isinstance(values, np.ndarray):
         values = values.tolist()
@@ -122,7 +122,7 @@ def _joined(items: Sequence[bytes]) -> bytes:
 
 
 def parameter(value: bool | int | str) -> Any:  # noqa: FBT001 - a value
-    """An InferParameter."""
+    """Returns an InferParameter with this value."""
     if isinstance(value, bool):
         return pb.InferParameter(bool_param=value)
     if isinstance(value, int):

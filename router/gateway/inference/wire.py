@@ -1,9 +1,9 @@
 """Bounds what a ModelInferRequest costs, by its tags on the wire, before it is parsed. Pure.
 
-protobuf makes an object for each nested message, of 90 bytes and more for two bytes on the wire. It
-does so in one call, during which no other thread runs. So the tags of all messages and the numbers
-of packed fields are counted first. Strings and raw contents need no look: they take as much memory
-as they have bytes.
+protobuf makes an object of at least 90 bytes for each nested message, which may have two bytes on
+the wire. Parsing is one call, during which no other thread runs. So the tags of all messages and
+the numbers in packed fields are counted first. Strings and raw contents are not examined: they take
+as much memory as they have bytes.
 
 Source: protobuf's documentation, "Encoding".
 """
@@ -16,31 +16,31 @@ import numpy as np
 from router.gateway.inference.tensors import MAX_ITEMS
 from router.inbox.api_errors import ApiError, invalid_value
 
-MAX_FIELDS = 4096  # in a request, nested messages included; counting takes 2 ms
+MAX_FIELDS = 4096  # fields per request, nested messages included; counting takes 2 ms
 _MAX_VARINT_BYTES = 10
 
 
 @dataclass(frozen=True)
 class _Message:
-    """The fields of a message whose contents are checked, by number."""
+    """A message whose fields are checked; nested messages are given by field number."""
 
     messages: "Mapping[int, _Message]" = field(default_factory=dict)
-    numbers: Collection[int] = ()  # fields of packed whole numbers
+    numbers: Collection[int] = ()  # numbers of fields with packed integers
 
 
-_ENTRY = _Message({2: _Message()})  # a parameter
+_ENTRY = _Message({2: _Message()})  # a parameter of the request
 _CONTENTS = _Message(numbers=range(1, 6))
 _TENSOR = _Message({4: _ENTRY, 5: _CONTENTS}, numbers=(3,))
 _REQUEST = _Message({4: _ENTRY, 5: _TENSOR, 6: _Message({2: _ENTRY})})
 
 
 def check_wire(data: bytes) -> None:
-    """Raises ApiError if a request has too many fields, or is no message of protobuf."""
+    """Raises ApiError if a request has too many fields, or is not a protobuf message."""
     _Walk(data).check(_REQUEST, 0, len(data))
 
 
 def no_message() -> ApiError:
-    """The error for bytes that protobuf cannot read."""
+    """Returns the error for bytes that protobuf cannot read."""
     return invalid_value("this is not a ModelInferRequest", None)
 
 
@@ -60,13 +60,13 @@ class _Walk:
                 self._check_packed(start, stop)
 
     def _check_packed(self, start: int, stop: int) -> None:
-        """Counts the last bytes of numbers, which are below 128."""
+        """Counts packed numbers by their last bytes, which are below 128."""
         octets = np.frombuffer(self._data, np.uint8, stop - start, start)
         if np.count_nonzero(octets < 128) > MAX_ITEMS:
             raise invalid_value(f"a tensor has more than {MAX_ITEMS} items", "inputs")
 
     def _fields(self, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Counts all fields. Yields the number, begin and end of each field of bytes."""
+        """Counts all fields. Yields the number, start and end of each length-delimited field."""
         while place < end:
             self._num_fields += 1
             if self._num_fields > MAX_FIELDS:
@@ -91,7 +91,7 @@ class _Walk:
             raise no_message()
 
     def _varint(self, place: int, end: int) -> tuple[int, int]:
-        """Reads a number. Returns it and the place behind it."""
+        """Reads a varint. Returns its value and the position after it."""
         value = 0
         for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
             if place >= end:

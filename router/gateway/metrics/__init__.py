@@ -1,1 +1,1 @@
-"""What the gateway measures and exports for Prometheus."""
+"""The metrics that the gateway measures and exports for Prometheus."""

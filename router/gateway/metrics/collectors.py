@@ -1,4 +1,4 @@
-"""Counts that other parts of the gateway keep, read when Prometheus scrapes."""
+"""Counts of other parts of the gateway, read when Prometheus scrapes."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,7 +14,7 @@ QUEUE = "baton_queue_requests"
 
 
 def counter_of(name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
-    """A counter with one label, whose values are the keys of `counts`."""
+    """Returns a counter with one label, whose values are the keys of `counts`."""
     family = CounterMetricFamily(name, text, labels=[label])
     for value, count in list(counts.items()):
         family.add_metric([value], count)
@@ -22,14 +22,14 @@ def counter_of(name: str, text: str, label: str, counts: Mapping[str, float]) ->
 
 
 def edge_families(book: Book) -> Iterator[Metric]:
-    """The listener's connections, and what it refused before there was a request."""
+    """Yields counts of the listener's connections, and of connections refused before a request."""
     yield GaugeMetricFamily("baton_connections", "Connections of clients", book.num_connections)
     yield counter_of("baton_edge_refusals", "Connections refused or cut", "reason", book.refusals)
     yield counter_of("baton_tls_events", "Reloads of certificates", "event", book.tls_events)
 
 
 def router_families(port: RouterStatus) -> Iterator[Metric]:
-    """The queue and the events of the routers of all versions."""
+    """Yields the queue lengths and event counts of the routers of all versions."""
     yield GaugeMetricFamily(QUEUE, "Requests waiting for a worker", port.queue_len())
     yield GaugeMetricFamily(
         "baton_queue_predicted_seconds",
@@ -57,7 +57,7 @@ def router_families(port: RouterStatus) -> Iterator[Metric]:
 
 
 def kernel_families(versions: Versions) -> Iterator[Metric]:
-    """What workers compute with, and the ranks that they are split into."""
+    """Yields the kernels of workers, and the number of ranks per worker."""
     kernels = GaugeMetricFamily(
         "baton_worker_kernels",
         "1: what the worker computes with, and how it is split into ranks",
@@ -73,7 +73,7 @@ def kernel_families(versions: Versions) -> Iterator[Metric]:
 
 
 def version_families(versions: Versions) -> Iterator[Metric]:
-    """The weight of each version, the requests that it serves, and how others ended."""
+    """Yields each version's weight, served requests, and ends of other requests."""
     labels = ["version", "fingerprint"]
     weights = GaugeMetricFamily(
         "baton_version_weight", "Weight of the version: its share of requests", labels=labels

@@ -1,4 +1,4 @@
-"""Families of samples: copied with more labels, joined, and sent to another process."""
+"""Families of samples: relabelled, joined, and sent to another process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 
 
 class CompleteFamilies(Collector):
-    """Families of samples that are complete."""
+    """A collector of families that are already complete."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
@@ -23,7 +23,7 @@ class CompleteFamilies(Collector):
 
 
 def labelled(metric: Metric, labels: Mapping[str, str], *, name: str | None = None) -> Metric:
-    """Returns a copy with more labels, perhaps under another name."""
+    """Returns a copy with additional labels, and with another name if one is given."""
     copy = Metric(name or metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
         suffix = sample.name.removeprefix(metric.name)
@@ -32,7 +32,7 @@ def labelled(metric: Metric, labels: Mapping[str, str], *, name: str | None = No
 
 
 def joined(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """Joins the metrics of several processes, with one family for each name."""
+    """Joins the metrics of several processes into one family per name."""
     families: dict[str, Metric] = {}
     for metric in chain.from_iterable(processes):
         family = families.setdefault(
@@ -55,7 +55,7 @@ def encode_metrics(metrics: Iterable[Metric]) -> bytes:
 
 
 def decode_metrics(data: bytes) -> list[Metric]:
-    """The inverse of `encode_metrics`. Raises msgspec.DecodeError."""
+    """Decodes metrics from `encode_metrics`. Raises msgspec.DecodeError."""
     metrics = []
     for name, text, kind, samples in msgspec.msgpack.decode(data, type=_Wire):
         metric = Metric(name, text, kind)

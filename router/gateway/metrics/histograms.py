@@ -1,4 +1,4 @@
-"""Histograms that cost little to observe, and the bounds of their buckets."""
+"""Histograms that are cheap to observe, and the bounds of their buckets."""
 
 from array import array
 from bisect import bisect_left
@@ -37,7 +37,7 @@ RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
 
 class Buckets:
-    """The counts of one series of a histogram, in arrays: `router.text.native` counts in them."""
+    """The counts of one histogram series, in arrays in which `router.text.native` counts too."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -75,7 +75,7 @@ class Histogram:
             self.series()
 
     def series(self, labels: tuple[str, ...] = ()) -> Buckets:
-        """The series with these labels. A caller that observes often keeps it."""
+        """Returns the series with these labels. A caller that observes often keeps the series."""
         series = self._series.get(labels)
         if series is None:
             self._series[labels] = series = Buckets(self._bounds)
@@ -84,21 +84,21 @@ class Histogram:
     def observe(self, value: float, labels: tuple[str, ...] = ()) -> None:
         """Counts a value."""
         series = self._series.get(labels) or self.series(labels)
-        series.counts[bisect_left(series.bounds, value)] += 1  # `series.observe`, without a call
+        series.counts[bisect_left(series.bounds, value)] += 1  # inlined `series.observe`
         series.total[0] += value
 
     def observe_each(
         self, labels: Iterable[tuple[str, ...]], values: Iterable[float | None]
     ) -> None:
-        """Counts a value for each of several series; None: there is none."""
+        """Counts one value in each of several series; None is skipped."""
         for each, value in zip(labels, values, strict=True):
             if value is not None:
                 series = self._series.get(each) or self.series(each)
-                series.counts[bisect_left(series.bounds, value)] += 1  # without a call
+                series.counts[bisect_left(series.bounds, value)] += 1  # inlined `series.observe`
                 series.total[0] += value
 
     def collect(self) -> Iterator[Metric]:
-        """The histogram as it is now."""
+        """Yields the histogram with its present counts."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, series in self._series.items():

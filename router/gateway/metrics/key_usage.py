@@ -1,8 +1,8 @@
-"""The use of each API key: requests and tokens, with a bounded number of keys.
+"""The usage of each API key: requests and tokens, for a bounded number of keys.
 
-A key has its name as a label. The first `MAX_KEYS_SHOWN` keys that are used get series of their
-own. All later ones share the series `other`, so a file of 10,000 keys cannot flood Prometheus.
-Requests without a key have an empty label, which Prometheus drops.
+The name of a key is its label. The first `MAX_KEYS_SHOWN` used keys get their own series. All later
+keys share the series `other`, so a file of 10,000 keys cannot flood Prometheus. Requests without a
+key have an empty label, which Prometheus drops.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 
 MAX_KEYS_SHOWN = 200
-OTHER = "other"  # beside a key of this name, it counts as that one
+OTHER = "other"  # a key with this name shares the series
 
 
 class UsageOfKey:
@@ -19,9 +19,9 @@ class UsageOfKey:
     __slots__ = ("num_cached_tokens", "num_generation_tokens", "num_prompt_tokens", "num_requests")
 
     def __init__(self) -> None:
-        self.num_requests = 0  # that were valid
+        self.num_requests = 0  # valid requests
         self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0  # in prompts
+        self.num_cached_tokens = 0  # cached tokens in prompts
         self.num_generation_tokens = 0
 
 
@@ -33,7 +33,7 @@ class KeyUsage:
         self._by_key: dict[str, UsageOfKey] = {}
 
     def of(self, key: str) -> UsageOfKey:
-        """The counts of a key, or the sums of all further keys."""
+        """Returns the counts of a key, or the shared counts of all further keys."""
         use = self._by_key.get(key)
         if use is None:
             if len(self._by_key) >= self._max_shown:
@@ -42,7 +42,7 @@ class KeyUsage:
         return use
 
     def families(self) -> Iterator[Metric]:
-        """The counts of all keys."""
+        """Yields the counts of all keys."""
         requests = CounterMetricFamily(
             "baton_key_requests", "Valid requests of an API key", labels=["key"]
         )

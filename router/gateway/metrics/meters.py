@@ -1,22 +1,22 @@
-"""What the gateway measures by itself: latencies, token counts and outcomes.
+"""The gateway's own measurements: latencies, token counts and outcomes.
 
-A `RequestMeter` feeds the histograms. What the routers and workers count is read at scrape time and
-costs nothing between scrapes. Each application has metrics of its own; none are global.
+A `RequestMeter` feeds the histograms. Counts of the routers and workers are read at scrape time and
+cost nothing between scrapes. Each application has its own metrics; none are global.
 
-If several gateway processes share a port, the one that is scraped asks all others. Then the counts
-of a process have a label `process`. The workers' counts and the build are the same for all
-processes, so they are exported once, without the label.
+If several gateway processes share a port, the scraped process asks all others. Then the counts of a
+process have a label `process`. Counts of workers and the build are the same for all processes, so
+they are exported once, without the label.
 
-Predictions are exported when they are made. `baton_prediction_ratio` compares them later with the
-measured value: measured over predicted. It covers the time per token and, for requests that were
+Predictions are exported when they are made. `baton_prediction_ratio` is measured over predicted,
+observed when the measured value is known. It covers the time per token and, for requests that were
 placed once, the time from placement to first token. `baton_cost_error_ratio` is the recent error of
 the formulas for workers of a class, as a share of each observation.
 
-Latencies have the label `version`. An operator gives these names, and a series stays as long as the
-process runs. So there are as many series as there were updates.
+Latencies have the label `version`. Operators choose these names, and a series stays as long as the
+process runs. So there is one series per version that was ever served.
 
-An inter-token latency is observed once for each update of a stream, which is once a step. Tokens
-that speculation yields together arrive together and count as one gap.
+An inter-token latency is observed once for each update of a stream, which is once per step. Tokens
+that speculation yields in one step arrive together and count as one gap.
 """
 
 from collections import Counter
@@ -82,7 +82,7 @@ _MEASURES = (
     "kv_exposed_s",
     "prefix_pull_s",
     "move_pull_s",
-)  # beside the stages: they overlap with them
+)  # these overlap with the stages
 _STAGES = tuple(
     name for name in Timeline.__struct_fields__ if name.endswith("_s") and name not in _MEASURES
 )
@@ -94,7 +94,7 @@ class GatewayMetrics:
     """The histograms and counters of one gateway process."""
 
     def __init__(self, versions: Versions, *, version: str, process: str | None = None) -> None:
-        """`process` is the label of this process among processes that share a port."""
+        """`process` labels this process among processes that share a port."""
         self._versions = versions
         self._version = version
         self._process = process
@@ -119,7 +119,7 @@ class GatewayMetrics:
         self.stages = self._histogram(
             "stage", "Where the time of a request went", STAGE_BUCKETS_S, labels=("stage",)
         )
-        # Times of whole requests: names that other servers have too.
+        # Times of whole requests, under names that other servers use too.
         self.queue_time = self._histogram(
             "request_queue", "Waits of a sequence in the router and in its worker", E2E_BUCKETS_S
         )
@@ -149,14 +149,14 @@ class GatewayMetrics:
         self._own.append(self.prediction_ratio.collect)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
-        self.num_batched_tokens = 0  # how many became text in C++
+        self.num_batched_tokens = 0  # tokens that became text in C++
         self.num_in_flight = 0
-        self.on_arrival: Callable[[], None] = _do_nothing  # called for each request that begins
+        self.on_arrival: Callable[[], None] = _do_nothing  # called when a request starts
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self.num_by_finish = {reason.value: 0 for reason in FinishReason}
-        self._answers: Counter[tuple[str, str, str]] = Counter()  # by method, path, status
-        self.num_looked_up_tokens = 0  # in prompts of sequences that began
-        self.num_cached_tokens = 0  # the looked-up tokens found in caches
+        self._answers: Counter[tuple[str, str, str]] = Counter()  # by method, path and status
+        self.num_looked_up_tokens = 0  # prompt tokens that sequences looked up
+        self.num_cached_tokens = 0  # looked-up tokens that were cached
         self.key_usage = KeyUsage()
         self._shared: list[Callable[[], Iterable[Metric]]] = []
         self._own += [
@@ -168,19 +168,19 @@ class GatewayMetrics:
         ]
 
     def watch(self, families: Callable[[], Iterable[Metric]]) -> None:
-        """Also exports what another part of this process counts."""
+        """Adds a source of counts in this process to the export."""
         self._own.append(families)
 
     def watch_shared(self, families: Callable[[], Iterable[Metric]]) -> None:
-        """Also exports what all processes know alike: once, without a label for the process."""
+        """Adds a source that is equal in all processes: exported once, without `process`."""
         self._shared.append(families)
 
     def watch_counts(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> None:
-        """Also exports a mapping that is counted elsewhere, by one label."""
+        """Adds a mapping of counts to the export, with its keys as the values of one label."""
         self.watch(lambda: [counter_of(name, text, label, counts)])
 
     def request(self) -> "RequestMeter":
-        """Returns the meter of one request, which counts it while it is entered."""
+        """Returns the meter of one request; the request counts as running while it is entered."""
         return RequestMeter(self)
 
     def record_status(self, method: str, handler: str, status: int) -> None:
@@ -190,19 +190,19 @@ class GatewayMetrics:
         self._answers[method, handler, f"{status // 100}xx"] += 1
 
     def record_invalid(self) -> None:
-        """Counts a request that is refused by its head alone."""
+        """Counts a request that was refused because of its head."""
         self.num_by_outcome["invalid"] += 1
 
     @contextmanager
     def detached(self, meter: "RequestMeter") -> Iterator[None]:
-        """Counts a detached request to its end."""
+        """Keeps a detached request counted as running until its end."""
         try:
             yield
         finally:
             self.count(meter)
 
     def own(self) -> list[Metric]:
-        """The counts of this process alone."""
+        """Returns the counts of this process only."""
         metrics = [metric for families in self._own for metric in families()]
         if self._process is None:
             return metrics
@@ -213,7 +213,7 @@ class GatewayMetrics:
         return generate_latest(CompleteFamilies([*self._families(others)]))
 
     def count(self, meter: "RequestMeter") -> None:
-        """Counts the end of a request."""
+        """Counts an ended request."""
         self.num_in_flight -= 1
         self.num_by_outcome[meter.outcome] += 1
 
@@ -287,7 +287,7 @@ def _do_nothing() -> None:
 class RequestMeter:
     """Measures one HTTP request, which may have several choices.
 
-    It is entered at the request's head and left at its end. A request whose outcome is not reported
+    It is entered at the request's head and left at its end. A request without a reported outcome
     counts as cancelled: its client has left.
     """
 
@@ -295,17 +295,17 @@ class RequestMeter:
         self.outcome = "cancelled"
         self.is_detached = False
         self._metrics = metrics
-        self.labels = ("",)  # the version that serves it
+        self.labels = ("",)  # the version that serves the request
         self._received_s = 0.0
         self.prompt_tokens = 0
         self._is_answered = False
         self._usage = UNKNOWN_KEY
-        self.num_tokens = self._longest = 0  # in its answers
+        self.num_tokens = self._longest = 0  # tokens in its answers
         self.request_id = ""  # known once its call is read
         self.shown_id = ""  # the id in the head of its response
         self.key = ""  # the name of its API key
         self.trace: RequestTrace | None = None
-        self.num_sent_tokens = 0  # in all its choices, known when it ends
+        self.num_sent_tokens = 0  # tokens in all its choices, known at its end
 
     def __enter__(self) -> Self:
         self._metrics.num_in_flight += 1
@@ -317,13 +317,13 @@ class RequestMeter:
             self._metrics.count(self)
 
     def identify(self, request_id: str, shown_id: str, key: str) -> None:
-        """Notes both ids of the request, and the name of its key."""
+        """Records both ids of the request, and the name of its key."""
         self.request_id, self.shown_id, self.key = request_id, shown_id, key
 
     def accept(self, received_s: float, prompt_tokens: int, version: str, *, key: str = "") -> None:
-        """Notes that the request is valid and goes to the router of a version.
+        """Records that the request is valid and goes to the router of a version.
 
-        `key` is the name of the API key that it came with.
+        `key` is the name of the request's API key.
         """
         self.labels = (version,)
         self._usage = self._metrics.key_usage.of(key)
@@ -332,11 +332,11 @@ class RequestMeter:
         self.prompt_tokens = prompt_tokens
 
     def detach(self) -> None:
-        """Notes that the request goes on after its HTTP call: see `GatewayMetrics.detached`."""
+        """Records that the request outlives its HTTP call: see `GatewayMetrics.detached`."""
         self.is_detached = True
 
     def end_trace(self) -> None:
-        """Ends the trace of the request, which has one."""
+        """Ends the trace of a traced request."""
         assert self.trace is not None
         attributes: Attributes = {
             "baton.version": self.labels[0],
@@ -347,7 +347,7 @@ class RequestMeter:
         self.trace.end(self.outcome, attributes)
 
     def refuse(self) -> None:
-        """Notes that the request is invalid."""
+        """Records that the request is invalid."""
         self.outcome = "invalid"
 
     def choice(self, prompt_len: int = 0) -> "ChoiceMeter":
@@ -355,7 +355,7 @@ class RequestMeter:
         return ChoiceMeter(self._metrics, self, prompt_len)
 
     def first_tokens(self, now_s: float) -> None:
-        """Notes the first token of a choice; the earliest one counts as the request's."""
+        """Records the first token of a choice; the earliest one counts for the request."""
         if not self._is_answered:
             self._is_answered = True
             self._metrics.num_prompt_tokens += self.prompt_tokens
@@ -363,7 +363,7 @@ class RequestMeter:
             self._metrics.ttft.observe(now_s - self._received_s, self.labels)
 
     def end(self, outcome: Outcome, now_s: float) -> None:
-        """Notes the outcome of the request."""
+        """Records the outcome of the request."""
         self.outcome = OUTCOME_NAMES[type(outcome)]
         if isinstance(outcome, Finished):
             metrics = self._metrics
@@ -373,7 +373,7 @@ class RequestMeter:
             metrics.longest_answers.observe(self._longest)
 
     def end_choice(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Notes the tokens of a choice that has ended."""
+        """Records the tokens of a choice that has ended."""
         self.num_tokens += num_tokens
         self._longest = max(self._longest, num_tokens)
         self._usage.num_generation_tokens += num_tokens
@@ -381,7 +381,7 @@ class RequestMeter:
 
 
 class ChoiceMeter:
-    """Measures one choice. Gaps between tokens are gaps within one choice."""
+    """Measures one choice. Inter-token gaps are gaps within one choice."""
 
     def __init__(self, metrics: GatewayMetrics, request: RequestMeter, prompt_len: int) -> None:
         self._metrics = metrics
@@ -389,11 +389,11 @@ class ChoiceMeter:
         self._prompt_len = prompt_len
         self.gaps = metrics.itl.series(request.labels)
         self._first_s: float | None = None
-        self._num_tokens = 0  # without tokens that are taken in batches
+        self._num_tokens = 0  # tokens, without those handled by C++ in batches
         self.state: TextState = PlainTextState()  # the choice's text
 
     def tokens(self, num_tokens: int, now_s: float) -> None:
-        """Notes more tokens of the choice."""
+        """Records further tokens of the choice."""
         if self._first_s is None:
             self._first_s = now_s
             self._request.first_tokens(now_s)
@@ -404,7 +404,7 @@ class ChoiceMeter:
         self._metrics.num_generation_tokens += num_tokens
 
     def end(self, outcome: Outcome, timeline: Timeline | None) -> None:
-        """Notes the outcome of the choice, and where its time went."""
+        """Records the outcome of the choice and the times of its stages."""
         self._count(outcome, timeline)
         if timeline is not None:
             if self._request.trace is not None:
@@ -426,7 +426,7 @@ class ChoiceMeter:
             self._compare(timeline, timeline.decision, tpot_s)
 
     def _count(self, outcome: Outcome, timeline: Timeline | None) -> None:
-        """Counts tokens, the reason of the end, and the times of a request."""
+        """Counts tokens, the reason of the end, and the times of the choice."""
         metrics, num_cached = self._metrics, 0
         if isinstance(outcome, Finished):
             metrics.num_by_finish[outcome.reason] += 1
@@ -442,11 +442,11 @@ class ChoiceMeter:
         self._request.end_choice(num_tokens, num_cached)
 
     def _compare(self, timeline: Timeline, decision: Decision, tpot_s: float | None) -> None:
-        """Compares what was predicted when the choice was placed with what was measured."""
+        """Compares the predictions made at the placement with the measured times."""
         metrics = self._metrics
         ttft_s = timeline.prefill_queue_s + timeline.prefill_compute_s
         if timeline.attempts > 1:
-            return  # the last placement did not begin the answer, or not alone
+            return  # the decision is not that of the first attempt alone
         for name, predicted_s, true_s, histogram in (
             ("ttft", decision.predicted_ttft_s, ttft_s, metrics.predicted_ttft),
             ("tpot", decision.predicted_tpot_s, tpot_s, metrics.predicted_tpot),

@@ -1,8 +1,8 @@
-"""The pools, as a gateway knows them: what is wanted, what serves, and the controller's news.
+"""The pools as a gateway knows them: wanted workers, serving workers, and the controller's news.
 
-Wanted pools come with the members, and what serves follows from the gateway's own sessions. So both
-are exported while no controller runs. All other news are dropped after `STALE_S`, so that no old
-value looks new; `baton_controller_up` is 0 then.
+Wanted pools come with the members, and serving workers are those with a session here. So both are
+exported even while no controller runs. All other news are dropped after `STALE_S`, so that no old
+value looks new; then `baton_controller_up` is 0.
 """
 
 import logging
@@ -20,11 +20,11 @@ from router.gateway.versions import Versions
 
 log = logging.getLogger(__name__)
 
-STALE_S = 5.0  # news come once a second
+STALE_S = 5.0  # seconds; the controller sends news once a second
 
 
 class PoolCount(msgspec.Struct, frozen=True):
-    """The workers of a version with a role: those wanted, and those with a session here."""
+    """The workers of a version with a role: the wanted number, and those with a session here."""
 
     version: str
     role: Role
@@ -33,40 +33,40 @@ class PoolCount(msgspec.Struct, frozen=True):
 
 
 class PoolBoard:
-    """The latest members and news of a controller."""
+    """The latest members and news from the controller."""
 
     def __init__(self, versions: Versions, clock: Clock) -> None:
         self.members: Members | None = None
-        self.cluster: ClusterNews | None = None  # for people: the dashboard shows them
+        self.cluster: ClusterNews | None = None  # shown on the dashboard
         self._versions = versions
         self._clock = clock
         self._news: PoolNews | None = None
         self._heard_s = 0.0
 
     def take(self, news: PoolNews) -> None:
-        """Takes the controller's news. They are decoded when Prometheus asks."""
+        """Keeps the controller's news. They are decoded when Prometheus scrapes."""
         self._news, self._heard_s = news, self._clock.now_s()
 
     @property
     def is_fresh(self) -> bool:
-        """True if a controller sent news just now."""
+        """True if the controller's news are recent."""
         return self._news is not None and self._clock.now_s() - self._heard_s <= STALE_S
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """What is broken or limited while requests are served, a sentence each."""
+        """Returns one sentence for each broken or limited part while requests are served."""
         if self._news is not None and not self.is_fresh:
             return ("no controller reports: nothing is started again, and orders are refused",)
         return () if self.cluster is None else self.cluster.troubles
 
     @property
     def gateways(self) -> tuple[str, ...]:
-        """The URLs of all gateways, by the latest news; empty before the first ones."""
+        """Returns the URLs of all gateways in the latest news; empty before the first news."""
         return () if self._news is None else self._news.gateways
 
     @property
     def pools(self) -> list[PoolCount] | None:
-        """All pools that are known, also empty ones. None before the first members."""
+        """Returns all known pools, even empty ones. None before the first members."""
         if self.members is None:
             return None
         ports = {each.name: each.port for each in self._versions.table}
@@ -80,7 +80,7 @@ class PoolBoard:
         return found
 
     def families(self) -> Iterator[Metric]:
-        """What is wanted, what serves, and fresh news."""
+        """Yields wanted workers, serving workers, and recent news."""
         is_fresh = self.is_fresh
         yield GaugeMetricFamily(
             "baton_controller_up", "1 while a controller reports to this gateway", is_fresh
@@ -89,7 +89,7 @@ class PoolBoard:
         if is_fresh and self._news is not None:
             try:
                 yield from decode_metrics(self._news.metrics)
-            except msgspec.DecodeError as error:  # the controller is of another version of Baton
+            except msgspec.DecodeError as error:  # the controller has another version of Baton
                 log.warning("the controller's metrics cannot be read: %s", error)
 
     def _pools(self) -> Iterator[Metric]:

@@ -1,8 +1,8 @@
-"""What this gateway process uses: CPU, memory, open files; and how late its event loop is.
+"""The resources of this gateway process: CPU, memory, open files, and the lag of its event loop.
 
-The first come from prometheus_client, under the names that all its users know (`process_…`). They
-are read when Prometheus scrapes. The lag is sampled: a task asks to be woken, and measures how late
-it is. A request may wait that long at each step, whatever the workers do.
+The first come from prometheus_client, under the usual names (`process_…`), and are read when
+Prometheus scrapes. The lag is sampled: a task asks to be woken, and measures how late it is woken.
+A request may wait that long at each step, whatever the workers do.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ LAG_EVERY_S = 0.25
 
 
 class ProcessMeter:
-    """Measures one process and its loop, from open to close."""
+    """Measures one process and its event loop, from `open` to `close`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,9 +1,9 @@
 """Shares metrics and the dashboard's state between gateway processes on one port.
 
-The kernel gives a connection to any of them, and that process asks all others. Each listens
-on a Unix socket of its own, `<directory>/<process>`, in a directory that only their user can enter.
-A connection is one question, a line, and its answer. A process that is gone or too slow is left
-out, and the page goes on.
+The kernel gives a connection to any process, and that process asks all others. Each listens on its
+own Unix socket, `<directory>/<process>`, in a directory that only their user can enter. A
+connection carries one query, a line, and its answer. A process that is gone or too slow is left
+out, and the page is sent without it.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from router.gateway.metrics.families import decode_metrics, encode_metrics
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 1.0
-METRICS = "metrics"  # a question
+METRICS = "metrics"  # a query
 
 
 class Siblings:
-    """One gateway process; all sockets are in `directory`."""
+    """One gateway process; the sockets of all processes are in `directory`."""
 
     def __init__(self, directory: Path, process: str) -> None:
         self.process = process
@@ -34,7 +34,7 @@ class Siblings:
     async def open(self) -> None:
         """Starts to answer the other processes."""
         path = self._directory / self.process
-        path.unlink(missing_ok=True)  # a dead process left it
+        path.unlink(missing_ok=True)  # left by a dead process
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def close(self) -> None:
@@ -43,7 +43,7 @@ class Siblings:
         (self._directory / self.process).unlink(missing_ok=True)
 
     async def ask(self) -> list[list[Metric]]:
-        """The metrics of all other processes that answer in time."""
+        """Returns the metrics of all other processes that answer in time."""
         found = []
         for answer in await self.ask_for(METRICS):
             try:
@@ -53,7 +53,7 @@ class Siblings:
         return found
 
     async def ask_for(self, question: str) -> list[bytes]:
-        """The answers of all other processes that answer in time."""
+        """Returns the answers of all other processes that answer in time."""
         names = sorted(path.name for path in self._directory.iterdir())
         others = [self._directory / name for name in names if name != self.process]
         answers = await asyncio.gather(*(_ask(path, question) for path in others))

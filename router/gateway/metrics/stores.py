@@ -1,7 +1,7 @@
-"""What stores of KV report to gateways, as families of samples.
+"""The load reports of KV stores, as families of samples.
 
-A store computes nothing, so none of a worker's series has one. Its reports have counts of four
-kinds, told apart by their keys:
+A store computes nothing, so it has none of a worker's series. Its reports have counts of several
+kinds, which differ in the form of their keys:
 
     name                         of the store                  baton_store_<name>
     name:reason                  the same, by reason           label `reason`
@@ -9,7 +9,7 @@ kinds, told apart by their keys:
     name:medium_reason           by tier and reason            both labels
     medium_name, .._name:reason  counted in a lower tier       baton_store_tier_<name>, `medium`
 
-Blocks are counted twice, for two questions. `baton_store_blocks` has how many can be found, by
+Blocks are counted in two ways. `baton_store_blocks` is the number of blocks that can be found, by
 tier. `baton_store_slots` has the slots of memory by state, which sum to its capacity.
 """
 
@@ -28,7 +28,7 @@ from router.gateway.metrics.workers import (
 )
 from router.port import RouterStatus
 
-OF_TIERS = {  # by the name in a load report; the medium is the first word of the reason
+OF_TIERS = {  # by name in a load report; the first word of the reason is the medium
     "evicted_blocks": "Blocks that left a full tier",
     "failed_loads": "Blocks that could not be read from a lower tier, by reason",
     "failed_writes": "Blocks that could not be written to a lower tier, by reason",
@@ -37,7 +37,7 @@ OF_TIERS = {  # by the name in a load report; the medium is the first word of th
     "offered_blocks": "Blocks that were found for a prompt, by where they were: hits",
     "written_blocks": "Blocks written to a lower tier",
 }
-_AS_WORKERS = (  # counted by the parts that stores and workers share
+_AS_WORKERS = (  # counts that stores share with workers
     *("bad_messages", "cpu_seconds", "dropped_reads", "exposed_seconds"),
     *("failed_fetches", "private_builds"),
     *(
@@ -63,7 +63,7 @@ STORE_TEXTS = {
     "taken_blocks": "Blocks taken from workers",
     "transfer_seconds": "Time in which blocks were on their way to the store",
 }
-TIER_TEXTS = {  # counted in a lower tier itself
+TIER_TEXTS = {  # counts made in a lower tier itself
     "abandoned": "Operations that did not end before the store's end",
     "blocks_got": "Blocks read from objects",
     "blocks_put": "Blocks written to objects",
@@ -80,8 +80,8 @@ TIER_TEXTS = {  # counted in a lower tier itself
     "write_bytes": "Bytes written",
     "writes": "Blocks written",
 }
-_OBJECT_BYTES = "object_bytes"  # reported among the counts, but it may fall
-_TIER_GAUGES = {  # by the name in a load report: name here, text
+_OBJECT_BYTES = "object_bytes"  # reported as a count, but it may fall
+_TIER_GAUGES = {  # by name in a load report: exported name, text
     "store_blocks": ("blocks", "Blocks that can be found in the tier"),
     "load_fixed_s": (
         "load_fixed_seconds",
@@ -93,7 +93,7 @@ _TIER_GAUGES = {  # by the name in a load report: name here, text
 
 @dataclass(frozen=True, slots=True)
 class StoreCount:
-    """A count of a store: its name behind `baton_store_`, and its labels."""
+    """A count of a store: its name after `baton_store_`, and its labels."""
 
     name: str
     text: str
@@ -102,7 +102,7 @@ class StoreCount:
 
 
 def read_count(key: str) -> StoreCount:
-    """Reads the key of a count in a store's report, known or not."""
+    """Parses the key of a count in a store's report, known or unknown."""
     name, _, reason = key.partition(":")
     if name in OF_TIERS:
         medium, _, why = reason.partition("_")
@@ -126,7 +126,7 @@ def store_loads(port: RouterStatus) -> list[tuple[str, LoadReport]]:
 
 
 def store_families(port: RouterStatus) -> Iterator[Metric]:
-    """Slots of memory, leases, counts and gauges of all stores. Nothing without a store."""
+    """Yields memory slots, leases, counts and gauges of all stores; nothing without a store."""
     loads = store_loads(port)
     if not loads:
         return
@@ -193,7 +193,7 @@ def _by_medium(name: str, text: str, key: str, loads: list[tuple[str, LoadReport
 
 
 def _of(gauges: Mapping[str, float], name: str) -> dict[str, float]:
-    """Returns the gauges of that name by medium."""
+    """Returns the gauges of this name, by medium."""
     prefix = f"{name}:"
     return {
         key.removeprefix(prefix): value for key, value in gauges.items() if key.startswith(prefix)

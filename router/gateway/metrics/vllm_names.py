@@ -1,6 +1,6 @@
-"""Series that mean what a vLLM series means, under vLLM's name, so that its dashboards work.
+"""Series equivalent to vLLM's, under vLLM's names, so that its dashboards work.
 
-vLLM's `engine` is a worker here. A name that vLLM has given up but older dashboards use is exported
+vLLM's `engine` is a worker here. Names that vLLM has dropped but older dashboards use are exported
 too. The names come from `vllm/v1/metrics/loggers.py` and `perf.py`, vLLM 0.9 to 0.12.
 """
 
@@ -23,7 +23,7 @@ _VLLM_NAMES = {
     "baton_ttft_seconds": ("vllm:time_to_first_token_seconds",),
     "baton_itl_seconds": (
         "vllm:inter_token_latency_seconds",
-        "vllm:time_per_output_token_seconds",  # until 0.10
+        "vllm:time_per_output_token_seconds",  # used until vLLM 0.10
     ),
     "baton_tpot_seconds": ("vllm:request_time_per_output_token_seconds",),
     "baton_e2e_seconds": ("vllm:e2e_request_latency_seconds",),
@@ -41,7 +41,7 @@ _VLLM_NAMES = {
 _STAGES, _PREFILL = "baton_stage_seconds", {"stage": "prefill_compute"}
 _PREFILL_TIME = "vllm:request_prefill_time_seconds"
 _FINISHED, _SUCCESS = "baton_finished_choices", "vllm:request_success"
-_OF_WORKERS = {  # a worker's count: vLLM's name, text
+_OF_WORKERS = {  # by a worker's count: vLLM's name, text
     "flops": ("vllm:estimated_flops_per_gpu", "Estimated floating-point operations"),
     "read_bytes": ("vllm:estimated_read_bytes_per_gpu", "Estimated bytes read from memory"),
     "preempted": ("vllm:num_preemptions", "Sequences that lost their memory to others"),
@@ -51,7 +51,7 @@ _USED_STATES = ("owned", "leased", "in_flight")
 
 
 def vllm_families(counted: Sequence[Metric], versions: Versions) -> Iterator[Metric]:
-    """The series that mean what vLLM's mean, under vLLM's names."""
+    """Yields the series that have an equivalent in vLLM, under vLLM's names."""
     labels = {"model_name": versions.model_name}
     for metric in counted:
         for name in _VLLM_NAMES.get(metric.name, ()):
@@ -80,7 +80,7 @@ def vllm_families(counted: Sequence[Metric], versions: Versions) -> Iterator[Met
 
 
 def _of_workers(loads: Sequence[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
-    """Series of each worker."""
+    """Yields the series of each worker."""
     for name in _USAGE_NAMES:
         usage = GaugeMetricFamily(name, "Share of KV blocks in use, 0 to 1", labels=["engine"])
         for (worker, _), load in loads:
@@ -97,7 +97,7 @@ def _of_workers(loads: Sequence[tuple[tuple[str, str], LoadReport]]) -> Iterator
 
 
 def _picked(metric: Metric, wanted: Mapping[str, str]) -> Metric:
-    """The series with these labels, without them."""
+    """Returns the series that have these labels, with these labels removed."""
     picked = Metric(metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
         if wanted.items() <= sample.labels.items():
@@ -107,7 +107,7 @@ def _picked(metric: Metric, wanted: Mapping[str, str]) -> Metric:
 
 
 def _renamed(metric: Metric, ours: str, theirs: str) -> Metric:
-    """The series with one label under another name."""
+    """Returns the series with one label renamed."""
     copy = Metric(metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
         rest = {theirs if name == ours else name: text for name, text in sample.labels.items()}

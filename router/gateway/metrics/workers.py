@@ -1,6 +1,6 @@
 """The workers' load reports and the router's predictions for workers, as families of samples.
 
-What the workers count comes with their load reports, by "name" or "name:reason". It is exported as
+Workers report counts in their load reports, under "name" or "name:reason". A count is exported as
 `baton_worker_<name>_total`. Counts of speculation have names of their own:
 
     drafted:<proposer>    tokens that a proposer drafted         baton_draft_tokens_total
@@ -27,12 +27,12 @@ from engine.messages import LoadReport, Role, WorkerId
 from router.port import RouterStatus, WorkerStatus
 
 ACCEPTED_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
-BY_PROPOSER = {  # name in a load report: name here, name of vLLM's, text
+BY_PROPOSER = {  # by name in a load report: exported name, vLLM's name, text
     "drafted": ("draft_tokens", "num_draft_tokens", "Tokens proposed to the model"),
     "accepted": ("accepted_tokens", "num_accepted_tokens", "Proposed tokens that were kept"),
 }
 _ACCEPTED_LEN = "accepted_len"
-COUNTER_TEXTS = {  # by the name in a load report
+COUNTER_TEXTS = {  # by name in a load report
     "bad_messages": "Messages of other workers that could not be read",
     "busy_seconds": "Time in steps; its rate is the share of time in which the worker computes",
     "computed_prompt_tokens": "Tokens of prompts computed here, not found in caches",
@@ -83,13 +83,13 @@ BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
 
 
 def computing(port: RouterStatus) -> dict[WorkerId, WorkerStatus]:
-    """All workers, without the stores, which gateways see like workers."""
+    """Returns all workers without the stores, which have sessions like workers."""
     found = port.workers().items()
     return {name: status for name, status in found if status.role is not Role.STORE}
 
 
 def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
-    """The last load report of each worker that sent one, with (worker, role)."""
+    """Returns the last load report of each worker that sent one, with (worker, role)."""
     return [
         ((str(worker_id), status.role.value), status.load)
         for worker_id, status in computing(port).items()
@@ -98,7 +98,7 @@ def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
 
 
 def worker_families(port: RouterStatus) -> Iterator[Metric]:
-    """The blocks, sequences, leases and counters of all workers."""
+    """Yields the blocks, sequences, leases and counters of all workers."""
     loads = loads_of(port)
     blocks = GaugeMetricFamily(
         "baton_worker_blocks", "KV blocks by state", labels=["worker", "role", "state"]
@@ -122,7 +122,7 @@ def worker_families(port: RouterStatus) -> Iterator[Metric]:
 
 
 def forecast_families(port: RouterStatus) -> Iterator[Metric]:
-    """The predictions for each worker. Each gateway process learns by itself."""
+    """Yields the predictions for each worker. Each gateway process learns its own."""
     labels = ["worker", "role"]
     waits = GaugeMetricFamily(
         "baton_worker_predicted_wait_seconds",
@@ -153,7 +153,7 @@ def forecast_families(port: RouterStatus) -> Iterator[Metric]:
 
 
 def by_reason(load: LoadReport, name: str) -> dict[str, float]:
-    """The counts of a worker under a name, by reason."""
+    """Returns the counts of a worker under a name, by reason."""
     prefix = f"{name}:"
     counts = load.counters.items()
     return {key.removeprefix(prefix): n for key, n in counts if key.startswith(prefix)}
@@ -180,7 +180,7 @@ def _speculation(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Me
 
 
 def _cumulative(counts: Mapping[int, float]) -> list[tuple[str, float]]:
-    """Cumulative counts for each bound, as Prometheus wants them."""
+    """Returns cumulative counts per bound, in Prometheus' form."""
     bounds = [
         (str(float(bound)), sum(count for n, count in counts.items() if n <= bound))
         for bound in ACCEPTED_LENGTH_BUCKETS
@@ -189,7 +189,7 @@ def _cumulative(counts: Mapping[int, float]) -> list[tuple[str, float]]:
 
 
 def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
-    """All other counts of the workers; a reason becomes a label."""
+    """Yields all other counts of the workers; a reason becomes a label."""
     by_name: dict[str, list[tuple[tuple[str, str], str, float]]] = {}
     for worker, load in loads:
         for key, value in load.counters.items():
@@ -209,7 +209,7 @@ def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterato
 
 
 def _worker_gauges(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
-    """The gauges of the workers' processes."""
+    """Yields the gauges of the workers' processes."""
     for name in sorted({name for _, load in loads for name in load.gauges}):
         text = GAUGE_TEXTS.get(name, "Measured by the worker")
         gauge = GaugeMetricFamily(
@@ -222,5 +222,5 @@ def _worker_gauges(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[
 
 
 def metric_name(name: str) -> str:
-    """Returns the name of a count or gauge as Prometheus allows it."""
+    """Returns the name of a count or gauge with only characters that Prometheus allows."""
     return re.sub("[^a-zA-Z0-9_]", "_", name).removesuffix("_total")

@@ -31,7 +31,7 @@ _FUNCTION: Json = {
         "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}]},
     },
 }
-# Fields that become the grammar of an answer; `router.text.structured` checks them.
+# Fields that become an answer's grammar; `router.text.structured` checks them.
 _STRUCTURED: dict[str, Json] = {
     "response_format": {
         "type": "object",
@@ -121,7 +121,7 @@ _UPLOAD_FORM: Json = {
 
 
 def components_of(types: Iterable[type]) -> dict[str, Json]:
-    """The schemas of types and of what they are made of, by name."""
+    """Returns the schemas of types and of the types that they use, by name."""
     _, components = msgspec.json.schema_components(list(types), ref_template=REF)
     for schema in components.values():
         schema.pop("title", None)
@@ -129,7 +129,7 @@ def components_of(types: Iterable[type]) -> dict[str, Json]:
 
 
 def body_components() -> dict[str, Json]:
-    """The schemas of requests for answers and of /tokenize, by name."""
+    """Returns the schemas of requests for answers and of /tokenize, by name."""
     found = components_of([ChatBody, CompletionBody, EmbeddingBody])
     chat, completion = found["ChatBody"], found["CompletionBody"]
     _complete(chat, ChatBody, _STRUCTURED | _TOOLS)
@@ -153,7 +153,7 @@ def body_components() -> dict[str, Json]:
 
 
 def _complete(schema: Json, body_type: type[Body], more: dict[str, Json]) -> None:
-    """Adds fields that the type does not have, and what the table of fields says about each."""
+    """Adds fields that the type lacks, and each field's description from the table of fields."""
     properties = schema["properties"]
     for name, field in more.items():
         properties[name] = {"anyOf": [field, {"type": "null"}]}
@@ -168,7 +168,7 @@ def _complete(schema: Json, body_type: type[Body], more: dict[str, Json]) -> Non
 
 
 def _values(harmless: Iterable[object]) -> list[object]:
-    """The values and null, each once: `1` and `1.0` are the same in JSON."""
+    """Returns the values and null without duplicates: `1` and `1.0` are equal in JSON."""
     found = {msgspec.json.encode(_whole(value)): _whole(value) for value in (*harmless, None)}
     return list(found.values())
 
@@ -185,7 +185,7 @@ def _prompt() -> Json:
 
 
 def _tokenize_body(chat: Json, completion: Json) -> Json:
-    """The fields of requests that change their prompt, and the options of /tokenize."""
+    """Returns the request fields that change a prompt, and the options of /tokenize."""
     null = {"type": "null"}
     fields = {name: chat["properties"][name] for name in _PROMPT_FIELDS}
     fields["messages"] = {"anyOf": [fields["messages"], null]}

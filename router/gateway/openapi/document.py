@@ -1,4 +1,4 @@
-"""The OpenAPI document. Pure: it follows from the code and from whether keys are used."""
+"""The OpenAPI document. Pure: it depends only on the code and on whether keys are used."""
 
 from typing import Any
 
@@ -129,7 +129,7 @@ def _answer(each: Operation) -> Json:
 
 
 def _event(kind: type) -> Json:
-    """The schema of each server-sent event, as OpenAPI 3.2 has it. Its data is JSON in a text."""
+    """Returns the schema of a server-sent event as in OpenAPI 3.2. Its data is JSON in a text."""
     data = [_json_text(kind.__name__), _json_text(ErrorReply.__name__), {"const": "[DONE]"}]
     return {
         "description": f"Each event holds a `{kind.__name__}`.",

@@ -1,10 +1,10 @@
-"""Errors of the API by status and code. A test compares the table of `docs/users/api.md`."""
+"""Errors of the API by status and code. A test compares them with the table in the API guide."""
 
 from typing import NamedTuple
 
 
 class KnownError(NamedTuple):
-    """A kind of error; several codes may have one reason."""
+    """A kind of error; several codes may share one reason."""
 
     status: int
     codes: tuple[str, ...]
@@ -81,6 +81,6 @@ ERRORS = (
 
 
 def reasons_of(status: int) -> str:
-    """All reasons of a status with their codes, in Markdown."""
+    """Returns all reasons of a status with their codes, in Markdown."""
     found = (each for each in ERRORS if each.status == status)
     return "; ".join(f"{', '.join(f'`{c}`' for c in e.codes)}: {e.reason}" for e in found)

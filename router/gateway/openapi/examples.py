@@ -1,4 +1,4 @@
-"""Bodies that the description shows, by operation and by name. A test sends each of them."""
+"""Example bodies in the OpenAPI document, by operation and name. A test sends each of them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The operations of the API: what each takes and returns. A test compares them with the routes."""
+"""The operations of the API, with inputs and outputs. A test compares them with the routes."""
 
 from typing import Any, NamedTuple
 
@@ -40,35 +40,35 @@ from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER
 
 Json = dict[str, Any]
 
-TOKENIZE_BODY = "TokenizeBody"  # made of the bodies of requests
+TOKENIZE_BODY = "TokenizeBody"  # composed of the bodies of requests
 PIN_BODY = "PinBody"
 UPLOAD_FORM = "UploadForm"
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
 ANY = "application/octet-stream"
 
-_EDGE = (400, 408, 431, 500, 503)  # for any request
-_READS = (*_EDGE, 404, 413, 415, 429)  # for requests with a body
+_EDGE = (400, 408, 431, 500, 503)  # possible for any request
+_READS = (*_EDGE, 404, 413, 415, 429)  # possible for requests with a body
 _ANSWERS = (*_READS, 504)
 
 
 class Operation(NamedTuple):
-    """One method of one path. `errors` are statuses whose answer is an `ErrorReply`.
+    """One method of one path. `errors` are statuses whose body is an `ErrorReply`.
 
-    `events` is the type of the events of its stream, if it has one.
+    `events` is the event type of its stream, if it can stream.
     """
 
     method: str
     path: str
     tag: str
     summary: str
-    answer: type[Struct] | str | None  # a media type, if it is not JSON; None: status 204
+    answer: type[Struct] | str | None  # a media type, if the answer is not JSON; None: status 204
     body: type[Struct] | str | None = None
     events: type[Struct] | None = None
     parameters: tuple[Json, ...] = ()
     errors: tuple[int, ...] = _EDGE
     other_answers: tuple[tuple[int, type[Struct]], ...] = ()
     description: str = ""
-    is_list: bool = False  # the answer is a list of `answer`
+    is_list: bool = False  # the answer is a list of items of type `answer`
 
 
 def _header(name: str, description: str, schema: Json) -> Json:

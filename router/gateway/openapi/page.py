@@ -1,9 +1,9 @@
-"""Shows an OpenAPI document as one page of HTML, which looks like the pages for people.
+"""Renders an OpenAPI document as one HTML page, in the style of the other pages.
 
-The page needs no script and no other file. If there is a landing page, a script adds the bar of the
-other pages and the colours that were chosen there.
+The page needs no script and no other file. If there is a landing page, a script adds the navigation
+bar of the other pages and the colours that were chosen there.
 
-Knows the part of JSON schema that our document uses.
+Supports only the part of JSON schema that our document uses.
 """
 
 import json
@@ -16,8 +16,8 @@ from markupsafe import Markup, escape
 
 Json = dict[str, Any]
 
-_DRESSED = "router.gateway.dashboard"  # the package of the pages for people
-_MAX_SHOWN = 12  # values of an enumeration
+_DRESSED = "router.gateway.dashboard"  # the package of the dashboard pages
+_MAX_SHOWN = 12  # enumeration values shown
 _BOUNDS = (
     ("minimum", "≥ {}"),
     ("exclusiveMinimum", "> {}"),
@@ -31,7 +31,7 @@ _BOUNDS = (
 
 
 def page_of(document: Json, *, has_home: bool = False) -> str:
-    """Returns the page, with a link to the landing page beside it if there is one."""
+    """Returns the page, with a link to the landing page if there is one."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"prose": prose, "type": type_text, "json": json_text}
     source = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -54,17 +54,17 @@ def page_of(document: Json, *, has_home: bool = False) -> str:
 
 
 def prose(text: str) -> Markup:
-    """A text of Markdown with code in backticks, as HTML."""
+    """Converts a Markdown text with code in backticks to HTML."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 def json_text(value: object) -> str:
-    """A value as JSON on several lines."""
+    """Returns a value as indented JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def type_text(schema: Json) -> Markup:
-    """What values a schema allows, in words, with links to named types."""
+    """Describes the values that a schema allows in words, with links to named types."""
     parts = [_kind(schema)]
     parts += [escape(words.format(schema[key])) for key, words in _BOUNDS if key in schema]
     if "pattern" in schema:

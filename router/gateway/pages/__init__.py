@@ -1,1 +1,1 @@
-"""The pages beside the answer endpoints: state, models, tokens, and the answers to errors."""
+"""The pages other than the answer endpoints: state, models, tokens, and error replies."""

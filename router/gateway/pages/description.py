@@ -10,16 +10,16 @@ from starlette.routing import Route
 from router.gateway.openapi.document import document
 from router.gateway.openapi.page import page_of
 
-NOT_GUESSED = {"x-content-type-options": "nosniff"}  # the type is as declared
+NOT_GUESSED = {"x-content-type-options": "nosniff"}  # browsers must not guess the type
 
 
 class DescriptionPages:
-    """Their handlers. Both pages are made at the first request and kept."""
+    """The handlers of the description. Both pages are made at the first request and kept."""
 
     def __init__(self, version: str, *, needs_key: bool, has_home: bool) -> None:
         self._version = version
         self._needs_key = needs_key
-        self._has_home = has_home  # a landing page
+        self._has_home = has_home  # there is a landing page
 
     def routes(self) -> list[Route]:
         """The routes of all handlers."""

@@ -50,7 +50,7 @@ class ModelList(Struct):
 
 
 class ModelPages:
-    """Their handlers."""
+    """The handlers of the model pages."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
@@ -77,7 +77,7 @@ class ModelPages:
         return json_reply(200, self._model(name, max_len))
 
     def _model(self, name: str, max_len: int) -> ShownModel:
-        """A model. Its root is the first of its names; all are for the same weights."""
+        """Returns a model. Its root is the first of its names; all names share the same weights."""
         named = (each for each in self._versions.table if name in each.model_names)
         return ShownModel(
             id=name,

@@ -1,4 +1,4 @@
-"""Replies of pages, and the replies to what goes wrong before or in them."""
+"""Replies of pages, and replies to errors before or in a page."""
 
 import logging
 import sqlite3
@@ -19,12 +19,12 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 426: "upgrade_required"}
 
 
 def json_reply(status: int, body: object) -> Response:
-    """A complete reply."""
+    """Returns a complete JSON reply."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 async def http_error(request: HttpRequest, error: Exception) -> Response:
-    """Answers unknown paths, wrong methods, OPTIONS, and probes for a WebSocket."""
+    """Replies to unknown paths, wrong methods, OPTIONS, and WebSocket probes."""
     assert isinstance(error, HTTPException)
     headers, status, detail = dict(error.headers or {}), error.status_code, error.detail
     if status == 405:
@@ -32,7 +32,7 @@ async def http_error(request: HttpRequest, error: Exception) -> Response:
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
         if request.headers.get("upgrade", "").lower() == "websocket":
-            # Clients that try one first then go on over HTTP.
+            # Clients that first try a WebSocket then use HTTP.
             status, detail = 426, "there is no WebSocket here"
             headers["upgrade"] = "HTTP/1.1"
     message = f"{detail}: {request.method} {request.url.path}"
@@ -43,14 +43,14 @@ async def http_error(request: HttpRequest, error: Exception) -> Response:
 
 
 def _methods_of(request: HttpRequest) -> list[str]:
-    """All methods of a path, over its routes."""
+    """Returns all methods of a path, over all its routes."""
     routes = request.app.routes
     found = (each for each in routes if each.matches(request.scope)[0] is not Match.NONE)
     return sorted({"OPTIONS"}.union(*(each.methods for each in found)))
 
 
 async def invalid(_: HttpRequest, error: Exception) -> Response:
-    """Answers a request that failed a check of a page."""
+    """Replies to a request that failed a check of a page."""
     assert isinstance(error, InvalidRequest)
     body, headers = refusal_of(error)
     response = json_reply(error.status, body)
@@ -59,12 +59,12 @@ async def invalid(_: HttpRequest, error: Exception) -> Response:
 
 
 async def gone(_: HttpRequest, __: Exception) -> Response:
-    """Ends a request whose client has left; nothing reads it."""
+    """Ends a request whose client has left; the reply is not read."""
     return Response(status_code=499)
 
 
 async def store_failed(_: HttpRequest, error: Exception) -> Response:
-    """Answers 503 if `gateway.store` cannot be used, as on a full disk; the cause is logged."""
+    """Replies 503 if `gateway.store` cannot be used, as on a full disk, and logs the cause."""
     assert isinstance(error, sqlite3.Error)
     log.error("the store failed: %s", error)
     message = f"the store failed: {error}"
@@ -72,10 +72,10 @@ async def store_failed(_: HttpRequest, error: Exception) -> Response:
 
 
 async def internal_error(_: HttpRequest, __: Exception) -> Response:
-    """Answers 500 for a bug in Baton; the server logs the exception."""
+    """Replies 500 for a bug in Baton; the server logs the exception."""
     return json_reply(500, internal_error_body())
 
 
 def internal_error_body() -> ErrorReply:
-    """The body of a 500 answer."""
+    """Returns the body of a 500 reply."""
     return error_body("internal error", kind="server_error", code="internal_error")

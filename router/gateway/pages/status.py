@@ -45,7 +45,7 @@ class ServerVersion(Struct):
 
 
 class StatusPages:
-    """Their handlers."""
+    """The handlers of the status pages."""
 
     def __init__(
         self,
@@ -78,9 +78,10 @@ class StatusPages:
         return json_reply(200, Health())
 
     async def ready(self, _: HttpRequest) -> Response:
-        """GET /ready, GET and POST /ping: 200 while requests can be served, else 503 and why.
+        """GET /ready, GET and POST /ping: 200 while requests can be served, otherwise 503 and the
+        reason.
 
-        `troubles` are what is broken beside, where there is something.
+        `troubles` lists other broken parts, if there are any.
         """
         reason = self._versions.readiness()
         answer = Readiness("ready") if reason is None else Readiness("not ready", reason)
@@ -89,19 +90,19 @@ class StatusPages:
         return json_reply(200 if reason is None else 503, answer)
 
     async def load(self, _: HttpRequest) -> Response:
-        """GET /load: requests of this process, `server_load` as vLLM calls it."""
+        """GET /load: the requests of this process, called `server_load` as in vLLM."""
         versions = self._versions
         load = (versions.num_in_flight(), versions.queue_len(), versions.queued_s())
         return json_reply(200, ServerLoad(*load))
 
     async def metrics(self, _: HttpRequest) -> Response:
-        """GET /metrics, for all gateway processes that share the port."""
+        """GET /metrics: metrics of all gateway processes that share the port."""
         others = [] if self._siblings is None else await self._siblings.ask()
         headers = {"content-type": CONTENT_TYPE_LATEST}
         return Response(self._metrics.exposition(others), headers=headers)
 
     async def targets(self, request: HttpRequest) -> Response:
-        """GET /metrics/targets: what to scrape, as Prometheus' HTTP service discovery wants it."""
+        """GET /metrics/targets: scrape targets for Prometheus' HTTP service discovery."""
         gateways = () if self._board is None else self._board.gateways
         asked = request.headers.get("host", "")
         return json_reply(200, targets_of(gateways, request.url.scheme, asked))

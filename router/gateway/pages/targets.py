@@ -1,9 +1,9 @@
 """The targets that Prometheus scrapes, for its HTTP service discovery.
 
-The answer is a list of groups as `http_sd_configs` wants them. There is one target for each port of
-gateways: processes that share a port answer for each other. Workers have no port for metrics, since
-they report to gateways. An address that means "all of this machine" is replaced by the host that
-the asker used.
+The answer is a list of groups in the form of `http_sd_configs`. There is one target for each
+gateway port: processes that share a port answer for each other. Workers have no metrics port, since
+they report to gateways. An address that means "all of this machine" is replaced by the host in the
+request's `host` header.
 """
 
 import re
@@ -26,9 +26,9 @@ class TargetGroup(Struct):
 
 
 def targets_of(urls: Iterable[str], scheme: str, asked: str) -> list[TargetGroup]:
-    """Groups of targets. `asked` is the `host` header of the request.
+    """Returns groups of targets. `asked` is the `host` header of the request.
 
-    It is the only target while no other gateway is known. Raises ApiError for a wrong one.
+    While no other gateway is known, `asked` is the only target. Raises ApiError if it is malformed.
     """
     if _HOST.fullmatch(asked) is None:
         raise invalid_value(f"host is {asked[:40]!r}; expected a name or address and a port", None)

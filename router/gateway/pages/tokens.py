@@ -1,8 +1,8 @@
-"""Pages that turn text into tokens and back, as the answer endpoints do it.
+"""Pages that convert text to tokens and back, like the answer endpoints.
 
-A body for `/tokenize` is one for chat completions or for completions, with a few more fields. It is
-parsed and templated by the same code. So its count is what the request itself would take.
-Unlike a request, a text may be longer than the model's context.
+A body for `/tokenize` is a body for chat completions or completions with a few more fields. The
+same code parses and templates it. So its count is the token count of the request itself. Unlike a
+request, a text may be longer than the model's context.
 
 Sources: vLLM's OpenAI-compatible server, `/tokenize` and `/detokenize`.
 """
@@ -29,7 +29,7 @@ from router.inbox.api_errors import invalid_value
 from router.inbox.json_parts import json_parts
 from router.inbox.json_values import not_json
 
-MAX_TOKENS = 2**20  # in a text or a list; their objects and JSON take some 0.1 s
+MAX_TOKENS = 2**20  # tokens in a text or a list; their objects and JSON take some 0.1 s
 
 
 class TokenizeOptions(msgspec.Struct):
@@ -68,13 +68,13 @@ class _Kind(TokenizeOptions):
         return bytes(self.messages) != b"null"
 
 
-Choose = Callable[[str | None], ServedVersion]  # the version for a model's name
+Choose = Callable[[str | None], ServedVersion]  # returns the version for a model's name
 Read = Callable[[bytes, Choose], Tokenized | Detokenized]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class TokenPages:
-    """Their handlers."""
+    """The handlers of the token pages."""
 
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
@@ -95,7 +95,7 @@ class TokenPages:
         return await self._answer(request, detokenized)
 
     async def _answer(self, request: HttpRequest, read: Read) -> Response:
-        """Reads the body in a thread if it is long. Counts as a request of its key."""
+        """Reads the body, in a thread if it is long. Counts as a request of its key."""
         parts, tenant = self._parts, tenant_of(request.scope)
         use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
         try:
@@ -164,11 +164,11 @@ def _decoded(data: bytes, kind: type[StructT]) -> StructT:
 
 
 def _encoded(read: Read, data: bytes, choose: Choose) -> bytes:
-    """The answer as JSON, made in parts: the interpreter lock is free between them."""
+    """Returns the answer as JSON, made in parts to free the interpreter lock between them."""
     return b"".join(json_parts(msgspec.structs.asdict(read(data, choose))))
 
 
 def _chosen(versions: Versions, headers: Mapping[str, str], model: str | None) -> ServedVersion:
-    """The version for a request, the same at every time if nothing else decides."""
+    """Returns the version for a request; without other rules, always the same version."""
     affinity = headers.get(AFFINITY_HEADER, "")
     return versions.choose(key=affinity, model=model, version=headers.get(VERSION_HEADER))

@@ -1,8 +1,9 @@
-"""The fields that all endpoints share, with the range of each, and what all answers share.
+"""The fields that all endpoints share, with their ranges, and the properties that all answers
+share.
 
 Pure: fields in, a checked body or an error out. `router.gateway.requests.field_table` says which
-fields are honoured, refused and passed over, and where they come from. `router.text.structured`
-reads the fields about schemas, grammars and tools.
+fields are honoured, refused or ignored, and where they come from. `router.text.structured` reads
+the fields for schemas, grammars and tools.
 """
 
 import json
@@ -29,7 +30,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_LENGTH_PENALTY = 10.0
-MAX_BEAM_TOKENS = 4096  # in an answer: each is a round trip to the workers
+MAX_BEAM_TOKENS = 4096  # tokens in an answer: each is a round trip to the workers
 MAX_TOP_LOGPROBS = 20
 MAX_USER_LEN = 512  # characters
 MAX_CACHE_SALT_LEN = 256
@@ -49,13 +50,13 @@ LengthPenalty = Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENA
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 BoundMs = Annotated[float, Meta(gt=0, le=MAX_BOUND_MS)]
 
-Refused = dict[str, tuple[object, ...]]  # values that ask for nothing, by field
+Refused = dict[str, tuple[object, ...]]  # neutral values by field; all other values are refused
 
 
-# What a beam search does not do, with the values that ask for nothing of it.
+# Fields that a beam search does not support, with their neutral values.
 _NOT_IN_BEAM_SEARCH: Refused = {
     "stop": ([],),
-    "temperature": (0.0, 1.0),  # it changes no order of hypotheses
+    "temperature": (0.0, 1.0),  # does not change the order of hypotheses
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
@@ -77,9 +78,9 @@ class StreamOptions(msgspec.Struct):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """The fields that both endpoints share. In all fields, null means absent."""
+    """The fields that both endpoints share. In every field, null means absent."""
 
-    endpoint: ClassVar[str]  # its name in the table of fields
+    endpoint: ClassVar[str]  # name of the endpoint in the table of fields
     prompt_field: ClassVar[str]
 
     model: str | None = None
@@ -117,7 +118,7 @@ class Body(msgspec.Struct, kw_only=True):
     # Only requests with equal salts share cached prefixes, within the limits of their keys.
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_LEN)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    slo_ttft_ms: BoundMs | None = None  # from when the request came in
+    slo_ttft_ms: BoundMs | None = None  # milliseconds since the request arrived
     slo_tpot_ms: BoundMs | None = None
 
     def check(self) -> None:
@@ -154,20 +155,20 @@ class Body(msgspec.Struct, kw_only=True):
         *,
         may_exceed: bool = False,
     ) -> list[int]:
-        """The prompt's token ids. Raises InvalidRequest.
+        """Returns the prompt's token ids. Raises InvalidRequest.
 
         A prompt that `may_exceed` the context is only counted.
         """
         raise NotImplementedError
 
     def check_model(self, text: TextModel) -> None:
-        """Raises ApiError if a model does not answer such bodies."""
+        """Raises ApiError if a model cannot answer this kind of body."""
         if text.embedding is not None:
             message = "this model gives embeddings (POST /v1/embeddings), and no text"
             raise ApiError(message, param="model", code="model_not_supported", status=404)
 
     def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
-        """The form of embeddings, if they are asked for. Raises ApiError."""
+        """Returns the form of embeddings, if the body asks for any. Raises ApiError."""
         return None
 
     def most_candidates(self, of_operator: int) -> int:
@@ -176,15 +177,15 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def num_prompts(self) -> int:
-        """The number of prompts. Raises ApiError."""
+        """Returns the number of prompts. Raises ApiError."""
         return 1
 
     def singles(self) -> "Sequence[Body]":
-        """One body for each prompt. They differ in the prompt only."""
+        """Returns one body for each prompt. They differ only in the prompt."""
         return (self,)
 
     def cut(self, token_ids: list[int], context_len: int) -> list[int]:
-        """The prompt's tokens, without the ones that `truncate_prompt_tokens` leaves out."""
+        """Returns the prompt's tokens, cut as `truncate_prompt_tokens` says."""
         most = self.truncate_prompt_tokens
         if most is None:
             return token_ids
@@ -199,12 +200,12 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The longest answer that the client asked for, in tokens; None if it did not say."""
+        """The maximum answer length that the client set, in tokens; None if it set none."""
         return self.max_tokens
 
     @property
     def default_tokens(self) -> int | None:
-        """The longest answer if the client named none; None: what the operator says."""
+        """The maximum answer length if the client set none; None: the operator's default."""
         return MAX_BEAM_TOKENS if self.use_beam_search else None
 
     @property
@@ -214,47 +215,47 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def num_scored_prompt(self) -> int | None:
-        """The number of likeliest tokens to report per token of the prompt, or None."""
+        """The number of likeliest tokens to report per prompt token; None: no log-probabilities."""
         return self.prompt_logprobs
 
     @property
     def times_of_prompt(self) -> int:
-        """How often an answer repeats the log-probabilities that `prompt_logprobs` asks for."""
+        """How often an answer repeats the log-probabilities of the prompt."""
         return 1
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
-        """The prompt's text if each choice begins with it."""
+        """Returns the prompt's text if each choice begins with the prompt."""
         return None
 
     @property
     def echoes_scores(self) -> bool:
-        """True if what each choice begins with has log-probabilities."""
+        """True if the echoed prompt has log-probabilities."""
         return False
 
     def reader(
         self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]
     ) -> AnswerParsing | None:
-        """What parses answers to this prompt; None if they are text."""
+        """Returns the parser of answers to this prompt; None if they are plain text."""
         return None
 
     @property
     def shows_reasoning(self) -> bool:
-        """False if the answer's reasoning is left out."""
+        """False if the answer's reasoning is not shown."""
         return True
 
     @property
     def is_only_prompt(self) -> bool:
-        """True if no answer is wanted: only the prompt and its log-probabilities."""
+        """True if the client wants no answer: only the prompt and its log-probabilities."""
         return False
 
     @property
     def scores_all_tokens(self) -> bool:
-        """True if each token has log-probabilities; else only shown tokens have them."""
+        """True if every token has log-probabilities; otherwise only shown tokens have them."""
         return bool(self.return_token_ids)
 
     @property
     def usage_in_stream(self) -> bool:
-        """True if a stream ends with its usage."""
+        """True if a stream ends with the usage."""
         options = self.stream_options
         if options is None:
             return False
@@ -269,12 +270,12 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def num_choices(self) -> int:
-        """The number of answers shown."""
+        """The number of answers that are shown."""
         return self.n or 1
 
     @property
     def num_candidates(self) -> int:
-        """The number of answers generated, of which the best are shown."""
+        """The number of answers that are generated; the best of them are shown."""
         return self.num_choices
 
     @property
@@ -288,7 +289,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 @cache
 def known_fields(body_type: type[Body]) -> frozenset[str]:
-    """All fields that have a meaning, including refused ones."""
+    """Returns all fields that have a meaning, including refused fields."""
     return known_by(body_type.endpoint) | set(STRUCTURE_FIELDS)
 
 
@@ -298,12 +299,12 @@ def _refused_fields(body_type: type[Body]) -> Mapping[str, RefusedField]:
 
 
 def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
-    """Converts fields to a body and checks each. Raises ApiError."""
+    """Converts fields to a body and checks every field. Raises ApiError."""
     refused = _refused_fields(body_type)
     for name in fields.keys() & refused.keys():
         value, field = fields[name], refused[name]
         if value is None or any(type(value) is type(ok) and value == ok for ok in field.harmless):
-            continue  # types are compared too: `1` is not `true`
+            continue  # types are compared too: `1` does not equal `true`
         message = f"{name} is not supported: {field.reason}; it is {shortened(value)}"
         raise ApiError(message, param=name, code="unsupported_parameter")
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
