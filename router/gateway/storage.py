@@ -1,8 +1,8 @@
-"""The gateway's database: kept responses, files and batches.
+"""The gateway's database: stored responses, files and batches.
 
-SQLite, in a file that all gateway processes of a machine share, or in memory. Each process uses it
-from one thread of its own, so that no stream waits for a disk. A unit of work is one transaction:
-after `kill -9` it has happened wholly or not at all.
+SQLite, in memory or in a file that all gateway processes of a machine share. Each process uses it
+from one dedicated thread, so that no stream waits for a disk. A unit of work is one transaction:
+after `kill -9` it is either complete or absent.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from router.gateway.batches.tables import TABLES as BATCH_TABLES
 from router.gateway.responses.table import TABLES as RESPONSE_TABLES
 from router.inbox.api_errors import ApiError
 
-MAX_WAITING = 1024  # units of work; more are refused
+MAX_WAITING = 1024  # waiting units of work; further ones are refused
 LOG_PAUSE_S = 0.02
-BUSY_TIMEOUT_S = 10.0  # another process holds the file for milliseconds
+BUSY_TIMEOUT_S = 10.0  # seconds; other processes hold the file for milliseconds
 
-# The whole schema. Each room of the gateway adds its tables here, with IF NOT EXISTS.
+# The whole schema. Each part of the gateway adds its tables here, with IF NOT EXISTS.
 TABLES = BATCH_TABLES + RESPONSE_TABLES
 
 T = TypeVar("T")
@@ -31,10 +31,10 @@ Work = Callable[[sqlite3.Connection], T]
 
 
 class Storage:
-    """One process's connection to the database, opened at its first use if not before."""
+    """One process's connection to the database, opened by `open` or at the first use."""
 
     def __init__(self, path: Path | None, tables: str = TABLES) -> None:
-        """`path` is the file; None: in memory, for this process alone."""
+        """`path` is the file; None: in memory, for this process only."""
         self._path = path
         self._tables = tables
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
@@ -42,7 +42,7 @@ class Storage:
         self._num_waiting = 0
 
     async def open(self) -> None:
-        """Opens the file and makes the tables. Raises ConfigError."""
+        """Opens the file and creates the tables. Raises ConfigError."""
         try:
             await self._in_thread(self._opened)
         except (OSError, sqlite3.Error) as error:
@@ -51,14 +51,14 @@ class Storage:
     async def run(self, work: Work[T]) -> T:
         """Runs one transaction and returns its result.
 
-        The work's exceptions roll it back. Raises ApiError if too much waits.
+        Exceptions in `work` roll it back. Raises ApiError if too much work is waiting.
         """
         if self._num_waiting >= MAX_WAITING:
             raise ApiError("the store is busy; try again", code="overloaded", status=503)
         return await self._in_thread(lambda: self._transaction(work))
 
     async def close(self) -> None:
-        """Waits for the work that was given, and closes the file."""
+        """Waits for the work in progress, and closes the file."""
         await self._in_thread(self._close)
         self._thread.shutdown()
 
@@ -69,7 +69,7 @@ class Storage:
         try:
             return await future
         finally:
-            del future  # it holds the error, whose traceback holds this frame
+            del future  # it holds the error, whose traceback refers to this frame
 
     def _record_done(self, _: object) -> None:
         self._num_waiting -= 1
@@ -79,11 +79,11 @@ class Storage:
             return self._connection
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.touch(mode=0o600)  # it holds what users asked and got
+            self._path.touch(mode=0o600)  # the file holds users' requests and answers
         connection = sqlite3.connect(
             ":memory:" if self._path is None else self._path,
             timeout=BUSY_TIMEOUT_S,
-            isolation_level=None,  # transactions begin where `_transaction` says
+            isolation_level=None,  # transactions start where `_transaction` says
             check_same_thread=False,
         )
         _keep_a_log(connection)
@@ -111,9 +111,9 @@ class Storage:
 
 
 def _keep_a_log(connection: sqlite3.Connection) -> None:
-    """Lets readers of other processes go on while one writes.
+    """Lets readers in other processes continue while one process writes.
 
-    SQLite does not wait for the lock that the change needs, and gateways of a machine start at
+    SQLite does not wait for the lock that this change needs, and all gateways of a machine start at
     once. Raises sqlite3.Error.
     """
     for _ in range(round(BUSY_TIMEOUT_S / LOG_PAUSE_S)):

@@ -1,8 +1,8 @@
-"""Probes a version as a client would, but without a socket: one answer streamed, and one whole.
+"""Probes a version like a client, but without a socket: one answer streamed, and one whole.
 
-`router.probes` sends requests to a version's router. This goes through what lies before and behind
-it too: the chat template, the tokenizer, the text of tokens, server-sent events. Both answers must
-be complete and have the same text.
+`router.probes` sends requests to a version's router. This probe also covers the parts before and
+after the router: chat template, tokenizer, detokenizer, server-sent events. Both answers must be
+complete and have the same text.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from router.gateway.requests.completion import CompletionBody
 from router.gateway.versions import VERSION_HEADER, ServedVersion
 from router.probes import ANSWER_LEN, SHORT_TEXT, TENANT, WITHIN_S
 
-MANY = 10**6  # no limit of keys may refuse a probe
+MANY = 10**6  # no limit of a key may refuse a probe
 PROBER = Tenant(TENANT, TENANT, KeyLimits(MANY, 1000 * MANY, MANY), may_debug=False)
-LEAST_LEN = 512  # a context that surely holds a short chat, with what its template adds
+LEAST_LEN = 512  # a context that is long enough for a short chat with its template
 DONE = "[DONE]"
 _TEXTS = ("content", "reasoning_content", "text")
 
 
 class _BadAnswer(Exception):
-    """An answer to a probe is not as it must be; the text says how."""
+    """An answer to a probe is wrong; the text says how."""
 
 
 class StreamProbe:
-    """Asks the endpoints of a gateway for answers of a version that no client gets yet."""
+    """Sends calls to the endpoints of a gateway for a version that no client gets yet."""
 
     def __init__(self, parts: GatewayParts) -> None:
         self._versions = parts.versions
@@ -42,7 +42,7 @@ class StreamProbe:
         self._text = CallEndpoint(parts, HttpAnswers(parts, COMPLETION, CompletionBody).serve)
 
     async def fault_of(self, version: str) -> str:
-        """Returns what was wrong with the answers of a version; empty if nothing was."""
+        """Returns the fault in the answers of a version; empty if there is none."""
         served = next((each for each in self._versions.table if each.name == version), None)
         if served is None or served.text.embedding is not None or served.max_len < LEAST_LEN:
             return ""
@@ -82,7 +82,7 @@ class StreamProbe:
 
 
 class _Call:
-    """One request to an ASGI application, whose client stays to the end."""
+    """One request to an ASGI application, from a client that stays to the end."""
 
     def __init__(self, version: str, content: bytes) -> None:
         self.scope = with_tenant(
@@ -104,14 +104,14 @@ class _Call:
         self._never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
     async def receive(self) -> Message:
-        """Returns the body; then waits for a client that does not leave."""
+        """Returns the body; later calls wait forever, as the client does not leave."""
         content, self._content = self._content, None
         if content is None:
             return await self._never
         return {"type": "http.request", "body": content, "more_body": False}
 
     async def send(self, message: Message) -> None:
-        """Takes the head or a piece of the answer."""
+        """Receives the head or a piece of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:
@@ -119,7 +119,7 @@ class _Call:
 
 
 def _streamed_text(body: bytes) -> str:
-    """Joins the text of all events. Raises _BadAnswer unless they are a whole stream."""
+    """Joins the text of all events. Raises _BadAnswer if they are not a complete stream."""
     *events, last = _events(body) or [""]
     if last != DONE:
         raise _BadAnswer(f"a stream ended without {DONE}")
@@ -152,6 +152,6 @@ def _only_choice(event: bytes) -> dict[str, Any]:
 
 
 def _text_of(choice: dict[str, Any], part: str) -> str:
-    """The text of a choice, or of its `part` in chats."""
+    """Returns the text of a choice, or of its `part` in chats."""
     holder = choice.get(part, choice)
     return "".join(holder.get(name) or "" for name in _TEXTS)

@@ -1,23 +1,23 @@
 """Chooses the version of the model that serves a request.
 
-A version has its own workers, router, tokenizer and fingerprint, so none of its KV can get to
-another version. The choice is made once, before anything is computed. A request ends in the version
-that it began in.
+A version has its own workers, router, tokenizer and fingerprint, so its KV can never reach another
+version. The choice is made once, before anything is computed. A request ends in the version in
+which it began.
 
 1. If the header `x-baton-version` names a version, it serves the request; unknown names get 404.
 2. The model's name chooses the line: the versions of one model, which replace each other. Without
-   a name it is the main line.
-3. If the name is not one of the line's current version, the versions with that name share it.
+   a name, the main line is chosen.
+3. If the name is not a name of the line's current version, the versions with that name share it.
 4. Otherwise all versions of the line share it, in proportion to their weights.
 
-A version that is leaving takes no requests. If all known versions are leaving, there is no choice
-yet, even for an unknown name: the next version may have that name. Neither is there one for the
-name of a version of which no worker is known yet. Such a call is held. If a version has no workers,
-versions with workers share its requests. The choice follows from a key and the weights alone. So
-the same key gets the same version until the weights change, and then as few keys as possible move.
+A version that is leaving takes no requests. If all known versions are leaving, no choice is made
+yet, even for an unknown name: the next version may have that name. The same holds for the name of a
+version without a known worker. Such a call is held. If a version has no workers, versions with
+workers share its requests. The choice depends only on a key and the weights. So the same key gets
+the same version until the weights change, and then as few keys as possible change their version.
 
-`Tallies` counts how the requests of each version ended, so that a bad version can be given up. The
-requests' event loop writes the counts, and reads them once a second.
+`Tallies` counts how the requests of each version ended, so that a bad version can be withdrawn. The
+event loop of the requests writes the counts, and reads them once a second.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ from router.text.tokenizer import TextModel
 
 VERSION_HEADER = "x-baton-version"
 AFFINITY_HEADER = "x-baton-affinity"
-SERVER_SHUTDOWN = "server_shutdown"  # the code of errors
+SERVER_SHUTDOWN = "server_shutdown"  # code of errors during shutdown
 STOPPING = "the server is stopping"
 NO_WORKER = "no worker is known of a version that takes requests"
-MAX_HELD = 1024  # calls that wait for the first worker of their version
+MAX_HELD = 1024  # calls that may wait for the first worker of their version
 
 
 class NotReady(ApiError):
-    """No version can take the request yet. One may, as soon as its first worker is known."""
+    """No version can take the request yet, but one may when its first worker is known."""
 
     def __init__(self) -> None:
         super().__init__(NO_WORKER, code="not_ready", status=503)
@@ -55,7 +55,7 @@ class NotReady(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """A version that can serve requests. The first of its model's names is its own."""
+    """A version that can serve requests. Its own name is the first of its model's names."""
 
     name: str
     port: RouterPort
@@ -68,23 +68,23 @@ class ServedVersion:
 
     @property
     def max_len(self) -> int:
-        """The most tokens of a request that the context and the KV memory allow now."""
+        """The maximum tokens of a request that the context and the KV memory allow now."""
         return min(self.context_len, self.port.capacity_tokens() or self.context_len)
 
 
 def by_weight(weights: Mapping[str, int], key: str) -> str:
     """Returns one of the names; over many keys, each name gets its share.
 
-    Each name draws a number that follows from the key and the name. The number is exponentially
-    distributed with the weight as its rate, and the lowest wins. If all weights are zero, the
-    first name is returned.
+    Each name gets a pseudo-random number computed from the key and the name. The number is
+    exponentially distributed with the weight as its rate, and the lowest number wins. If all
+    weights are zero, the first name is returned.
     """
     drawn = {name: -math.log(_uniform(key, name)) / w for name, w in weights.items() if w}
     return min(drawn or weights, key=lambda name: drawn.get(name, 0.0))
 
 
 def _uniform(key: str, name: str) -> float:
-    """A number in (0, 1) that follows from key and name."""
+    """Returns a number in (0, 1) that depends only on key and name."""
     digest = blake2b(key.encode(), digest_size=8, key=blake2b(name.encode()).digest()).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2**64
 
@@ -129,7 +129,7 @@ def _line_of(served: Sequence[ServedVersion], model: str | None) -> str:
 
 
 def no_model(model: str) -> ApiError:
-    """The error for an unknown model name."""
+    """Returns the error for an unknown model name."""
     message = f"the model {model!r} does not exist"
     return ApiError(message, param="model", code="model_not_found", status=404)
 
@@ -138,20 +138,20 @@ class Versions:
     """All versions of a gateway, and their joint `RouterStatus`.
 
     The table is replaced as a whole, so that threads may read it. Its first version is the current
-    one. It is empty until a worker of any version is known.
+    version. The table is empty until a worker of any version is known.
     """
 
     def __init__(self, *served: ServedVersion) -> None:
         self.table: tuple[ServedVersion, ...] = served
-        self._coming: Mapping[str, str] = {}  # versions without a known worker, their models
+        self._coming: Mapping[str, str] = {}  # versions without a known worker, with their models
         self._able: dict[tuple[str | None, str | None], list[ServedVersion]] = {}  # cached
         self.tallies = Tallies()
         self._num_requests: Counter[str] = Counter()
-        # Counted by this object, and by routers that are gone.
+        # Counted here, and by routers of versions that are gone.
         self._counted: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
         self._is_stopping = False
-        self._changed = asyncio.Event()  # the next change sets it
+        self._changed = asyncio.Event()  # set by the next change
         self._num_held = 0
 
     def stop(self) -> None:
@@ -162,7 +162,7 @@ class Versions:
     def follow(
         self, table: tuple[ServedVersion, ...], coming: Mapping[str, str] | None = None
     ) -> None:
-        """Replaces the versions. Counts of versions that are gone are kept.
+        """Replaces the versions. Counts of removed versions are kept.
 
         `coming` has the names of versions that cannot be chosen yet, with their models.
         """
@@ -171,13 +171,13 @@ class Versions:
             if gone.port not in left:
                 self._counted.update(gone.port.counters())
         self.table, self._coming = table, coming or {}
-        self._able = {}  # set last, as other threads may be filling the old one
+        self._able = {}  # set last, as other threads may still fill the old one
         self._tell_held()
 
     async def hold(self, seen: tuple[ServedVersion, ...], timeout_s: float) -> bool:
-        """Holds a call until the table is another one than `seen`, or no call is taken any more.
+        """Holds a call until the table differs from `seen`, or until calls are no longer accepted.
 
-        Returns False if nothing has changed in time, or too many calls are held.
+        Returns False if nothing changed in time, or if too many calls are held.
         """
         if self.table is not seen or self._is_stopping:
             return True
@@ -204,7 +204,7 @@ class Versions:
             raise ApiError(STOPPING, code=SERVER_SHUTDOWN, status=503)
         known = self._able
         able = known.get((model, version))
-        if able is None:  # errors are not kept, so there are as many as names that are served
+        if able is None:  # errors are not cached, so the cache is bounded by the served names
             able = known[model, version] = _able(self.table, self._coming, model, version)
         if len(able) == 1:
             return able[0]
@@ -219,15 +219,15 @@ class Versions:
 
     @property
     def model_name(self) -> str:
-        """The current version's; empty while no version is known."""
+        """The name of the current version's model; empty while no version is known."""
         return self.table[0].model_names[0] if self.table else ""
 
     def takes(self, served: ServedVersion) -> bool:
-        """True if a version that was chosen a moment ago still takes new requests."""
+        """True if a version that was just chosen still takes new requests."""
         return any(each.port is served.port and not each.is_leaving for each in self.table)
 
     def models(self) -> dict[str, int]:
-        """The most tokens of a request, by model name: the minimum over its versions."""
+        """The maximum tokens of a request by model name: the minimum over its versions."""
         found: dict[str, int] = {}
         names = dict.fromkeys(chain.from_iterable(each.model_names for each in self.table))
         for name in names:
@@ -238,25 +238,25 @@ class Versions:
         return found
 
     def begin(self, served: ServedVersion) -> None:
-        """Counts a request of a version that begins; `end` must follow."""
+        """Counts a request of a version as running; `end` must follow."""
         self._num_requests[served.name] += 1
 
     def end(self, served: ServedVersion) -> None:
-        """Notes the end of a request."""
+        """Counts a request of a version as ended."""
         self._num_requests[served.name] -= 1
 
     def num_in_flight(self) -> int:
-        """Requests that are accepted and not over, over all versions."""
+        """The number of accepted requests that have not ended, over all versions."""
         return self._num_requests.total()
 
     def num_requests(self, name: str) -> int:
-        """Requests of a version that are accepted and not over."""
+        """The number of accepted requests of a version that have not ended."""
         return self._num_requests[name]
 
     # ------------------------------------------------------------ as RouterStatus
 
     def readiness(self) -> str | None:
-        """None if requests that name no version can be served; otherwise the reason."""
+        """Returns None if requests without a version can be served; otherwise the reason."""
         if self._is_stopping:
             return STOPPING
         try:
@@ -267,7 +267,7 @@ class Versions:
         return None if None in reasons else reasons[0]
 
     def fingerprint(self) -> str:
-        """The current version's; empty while no version is known."""
+        """The current version's fingerprint; empty while no version is known."""
         return self.table[0].port.fingerprint() if self.table else ""
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
@@ -278,15 +278,15 @@ class Versions:
         return found
 
     def queue_len(self) -> int:
-        """Requests that wait, over all versions."""
+        """The number of waiting requests, over all versions."""
         return sum(each.port.queue_len() for each in self.table)
 
     def queued_s(self) -> float:
-        """Predicted seconds to compute waiting prompts, over all versions."""
+        """Predicted seconds to compute the waiting prompts, over all versions."""
         return sum(each.port.queued_s() for each in self.table)
 
     def severed(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
-        """Severed pairs over all versions."""
+        """The severed pairs of workers of all versions."""
         found: dict[tuple[WorkerId, WorkerId], float] = {}
         for each in self.table:
             found.update(each.port.severed())
@@ -297,29 +297,29 @@ class Versions:
         return [moved for each in self.table for moved in each.port.transfers()]
 
     def timelines(self, request_ids: Collection[RequestId]) -> Mapping[RequestId, Timeline]:
-        """The stages up to now of those requests that the routers have."""
+        """Returns the stages so far of those requests that the routers have."""
         found: dict[RequestId, Timeline] = {}
         for each in self.table:
             found.update(each.port.timelines(request_ids))
         return found
 
     def count(self, event: str, reason: str) -> None:
-        """Counts an event that concerns no single version."""
+        """Counts an event that does not belong to a version."""
         with self._lock:
             self._counted[event, reason] += 1
 
     def counters(self) -> Mapping[tuple[str, str], int]:
-        """Counts by event and reason, over all versions."""
+        """Event counts by event and reason, over all versions."""
         total = self._counted.copy()
         for each in self.table:
             total.update(each.port.counters())
         return total
 
 
-MAX_VERSIONS = 16  # the ones that ended requests last
-LONGEST_FOR_S = 300.0  # the longest sequence is of the last one or two of these spans
+MAX_VERSIONS = 16  # versions kept: the latest that ended requests
+LONGEST_FOR_S = 300.0  # the longest sequence is from the last one or two such spans
 
-CountHung = Callable[[float], Mapping[str, int]]  # by version, at a time in seconds
+CountHung = Callable[[float], Mapping[str, int]]  # returns counts by version at a time in seconds
 
 
 @dataclass(slots=True)
@@ -329,16 +329,16 @@ class VersionTally:
     ended: int = 0
     failed: int = 0
     late: int = 0
-    _longest: list[int] = field(default_factory=lambda: [0, 0])  # in the last span, and in this one
+    _longest: list[int] = field(default_factory=lambda: [0, 0])  # in the last and present span
     _span: int = 0
 
     def longest_len(self, now_s: float) -> int:
-        """The longest sequence lately, in tokens."""
+        """Returns the length of the longest recent sequence, in tokens."""
         self._turn(now_s)
         return max(self._longest)
 
     def record_len(self, num_tokens: int, now_s: float) -> None:
-        """Takes the length of a sequence that ended."""
+        """Records the length of an ended sequence."""
         self._turn(now_s)
         self._longest[1] = max(self._longest[1], num_tokens)
 
@@ -357,11 +357,11 @@ class Tallies:
         self.hung: CountHung = lambda _: {}
 
     def of(self, name: str) -> VersionTally:
-        """The tally of a version; zeros if none of its requests has ended."""
+        """Returns the tally of a version; zeros if none of its requests has ended."""
         return self._by_name.get(name) or VersionTally()
 
     def record(self, name: str, *, failed: bool, late: bool, num_tokens: int, now_s: float) -> None:
-        """Takes the end of one answer."""
+        """Records the end of one answer."""
         tally = self._by_name.get(name)
         if tally is None:
             tally = self._by_name[name] = VersionTally()

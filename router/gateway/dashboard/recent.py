@@ -201,7 +201,7 @@ class RecentRequests:
         hits.infinite += max(infinite, cached)
 
     def _remembered(self, request: Request) -> int:
-        """Leading tokens of a prompt that a cache without bounds would hold; remembers the rest."""
+        """Returns the leading tokens that an unbounded cache would hold; remembers the others."""
         key, held, is_prefix = hash(request.salt), 0, True
         units, tokens = self._units, request.token_ids
         end = min(len(tokens), MAX_PROMPT_TOKENS) // UNIT_TOKENS * UNIT_TOKENS

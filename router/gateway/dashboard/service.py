@@ -100,7 +100,7 @@ class Dashboard:
     def state(
         self, seen: Seen | None = None, others: Sequence[ProcessPart] | None = None
     ) -> DashboardState:
-        """The state now; with `seen` and `others`, only what is newer in rings and news."""
+        """Returns the state now. With `seen` and `others`, only newer entries are included."""
         versions, now_s = self._versions, self._clock.now_s()
         seen_or_none = seen or Seen()
         requests, samples = newer(self._recent, seen_or_none)

@@ -44,7 +44,7 @@ _TROUBLE = (  # workers' counts of events that are trouble
     "slow_sinks",
     "copies_dropped",
 )
-_ORDINARY = {  # events of routers and pools that are no trouble, with any reason or with these
+_ORDINARY = {  # events of routers and pools that are no trouble, with any or these reasons
     "placed": None,
     "role changed": None,
     "moved": None,
@@ -255,7 +255,7 @@ def counts_of(
     for load in loads:
         for key, number in load.counters.items():
             if key.partition(":")[0] in _TROUBLE and number:
-                trouble[key] += number  # counts of workers are floats
+                trouble[key] += number  # type: ignore[assignment]  # counts of workers are floats
     for key, number in trouble.items():
         event, _, reason = key.partition(":")
         found.append(Count("workers", event, reason, number))

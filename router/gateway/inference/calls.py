@@ -70,7 +70,7 @@ _TIMEOUT = "timeout"  # sent by Triton's clients, in microseconds
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What a response to a request has beside the answer itself."""
+    """The content of a response beside the answer itself."""
 
     id: str
     outputs: frozenset[str]

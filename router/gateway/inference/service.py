@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 GRPC = "GRPC"  # shown as the method in the access log
 SERVICE = "inference.GRPCInferenceService"
-MAX_CALLS_IN_STREAM = 64  # that are answered at once; the next ones wait to be read
+MAX_CALLS_IN_STREAM = 64  # answered at once; later requests wait to be read
 LONG_REQUEST_BYTES = 65_536  # longer requests take milliseconds to read
 _GRPC_ERRORS = "triton_grpc_error"
 _CODES = {
@@ -144,7 +144,7 @@ class InferenceService:
 
     def handler(self) -> Any:
         """Returns the generic handler for a gRPC server."""
-        infer = grpc.stream_unary_rpc_method_handler(  # for one message, which it takes by itself
+        infer = grpc.stream_unary_rpc_method_handler(  # for one message, read by the handler
             self.infer, None, pb.ModelInferResponse.SerializeToString
         )
         infer_stream = grpc.stream_stream_rpc_method_handler(

@@ -61,7 +61,7 @@ def read_tensors(request: Any) -> dict[str, Tensor]:
 
 def _read(tensor: Any, raw: bytes | None) -> Tensor:
     name, datatype = tensor.name, tensor.datatype
-    if len(tensor.shape) > MAX_DIMENSIONS:  # their product may have millions of digits
+    if len(tensor.shape) > MAX_DIMENSIONS:  # the product may have millions of digits
         raise _fault(name, f"at most {MAX_DIMENSIONS} dimensions are allowed")
     shape = tuple(tensor.shape)
     form = _FORMS.get(datatype)

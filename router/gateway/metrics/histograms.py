@@ -43,7 +43,7 @@ class Buckets:
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = array("d", bounds)
-        self.counts = array("q", [0] * (len(bounds) + 1))  # the last one: values above all bounds
+        self.counts = array("q", [0] * (len(bounds) + 1))  # the last: values above all bounds
         self.total = array("d", [0.0])
 
     def observe(self, value: float) -> None:

@@ -184,7 +184,7 @@ class GatewayMetrics:
         return RequestMeter(self)
 
     def record_status(self, method: str, handler: str, status: int) -> None:
-        """Counts the head of an HTTP answer. `handler` is a known path, or one word for others."""
+        """Counts the head of an HTTP answer. `handler` is a known path, or a word for others."""
         if method not in _METHODS:
             method = "other"
         self._answers[method, handler, f"{status // 100}xx"] += 1
@@ -209,7 +209,7 @@ class GatewayMetrics:
         return [labelled(metric, {"process": self._process}) for metric in metrics]
 
     def exposition(self, others: Sequence[Sequence[Metric]] = ()) -> bytes:
-        """All metrics in Prometheus' text format 0.0.4, including `others` of other processes."""
+        """Returns all metrics in Prometheus' text format 0.0.4; `others` are other processes'."""
         return generate_latest(CompleteFamilies([*self._families(others)]))
 
     def count(self, meter: "RequestMeter") -> None:

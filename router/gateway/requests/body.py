@@ -172,7 +172,7 @@ class Body(msgspec.Struct, kw_only=True):
         return None
 
     def most_candidates(self, of_operator: int) -> int:
-        """The most candidates of all prompts together; the operator allows `of_operator`."""
+        """Returns the maximum candidates of all prompts; the operator allows `of_operator`."""
         return of_operator
 
     @property
@@ -280,7 +280,7 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple; the field may be one string, several or none."""
+        """Returns `stop` as a tuple; the field may be one string, several strings or none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
@@ -308,7 +308,7 @@ def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
         message = f"{name} is not supported: {field.reason}; it is {shortened(value)}"
         raise ApiError(message, param=name, code="unsupported_parameter")
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-        if fields.get(name) == -1:  # all tokens, with vLLM
+        if fields.get(name) == -1:  # all tokens, as in vLLM
             message = f"{name}: -1 (all tokens) is not supported; at most {MAX_TOP_LOGPROBS}"
             raise invalid_value(message, name)
     try:
@@ -320,7 +320,7 @@ def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
 
 
 def check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises ApiError for a token id that the model's vocabulary does not have."""
+    """Raises ApiError for a token id outside the model's vocabulary."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         unknown = next(i for i in token_ids if not 0 <= i < vocab_size)
         name = unknown if abs(unknown) <= UINT64_MASK else "beyond 64 bits"
@@ -331,15 +331,15 @@ def check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -
 def from_validation(
     error: msgspec.ValidationError, field: str = "", value: object = None
 ) -> ApiError:
-    """Converts msgspec's error, such as: Expected `int` >= 1 - at `$.max_tokens`.
+    """Converts an error of msgspec, such as: Expected `int` >= 1 - at `$.max_tokens`.
 
-    `field` is the name of a field that was decoded separately, `value` what was converted.
+    `field` is the name of a field that was decoded separately, `value` is the converted value.
     """
     text, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`")
     param = (field + path).lstrip(".") or None
     text = re.sub("^E", "e", text)
-    # Prompts are long, and long ones are decoded separately.
+    # The value of a prompt is too long to show, or was decoded separately.
     found = None if path.startswith((".messages", ".prompt", ".input")) else _at(value, path)
     if found is not None:
         text = f"{text}; it is {shortened(found)}"
@@ -347,7 +347,7 @@ def from_validation(
 
 
 def _at(value: Any, path: str) -> object:
-    """The part of a value at msgspec's path, such as `.stop[3]`; None if it is not there."""
+    """Returns the part of a value at msgspec's path, such as `.stop[3]`; None if absent."""
     for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
         if name and isinstance(value, dict):
             value = value.get(name)
@@ -359,7 +359,7 @@ def _at(value: Any, path: str) -> object:
 
 
 def shortened(value: object) -> str:
-    """A client's value as JSON, for an error message."""
+    """Returns a client's value as short JSON, for an error message."""
     if isinstance(value, str):
         value = value[: MAX_SHOWN_LEN + 1]
     elif isinstance(value, dict | list) and len(value) > MAX_SHOWN_LEN:
@@ -369,7 +369,7 @@ def shortened(value: object) -> str:
 
 
 def unsupported(name: str, circumstance: str = "") -> ApiError:
-    """The error for a field that Baton cannot honour."""
+    """Returns the error for a field that Baton cannot honour."""
     message = f"{name} is not supported {circumstance}".rstrip()
     return ApiError(message, param=name, code="unsupported_parameter")
 

@@ -1,4 +1,4 @@
-"""From an HTTP body to the router's requests: read within bounds, checked, templated, tokenised.
+"""From an HTTP body to the router's requests: read within limits, checked, templated, tokenised.
 
 This module does not know how the answer is sent.
 """
@@ -43,49 +43,49 @@ from router.text.forms.chosen import AnswerParsing
 from router.text.structured import Structure
 from router.text.tokenizer import TextModel
 
-MAX_BATCH_TOKENS = 2**20  # in all prompts of a call
-MAX_STEP_TOKENS = 2**19  # that a step of a beam search sends: some milliseconds of encoding
+MAX_BATCH_TOKENS = 2**20  # tokens in all prompts of a call
+MAX_STEP_TOKENS = 2**19  # tokens sent by one step of a beam search: some milliseconds of encoding
 
 
 class GatewaySettings(msgspec.Struct, frozen=True):
     """Settings of a gateway, for all versions of the model."""
 
-    secret: Secret  # for the salts of tenants: the deployment's, or one that outlives it
+    secret: Secret  # for the salts of tenants: the deployment's secret, or one that outlives it
     gateway: GatewayConfig = GatewayConfig()
     router: RouterConfig = RouterConfig()
 
 
 class ApiCall(msgspec.Struct, frozen=True):
-    """A call of an answer endpoint as it came in, not parsed yet."""
+    """A call of an answer endpoint as received, not parsed yet."""
 
     data: bytes
     request_id: RequestId
     random_seed: int
     received_s: float
     tenant: Tenant
-    headers: Mapping[str, str]  # names are in lower case
+    headers: Mapping[str, str]  # header names are in lower case
     client_id: str | None  # the client's own id of the call
-    timeout_s: float | None  # for the whole answer, from `received_s`
+    timeout_s: float | None  # for the whole answer, counted from `received_s`
     session: SessionClaim | None = None
-    # For the body of another API: all its fields, and a function that gives the client's names of
-    # the fields without effect.
+    # For a body of another API: all its fields, and a function that returns the client's names of
+    # fields without effect.
     own_fields: tuple[str, ...] = ()
     own_ignored: Callable[[Sequence[str]], Sequence[str]] | None = None
 
     @property
     def shown_id(self) -> str:
-        """The id in the head of the response: the client's own, if it gave one."""
+        """The id in the head of the response: the client's own id, if the client gave one."""
         return self.client_id or self.request_id
 
     def debugs(self, header: str) -> bool:
-        """True if the client asks for what a header shows: the load of other tenants."""
+        """True if the client may and does ask for a header that shows other tenants' load."""
         return self.headers.get(header) == "1" and self.tenant.may_debug
 
 
 class CheckedCall(msgspec.Struct, frozen=True):
     """A call that passed all checks, with its requests. `body` says how to answer it.
 
-    There are as many requests for each prompt: first all of the first prompt, then all of the
+    Each prompt has the same number of requests: first all of the first prompt, then all of the
     next. The answer shows the best `body.num_choices` of each prompt.
     """
 
@@ -95,23 +95,23 @@ class CheckedCall(msgspec.Struct, frozen=True):
     requests: tuple[Request, ...]
     echoes: tuple[str | None, ...]  # the text with which the choices of each prompt begin
     structure: Structure
-    reader: AnswerParsing | None  # what parses answers; None: they are text
-    ignored: tuple[str, ...]  # names of fields that mean nothing here
-    notes: SessionNotes | None  # if the call is of a session, and there is a store
+    reader: AnswerParsing | None  # the parser of answers; None: they are plain text
+    ignored: tuple[str, ...]  # names of ignored fields
+    notes: SessionNotes | None  # set if the call belongs to a session and there is a store
 
     @property
     def first(self) -> Request:
-        """The first request, whose id is the call's."""
+        """The first request; its id is the call's id."""
         return self.requests[0]
 
     @property
     def model(self) -> str:
-        """The name of the model, as the client said it."""
+        """The name of the model as the client wrote it."""
         return self.body.model or self.served.model_names[0]
 
     @property
     def num_candidates(self) -> int:
-        """Choices that are generated for each prompt, shown or not."""
+        """The number of choices generated for each prompt, shown or not."""
         return len(self.requests) // len(self.echoes)
 
     @property
@@ -121,24 +121,24 @@ class CheckedCall(msgspec.Struct, frozen=True):
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of all prompts."""
+        """The number of tokens of all prompts."""
         return sum([len(leader.token_ids) for leader in self.leaders])
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of all prompts and of the longest answers allowed."""
+        """The number of tokens of all prompts and of the longest allowed answers."""
         answers = (each.limits.max_len - len(each.token_ids) for each in self.leaders)
         return self.prompt_len + self.body.num_candidates * sum(answers)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """The client's own stop tokens, which end an answer with a reason."""
+        """The client's own stop tokens; an answer that ends at one reports it."""
         ending_ids = () if self.body.ignore_eos else self.served.text.eos_token_ids
         return frozenset(self.body.stop_token_ids or ()).difference(ending_ids)
 
 
 class _Prompt(NamedTuple):
-    """A prompt of a call with the limits of its answers, and the text to begin them with."""
+    """A prompt of a call, the limits of its answers, and the text with which they begin."""
 
     token_ids: tuple[int, ...]
     limits: Limits
@@ -150,7 +150,7 @@ def parse(
 ) -> CheckedCall:
     """Checks a call, chooses its version and makes its requests. Raises InvalidRequest.
 
-    Errors name misspelt fields too, since such a field may be the reason.
+    Errors also name misspelt fields, since such a field may be the reason.
     """
     fields = decode_fields(call.data, body_type)
     try:
@@ -219,7 +219,7 @@ def _checked(
         client_id=call.client_id or "",
         prompt_logprobs=body.num_scored_prompt,
         priority=priority_of(body, settings.gateway.min_priority),
-        # With a key, its name counts: else each invented `user` would get another turn.
+        # The key's name counts: otherwise each invented `user` would get its own turn.
         tenant=call.tenant.name or body.user or "",
         has_key=bool(call.tenant.name),
         deadline_s=body.slo_ttft_ms and call.received_s + body.slo_ttft_ms / 1e3,
@@ -227,7 +227,7 @@ def _checked(
     )
     num_candidates = body.num_choices if body.use_beam_search else body.num_candidates
     requests = _requests(first, prompts, num_candidates)
-    setattr(body, body.prompt_field, [])  # the answer does not need it
+    setattr(body, body.prompt_field, [])  # the answer does not need the prompt
     ignored = (*structure.unheld, *ignored_names(call.data, fields, body_type))
     notes = None
     if call.session is not None and (block_size := served.port.store_block_size()) is not None:
@@ -237,7 +237,7 @@ def _checked(
 
 
 def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
-    """The same call with a looser structure, and the places that its grammar does not enforce."""
+    """Returns the call with a looser structure, and records where the grammar is not enforced."""
     grammar = behind_thinking(structure, call.served.text, call.reader)
     requests = tuple(
         replace(each, sampling=replace(each.sampling, grammar=grammar)) for each in call.requests
@@ -249,7 +249,7 @@ def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
 
 
 def _check_beams(body: Body, structure: Structure, text: TextModel) -> None:
-    """Raises ApiError for a beam search that is not possible."""
+    """Raises ApiError for an impossible beam search."""
     if structure.grammar is not None:
         raise unsupported("use_beam_search", "with a grammar")
     if 2 * body.num_candidates >= text.vocab_size:
@@ -273,7 +273,7 @@ def _prompts(
     served: ServedVersion,
     structure: Structure,
 ) -> list[_Prompt]:
-    """The prompts of a call. Raises InvalidRequest, which names the prompt of a batch."""
+    """Returns the prompts of a call. Raises InvalidRequest with the number of the faulty prompt."""
     prompts: list[_Prompt] = []
     text, max_len, num_tokens = served.text, served.max_len, 0
     for index, single in enumerate(singles):
@@ -303,7 +303,7 @@ def _prompts(
 def _requests(
     first: Request, prompts: Sequence[_Prompt], num_candidates: int
 ) -> tuple[Request, ...]:
-    """The requests for all prompts, which differ from the first one only in what they must."""
+    """Returns the requests for all prompts; they differ from the first only where necessary."""
     requests: list[Request] = []
     for prompt in prompts:
         leader = first
@@ -319,8 +319,8 @@ def _requests(
             follower = replace(
                 leader,
                 request_id=_nth_id(first, len(requests)),
-                sampling=nth_seed(leader.sampling, index),  # as if it were a request of its own
-                prompt_logprobs=None,  # the leader's are enough
+                sampling=nth_seed(leader.sampling, index),  # as if it were a separate request
+                prompt_logprobs=None,  # only the leader reports them
                 leader=leader.request_id,
             )
             requests.append(follower)

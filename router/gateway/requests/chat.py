@@ -24,14 +24,14 @@ from router.text.forms.chosen import AnswerParsing
 from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, shown_end
 from router.text.tokenizer import TextModel
 
-MAX_MESSAGES = 4096  # each costs a turn of the chat template
-MAX_VARIABLES = 64  # for a chat template
+MAX_MESSAGES = 4096  # each message costs an iteration of the chat template
+MAX_VARIABLES = 64  # variables passed to a chat template
 MAX_DOCUMENTS = 1024
 MAX_EFFORT_LEN = 32
-PROMPT_END_TOKENS = 16  # show whether the answer begins inside its reasoning
+PROMPT_END_TOKENS = 16  # enough to see whether the answer begins inside its reasoning
 NO_EFFORT = "none"
 MAX_ROLE_LEN = 64
-# Types of parts that are text, with the name of their text. Responses have names of their own.
+# Text parts by type, with the field of their text. Responses use their own field names.
 TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -97,7 +97,7 @@ class ChatBody(Body, kw_only=True):
         *,
         may_exceed: bool = False,
     ) -> list[int]:
-        """The token ids of messages and tools, rendered by the chat template."""
+        """Returns the token ids of messages and tools, rendered by the chat template."""
         if not self.messages:
             raise invalid_value("messages must not be empty", "messages")
         if len(self.messages) > MAX_MESSAGES:
@@ -122,7 +122,7 @@ class ChatBody(Body, kw_only=True):
     def reader(
         self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]
     ) -> AnswerParsing | None:
-        """What parses answers to this prompt; None if they are text."""
+        """Returns the parser of answers to this prompt; None if they are plain text."""
         forms = text.forms
         splits = self.separate_reasoning is not False
         thinking = forms.thinking if splits else None
@@ -136,7 +136,7 @@ class ChatBody(Body, kw_only=True):
 
     @property
     def shows_reasoning(self) -> bool:
-        """False if the answer's reasoning is left out."""
+        """False if the answer's reasoning is not shown."""
         return self.include_reasoning is not False
 
     @property
@@ -150,7 +150,7 @@ class ChatBody(Body, kw_only=True):
         )
 
     def _options(self, template: ChatTemplate) -> TemplateOptions:
-        """What the client chooses of the rendering. Raises InvalidRequest."""
+        """Returns the client's options for the rendering. Raises InvalidRequest."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             message = "continue_final_message cannot be combined with add_generation_prompt"
@@ -173,9 +173,9 @@ class ChatBody(Body, kw_only=True):
         )
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
-        """The final message's text, if it is the assistant's and the answer begins with it.
+        """Returns the final message's text, if it is the assistant's and the answer begins with it.
 
-        With `continue_final_message` that is only the part that the prompt ends with.
+        With `continue_final_message`, only the part at the end of the prompt is returned.
         """
         final = self.messages[-1]
         if not self.echo or final.role != "assistant":
@@ -192,7 +192,7 @@ class ChatBody(Body, kw_only=True):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """`top_logprobs`, if `logprobs` are asked for."""
+        """`top_logprobs`, if `logprobs` is set."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -203,7 +203,7 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         "role": role,
         "content": _content(message, f"messages[{index}].content"),
         "name": message.name,
-        "tool_calls": message.tool_calls or None,  # templates take an empty list for calls
+        "tool_calls": message.tool_calls or None,  # for templates an empty list would be a call
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning_content or message.reasoning,
     }
@@ -233,7 +233,7 @@ def _part_text(part: ContentPart, param: str) -> str:
 
 
 def _effort(effort: str, names: Collection[str]) -> dict[str, Any]:
-    """The template's variables for an effort of reasoning. Raises ApiError if it knows none."""
+    """Returns the template's variables for a reasoning effort. Raises ApiError if it has none."""
     if "reasoning_effort" in names:
         return {"reasoning_effort": effort}
     switch = next((name for name in ("enable_thinking", "thinking") if name in names), None)

@@ -62,7 +62,7 @@ class CompletionBody(Body, kw_only=True):
         *,
         may_exceed: bool = False,
     ) -> list[int]:
-        """The token ids of the prompt, which is text or token ids. Not for a batch."""
+        """Returns the token ids of the prompt, which is text or token ids. Not for a batch."""
         (prompt,) = prompts_of(self.prompt)
         if not prompt:
             raise invalid_value("prompt must not be empty", "prompt")
@@ -83,7 +83,7 @@ class CompletionBody(Body, kw_only=True):
         )
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
-        """The prompt's text if each choice begins with it."""
+        """Returns the prompt's text if each choice begins with the prompt."""
         if not self.echo:
             return None
         (prompt,) = prompts_of(self.prompt)
@@ -93,11 +93,11 @@ class CompletionBody(Body, kw_only=True):
 
     @property
     def num_prompts(self) -> int:
-        """The number of prompts. Raises ApiError."""
+        """Returns the number of prompts. Raises ApiError."""
         return len(prompts_of(self.prompt))
 
     def singles(self) -> "Sequence[Body]":
-        """One body for each prompt of a batch."""
+        """Returns one body for each prompt of a batch."""
         prompts = prompts_of(self.prompt)
         if len(prompts) == 1:
             return (self,)
@@ -105,58 +105,58 @@ class CompletionBody(Body, kw_only=True):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """`max_tokens`, but at least one: workers always sample a token of a prompt."""
+        """`max_tokens`, but at least one: workers always sample a token after a prompt."""
         return 1 if self.is_only_prompt else self.max_tokens
 
     @property
     def default_tokens(self) -> int | None:
-        """OpenAI's longest answer of a completion that names none."""
+        """OpenAI's default length of a completion."""
         return DEFAULT_COMPLETION_TOKENS
 
     @property
     def echoes_scores(self) -> bool:
-        """True if there is an echo and log-probabilities are asked for."""
+        """True if `echo` and log-probabilities are both requested."""
         return bool(self.echo) and self.num_top_logprobs is not None
 
     @property
     def is_only_prompt(self) -> bool:
-        """True if no answer is wanted: only the prompt and its log-probabilities."""
+        """True if the client wants no answer: only the prompt and its log-probabilities."""
         return self.max_tokens == 0
 
     @property
     def scores_all_tokens(self) -> bool:
-        """Always true, as with vLLM: evaluations count on a last token that ended the answer."""
+        """Always true, as with vLLM: evaluations rely on the last token that ended the answer."""
         return True
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """`logprobs`; some clients say `false` for none."""
+        """`logprobs`; some clients send `false` for none."""
         return None if self.logprobs is False else self.logprobs
 
     @property
     def num_scored_prompt(self) -> int | None:
-        """The larger of `prompt_logprobs` and, with `echo`, of `logprobs`."""
+        """The larger of `prompt_logprobs` and, with `echo`, `logprobs`."""
         wanted = (self.prompt_logprobs, self.num_top_logprobs if self.echoes_scores else None)
         return max((count for count in wanted if count is not None), default=None)
 
     @property
     def times_of_prompt(self) -> int:
-        """Once in each choice, as with vLLM."""
+        """The number of choices: each repeats them, as with vLLM."""
         return self.num_choices
 
     @property
     def num_candidates(self) -> int:
-        """`best_of`, which is `n` if not given."""
+        """`best_of`, or `n` without `best_of`."""
         return self.best_of or self.num_choices
 
 
 def prompts_of(
     prompt: str | list[str | int | list[int]] | None, field: str = "prompt"
 ) -> list[str | list[int]]:
-    """The prompts of a body's field, each text or token ids. Raises ApiError if they are mixed."""
+    """Returns the prompts in a field, as texts or token ids. Raises ApiError if they are mixed."""
     if prompt is None or isinstance(prompt, str):
         return [prompt or ""]
-    kinds = set(map(type, prompt))  # a prompt may have a million ids
+    kinds = set(map(type, prompt))  # a fast check, as a prompt may have a million ids
     if len(kinds) > 1:
         message = f"{field} must hold only texts, only token ids, or only lists of token ids"
         raise invalid_value(message, field)

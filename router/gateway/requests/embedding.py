@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: a completion of no tokens, whose prompts are wanted as numbers.
+"""POST /v1/embeddings: like a completion without answer tokens; the prompts become vectors.
 
 Sources: OpenAI API reference; vLLM, vllm/entrypoints/pooling/embed/protocol.py.
 """
@@ -25,7 +25,7 @@ from router.machine.requests import Timeline
 from router.text.embeddings import EmbeddingForm
 from router.text.tokenizer import TextModel
 
-MAX_INPUTS = 2048  # in one request, as OpenAI allows
+MAX_INPUTS = 2048  # inputs per request, as OpenAI allows
 _DTYPES = {None: "f4", "float32": "f4", "float16": "f2"}
 
 
@@ -55,7 +55,7 @@ class EmbeddingBody(Body, kw_only=True):
         *,
         may_exceed: bool = False,
     ) -> list[int]:
-        """The token ids of the messages, or of the only input, which is text or token ids."""
+        """Returns the token ids of the messages, or of the only input (text or token ids)."""
         if self.messages is not None:
             return self._chat().encode(text, context_len, may_exceed=may_exceed)
         (prompt,) = prompts_of(self.input, self.prompt_field)
@@ -77,14 +77,14 @@ class EmbeddingBody(Body, kw_only=True):
         )
 
     def check_model(self, text: TextModel) -> None:
-        """Raises ApiError if a model gives no embeddings."""
+        """Raises ApiError if a model has no embeddings."""
         if text.embedding is None:
             message = "this model gives no embeddings: it was trained to go on with text"
             raise ApiError(message, param="model", code="model_not_supported", status=404)
         self.embedding_form(text)
 
     def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
-        """The form asked for. Raises ApiError if the model cannot give it."""
+        """Returns the requested form. Raises ApiError if the model does not support it."""
         embedding = text.embedding
         assert embedding is not None
         size = embedding.size if self.dimensions is None else self.dimensions
@@ -99,7 +99,7 @@ class EmbeddingBody(Body, kw_only=True):
         )
 
     def _chat(self) -> ChatBody:
-        """The chat whose prompt is wanted."""
+        """Returns the chat whose prompt is embedded."""
         if self.input is not None:
             raise invalid_value("input and messages cannot be combined", "input")
         return ChatBody(
@@ -113,16 +113,16 @@ class EmbeddingBody(Body, kw_only=True):
         )
 
     def most_candidates(self, of_operator: int) -> int:
-        """The most inputs, whatever the operator says of answers, which are longer."""
+        """Returns the maximum number of inputs; the operator's limit is only for answers."""
         return max(MAX_INPUTS, of_operator)
 
     @property
     def num_prompts(self) -> int:
-        """The number of inputs. Raises ApiError."""
+        """Returns the number of inputs. Raises ApiError."""
         return 1 if self.messages is not None else len(prompts_of(self.input, self.prompt_field))
 
     def singles(self) -> "Sequence[Body]":
-        """One body for each input."""
+        """Returns one body for each input."""
         if self.messages is not None:
             return (self,)
         inputs = prompts_of(self.input, self.prompt_field)
@@ -132,7 +132,7 @@ class EmbeddingBody(Body, kw_only=True):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Always one: workers choose a token with each last hidden state."""
+        """Always one: workers sample a token with each last hidden state."""
         return 1
 
     @property
@@ -147,7 +147,7 @@ class EmbeddingBody(Body, kw_only=True):
 
 
 def _why_not(size: int, embedding: Embedding) -> str:
-    """Why a model gives no embeddings of this size."""
+    """Says why a model has no embeddings of this size."""
     if not embedding.is_matryoshka:
         return (
             f"dimensions is {size}; this model's config.json does not say that a part of its "

@@ -1,9 +1,10 @@
-"""All fields of a request for an answer: which are honoured, refused or passed over, and why.
+"""All fields of a request for an answer: which are honoured, refused or ignored, and why.
 
-Clients of vLLM, SGLang and OpenAI send fields that Baton does not have. What changes an answer is
-refused by name, since an answer without the asked-for penalty or schema is a wrong answer. What
-changes none passes. Names that are in no table are passed over too, and named in the header
-`x-baton-ignored` of the answer, in the log now and then, and in errors if they are like a field's.
+Clients of vLLM, SGLang and OpenAI send fields that Baton does not have. A field that changes an
+answer is refused by name, since an answer without the requested penalty or schema would be wrong. A
+field that changes no answer is ignored. Names that are in no table are ignored too. They are listed
+in the answer's header `x-baton-ignored`, sometimes in the log, and in errors if they are similar to
+a known field.
 
 `python -m router.gateway.requests.field_table docs/users/api.md` writes these tables there.
 
@@ -17,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-BEGIN_MARK, END_MARK = "<!-- fields -->", "<!-- end -->"  # around the tables in a document
+BEGIN_MARK, END_MARK = "<!-- fields -->", "<!-- end -->"  # enclose the tables in a document
 
 CHAT, COMPLETIONS, BOTH, EMBEDDINGS, ALL = "chat", "completions", "both", "embeddings", "all"
 MESSAGES = "chat, embeddings"
-PLACES = {  # the endpoints that a field of the tables is of, by the name of an endpoint
+PLACES = {  # endpoints in the tables' words, by the name of an endpoint
     CHAT: (CHAT, BOTH, MESSAGES, ALL),
     COMPLETIONS: (COMPLETIONS, BOTH, ALL),
     EMBEDDINGS: (EMBEDDINGS, MESSAGES, ALL),
@@ -30,7 +31,7 @@ OPENAI, VLLM, SGLANG, BATON = "OpenAI", "vLLM", "SGLang", "Baton"
 
 
 class HonouredField(NamedTuple):
-    """A field that has a meaning here."""
+    """A field that Baton honours."""
 
     name: str
     endpoint: str
@@ -39,7 +40,7 @@ class HonouredField(NamedTuple):
 
 
 class RefusedField(NamedTuple):
-    """A field that Baton cannot honour; the values `harmless` ask for nothing and pass."""
+    """A field that Baton cannot honour; only its neutral values `harmless` are accepted."""
 
     name: str
     endpoint: str
@@ -49,7 +50,7 @@ class RefusedField(NamedTuple):
 
 
 class HarmlessField(NamedTuple):
-    """A field that changes no answer, and so passes with any value."""
+    """A field that changes no answer, so any value is accepted."""
 
     name: str
     origin: str
@@ -144,7 +145,7 @@ _SHOWN = {
     **{name: name for name in (CHAT, COMPLETIONS, EMBEDDINGS)},
     **dict.fromkeys((BOTH, MESSAGES), "other endpoints"),
 }
-_NOTHING: tuple[object, ...] = (False, "", [], {})  # values that ask for nothing
+_NOTHING: tuple[object, ...] = (False, "", [], {})  # neutral values
 _NO_LORA = "adapters are not served"
 _TEXT_ONLY = "only text is served"
 _NO_HIDDEN = "hidden states are not given out"
@@ -233,7 +234,7 @@ HARMLESS = (
 
 
 def refused_by(endpoint: str) -> Mapping[str, RefusedField]:
-    """The fields that an endpoint refuses, by name; fields of other endpoints are among them."""
+    """Returns the fields that an endpoint refuses, by name, including those of other endpoints."""
     here = PLACES[endpoint]
     refused = {
         name: RefusedField(name, endpoint, origin, _NOTHING, f"it is a field of {_SHOWN[other]}")
@@ -244,18 +245,18 @@ def refused_by(endpoint: str) -> Mapping[str, RefusedField]:
 
 
 def honoured_by(endpoint: str) -> tuple[str, ...]:
-    """The names of the fields that have a meaning for an endpoint."""
+    """Returns the names of the fields that an endpoint honours."""
     return tuple(each.name for each in HONOURED if each.endpoint in PLACES[endpoint])
 
 
 def known_by(endpoint: str) -> frozenset[str]:
-    """All names that an endpoint knows, refused ones included."""
+    """Returns all names that an endpoint knows, including refused ones."""
     harmless = (each.name for each in HARMLESS)
     return frozenset((*honoured_by(endpoint), *refused_by(endpoint), *harmless))
 
 
 def tables() -> str:
-    """The Markdown of the three tables."""
+    """Returns the Markdown of the three tables."""
     parts = [
         _table(
             ("field", "endpoint", "of", "meaning"),
@@ -282,7 +283,7 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 
 def fill_in(document: str) -> str:
-    """The document with the tables between its marks. Raises ValueError if it has no marks."""
+    """Returns the document with the tables between its marks. Raises ValueError without marks."""
     before, begin, rest = document.partition(BEGIN_MARK)
     _, end, after = rest.partition(END_MARK)
     if not end:

@@ -1,10 +1,10 @@
 """Compiles each grammar in a separate process before a worker receives it.
 
 `engine.grammar.child` compiles, and this module is its only client. The child starts with the first
-grammar. It compiles one grammar at a time; waiting tenants take turns. Verdicts are kept by the
-digest of the grammar and of the tenant's salt. So a known grammar costs a look-up, and no tenant
-learns from response times which grammars others use. A child that does not answer in time is
-killed, and the next grammar starts a new one.
+grammar. It compiles one grammar at a time, in turns among tenants. Verdicts are cached under a
+digest of the grammar and of the tenant's salt. So a known grammar costs a look-up, and response
+times do not reveal to a tenant which grammars others use. A child that does not answer in time is
+killed, and the next grammar starts a new child.
 """
 
 import asyncio
@@ -43,11 +43,11 @@ from router.text.structured import Structure
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S = 10.0  # a request waits this long for its turn and its verdict
-MAX_WAITING = 256  # grammars, each of at most MAX_SOURCE_LEN
-MAX_VERDICTS = 4096  # kept, some 500 bytes each
-ANSWER_TIMEOUT_S = 30.0  # the child kills what takes MAX_WALL_S; it may have to load a tokenizer
-BLAME_TIMEOUT_S = 1.0  # to find the tools whose schemas cannot be followed
+MAX_WAIT_S = 10.0  # seconds that a request waits for its turn and its verdict
+MAX_WAITING = 256  # number of grammars, each of at most MAX_SOURCE_LEN
+MAX_VERDICTS = 4096  # cached verdicts, some 500 bytes each
+ANSWER_TIMEOUT_S = 30.0  # seconds; the child enforces MAX_WALL_S, but may have to load a tokenizer
+BLAME_TIMEOUT_S = 1.0  # seconds to find the tools whose schemas cannot be followed
 CLOSE_TIMEOUT_S = 2.0
 LOG_EVERY_S = 10.0
 # The child handles untrusted input, so it gets only these variables.
@@ -73,16 +73,16 @@ class GrammarCheck(Protocol):
     counters: Counter[str]
 
     async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
-        """Raises GrammarError if it cannot be followed, GrammarBusy if undecided in time."""
+        """Raises GrammarError if workers cannot follow it, GrammarBusy if undecided in time."""
         ...
 
 
 async def check_structure(
     checker: GrammarCheck, structure: Structure, vocabulary: Vocabulary | None, asker: Asker
 ) -> Structure:
-    """Returns the structure, or a looser one for tools without `strict`.
+    """Returns the structure, or a looser structure for tools without `strict`.
 
-    Raises ApiError, naming the field, if a field that must be followed exactly cannot be.
+    If a field that must be followed exactly cannot be, raises ApiError with the name of the field.
     """
     while structure.grammar is not None:
         try:
@@ -170,7 +170,7 @@ class GrammarChecker:
             raise GrammarError(answered.message)
 
     async def close(self) -> None:
-        """Ends the child. Waiting requests are refused."""
+        """Stops the child. Waiting requests are refused."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
@@ -200,7 +200,7 @@ class GrammarChecker:
                 self._waiting.pop(key, None)
 
     async def _run(self) -> None:
-        """Sends waiting grammars to the child, one after the other."""
+        """Sends waiting grammars to the child, one at a time."""
         loop = asyncio.get_running_loop()
         while (waiting := self._next()) is not None:
             answered = await loop.run_in_executor(self._thread, self._child.ask, waiting.asked)
@@ -209,7 +209,7 @@ class GrammarChecker:
                 waiting.done.set_result(answered)
 
     def _next(self) -> _Waiting | None:
-        """The next grammar that a request still waits for."""
+        """Returns the next grammar for which a request still waits."""
         while (waiting := self._turns.take()) is not None:
             if waiting.num_waiters:
                 return waiting
@@ -237,7 +237,7 @@ class GrammarChecker:
 
 
 def _digest(asked: GrammarToCompile, salt: bytes) -> bytes:
-    """The key of a verdict. Raises GrammarError if the text is not valid Unicode."""
+    """Returns the cache key of a verdict. Raises GrammarError if the text is not valid Unicode."""
     try:
         return blake2b(msgspec.msgpack.encode((asked, salt)), digest_size=16).digest()
     except UnicodeEncodeError as error:
@@ -245,7 +245,7 @@ def _digest(asked: GrammarToCompile, salt: bytes) -> bytes:
 
 
 class GrammarChild:
-    """The child process, started on first use. Used by one thread at a time; never raises."""
+    """The child process, started on first use. One thread uses it at a time; it never raises."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -253,17 +253,17 @@ class GrammarChild:
 
     @property
     def pid(self) -> int:
-        """The id of the running process."""
+        """The process id of the running child."""
         assert self._process is not None
         return self._process.pid
 
     def ask(self, asked: GrammarToCompile) -> GrammarResult:
-        """Returns the verdict on a grammar; BUSY if the process ended or did not answer."""
+        """Returns the verdict on a grammar; BUSY if the child ended or did not answer."""
         try:
             sock = self._opened()
             send_frame(sock, asked)
             data = receive_frame(sock)
-        except OSError as error:  # a timeout too
+        except OSError as error:  # includes timeouts
             log.warning("the process that compiles grammars is replaced: %r", error)
             data = b""
         if data:
@@ -280,12 +280,12 @@ class GrammarChild:
             process.kill()
 
     def close(self) -> None:
-        """Ends the process and waits for its end."""
+        """Ends the process and waits until it has ended."""
         self.kill()
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel is slow to end it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may be slow to end it
                 self._process.wait(CLOSE_TIMEOUT_S)
         self._process = self._socket = None
 

@@ -1,9 +1,9 @@
 """Decodes the fields of a JSON body in short steps, so that no step holds the interpreter for long.
 
-Decoding holds the interpreter lock, and most of its time goes into making objects: 8 MiB of `[]`
+Decoding holds the interpreter lock, and most of the time goes into making objects: 8 MiB of `[]`
 take a second, or 0.04 s if they are skipped. So in a long body only known fields are decoded, each
-separately. The prompt and the messages are decoded with their types, and the first wrong item ends
-that. All other fields are decoded after a check of their size. Short bodies are decoded at once.
+separately. Prompt and messages are decoded with their types, and decoding stops at the first wrong
+item. All other fields are decoded after a check of their size. Short bodies are decoded at once.
 """
 
 import re
@@ -23,11 +23,11 @@ from router.inbox.json_values import check_containers, decode_value, no_object, 
 
 SHORT_BODY_BYTES = 65_536
 MAX_PROMPT_IDS = 2**20
-MAX_IGNORED = 16  # names of unknown fields that an answer tells
-MAX_IGNORED_LEN = 64  # characters of a name
-MAX_SUGGESTED = 4  # names that get a suggestion
+MAX_IGNORED = 16  # names of unknown fields that an answer lists
+MAX_IGNORED_LEN = 64  # characters of a listed name
+MAX_SUGGESTED = 4  # names for which a suggestion is made
 MAX_SUGGESTED_LEN = 32  # characters of such a name
-LEAST_LIKENESS = 0.75  # between a name and its suggestion, from 0 to 1
+LEAST_LIKENESS = 0.75  # similarity of a name and its suggestion, from 0 to 1
 MAX_PROMPTS = 4096  # far more than `gateway.max_batch_choices` allows
 
 
@@ -73,13 +73,13 @@ def _long_fields(data: bytes, body_type: type[Body]) -> dict[str, Any]:
 
 @cache
 def _undecoded(body_type: type[Body], *, forbids: bool = False) -> type[msgspec.Struct]:
-    """A body type that leaves known fields undecoded and skips unknown ones, or `forbids` them."""
+    """Returns a type that leaves known fields undecoded; it skips or `forbids` unknown ones."""
     fields = [(name, Raw, Raw()) for name in sorted(known_fields(body_type))]
     return msgspec.defstruct("UndecodedBody", fields, forbid_unknown_fields=forbids)
 
 
 def endpoint_of(data: bytes) -> str:
-    """Returns which endpoint a body is for; completions if it cannot be read."""
+    """Returns the endpoint for which a body is; completions if the body cannot be read."""
     try:
         found = msgspec.json.decode(data, type=_OnlyPrompts)
     except (ValueError, RecursionError):
@@ -90,13 +90,13 @@ def endpoint_of(data: bytes) -> str:
 
 
 def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body]) -> tuple[str, ...]:
-    """Returns names of fields that no table has, fit for a header; of a long body only the first.
+    """Returns unknown field names in a form for headers; of a long body only the first name.
 
-    To list all names of a long body would make as many objects as a client likes.
+    Listing all names of a long body would make as many objects as its client likes.
     """
     known = known_fields(body_type)
     if len(data) <= SHORT_BODY_BYTES:
-        if known.issuperset(fields):  # as nearly always
+        if known.issuperset(fields):  # the usual case
             return ()
         names = [name for name in fields if name not in known]
         return tuple(map(_printable, names[:MAX_IGNORED]))
@@ -109,7 +109,7 @@ def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body])
 
 
 def suggestions(names: Sequence[str], body_type: type[Body], own_fields: Sequence[str] = ()) -> str:
-    """Suggestions for misspelt fields, to be added to a message; mostly empty.
+    """Returns suggestions for misspelt fields as text for a message; mostly empty.
 
     `own_fields` are further names that may be suggested.
     """
@@ -120,7 +120,7 @@ def suggestions(names: Sequence[str], body_type: type[Body], own_fields: Sequenc
 
 
 def _printable(name: str) -> str:
-    """A field's name as a header may carry it."""
+    """Returns a field's name with only characters that a header may contain."""
     return re.sub(r"[^\w.-]", "?", name[:MAX_IGNORED_LEN], flags=re.ASCII)
 
 
@@ -140,7 +140,7 @@ def _prompt(data: bytes, name: str) -> Any:
     if not data.startswith(b"["):
         return msgspec.json.decode(data, type=str | None)
     first = data[1:].lstrip()[:1]
-    # Quotes at a text's begin all count; quotes at its end count unless a backslash is before.
+    # All quotes at the start of texts are counted; quotes at an end unless after a backslash.
     quotes = data.count(b'"') - data.count(b'\\"') if first == b'"' else 0
     if max(data.count(b"[") - 1 if first == b"[" else 0, quotes // 2) > MAX_PROMPTS:
         raise invalid_value(f"{name} holds more than {MAX_PROMPTS} prompts", name)

@@ -1,8 +1,8 @@
-"""From the fields of a body to sampling, limits and priority, as the workers know them.
+"""From the fields of a body to the sampling, limits and priority that workers use.
 
-Log-probabilities have bounds. Each is some 30 to 70 bytes of an answer. They are kept until the
-answer ends, or until its client reads on. The bounds hold for streams too, since a client may read
-slowly.
+The number of log-probabilities is limited. Each takes some 30 to 70 bytes of an answer, and is kept
+until the answer ends or its client reads on. The limits apply to streams too, since a client may
+read slowly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ from router.text.forms.thinking import BEGIN, END
 from router.text.structured import Structure, check_combination, structure_of
 from router.text.tokenizer import TextModel
 
-MAX_SCORES = 2**18  # in all answers together, and in all prompts together
+MAX_SCORES = 2**18  # log-probabilities in all answers together, and in all prompts together
 MAX_ID_DIGITS = 10
-MAX_WRONG_SHOWN = 8  # wrong keys of a field that an error names
+MAX_WRONG_SHOWN = 8  # wrong keys of a field that an error lists
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -36,11 +36,11 @@ NumberT = TypeVar("NumberT", int, float)
 def checked_structure(
     fields: dict[str, Any], text: TextModel, *, is_parsed: bool = True
 ) -> Structure:
-    """Returns the structure of the answer that the fields ask for. Raises ApiError.
+    """Returns the structure of the answer that the fields request. Raises ApiError.
 
-    An answer that is not parsed has none of the marks that the model's form puts around one.
+    If an answer is not parsed, its structure has none of the marks of the model's form.
 
-    `router.gateway.requests.grammar_checker` decides whether its grammar can be followed.
+    `router.gateway.requests.grammar_checker` decides whether workers can follow its grammar.
     """
     try:
         form = text.forms.calls if is_parsed else HERMES
@@ -54,12 +54,12 @@ def checked_structure(
 def sampling_of(
     body: Body, *, text: TextModel, random_seed: int, grammar: Grammar | None = None
 ) -> Sampling:
-    """The sampling parameters. `random_seed` is used if the client gave no seed."""
+    """Returns the sampling parameters. `random_seed` is used if the client gave no seed."""
     seed = random_seed if body.seed is None else body.seed
     model, vocab_size = text.defaults, text.vocab_size
     logprobs = body.num_top_logprobs
     if logprobs is None and body.num_candidates > body.num_choices:
-        logprobs = 0  # they rank the candidates
+        logprobs = 0  # needed to rank the candidates
     return Sampling(
         temperature=_first(body.temperature, model.temperature, 1.0),
         top_p=_first(body.top_p, model.top_p, 1.0),
@@ -78,7 +78,7 @@ def sampling_of(
 def behind_thinking(
     structure: Structure, text: TextModel, reader: AnswerParsing | None
 ) -> Grammar | None:
-    """The grammar of the structure, for what follows the reasoning of an answer that has one."""
+    """Returns the structure's grammar, to be applied after the reasoning if the answer has any."""
     grammar = structure.grammar
     if grammar is None or reader is None or reader.forms.thinking is None:
         return grammar
@@ -90,14 +90,14 @@ def behind_thinking(
 
 
 def _first(asked: NumberT | None, of_model: NumberT | None, otherwise: NumberT) -> NumberT:
-    """The client's value, else the model's authors', else the API's."""
+    """Returns the client's value, or else the model authors' value, or else the API's default."""
     if asked is not None:
         return asked
     return otherwise if of_model is None else of_model
 
 
 def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar | None:
-    """The grammar of `allowed_token_ids` and `bad_words`, if there are any. Raises ApiError."""
+    """Returns the grammar of `allowed_token_ids` and `bad_words`; None without. Raises ApiError."""
     if not (body.allowed_token_ids or body.bad_words):
         return None
     if structure.grammar is not None:
@@ -109,7 +109,7 @@ def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar 
         tuple(token_ids)
         for word in body.bad_words or ()
         for token_ids in text.spellings(word)
-        if max(token_ids) < text.vocab_size  # else the model cannot write it
+        if max(token_ids) < text.vocab_size  # otherwise the model cannot write it
     }
     single = {sequence[0] for sequence in banned if len(sequence) == 1}
     if allowed is not None and single.issuperset(allowed):
@@ -121,14 +121,14 @@ def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar 
 
 
 def nth_seed(sampling: Sampling, index: int) -> Sampling:
-    """The sampling of one of several choices. Choice 0 equals a request with one choice."""
+    """Returns the sampling of one of several choices. Choice 0 equals a request with one choice."""
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & UINT64_MASK)
 
 
 def check_choices(body: Body, max_choices: int, max_batch_choices: int) -> None:
     """Raises ApiError if a request asks for more answers than the operator allows.
 
-    `max_choices` are those to one prompt, `max_batch_choices` those to all prompts of a batch.
+    `max_choices` limits the answers to one prompt, `max_batch_choices` those to all prompts.
     """
     num_each = body.num_candidates
     for name, count in (("n", body.num_choices), ("best_of", num_each)):
@@ -147,10 +147,10 @@ def check_choices(body: Body, max_choices: int, max_batch_choices: int) -> None:
 
 
 def priority_of(body: Body, min_priority: int) -> int:
-    """The priority of a request; lower is served earlier.
+    """Returns the priority of a request; lower is served earlier.
 
-    Without the field it is 0, or `min_priority` if that is higher. Raises ApiError if the field is
-    below `min_priority`.
+    Without the field the priority is 0, or `min_priority` if that is higher. Raises ApiError if the
+    field is below `min_priority`.
     """
     priority = max(0, min_priority) if body.priority is None else body.priority
     if priority < min_priority:
@@ -168,9 +168,9 @@ def limits_of(
     model_max_tokens: int | None = None,
     stop_token_ids: Sequence[int],
 ) -> Limits:
-    """The limits of the answer, with the client's and these stop tokens. Raises ApiError.
+    """Returns the limits of the answer, with the client's and these stop tokens. Raises ApiError.
 
-    If the request has no length, the model's default counts, or else the API's default.
+    If the request gives no length, the model's default is used, or else the API's default.
     """
     max_tokens, room = body.wanted_tokens, context_len - prompt_len
     if room < 1:
@@ -217,7 +217,7 @@ def _is_token_id(key: str) -> bool:
 
 
 def check_answer_scores(body: Body) -> None:
-    """Raises ApiError if the answers would have too many. Needs no tokenising."""
+    """Raises ApiError if the answers would have too many log-probabilities. Needs no tokenising."""
     num_each, wanted = _num_each(body), body.wanted_tokens
     if num_each is None or wanted is None:
         return
@@ -232,7 +232,7 @@ def check_answer_scores(body: Body) -> None:
 
 
 def most_scored_tokens(body: Body) -> int | None:
-    """The longest answer that may have its log-probabilities; None: the bound does not matter."""
+    """Returns the longest answer whose log-probabilities fit the limit; None: no limit applies."""
     num_each = _num_each(body)
     if num_each is None:
         return None
@@ -240,7 +240,7 @@ def most_scored_tokens(body: Body) -> int | None:
 
 
 def check_prompt_scores(body: Body, prompt_lens: Sequence[int]) -> None:
-    """Raises ApiError if the prompts would have too many, with their echoes."""
+    """Raises ApiError if the prompts, with their echoes, would have too many log-probabilities."""
     num_each = (
         0 if body.prompt_logprobs is None else body.times_of_prompt * (1 + body.prompt_logprobs)
     )
@@ -257,11 +257,11 @@ def check_prompt_scores(body: Body, prompt_lens: Sequence[int]) -> None:
 
 
 def _num_each(body: Body) -> int | None:
-    """The number of log-probabilities for each token: its own and the alternatives."""
+    """Returns the number of log-probabilities per token: its own and the alternatives."""
     num_top = body.num_top_logprobs
     return None if num_top is None else 1 + num_top
 
 
 def _param(body: Body) -> str:
-    """The field with the number of log-probabilities."""
+    """Returns the field that sets the number of log-probabilities."""
     return "top_logprobs" if body.endpoint == CHAT else "logprobs"

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: a dialect of chat with items, events, and responses that are kept."""
+"""OpenAI's Responses API: a dialect of chat with items, events, and stored responses."""

@@ -1,8 +1,8 @@
 """The body of POST /v1/responses, with the range of each field.
 
-Pure: bytes in, a `ResponseBody` or an ApiError out. What cannot be honoured is refused by name.
-Fields that are not of this API go to the chat body with vLLM's names (`top_k`, `seed`, `stop`, …),
-which checks them like a chat completion's.
+Pure: bytes in, a `ResponseBody` or an ApiError out. Values that cannot be honoured are refused by
+name. Fields outside this API go to the chat body under vLLM's names (`top_k`, `seed`, `stop`, …),
+which checks them like fields of a chat completion.
 
 Source: OpenAI API reference, responses.
 """
@@ -35,12 +35,12 @@ Label = Annotated[str, Meta(max_length=MAX_USER_LEN)]
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
 LOGPROBS = "message.output_text.logprobs"
-# The second asks for nothing here: reasoning comes as text, which clients may send back.
+# The second value changes nothing here: reasoning comes as text, which clients may send back.
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 Summary = Literal["auto", "concise", "detailed"]
 
-# Fields that Baton cannot honour, with the values that ask for nothing.
+# Fields that Baton cannot honour, with their neutral values.
 _REFUSED: Refused = {
     "access_programs": (),
     "context_management": ([],),
@@ -58,7 +58,7 @@ _REFUSED: Refused = {
     "truncation": ("disabled",),
     "use_beam_search": (False,),
 }
-# Chat's names of what this API calls otherwise.
+# Chat's names of fields that have another name in this API.
 _RENAMED = {
     "logprobs": "include",
     "max_completion_tokens": "max_output_tokens",
@@ -131,22 +131,22 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 
     @property
     def is_stored(self) -> bool:
-        """True unless the client asks not to keep the response."""
+        """True unless the client asks not to store the response."""
         return self.store is not False
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the answer's tokens come with log-probabilities."""
+        """True if the client wants log-probabilities of the answer's tokens."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
 def decode_response_body(data: bytes) -> tuple[ResponseBody, dict[str, Any]]:
-    """Returns a body, checked, and the fields that are not of this API. Raises ApiError."""
+    """Returns a checked body, and the fields outside this API. Raises ApiError."""
     raw = _raw_fields(data)
     fields = {name: _decoded(name, value) for name, value in raw.items()}
     _refuse(fields)
     own = {name: fields.pop(name) for name in ResponseBody.__struct_fields__ if name in fields}
-    input = own.pop("input", None)  # has its types already
+    input = own.pop("input", None)  # decoded with its types already
     for name in (*_REFUSED, *_RENAMED):
         fields.pop(name, None)
     try:
@@ -162,7 +162,7 @@ def decode_response_body(data: bytes) -> tuple[ResponseBody, dict[str, Any]]:
 
 
 def _raw_fields(data: bytes) -> dict[str, bytes]:
-    """The fields of a body, not decoded; of a long body, only the known ones."""
+    """Returns the undecoded fields of a body; of a long body, only the known fields."""
     try:
         if len(data) > SHORT_BODY_BYTES:
             known = msgspec.json.decode(data, type=_undecoded())

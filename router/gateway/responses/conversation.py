@@ -1,9 +1,9 @@
 """From the items of a conversation to chat messages.
 
 Pure. An answer may be several items: reasoning, a message, calls. Chat templates write all of these
-as one message of the assistant, so neighbours of these types become one. Then the prompt of the
-next turn begins with the tokens of this one. Templates decide which reasoning of earlier turns is
-shown.
+as one message of the assistant, so adjacent items of these types become one message. Then the
+prompt of the next turn begins with the tokens of this turn. Templates decide which reasoning of
+earlier turns is shown.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from router.inbox.api_errors import invalid_value
 
 _CALLS = CLIENT_CALLS | {"function_call", "custom_tool_call"}
 _OUTPUTS = CLIENT_OUTPUTS | {"function_call_output", "custom_tool_call_output"}
-# Fields of calls that clients run: the model's arguments, and the outputs.
+# Fields of tools that clients run: the model's arguments, and the outputs.
 _CHOSEN, _RESULTS = ("action", "operation"), ("output", "status")
 
 _encode = msgspec.json.Encoder().encode
@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 class Messages(msgspec.Struct, frozen=True):
     """Chat messages, each with the name of the client's field that it comes from.
 
-    `tools` are lists of more tools that items bring. `left_out` names what no message shows.
+    `tools` are lists of further tools from items. `left_out` names fields that no message shows.
     """
 
     messages: list[dict[str, Any]]
@@ -43,14 +43,14 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 def messages_of(instructions: str | None, items: Sequence[PlacedItem]) -> Messages:
-    """The chat messages of a conversation. Raises ApiError for an output without its call."""
+    """Returns a conversation's chat messages. Raises ApiError for an output without its call."""
     made = Messages([], [], [], [])
     if instructions is not None:
         made.messages.append({"role": "system", "content": instructions})
         made.places.append("instructions")
     calls: set[str] = set()
-    answer: dict[str, Any] | None = None  # a message that more items of an answer may go to
-    reasoning = ""  # before the next item
+    answer: dict[str, Any] | None = None  # a message to which further items of the answer are added
+    reasoning = ""  # reasoning that precedes the next item
     for placed in items:
         item, kind = placed.item, placed.item["type"]
         if kind in HIDDEN:
@@ -105,7 +105,7 @@ def _message(placed: PlacedItem) -> dict[str, Any]:
 
 
 def _call_id(placed: PlacedItem) -> str:
-    """The id that a call and its output share; for some items the item's own id."""
+    """Returns the id that a call and its output share; for some items the item's own id."""
     found = placed.item.get("call_id") or placed.item["id"]
     if not isinstance(found, str):
         raise invalid_value("call_id must be a text", f"{placed.place}.call_id")

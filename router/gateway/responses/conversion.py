@@ -1,7 +1,7 @@
 """From a checked body to the JSON of a chat completion, and from its errors back to our fields.
 
-Pure. The chat body then goes the way of all others, so that both APIs mean the same. The fields of
-a response that repeat the request are made here too.
+Pure. The chat body is then handled like all others, so that both APIs mean the same. The fields of
+a response that repeat its request are also made here.
 """
 
 import re
@@ -16,7 +16,7 @@ from router.gateway.responses.conversation import Messages
 from router.gateway.responses.tools.offer import ToolOrigin, choose, offer_of
 from router.inbox.api_errors import invalid_value
 
-# Names of chat's fields in errors, and ours. The order matters.
+# Field names of chat in errors, and our names. The order matters.
 _FIELD_NAMES = (
     (r"\bresponse_format\.json_schema\.(schema|name|strict|description)\b", r"text.format.\1"),
     (r"\bresponse_format\.json_schema\b", "text.format"),
@@ -35,20 +35,20 @@ class ChatForm(msgspec.Struct, frozen=True):
     """A response as a chat completion: its JSON, and where its parts come from."""
 
     data: bytes
-    places: list[str]  # the client's field of each message
-    tools: list[str]  # the client's field of each tool
-    origins: dict[str, ToolOrigin]  # the client's names of tools, by the model's
+    places: list[str]  # the client's field for each message
+    tools: list[str]  # the client's field for each tool
+    origins: dict[str, ToolOrigin]  # the client's names of tools, by the model's names
     ignored: tuple[str, ...]  # the client's fields that have no effect
 
     def translated(self, error: InvalidRequest) -> InvalidRequest:
-        """Puts the client's names of fields into an error of the chat completion."""
+        """Replaces chat's field names in an error by the client's field names."""
         if error.param is not None:
             error.param = self._ours(error.param)
         error.message = self._ours(error.message)
         return error
 
     def all_ignored(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The client's fields without effect: of the response, and of its chat completion."""
+        """Returns all ignored fields of the client: in the response, and in its chat completion."""
         return (*self.ignored, *map(self._ours, names))
 
     def _ours(self, text: str) -> str:
@@ -68,9 +68,9 @@ class ChatForm(msgspec.Struct, frozen=True):
 
 
 def chat_form(body: ResponseBody, extras: dict[str, Any], messages: Messages) -> ChatForm:
-    """The chat completion that gives this response. Raises ApiError.
+    """Returns the chat completion that makes this response. Raises ApiError.
 
-    `extras` are fields of other names, which chat completions may know.
+    `extras` are unknown fields that chat completions may know.
     """
     offer = offer_of([("tools", body.tools or []), *messages.tools])
     tools, choice = choose(body.tool_choice, offer)
@@ -97,7 +97,7 @@ def chat_form(body: ResponseBody, extras: dict[str, Any], messages: Messages) ->
 
 
 def repeated_fields(body: ResponseBody) -> dict[str, Any]:
-    """The fields of a response that repeat its request."""
+    """Returns the fields of a response that repeat its request."""
     text_format = body.text.format if body.text is not None else None
     shown_format: dict[str, Any] = {"type": "text"}
     if text_format is not None:

@@ -1,4 +1,4 @@
-"""A response while it is made: its status, output and events, numbered in order. Pure."""
+"""A response in progress: its status, output and events, numbered in order. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -43,7 +43,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
 
 class ResponseDraft:
-    """One response from its first to its last event."""
+    """One response, from its first to its last event."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ResponseDraft:
     ) -> None:
         """`repeated` are the fields of its request; `created` is Unix time in seconds.
 
-        `origins` are the client's names of tools, by the model's.
+        `origins` are the client's names of tools, by the model's names.
         """
         sampling = call.first.sampling
         self.id = id
@@ -85,28 +85,28 @@ class ResponseDraft:
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The output items."""
+        """Returns the output items so far."""
         return self._output.items
 
     def fields(self) -> dict[str, Any]:
-        """The response as it is now, without its output."""
+        """Returns the present response, without its output."""
         return {**self._fields, **self._end, "status": self.status}
 
     def body(self) -> dict[str, Any]:
-        """The whole response as it is now."""
+        """Returns the whole present response."""
         return {**self.fields(), "output": self.items}
 
     def remove(self) -> None:
-        """Notes that the response is not kept."""
+        """Records that the response is not stored."""
         self._fields["store"] = False
 
     def queue(self) -> list[Event]:
-        """Notes that the answer has not begun yet."""
+        """Records that the answer has not begun yet."""
         self.status = "queued"
         return self._numbered([self._snapshot("created"), self._snapshot("queued")])
 
     def begin(self) -> list[Event]:
-        """Notes that the answer begins."""
+        """Records that the answer begins."""
         was_queued, self.status = self.status == "queued", "in_progress"
         first = [] if was_queued else [self._snapshot("created")]
         return self._numbered([*first, self._snapshot("in_progress")])
@@ -117,7 +117,7 @@ class ResponseDraft:
         return self._numbered(self._output.take(piece))
 
     def end(self, ending: Ending, now: int) -> list[Event]:
-        """Ends the response, without its last event. `now` is Unix time in seconds."""
+        """Ends the response except for its last event. `now` is Unix time in seconds."""
         outcome = ending.outcome
         if isinstance(outcome, Finished):
             is_whole = self._finish != "length"
@@ -136,13 +136,13 @@ class ResponseDraft:
         return self._numbered(events)
 
     def fail(self, message: str) -> list[Event]:
-        """Ends the response with our own error, without its last event."""
+        """Ends the response with an error of our own, except for its last event."""
         self.status = "failed"
         self._end["error"] = {"code": "server_error", "message": message}
         return self._numbered(self._output.close("incomplete"))
 
     def last(self) -> list[Event]:
-        """The event after all others."""
+        """Returns the event after all others."""
         return self._numbered([self._snapshot(self.status)])
 
     def _snapshot(self, name: str) -> Event:
@@ -159,12 +159,12 @@ class ResponseDraft:
 
 
 def encode_events(events: Sequence[Event]) -> bytes:
-    """The events as server-sent ones."""
+    """Encodes events as server-sent events."""
     return b"".join([_begin(event) + _encode(event) + _END for event in events])
 
 
 def event_parts(event: Event) -> Iterator[bytes]:
-    """An event as a server-sent one, in parts. Those at the end of an answer may be long."""
+    """Encodes an event as a server-sent event, in parts. Events at the end may be long."""
     yield from chain((_begin(event),), json_parts(event), (_END,))
 
 
@@ -174,7 +174,7 @@ def _begin(event: Event) -> bytes:
 
 
 def error_of(outcome: Outcome) -> dict[str, Any] | None:
-    """The `error` of a response that ended so. Its codes are OpenAI's."""
+    """Returns the `error` of a response with this outcome. Its codes are OpenAI's."""
     if isinstance(outcome, Rejected):
         return {"code": "rate_limit_exceeded", "message": outcome.message}
     if isinstance(outcome, Finished | Cancelled):
@@ -184,7 +184,7 @@ def error_of(outcome: Outcome) -> dict[str, Any] | None:
 
 
 def usage_of_response(ending: Ending) -> dict[str, Any]:
-    """Token counts as this API names them."""
+    """Returns token counts under this API's names."""
     return {
         "input_tokens": ending.prompt_tokens,
         "input_tokens_details": {

@@ -1,8 +1,8 @@
-"""The items of a conversation, in the forms that clients send and that are kept.
+"""The items of a conversation, in the forms that clients send and that are stored.
 
-Pure. A kept item is a JSON object in OpenAI's form, with an id. There are messages, calls of tools
-and their outputs, and reasoning. Items of tools that this server does not run are kept as they
-came. `router.gateway.responses.conversation` makes chat messages of items.
+Pure. A stored item is a JSON object in OpenAI's form, with an id. Items are messages, calls of
+tools and their outputs, and reasoning. Items of tools that this server does not run are stored
+unchanged. `router.gateway.responses.conversation` makes chat messages of items.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from router.gateway.requests.chat import TEXT_PARTS, ContentPart
 from router.inbox.api_errors import ApiError, invalid_value
 
 Item = dict[str, Any]
-NewId = Callable[[str], str]  # makes an id with this prefix
+NewId = Callable[[str], str]  # makes an id with the given prefix
 Status = Literal["in_progress", "completed", "incomplete"]
-ENCRYPTED = "encrypted_content"  # a field of reasoning; no prompt shows it
+ENCRYPTED = "encrypted_content"  # a field of reasoning that is never put into a prompt
 MAX_ITEM_ID_LEN = 256  # characters
-MAX_REFERENCES = 512  # each is looked up
+MAX_REFERENCES = 512  # references in one input; each is looked up
 
 _PREFIXES = {
     "message": "msg_",
@@ -30,10 +30,10 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
 }
-# Calls of tools that clients run, and their outputs. They are kept as they came.
+# Calls of tools that clients run, and their outputs. They are stored unchanged.
 CLIENT_CALLS = frozenset({"local_shell_call", "shell_call", "apply_patch_call"})
 CLIENT_OUTPUTS = frozenset(f"{kind}_output" for kind in CLIENT_CALLS)
-# Items of other servers' tools and features. They are kept, and no prompt shows them.
+# Items of other servers' tools and features. They are stored, but never put into a prompt.
 HIDDEN = frozenset(
     {
         "additional_tools",
@@ -96,7 +96,7 @@ class PlacedItem(msgspec.Struct, frozen=True):
 
 
 def decode_input(data: bytes) -> str | list[ItemBody] | None:
-    """Decodes a request's input; the first wrong item ends that. Raises ApiError."""
+    """Decodes a request's input; stops at the first wrong item. Raises ApiError."""
     try:
         found = msgspec.json.decode(data, type=str | list[Raw] | None)
     except msgspec.ValidationError as error:
@@ -117,7 +117,7 @@ def _decoded(raw: Raw, place: str) -> ItemBody:
 
 
 def references_in(input: str | Sequence[ItemBody]) -> list[str]:
-    """The ids of kept items that the input only names. Raises ApiError for too many."""
+    """Returns the ids of stored items to which the input refers. Raises ApiError for too many."""
     if isinstance(input, str):
         return []
     named = [body.id for body in input if _is_reference(body) and body.id is not None]
@@ -130,9 +130,9 @@ def references_in(input: str | Sequence[ItemBody]) -> list[str]:
 def items_of(
     input: str | Sequence[ItemBody], kept: Mapping[str, Item], new_id: NewId
 ) -> list[PlacedItem]:
-    """The items of a request's input. Raises ApiError, which names the item.
+    """Returns the items of a request's input. Raises ApiError with the name of the item.
 
-    `kept` holds the items that the input refers to.
+    `kept` holds the items to which the input refers.
     """
     if isinstance(input, str):
         return [PlacedItem(_user_message(input, new_id), "input")]
@@ -143,22 +143,22 @@ def items_of(
 
 
 def new_message(id: str, status: Status = "in_progress") -> Item:
-    """A message of the assistant, empty."""
+    """Returns an empty message of the assistant."""
     return {"id": id, "type": "message", "status": status, "role": "assistant", "content": []}
 
 
 def text_part(text: str, logprobs: list[object]) -> dict[str, Any]:
-    """A part of the assistant's message."""
+    """Returns a text part of the assistant's message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def new_call(id: str, call_id: str, name: str, namespace: str | None = None) -> Item:
-    """A call of a function, without arguments yet."""
+    """Returns a call of a function, without arguments yet."""
     return _called(id, "function_call", call_id, name, namespace) | {"arguments": ""}
 
 
 def new_custom_call(id: str, call_id: str, name: str, namespace: str | None = None) -> Item:
-    """A call of a custom tool, without its input yet."""
+    """Returns a call of a custom tool, without its input yet."""
     return _called(id, "custom_tool_call", call_id, name, namespace) | {"input": ""}
 
 
@@ -168,7 +168,7 @@ def _called(id: str, kind: str, call_id: str, name: str, namespace: str | None) 
 
 
 def new_reasoning(id: str) -> Item:
-    """Reasoning, empty."""
+    """Returns an empty reasoning item."""
     return {
         "id": id,
         "type": "reasoning",

@@ -1,10 +1,10 @@
 """Turns pieces of an answer into the output items of a response, and into their events.
 
-Pure and incremental. Items follow each other: one is closed before the next begins. The events of a
-message are, in this order: `response.output_item.added`, `response.content_part.added`, a
-`response.output_text.delta` for each piece, `response.output_text.done`,
-`response.content_part.done`, `response.output_item.done`. Reasoning has the same with
-`response.reasoning_text`. A call has deltas of its arguments or input in place of parts.
+Pure and incremental. Items follow each other: an item is closed before the next one is opened. The
+events of a message are, in this order: `response.output_item.added`, `response.content_part.added`,
+a `response.output_text.delta` for each piece, `response.output_text.done`,
+`response.content_part.done`, `response.output_item.done`. Reasoning has the same events with
+`response.reasoning_text`. A call has deltas of its arguments or input instead of parts.
 
 Source: OpenAI API reference, streaming events of responses.
 """
@@ -29,7 +29,7 @@ from router.text.forms.deltas import CallBegun
 from router.text.logprobs import Entry
 
 Event = dict[str, Any]
-Scores = Callable[[Sequence[Entry]], list[object]]  # JSON already
+Scores = Callable[[Sequence[Entry]], list[object]]  # returns JSON values
 
 
 class OutputItems:
@@ -38,13 +38,13 @@ class OutputItems:
     def __init__(
         self, new_id: NewId, scores: Scores, origins: Mapping[str, ToolOrigin] | None = None
     ) -> None:
-        """`scores` shapes the log-probabilities of tokens; `origins` names tools as clients do."""
+        """`scores` encodes log-probabilities; `origins` has the client's names of tools."""
         self.items: list[Item] = []
         self._new_id = new_id
         self._scores = scores
         self._origins = origins or {}
-        self._custom: CustomInput | None = None  # input of the open item
-        self._is_open = False  # the last item
+        self._custom: CustomInput | None = None  # the open item's input
+        self._is_open = False  # whether the last item is open
         self._texts: list[str] = []  # texts of the open item
         self._logprobs: list[object] = []  # log-probabilities of the open item
 
@@ -60,14 +60,14 @@ class OutputItems:
         return events
 
     def take_reasoning(self, text: str) -> list[Event]:
-        """Adds text of the model's reasoning, which comes before what it says."""
+        """Adds text of the model's reasoning, which precedes the answer's text."""
         events = [] if self._is_in("reasoning") else self._open_reasoning()
         self._texts.append(text)
         event = self._at("response.reasoning_text.delta")
         return [*events, {**event, "content_index": 0, "delta": text}]
 
     def close(self, status: Status) -> list[Event]:
-        """Ends the last item. An answer without any text has an empty message."""
+        """Ends the last item. An answer without any text gets an empty message."""
         events = [] if self.items or status != "completed" else self._open_message()
         return events + self._close(status)
 
@@ -125,7 +125,7 @@ class OutputItems:
         return [self._item_event("response.output_item.added")]
 
     def _close(self, status: Status) -> list[Event]:
-        """Completes the open item, if there is one."""
+        """Completes the open item, if any."""
         if not self._is_open:
             return []
         events = self._input(self._custom.finish()) if self._custom is not None else []

@@ -1,4 +1,4 @@
-"""The HTTP side of responses: make, read, follow, cancel, delete, count, and list their input."""
+"""The HTTP side of responses: create, read, follow, cancel, delete, count, and list inputs."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -34,7 +34,7 @@ from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.json_parts import json_parts
 
 PATH = "/v1/responses"
-MAX_PAGE = 100  # items
+MAX_PAGE = 100  # items per page
 PAGE = 20
 _INCLUDES = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
 
@@ -42,7 +42,7 @@ Page = Callable[[Scope, Send], Awaitable[None]]
 
 
 class _ResponseIdConvertor(StringConvertor):
-    """An id in a path: any name that is not another page's, whose methods differ."""
+    """Matches an id in a path, but not the names of pages that have other methods."""
 
     regex = "(?!input_tokens$)[^/]+"
 
@@ -82,10 +82,10 @@ class ResponsePages:
         self._parts = parts
         self._service = ResponseService(parts)
         self._store = self._service.store
-        self.create = CallEndpoint(parts, self._create)  # answers POST /v1/responses
+        self.create = CallEndpoint(parts, self._create)  # handles POST /v1/responses
 
     def routes(self) -> list[Route]:
-        """The routes of all endpoints but the one that makes responses."""
+        """Returns the routes of all endpoints except the one that creates responses."""
         one = f"{PATH}/{{response_id:response}}"
         return [
             Route(f"{PATH}/input_tokens", self._input_tokens, methods=["POST"]),
@@ -96,14 +96,14 @@ class ResponsePages:
         ]
 
     async def open(self) -> None:
-        """Does nothing: responses begin with their calls."""
+        """Does nothing, as responses start with their calls."""
 
     def stop_draining(self) -> None:
-        """Lets a running `close` wait no longer."""
+        """Makes a running `close` stop waiting."""
         self._service.runs.stop_draining()
 
     async def close(self, timeout_s: float) -> None:
-        """Waits for responses in the background, and ends the rest as failed."""
+        """Waits for background responses, and ends the remaining ones as failed."""
         await self._service.runs.close(timeout_s)
 
     async def _create(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
@@ -125,7 +125,7 @@ class ResponsePages:
         await _stream(events, send, accepted.headers)
 
     async def _get(self, scope: Scope, send: Send) -> None:
-        """GET /v1/responses/{id}, whole or as a stream of its events."""
+        """GET /v1/responses/{id}, as a whole or as a stream of its events."""
         id, owner, query = _id(scope), tenant_of(scope).owner, _query(scope)
         unknown = {*query.getlist("include"), *query.getlist("include[]")} - _INCLUDES
         if unknown:
@@ -192,7 +192,7 @@ class ResponsePages:
 
 
 def _page(items: list[Item], after: str | None, limit: int) -> ItemList:
-    """At most `limit` items behind the one with the id `after`."""
+    """Returns at most `limit` items after the item with the id `after`."""
     start = 0
     if after is not None:
         start = next((i for i, item in enumerate(items, 1) if item["id"] == after), -1)
@@ -216,9 +216,9 @@ async def _stream(events: AsyncIterator[bytes], send: Send, headers: Mapping[str
 
 
 def _watched(page: Page) -> ASGIApp:
-    """An application that answers until its client leaves."""
+    """Returns an application that runs the page until its client leaves."""
 
-    class _WatchedPage:  # a function would be taken for a handler of Starlette's requests
+    class _WatchedPage:  # Starlette would treat a function as a handler of its requests
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             async with until_client_leaves(receive):
                 await page(scope, send)

@@ -1,8 +1,9 @@
 """Responses that run in the background of this gateway process.
 
-The table has the truth about each. One task a process writes new events into it, renews the lease
-of what runs, and ends what is no longer alive there: cancelled or deleted, perhaps by another
-process. A run's result counts only if the table says that it is still alive.
+The table is authoritative for each of them. One task per process writes new events into it, renews
+the leases of running responses, and stops those that are no longer alive there: cancelled or
+deleted, perhaps by another process. A run's result counts only if the table says that the response
+is still alive.
 """
 
 import asyncio
@@ -36,19 +37,20 @@ from router.inbox.loop_turns import Turn, no_turn
 
 log = logging.getLogger(__name__)
 
-BACKGROUND_TIMEOUT_S = 3600.0  # for a call that gives none
-FLUSH_S = 0.1  # events are at most so old before others can read them
+BACKGROUND_TIMEOUT_S = 3600.0  # seconds, if the call gives no timeout
+FLUSH_S = 0.1  # seconds after which other processes can read an event, at most
 RENEW_S = LEASE_S / 8
-POLL_S = 0.25  # for news of a response that another process makes
+POLL_S = 0.25  # seconds between checks of a response made by another process
 FINISH_ATTEMPTS = 3
-STOP_TIMEOUT_S = 10.0  # to write down how runs ended
+STOP_TIMEOUT_S = 10.0  # seconds to store how runs ended
 
 
 class BackgroundRun(AnswerWriter):
-    """Takes the answer of one call.
+    """Writes the answer of one background call.
 
-    `checked` is done when the call is: it has what is kept at first, or the error. No client waits
-    for pieces, so they are taken at once. Events of a response that can be streamed are encoded.
+    `checked` is done when the call is checked: its result is the first stored state, or the error.
+    No client waits for pieces, so they are never delayed. If a response can be streamed, its events
+    are encoded.
     """
 
     def __init__(
@@ -63,54 +65,54 @@ class BackgroundRun(AnswerWriter):
         self._keeper = keeper
         self.has_events = has_events
         self.checked: asyncio.Future[NewResponse] = asyncio.get_running_loop().create_future()
-        self.is_kept = asyncio.Event()  # in the table
-        self.bell = asyncio.Event()  # rings for new events in the table
-        self.events: list[KeptEvent] = []  # that are not in the table yet
+        self.is_kept = asyncio.Event()  # set once the response is in the table
+        self.bell = asyncio.Event()  # set when the table has new events
+        self.events: list[KeptEvent] = []  # events that are not in the table yet
         self.task: asyncio.Task[None] | None = None
         self.draft: ResponseDraft | None = None
         self.headers: dict[str, str] = {}
         self._new_draft = new_draft
-        self._turn: Turn = no_turn  # the turn of the call, once the call is open
+        self._turn: Turn = no_turn  # the turn of the call, set when the call is open
         self._has_begun = False
 
     @property
     def status(self) -> str:
-        """Queued or in progress."""
+        """The status: queued or in progress."""
         return "in_progress" if self._has_begun else "queued"
 
     def ring(self) -> None:
-        """Wakes who waits for events."""
+        """Wakes the tasks that wait for events."""
         self.bell.set()
         self.bell = asyncio.Event()
 
     def leave(self) -> None:
-        """Notes that nothing more comes."""
+        """Records that nothing more will come."""
         self.bell.set()
         if not self.checked.done():
             self.checked.cancel()
         elif not self.checked.cancelled():
-            self.checked.exception()  # its caller may have left
+            self.checked.exception()  # the caller may have left
 
     def record(self, events: list[Event]) -> None:
-        """Keeps events for the table."""
+        """Keeps events until they are written to the table."""
         if self.has_events:
             self.events += [
                 KeptEvent(event["sequence_number"], encode_events([event])) for event in events
             ]
 
     async def record_long(self, events: list[Event]) -> None:
-        """Keeps events that may be long, in turns."""
+        """Keeps events that may be long; encodes each in a turn."""
         for event in events if self.has_events else ():
             data = await joined_in_turns(event_parts(event), self._turn)
             self.events.append(KeptEvent(event["sequence_number"], data))
 
     def refuse(self, error: InvalidRequest) -> None:
-        """Tells the caller."""
+        """Passes the error to the caller."""
         if not self.checked.done():
             self.checked.set_exception(error)
 
     def open(self, heading: Heading) -> "BackgroundRun":
-        """Tells the caller that the call runs."""
+        """Tells the caller that the call is running."""
         self.draft = self._new_draft(heading)
         self.headers = heading.headers
         self._turn = heading.turn
@@ -124,7 +126,7 @@ class BackgroundRun(AnswerWriter):
         self.record(self._begun().take(piece))
 
     async def end(self, ending: Ending) -> None:
-        """Keeps the end."""
+        """Keeps the end of the answer."""
         assert self.draft is not None
         await self.record_long(self.draft.end(ending, unix_time_s()))
 
@@ -137,14 +139,14 @@ class BackgroundRun(AnswerWriter):
 
 
 class BackgroundRuns:
-    """All runs of this process. The last one to end ends the task that writes for them."""
+    """All runs of this process. After the last run, the task that writes events ends too."""
 
     def __init__(self, service: AnswerService, store: ResponseStore, metrics: GatewayMetrics):
         self._service = service
         self._store = store
         self._metrics = metrics
         self._runs: dict[str, BackgroundRun] = {}
-        self._turn = asyncio.Lock()  # one writes events at a time
+        self._turn = asyncio.Lock()  # only one task writes events at a time
         self._writer: asyncio.Task[None] | None = None
         self._is_closing = False
         self._stops_draining = asyncio.Event()
@@ -153,7 +155,7 @@ class BackgroundRuns:
         return len(self._runs)
 
     async def start(self, call: ApiCall, run: BackgroundRun, meter: RequestMeter) -> dict[str, Any]:
-        """Checks a call and lets it run. Returns the response. Raises InvalidRequest."""
+        """Checks a call and starts it. Returns the response. Raises InvalidRequest."""
         if self._is_closing:
             raise ApiError("the server is stopping", code="server_shutdown", status=503)
         most = self._store.config.max_background_responses
@@ -170,7 +172,7 @@ class BackgroundRuns:
             await self._store.begin(begun, has_events=run.has_events)
         except BaseException:
             run.task.cancel()
-            del run  # it holds the error, whose traceback holds this frame
+            del run  # it holds the error, whose traceback refers to this frame
             raise
         run.is_kept.set()
         if self._writer is None or self._writer.done():
@@ -178,12 +180,12 @@ class BackgroundRuns:
         return {**begun.fields, "output": []}
 
     def tell(self, id: str) -> None:
-        """Notes that a response is no longer alive in the table."""
+        """Records that a response is no longer alive in the table."""
         if (run := self._runs.get(id)) is not None and run.task is not None:
             run.task.cancel()
 
     async def follow(self, id: str, owner: str, last: int) -> AsyncIterator[bytes]:
-        """Yields the events behind number `last` as they come, to the end of the response."""
+        """Yields the events after number `last` as they come, up to the end of the response."""
         while True:
             bell = self._runs[id].bell if id in self._runs else None
             kept, events = await self._store.events(id, owner, last)
@@ -203,11 +205,11 @@ class BackgroundRuns:
             await _pause(POLL_S, bell)
 
     def stop_draining(self) -> None:
-        """Lets a running `close` wait no longer."""
+        """Makes a running `close` stop waiting."""
         self._stops_draining.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Waits for the runs, and ends the rest as failed."""
+        """Waits for the runs, and ends the remaining ones as failed."""
         self._is_closing = True
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         if tasks:
@@ -235,7 +237,7 @@ class BackgroundRuns:
         except asyncio.CancelledError:
             if self._is_closing:
                 await self._fail(run, "the server was stopped before the response was complete")
-        except Exception:  # a bug in Baton: the run has no client to see it
+        except Exception:  # a bug in Baton: this run has no client that would see it
             log.exception("the response %s failed", run.id)
             await self._fail(run, "internal error")
         finally:
@@ -264,7 +266,7 @@ class BackgroundRuns:
             await _pause(RENEW_S)
 
     async def _write(self) -> None:
-        """Writes down events and renews leases while there are runs."""
+        """Writes events and renews leases while there are runs."""
         loop = asyncio.get_running_loop()
         renewed_s = loop.time()
         while self._runs:
@@ -281,7 +283,7 @@ class BackgroundRuns:
                 self.tell(id)
 
     async def _beat(self, *, renews: bool) -> set[str]:
-        """Writes what is new. Returns the ids of runs that shall end."""
+        """Writes new events. Returns the ids of runs that must stop."""
         async with self._turn:
             kept = [run for run in self._runs.values() if run.is_kept.is_set()]
             batches = {run.id: [*run.events] for run in kept if run.events}
@@ -297,7 +299,7 @@ class BackgroundRuns:
 
 
 async def _pause(seconds: float, bell: asyncio.Event | None = None) -> None:
-    """Waits, or until the bell rings."""
+    """Waits for the time, or until the bell is set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await (bell or asyncio.Event()).wait()
@@ -318,7 +320,7 @@ def _error_event(message: str, number: int) -> bytes:
 
 
 def _missing_end(kept: KeptResponse, last: int) -> bytes:
-    """The last event of a response whose process could not write it."""
+    """Returns the last event of a response whose process could not write it."""
     if kept.fields["status"] == kept.status:
         return b""
     event: Event = {"type": f"response.{kept.status}", "response": kept.body()}

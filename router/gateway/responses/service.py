@@ -2,10 +2,10 @@
 
 The life of one response:
 
-1. Its body is checked, and what it builds on is read from the store.
-2. Both become a chat completion, which is answered like all others. Its errors get our names.
-3. The answer becomes items and events for the client that waits. A response in the background is
-   written into the store, from which clients read it.
+1. Its body is checked, and the conversation before it is read from the store.
+2. Both become a chat completion, which is answered like all others. Its errors get our field names.
+3. The answer becomes items and events for a waiting client. A background response is written into
+   the store, from which clients read it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -47,15 +47,15 @@ RESPONSE = replace(CHAT, id_prefix="resp_", object_name="response")
 
 
 class Prepared(NamedTuple):
-    """A response that can be made."""
+    """A response that is ready to be made."""
 
     body: ResponseBody
     form: ChatForm
-    input: list[Item]  # its own, without the conversation before it
+    input: list[Item]  # without the earlier conversation
 
 
 class Accepted(NamedTuple):
-    """A response that runs in the background, as it is first shown."""
+    """A background response, as first shown to its client."""
 
     id: str
     body: dict[str, Any]
@@ -64,14 +64,14 @@ class Accepted(NamedTuple):
 
 
 class ResponseService:
-    """Makes responses, in the foreground or in the background."""
+    """Makes responses, for waiting clients or in the background."""
 
     def __init__(
         self,
         parts: GatewayParts,
         port_of: Callable[[ServedVersion], RequestPort] = attrgetter("port"),
     ) -> None:
-        """`port_of` gives the way to a version's router; by default the router itself."""
+        """`port_of` returns the port of a version's router; by default the router itself."""
         self.store = ResponseStore(parts.storage, parts.settings.gateway)
         self._parts = parts
         self._answers = AnswerService(parts, RESPONSE, ChatBody, port_of)
@@ -85,7 +85,7 @@ class ResponseService:
         yield GaugeMetricFamily("baton_background_responses", text, len(self.runs))
 
     async def prepare(self, data: bytes, tenant: Tenant) -> Prepared:
-        """Checks a body and reads what it builds on. Raises ApiError."""
+        """Checks a body and reads the conversation before it. Raises ApiError."""
         decoding = partial(decode_response_body, data)
         pools, turn = self._parts.parse_pools, tenant.turn
         is_long = len(data) >= LONG_BODY_BYTES
@@ -101,7 +101,7 @@ class ResponseService:
         return converting()
 
     async def count(self, data: bytes, tenant: Tenant, headers: Mapping[str, str]) -> int:
-        """The tokens of the prompt that a body asks for. Raises InvalidRequest."""
+        """Returns the number of prompt tokens of a body. Raises InvalidRequest."""
         prepared = await self.prepare(data, tenant)
         choose = partial(self._chosen, headers)
         counting = partial(tokenized, prepared.form.data, choose)
@@ -114,7 +114,7 @@ class ResponseService:
             raise prepared.form.translated(error) from None
 
     def call(self, prepared: Prepared, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
-        """The call of a chat completion that makes the response. Raises ApiError."""
+        """Returns the chat completion call that makes the response. Raises ApiError."""
         call = self._answers.call(prepared.form.data, tenant, headers)
         own, form = ResponseBody.__struct_fields__, prepared.form
         return msgspec.structs.replace(call, own_fields=own, own_ignored=form.all_ignored)
@@ -127,7 +127,7 @@ class ResponseService:
         send: Send,
         pipe: BodyPipe | None,
     ) -> None:
-        """Makes a response for the client that waits for it. Raises InvalidRequest."""
+        """Makes a response for a waiting client. Raises InvalidRequest."""
         keeper = ResponseKeeper(self.store, call.tenant.owner, prepared.input)
         draft = partial(self._draft, call, prepared)
 

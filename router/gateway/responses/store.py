@@ -1,6 +1,6 @@
-"""The responses that a gateway keeps, in the gateway's database.
+"""The stored responses of a gateway, in the gateway's database.
 
-Each method is one transaction in the storage's thread. A fault of the database is logged, counted,
+Each method is one transaction in the storage's thread. An error of the database is logged, counted,
 and becomes an error with status 503.
 """
 
@@ -20,21 +20,21 @@ from router.inbox.api_errors import ApiError
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 10.0  # without a sign for this long, the process that makes a response is gone
-MAX_READ_BYTES = 2**20  # bytes of events in one transaction
+LEASE_S = 10.0  # seconds without renewal after which the process that makes a response is gone
+MAX_READ_BYTES = 2**20  # bytes of events per transaction
 
 T = TypeVar("T")
 
 
 class Context(NamedTuple):
-    """What a new response builds on."""
+    """The earlier conversation of a new response."""
 
-    items: list[Item]  # the conversation before it
-    named: dict[str, Item]  # items that its input refers to, by id
+    items: list[Item]  # all items of the earlier conversation
+    named: dict[str, Item]  # items to which its input refers, by id
 
 
 class ResponseStore:
-    """Keeps responses, each for its owner alone."""
+    """Stores responses; only the owner of a response can read it."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class ResponseStore:
         self._unix_s = unix_s
 
     async def add(self, new: NewResponse) -> None:
-        """Keeps a response that has ended."""
+        """Stores a response that has ended."""
         now_s = self._unix_s()
         await self._run(lambda db: table.insert(db, new, self.config, now_s))
 
     async def begin(self, new: NewResponse, *, has_events: bool) -> None:
-        """Keeps a response that begins to run in the background."""
+        """Stores a response that starts to run in the background."""
         now_s = self._unix_s()
         await self._run(
             lambda db: table.insert(
@@ -64,7 +64,8 @@ class ResponseStore:
     async def beat(
         self, running: dict[str, str], events: Mapping[str, Sequence[KeptEvent]]
     ) -> set[str]:
-        """Keeps new events, and renews the lease of what runs; `running` has each one's status.
+        """Stores new events, and renews the leases of running responses; `running` has their
+        status.
 
         Returns the ids of the runs to stop.
         """
@@ -84,22 +85,22 @@ class ResponseStore:
         output: Sequence[Item],
         events: Sequence[KeptEvent],
     ) -> bool:
-        """Ends a response that ran in the background. False: it was cancelled or deleted."""
+        """Ends a background response. Returns False if it was cancelled or deleted."""
         return await self._run(lambda db: table.finish(db, id, fields, output, events, self.config))
 
     async def get(self, id: str, owner: str) -> KeptResponse:
-        """The response. Raises ApiError with status 404."""
+        """Returns the response. Raises ApiError with status 404."""
         now_s = self._unix_s()
         found = await self._run(lambda db: table.get(db, id, owner, now_s))
         return _found(found, id)
 
     async def delete(self, id: str, owner: str) -> None:
-        """Deletes a response, and ends it if it runs. Raises ApiError with status 404."""
+        """Deletes a response, and stops it if it runs. Raises ApiError with status 404."""
         if not await self._run(lambda db: table.delete(db, id, owner)):
             raise _unknown(id)
 
     async def cancel(self, id: str, owner: str) -> KeptResponse:
-        """Ends a response that runs in the background. Raises ApiError."""
+        """Cancels a background response. Raises ApiError."""
         now_s = self._unix_s()
 
         def work(db: sqlite3.Connection) -> KeptResponse | None:
@@ -115,7 +116,7 @@ class ResponseStore:
     async def context(
         self, previous: str | None, named: Sequence[str], owner: str, max_bytes: int
     ) -> Context:
-        """The items that a new response builds on. Raises ApiError."""
+        """Returns the items on which a new response builds. Raises ApiError."""
         if previous is None and not named:
             return Context([], {})
         now_s = self._unix_s()
@@ -141,14 +142,14 @@ class ResponseStore:
         return found
 
     async def input_items(self, id: str, owner: str, max_bytes: int) -> list[Item]:
-        """The items that a response answers. Raises ApiError with status 404."""
+        """Returns the items that a response answers. Raises ApiError with status 404."""
         items = await self._run(lambda db: table.input_items(db, id, owner, max_bytes))
         return _found(items, id)
 
     async def events(
         self, id: str, owner: str, last: int
     ) -> tuple[KeptResponse | None, list[KeptEvent]]:
-        """The response as it is now, and its events behind number `last`, or the first of them."""
+        """Returns the present response, and its next events after number `last`."""
         now_s = self._unix_s()
 
         def work(db: sqlite3.Connection) -> tuple[KeptResponse | None, list[KeptEvent]]:

@@ -1,14 +1,15 @@
-"""The tables of kept responses: each function is a part of one transaction.
+"""The tables of stored responses: each function is a part of one transaction.
 
 A response is one row, with a row for each item of its own input and of its output. A conversation
-is a chain: each response names the one before. The use of a response counts as a use of its whole
-chain, and what was not used for longest goes first. So a conversation goes as a whole.
+is a chain: each response names its predecessor. A use of a response counts as a use of its whole
+chain, and the chain that was unused for longest is deleted first. So a conversation is deleted as a
+whole.
 
-A response that runs in the background has the end of its process's lease. When that has passed, the
-process is gone, and the response has failed. A response that was cancelled or deleted is no longer
-alive: the process that makes it sees so when it renews its lease.
+A background response has the time at which its process's lease ends. After that time the process is
+gone, and the response has failed. A response that was cancelled or deleted is no longer alive: the
+process that makes it detects this when it renews its lease.
 
-Triggers count rows and bytes of each owner, and delete what belongs to a deleted response.
+Triggers count rows and bytes of each owner, and delete the items and events of a deleted response.
 """
 
 import sqlite3
@@ -22,9 +23,9 @@ from engine.config import GatewayConfig
 from router.gateway.responses.items import Item
 from router.inbox.api_errors import ApiError
 
-MAX_TURNS = 4096  # in a conversation
+MAX_TURNS = 4096  # responses in a conversation
 LONG_ITEM_BYTES = 65_536
-MAX_EVENTS_BYTES = 8 * 2**20  # for one response
+MAX_EVENTS_BYTES = 8 * 2**20  # bytes of events per response
 LOST = "the gateway process that made this response has ended"
 
 TABLES = """
@@ -97,7 +98,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class KeptResponse(NamedTuple):
-    """A response as it is kept."""
+    """A stored response."""
 
     number: int
     id: str
@@ -108,11 +109,11 @@ class KeptResponse(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """True while it is being made."""
+        """True while the response is being made."""
         return self.status in ("queued", "in_progress")
 
     def body(self) -> dict[str, Any]:
-        """The response as clients see it."""
+        """Returns the response as clients see it."""
         body = {**self.fields, "status": self.status, "output": self.output}
         if self.status == "failed" and body.get("error") is None:
             body["error"] = {"code": "server_error", "message": LOST}
@@ -120,7 +121,7 @@ class KeptResponse(NamedTuple):
 
 
 class NewResponse(NamedTuple):
-    """What is kept of a response."""
+    """The data to be stored for a response."""
 
     id: str
     owner: str
@@ -146,7 +147,7 @@ def insert(
     lease_end_s: float | None = None,
     has_events: bool = False,
 ) -> None:
-    """Keeps a response; old ones give way to it. Raises ApiError if it is too large to keep."""
+    """Stores a response; old ones are deleted for it. Raises ApiError if it is too large."""
     fields, items = _encode(new.fields), _encoded(new.input, new.output)
     num_bytes = _size(fields, items)
     if num_bytes > min(config.max_responses_bytes, config.max_key_responses_bytes):
@@ -171,7 +172,7 @@ def finish(
     events: Sequence[KeptEvent],
     config: GatewayConfig,
 ) -> bool:
-    """Ends a response that ran in the background. False: it was cancelled or deleted before."""
+    """Ends a background response. False if it was cancelled or deleted before."""
     found = db.execute(
         f"SELECT number, owner, used_s FROM responses WHERE id = ? AND {_ALIVE}", (id,)
     ).fetchone()
@@ -191,7 +192,7 @@ def finish(
 
 
 def get(db: sqlite3.Connection, id: str, owner: str, now_s: float) -> KeptResponse | None:
-    """The response of this owner with this id."""
+    """Returns the response of this owner with this id."""
     fail_lost(db, now_s)
     row = db.execute(
         "SELECT number, id, status, fields, has_events FROM responses WHERE id = ? AND owner = ?",
@@ -207,13 +208,13 @@ def get(db: sqlite3.Connection, id: str, owner: str, now_s: float) -> KeptRespon
 
 
 def delete(db: sqlite3.Connection, id: str, owner: str) -> bool:
-    """Deletes a response. False if there is none."""
+    """Deletes a response. Returns False if there is none."""
     cursor = db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner))
     return cursor.rowcount > 0
 
 
 def cancel(db: sqlite3.Connection, id: str, owner: str) -> None:
-    """Cancels a response that runs in the background. Does nothing to one that has ended."""
+    """Cancels a background response. Does nothing if it has ended."""
     db.execute(
         f"UPDATE responses SET status = 'cancelled', lease_end_s = NULL"
         f" WHERE id = ? AND owner = ? AND lease_end_s IS NOT NULL AND {_ALIVE}",
@@ -224,9 +225,9 @@ def cancel(db: sqlite3.Connection, id: str, owner: str) -> None:
 def conversation(
     db: sqlite3.Connection, id: str, owner: str, now_s: float, max_bytes: int
 ) -> list[Item] | None:
-    """All items up to the end of this response. None if it, or one before it, is not kept.
+    """Returns all items up to the end of this response. None if any of the chain is missing.
 
-    This counts as a use. Raises ApiError if they have more than `max_bytes` in all.
+    This counts as a use. Raises ApiError if the items have more than `max_bytes` in total.
     """
     chain = _chain(db, id, owner)
     if chain is None:
@@ -247,7 +248,7 @@ def conversation(
 
 
 def input_items(db: sqlite3.Connection, id: str, owner: str, max_bytes: int) -> list[Item] | None:
-    """The items that a response answers, with the items of the conversation before it."""
+    """Returns the items that a response answers, with the items of the conversation before it."""
     row = db.execute(
         "SELECT number, previous, used_s FROM responses WHERE id = ? AND owner = ?", (id, owner)
     ).fetchone()
@@ -259,7 +260,7 @@ def input_items(db: sqlite3.Connection, id: str, owner: str, max_bytes: int) -> 
 
 
 def kept_items(db: sqlite3.Connection, ids: Iterable[str], owner: str) -> dict[str, Item]:
-    """The items of this owner with these ids, as far as there are any."""
+    """Returns those items of this owner that exist among these ids."""
     found: dict[str, Item] = {}
     for id in ids:
         row = db.execute(
@@ -273,7 +274,7 @@ def kept_items(db: sqlite3.Connection, ids: Iterable[str], owner: str) -> dict[s
 
 
 def renew(db: sqlite3.Connection, running: dict[str, str], lease_end_s: float) -> set[str]:
-    """Renews the lease of what runs in this process, and notes the status of each.
+    """Renews the leases of this process's running responses, and records the status of each.
 
     Returns the ids of the runs to stop.
     """
@@ -289,14 +290,14 @@ def renew(db: sqlite3.Connection, running: dict[str, str], lease_end_s: float) -
 
 
 def fail_lost(db: sqlite3.Connection, now_s: float) -> None:
-    """Ends the responses whose process is gone."""
+    """Ends the responses whose process is gone as failed."""
     db.execute(
         "UPDATE responses SET status = 'failed', lease_end_s = NULL WHERE lease_end_s < ?", (now_s,)
     )
 
 
 def add_events(db: sqlite3.Connection, id: str, events: Sequence[KeptEvent]) -> None:
-    """Keeps events of a response; its oldest ones give way to them."""
+    """Stores events of a response; its oldest events are deleted for them."""
     row = db.execute("SELECT number, events_bytes FROM responses WHERE id = ?", (id,)).fetchone()
     if row is None or not events:
         return
@@ -323,7 +324,7 @@ def add_events(db: sqlite3.Connection, id: str, events: Sequence[KeptEvent]) -> 
 
 
 def events_after(db: sqlite3.Connection, number: int, last: int, max_bytes: int) -> list[KeptEvent]:
-    """The events behind number `last`: at most `max_bytes`, but at least one event."""
+    """Returns events after number `last`: at most `max_bytes`, but at least one event."""
     events: list[KeptEvent] = []
     num_bytes = 0
     cursor = db.execute(
@@ -341,7 +342,7 @@ def events_after(db: sqlite3.Connection, number: int, last: int, max_bytes: int)
 
 
 def make_room(db: sqlite3.Connection, owner: str, config: GatewayConfig, now_s: float) -> None:
-    """Deletes what is too old, and what is too much. Running ones stay."""
+    """Deletes responses that are too old or too many. Running responses stay."""
     fail_lost(db, now_s)
     db.execute(
         "DELETE FROM responses WHERE used_s < ? AND lease_end_s IS NULL",
@@ -357,11 +358,11 @@ def make_room(db: sqlite3.Connection, owner: str, config: GatewayConfig, now_s: 
             values,
         )
         if cursor.rowcount == 0:
-            return  # the others run, and their number is bounded
+            return  # all others are running, and their number is bounded
 
 
 def _totals(db: sqlite3.Connection, owner: str) -> tuple[int, int, int, int]:
-    """Rows and bytes of the owner, then of all."""
+    """Returns rows and bytes of the owner, then of all owners."""
     own = db.execute(
         "SELECT num, num_bytes FROM response_totals WHERE owner = ?", (owner,)
     ).fetchone() or (0, 0)
@@ -382,7 +383,7 @@ def _is_over(totals: tuple[int, int, int, int], config: GatewayConfig) -> bool:
 
 
 def _chain(db: sqlite3.Connection, id: str, owner: str) -> list[int] | None:
-    """The numbers of the responses of a conversation, the first one first."""
+    """Returns the numbers of the responses of a conversation, first response first."""
     rows = db.execute(_CHAIN, (id, owner, owner)).fetchall()
     if not rows or rows[0][1] is not None:
         return None
@@ -399,7 +400,7 @@ def _items(db: sqlite3.Connection, number: int, condition: str = "") -> list[Ite
 
 
 def _item_of(data: bytes) -> Item:
-    """A kept item. Long log-probabilities stay JSON, as their objects would take seconds."""
+    """Returns a stored item. Long log-probabilities stay JSON, as decoding would take seconds."""
     if len(data) < LONG_ITEM_BYTES:
         item: Item = msgspec.json.decode(data)
         return item

@@ -1,7 +1,7 @@
-"""Writers of a response to the client that waits for it: whole, or as a stream of events.
+"""Writers of a response to its waiting client: as a whole, or as a stream of events.
 
-A response is kept before the client learns that it is complete, so that it can be named at once. If
-it cannot be kept, the client gets the answer all the same, with `store: false`.
+A response is stored before its client learns that it is complete, so that the client can refer to
+it at once. If it cannot be stored, the client still gets the answer, with `store: false`.
 """
 
 import logging
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class ResponseKeeper:
-    """Keeps one response when it has ended, if its client wants that."""
+    """Stores one response when it has ended, if its client wants that."""
 
     def __init__(self, store: ResponseStore, owner: str, input: Sequence[Item]) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class ResponseKeeper:
         self._input = input
 
     async def keep(self, draft: ResponseDraft) -> None:
-        """Keeps the response. If that fails, the response says so."""
+        """Stores the response. If that fails, the response has `store: false`."""
         fields = draft.fields()
         if not fields["store"]:
             return
@@ -53,7 +53,7 @@ class ResponseKeeper:
             draft.remove()
 
     def record(self, draft: ResponseDraft) -> NewResponse:
-        """What is kept of the response as it is now."""
+        """Returns the data to be stored for the present response."""
         fields = draft.fields()
         previous = fields["previous_response_id"]
         return NewResponse(draft.id, self._owner, previous, fields, self._input, [*draft.items])
@@ -106,7 +106,7 @@ class StreamedResponse(AnswerWriter):
 
     @property
     def is_full(self) -> bool:
-        """True if the head is not sent, or something waits to be sent."""
+        """True if the head is not sent yet, or some data is waiting to be sent."""
         return bool(self._unsent) or self._stream.is_full
 
     def write(self, piece: AnswerPiece) -> None:
@@ -119,7 +119,7 @@ class StreamedResponse(AnswerWriter):
             self._stream.write(encode_events(events))
 
     async def flush(self) -> None:
-        """Sends all events."""
+        """Sends all pending events."""
         events, self._unsent = self._unsent, []
         await self._stream.send(encode_events(events))
 
@@ -140,7 +140,7 @@ class StreamedResponse(AnswerWriter):
         await self._stream.send(b"", is_last=True)
 
     def _begun(self) -> list[Event]:
-        """The first events, unless the response has begun."""
+        """Returns the first events, unless the response has begun."""
         if self._has_begun:
             return []
         self._has_begun = True

@@ -1,7 +1,8 @@
-"""Traces by OpenTelemetry's SDK, sent to a collector over OTLP (HTTP) from a thread of its own.
+"""Traces by OpenTelemetry's SDK, sent to a collector over OTLP (HTTP) from a separate thread.
 
-The SDK is imported here only; it is the extra `otel`. A caller's W3C trace context continues. If
-that says whether the trace is sampled, so it is. Other requests are sampled by their trace's id.
+The SDK is imported only here; it is the extra `otel`. A caller's W3C trace context is continued. If
+the context says whether the trace is sampled, that decides. Other requests are sampled by their
+trace id.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ class OtelTracing:
     def __init__(
         self, processor: SpanProcessor, *, clock: Clock, share: float, process: str, version: str
     ) -> None:
-        """`share` of the traces that begin here are sampled."""
+        """`share` of the traces that start here are sampled."""
         about = {
             "service.name": "baton",
             "service.instance.id": process,
@@ -42,13 +43,13 @@ class OtelTracing:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("baton", version)
         self._clock = clock
-        # Spans have wall-clock times, but their lengths come from the gateway's clock.
+        # Spans start at wall-clock times, but their durations come from the gateway's clock.
         self._origin_ns = unix_time_ns() - int(clock.now_s() * 1e9)
 
     def begin(
         self, name: str, request_id: str, received_s: float, headers: Mapping[str, str]
     ) -> "OtelTrace | None":
-        """Returns the trace of a request; None: not sampled."""
+        """Returns the trace of a request; None if it is not sampled."""
         span = self._tracer.start_span(
             name,
             context=_CONTEXT.extract(headers),
@@ -61,7 +62,7 @@ class OtelTracing:
         return OtelTrace(self, span, received_s)
 
     def add_stages(self, parent: Span, timeline: Timeline, received_s: float) -> None:
-        """Makes the spans of a choice that has ended now."""
+        """Makes the spans of a choice that has just ended."""
         context = set_span_in_context(parent)
         for stage in stage_spans(timeline, received_s, self._clock.now_s()):
             span = self._tracer.start_span(
@@ -73,11 +74,11 @@ class OtelTracing:
             span.end(self._at_ns(stage.end_s))
 
     def now_ns(self) -> int:
-        """The present time of spans."""
+        """Returns the present time for spans."""
         return self._at_ns(self._clock.now_s())
 
     def close(self) -> None:
-        """Sends what is left, for `EXPORT_TIMEOUT_S` at most, and ends the thread."""
+        """Sends the remaining spans, for at most `EXPORT_TIMEOUT_S`, and ends the thread."""
         self._provider.force_flush(int(EXPORT_TIMEOUT_S * 1000))
         self._provider.shutdown()
 
@@ -97,11 +98,11 @@ class OtelTrace:
         self.headers: Mapping[str, str] = headers
 
     def add_choice(self, timeline: Timeline) -> None:
-        """Makes the spans of a choice that has ended now."""
+        """Makes the spans of a choice that has just ended."""
         self._tracing.add_stages(self._span, timeline, self._received_s)
 
     def end(self, outcome: str, attributes: Attributes) -> None:
-        """Ends the request."""
+        """Ends the span of the request."""
         self._span.set_attributes({**attributes, "baton.outcome": outcome})
         if outcome == "failed":
             self._span.set_status(Status(StatusCode.ERROR))
@@ -109,5 +110,5 @@ class OtelTrace:
 
 
 def exporting(endpoint: str) -> SpanProcessor:
-    """Returns the processor that sends spans to a collector's URL. It drops some if it must."""
+    """Returns the processor that sends spans to a collector. If its queue is full, it drops."""
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))

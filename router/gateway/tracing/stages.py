@@ -1,8 +1,8 @@
 """The spans of one choice, from its timeline. Pure.
 
-Stages follow each other, so their lengths give their times: routed, queued, prefilled, then the KV
+Stages follow each other, so their durations give their times: routed, queued, prefilled, then KV
 handed over, then decoded. The transfer of KV overlaps with prefill: it ends when all KV is at the
-decode worker, and begins `kv_transfer_s` earlier.
+decode worker, and starts `kv_transfer_s` earlier.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ Attributes = dict[str, str | int | float]
 
 
 class StageSpan(NamedTuple):
-    """One span below its request's span; seconds on the gateway's clock."""
+    """One span under its request's span; times in seconds on the gateway's clock."""
 
     name: str
     begin_s: float
@@ -22,9 +22,9 @@ class StageSpan(NamedTuple):
 
 
 def stage_spans(timeline: Timeline, received_s: float, end_s: float) -> list[StageSpan]:
-    """Returns the spans of a choice that was received and ended then.
+    """Returns the spans of a choice that was received at `received_s` and ended at `end_s`.
 
-    A choice that ended early has no spans of stages that did not begin.
+    A choice that ended early has no spans of stages that it did not reach.
     """
     routed_s = received_s + timeline.route_s
     placed_s = routed_s + timeline.queue_s

@@ -1,7 +1,7 @@
-"""The trace of one request, as the gateway keeps it, and what begins one.
+"""The trace of one request in the gateway, and the factory of traces.
 
-A trace is begun with the request and built at its end. Without tracing there is none, and nothing
-is done.
+A trace starts with the request, and its spans are made at its end. Without tracing there is no
+trace, and nothing is done.
 """
 
 from collections.abc import Mapping
@@ -14,29 +14,29 @@ CONTEXT_HEADERS = ("traceparent", "tracestate")
 
 
 class RequestTrace(Protocol):
-    """The trace of one request that is sampled."""
+    """The trace of one sampled request."""
 
     headers: Mapping[str, str]  # W3C trace context of its span, for the head of the answer
 
     def add_choice(self, timeline: Timeline) -> None:
-        """Notes the timeline of a choice that has ended now."""
+        """Records the timeline of a choice that has just ended."""
         ...
 
     def end(self, outcome: str, attributes: Attributes) -> None:
-        """Ends the request. An `outcome` other than "finished" is told."""
+        """Ends the request. An `outcome` other than "finished" is recorded."""
         ...
 
 
 class Tracing(Protocol):
-    """Begins traces."""
+    """Starts traces."""
 
     def begin(
         self, name: str, request_id: str, received_s: float, headers: Mapping[str, str]
     ) -> RequestTrace | None:
-        """Returns the trace of a request that came with these headers; None: not sampled."""
+        """Returns the trace of a request with these headers; None if it is not sampled."""
         ...
 
 
 def context_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the W3C trace context among headers, whose names are in lower case."""
+    """Returns the W3C trace context in headers; header names are in lower case."""
     return {name: headers[name] for name in CONTEXT_HEADERS if name in headers}

@@ -1,1 +1,1 @@
-"""Tools of responses: the model's view of them, and calls under the clients' names."""
+"""Tools of responses: converts them to the model's names, and calls back to the client's names."""

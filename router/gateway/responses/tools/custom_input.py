@@ -6,20 +6,20 @@ import re
 from router.gateway.responses.tools.offer import INPUT
 
 _HEAD = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
-# The longest prefix of a JSON string without half an escape or half a surrogate pair.
+# The longest prefix of a JSON string without an incomplete escape or surrogate pair.
 _HIGH, _UNIT = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[0-9a-fA-F]{4}"
 _WHOLE = re.compile(rf'(?:[^"\\]|\\[^u]|{_HIGH}(?:{_UNIT}|(?=[^\\]|\\[^u]))|(?!{_HIGH}){_UNIT})+')
 
 
 class CustomInput:
-    """Decodes `{"input": "…"}`, which comes in pieces, into the text between the quotes."""
+    """Decodes `{"input": "…"}`, which comes in pieces, to the text between the quotes."""
 
     def __init__(self) -> None:
-        self._rest = ""  # not decoded yet
+        self._rest = ""  # text that is not decoded yet
         self._has_begun = False
 
     def feed(self, arguments: str) -> str:
-        """Takes more of the arguments. Returns the text of the input that is now certain."""
+        """Adds arguments. Returns the part of the input that is now certain."""
         self._rest += arguments
         if not self._has_begun:
             head = _HEAD.match(self._rest)
@@ -33,11 +33,11 @@ class CustomInput:
         return _unquoted(whole[0])
 
     def finish(self) -> str:
-        """Returns the rest. Arguments of another form are the input unchanged."""
+        """Returns the rest of the input. Arguments of any other form are the input itself."""
         return "" if self._has_begun else self._rest
 
 
 def _unquoted(text: str) -> str:
-    """The value of the inside of a JSON string. Half a surrogate pair is no character."""
+    """Decodes the inside of a JSON string. Half a surrogate pair becomes no character."""
     value: str = json.loads(f'"{text}"', strict=False)
     return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

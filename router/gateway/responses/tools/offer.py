@@ -1,8 +1,8 @@
 """The tools of a response as functions of a chat completion, and calls under the client's names.
 
-Pure. A function stays one. A custom tool takes a text: for the model it is a function with that
-text as its only argument. The tools of a namespace are functions whose names begin with it. Tools
-that a provider's servers run, or that need its protocols, cannot be offered: they are left out.
+Pure. A function stays a function. A custom tool takes a text: the model sees a function with that
+text as its only argument. The tools of a namespace become functions whose names begin with the
+namespace. Tools that run on a provider's servers, or need its protocols, are left out.
 
 Source: OpenAI API reference, responses: function, custom and namespace tools.
 """
@@ -17,9 +17,9 @@ import msgspec
 from router.inbox.api_errors import ApiError, invalid_value
 
 Tool = Mapping[str, Any]
-INPUT = "input"  # the model's name for the argument of a custom tool
-MAX_NAME_LEN = 64  # characters in the name of a chat completion's function
-# Tools of other servers. Their kinds may end with a date, as `web_search_2025_08_26` does.
+INPUT = "input"  # the model's name of a custom tool's argument
+MAX_NAME_LEN = 64  # characters of a chat completion's function name
+# Tools of other servers. Their types may end with a date, such as `web_search_2025_08_26`.
 _FOREIGN = re.compile(
     r"(apply_patch|code_interpreter|computer|computer_use|computer_use_preview|file_search"
     r"|image_generation|local_shell|mcp|programmatic_tool_calling|shell|tool_search|web_search"
@@ -28,12 +28,12 @@ _FOREIGN = re.compile(
 _OWN = ("function", "custom")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _CUSTOM_FIELDS = ("name", "description", "format")
-# Hints to a provider's tool search and programs. Here all tools are loaded and called directly.
+# Hints for a provider's tool search and programs. Here all tools are loaded and called directly.
 _HINTS = ("type", "allowed_callers", "defer_loading", "output_schema")
 
 
 class ToolOrigin(NamedTuple):
-    """The client's name of a tool."""
+    """A tool under the client's name."""
 
     name: str
     namespace: str | None
@@ -53,19 +53,19 @@ class OfferedTool(NamedTuple):
         return str(self.function.get("name"))
 
     def chat_form(self) -> dict[str, Any]:
-        """The tool of a chat completion."""
+        """Returns the tool in a chat completion's form."""
         return {"type": "function", "function": self.function}
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The tools of a request. `left_out` are the client's fields that have no effect."""
+    """The tools of a request. `left_out` are ignored fields of the client."""
 
     tools: list[OfferedTool]
     left_out: list[str]
 
     @property
     def origins(self) -> dict[str, ToolOrigin]:
-        """The client's names by the model's names, where the two differ."""
+        """The client's names by the model's names, for tools whose names differ."""
         return {
             tool.name: tool.origin
             for tool in self.tools
@@ -90,7 +90,7 @@ def offer_of(groups: Sequence[tuple[str, Any]]) -> Offer:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name that the model sees. A name that is too long is cut and ends with a checksum."""
+    """Returns the name for the model. A name that is too long is cut and ends with a checksum."""
     if namespace is None:
         return name
     whole = re.sub(r"[^a-zA-Z0-9_.-]", "_", namespace) + "__" + name
@@ -100,7 +100,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def choose(choice: Any, offer: Offer) -> tuple[Sequence[OfferedTool], Any]:
-    """The tools that may be called, and chat's `tool_choice`. Raises ApiError."""
+    """Returns the tools that may be called, and chat's `tool_choice`. Raises ApiError."""
     match choice:
         case None | str():
             return offer.tools, choice
@@ -133,7 +133,7 @@ def _offered(tool: Tool, place: str, left_out: list[str]) -> Iterator[OfferedToo
 
 
 def _of_namespace(tool: Tool, place: str, left_out: list[str]) -> Iterator[OfferedTool]:
-    """The tools of a namespace. The first one's description begins with the namespace's."""
+    """Yields the tools of a namespace; the first tool's description starts with the namespace's."""
     name, about, inner = tool.get("name"), tool.get("description") or "", tool.get("tools")
     for field, value, kind in (("name", name, str), ("description", about, str)):
         if not isinstance(value, kind):
@@ -153,7 +153,7 @@ def _of_namespace(tool: Tool, place: str, left_out: list[str]) -> Iterator[Offer
 def _own_tool(
     tool: Tool, place: str, left_out: list[str], namespace: str | None = None
 ) -> OfferedTool:
-    """A function or a custom tool. The function is checked with the chat body."""
+    """Returns a function or a custom tool. The function is checked with the chat body."""
     is_custom = tool["type"] == "custom"
     known = _CUSTOM_FIELDS if is_custom else _FUNCTION_FIELDS
     for field, value in tool.items():
@@ -170,14 +170,14 @@ def _own_tool(
 
 
 def _text_function(tool: dict[str, Any], place: str, left_out: list[str]) -> dict[str, Any]:
-    """The function of a custom tool. A grammar in Lark is shown to the model, not enforced."""
+    """Returns a custom tool's function. A grammar in Lark is shown to the model, not enforced."""
     text, more = {"type": "string"}, ""
     match tool.pop("format", None):
         case None | {"type": "text"}:
             pass
         case {"type": "grammar", "syntax": "regex", "definition": str(definition)}:
             text["pattern"] = f"^(?:{definition})$"
-            tool["strict"] = True  # a format is a promise
+            tool["strict"] = True  # a format must be enforced
         case {"type": "grammar", "syntax": "lark", "definition": str(definition)}:
             more = f"\n\nThe input follows this grammar in Lark:\n{definition}"
             left_out.append(f"{place}.format")
@@ -196,9 +196,9 @@ def _text_function(tool: dict[str, Any], place: str, left_out: list[str]) -> dic
 
 
 def _named(named: Tool, tools: Sequence[OfferedTool]) -> list[OfferedTool]:
-    """The tools that an entry of `tool_choice` means: a namespace may have several.
+    """Returns the tools named by an entry of `tool_choice`: a namespace may have several.
 
-    A name without a namespace means the tools of namespaces only if no other tool has it.
+    A name without a namespace matches tools of namespaces only if no other tool has the name.
     """
     name, kind, namespace = named.get("name"), named.get("type"), named.get("namespace")
     if kind == "namespace":
@@ -214,7 +214,7 @@ def _named(named: Tool, tools: Sequence[OfferedTool]) -> list[OfferedTool]:
 
 
 def _allowed(allowed: list[Any], offer: Offer) -> list[OfferedTool]:
-    """The tools that the client allows now. Raises ApiError for an unknown one."""
+    """Returns the tools that the client allows now. Raises ApiError for an unknown tool."""
     places: set[str] = set()
     for index, each in enumerate(allowed):
         named = each if isinstance(each, dict) else {}
