@@ -19,18 +19,19 @@ from pathlib import Path
 
 from engine.errors import UntrustedFile
 
-MAX_FILES = 10_000  # in a folder that is checked
+MAX_FILES = 10_000  # most files in a folder that is checked
 
 
 def make_folder(folder: Path, *, top: Path, mode: int) -> None:
     """Makes the missing folders from `top` down to `folder`, writable by this user alone.
 
-    Raises UntrustedFile if something in their place is not to be trusted, and OSError.
+    Raises UntrustedFile if a file or folder at their place cannot be trusted, and OSError.
     """
     top.mkdir(parents=True, exist_ok=True)
     _require_own(top, may_be_sticky=True)
     for part in _from_top(folder, top)[1:]:
-        with contextlib.suppress(FileExistsError):  # it may be a link: `_require_own` checks that
+        # The existing file may be a link: `_require_own` checks that.
+        with contextlib.suppress(FileExistsError):
             part.mkdir(mode=mode)
         _require_own(part)
 
@@ -38,7 +39,7 @@ def make_folder(folder: Path, *, top: Path, mode: int) -> None:
 def require_trusted(path: Path, *, top: Path) -> None:
     """Raises UntrustedFile if another user can have written `path`, or a folder up to `top`.
 
-    Raises OSError if one of them does not exist.
+    Raises OSError if the path or a folder does not exist.
     """
     shared, *own = _from_top(path, top)
     _require_own(shared, may_be_sticky=True)

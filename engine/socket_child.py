@@ -1,8 +1,8 @@
 """Starts a Python process that talks to its parent over a socket pair.
 
 The child gets its end as a descriptor, whose number is the last argument of its command line. Its
-standard input and output are /dev/null, so it cannot disturb the parent's. The child learns
-of the parent's end because its socket ends, and the parent of the child's end in the same way.
+standard input and output are /dev/null, so it cannot disturb the parent's. When either process
+ends, the other one's socket reports the end of the stream.
 """
 
 import socket

@@ -1,8 +1,8 @@
 """Converts KV records from one format to another on a GPU, as `kvtransfer.formats` does on a CPU.
 
 Records are bytes at an address in this process. `engine.layout` says what they hold. A conversion
-is a few kernels over all heads of a section, queued on a stream of the caller's. Their memory is of
-torch and of that stream, so it is used again only behind the kernels that need it.
+is a few kernels over all heads of a section, queued on a stream of the caller's. torch allocates
+their memory on that stream, so it is reused only after the kernels that need it.
 
 On a CPU the same code computes at once, for tests.
 """
@@ -22,10 +22,10 @@ class TorchConverter:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._room = torch.empty(0, dtype=torch.uint8)
-        self._results: list[torch.Tensor] = []  # the last two
+        self._results: list[torch.Tensor] = []  # the last two results, kept alive
 
     def room(self, num_bytes: int, stream: int) -> int:
-        """Returns the address of memory for records to convert, until the next call."""
+        """Returns the address of memory for the input records; valid until the next call."""
         if self._room.numel() < num_bytes:
             with self._on(stream):
                 self._room = self._new(num_bytes)
@@ -35,7 +35,9 @@ class TorchConverter:
     def convert(
         self, address: int, num_records: int, layout: KVLayout, to: KVFormat, stream: int
     ) -> int:
-        """Queues a conversion; returns the address of the result, until the next but one call."""
+        """Queues a conversion. Returns the address of the result, valid until the second next
+        call.
+        """
         with self._on(stream):
             num_bytes = num_records * layout.block_bytes
             source = self._at(address, num_bytes).view(num_records, layout.block_bytes)
@@ -44,7 +46,7 @@ class TorchConverter:
         return result.data_ptr()
 
     def _converted(self, source: torch.Tensor, layout: KVLayout, to: KVFormat) -> torch.Tensor:
-        """Records [n, block_bytes] in the format `to`; padding is zero."""
+        """Returns records [n, block_bytes] in the format `to`; padding is zero."""
         wanted = msgspec.structs.replace(layout, kv_format=to)
         size = (len(source), wanted.block_bytes)
         result = torch.zeros(size, dtype=torch.uint8, device=source.device)
@@ -59,7 +61,7 @@ class TorchConverter:
         return result
 
     def _at(self, address: int, num_bytes: int) -> torch.Tensor:
-        """The bytes at an address, without a copy."""
+        """Returns the bytes at an address as a tensor, without a copy."""
         if self._device.type == "cpu":
             memory = (ctypes.c_ubyte * num_bytes).from_address(address)
             return torch.frombuffer(memory, dtype=torch.uint8)
@@ -69,14 +71,16 @@ class TorchConverter:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _on(self, stream: int) -> torch.cuda.StreamContext:
-        """A context in which work is queued on the stream. On a CPU it does nothing."""
+        """Returns a context in which work is queued on the stream. On a CPU the context does
+        nothing.
+        """
         if self._device.type == "cpu":
             return torch.cuda.stream(None)
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device))
 
 
 class _AtAddress:
-    """Bytes in a GPU's memory, as torch takes them without a copy."""
+    """Bytes in a GPU's memory, in the form that torch wraps without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -90,8 +94,8 @@ class _AtAddress:
 def _parts(
     records: torch.Tensor, layout: KVLayout, index: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Views of a section: elements [n, heads, block_size, head_dim] and scales [n, heads,
-    block_size], as `dequantise` takes them.
+    """Returns views of a section, for `dequantise`: elements [n, heads, block_size, head_dim] and
+    scales [n, heads, block_size].
     """
     begin, end = layout.section_offset_bytes(index), layout.section_offset_bytes(index + 1)
     heads = records[:, begin:end].unflatten(1, (-1, layout.head_bytes(index)))

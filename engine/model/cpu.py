@@ -48,16 +48,19 @@ from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
 
-MOST_BARE = 0.2  # share of a model's bytes; a larger one is worth a warning
+MOST_BARE = 0.2  # share of a model's bytes that may stay in fp32 without a warning
 FUSED_TOLERANCE = 1e-4  # relative to the spread of the logits
-PACKED_TOLERANCE = {  # the same, for packed weights of each format
+# Tolerance for packed weights of each format, relative to the spread of the logits.
+PACKED_TOLERANCE = {
     WeightFormat.FP32: 1e-3,
     WeightFormat.BF16: 0.1,
 }
 
 
 def resolve_weights(wanted: WeightFormat) -> WeightFormat:
-    """The format that `wanted` means on this CPU. Raises ConfigError if this CPU cannot use it."""
+    """Returns the format that `wanted` means on this CPU. Raises ConfigError if the CPU lacks
+    it.
+    """
     if wanted is WeightFormat.FP8:
         raise ConfigError("weights fp8 need a GPU; a CPU has fp32, bf16 and int8")
     return WeightFormat.INT8 if wanted is WeightFormat.AUTO else wanted
@@ -66,7 +69,7 @@ def resolve_weights(wanted: WeightFormat) -> WeightFormat:
 class CpuPass(NamedTuple):
     """The inputs of one forward pass."""
 
-    token_ids: Sequence[int]  # in the flat batch
+    token_ids: Sequence[int]  # tokens of the flat batch
     positions: Sequence[int]
     keep: Sequence[int]  # indices of tokens whose logits are needed
     batch: AttentionBatch
@@ -85,8 +88,8 @@ class CpuForward:
     ) -> None:
         """`weights` are resolved.
 
-        `beside` is a pass that is opened before this one and closed after it. This one computes
-        with its threads: two teams would spin against each other.
+        `beside` is a pass that is opened before this pass and closed after it. Both share the
+        threads of `beside`: two teams of threads would spin against each other.
         """
         self._loaded = loaded
         self._weights = weights
@@ -130,7 +133,7 @@ class CpuForward:
 
     @property
     def kernels(self) -> str:
-        """What computes. Compilers agree on the bits of the same instructions
+        """Returns what computes. The same instructions give the same bits with any compiler
         (`engine.native.build`).
         """
         parts = "" if self._loaded.group is None else f" {self._loaded.group.place.name}"
@@ -142,7 +145,9 @@ class CpuForward:
         return self._decoder is not None
 
     def logits(self, rows: Sequence[Row], keep: Sequence[int]) -> torch.Tensor:
-        """Logits [len(keep), vocab] of the tokens of the flat batch whose indices are in `keep`."""
+        """Computes logits [len(keep), vocab] of the tokens of the flat batch whose indices are
+        in `keep`.
+        """
         return self.launch(self.prepare(rows, keep))
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> CpuPass | PreparedCall:
@@ -154,7 +159,7 @@ class CpuForward:
         return CpuPass(token_ids, positions, keep, build_batch(rows, self._loaded.context.cache))
 
     def step_size(self, rows: Sequence[Row]) -> None:
-        """None: no pass is filled up."""
+        """Returns None: passes on a CPU are not padded."""
         return None
 
     def unpack(self, step: PackedStep) -> CpuPass:
@@ -182,14 +187,15 @@ class CpuForward:
             return forward(self._loaded.model, *numbers)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-        """Tokens [num_rows], chosen as `engine.model.sampling.choosing.sample` does."""
+        """Chooses tokens [num_rows], as `engine.model.sampling.choosing.sample` does."""
         assert self._team is not None
         return sample(logits, choices, team=self._team)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
         """Runs this model, a draft, over the rows that it sees, and proposes tokens.
 
-        Rows that propose most come first. All passes are one call if none has to wait for a mask.
+        Rows that propose most come first. All passes are one call unless a pass must wait for a
+        mask.
         """
         proposing = [proposal for proposal in proposals if proposal.row.num_to_draft > 0]
         if self._decoder is None or has_guide(proposing) or not proposing:
@@ -205,7 +211,7 @@ class CpuForward:
             proposal.token_ids = token_ids
 
     def drafts_along(self, draft: "CpuForward", proposals: Sequence[DraftedRow]) -> bool:
-        """True if `verify` can run `draft` in the same call."""
+        """True if `verify` and a pass of `draft` can be one call."""
         both = self._decoder is not None and draft._decoder is not None
         return both and not has_guide(proposals)
 
@@ -216,7 +222,7 @@ class CpuForward:
         proposals: Sequence[DraftedRow],
         clock: Clock,
     ) -> Verified:
-        """Does `draft.draft` for the proposals that are `seen`, then `verify`, in one call."""
+        """Runs `draft.draft` for the proposals in `seen`, then `verify`, in one call."""
         proposing = [proposal for proposal in seen if proposal.row.num_to_draft > 0]
         place_of = {id(proposal): place for place, proposal in enumerate(proposals)}
         for proposal in proposing:
@@ -234,7 +240,7 @@ class CpuForward:
         return Verified(chosen.token_ids, chosen.logits, *times)
 
     def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
-        """Runs this model over rows and their proposed tokens, and chooses; in one call if
+        """Runs this model over rows and their proposed tokens, and chooses tokens; in one call if
         possible.
         """
         if self._decoder is None or has_guide(proposals):
@@ -258,7 +264,7 @@ class CpuForward:
         )
 
     def _warn_of_bare_weights(self) -> None:
-        """Warns if much of the model stayed in fp32 although another format was asked for."""
+        """Warns if much of the model stayed in fp32 although another format was requested."""
         bare = bare_bytes(self._loaded.model, self._loaded.read_outside)
         if self._weights is not WeightFormat.FP32 and bare > MOST_BARE * self.weights_bytes:
             log.warning(
@@ -270,7 +276,7 @@ class CpuForward:
             )
 
     def _packed_logits(self) -> torch.Tensor:
-        """Logits of the trial by the model's own code over packed weights.
+        """Returns the trial's logits, computed by the model's own code over packed weights.
 
         Raises CheckpointError if the model now fails, or gives other logits than before.
         """
@@ -283,9 +289,7 @@ class CpuForward:
 
     @contextmanager
     def _own_code(self) -> Iterator[None]:
-        """A context in which the model's own code computes independently of the batch, with
-        kernels.
-        """
+        """Returns a context in which the model's own code is batch-invariant, given kernels."""
         if self._products is None:
             yield
             return
@@ -293,7 +297,7 @@ class CpuForward:
             yield
 
     def _keeps_bits(self) -> bool:
-        """True if a sequence was measured to have the same bits in any company and chunking."""
+        """Measures whether a sequence gets the same bits in any batch and any chunking."""
         loaded = self._loaded
         where = loaded.context, loaded.layout.sections[0], KVFormat.FP32
         num_rows = -(-company.num_blocks(probe.BLOCK_SIZE) // probe.BLOCKS_PER_ROW)
@@ -309,7 +313,7 @@ class CpuForward:
         return found
 
     def _fused(self, team: Team, expected: torch.Tensor) -> Decoder | None:
-        """The model as one call, if it has that shape and gives the model's own logits."""
+        """Returns the model as one call; None if its shape does not fit or its logits differ."""
         name = self._loaded.model.config.model_type
         try:
             decoder = build(self._loaded.model, self._loaded.context, team)
@@ -326,7 +330,7 @@ class CpuForward:
         return decoder
 
     def _fused_logits(self, decoder: Decoder) -> torch.Tensor:
-        """Logits of the trial by `decoder`."""
+        """Returns the trial's logits, computed by `decoder`."""
 
         def compute(
             rows: Sequence[Row], origins: Sequence[int], keep: Sequence[int]
@@ -346,10 +350,11 @@ class CpuForward:
 
 @contextmanager
 def _activations_unrounded(model: nn.Module, decoder: Decoder | None = None) -> Iterator[None]:
-    """A context in which int8 weights multiply fp32 activations, in the model and in the decoder.
+    """Returns a context in which int8 weights multiply fp32 activations, in the model and the
+    decoder.
 
-    With rounded activations, sums that differ in their last bit change a byte here and there, and
-    each layer adds to that. A model of random weights is then as far from itself as from a wrong
+    With rounded activations, a difference in a sum's last bit changes single bytes, and each layer
+    adds to that. With random weights, a model would then differ from itself as much as from a wrong
     model.
     """
     matrices = [

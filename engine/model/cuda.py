@@ -67,21 +67,22 @@ log = logging.getLogger(__name__)
 
 BROKEN_OUT = "baton_paged_broken_out"  # PAGED, for compiled layers
 MAX_CAPTURED_ROWS = 256
-MAX_CHOSEN = 8192  # tokens of one step that rows of the next may follow
+MAX_CHOSEN = 8192  # tokens of one step that the next step's rows can continue
 MAX_CAPTURE_S = 60.0
 MAX_CAPTURE_BYTES = 2 << 30
-MAX_COMPILATIONS = 64  # for one layer's code, which models of one kind in a process share
+# Compilations of one layer's code, which models of one kind share in a process.
+MAX_COMPILATIONS = 64
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-WARM_UP_RUNS = 2  # before a capture: libraries choose their kernels in the first
-WARM_UP_LENS = (2, 8, 32, 128)  # tokens of a row, so that every kind of launch is compiled
-WARM_UP_ROWS = 64  # rows of the last length: a step of 8,192 tokens
+WARM_UP_RUNS = 2  # runs before a capture: in the first run, libraries choose their kernels
+WARM_UP_LENS = (2, 8, 32, 128)  # row lengths in tokens, so that every kind of launch is compiled
+WARM_UP_ROWS = 64  # rows of the last warm-up length: a step of 8,192 tokens
 
 
 Sampler = Callable[[torch.Tensor, Sequence[TokenChoice]], torch.Tensor]
 
 
 class Staged:
-    """Host memory for one step's inputs, and an event for the last copy out of it."""
+    """Host memory for one step's inputs, and an event behind the last copy from it."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -89,7 +90,9 @@ class Staged:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """Returns `num_bytes` of it for writing, once the last copy has read them."""
+        """Waits until the last copy has read the memory, and returns `num_bytes` of it for
+        writing.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         if self.memory.numel() < num_bytes:
@@ -109,22 +112,24 @@ class CudaStep(NamedTuple):
 
     staged: Staged
     packing: Packing
-    extents: tuple[Extent, ...]  # empty for a captured step, which has its own
+    extents: tuple[Extent, ...]  # empty for a captured step, which has its own extents
     num_kept: int
-    keeps_first: bool  # keep the logits of the first tokens, in their order
-    size: StepSize | None  # None: the batch is computed as it is
+    keeps_first: bool  # True if `keep` names the first tokens in their order
+    size: StepSize | None  # the padded size; None: the batch is not padded
 
 
 class Captured(NamedTuple):
     """A captured step of a fixed size."""
 
     graph: torch.cuda.CUDAGraph
-    keep: torch.Tensor  # [num_tokens]: of its inputs
-    logits: torch.Tensor  # [num_tokens, vocab]: where it leaves them
+    keep: torch.Tensor  # [num_tokens]: the view of `keep` in its inputs
+    logits: torch.Tensor  # [num_tokens, vocab]: where the step writes its logits
 
 
 def resolve_weights(wanted: WeightFormat, device: torch.device) -> WeightFormat:
-    """The format that `wanted` means on this GPU. Raises ConfigError if this GPU cannot use it."""
+    """Returns the format that `wanted` means on this GPU. Raises ConfigError if the GPU lacks
+    it.
+    """
     if not torch.cuda.is_available():
         raise ConfigError(f"device {device}: torch finds no GPU")
     if wanted is WeightFormat.AUTO:
@@ -140,7 +145,7 @@ def resolve_weights(wanted: WeightFormat, device: torch.device) -> WeightFormat:
 class CudaForward:
     """Computes logits of rows with one model on a GPU. Used by one thread at a time."""
 
-    is_batch_invariant = False  # not promised, so not measured
+    is_batch_invariant = False  # a GPU promises no batch invariance
 
     def __init__(  # noqa: PLR0913 - all but two have defaults
         self,
@@ -155,11 +160,11 @@ class CudaForward:
     ) -> None:
         """`weights` are resolved.
 
-        `attend` is chosen for the device unless given; a given one must know rows that fill a batch
-        up. So is `sampler`, which chooses tokens as `engine.model.sampling.choosing.sample` does.
-        `captured_rows` are the numbers of rows for which steps are captured, `captured_lens` the
-        numbers of tokens in each of them. `compiler` is a backend of torch.compile; None means that
-        layers are not compiled.
+        `attend` and `sampler` are chosen for the device unless given. A given `attend` must support
+        rows that only pad a batch. `sampler` chooses tokens as
+        `engine.model.sampling.choosing.sample` does. `captured_rows` are the numbers of rows for
+        which steps are captured, `captured_lens` the numbers of tokens in each of them. `compiler`
+        is a backend of torch.compile; None means that layers are not compiled.
         """
         self._loaded = loaded
         self._weights = weights
@@ -170,24 +175,25 @@ class CudaForward:
         self._sampler: Sampler = choosing.sample
         self._compiler = compiler
         self._wanted_sizes = packing.captured_sizes(captured_rows, captured_lens)
-        self._sizes: tuple[StepSize, ...] = ()  # to which steps are padded
+        self._sizes: tuple[StepSize, ...] = ()  # sizes to which steps are padded
         self._graphs: dict[StepSize, Captured] = {}
-        self._table_width = 0  # in captured steps
+        self._table_width = 0  # width of the block tables in captured steps
         self._memory: torch.Tensor | None = None  # the inputs of captured steps
         self._staged: tuple[Staged, ...] = ()
         self._num_prepared = 0
-        # The tokens of the last step, where captured steps look for them.
+        # The last step's tokens, at the address that captured steps read.
         self._chosen: torch.Tensor | None = None
         self._tables = packing.Tables()
         self._compiled: list[nn.Module] = []
         self._way: Way | None = None
-        self.attention_choice = ""  # what attends, and what attends long rows if that is another
+        # Name of the attention, and of the way for long rows if it differs.
+        self.attention_choice = ""
         self.weights_bytes = 0
         self.fallbacks: Counter[str] = Counter()
 
     @torch.inference_mode()
     def open(self, cache: KVCache) -> None:
-        """Quantises weights, frees the ones they replace, and serves `cache` from now on."""
+        """Quantises the weights, frees the originals, and uses `cache` from now on."""
         model, context = self._loaded.model, self._loaded.context
         if self._is_cuda:
             torch.cuda.set_device(self._device)
@@ -226,7 +232,7 @@ class CudaForward:
 
     @property
     def kernels(self) -> str:
-        """What computes: the kind of GPU, and if decode steps are captured."""
+        """Returns what computes: the kind of GPU, and whether decode steps are captured."""
         device = self._device
         name = torch.cuda.get_device_name(device) if self._is_cuda else device.type
         steps = "captured" if self.is_fused else "eager"
@@ -245,7 +251,7 @@ class CudaForward:
         return bool(self._graphs)
 
     def fence(self) -> torch.cuda.Event | None:
-        """An event behind all that was queued so far; None where nothing is queued."""
+        """Returns an event behind all work that was queued so far; None on a CPU."""
         if not self._is_cuda:
             return None
         event = torch.cuda.Event()
@@ -254,7 +260,7 @@ class CudaForward:
 
     @torch.inference_mode()
     def remember(self, chosen: torch.Tensor) -> None:
-        """Keeps the tokens that a step chose, [num_chosen], for rows of the next step."""
+        """Stores the tokens that a step chose, [num_chosen], as inputs of the next step."""
         self._chosen[: len(chosen)] = chosen
 
     def logits(self, rows: Sequence[Row], keep: Sequence[int]) -> torch.Tensor:
@@ -269,7 +275,8 @@ class CudaForward:
     ) -> CudaStep:
         """Packs a step's inputs. Reads and writes host memory only.
 
-        `follows` names for each row the last step's token that it takes, or None.
+        `follows` has an entry for each row: the index of its input among the last step's tokens, or
+        None.
         """
         size = self._padded_size(rows)
         if size is not None:
@@ -277,7 +284,9 @@ class CudaForward:
         return self._prepare(rows, keep, bare_shape(rows, keep, self._block_size), None, follows)
 
     def step_size(self, rows: Sequence[Row]) -> tuple[PackingShape, int] | None:
-        """The sizes to which a step is filled up, and the tokens of each row; None: it is not."""
+        """Returns the sizes of the padded step, and the tokens of each row; None if it is not
+        padded.
+        """
         size = self._padded_size(rows)
         return None if size is None else (size.packed(self._table_width), size.row_len)
 
@@ -301,7 +310,7 @@ class CudaForward:
 
     @torch.inference_mode()
     def launch(self, prepared: CudaStep) -> torch.Tensor:
-        """Queues a step and returns its logits, as `logits` does."""
+        """Queues a step and returns its logits: see `logits`."""
         captured = self._graphs.get(prepared.size)
         if captured is not None:
             prepared.staged.copy_to(self._memory[: prepared.packing.num_bytes])
@@ -313,7 +322,8 @@ class CudaForward:
         return _kept(self._compute(inputs, batch, None), inputs.keep, prepared)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-        """Tokens [num_rows] on the device, as `engine.model.sampling.choosing.sample` defines them.
+        """Returns tokens [num_rows] on the device, as `engine.model.sampling.choosing.sample`
+        defines them.
 
         The host does not wait for them.
         """
@@ -322,7 +332,7 @@ class CudaForward:
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
         """Runs this model, a draft, over the rows that it sees, and proposes tokens.
 
-        All passes but the first are decode steps, and captured. The host waits for each of them.
+        All passes but the first are captured decode steps. The host waits for each pass.
         """
         draft_step_by_step(self, proposals, masks)
 
@@ -341,7 +351,7 @@ class CudaForward:
         size: StepSize | None = None,
         follows: Sequence[int | None] = (),
     ) -> CudaStep:
-        """Packs `rows`, filled up to `size` if it is given."""
+        """Packs `rows`, padded to `size` if it is given."""
         plan = packing.plan(shape)
         staged = self._next_staged()
         inputs = packing.arrays(staged.take(plan.num_bytes), plan)
@@ -391,7 +401,9 @@ class CudaForward:
     def _compute(
         self, inputs: Inputs[torch.Tensor], batch: AttentionBatch, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        """Runs the pass: logits [len(keep), vocab], of all tokens if `keep` is None."""
+        """Runs the pass. Returns logits [len(keep), vocab], or those of all tokens if `keep` is
+        None.
+        """
         self._loaded.context.batch = batch
         token_ids = torch.where(
             inputs.follows == packing.KNOWN,
@@ -404,12 +416,14 @@ class CudaForward:
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
         ).logits
-        if keep is not None and logits.shape[1] != len(keep):  # the model ignores logits_to_keep
+        if keep is not None and logits.shape[1] != len(keep):  # the model ignores `logits_to_keep`
             logits = logits[:, keep]
         return logits[0]
 
     def _choose_attend(self) -> tuple[Attend, bool]:
-        """Chooses the attention; the flag says if it knows rows that fill a batch up."""
+        """Chooses the attention; the flag is True if the attention supports rows that only pad a
+        batch.
+        """
         if self._attend is not None:
             self.attention_choice = "given"
             return self._attend, True
@@ -426,7 +440,7 @@ class CudaForward:
     ) -> Way | None:
         """Measures the ways to attend long rows, and opens the fastest; None: the Triton kernels.
 
-        They need a record in bf16, and a model that computes in it.
+        The ways need a record in bf16, and a model that computes in bf16.
         """
         config = self._loaded.model.config.get_text_config(decoder=True)
         trial = PrefillTrial(
@@ -453,22 +467,24 @@ class CudaForward:
         return way
 
     def _choose_sampler(self) -> Sampler:
-        """Chooses what chooses tokens, and has its kernel compiled."""
+        """Chooses the sampler, and compiles its kernel."""
         if self._wanted_sampler is not None or not self._is_cuda:
             return self._wanted_sampler or choosing.sample
         if not triton_attention.available():
             self._fall_back("triton_sampling", "triton is not installed")
             return choosing.sample
-        dtypes = {self._loaded.model.dtype, torch.float32}  # changed logits are fp32
+        dtypes = {self._loaded.model.dtype, torch.float32}  # logits that were changed are in fp32
         try:
             triton_sampling.warm_up(self._loaded.vocab_size, dtypes, self._device)
-        except Exception as error:  # a compiler may raise anything: do without it
+        except Exception as error:  # a compiler may raise anything: run without it
             self._fall_back("triton_sampling", error)
             return choosing.sample
         return triton_sampling.sample
 
     def _open_padded(self, cache: KVCache) -> None:
-        """Compiles layers and kernels and captures steps, with tokens that store nothing."""
+        """Compiles layers and kernels, and captures steps, over padding tokens that store
+        nothing.
+        """
         begin_s = MonotonicClock().now_s()
         self._sizes = self._wanted_sizes
         self._table_width = min(self._num_blocks_for(self._loaded.context_len), cache.num_blocks)
@@ -482,12 +498,12 @@ class CudaForward:
         log.info("%.1f s of warm-up, with captures", seconds)
 
     def _warm_up(self) -> None:
-        """Runs batches of each kind, so that everything compiled at first use is compiled now."""
+        """Runs a batch of each kind, so that code that is compiled at first use is compiled now."""
         if self._compiler is not None:
             self._begin_compilation()
             try:
                 self._run_padded()
-            except Exception as error:  # a compiler may raise anything: do without it
+            except Exception as error:  # a compiler may raise anything: run without it
                 self._fall_back("torch_compile", error)
                 self._end_compilation()
             else:
@@ -510,7 +526,7 @@ class CudaForward:
         memory: torch.Tensor | None = None,
         table_width: int | None = None,
     ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
-        """A batch of rows that only fill up, brought to `memory` or to new memory."""
+        """Copies a batch of padding rows to `memory`, or to new memory."""
         shape = size.packed(self._table_width if table_width is None else table_width)
         prepared = self._prepare([], [], shape, size)
         num_bytes = prepared.packing.num_bytes
@@ -518,7 +534,9 @@ class CudaForward:
         return self._bring(prepared, there)
 
     def _capture_all(self) -> None:
-        """Captures steps of all sizes, or verification of as many as time and memory allow."""
+        """Captures decode steps of all sizes, and verification of as many sizes as time and
+        memory allow.
+        """
         begin_s, begin_bytes = MonotonicClock().now_s(), torch.cuda.memory_reserved()
 
         def spent() -> tuple[float, int]:
@@ -533,7 +551,8 @@ class CudaForward:
                     left_out.append(size)
                 else:
                     captured[size] = self._capture(size, pool)
-        except Exception as error:  # a model's code may wait for the GPU, or move what it reads
+        # A model's code may wait for the GPU, or move tensors that it reads.
+        except Exception as error:
             self._fall_back("cuda_graph", error)
             captured = {}
         else:
@@ -546,7 +565,7 @@ class CudaForward:
         self._sizes = tuple(sorted(captured))
 
     def _capture(self, size: StepSize, pool: tuple[int, int]) -> Captured:
-        """Captures a step of this size over `_memory`."""
+        """Captures a step of this size, with its inputs in `_memory`."""
         inputs, batch = self._padding(size, memory=self._memory)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -561,7 +580,7 @@ class CudaForward:
 
     def _begin_compilation(self) -> None:
         torch._dynamo.config.recompile_limit = (
-            MAX_COMPILATIONS  # beyond this, torch silently stops compiling
+            MAX_COMPILATIONS  # above torch's limit it would silently stop compiling
         )
         AttentionInterface.register(BROKEN_OUT, torch.compiler.disable(paged_hook))
         self._loaded.model.set_attn_implementation(BROKEN_OUT)
@@ -581,7 +600,7 @@ class CudaForward:
         log.warning("%s is not used: %s", what, why)
 
     def _new(self, num_bytes: int) -> torch.Tensor:
-        """New device memory for a step's inputs."""
+        """Allocates device memory for a step's inputs."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
@@ -593,7 +612,7 @@ class CudaForward:
 
 
 def tensors(memory: torch.Tensor, plan: Packing) -> Inputs[torch.Tensor]:
-    """Views of the inputs in `memory`, which holds bytes."""
+    """Returns the inputs as views of the bytes in `memory`."""
     return Inputs(
         *(
             memory[place.offset_bytes : place.end_bytes]
@@ -605,8 +624,8 @@ def tensors(memory: torch.Tensor, plan: Packing) -> Inputs[torch.Tensor]:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Bytes of weights that a pass reads: all, but no embeddings unless they are the output matrix
-    too.
+    """Returns the bytes of weights that a pass reads. Embeddings count only if they are the output
+    matrix too.
     """
     read = {
         id(tensor): tensor.nbytes
@@ -619,10 +638,10 @@ def weights_bytes(model: nn.Module) -> int:
 
 
 def _use_own_caches() -> None:
-    """Makes compilers load only files that this user built. torch's default is a shared folder in
+    """Makes compilers use cache folders of this user alone. torch's default is a shared folder in
     /tmp.
 
-    A folder that the operator has chosen is left as it is.
+    A folder that the operator has set is kept.
     """
     for variable, name in CACHES.items():
         if variable not in os.environ:
@@ -630,12 +649,12 @@ def _use_own_caches() -> None:
 
 
 def _largest_first(sizes: Iterable[StepSize]) -> list[StepSize]:
-    """The order of captures: all later ones fit the memory of the first."""
+    """Sorts captures by size, largest first: later captures then fit the memory of the first."""
     return sorted(sizes, key=lambda size: (size.num_tokens, size.num_rows), reverse=True)
 
 
 def _is_too_much(seconds: float, num_bytes: int) -> bool:
-    """True if captures have taken all the time or memory that they may take."""
+    """True if captures have used up their time or memory."""
     return seconds > MAX_CAPTURE_S or num_bytes > MAX_CAPTURE_BYTES
 
 
@@ -646,7 +665,7 @@ def _extents(inputs: Inputs[np.ndarray]) -> tuple[Extent, ...]:
 
 
 def _kept(logits: torch.Tensor, keep: torch.Tensor, prepared: CudaStep) -> torch.Tensor:
-    """The wanted logits of a padded step."""
+    """Returns the wanted logits of a padded step."""
     if prepared.keeps_first:
         return logits[: prepared.num_kept]
     return logits.index_select(0, keep[: prepared.num_kept])

@@ -36,16 +36,16 @@ from engine.model.native.experts import holds_experts, router_layers
 
 LARGEST = 448.0  # the largest e4m3 number
 MULTIPLE = 16  # sizes must be multiples of this
-LEAST_SCALE = 1e-12  # an activation's, for rows of zeros
+LEAST_SCALE = 1e-12  # least scale of activations, for rows of zeros
 FIRST_CAPABILITY = (8, 9)  # the first compute capability with fp8
-GROUPED_CAPABILITIES = (9, 10)  # those with products of groups
+GROUPED_CAPABILITIES = (9, 10)  # major compute capabilities with grouped products
 
 # (rows [m, k], scales [m, 1], weights [n, k], scales [n]) → [m, n]
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Replaced(NamedTuple):
-    """Names of the replaced layers or experts, and names of the others."""
+    """The names of the replaced layers or experts, and of those left unchanged."""
 
     replaced: tuple[str, ...]
     kept: tuple[str, ...]
@@ -63,12 +63,12 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight", weight)  # [out_features, in_features] float8_e4m3fn
         self.register_buffer("scales", scales)  # [out_features] fp32
         self.register_buffer("bias", bias)  # [out_features] or None
-        # Decided here, not at every call: torch.compile could not trace the check.
+        # Decided once, not at every call: torch.compile could not trace the check.
         self._multiply = _multiply_on(weight.device)
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "Fp8Linear":
-        """Returns the linear layer with its weights quantised."""
+        """Returns a quantised copy of the linear layer."""
         weight, scales = quantise_rows(linear.weight.detach())
         bias = None if linear.bias is None else linear.bias.detach()
         return cls(weight, scales[:, 0], bias)
@@ -83,7 +83,7 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8Matrices(nn.Module):
-    """One matrix for each expert, for rows that are sorted by expert."""
+    """One fp8 matrix for each expert. Multiplies rows that are sorted by expert."""
 
     def __init__(self, weights: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Quantises `weights` [num_experts, outputs, inputs]; `bias` is [num_experts, outputs]."""
@@ -94,7 +94,8 @@ class Fp8Matrices(nn.Module):
         )
         self.register_buffer("scales", torch.empty(shape[:2], device=device))
         self.register_buffer("bias", bias)
-        for expert, weight in enumerate(weights):  # one by one: they are fp32 in between
+        # One expert at a time, as quantising makes fp32 copies.
+        for expert, weight in enumerate(weights):
             rows, scales = quantise_rows(weight)
             self.weights[expert], self.scales[expert] = rows, scales[:, 0]
         self._multiply = (
@@ -108,10 +109,10 @@ class Fp8Matrices(nn.Module):
 
 
 class Fp8Experts(nn.Module):
-    """Replaces a module that `holds_experts` in inference. All chosen experts must be there."""
+    """Replaces a module that `holds_experts`, in inference. It must hold all experts."""
 
     def __init__(self, experts: nn.Module) -> None:
-        """Takes the weights out of `experts`, whose activation and gating it goes on using."""
+        """Moves the weights out of `experts`; its activation and gating are still used."""
         super().__init__()
         self.num_experts = experts.down_proj.shape[0]
         self.experts = experts
@@ -126,9 +127,10 @@ class Fp8Experts(nn.Module):
         top_k_index: torch.Tensor,  # [num_tokens, top_k]: the experts of each token
         top_k_weights: torch.Tensor,  # [num_tokens, top_k]: their shares
     ) -> torch.Tensor:
-        """Sums of the experts' results, [num_tokens, hidden]."""
+        """Returns the weighted sum of the experts' results, [num_tokens, hidden]."""
         num_tokens, top_k = top_k_index.shape
-        chosen, order = top_k_index.reshape(-1).sort(stable=True)  # the pairs, expert by expert
+        # (token, expert) pairs, sorted by expert.
+        chosen, order = top_k_index.reshape(-1).sort(stable=True)
         numbers = torch.arange(self.num_experts, device=chosen.device, dtype=chosen.dtype)
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
         x = self.first(hidden_states[order // top_k], ends, chosen)
@@ -145,11 +147,11 @@ def replace_linears(
     skip: Collection[str] = ("lm_head",),
     read_outside: Collection[str] = (),
 ) -> Replaced:
-    """Replaces every linear layer by an Fp8Linear, one by one, so that only one is held twice at a
-    time.
+    """Replaces every linear layer by an Fp8Linear, one at a time, so that only one is in memory
+    twice.
 
-    Layers stay if their name ends in one of `skip`, if they are routers, or if other modules read
-    their weights.
+    A layer is left unchanged if its name ends in one of `skip`, if it is a router, or if other
+    modules read its weights.
     """
     replaced, kept = [], []
     routers = set(router_layers(model))
@@ -210,7 +212,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def scaled_matmul(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor
 ) -> torch.Tensor:
-    """The product defined above, [m, n] in bf16, by torch's kernels for fp8.
+    """Computes the product defined above, [m, n] in bf16, with torch's kernels for fp8.
 
     `x` [m, k] has scales [m, 1], `weight` [n, k] has scales [n].
     """
@@ -233,7 +235,7 @@ def scaled_matmul(
 def reference_matmul(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor
 ) -> torch.Tensor:
-    """The definition of `scaled_matmul`, in fp32."""
+    """Defines `scaled_matmul`, in fp32."""
     return (x.float() * x_scales) @ (weight.float() * weight_scales[:, None]).t()
 
 
@@ -244,7 +246,8 @@ def grouped_matmul(
     weight_scales: torch.Tensor,
     ends: torch.Tensor,
 ) -> torch.Tensor:
-    """Products of the rows up to each of `ends` with the weights there, by torch's kernels for fp8.
+    """Multiplies each group of rows, up to its `ends`, by the group's weights, with torch's fp8
+    kernels.
 
     `x` [m, k] has scales [m, 1], `weights` [num_groups, n, k] have scales [num_groups, n]. The
     result is [m, n] in bf16.
@@ -268,7 +271,7 @@ def one_by_one(
     weight_scales: torch.Tensor,
     ends: torch.Tensor,
 ) -> torch.Tensor:
-    """The same by a product for each group that has rows. The host waits for `ends`."""
+    """Does the same with one product for each non-empty group. The host waits for `ends`."""
     runs = enumerate(pairwise([0, *ends.tolist()]))
     return torch.cat(
         [
@@ -284,7 +287,7 @@ def _multiply_on(device: torch.device) -> Multiply:
 
 
 def _take(experts: nn.Module, name: str) -> Fp8Matrices:
-    """The parameter of that name, and its bias, quantised and removed from the module."""
+    """Removes the named parameter and its bias from the module; returns both, quantised."""
     weights = getattr(experts, name).detach()
     bias = getattr(experts, f"{name}_bias").detach() if experts.has_bias else None
     matrices = Fp8Matrices(weights.transpose(1, 2) if experts.is_transposed else weights, bias)

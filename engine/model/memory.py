@@ -7,11 +7,12 @@ import torch
 
 ALIGNMENT = 64
 HUGE_PAGE = 2**21
-CHUNK = 16 * HUGE_PAGE  # bytes; what is never written takes no memory
+CHUNK = 16 * HUGE_PAGE  # bytes; pages that are never written take no memory
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
-    """Zeros that start on a cache line, or on a huge page if they fill one and the kernel has them.
+    """Allocates zeros that start on a cache line; on a huge page if they fill one and Linux has
+    them.
 
     Without huge pages, every few KiB of a long context need a walk through the page tables.
     """
@@ -21,7 +22,7 @@ def aligned_bytes(num_bytes: int) -> torch.Tensor:
     else:
         alignment = HUGE_PAGE
         memory = mmap.mmap(-1, num_bytes + alignment)
-        with contextlib.suppress(OSError):  # a Linux kernel without huge pages
+        with contextlib.suppress(OSError):  # Linux may be built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         raw = torch.frombuffer(memory, dtype=torch.uint8)
     start = -raw.data_ptr() % alignment
@@ -31,14 +32,14 @@ def aligned_bytes(num_bytes: int) -> torch.Tensor:
 class Pieces:
     """Hands out memory piece by piece, so that small pieces share huge pages.
 
-    Memory goes back to the system in chunks, each when its last piece is freed.
+    A chunk of memory goes back to the system when its last piece is freed.
     """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Zeros that start on a cache line."""
+        """Allocates zeros that start on a cache line."""
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if size > len(self._rest):
             self._rest = aligned_bytes(max(size, CHUNK))

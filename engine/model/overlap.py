@@ -34,7 +34,7 @@ class TokenMemory:
         self._num_taken = 0
 
     def take(self, num_tokens: int) -> torch.Tensor:
-        """Memory that is free until the second next call."""
+        """Returns memory that is not reused before the second next call."""
         memory = self._held[self._num_taken % NUM_HELD]
         self._num_taken += 1
         return memory[:num_tokens]
@@ -59,15 +59,17 @@ class OverlappedStep:
         self._clock = clock
         self._before = before
         self._memory = memory
-        self._chosen: torch.Tensor | None = None  # on the host, behind the fence
+        self._chosen: torch.Tensor | None = None  # on the host; valid once the fence has passed
         self._logits: torch.Tensor | None = None
         self._fence: torch.cuda.Event | None = None
         self._has_chosen = False
-        self.end_s = 0.0  # known with the result
+        self.end_s = 0.0  # set once the result is known
 
     @torch.inference_mode()
     def launch(self) -> None:
-        """Queues the pass, and the choices unless they need tokens that are not known yet."""
+        """Queues the pass. Queues the choices too, unless they need tokens that are not known
+        yet.
+        """
         self._begin_s = self._clock.now_s()
         if self._before is not None:
             self._before.choose()
@@ -83,13 +85,13 @@ class OverlappedStep:
             self.choose()
 
     def places(self) -> Mapping[SeqId, int]:
-        """The index of each sequence's token among the tokens that the step chooses."""
+        """Returns the index of each sequence's token among the tokens that the step chooses."""
         chosen = (p.row.seq_id for p in self._proposals if p.row.sampling is not None)
         return {seq_id: place for place, seq_id in enumerate(chosen)}
 
     @torch.inference_mode()
     def choose(self) -> None:
-        """Queues the choices, their copy to the host, and the fence. Does nothing a second time."""
+        """Queues the choices, their copy to the host, and the fence. A second call does nothing."""
         if self._has_chosen:
             return
         self._has_chosen = True
@@ -102,7 +104,7 @@ class OverlappedStep:
             self._forward.remember(chosen)
             self._chosen = self._memory.take(len(asked))
             self._chosen.copy_(chosen, non_blocking=True)
-        # The next step overwrites them.
+        # Copied, because the next step overwrites them.
         self._logits = logits.clone() if verify.needs_logits(self._proposals) else None
         self._fence = self._forward.fence()
 
@@ -121,7 +123,9 @@ class OverlappedStep:
         return BatchResult(rows, self._times(begin_s))
 
     def _times(self, begin_s: float) -> StepTimes:
-        """The parts of the time since `begin_s`, when the device could begin with this step."""
+        """Returns the parts of the step's time. It starts at `begin_s`, when the device became
+        free.
+        """
         prepared_s = max(begin_s, self._prepared_s)
         launched_s = max(begin_s, self._launched_s)
         return StepTimes(

@@ -30,18 +30,18 @@ from engine.messages import SeqId
 from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
-KNOWN = -1  # in `follows`: `token_ids` has the token
-PAD_SLOT = -1  # in a slot mapping: a token that is not stored
-ALIGNMENT_BYTES = 64  # for each array: kernels load 16 bytes at once, copies a cache line
+KNOWN = -1  # in `follows`: the token is known, and is in `token_ids`
+PAD_SLOT = -1  # in `slot_mapping`: the token's KV is not stored
+ALIGNMENT_BYTES = 64  # alignment of each array: kernels load 16 bytes at once, copies a cache line
 SMALL_SIZES = (1, 2, 4, 8)  # rows of captured steps; then powers of two and midpoints
-ROW_LENS = (1, 2, 4, 8)  # tokens of a row of captured steps
-MAX_VERIFIED_TOKENS = 512  # in a captured step with several tokens a row
+ROW_LENS = (1, 2, 4, 8)  # tokens per row of captured steps
+MAX_VERIFIED_TOKENS = 512  # tokens of a captured step with several tokens per row
 
 T = TypeVar("T")
 
 
 class Inputs(NamedTuple, Generic[T]):
-    """One value for each of a step's inputs: its place, its array or its tensor."""
+    """One value for each input of a step: a place, an array or a tensor."""
 
     token_ids: T
     positions: T
@@ -62,7 +62,7 @@ class ArrayPlace(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """The offset behind its last byte."""
+        """Returns the offset behind the array's last byte."""
         return self.offset_bytes + prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -83,25 +83,26 @@ class PackingShape(NamedTuple):
 
 
 class StepSize(NamedTuple):
-    """The numbers of rows, and of tokens in each of them, to which a step is padded."""
+    """The number of rows, and of tokens in each row, to which a step is padded."""
 
     row_len: int
     num_rows: int
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step."""
+        """Returns the tokens of the step."""
         return self.row_len * self.num_rows
 
     def packed(self, table_width: int) -> PackingShape:
-        """The sizes of its inputs; all logits may be kept."""
+        """Returns the sizes of the step's inputs; all its logits may be kept."""
         return PackingShape(self.num_rows, self.num_tokens, self.num_tokens, table_width)
 
 
 def padded_sizes(maximum: int) -> tuple[int, ...]:
-    """Numbers of rows for which decode steps are captured: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, …
+    """Returns the numbers of rows for which decode steps are captured: 1, 2, 4, 8, 16, 24, 32, 48,
+    64, …
 
-    From 16 rows on a step computes less than half as many rows again as it has. The cost of
+    From 16 rows on, padding adds less than half of a step's rows. The cost of
     captured steps grows with the logarithm of `maximum`.
     """
     sizes = list(SMALL_SIZES)
@@ -114,9 +115,9 @@ def padded_sizes(maximum: int) -> tuple[int, ...]:
 def captured_sizes(
     all_num_rows: Iterable[int], row_lens: Iterable[int] = ROW_LENS
 ) -> tuple[StepSize, ...]:
-    """The sizes of captured steps: decode of these numbers of rows, and verification.
+    """Returns the sizes of captured steps: decode with these numbers of rows, and verification.
 
-    Verification takes only powers of two, up to MAX_VERIFIED_TOKENS. So its captures are few.
+    Verification has only powers of two, up to MAX_VERIFIED_TOKENS, so that few captures are needed.
     """
     pairs = [StepSize(row_len, num_rows) for row_len in row_lens for num_rows in all_num_rows]
     return tuple(
@@ -130,8 +131,8 @@ def captured_sizes(
 
 
 def padded_size(num_rows: int, longest: int, sizes: Iterable[StepSize]) -> StepSize | None:
-    """The size with the shortest rows, and of these the fewest, that holds rows of up to `longest`
-    tokens; None if none does.
+    """Returns the smallest size that holds these rows of up to `longest` tokens; None if no size
+    does. Shorter rows are preferred, then fewer rows.
     """
     return min(
         (size for size in sizes if size.row_len >= longest and size.num_rows >= num_rows),
@@ -141,7 +142,7 @@ def padded_size(num_rows: int, longest: int, sizes: Iterable[StepSize]) -> StepS
 
 @lru_cache(maxsize=256)
 def plan(shape: PackingShape) -> Packing:
-    """Computes where the inputs of a step of these sizes lie."""
+    """Computes the places of all inputs of a step with these sizes."""
     num_rows, num_tokens, num_kept, table_width = shape
     arrays = Inputs(
         token_ids=("int64", (num_tokens,)),
@@ -162,7 +163,7 @@ def plan(shape: PackingShape) -> Packing:
 
 
 def arrays(memory: np.ndarray, packing: Packing) -> Inputs[np.ndarray]:
-    """Views of the inputs in `memory`, which holds bytes."""
+    """Returns the inputs as views of the bytes in `memory`."""
     return Inputs(
         *(
             memory[place.offset_bytes : place.end_bytes].view(place.dtype).reshape(place.shape)
@@ -174,15 +175,16 @@ def arrays(memory: np.ndarray, packing: Packing) -> Inputs[np.ndarray]:
 class Tables:
     """The block tables of the last step's rows, as arrays.
 
-    A sequence's next step mostly has the same blocks. Comparing them takes an eighth of the time of
-    making an array, which is most of the host's work for a decode step with long contexts.
+    A sequence's next step usually has the same blocks. Comparing block lists takes an eighth of the
+    time of making an array. Making arrays is most of the host's work for a decode step with long
+    contexts.
     """
 
     def __init__(self) -> None:
         self._known: dict[SeqId, tuple[Sequence[BlockId], np.ndarray]] = {}
 
     def of(self, rows: Sequence[Row], block_size: int) -> list[np.ndarray]:
-        """The blocks that hold each row's context, int32."""
+        """Returns the blocks that hold each row's context, int32."""
         self._known = {row.seq_id: self._of(row, -(-row.end // block_size)) for row in rows}
         return [self._known[row.seq_id][1] for row in rows]
 
@@ -206,11 +208,11 @@ def fill(  # noqa: PLR0913 - all but two have names at the call
 ) -> None:
     """Writes every element of the inputs.
 
-    `follows` says for each row if its last token is one that the step before chooses, and which.
-    Without it all tokens are known.
+    `follows` has an entry for each row: the index of its last token among the tokens that the step
+    before chooses, or None. Without `follows` all tokens are known.
 
-    With `row_len`, each row is filled up to that many tokens, and rows of only such tokens follow
-    as there is room for.
+    With `row_len`, each row is padded to `row_len` tokens, and rows of padding fill the remaining
+    room.
     """
     num_rows = len(rows)
     query_lens = _numbers((len(row.token_ids) for row in rows), num_rows)
@@ -220,7 +222,7 @@ def fill(  # noqa: PLR0913 - all but two have names at the call
     row_of = np.repeat(np.arange(num_rows), query_lens)  # [num_tokens]
     index = np.arange(num_tokens)
     position = index + (ends - query_ends)[row_of]
-    place = index  # where each token is among the padding
+    place = index  # index of each token in the padded step
     padded_ends = query_ends
     if row_len is not None:
         padded_ends = np.arange(1, len(inputs.context_lens) + 1) * row_len

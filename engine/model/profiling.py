@@ -1,8 +1,8 @@
-"""Measures the memory of a GPU that the largest step takes, so that KV can have the rest.
+"""Measures the GPU memory of the largest step, so that KV can use the rest.
 
-The step runs once, eagerly, over a small buffer of its own: as many rows as may decode, of which
-one is a chunk that fills the step up, and tokens are sampled for all of them. Its forward pass is
-opened as for serving, so weights have their final format.
+The step runs once, eagerly, over a small buffer of its own. It has the greatest number of rows that
+may decode. One row is a chunk that uses up the rest of the step's tokens, and all rows sample a
+token. Its forward pass is opened as for serving, so weights have their final format.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ PROFILED_SAMPLING = Sampling(temperature=1.0, top_k=64, top_p=0.9, min_p=0.01)
 
 
 class LargestStep(NamedTuple):
-    """The most that one step computes."""
+    """The size of the largest step that may occur."""
 
     num_tokens: int
     num_rows: int
 
 
 class MemoryUse(NamedTuple):
-    """A device's memory, and what this process has of it."""
+    """A device's memory, and this process's share of it."""
 
     free_bytes: int
     total_bytes: int
@@ -43,11 +43,11 @@ class MemoryMeter(Protocol):
     """Reads a device's memory."""
 
     def read(self) -> MemoryUse:
-        """Returns the present use, without what the allocator keeps and nothing holds."""
+        """Returns the present use, without memory that the allocator caches but no tensor uses."""
         ...
 
     def peak_bytes(self, call: Callable[[], object]) -> int:
-        """Calls, and returns the most bytes held meanwhile beyond those held before."""
+        """Runs the call. Returns the peak of bytes held meanwhile, minus the bytes held before."""
         ...
 
 
@@ -65,7 +65,7 @@ class CudaMeter:
         return MemoryUse(free_bytes, total_bytes, torch.cuda.memory_reserved(self._device))
 
     def peak_bytes(self, call: Callable[[], object]) -> int:
-        """Counts what torch's allocator took from the device: with what lies unused in between."""
+        """Counts the memory that torch's allocator took from the device, fragments included."""
         before = self.read().own_bytes
         torch.cuda.reset_peak_memory_stats(self._device)
         call()
@@ -76,7 +76,7 @@ class CudaMeter:
 
 
 class DeviceNeeds(NamedTuple):
-    """A device's memory with the weights on it, and what the largest step takes beside them."""
+    """A device's memory use with the weights loaded, and the further memory of the largest step."""
 
     memory: MemoryUse
     peak_bytes: int
@@ -88,7 +88,7 @@ def measure_needs(
     """Runs the largest step of a model once. Its weights have their final format afterwards."""
     rows = _rows(largest, loaded.context_len, loaded.layout)
     peak_bytes = _peak_bytes(loaded, weights, rows, meter)
-    return DeviceNeeds(meter.read(), peak_bytes)  # all that the step took is free again
+    return DeviceNeeds(meter.read(), peak_bytes)  # the step's memory is free again here
 
 
 def _peak_bytes(
@@ -106,7 +106,9 @@ def _peak_bytes(
 
 
 def _rows(largest: LargestStep, context_len: int, layout: KVLayout) -> Sequence[Row]:
-    """Rows of one token, and chunks for the rest. All write to the same few blocks."""
+    """Returns rows of one token, and chunks for the remaining tokens. All write to the same few
+    blocks.
+    """
     num_short = min(largest.num_rows, largest.num_tokens) - 1
     lens = [1] * num_short
     left = largest.num_tokens - num_short

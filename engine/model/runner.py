@@ -68,7 +68,8 @@ WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
 PACKED_BYTES = {WeightFormat.FP32: 4, WeightFormat.INT8: 1, WeightFormat.FP8: 1}  # each weight
 
-Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that starts on a cache line
+# Number of bytes → writable memory that starts on a cache line.
+Allocate = Callable[[int], memoryview]
 
 
 class KVNeeds(NamedTuple):
@@ -80,7 +81,7 @@ class KVNeeds(NamedTuple):
     device: DeviceNeeds | None = None  # what a GPU needs
 
 
-SizeKV = Callable[[KVNeeds], int]  # → bytes for KV
+SizeKV = Callable[[KVNeeds], int]  # returns the bytes for KV
 
 
 class Fence(Protocol):
@@ -92,7 +93,7 @@ class Fence(Protocol):
 
 
 class TorchStep:
-    """A step of a `TorchRunner`. Without a fence it has ended."""
+    """A step of a `TorchRunner`. Without a fence, the step is already complete."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class TorchStep:
         clock: Clock,
         fence: Fence | None = None,
     ) -> None:
-        """`times` lack the time of sampling, which lasts until the fence."""
+        """`times` does not yet include sampling, which lasts until the fence."""
         self._rows = rows
         self._times = times
         self._begin_s = begin_s
@@ -119,11 +120,11 @@ class TorchStep:
 
 
 class RunnerChoices(NamedTuple):
-    """What a runner computes with, chosen when it was opened."""
+    """The kernels and formats that a runner chose when it was opened."""
 
     attention: str
-    num_captured: int  # steps
-    fallbacks: dict[str, int]  # parts that it does without
+    num_captured: int  # captured steps
+    fallbacks: dict[str, int]  # counts of the optional parts that are missing
 
 
 ATTENTIONS = {"cuda": "triton", "plain": "torch", "native": "c++"}  # by module
@@ -134,20 +135,22 @@ class TorchRunner:
 
     layout: KVLayout  # this rank's blocks
     whole_layout: KVLayout  # the blocks of all ranks
-    shards: tuple[Shard, ...] = ()  # what each rank's blocks hold of them, if there are several
+    shards: tuple[Shard, ...] = ()  # each rank's share of the blocks, if there are several ranks
     num_blocks: int
     context_len: int  # tokens; no row may end beyond it
     vocab_size: int
-    overlaps = False  # true once a model is open that computes beside the host
-    embeds: bool  # rows give hidden states, and the tokens that they choose mean nothing
+    overlaps = False  # True once a model is open whose device computes while the host goes on
+    # True if rows return hidden states; the tokens that they choose are meaningless then.
+    embeds: bool
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     weights: WeightFormat  # resolved: never `auto`
-    weights_bytes: int  # linear layers, the draft's too
-    sizes: ModelSizes  # the target's, to estimate the work of steps
+    weights_bytes: int  # linear layers, those of the draft included
+    sizes: ModelSizes  # sizes of the target, to estimate the work of steps
     buffer: memoryview | None  # num_blocks * block_bytes; None if it is not host memory
-    draft_forward: CpuForward | CudaForward | SharedForward | None = None  # over the same blocks
-    kv_address: int  # where the buffer begins, in the memory of its device
+    # The draft model's passes, over the same blocks.
+    draft_forward: CpuForward | CudaForward | SharedForward | None = None
+    kv_address: int  # address of the buffer in its device's memory
 
     def __init__(  # noqa: PLR0913 - all but the path have defaults
         self,
@@ -166,16 +169,17 @@ class TorchRunner:
         group: RankGroup | None = None,
         feed: StepFeed | None = None,
     ) -> None:
-        """Takes either `num_blocks`, or `kv_bytes` for as many blocks as fit.
+        """Needs either `num_blocks`, or `kv_bytes`, into which as many blocks are placed as fit.
 
-        `kv_bytes` may be a function, which is called when the model is loaded. No row may end
-        beyond `max_len` tokens, nor beyond the model's context.
+        If `kv_bytes` is a function, it is called once the model is loaded. No row may end beyond
+        `max_len` tokens or the model's context.
 
-        With several ranks, `kv_bytes` are shared by them. Rank 0 has the `feed` of the others.
+        Several ranks share `kv_bytes`. Rank 0 has the `feed` to the other ranks.
 
-        `draft` is a smaller model with the same tokens; blocks have room for its K and V too. A CPU
-        computes with as many threads as torch is set to when the runner is opened. A GPU runs the
-        `largest` step once, if given, to see the memory that is left for KV; `meter` reads it.
+        `draft` is a smaller model with the same vocabulary; blocks have room for its K and V too. A
+        CPU computes with as many threads as torch is set to when the runner is opened. If `largest`
+        is given, a GPU runs this step once to measure the memory that is left for KV; `meter` reads
+        the memory.
         """
         self.path = path
         self.draft_path = draft
@@ -196,7 +200,8 @@ class TorchRunner:
         self._tokens: TokenMemory | None = None
 
     def open(self, allocate: Allocate | None = None) -> None:
-        """Loads the model and takes memory for KV, from `allocate` if given. Waits for all ranks.
+        """Loads the model and allocates memory for KV, with `allocate` if given. Waits for all
+        ranks.
 
         Raises CheckpointError, or ConfigError if memory is too small or unfit.
         """
@@ -236,7 +241,7 @@ class TorchRunner:
         if callable(kv_bytes):
             kv_bytes = kv_bytes(self._needs(models)._replace(device=self._device_needs(target)))
         if self._group is not None and kv_bytes is not None and not self._is_cuda:
-            kv_bytes //= self._group.place.size  # one machine's memory is shared
+            kv_bytes //= self._group.place.size  # all ranks share one machine's memory
         self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, kv_bytes)
         if self._group is not None:
             self.num_blocks = self._group.least(self.num_blocks)
@@ -279,7 +284,9 @@ class TorchRunner:
         )
 
     def _device_needs(self, target: LoadedModel) -> DeviceNeeds | None:
-        """The memory of a GPU and of its largest step. The target's weights are final then."""
+        """Returns the memory use of a GPU and of its largest step. Gives the target's weights
+        their final format.
+        """
         meter = self._meter
         if meter is None and target.device.type == "cuda":
             meter = CudaMeter(target.device)
@@ -290,7 +297,7 @@ class TorchRunner:
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
         self._context = models[0].context
-        sizes = sizes_of(models[0])  # before the weights are packed
+        sizes = sizes_of(models[0])  # measured before the weights are packed
         target = _forward(models[0], self.weights)
         self._forward = self._shared(target, 0)
         self._forward.open(KVCache(self.layout, buffer))
@@ -307,7 +314,7 @@ class TorchRunner:
         self._overlap()
 
     def _overlap(self) -> None:
-        """Lets steps overlap if nothing of a step waits for the host."""
+        """Allows overlapping steps if no part of a step waits for the host."""
         is_plain = self.draft_forward is None and not self.embeds
         self.overlaps = is_plain and isinstance(self._forward, CudaForward)
         if self.overlaps:
@@ -316,7 +323,7 @@ class TorchRunner:
     def _shared(
         self, own: CpuForward | CudaForward, model: int
     ) -> "CpuForward | CudaForward | SharedForward":
-        """The pass of all ranks, at rank 0; elsewhere `own`."""
+        """Returns the pass of all ranks at rank 0, and `own` at other ranks."""
         return own if self._feed is None else SharedForward(own, model, self._feed)
 
     def follow(self, channel: StepChannel) -> None:
@@ -356,12 +363,14 @@ class TorchRunner:
 
     @property
     def kernels(self) -> str:
-        """What computes: two runners of one text choose the same tokens for the same model."""
+        """Returns what computes. Runners with equal texts choose the same tokens for the same
+        model.
+        """
         return self._forward.kernels
 
     @property
     def choices(self) -> RunnerChoices:
-        """What was chosen, for a report."""
+        """Returns the choices made at opening, for a report."""
         attend = self._context.attend
         module = (attend if isfunction(attend) else type(attend)).__module__
         names = module.split(".")
@@ -376,7 +385,7 @@ class TorchRunner:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts of the parts that this rank's models do without, since the start."""
+        """Returns counts of the optional parts that this rank's models lack, since the start."""
         counts: Counter[str] = Counter()
         for forward in (self._forward, self.draft_forward):
             own = forward.own if isinstance(forward, SharedForward) else forward
@@ -386,7 +395,7 @@ class TorchRunner:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if a sequence has the same bits in any company, as measured at opening."""
+        """True if a sequence has the same bits in any batch, as measured at opening."""
         return self._forward.is_batch_invariant
 
     def run(self, plan: BatchPlan) -> BatchResult:
@@ -394,7 +403,7 @@ class TorchRunner:
         return self.launch(plan).result()
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
-        """Runs the passes of a plan, or on a GPU queues them."""
+        """Runs the passes of a plan; on a GPU, queues them."""
         if self.overlaps:
             return self._launch_overlapped(plan)
         return self._launch_alone(plan)
@@ -402,7 +411,7 @@ class TorchRunner:
     def _launch_overlapped(self, plan: BatchPlan) -> LaunchedStep:
         """Queues a step, behind the last one if that is in flight."""
         if not plan.rows or any(row.max_drafted for row in plan.rows):
-            self._last = None  # without pending rows, the last step has ended
+            self._last = None  # no rows are pending, so the last step has ended
             return self._launch_alone(plan)
         assert isinstance(self._forward, CudaForward)
         assert self._tokens is not None
@@ -502,14 +511,14 @@ def _device(name: str) -> torch.device:
 def _forward(
     loaded: LoadedModel, weights: WeightFormat, beside: CpuForward | CudaForward | None = None
 ) -> CpuForward | CudaForward:
-    """The pass of a model; on a CPU it uses the threads of the pass `beside` it."""
+    """Returns the pass of a model; on a CPU it uses the threads of the pass `beside`."""
     if loaded.device.type == "cpu":
         return CpuForward(loaded, weights, threads=torch.get_num_threads(), beside=beside)
     return CudaForward(loaded, weights)
 
 
 def _limited(max_len: int | None, context_len: int) -> int:
-    """The context length, or the lower limit that was set."""
+    """Returns the context length, or the lower limit that was set."""
     if max_len is None:
         return context_len
     if max_len > context_len:
@@ -528,7 +537,7 @@ def _resolve_num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int 
 
 
 def _proposed(row: Row) -> DraftedRow:
-    """The tokens that the maker of this row proposed, as far as the row's grammar allows them."""
+    """Returns the row, with its proposed tokens cut to the leading ones that its grammar allows."""
     if not row.draft:
         return DraftedRow(row)
     assert row.num_to_draft == 0
@@ -537,7 +546,9 @@ def _proposed(row: Row) -> DraftedRow:
 
 
 def _embedded(results: Sequence[RowResult], states: torch.Tensor) -> list[RowResult]:
-    """The results with the hidden states [num_choosing_rows, hidden] of rows that chose a token."""
+    """Returns the results, with hidden states [num_choosing_rows, hidden] added to rows that
+    chose a token.
+    """
     found = iter(states.float().cpu().numpy())
     return [
         msgspec.structs.replace(each, embedding=next(found).tobytes()) if each.token_ids else each

@@ -14,14 +14,14 @@ from engine.worker.effort import ModelSizes
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-PARTS = ("ffn_config",)  # parts of a config that may hold these numbers
+PARTS = ("ffn_config",)  # nested parts of a config that may hold the sizes
 
 
 def sizes_of(model: LoadedModel) -> ModelSizes:
-    """The sizes of a model, without the bytes of its weights.
+    """Returns the sizes of a model, without the bytes of its weights.
 
-    Of experts, a token meets as many as the model chooses. Without the number of attention heads in
-    its configuration, attention counts as nothing.
+    Only the experts that the model chooses for a token count. If the config lacks the number of
+    attention heads, attention counts as zero.
     """
     config, module = model.model.config.get_text_config(decoder=True), model.model
     share = share_of_experts(config)
@@ -31,7 +31,7 @@ def sizes_of(model: LoadedModel) -> ModelSizes:
     num_slices = 1 if model.group is None else model.group.place.tp
     num_attending = len(model.context.places) or sum(s.num_layers for s in model.layout.sections)
     output = module.get_output_embeddings()
-    # A model of embeddings has an identity for a head.
+    # The head of a model for embeddings is an identity.
     head = getattr(getattr(output, "linear", output), "weight", None)
     tables = {id(x.weight) for x in module.modules() if isinstance(x, nn.Embedding)}
     layers = sum(
@@ -49,13 +49,15 @@ def sizes_of(model: LoadedModel) -> ModelSizes:
 
 
 def of_all_ranks(sizes: ModelSizes, group: RankGroup, layout: KVLayout) -> ModelSizes:
-    """The sizes of the parts of all ranks together. What several ranks hold counts for each."""
+    """Returns the sum of the ranks' sizes. Weights that several ranks hold count several times."""
     parts = (sizes.layer_weights, sizes.head_weights, sizes.attention_size, sizes.weights_bytes)
     return ModelSizes(*map(group.total, parts), layout.block_bytes / layout.block_size)
 
 
 def share_of_experts(config: PreTrainedConfig) -> float:
-    """The share of the experts that a token uses, at most 1; 1 if the config does not say."""
+    """Returns the share of the experts that a token uses, at most 1; 1 if the config does not
+    say.
+    """
     places = (config, *(getattr(config, part, None) for part in PARTS))
     chosen, total = (
         next((n for at in places for key in keys if (n := number_of(at, key))), None)
@@ -65,7 +67,9 @@ def share_of_experts(config: PreTrainedConfig) -> float:
 
 
 def number_of(config: object, key: str) -> float | None:
-    """The number of that name, or the mean of a list of numbers; None if it is neither."""
+    """Returns the config's number of that name, or the mean of its list of numbers; None
+    otherwise.
+    """
     value = getattr(config, key, None)
     values = value if isinstance(value, (list, tuple)) else [value]
     if not values or not all(type(each) in (int, float) for each in values):

@@ -1,4 +1,4 @@
-"""Keeps torch's own threads out of the way of the team that computes on a CPU."""
+"""Keeps torch's threads from competing with the kernels' team of threads on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ import torch
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """A context in which torch computes with one thread, between jobs of the team.
+    """Returns a context in which torch computes with one thread, between jobs of the team.
 
-    torch's threads would spin against the team's. If they divide a tensor, functions such as silu
-    also compute the elements beside the cut with other last bits. Results would then depend on the
-    number of tokens in a batch.
+    torch's threads would spin against the team's. And where threads cut a tensor, functions such as
+    silu give the elements beside the cut other last bits. Results would then depend on the number
+    of tokens in a batch.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

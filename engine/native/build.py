@@ -7,8 +7,8 @@ of machines share keeps one library for each.
 Processes that start together want the same library: one of them builds it, and the others wait. All
 cores compile.
 
-A library that another user can have written is never loaded (`engine.ownership`). If the cache is
-not to be trusted, the library is built again in a private folder, for this process alone.
+A library that another user can have written is never loaded (`engine.ownership`). If the cache
+cannot be trusted, the library is built again in a private folder, for this process alone.
 """
 
 import atexit
@@ -37,7 +37,8 @@ FLAGS = (
     "-std=c++20",
     "-O3",
     "-march=native",
-    "-ffp-contract=off",  # sources say which products are fused, so compilers agree
+    # The sources say which products are fused, so all compilers give the same bits.
+    "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fPIC",
@@ -47,7 +48,7 @@ BUILD_TIMEOUT_S = 300.0
 counters = {"private_builds": 0}  # libraries built for this process alone
 
 
-FORMATS = {  # as C++ numbers them
+FORMATS = {  # numbers of the formats in C++
     KVFormat.FP32: 0,
     KVFormat.BF16: 1,
     KVFormat.FP8_E4M3: 2,
@@ -59,24 +60,27 @@ SOURCES = Path(__file__).parent / "src"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A file that is compiled by itself, with the headers of its folder."""
+    """A source file that is compiled separately, with the headers of its folder."""
 
     name: str
     path: str  # below `SOURCES`
     flags: tuple[str, ...] = ()
 
     def command(self, compiler: str) -> list[str]:
-        """Compiles it. Units define types of the same names, so each has a namespace of its own."""
+        """Returns the command that compiles the unit. Each unit has its own namespace, as units
+        define types of the same names.
+        """
         namespace = f"-Dbaton=in_{self.name}"
         return [compiler, *FLAGS, *self.flags, namespace, "-c", str(SOURCES / self.path)]
 
 
-# Loops that matter name their vector instructions. To look for more takes a compiler long.
+# Loops that matter use explicit vector instructions. Automatic vectorisation would slow the
+# compiler down.
 _KERNEL_FLAGS = ("-fno-tree-loop-vectorize",)
 
 
 def kernel_units(*flags: str) -> tuple[Unit, ...]:
-    """The units that compute a model, the longest first."""
+    """Returns the units that compute a model, the longest first."""
     flags = (*_KERNEL_FLAGS, *flags)
     attention = (
         Unit(
@@ -101,7 +105,9 @@ UNITS = (
 
 
 def built_library(units: Sequence[Unit] = UNITS) -> Path:
-    """Path of the library, built if it is not in the cache. Raises BuildError."""
+    """Returns the path of the library, which is built if it is not in the cache. Raises
+    BuildError.
+    """
     compiler = find_compiler()
     name = _name(units, compiler)
     commands = [unit.command(compiler) for unit in units]
@@ -116,12 +122,14 @@ def built_library(units: Sequence[Unit] = UNITS) -> Path:
 
 
 def is_built() -> bool:
-    """True if the cache has the library. It may be untrusted. Raises BuildError."""
+    """True if the library is in the cache, trusted or not. Raises BuildError."""
     return (cache_folder() / _name(UNITS, find_compiler())).exists()
 
 
 def compiler_cache(name: str) -> Path:
-    """A folder where another compiler may keep its results: other users cannot write to it."""
+    """Returns a folder in which another compiler can cache its results. Other users cannot write
+    to it.
+    """
     top = cache_top()
     folder = top / "baton" / name
     try:
@@ -132,8 +140,8 @@ def compiler_cache(name: str) -> Path:
 
 
 def _cached(commands: Sequence[list[str]], name: str) -> Path:
-    """Path of the library in the cache, built if need be. Raises BuildError, UntrustedFile,
-    OSError.
+    """Returns the path of the library in the cache; builds it if necessary. Raises BuildError,
+    UntrustedFile, OSError.
     """
     folder, top = cache_folder(), cache_top()
     make_folder(folder, top=top, mode=0o700)
@@ -148,9 +156,9 @@ def _cached(commands: Sequence[list[str]], name: str) -> Path:
 
 @contextlib.contextmanager
 def _sole_builder(target: Path) -> Iterator[None]:
-    """Waits until no other process builds `target`, and holds others back meanwhile.
+    """Locks the building of `target`: waits for other builders, and makes later ones wait.
 
-    Without a lock two processes build the same file, each for itself: some file systems have none.
+    Some file systems have no locks. There two processes may build the same file, each for itself.
     """
     path = target.with_suffix(".lock")
     with path.open("w") as lock:
@@ -159,7 +167,7 @@ def _sole_builder(target: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # who waits for it finds the library
+            path.unlink(missing_ok=True)  # processes that wait for the lock then find the library
 
 
 def _private_folder(name: str, why: Exception) -> Path:
@@ -182,18 +190,18 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder where libraries are kept."""
+    """Returns the folder where libraries are cached."""
     return cache_top() / "baton" / "native"
 
 
 def cache_top() -> Path:
-    """The folder of the user's caches: $XDG_CACHE_HOME, else ~/.cache."""
+    """Returns the folder of the user's caches: $XDG_CACHE_HOME, else ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache").resolve()
 
 
 def _build(commands: Sequence[list[str]], target: Path) -> None:
-    """Compiles and links to a file beside `target`, and renames it, so that workers may race."""
+    """Compiles and links to a file beside `target`, then renames it, so that workers may race."""
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
@@ -209,7 +217,7 @@ def _build(commands: Sequence[list[str]], target: Path) -> None:
 def _run(commands: Sequence[list[str]]) -> None:
     """Runs compilers on all cores. Raises BuildError, OSError, TimeoutExpired.
 
-    None of them runs after an exception.
+    After an exception, none of them is left running.
     """
     compilers: list[subprocess.Popen[str]] = []
 
@@ -247,7 +255,7 @@ def _name(units: Sequence[Unit], compiler: str) -> str:
 
 
 def _processor() -> str:
-    """The processor's features, as Linux lists them."""
+    """Returns the processor's features, as Linux lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 """The functions of the C++ library, loaded and declared.
 
-Structures mirror those of C++ field by field. They stand where they are filled.
+Structures mirror those of C++ field by field. Each is defined in the module that fills it.
 """
 
 import ctypes
@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from engine.layout import KVFormat
 from engine.native.build import FORMATS, UNITS, Unit, built_library
 
-NONE = -1  # in place of a number
+NONE = -1  # stands for a missing number
 _TYPES = {"i": c_int32, "q": c_int64, "Q": c_uint64, "d": c_double, "p": c_void_p, "-": None}
 
-# The type of the result, then the types of the arguments. These functions take microseconds, and
-# keep the interpreter's lock.
+# The type of the result, then the types of the arguments. These functions take microseconds, so
+# they keep the interpreter's lock.
 _HOLDING = {
     "baton_index_open": "pQ",
     "baton_index_close": "-p",
@@ -53,7 +53,7 @@ _HOLDING = {
     "baton_ngrams_close": "-p",
     "baton_ngrams_look": "-pipppp",
 }
-# Other threads run during these.
+# These functions release the interpreter's lock.
 _RELEASING = {
     "baton_copy_records": "ippqpq",
     "baton_gather_records": "ippqpqp",
@@ -101,14 +101,16 @@ _RELEASING = {
 
 
 class Native(SimpleNamespace):
-    """The functions of a library, by name, and the address of the attention over each format."""
+    """The functions of the library, by name, and the address of the attention function of each
+    KV format.
+    """
 
     attention: dict[KVFormat, int]
 
 
 @cache
 def library(units: tuple[Unit, ...] = UNITS) -> Native:
-    """The library for this machine, built if need be. Raises BuildError."""
+    """Returns the library for this machine; builds it if necessary. Raises BuildError."""
     path = str(built_library(units))
     found = Native()
     for kind, signatures in ((ctypes.PyDLL, _HOLDING), (ctypes.CDLL, _RELEASING)):

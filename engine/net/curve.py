@@ -51,12 +51,12 @@ class KeyPair(NamedTuple):
 
 
 def server_keys(secret: Secret, channel: Channel) -> KeyPair:
-    """The keys of all servers of a channel."""
+    """Returns the key pair that all servers of a channel share."""
     return _pair(secret.key(f"CURVE key of servers of {channel}"))
 
 
 def client_keys(secret: Secret, channel: Channel) -> KeyPair:
-    """The keys of all clients of a channel."""
+    """Returns the key pair that all clients of a channel share."""
     return _pair(secret.key(f"CURVE key of clients of {channel}"))
 
 
@@ -67,7 +67,7 @@ def secure_server(
     socket.set(zmq.CURVE_SERVER, 1)
     socket.set(zmq.CURVE_SECRETKEY, server_keys(secret, channel).secret)
     socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorkeeper no client is let in
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorkeeper no client can connect
     _limit(socket, max_message_bytes)
 
 
@@ -85,8 +85,9 @@ def secure_client(
 def keep_alive(socket: "zmq.Socket[bytes]", silence_s: float) -> None:
     """Closes connections to hosts that do not answer, and drops their messages.
 
-    The kernel finds them. ZeroMQ's own heartbeat ends this process if its timer fires after a peer
-    left whose messages were not read yet (`!_io_error`, libzmq 4.3.5).
+    The kernel detects such hosts. ZeroMQ's own heartbeat is not used, as it can abort this process:
+    its timer may fire after a peer left whose messages were not read yet (`!_io_error`, libzmq
+    4.3.5).
     """
     seconds = max(1, round(silence_s))
     socket.set(zmq.TCP_MAXRT, 1000 * seconds)  # ms without an acknowledgement
@@ -107,7 +108,7 @@ def _pair(key: bytes) -> KeyPair:
 
 
 class Doorkeeper:
-    """Tells ZeroMQ, in a thread of its own, which clients may connect to a context's servers."""
+    """Decides, in a thread of its own, which clients may connect to a ZeroMQ context's servers."""
 
     def __init__(self, secret: Secret, channel: Channel, clock: Clock) -> None:
         self._key = z85.decode(client_keys(secret, channel).public)
@@ -118,7 +119,8 @@ class Doorkeeper:
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """Starts the thread, which ends with the context."""
         own: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
-        socket = own.socket(zmq.REP)  # belongs to the thread: `context.destroy` must not close it
+        # Owned by the thread, so that `context.destroy` does not close it.
+        socket = own.socket(zmq.REP)
         socket.set(zmq.LINGER, 0)
         socket.bind(_ZAP_ADDRESS)
         threading.Thread(target=self._run, args=(socket,), name="doorkeeper", daemon=True).start()

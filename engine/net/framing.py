@@ -1,7 +1,7 @@
 """Frames in a stream of bytes: four bytes with the length of a frame, then the frame.
 
-A frame without bytes is a *beat*, a sign of life. A length that no frame has says that the session
-ends here. So an end of the stream without it shows that the other end did not mean to leave.
+An empty frame is a *beat*, a sign of life. The *farewell* is a length that no frame has; it says
+that the session ends. So a stream that ends without a farewell shows that the other end failed.
 
 Pure: bytes in, frames out.
 """
@@ -19,14 +19,14 @@ FAREWELL = _LENGTH.pack(_FAREWELL)
 
 
 def head_of(frame: bytes) -> bytes:
-    """What comes before a frame. Raises ProtocolError if the frame is too long."""
+    """Returns the bytes that precede a frame. Raises ProtocolError if the frame is too long."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes is too long")
     return _LENGTH.pack(len(frame))
 
 
 class FrameReader:
-    """Takes the pieces of a stream and returns the frames that they complete.
+    """Reassembles frames from the pieces of a stream.
 
     It keeps no more than one incomplete frame. After the farewell it ignores everything.
     """
@@ -41,7 +41,7 @@ class FrameReader:
         if self.has_ended:
             return []
         if not self._rest:
-            return self._frames_of(data)  # nearly always: all frames come whole
+            return self._frames_of(data)  # the usual case: all frames are complete
         self._rest += data
         if len(self._rest) < self._wanted_bytes:
             return []
@@ -49,7 +49,7 @@ class FrameReader:
         return self._frames_of(whole)
 
     def _frames_of(self, data: bytes | bytearray) -> list[bytes]:
-        """Takes the frames off the begin, and keeps the rest."""
+        """Splits complete frames off the beginning, and keeps the rest."""
         frames: list[bytes] = []
         at, view = 0, memoryview(data)
         self._wanted_bytes = HEAD_BYTES

@@ -1,10 +1,10 @@
 """gRPC, loaded with Baton's settings. Other modules import it from here.
 
-It must be the first to load gRPC, which reads its settings once.
+gRPC reads its settings once, so this module must be the first to import it.
 
-gRPC is set to read its sockets in the thread that waits for the data. By default its own pool of
-threads reads and hands the data on. Measured on two cores, this takes 170 µs instead of 280 µs for
-a frame there and one back, and a third less of the CPU.
+gRPC is set to read its sockets in the thread that waits for the data. By default a pool of gRPC's
+threads reads the data and hands it over. On two cores, a round trip of a frame takes 170 µs instead
+of 280 µs with this setting, and a third less CPU.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _EXPERIMENTS = "GRPC_EXPERIMENTS"
 
 if "grpc" in sys.modules:
     log.warning("gRPC was loaded before its settings: it reads its sockets in its own threads")
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it logs every peer that leaves
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs every peer that leaves
 with _experiments("-event_engine_client,-event_engine_listener"):
     import grpc
     import grpc.aio

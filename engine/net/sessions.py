@@ -8,13 +8,14 @@ beyond a claim. A connection on which no session begins is closed after `UNTRUST
 Both ways have flow control. An end that has `MAX_UNREAD_BYTES` of frames to handle reads no more
 from its socket. `Line.send` waits while the other end does so, and `Line.post` never waits.
 
-The end of a session shows that the other side is gone. A peer that is stopped or cut off ends
-nothing. So each end sends a beat if it has sent nothing else for `BEAT_EVERY_S`. It ends a session
-in which nothing has come for too long (`PeerSilent`). Beats come from the event loop, since that is
-what serves the other end: the kernel would answer probes of TCP while the loop hangs.
+The end of a session shows that the other side is gone. But a peer that is stopped or cut off does
+not end the session. So each end sends a beat if it has sent nothing else for `BEAT_EVERY_S`, and
+ends a session in which it has received nothing for too long (`PeerSilent`). The event loop sends
+the beats, because the loop serves the other end: the kernel would answer TCP's probes even while
+the loop hangs.
 
-Why not gRPC: a frame of 200 bytes there and one back take 25 µs so, and took 123 µs over gRPC's
-library, on two cores.
+Why not gRPC: on two cores, a round trip of 200 bytes takes 25 µs here, and took 123 µs with gRPC's
+library.
 """
 
 import asyncio
@@ -40,19 +41,20 @@ from engine.net.trust import KEY_BYTES, Secret
 
 log = logging.getLogger(__name__)
 
-GREETING = b"baton/1\n"  # how a server begins, before its challenge
-ACCEPTED = b"\x00"  # before a server's proof; in its place, the length of a reason
+GREETING = b"baton/1\n"  # the server's first bytes, before its challenge
+ACCEPTED = b"\x00"  # precedes the server's proof; a refusal has the length of its reason here
 MAX_REASON_BYTES = 255
 BEAT_EVERY_S = 0.5
-SILENCE_S = 5.0  # by default, a peer that sends nothing for this long counts as dead
+SILENCE_S = 5.0  # default: a peer that sends nothing for this long counts as dead
 UNTRUSTED_S = 5  # a connection without a session is closed after this time
-FAREWELL_S = 5.0  # for the last frames of a session to be sent
-MAX_CONNECTIONS = 1024  # to one server
-MAX_UNREAD_BYTES = 2**20  # frames that wait to be handled, before the last of them
-OVERHEAD_BYTES = 64  # counted for each frame, however short
-MAX_BEHIND = 8  # frames of one turn that are sent together: a request's takes 0.2 ms to make
-COPY_BYTES = 16_384  # a frame up to this length is joined to its head, to be written in one piece
-LOG_EVERY_S = 10.0  # between two logged refusals; those in between are counted
+FAREWELL_S = 5.0  # longest time to send the last frames of a session
+MAX_CONNECTIONS = 1024  # connections to one server
+MAX_UNREAD_BYTES = 2**20  # bytes of unhandled frames at which an end stops reading
+OVERHEAD_BYTES = 64  # added to the size of each unread frame
+# Frames of one loop iteration that are sent together: making a request's frame takes 0.2 ms.
+MAX_BEHIND = 8
+COPY_BYTES = 16_384  # a frame up to this length is copied behind its head, and written in one piece
+LOG_EVERY_S = 10.0  # least time between two logged refusals; others are only counted
 BACKLOG = 256
 
 
@@ -68,8 +70,8 @@ class Line(asyncio.Protocol):
     """One end of a session that has begun: frames go out and come in. Belongs to one event loop."""
 
     def __init__(self, transport: asyncio.Transport, silence_s: float) -> None:
-        """The line takes over the transport. `on_end` is called once if the session ends, except by
-        `finish` and `close`.
+        """The line takes over the transport. If the session ends otherwise than by `finish` and
+        `close`, `on_end` is called once.
         """
         self._transport = transport
         self._silence_s = silence_s
@@ -78,13 +80,15 @@ class Line(asyncio.Protocol):
         self._unread: deque[bytes] = deque()
         self._num_unread_bytes = 0
         self._reads = True
-        self._waiter: asyncio.Future[None] | None = None  # for `receive`
+        self._waiter: asyncio.Future[None] | None = None  # `receive` waits for it
         self._drained: asyncio.Future[None] | None = None  # set while the other end reads slowly
-        self._has_sent = True  # since the last beat was due
-        self._behind: list[bytes] | None = None  # frames behind the first one of this turn
+        self._has_sent = True  # True if data was sent since the last beat was due
+        # Frames after the first one of this loop iteration; None: there was none.
+        self._behind: list[bytes] | None = None
         self._num_behind_bytes = 0
         self._is_over = False
-        self._error: BaseException | None = None  # why it is over; None: the other end said so
+        # Why the session is over; None: the other end said farewell.
+        self._error: BaseException | None = None
         self._gone = self._loop.create_future()  # set when the connection is closed
         self.on_end: Callable[[], object] = lambda: None
         self._silence = Silence(self._loop.time())
@@ -97,9 +101,10 @@ class Line(asyncio.Protocol):
     def post(self, frame: bytes) -> None:
         """Sends a frame without waiting for anything. Raises ConnectionError.
 
-        If sending fails later, `receive` raises too. See `num_unsent_bytes`. In a turn of the loop
-        the first frame is sent at once, and short ones behind it a few together. Each write by
-        itself would wake the other end, and one write of all would leave it idle meanwhile.
+        If sending fails later, `receive` raises too. See `num_unsent_bytes`. In one iteration of
+        the loop, the first frame is sent at once, and later short frames in small groups. A write
+        for each frame would wake the other end every time. One write for all frames would leave the
+        other end idle until then.
         """
         if self._is_over:
             raise self._reason()
@@ -139,7 +144,7 @@ class Line(asyncio.Protocol):
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes that were sent here, and that the kernel has not taken yet."""
+        """Returns the sent bytes that the kernel has not accepted yet."""
         return self._num_behind_bytes + self._transport.get_write_buffer_size()
 
     # ------------------------------------------------------------ in
@@ -162,11 +167,11 @@ class Line(asyncio.Protocol):
         return None
 
     def __aiter__(self) -> Self:
-        """Yields the frames that come, to the end of the session."""
+        """Yields received frames until the session ends."""
         return self
 
     async def __anext__(self) -> bytes:
-        """The next frame. Raises as `receive` does."""
+        """Returns the next frame. Raises as `receive` does."""
         frame = await self.receive()
         if frame is None:
             raise StopAsyncIteration
@@ -191,7 +196,7 @@ class Line(asyncio.Protocol):
             self._end(ConnectionError("closed"))
 
     def leave(self) -> None:
-        """Ends the session, and says so unless bytes wait that may never go.
+        """Ends the session. Sends a farewell, unless earlier bytes are still unsent.
 
         `close` must follow.
         """
@@ -200,7 +205,7 @@ class Line(asyncio.Protocol):
             self.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the session at once, for this reason. What is not sent yet is lost."""
+        """Ends the session at once, for this reason. Unsent data is lost."""
         if not self._is_over:
             self._transport.abort()
             self._end(error)
@@ -216,7 +221,7 @@ class Line(asyncio.Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """Why the session is over; None: it is not, or the other end said so."""
+        """Returns why the session is over; None if it is not, or if the other end said farewell."""
         return self._error
 
     def _end(self, error: BaseException | None) -> None:
@@ -232,7 +237,7 @@ class Line(asyncio.Protocol):
         self.on_end()
 
     def _reason(self) -> ConnectionError:
-        """Why nothing can be sent any more."""
+        """Returns the error that sending raises now."""
         error = self._error
         return error if isinstance(error, ConnectionError) else ConnectionError("session ended")
 
@@ -245,7 +250,7 @@ class Line(asyncio.Protocol):
             if not (self._has_sent or self._drained is not None):
                 self._transport.write(head_of(BEAT))
             self._has_sent = False
-            if not self._reads:  # as long as we do not listen, the other end is not silent
+            if not self._reads:  # while we do not read, the other end is not silent
                 self._silence.broken()
             if self._silence.check(self._loop.time()) > self._silence_s:
                 self.fail(PeerSilent(self._silence.seconds))
@@ -256,7 +261,7 @@ class Line(asyncio.Protocol):
     # ------------------------------------------------------------ as a protocol
 
     def data_received(self, data: bytes) -> None:
-        """Takes what came."""
+        """Handles received bytes."""
         self._silence.broken()
         try:
             frames = self._reader.feed(data)
@@ -278,20 +283,20 @@ class Line(asyncio.Protocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        """The other end has closed the connection; so does this one."""
+        """The other end has closed the connection; this end closes it too."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notes that the connection is closed. Unless its end was said before, it broke."""
+        """Records that the connection is closed. Without a farewell, the connection broke."""
         self._gone.set_result(None)
         self._end(ConnectionError(str(exc) if exc is not None else "the connection broke"))
 
     def pause_writing(self) -> None:
-        """Notes that the other end reads too slowly."""
+        """Records that the other end reads too slowly."""
         if not self._is_over:
             self._drained = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        """Notes that the other end has caught up."""
+        """Records that the other end has caught up."""
         drained, self._drained = self._drained, None
         if drained is not None and not drained.done():
             drained.set_result(None)
@@ -315,8 +320,8 @@ class SessionServer:
     ) -> None:
         """A session is cancelled when its client leaves, or is silent for longer than `silence_s`.
 
-        `on_refused` gets the reason, one of a few, why a session did not begin. With `port` 0 the
-        system chooses one.
+        `on_refused` is called with the reason when a session cannot begin; there are few different
+        reasons. With `port` 0 the system chooses a port.
         """
         self._port = port
         self._session = session
@@ -330,7 +335,9 @@ class SessionServer:
         self._sessions: set[asyncio.Task[None]] = set()
 
     async def open(self) -> str:
-        """Starts to listen; returns the address, host:port. Raises OSError if the port is taken."""
+        """Starts to listen; returns the address, host:port. Raises OSError if the port is in
+        use.
+        """
         self._loop = asyncio.get_running_loop()
         self._server = await self._loop.create_server(
             lambda: _Stranger(self), self._host, self._port, backlog=BACKLOG
@@ -364,11 +371,11 @@ class SessionServer:
         return True
 
     def remove(self, stranger: "_Stranger") -> None:
-        """Notes that a connection has ended, or that its session has begun."""
+        """Removes a connection that has ended, or whose session has begun."""
         self._strangers.discard(stranger)
 
     def challenge(self) -> bytes:
-        """What a new connection has to answer."""
+        """Returns the challenge for a new connection."""
         return self._challenger.challenge(self._loop.time(), secrets.token_bytes(NOISE_BYTES))
 
     def redeem(self, claim: bytes) -> bytes:
@@ -407,7 +414,7 @@ class SessionServer:
 
 
 class _Stranger(asyncio.Protocol):
-    """A connection of a server on which no session has begun yet."""
+    """A server's connection on which no session has begun yet."""
 
     def __init__(self, server: SessionServer) -> None:
         self._server = server
@@ -425,7 +432,7 @@ class _Stranger(asyncio.Protocol):
         self._transport.write(GREETING + self._server.challenge())
 
     def data_received(self, data: bytes) -> None:
-        """Takes the claim, and nothing that comes with it."""
+        """Reads the claim; bytes after it are refused."""
         if self._transport.is_closing():
             return
         self._claim += data[: CLAIM_BYTES + 1]
@@ -463,7 +470,7 @@ class _Stranger(asyncio.Protocol):
 
 
 class SessionClient:
-    """The side of a session that dials."""
+    """The client's side of a session: it dials the server."""
 
     def __init__(self, address: str, secret: Secret, *, silence_s: float = SILENCE_S) -> None:
         """A server that is silent for longer than `silence_s` counts as lost."""
@@ -475,7 +482,7 @@ class SessionClient:
     async def open(self) -> None:
         """Begins a session with a server that holds the secret.
 
-        Raises Untrusted, and ConnectionError, also if the server takes longer than UNTRUSTED_S.
+        Raises Untrusted, or ConnectionError, also if it takes longer than UNTRUSTED_S.
         """
         noise = secrets.token_bytes(NOISE_BYTES)
         dialling = _Dialling(Claimant(self._secret, self._address, noise=noise))
@@ -497,25 +504,25 @@ class SessionClient:
 
     @property
     def line(self) -> Line:
-        """This end of the session. Raises ConnectionError if none has begun."""
+        """Returns this end of the session. Raises ConnectionError if no session has begun."""
         if self._line is None:
             raise ConnectionError("no session has begun")
         return self._line
 
     async def send(self, frame: bytes) -> None:
-        """As `Line.send`."""
+        """See `Line.send`."""
         await self.line.send(frame)
 
     def post(self, frame: bytes) -> None:
-        """As `Line.post`."""
+        """See `Line.post`."""
         self.line.post(frame)
 
     async def receive(self) -> bytes | None:
-        """As `Line.receive`."""
+        """See `Line.receive`."""
         return await self.line.receive()
 
     async def close(self) -> None:
-        """Ends the session, if it has begun, and says so. What is not sent yet is lost."""
+        """Ends the session with a farewell, if it has begun. Unsent data is lost."""
         if self._line is not None:
             self._line.leave()
             await self._line.close()
@@ -532,16 +539,18 @@ class _Dialling(asyncio.Protocol):
         self._begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> None:
-        """Waits until each end has proved itself. Raises ConnectionError, Untrusted."""
+        """Waits until both ends have proved themselves. Raises ConnectionError, Untrusted."""
         await self._begun
 
     def line(self, silence_s: float) -> Line:
-        """The line of the session that has begun. Raises ConnectionError if it broke since."""
+        """Returns the line of the session that has begun. Raises ConnectionError if it broke
+        since.
+        """
         assert self._transport is not None
         if self._transport.is_closing():
             raise ConnectionError("the server left")
         line = Line(self._transport, silence_s)
-        if self._said:  # the server's first frames came right behind its proof
+        if self._said:  # the server's first frames arrived together with its proof
             line.data_received(self._said)
         self._transport.resume_reading()
         return line
@@ -556,7 +565,7 @@ class _Dialling(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Takes the challenge, then the server's proof."""
+        """Reads the challenge, then the server's proof."""
         assert self._transport is not None
         self._said += data
         try:
@@ -604,7 +613,7 @@ class _Dialling(asyncio.Protocol):
 
 
 def place_of(address: str) -> tuple[str, int]:
-    """Host and port of an address. Raises ConnectionError."""
+    """Splits an address into host and port. Raises ConnectionError."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise ConnectionError(f"{address!r} is no address")

@@ -1,8 +1,8 @@
 """Measures how long a peer has been silent.
 
 Time in which we were paused does not count as a peer's silence. A process that was stopped, or
-whose loop was held up, reads afterwards what others sent meanwhile. It must not take its peers for
-dead. So the listener looks at short intervals, and each interval counts at most
+whose loop was held up, reads afterwards what others sent meanwhile. It must not conclude that its
+peers are dead. So the listener checks at short intervals, and each interval counts as at most
 `MAX_BETWEEN_LOOKS_S`, however long it really was.
 """
 
@@ -10,7 +10,7 @@ MAX_BETWEEN_LOOKS_S = 1.0
 
 
 class Silence:
-    """Seconds since the last sign of life, summed over the intervals between looks."""
+    """Seconds since the last sign of life, summed over the intervals between checks."""
 
     def __init__(self, now_s: float) -> None:
         self.seconds = 0.0
@@ -18,7 +18,7 @@ class Silence:
         self._is_broken = False
 
     def broken(self) -> None:
-        """Notes a sign of life. It is cheap, so call it for each one."""
+        """Records a sign of life. It is cheap: call it for each one."""
         self._is_broken = True
 
     def check(self, now_s: float) -> float:

@@ -26,14 +26,14 @@ class Secret:
             raise ConfigError("the deployment's secret is empty")
         encoded = token.encode(errors="surrogatepass")
         self._root = blake2b(encoded, person=b"baton secret").digest()
-        self._keys: dict[str, bytes] = {}  # the derived keys by purpose: few
-        self._salts: dict[str, bytes] = {}  # for groups without a salt of the client
+        self._keys: dict[str, bytes] = {}  # derived keys by purpose; there are few purposes
+        self._salts: dict[str, bytes] = {}  # salts of groups, for requests without `cache_salt`
 
     def __repr__(self) -> str:
         return "Secret(…)"
 
     def key(self, purpose: str) -> bytes:
-        """The key of one purpose, KEY_BYTES long."""
+        """Returns the key of one purpose, KEY_BYTES long."""
         key = self._keys.get(purpose)
         if key is None:
             derived = blake2b(purpose.encode(), key=self._root, digest_size=KEY_BYTES)
@@ -41,7 +41,7 @@ class Secret:
         return key
 
     def salt(self, group: str, cache_salt: str = "") -> bytes:
-        """The key under which a tenant's blocks are hashed, SALT_BYTES long.
+        """Returns the key under which a tenant's blocks are hashed, SALT_BYTES long.
 
         Requests share cached prefixes if both `group`, which the operator chooses, and
         `cache_salt`, which the client may choose, are equal.
@@ -54,9 +54,11 @@ class Secret:
         return salt
 
     def digest(self, purpose: str, *texts: str, size: int) -> bytes:
-        """A digest of these texts, `size` bytes long, that only holders of the secret can make."""
+        """Returns a digest of these texts, `size` bytes long, that only holders of the secret
+        can compute.
+        """
         digest = blake2b(key=self.key(purpose), digest_size=size)
-        for text in texts:  # with lengths, so that different texts never coincide
+        for text in texts:  # lengths are included, so that different lists of texts never coincide
             encoded = text.encode(errors="surrogatepass")
             digest.update(len(encoded).to_bytes(8, "big"))
             digest.update(encoded)

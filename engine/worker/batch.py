@@ -1,7 +1,7 @@
-"""The plan of a step and its result, in integers: the seam between schedulers and the runner.
+"""The plan of a step and its result, in integers: the interface between schedulers and the runner.
 
-A runner launches a step and may still compute when `launch` returns. Nothing may rely on the step
-before `result` has returned: neither leases on its blocks, nor their next owners, nor its duration.
+A runner launches a step and may still compute when `launch` returns. Before `result` has returned,
+the step's blocks may not be leased or given to new owners, and its duration is unknown.
 
 One shape serves all steps. Each row extends one sequence's context by `q` tokens. A prefill chunk
 has `q` = chunk, a decode step `q` = 1. The verification of a draft of k tokens has `q` = k + 1: the
@@ -24,19 +24,19 @@ from engine.messages import Logprobs, Sampling, SeqId
 from engine.worker.blocks import BlockId
 
 
-class Row(msgspec.Struct, frozen=True):  # takes a fifth of a dataclass's time to make
+class Row(msgspec.Struct, frozen=True):  # created five times as fast as a dataclass
     """Compute `token_ids` at positions `start`, `start + 1`, …; K and V go into the block table.
 
     With `sampling`, also choose the token that follows; `banned` ids are never chosen. The block
-    table has room for the drafted tokens too. The other fields serve some rows only:
+    table has room for the drafted tokens too. Only some rows use the other fields:
 
         `draft`            tokens proposed to follow; or
-        `num_to_draft`     how many tokens the draft model shall propose
+        `num_to_draft`     number of tokens that the draft model shall propose
         `draft_token_ids`  tokens that end with `token_ids`, whose K and V the draft model computes;
                            skips a row without any, and proposes nothing for it
         `history`          all tokens up to the last of `token_ids`, if penalties need them;
                            the answer begins at `prompt_len`
-        `guide`            where a grammar stands after `token_ids`
+        `guide`            the state of the grammar after `token_ids`
         `scored`           tokens known to follow each of `token_ids`, from the first on: the result
                            has their log-probabilities, and `num_top` of the likeliest beside each
         `is_pending`       its only token is the one that the step before chooses for the sequence;
@@ -64,14 +64,14 @@ class Row(msgspec.Struct, frozen=True):  # takes a fifth of a dataclass's time t
 
     @property
     def end(self) -> int:
-        """Context length after this row, drafts excluded: the position of the token that it
-        chooses.
+        """Returns the context length after this row, drafts excluded: the position of the token
+        that the row chooses.
         """
         return self.start + len(self.token_ids)
 
     @property
     def max_drafted(self) -> int:
-        """Most tokens that this row verifies, beyond its own."""
+        """Returns the most drafted tokens that this row verifies."""
         return len(self.draft) + self.num_to_draft
 
 
@@ -82,21 +82,21 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """The tokens of a row; empty if the row chooses no token.
+    """The result of a row; without tokens if the row chooses none.
 
     `token_ids` are the drafted tokens that were kept and the one that the target chose behind them.
     K and V of all of these but the last are in the block table now.
     """
 
     token_ids: tuple[int, ...] = ()
-    num_drafted: int = 0  # tokens that were verified
-    logprobs: tuple[Logprobs, ...] = ()  # one a token, if the sampling asks for them
-    scored: tuple[Logprobs, ...] = ()  # one for each of the row's `scored`
-    embedding: bytes = b""  # fp32 [hidden] of the last token, of models that embed
+    num_drafted: int = 0  # drafted tokens that were verified
+    logprobs: tuple[Logprobs, ...] = ()  # one for each token, if the sampling requests them
+    scored: tuple[Logprobs, ...] = ()  # one for each token of the row's `scored`
+    embedding: bytes = b""  # fp32 [hidden] of the last token, if the model embeds
 
     @property
     def num_accepted(self) -> int:
-        """Number of drafted tokens that were kept."""
+        """Returns the number of drafted tokens that were kept."""
         return max(len(self.token_ids) - 1, 0)
 
 
@@ -111,11 +111,11 @@ class StepTimes(msgspec.Struct, frozen=True):
     prepare_s: float
     forward_s: float
     sample_s: float
-    draft_s: float = 0.0  # the draft model's passes, before the rest
+    draft_s: float = 0.0  # the draft model's passes, which come first
 
     @property
     def total_s(self) -> float:
-        """The whole step."""
+        """Returns the seconds of the whole step."""
         return self.draft_s + self.prepare_s + self.forward_s + self.sample_s
 
 
@@ -127,7 +127,7 @@ class BatchResult(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> list[int | None]:
-        """The first token that each row chose; None for rows that choose none."""
+        """Returns the first token that each row chose; None for rows that choose none."""
         return [row.token_ids[0] if row.token_ids else None for row in self.rows]
 
 
@@ -135,8 +135,8 @@ class LaunchedStep(Protocol):
     """A step that a runner computes."""
 
     def result(self) -> BatchResult:
-        """Waits for the step's end. Then K and V of all its tokens are in the buffer, and the step
-        reads and writes nothing any more.
+        """Waits for the step's end. From then on K and V of all its tokens are in the buffer, and
+        the step accesses no memory any more.
         """
         ...
 
@@ -144,8 +144,8 @@ class LaunchedStep(Protocol):
 class Runner(Protocol):
     """Carries out batch plans on a KV buffer of `num_blocks` blocks, in the order of their launch.
 
-    If it `overlaps`, one step may be launched before the result of the last one is taken, and may
-    have pending rows. Otherwise a step's result is taken before the next one is launched.
+    If `overlaps` is true, one step may be launched before `result` of the step before was called,
+    and it may have pending rows. Otherwise `result` must be called before the next launch.
     """
 
     layout: KVLayout

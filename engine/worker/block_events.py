@@ -1,8 +1,8 @@
 """Events about a worker's cached blocks, so that subscribers know them without asking.
 
 A step's changes form one *batch*, and batches are numbered from 0. Each batch is published once. A
-subscriber sees from the numbers which batches it missed. It asks for these while the worker still
-keeps them, else for a *snapshot* of all cached blocks. On the wire, as ZeroMQ frames:
+subscriber sees from the numbers which batches it missed. It requests the missed batches if the
+worker still keeps them, else a *snapshot* of all cached blocks. On the wire, as ZeroMQ frames:
 
     published          topic, number (8 bytes, big-endian), batch
     asked for batches  "", number of the first
@@ -40,8 +40,8 @@ from engine.worker.blocks import BlockHash, CacheNews, Evicted, Stored
 NUMBER_BYTES = 8
 END_NUMBER = 2 ** (8 * NUMBER_BYTES) - 1  # vLLM's -1
 SNAPSHOT = b"snapshot of all"
-MAX_BATCHES = 10_000  # kept for subscribers that missed some; vLLM's `buffer_steps`
-MAX_KEPT_BYTES = 16 * 2**20  # size of the kept batches
+MAX_BATCHES = 10_000  # batches kept for subscribers that missed some; vLLM's `buffer_steps`
+MAX_KEPT_BYTES = 16 * 2**20  # total size of the kept batches
 MAX_BLOCKS_PER_BATCH = 4096
 MAX_BATCH_BYTES = 4 * 2**20  # enough for blocks of 128 tokens with their ids
 MAX_MEDIUM_CHARS = 16
@@ -50,21 +50,24 @@ MAX_MEDIUM_CHARS = 16
 class Medium(StrEnum):
     """Where a store keeps blocks, as its events name it."""
 
-    HOST = "host"  # memory, from which sinks pull
+    HOST = "host"  # the store's memory, from which sinks pull
     DISK = "disk"
     OBJECT = "object"
 
 
-LOWER_MEDIA = (Medium.DISK, Medium.OBJECT)  # read into memory first; the faster one is asked first
+# Blocks there must be read into memory first; the faster medium comes first.
+LOWER_MEDIA = (Medium.DISK, Medium.OBJECT)
 
-MediumName = Annotated[str, msgspec.Meta(max_length=MAX_MEDIUM_CHARS)]  # other servers have others
+# A text, because other servers have other media.
+MediumName = Annotated[str, msgspec.Meta(max_length=MAX_MEDIUM_CHARS)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Blocks became cached. Each follows the one before it, and the first follows the parent.
+    """Blocks became cached. Each follows the block before it in the list; the first follows the
+    parent.
 
-    `token_ids` has all the blocks' tokens, or none. `medium` says where a store keeps them, and
-    workers leave it empty. The fields about LoRA are vLLM's, and empty.
+    `token_ids` has the tokens of all blocks, or is empty. `medium` says where a store keeps the
+    blocks; workers leave it empty. The LoRA fields exist for vLLM's format and stay empty.
     """
 
     block_hashes: list[Hash]
@@ -101,7 +104,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(EventBatch)
 
-Numbered = tuple[int, bytes]  # a batch, encoded, and its number
+Numbered = tuple[int, bytes]  # the number of a batch, and the encoded batch
 
 
 def topic_of(worker_id: WorkerId, incarnation: Incarnation) -> bytes:
@@ -147,7 +150,7 @@ def stored(
     token_ids: Sequence[int] = (),
     medium: str | None = None,
 ) -> BlockStored:
-    """Returns an event. The fields that Baton does not have are empty."""
+    """Returns a BlockStored event; fields that Baton does not use are empty."""
     return BlockStored(
         block_hashes=list(block_hashes),
         parent_block_hash=parent,
@@ -162,8 +165,8 @@ def stored(
 def events_of(
     news: Sequence[CacheNews], block_size: int, *, with_token_ids: bool = False
 ) -> list[BlockEvent]:
-    """Returns the events of a step's changes. Runs of evicted blocks, and of stored blocks that
-    follow one another, are one event each.
+    """Returns the events of a step's changes. A run of evicted blocks becomes one event, and so
+    does a run of stored blocks that follow one another.
     """
     events: list[BlockEvent] = []
     last: BlockEvent | None = None
@@ -200,7 +203,7 @@ def _continues(last: BlockEvent | None, item: Stored) -> TypeGuard[BlockStored]:
 
 
 class EventLog:
-    """A worker's recent batches, and all blocks that they add up to."""
+    """A worker's recent batches, and all blocks that are cached now."""
 
     def __init__(
         self,
@@ -213,15 +216,15 @@ class EventLog:
         self._events_of = partial(events_of, block_size=block_size, with_token_ids=with_token_ids)
         self._max_batches = max_batches
         self._max_kept_bytes = max_kept_bytes
-        self._recent: deque[bytes] = deque()  # the last one's number is `num_batches` - 1
+        self._recent: deque[bytes] = deque()  # the last batch has the number `num_batches` - 1
         self._recent_bytes = 0
-        # What is cached on each medium, with parents, oldest first.
+        # The cached blocks of each medium with their parents, oldest first.
         self._cached: defaultdict[str | None, dict[BlockHash, BlockHash | None]]
         self._cached = defaultdict(dict)
         self.num_batches = 0
 
     def append(self, news: Sequence[CacheNews], unix_s: float) -> list[Numbered]:
-        """Returns the batches for this news: none without news, several for many blocks."""
+        """Adds changes; returns the new batches: none without changes, several for many blocks."""
         numbered = []
         for start in range(0, len(news), MAX_BLOCKS_PER_BATCH):
             part = news[start : start + MAX_BLOCKS_PER_BATCH]

@@ -1,18 +1,19 @@
-"""The pool of KV blocks: which block is held by what. Integers and hashes only, no bytes of KV.
+"""The pool of KV blocks: it tracks the holders of each block. Integers and hashes only, no KV.
 
-Each block has three independent kinds of holders, and becomes free when the last one lets go:
+Each block has three independent kinds of holders, and becomes free when the last holder releases
+it:
 
     owned      sequences whose block table names it (several, if they share a prefix)
     leased     open leases on it: another worker may read it
-    in flight  pulls that write into it; or a step that may still do, after its owner let go
+    in flight  pulls that write into it; or a step that may still write, after its owner released it
 
 A block without a holder is free. If it is full and its hash is known, it is also *cached*. It keeps
 its content until the free list, least recently used first, reaches it. *Evict-first* blocks are
-handed out before other cached ones: the last sequence or lease that held them said that another
-worker keeps a copy. A block before a kept block is not evicted first, or the prefix would be lost.
-Generated blocks do not count here: the next prompt repeats the answer, or cannot use it.
-*Likely-reused* blocks were marked by the last sequence's request. They stay `LIKELY_REUSED_STAY`
-times as long as others, counted in blocks handed out. So at all times
+handed out before other cached blocks: their last sequence or lease said that another worker keeps a
+copy. A block before a kept block is not evicted first, or the prefix would be lost. Generated
+blocks do not count here: the next prompt repeats the answer, or cannot use it. *Likely-reused*
+blocks were marked by the last sequence's request. They stay `LIKELY_REUSED_STAY` times as long as
+others, counted in blocks handed out. So at all times
 
     num_blocks = free + cached + owned + leased + in flight        (each block counted once)
 
@@ -26,7 +27,7 @@ A step that was launched may write to the blocks of a sequence that has ended me
 step is in flight, a block without a holder and without a hash stays *in flight* until the last step
 launched by then has ended. A block with a hash is full: no step writes to it.
 
-The pool notes stored and evicted blocks as news, if a reader takes them.
+The pool records stored and evicted blocks as news, if a reader wants them.
 
 Sources: BLAKE2 keyed by prefix, Luykx, Mennink and Neves, ToSC 2016; two owners of a transferred
 block, sglang#24527 and TensorRT-LLM#12542; chained block hashes, vLLM's prefix cache.
@@ -56,14 +57,16 @@ ORDINARY, EVICT_FIRST, LIKELY_REUSED = range(3)  # marks of blocks
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: bytes = b"") -> BlockHash:
-    """Hash of one full block, given its predecessor's. All salts in use have one length."""
+    """Returns the hash of one full block, given its predecessor's hash. All salts in use have
+    the same length.
+    """
     h = blake2b(salt, digest_size=HASH_BYTES)
     h.update((parent or b"") + _packed(token_ids))
     return BlockHash(h.digest())
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
-    """The ids as four bytes each, little-endian."""
+    """Packs each id into four bytes, little-endian."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -77,7 +80,7 @@ def hash_blocks(
     *,
     parent: BlockHash | None = None,
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of `token_ids`; the first block follows `parent`.
+    """Returns the hashes of the full blocks of `token_ids`; the first block follows `parent`.
 
     A partial block at the end has no hash.
     """
@@ -95,7 +98,9 @@ def hash_blocks(
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
-    """Counts of a pool's blocks. A block that is held in two ways counts as the later field."""
+    """Counts of a pool's blocks. A block with several kinds of holders counts in the last
+    matching field.
+    """
 
     free: int
     cached: int
@@ -105,7 +110,7 @@ class BlockCounts(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        """All blocks of the pool."""
+        """Returns the number of all blocks of the pool."""
         return self.free + self.cached + self.owned + self.leased + self.in_flight
 
 
@@ -122,19 +127,19 @@ class Evicted(NamedTuple):
     """A block can no longer be found by its hash."""
 
     block_hash: BlockHash
-    medium: str | None = None  # that it left
+    medium: str | None = None  # the medium that the block left
 
 
 CacheNews = Stored | Evicted
-# They do what the constructors do, in half the time.
+# Equivalents of the constructors that take half the time.
 _stored, _evicted = partial(tuple.__new__, Stored), partial(tuple.__new__, Evicted)
 
 
 class BlockPool:
     """Hands out block ids and knows which block holds which prefix. Owned by one thread.
 
-    With `keeps_news` it notes stored and evicted blocks until they are taken. Without
-    `tells_tokens` the news leave the blocks' tokens out.
+    With `keeps_news` it records stored and evicted blocks until `take_news`. Without `tells_tokens`
+    the news does not include the blocks' tokens.
     """
 
     def __init__(
@@ -142,20 +147,23 @@ class BlockPool:
     ) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self.wants_tokens = keeps_news and tells_tokens  # in `set_hash`
+        # True if callers of `set_hash` should pass tokens.
+        self.wants_tokens = keeps_news and tells_tokens
         self._news: list[CacheNews] | None = [] if keeps_news else None
         self._owned = [0] * num_blocks
         self._leased = [0] * num_blocks
         self._in_flight = [0] * num_blocks
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
-        self._num_children: dict[BlockHash, int] = {}  # blocks of prompts after this one
-        self._parent: list[BlockHash | None] = [None] * num_blocks  # set for blocks of prompts
-        self._num_cached = 0  # idle blocks whose hash is known
+        # Number of known prompt blocks that directly follow each block.
+        self._num_children: dict[BlockHash, int] = {}
+        # Parent's hash, set for blocks of prompts.
+        self._parent: list[BlockHash | None] = [None] * num_blocks
+        self._num_cached = 0  # number of idle blocks with a known hash
         self._num_leased = self._num_in_flight = (
-            0  # blocks with this kind of holder; some have both
+            0  # numbers of blocks with this kind of holder; a block may have both kinds
         )
-        # For each step in flight, the blocks that become free with its end.
+        # For each step in flight, the blocks that become free when it ends.
         self._freed_in_flight: deque[list[BlockId]] = deque()
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
         # a prefix hit takes a block out of the middle. All of the first are handed out before any
@@ -165,17 +173,18 @@ class BlockPool:
         )
         self._kept: OrderedDict[BlockId, None] = OrderedDict()
         self._likely_reused: OrderedDict[BlockId, None] = OrderedDict()
-        self._marks = bytearray(num_blocks)  # where a block goes once no holder is left
-        self._num_handed_out = 0  # blocks, so far
-        self._idle_since = [0] * num_blocks  # that number, when a cached block became idle
+        self._marks = bytearray(num_blocks)  # each block's mark, used when its last holder is gone
+        self._num_handed_out = 0  # blocks handed out so far
+        # `_num_handed_out` at the time when a cached block became idle.
+        self._idle_since = [0] * num_blocks
 
     @property
     def num_idle(self) -> int:
-        """Blocks that `allocate` can hand out: free and cached ones."""
+        """Returns the number of blocks that `allocate` can hand out: free and cached ones."""
         return len(self._evict_first) + len(self._kept) + len(self._likely_reused)
 
     def counts(self) -> BlockCounts:
-        """Counts every block by its holders."""
+        """Counts the blocks by kind of holder."""
         in_flight, leased = self._num_in_flight, self._num_leased
         if in_flight and leased:
             leased -= sum(map(bool, map(mul, self._in_flight, self._leased)))
@@ -191,7 +200,9 @@ class BlockPool:
         )
 
     def match(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
-        """Blocks of the longest prefix of `hashes` in the pool. They are not acquired."""
+        """Returns the blocks of the longest prefix of `hashes` in the pool, without acquiring
+        them.
+        """
         found: list[BlockId] = []
         for h in hashes:
             block = self._by_hash.get(h)
@@ -201,12 +212,16 @@ class BlockPool:
         return found
 
     def find(self, hashes: Iterable[BlockHash]) -> list[tuple[int, BlockId]]:
-        """The blocks among `hashes` that are in the pool, each with its place in `hashes`."""
+        """Returns those blocks of `hashes` that are in the pool, each with its index in
+        `hashes`.
+        """
         found = ((place, self._by_hash.get(h)) for place, h in enumerate(hashes))
         return [(place, block) for place, block in found if block is not None]
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Takes that many blocks for a sequence, evicting cached ones. Raises OutOfBlocks."""
+        """Allocates `num_blocks` blocks for a sequence, evicting cached blocks if needed. Raises
+        OutOfBlocks.
+        """
         if num_blocks > self.num_idle:
             raise OutOfBlocks(num_blocks, self.num_idle)
         owned, known, first, kept = self._owned, self._hash, self._evict_first, self._kept
@@ -225,7 +240,7 @@ class BlockPool:
         return blocks
 
     def _longest_idle(self) -> Iterable[BlockId]:
-        """Returns the blocks that are worth keeping, those first whose stay ends first."""
+        """Returns idle blocks that are worth keeping, in the order in which their stay ends."""
         if not self._likely_reused:
             return self._kept
         now, since, marks = self._num_handed_out, self._idle_since, self._marks
@@ -245,11 +260,12 @@ class BlockPool:
         token_ids: Sequence[int] = (),
         is_answer: bool = False,
     ) -> None:
-        """Records that `block` is full, with its hash. Of two blocks with one hash, the first is
-        found.
+        """Records that `block` is full, and its hash. Of two blocks with the same hash, lookups
+        find the first.
 
         `parent`, the hash of the block before it, and the tokens are only passed on as news.
-        A block that `is_answer` was generated, and is not counted as one that follows.
+        With `is_answer`, the block was generated, and does not count as a block that follows its
+        parent.
         """
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
@@ -263,7 +279,7 @@ class BlockPool:
     def set_hashes(
         self, blocks: Sequence[BlockId], hashes: Sequence[BlockHash], *, parent: BlockHash | None
     ) -> None:
-        """Does `set_hash` for one block after the other, as many as there are hashes; no tokens."""
+        """Calls `set_hash` for each block that has a hash in `hashes`, without tokens."""
         by_hash, known, news = self._by_hash, self._hash, self._news
         parents = (parent, *hashes)
         if not by_hash.keys().isdisjoint(hashes):
@@ -277,13 +293,13 @@ class BlockPool:
             parent_of[block] = before
             if before is not None:
                 num_children[before] = num_children.get(before, 0) + 1
-            if not owned[block]:  # most are, and so not idle
+            if not owned[block]:  # most blocks have an owner, so they are not idle
                 self._num_cached += self._is_idle(block)
         if news is not None:
             news += map(_stored, zip(hashes, parents, repeat(()), repeat(None), strict=False))
 
     def take_news(self) -> list[CacheNews]:
-        """Blocks that were stored and evicted since the last call, in order."""
+        """Returns the blocks that were stored and evicted since the last call, in order."""
         news = self._news
         if not news:
             return []
@@ -311,7 +327,7 @@ class BlockPool:
         self._num_leased += self._hold(self._leased, blocks)
 
     def end_lease(self, blocks: Sequence[BlockId], *, evict_first: bool = False) -> None:
-        """Ends a lease: its reader is gone. It may keep what it read."""
+        """Ends a lease: its reader is gone, but may keep its copies."""
         if evict_first:
             self._mark_evict_first(blocks)
         self._num_leased -= self._let_go(self._leased, reversed(blocks))
@@ -326,15 +342,15 @@ class BlockPool:
 
     @property
     def num_steps(self) -> int:
-        """Steps in flight."""
+        """Returns the number of steps in flight."""
         return len(self._freed_in_flight)
 
     def begin_step(self) -> None:
-        """Notes that a step is launched, which may write to the blocks of sequences."""
+        """Records the launch of a step, which may write to blocks of sequences."""
         self._freed_in_flight.append([])
 
     def end_step(self) -> None:
-        """Notes that the first of the launched steps has ended, and frees blocks that it held."""
+        """Records that the oldest launched step has ended, and frees blocks that it held."""
         for block in self._freed_in_flight.popleft():
             self._evict_first[block] = None
             self._evict_first.move_to_end(block, last=False)
@@ -373,7 +389,9 @@ class BlockPool:
         assert Counter(each for each in self._parent if each is not None) == self._num_children
 
     def _hold(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
-        """Adds a holder to each block; returns for how many it is the first of its kind."""
+        """Adds a holder to each block; returns the number of blocks that had no holder of this
+        kind.
+        """
         num_first = 0
         first, kept, known = self._evict_first, self._kept, self._hash
         likely_reused = self._likely_reused
@@ -392,7 +410,9 @@ class BlockPool:
         return num_first
 
     def _let_go(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
-        """Removes a holder from each block; returns for how many it was the last of its kind."""
+        """Removes a holder from each block; returns the number of blocks left without a holder
+        of this kind.
+        """
         num_last = 0
         owned, leased, in_flight = self._owned, self._leased, self._in_flight
         first, queues = self._evict_first, (self._kept, self._evict_first, self._likely_reused)
@@ -422,7 +442,7 @@ class BlockPool:
         return block in self._kept or block in self._evict_first or block in self._likely_reused
 
     def _follow(self, block: BlockId, parent: BlockHash | None) -> None:
-        """Notes which block a newly known one follows."""
+        """Records the parent of a newly known block."""
         self._parent[block] = parent
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
@@ -430,9 +450,9 @@ class BlockPool:
     def _mark_evict_first(self, blocks: Sequence[BlockId]) -> None:
         """Marks the blocks of a prefix to be evicted first.
 
-        A block that others follow is not marked, nor are the blocks before it.
+        A block that other prompt blocks follow is not marked, and neither are the blocks before it.
         """
-        num_after = 0  # known blocks of this prefix that directly follow
+        num_after = 0  # number of known blocks of this prefix that directly follow the block
         for block in reversed(blocks):
             block_hash = self._hash[block]
             if block_hash is None:
@@ -442,7 +462,7 @@ class BlockPool:
             self._marks[block], num_after = EVICT_FIRST, 1
 
     def _remove(self, blocks: Iterable[BlockId]) -> None:
-        """Removes what is known of blocks with a hash."""
+        """Removes the hash and the parent of blocks."""
         by_hash, known, news = self._by_hash, self._hash, self._news
         num_children, parent_of = self._num_children, self._parent
         for block in blocks:

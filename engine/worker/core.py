@@ -1,6 +1,6 @@
 """The core of a worker: its schedulers around one block pool, without I/O.
 
-Every worker has all schedulers; its role only says what it accepts. So a change of role builds
+Every worker has all schedulers; its role only says what work it accepts. So a change of role builds
 nothing, and weights, KV, cached blocks and leases stay. New work that the role does not accept is
 given back, and so is work that waits. Running sequences go on until they end or are handed over.
 For a while a worker may therefore do more than its role says.
@@ -15,8 +15,8 @@ effects.
 
 **Overlap.** With a runner that overlaps, the next step is planned while one is in flight. The plan
 is made as if the step had ended: its rows count as computed, and the tokens that it chooses are
-pending. Where the outcome decides what can be planned (drafts, want of memory), a scheduler waits
-for it. A sequence may end while it has a row in the next step. The result of that row is ignored,
+pending. Where the plan depends on the outcome (drafts, lack of memory), a scheduler waits for the
+outcome. A sequence may end while it has a row in the next step. The result of that row is ignored,
 and blocks that it may write to are freed with that step (`engine.worker.blocks`).
 
 Gateways learn costs from reports of steps: plain decode steps and prompt chunks, timed by the
@@ -61,24 +61,25 @@ from engine.worker.events import (
 )
 from engine.worker.pace import StepPace
 
-MAX_STEPS_OF_A_KIND = 8  # in one report: steps that only decode, and other steps
+# Samples in one report, for each of two kinds: steps that only decode, and other steps.
+MAX_STEPS_OF_A_KIND = 8
 
 
-class Scheduled(msgspec.Struct):  # made in each step
+class Scheduled(msgspec.Struct):  # a struct, since one is created in each step
     """The rows and effects that a scheduler wants in this step."""
 
     rows: list[Row] = []
-    num_tokens: int = 0  # in these rows, drafted ones too
+    num_tokens: int = 0  # tokens of these rows, drafted ones included
     effects: list[Effect] = []
-    held_until_s: float | None = None  # hold the step until then, or until the next event
-    waits: bool = False  # plan nothing before the step in flight has ended
+    held_until_s: float | None = None  # hold the step until this time or the next event
+    waits: bool = False  # plan nothing until the step in flight has ended
 
 
 NOTHING = Scheduled()  # what a scheduler without work returns; its lists stay empty
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """The work that a scheduler has accepted and not finished: see `LoadReport`."""
+    """The accepted but unfinished work of a scheduler: see `LoadReport`."""
 
     prompt_tokens: int = 0
     decode_seqs: int = 0
@@ -92,10 +93,10 @@ class Duties:
 
     role: Role = Role.MIXED
     possible: Collection[Role] = ROLES_OF_WORKERS
-    is_fluid: bool = False  # as in `Welcome`, while the role is prefill or decode
+    is_fluid: bool = False  # see `Welcome.is_fluid`; only for prefill and decode roles
 
     def accepts(self, kind: type) -> bool:
-        """True if the worker takes new work of this kind."""
+        """True if the worker accepts new work of this kind."""
         lends = self.is_fluid and self.role in FLUID_ROLES
         if kind is Prefill:
             return self.role.prefills
@@ -108,7 +109,8 @@ class Scheduler(Protocol):
     """One part of a worker's work: prefill, decode, or offering prefixes."""
 
     def accepts(self, kind: type) -> bool:
-        """True if a message of this kind opens a sequence here, or a sequence passed on comes here.
+        """True if messages of this kind open sequences here, or passed-on sequences of this kind
+        come here.
 
         All other events go to every scheduler.
         """
@@ -119,40 +121,42 @@ class Scheduler(Protocol):
         ...
 
     def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
-        """Gives back what has not begun, of kinds that are no longer accepted."""
+        """Gives back waiting work of kinds that are no longer accepted."""
         ...
 
     def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
         """Chooses rows of at most `budget_tokens` tokens in all.
 
-        `ahead`: a step is in flight. Its sequences have it as their row in flight.
+        With `ahead`, a step is in flight; its sequences have their rows in `in_flight`.
         """
         ...
 
     def advance(
         self, rows: Sequence[Row], results: Sequence[RowResult], now_s: float
     ) -> Sequence[Effect | PassedOn]:
-        """Takes the results of this scheduler's rows in a step. Their sequences may have ended."""
+        """Handles the results of this scheduler's rows in a step. Some of their sequences may
+        have ended.
+        """
         ...
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not run yet."""
+        """Returns the number of sequences that have not run yet."""
         ...
 
     @property
     def num_running(self) -> int:
-        """Sequences that are being computed."""
+        """Returns the number of sequences that are being computed."""
         ...
 
     @property
     def workload(self) -> Workload:
-        """The work that is left for the sequences here."""
+        """Returns the remaining work of this scheduler's sequences."""
         ...
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Counts of what happened since the start, by "name" or "name:reason"."""
+        """Returns counts of events since the start, by "name" or "name:reason"."""
         ...
 
     def validate(self) -> None:
@@ -173,12 +177,12 @@ class StepSamples:
         self._num_passed = 0
 
     def wants_next(self) -> bool:
-        """True if the step that has just ended is one to keep."""
+        """True if the step that has just ended belongs to the sample."""
         self._num_passed += 1
         return self._num_passed >= self._stride
 
     def keep(self, step: StepReport) -> None:
-        """Keeps a step. If there are too many, drops every other one."""
+        """Adds a step to the sample. If the sample gets too large, every other step is dropped."""
         self._num_passed = 0
         self._kept.append(step)
         if len(self._kept) > self._max_kept:
@@ -186,16 +190,16 @@ class StepSamples:
             self._stride *= 2
 
     def take(self) -> list[StepReport]:
-        """Returns the kept steps and begins anew."""
+        """Returns the sampled steps and clears the sample."""
         kept, self._kept = self._kept, []
         self._stride, self._num_passed = 1, 0
         return kept
 
 
-# Made once: a union would be made for each event and effect.
+# Built once: otherwise the union would be rebuilt for each event and effect.
 _PASSED_ON = (Adopted, Leaving)
 _OPENERS = (Prefill, Generate, Decode)
-Planned = list[tuple[Scheduler, list[Row]]]  # the rows of a step, by the scheduler that chose them
+Planned = list[tuple[Scheduler, list[Row]]]  # each scheduler, and the rows that it chose for a step
 MAX_STEPS_IN_FLIGHT = 2
 
 
@@ -212,10 +216,11 @@ class WorkerCore:
         pace: StepPace | None = None,
         observe: Observe | None = None,
     ) -> None:
-        """Without `duties` the core takes everything that its schedulers take.
+        """Without `duties` the core accepts everything that its schedulers accept.
 
-        A fluid worker has a `pace`, which its prefill scheduler asks for the room in a step.
-        `observe` is called with each step's plan, its result and the time when it ended.
+        A fluid worker has a `pace`. Its prefill scheduler asks `pace` how much of a prompt fits
+        into a step. `observe` is called with each step's plan, its result and the time when it
+        ended.
         """
         self._duties = duties or Duties()
         self._schedulers = schedulers
@@ -227,18 +232,20 @@ class WorkerCore:
         self._takers = {kind: self._taker(kind) for kind in (*_PASSED_ON, *_OPENERS)}
         self._decoder = self._takers[Adopted]
         if self._decoder is None:
-            self._takers[Generate] = None  # what it would pass on could not go on here
+            self._takers[Generate] = None  # no scheduler here could continue its sequences
         self._decode_steps, self._other_steps = StepSamples(), StepSamples()
         self._held_until_s: float | None = None
 
     @property
     def held_until_s(self) -> float | None:
-        """If the last plan was None because a step is held: hold it until then, or for an event."""
+        """Returns the time until which the next step is held, unless an event comes first; None
+        if it is not held.
+        """
         return self._held_until_s
 
     @property
     def role(self) -> Role:
-        """The worker's role."""
+        """Returns the worker's role."""
         return self._duties.role
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -264,7 +271,9 @@ class WorkerCore:
         return self._settled(effects, now_s)
 
     def _settled(self, effects: Iterable[Effect | PassedOn], now_s: float) -> list[Effect]:
-        """The effects, and the effects of passing sequences on between schedulers."""
+        """Passes sequences on between schedulers; returns all effects, those of passing on
+        included.
+        """
         settled: list[Effect] = []
         for effect in effects:
             if isinstance(effect, _PASSED_ON):
@@ -276,7 +285,7 @@ class WorkerCore:
     # ------------------------------------------------------------ roles
 
     def _set_role(self, role: Role) -> list[Effect]:
-        """Sets the role and tells all gateways, even if nothing changed: the sender waits for the
+        """Sets the role and informs all gateways, even if nothing changed: the sender waits for the
         answer.
         """
         if role in self._duties.possible:
@@ -291,8 +300,8 @@ class WorkerCore:
         return next((s for s in self._schedulers if s.accepts(kind)), None)
 
     def plan(self, now_s: float) -> tuple[BatchPlan | None, list[Effect]]:
-        """The next forward pass; `finish` ends it. None if there is nothing to compute, if the step
-        is held (`held_until_s`), or if the step in flight must end first.
+        """Plans the next forward pass, which `finish` completes. None if there is no work, if the
+        step is held (`held_until_s`), or if the step in flight must end first.
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "the first step must be finished"
         budget = self._max_batch_tokens
@@ -321,7 +330,7 @@ class WorkerCore:
         return plan, effects
 
     def finish(self, result: BatchResult, now_s: float) -> list[Effect]:
-        """Takes the results of the first plan in flight, which the runner has ended."""
+        """Handles the results of the oldest plan in flight, which the runner has completed."""
         effects: list[Effect] = []
         planned, plan = self._in_flight.popleft()
         self._pool.end_step()
@@ -339,10 +348,10 @@ class WorkerCore:
         return effects
 
     def _sample_step(self, planned: Planned, seconds: float) -> None:
-        """Keeps the step for the report, and learns from it, if it is part of the samples.
+        """If the step belongs to the sample, keeps it for the report and learns its cost.
 
-        Most steps are not, and cost no more than this check. Decode rows come first, so the last
-        rows tell if all rows decode.
+        Most steps do not, and cost only this check. Decode rows come first, so the last row shows
+        if all rows decode.
         """
         decodes_only = planned[-1][0] is self._decoder
         samples = self._decode_steps if decodes_only else self._other_steps
@@ -357,7 +366,9 @@ class WorkerCore:
             self._pace.learn(step)
 
     def _step_report(self, planned: Planned, seconds: float) -> StepReport | None:
-        """A step in numbers; None if the numbers would not explain how long it took."""
+        """Returns a step's report; None if the report's numbers do not determine the step's
+        time.
+        """
         num_rows = num_context = num_new = squares = 0
         for scheduler, rows in planned:
             for row in rows:
@@ -375,7 +386,7 @@ class WorkerCore:
         return StepReport(seconds, num_new, squares, num_rows, num_context)
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
-        """Returns what the worker holds now, with the counters of transfers and schedulers.
+        """Returns the worker's present load, with the counters of transfers and schedulers.
 
         `steps` is a sample of the steps since the last call.
         """

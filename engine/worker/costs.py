@@ -6,7 +6,7 @@
     load      t0 + t_block·k                  k blocks that a store reads from disk or objects
 
 A chunk is priced like a prompt of which everything before the chunk is cached. So the prices of a
-prompt's chunks sum to the price of the prompt, if A is paid once a chunk.
+prompt's chunks sum to the price of the prompt, except that each chunk pays A.
 
 Coefficients are learned for each class of workers (one role, model and machine) from reports of
 their steps and pulls. Each fit keeps sums of products in which old observations fade. Its solution
@@ -16,7 +16,7 @@ span decades.
 An observation far from the expected one is cut, because an interrupted step says nothing about the
 next. After many in a row on the same side the workers have changed, and the fit starts anew.
 
-Each fit also keeps its recent prediction errors. Read them before you trust a prediction.
+Each fit also keeps its recent prediction errors: check them before you rely on a prediction.
 
 Pure: no clock, no tensor. Sources: the shape of the formulas, DistServe (Zhong et al., OSDI 2024,
 appendix A) and AIConfigurator's tables; for the pull, NIXL's cost of a descriptor.
@@ -46,7 +46,9 @@ class PrefillCost:
     square_s: float = 0.0
 
     def seconds(self, num_tokens: int, num_cached_tokens: int = 0) -> float:
-        """Seconds for a prompt of `num_tokens`, of which `num_cached_tokens` are cached."""
+        """Returns the seconds for a prompt of `num_tokens`, of which `num_cached_tokens` are
+        cached.
+        """
         new = num_tokens - num_cached_tokens
         squares = num_tokens * num_tokens - num_cached_tokens * num_cached_tokens
         return self.fixed_s + self.token_s * new + self.square_s * squares
@@ -61,7 +63,7 @@ class PullCost:
     bytes_per_s: float
 
     def seconds(self, num_blocks: int, num_bytes: int) -> float:
-        """Seconds for `num_blocks` blocks of `num_bytes` in all."""
+        """Returns the seconds for `num_blocks` blocks of `num_bytes` in all."""
         return self.fixed_s + self.block_s * num_blocks + num_bytes / self.bytes_per_s
 
 
@@ -73,13 +75,13 @@ class LoadCost:
     block_s: float
 
     def seconds(self, num_blocks: int) -> float:
-        """Seconds for `num_blocks` blocks."""
+        """Returns the seconds for `num_blocks` blocks."""
         return self.fixed_s + self.block_s * num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCosts:
-    """The costs of a class of workers; None where nothing is known yet."""
+    """The costs of a class of workers; unknown costs are None."""
 
     prefill: PrefillCost | None = None
     decode: DecodeCost | None = None
@@ -97,14 +99,16 @@ class CostErrors:
 
 # ---------------------------------------------------------------- observations
 
-_MEMORY = 0.995  # weight of an observation when the next one comes
+_MEMORY = 0.995  # factor by which each new observation reduces the weight of the old ones
 _ERROR_MEMORY = 0.95
-_LARGEST_ERROR = 0.5  # as a share of the prediction; observations beyond are cut
-_NUM_SURPRISES = 4  # errors cut in a row on one side before the fit starts anew
-_NUM_YOUNG = 8  # the first observations, which are never cut
-_NUM_EAGER = 16  # the first observations are each solved for, later one in _SOLVE_EVERY
+_LARGEST_ERROR = 0.5  # as a share of the prediction; observations are clipped to this error
+_NUM_SURPRISES = 4  # consecutive clipped errors on one side after which the fit starts anew
+_NUM_YOUNG = 8  # number of first observations that are never clipped
+# After each of the first observations the fit is solved; later once in _SOLVE_EVERY.
+_NUM_EAGER = 16
 _SOLVE_EVERY = 8
-_RIDGE = 1e-6  # times the average observation: keeps coefficients of collinear features finite
+# Ridge term, relative to the average observation: keeps coefficients of collinear features finite.
+_RIDGE = 1e-6
 
 
 class Fit:
@@ -112,7 +116,7 @@ class Fit:
 
     def __init__(self, num_features: int) -> None:
         self.error: float | None = None
-        self.num_forgotten = 0  # new starts of the fit
+        self.num_forgotten = 0  # number of times that the fit started anew
         self._products = [[0.0] * num_features for _ in range(num_features)]
         self._targets = [0.0] * num_features
         self._weights = (0.0,) * num_features
@@ -122,12 +126,14 @@ class Fit:
 
     @property
     def is_known(self) -> bool:
-        """True if there was any observation."""
+        """True after the first observation."""
         return self._num_seen > 0
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The best weights for the observations, without the last few of many."""
+        """Returns the best weights for the observations; the most recent few may not be
+        included.
+        """
         if self._num_unsolved and (
             self._num_seen <= _NUM_EAGER or self._num_unsolved >= _SOLVE_EVERY
         ):
@@ -136,7 +142,7 @@ class Fit:
         return self._weights
 
     def predict(self, x: Sequence[float]) -> float:
-        """Predicts an observation with these features."""
+        """Predicts the observation for these features."""
         return sum([w * f for w, f in zip(self.weights, x, strict=True)])
 
     def observe(self, x: Sequence[float], y: float) -> None:
@@ -151,7 +157,7 @@ class Fit:
         self._add(x, y)
 
     def _cut(self, y: float, expected: float) -> float:
-        """Limits an observation that is far from the expected one."""
+        """Clips an observation that is far from the prediction."""
         low, high = expected * (1 - _LARGEST_ERROR), expected * (1 + _LARGEST_ERROR)
         side = (y > high) - (y < low)
         self._surprises = self._surprises + side if side and self._surprises * side >= 0 else side
@@ -162,7 +168,7 @@ class Fit:
         return min(max(y, low), high)
 
     def _add(self, x: Sequence[float], y: float) -> None:
-        # In plain floats: for so few of them NumPy takes several times as long.
+        # Plain floats: for a few numbers NumPy takes several times as long.
         features = [value / y for value in x]
         targets, products = self._targets, self._products
         for i, feature in enumerate(features):
@@ -186,10 +192,10 @@ def _mix(mean: float, value: float) -> float:
 
 
 class _Subsets(NamedTuple):
-    """All subsets of features of one size, one a row."""
+    """All subsets of features of one size, one per row."""
 
     chosen: np.ndarray  # [subsets, size]
-    rows: np.ndarray  # [subsets, size, 1], so that `m[rows, columns]` is all their parts of m
+    rows: np.ndarray  # [subsets, size, 1], so that `m[rows, columns]` has each subset's part of m
     columns: np.ndarray  # [subsets, 1, size]
     ridge: np.ndarray  # [size, size]
 
@@ -209,8 +215,8 @@ def _subsets_of(num_features: int) -> list[_Subsets]:
 def _solve(products: np.ndarray, targets: np.ndarray) -> tuple[float, ...]:
     """Minimises wᵀ·products·w - 2·targets·w over w ≥ 0, by trying every choice of zeros.
 
-    There are few features, so this is exact and ends. One call of NumPy serves all choices of a
-    size: a call takes longer than the arithmetic.
+    There are few features, so trying all choices is exact and fast. One NumPy call handles all
+    choices of a size, because a call takes longer than the arithmetic.
     """
     num = len(targets)
     scale = np.sqrt(products.diagonal())
@@ -238,11 +244,11 @@ class _Fits:
     prefill: Fit = field(default_factory=lambda: Fit(3))
     decode: Fit = field(default_factory=lambda: Fit(3))
     pull: Fit = field(default_factory=lambda: Fit(3))
-    costs: WorkerCosts | None = None  # None after a new observation
+    costs: WorkerCosts | None = None  # None: must be computed again after a new observation
 
 
 class OnlineCosts:
-    """The costs of all classes of workers, as far as they were observed."""
+    """The learned costs of all classes of workers."""
 
     def __init__(self) -> None:
         self._fits: dict[Hashable, _Fits] = {}
@@ -251,7 +257,7 @@ class OnlineCosts:
         """Learns from one step of a worker of this class.
 
         If the step also decodes, the known cost of decoding is subtracted before prefill learns
-        from it. So the fixed part is paid once.
+        from it. So the fixed part counts once.
         """
         fits = self._of(worker_class)
         decode = (1.0, step.num_rows, step.num_context_tokens)

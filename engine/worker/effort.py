@@ -1,8 +1,8 @@
-"""Estimates how much work a worker's steps are: floating-point operations, and bytes read.
+"""Estimates the work of a worker's steps: floating-point operations and bytes read.
 
 Divided by time and by the machine's peaks, these give model flops utilisation (MFU) and the use of
-memory bandwidth. Only the target model counts, as users get nothing else: neither the draft model
-nor drafted tokens that were refused.
+memory bandwidth. Only work that users benefit from counts: the target model's, without refused
+drafted tokens and without the draft model.
 
     flops       2 · weights · tokens  +  4 · attention · (pairs of a token and one in its context)
     bytes       weights once a step   +  K and V of all contexts
@@ -21,7 +21,7 @@ from engine.worker.batch import Row
 class ModelSizes(msgspec.Struct, frozen=True):
     """The sizes of a model on which the work of a step depends."""
 
-    layer_weights: float  # that each token meets; of experts, the chosen ones
+    layer_weights: float  # weights used for each token; of experts, only the chosen ones
     head_weights: float
     attention_size: float  # query heads times head_dim, summed over layers
     weights_bytes: float
@@ -29,7 +29,7 @@ class ModelSizes(msgspec.Struct, frozen=True):
 
 
 class StepEffort:
-    """Sums over all steps of a worker. Owned by the step thread."""
+    """Sums of work and time over all steps of a worker. Owned by the step thread."""
 
     def __init__(self, sizes: ModelSizes | None) -> None:
         """Without `sizes` only time and prompt tokens are counted."""
@@ -56,7 +56,7 @@ class StepEffort:
             self._read_bytes += sizes.weights_bytes + sizes.kv_token_bytes * contexts
 
     def counters(self) -> dict[str, float]:
-        """The sums since the start, as a load report has them."""
+        """Returns the sums since the start, for load reports."""
         found = {"busy_seconds": self._busy_s, "computed_prompt_tokens": self._num_prompt_tokens}
         if self._sizes is not None:
             found |= {"flops": self._flops, "read_bytes": self._read_bytes}

@@ -1,9 +1,9 @@
 """The events that go into a worker's core, and the effects that come out.
 
 A worker's core is its schedulers. Events are messages of gateways and reports of the transfer
-endpoint. The worker host carries effects out: messages to gateways, and orders to the transfer
-endpoint, which never sees a pool. Orders and reports may cross processes: a worker's ranks have an
-endpoint each.
+endpoint. The worker host carries out effects: messages to gateways, and orders to the transfer
+endpoint, which has no access to a pool. Orders and reports may cross processes, as each rank of a
+worker has its own endpoint.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,9 @@ OfGateway = (
 
 
 class FromGateway(msgspec.Struct, frozen=True):  # a struct, as `Emit` is
-    """A gateway's message. `guide` is its grammar's, if the shell opened it, or the error."""
+    """A gateway's message. `guide` is the guide of its grammar, if the shell opened one, or the
+    error.
+    """
 
     gateway_id: GatewayId
     message: OfGateway
@@ -67,7 +69,7 @@ class GatewayLost:
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
-    """A lease of this worker is over: `reason` is released, revoked or expired."""
+    """A lease of this worker has ended: `reason` is released, revoked or expired."""
 
     lease_id: LeaseId
     reason: str
@@ -76,8 +78,9 @@ class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
 class PullDone(msgspec.Struct, frozen=True, tag=True):
     """All blocks of a pull are here, and the source confirmed that the lease held throughout.
 
-    `transfer_s` is how long blocks were on their way, in seconds. Of those, `exposed_s` came after
-    the source had computed the last block, the confirmation included: no computation hid them.
+    `transfer_s` is the time, in seconds, during which blocks were in transfer. `exposed_s` is the
+    part of it after the source had computed the last block, confirmation included: no computation
+    hid this part.
     """
 
     seq_id: SeqId
@@ -87,9 +90,9 @@ class PullDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullFailed(msgspec.Struct, frozen=True, tag=True):
-    """A pull ended without success; it writes to no block any more.
+    """A pull failed; it writes to no block any more.
 
-    `arrived` are the indices in the lease of blocks that are here and confirmed intact.
+    `arrived` has the indices, in the lease, of blocks that have arrived and were confirmed intact.
     """
 
     seq_id: SeqId
@@ -99,27 +102,29 @@ class PullFailed(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A sequence that this worker prefilled goes on decoding here."""
+    """A sequence that this worker prefilled will be decoded here."""
 
     seq: Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A sequence decoded here goes on elsewhere, under another id; it owns its blocks."""
+    """A sequence decoded here continues at another worker, under another id; it still owns its
+    blocks.
+    """
 
     seq: Sequence
     as_seq_id: SeqId
 
 
-PassedOn = Adopted | Leaving  # from one scheduler of a worker to another
+PassedOn = Adopted | Leaving  # passed from one scheduler of a worker to another
 TransferReport = LeaseEnded | PullDone | PullFailed
 Event = FromGateway | GatewayLost | TransferReport | PassedOn
 
 # ---------------------------------------------------------------- effects
 
 
-class Emit(msgspec.Struct, frozen=True):  # one for each token: structs are faster to make
+class Emit(msgspec.Struct, frozen=True):  # a struct, because one is created for each token
     """Send a message to a gateway, in the frame of this step."""
 
     gateway_id: GatewayId
@@ -136,7 +141,7 @@ class EmitToAll:
 
 
 class OpenLease(msgspec.Struct, frozen=True, tag=True):
-    """Let the holder of `lease_id` pull `num_blocks` blocks, each once it is ready."""
+    """Let the holder of `lease_id` pull `num_blocks` blocks, each as soon as it is ready."""
 
     lease_id: LeaseId
     num_blocks: int

@@ -1,7 +1,7 @@
 """Checks a gateway's message and turns it into a sequence.
 
-Gateways check what clients send and refuse it with a status. Here the only question is whether a
-step could run at all. A request that the runner cannot compute would end the worker, and every
+Gateways check clients' requests and refuse bad ones with a status. Here the only question is if a
+step could run at all. A request that the runner cannot compute would crash the worker, and every
 other request with it. A message that fails the check is given back with the reason.
 """
 
@@ -31,7 +31,7 @@ MAX_SEED = 2**64 - 1
 class PromptFacts(NamedTuple):
     """Facts about a message's tokens: hashes of all full blocks, and the largest id.
 
-    If `token_ids` are given, the sequence keeps these as its tokens.
+    If `token_ids` are given, the sequence uses them as its tokens.
     """
 
     block_hashes: Items[BlockHash]
@@ -50,9 +50,10 @@ def read_prompt(message: ComputePrompt | Decode | OfferPrefix, block_size: int) 
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Turns messages into sequences. None means an unknown bound, or no grammars.
+    """Turns messages into sequences. A field of None means that a bound is unknown, or that there
+    are no grammars.
 
-    A caller that knows the facts of prompts already passes another `read`.
+    A caller that already has the facts of prompts passes its own `read`.
     """
 
     block_size: int
@@ -67,9 +68,9 @@ class Intake:
         message: ComputePrompt | Decode,
         opened: OpenedGuide | None = None,
     ) -> Sequence | GivenBack:
-        """Returns the sequence that a message asks for, or the reason why there is none.
+        """Returns the sequence for a message, or the reason why it is refused.
 
-        `opened` is its guide, if the shell has opened it.
+        `opened` is the guide of the message's grammar, if the shell has opened one.
         """
         facts = self.read(message, self.block_size)
         fault = self._fault(message, facts.largest_id)
@@ -103,7 +104,7 @@ class Intake:
         return MAX_ID if self.vocab_size is None else self.vocab_size - 1
 
     def _guide_of(self, message: ComputePrompt | Decode, opened: OpenedGuide | None) -> Guide:
-        """Returns the guide, which may be open already. Raises GrammarError."""
+        """Returns the sequence's guide; opens it unless it is open already. Raises GrammarError."""
         if isinstance(opened, GrammarError):
             raise opened
         if opened is not None:

@@ -13,8 +13,9 @@ sequence itself is then gone from this worker.
 
 An offer is complete when it opens, since its blocks are computed already. It ends like any lease:
 by release, by the gateway's `Cancel` or loss, or if its sink is silent. An offer takes cached
-blocks out of the free list, but none from a sequence. A sequence that holds blocks of a prefix may
-not wait for memory (see `prefill.scheduler`). So offers cannot make workers wait for each other.
+blocks out of the free list, but never blocks from a sequence. A sequence that holds blocks of a
+prefix may not wait for memory (see `prefill.scheduler`). So offers cannot make workers wait for
+each other.
 
 This scheduler has no rows, as nothing is computed. It knows no clock, tensor or socket.
 
@@ -63,7 +64,7 @@ class OpenedLease:
 
     gateway_id: GatewayId
     block_ids: tuple[BlockId, ...]
-    evict_first: bool = False  # once it ended
+    evict_first: bool = False  # mark the blocks evict-first once the lease has ended
 
 
 class LeaseTable:
@@ -96,7 +97,7 @@ class LeaseTable:
     ) -> tuple[LeaseRef, list[Effect]]:
         """Opens a lease on blocks, of which the first `num_ready` are computed.
 
-        They `evict_first` if the sink keeps them.
+        With `evict_first`, the sink keeps the blocks, so they are evicted first here.
         """
         assert lease_id not in self.opened
         lease = OpenedLease(gateway_id, tuple(block_ids), evict_first)
@@ -108,7 +109,9 @@ class LeaseTable:
         return LeaseRef(lease_id, self._address, len(block_ids)), effects
 
     def end(self, lease_id: LeaseId) -> bool:
-        """Lets go of the blocks of a lease that ended. Returns False if it is not one of these."""
+        """Releases the blocks of a lease that ended. Returns False if the lease is not in this
+        table.
+        """
         lease = self.opened.pop(lease_id, None)
         if lease is None:
             return False
@@ -117,12 +120,14 @@ class LeaseTable:
 
 
 def prefix_lease_id(seq_id: SeqId) -> LeaseId:
-    """The id of the lease on a prefix. The lease of a hand-over has the sequence's own id."""
+    """Returns the id of the lease on a prefix. The lease of a hand-over has the sequence's own
+    id.
+    """
     return LeaseId(f"{seq_id}.prefix")
 
 
 def moved_lease_id(seq_id: SeqId) -> LeaseId:
-    """The id of the lease on a sequence that goes on elsewhere as this one."""
+    """Returns the id of the lease on a moved sequence; `seq_id` is its id at the other worker."""
     return LeaseId(f"{seq_id}.moved")
 
 
@@ -144,17 +149,17 @@ class PrefixOffers:
 
     @property
     def num_waiting(self) -> int:
-        """Zero: nothing waits here."""
+        """Returns zero: nothing waits here."""
         return 0
 
     @property
     def num_running(self) -> int:
-        """Zero: nothing is computed here."""
+        """Returns zero: nothing is computed here."""
         return 0
 
     @property
     def workload(self) -> Workload:
-        """Empty: offered blocks are computed already."""
+        """Returns no work: offered blocks are computed already."""
         return Workload()
 
     @property
@@ -164,15 +169,17 @@ class PrefixOffers:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Counts of offered prefixes, of offers without any block, and of sequences handed over."""
+        """Returns counts of offered prefixes, of offers without any block, and of sequences
+        handed over.
+        """
         return self._counters
 
     def accepts(self, kind: type) -> bool:
-        """True for sequences that leave: they go through here."""
+        """True for sequences that leave this worker: they pass through this scheduler."""
         return kind is Leaving
 
     def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
-        """Empty: nothing waits here."""
+        """Returns no effects: nothing waits here."""
         return []
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -196,7 +203,7 @@ class PrefixOffers:
                 return []
 
     def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
-        """Empty: there is nothing to compute."""
+        """Returns no rows: there is nothing to compute."""
         return NOTHING
 
     def advance(
@@ -233,7 +240,7 @@ class PrefixOffers:
         return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
 
     def _offer_blocks(self, gateway_id: GatewayId, message: OfferBlocks) -> list[Effect]:
-        """Leases blocks by their hashes, wherever they are in a prompt."""
+        """Leases blocks by their hashes, whatever their place in a prompt."""
         lease_id = prefix_lease_id(message.seq_id)
         if lease_id in self.leases:
             return []  # a repeated request gets no second answer
@@ -251,7 +258,8 @@ class PrefixOffers:
         """Moves the blocks of a sequence to a lease."""
         seq = leaving.seq
         lease_id = moved_lease_id(leaving.as_seq_id)
-        if lease_id in self.leases:  # a gateway gave the same id twice, which it should not
+        # A gateway used the same id twice, which is a fault of the gateway.
+        if lease_id in self.leases:
             seq.release(self._pool)
             return [Emit(seq.gateway_id, HandedOver(seq.seq_id, None))]
         self._counters["handed_over"] += 1

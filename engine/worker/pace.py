@@ -1,4 +1,4 @@
-"""How much of a prompt fits into a step without holding up the sequences that decode in it.
+"""Limits the prompt tokens of a step, so that they do not delay the step's decoding sequences.
 
 A worker of one pool may take work of the other pool (fluid pools). Prompts that it computes beside
 decoding sequences are cut into chunks, so that no step takes longer than
@@ -15,7 +15,7 @@ reading of weights, which both kinds of rows share.
 
 A prompt always makes some progress, even where the sequences alone exceed their bound.
 
-A mixed worker is not concerned: its chunks are bounded by `chunk_tokens` alone. Without decoding
+This does not apply to mixed workers: `chunk_tokens` alone bounds their chunks. Without decoding
 sequences there is no limit either.
 
 Pure. Source: chunks that fit a bound on the time between tokens, Sarathi-Serve, OSDI 2024.
@@ -28,10 +28,12 @@ from engine.messages import StepReport
 from engine.worker.batch import Row
 from engine.worker.costs import OnlineCosts, PrefillCost
 
-FIRST_TOKENS = 16  # a prompt's tokens in a step, before any step was timed
+FIRST_TOKENS = 16  # prompt tokens in a step before any step was timed
 LEAST_TOKENS = 4  # in a step that has room for nothing
-KEPT = 0.9  # aimed at, as a share of the limit: hand-overs and short predictions need the rest
-EAGER = 32  # steps of a kind that are all learned from; later one in `EVERY`
+# Target, as a share of the limit: the rest is for hand-overs and for predictions that are too
+# short.
+KEPT = 0.9
+EAGER = 32  # the first steps of each kind are all learned from; later one in `EVERY`
 EVERY = 8
 _CLASS = "this worker"
 
@@ -43,16 +45,19 @@ class StepPace:
         self.stretch = stretch
         self._costs = OnlineCosts()
         self._num_seen = {False: 0, True: 0}  # steps, by `decodes_only`
-        self._rows: Sequence[Row] = ()  # that decode in the step that is planned
-        self._left_s: float | None = None  # for prompts in that step; None: not computed yet
+        self._rows: Sequence[Row] = ()  # decode rows of the step that is being planned
+        # Time left for prompts in that step; None: not computed yet.
+        self._left_s: float | None = None
         self._has_prompt = False
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Begins to plan a step in which these rows decode. Without rows there is no limit."""
+        """Starts to plan a step with these decode rows. Without rows there is no limit."""
         self._rows, self._left_s, self._has_prompt = rows, None, False
 
     def most_tokens(self, start: int) -> int | None:
-        """The longest chunk of a prompt from `start` on, in tokens; None if there is no limit."""
+        """Returns the longest chunk, in tokens, of a prompt from `start` on; None if there is no
+        limit.
+        """
         if not self._rows:
             return None
         cost = self._costs.costs(_CLASS).prefill
@@ -66,14 +71,14 @@ class StepPace:
         return max(_tokens_in(self._left_s, cost, start), least)
 
     def take(self, start: int, num_tokens: int) -> None:
-        """Counts a chunk that is part of the step."""
+        """Subtracts the time of a chunk that was added to the step."""
         self._has_prompt = True
         cost = self._costs.costs(_CLASS).prefill
         if self._left_s is not None and cost is not None:
             self._left_s -= cost.seconds(start + num_tokens, start) - cost.fixed_s
 
     def _room_s(self, cost: PrefillCost) -> float:
-        """Seconds that chunks may add to the rows of the planned step."""
+        """Returns the seconds by which chunks may lengthen the planned step."""
         decode = self._costs.costs(_CLASS).decode
         if decode is None:
             return 0.0
@@ -86,18 +91,18 @@ class StepPace:
         return KEPT * limit_s - plain_s - max(cost.fixed_s - decode.fixed_s, 0.0)
 
     def wants(self, *, decodes_only: bool) -> bool:
-        """True if to learn from the step of this kind that has just ended."""
+        """True if the step of this kind that has just ended should be learned from."""
         self._num_seen[decodes_only] += 1
         number = self._num_seen[decodes_only]
         return number <= EAGER or number % EVERY == 0
 
     def learn(self, step: StepReport) -> None:
-        """Learns how long a step took."""
+        """Learns the time of a step."""
         self._costs.observe_step(_CLASS, step)
 
 
 def _tokens_in(left_s: float, cost: PrefillCost, start: int) -> int:
-    """The most tokens n behind `start` with B·n + C·((start + n)² - start²) <= `left_s`."""
+    """Returns the most tokens n behind `start` with B·n + C·((start + n)² - start²) <= `left_s`."""
     if left_s <= 0:
         return 0
     linear_s, square_s = cost.token_s + 2 * cost.square_s * start, cost.square_s

@@ -42,41 +42,45 @@ class RankPlace(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return self.tp * self.pp
 
     @property
     def name(self) -> str:
-        """How the worker is split: the order of sums, and so the last bits, depend on it."""
+        """Returns how the worker is split. The order of sums, and so their last bits, depend on
+        the split.
+        """
         return f"tp{self.tp} pp{self.pp} ep{self.ep}"
 
     @property
     def slice(self) -> int:
-        """The nth of the `tp` slices that this rank holds."""
+        """Returns the index of this rank's slice among the `tp` slices."""
         return self.rank % self.tp
 
     @property
     def stage(self) -> int:
-        """The nth of the `pp` stages that this rank belongs to."""
+        """Returns the index of this rank's stage among the `pp` stages."""
         return self.pp - 1 - self.rank // self.tp
 
     @property
     def is_first_stage(self) -> bool:
-        """True if it turns tokens into hidden states."""
+        """True if this rank turns tokens into hidden states."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True if it computes logits."""
+        """True if this rank computes logits."""
         return self.stage == self.pp - 1
 
     def ranks_of(self, stage: int) -> range:
-        """The ranks of a stage, in the order of their slices."""
+        """Returns the ranks of a stage, in the order of their slices."""
         first = (self.pp - 1 - stage) * self.tp
         return range(first, first + self.tp)
 
     def layers(self, num_layers: int) -> range:
-        """The layers of this rank's stage. The last stages, which compute logits, have fewer."""
+        """Returns the layers of this rank's stage. If layers cannot be shared evenly, the last
+        stages have fewer.
+        """
         if num_layers < self.pp:
             raise ConfigError(f"{num_layers} layers cannot be split into {self.pp} stages")
         each, more = divmod(num_layers, self.pp)
@@ -84,23 +88,24 @@ class RankPlace(msgspec.Struct, frozen=True):
         return range(first, first + each + (self.stage < more))
 
     def share(self, total: int) -> range:
-        """This rank's slice of `total` rows; the last slices may be shorter, or empty."""
+        """Returns this rank's slice of `total` rows; the last slices may be shorter, or empty."""
         each = -(-total // self.tp)
         first = min(self.slice * each, total)
         return range(first, min(first + each, total))
 
     def kv_heads(self, total: int) -> range:
-        """This rank's share of `total` KV heads: equal shares, or one head that others hold too.
+        """Returns this rank's share of `total` KV heads: an equal share, or one head that other
+        ranks hold too.
 
-        Raises ConfigError if they can be shared in neither way.
+        Raises ConfigError if the heads can be shared in neither way.
         """
         if total % self.tp and self.tp % total:
             raise ConfigError(f"{total} KV heads cannot be shared by {self.tp} ranks")
         return Shard(self.slice, self.tp).heads_of(KVSection(1, total, 1))
 
     def shard(self, whole: KVLayout, *, shares_heads: bool) -> Shard:
-        """What this rank's blocks hold of the whole. Without `shares_heads` all ranks of a stage
-        hold all heads.
+        """Returns the share of each block that this rank holds. Without `shares_heads` all ranks of
+        a stage hold all heads.
         """
         layers: tuple[LayerRange, ...] = ()
         if self.pp > 1:
@@ -110,7 +115,8 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 def shards_of(place: RankPlace, whole: KVLayout, own: KVLayout) -> tuple[Shard, ...]:
-    """What the blocks of each rank hold, given the layouts of all ranks and of the one at `place`.
+    """Returns the share of each block that each rank holds, from the layout of all ranks together
+    and that of the rank at `place`.
 
     Raises ConfigError if models of one worker share their heads in different ways.
     """
@@ -122,6 +128,8 @@ def shards_of(place: RankPlace, whole: KVLayout, own: KVLayout) -> tuple[Shard, 
 
 
 def split_of(kernels: str) -> str:
-    """Returns how a worker is split that names these kernels; empty if it has one rank."""
+    """Returns the split that is part of a worker's `kernels` text; empty if the worker has one
+    rank.
+    """
     found = _SPLIT.search(kernels)
     return "" if found is None else found[0]

@@ -19,15 +19,18 @@ class Sequence:
     at least the computed tokens. Cached tokens were not computed by this sequence: their
     KV was found here or pulled.
 
-    `block_hashes` are the hashes of all full blocks of the tokens, computed here unless given.
+    `block_hashes` has the hashes of all full blocks of the tokens; they are computed here unless
+    given.
 
-    Of the computed tokens, the draft model's KV exists for the first `num_draft_tokens`. Without a
-    draft model these are all. Others can use a full block only if it has the KV of both models.
+    The draft model's KV exists for the first `num_draft_tokens` computed tokens; without a draft
+    model, this number equals that of all computed tokens. Other sequences can use a full block only
+    if it has the KV of both models.
 
-    `in_flight` are its rows in steps that have not ended, oldest first; the last may be pending.
+    `in_flight` has the sequence's rows in unfinished steps, oldest first; the last row may be
+    pending.
 
-    With `evict_first`, another worker keeps its cached blocks. `likely_reused` blocks are evicted
-    later than others.
+    With `evict_first`, another worker keeps the cached blocks, so they are evicted before others
+    here. `likely_reused` blocks are evicted later than others.
 
     `history` is a packed copy of the tokens for penalties. `guide` tracks the answer in its
     grammar.
@@ -45,7 +48,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_draft_tokens: int = 0
     num_cached_tokens: int = 0
-    num_hashed_blocks: int = 0  # blocks whose hash the pool knows
+    num_hashed_blocks: int = 0  # number of blocks whose hash the pool knows
     evict_first: bool = False
     likely_reused: bool = False
     history: "array[int] | None" = None
@@ -60,13 +63,17 @@ class Sequence:
 
     @property
     def num_planned_tokens(self) -> int:
-        """Tokens that are computed when the steps in flight have ended. One may be unknown yet."""
+        """Returns the number of computed tokens once the steps in flight have ended. The last
+        one may be unknown yet.
+        """
         if not self.in_flight:
             return self.num_computed_tokens
         return self.num_computed_tokens + sum(len(row.token_ids) for row in self.in_flight)
 
     def lands(self, row: Row) -> bool:
-        """Takes a row whose step has ended. False if it is of another sequence with this id."""
+        """Removes a row whose step has ended from `in_flight`. False if the row belongs to
+        another sequence with this id.
+        """
         if not self.in_flight or self.in_flight[0] is not row:
             return False
         del self.in_flight[0]
@@ -74,36 +81,37 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that all present tokens need."""
+        """Returns the number of blocks that all present tokens need."""
         return -(-len(self.token_ids) // self.block_size)
 
     @property
     def num_unseen_tokens(self) -> int:
-        """Computed tokens whose draft KV is missing."""
+        """Returns the number of computed tokens whose draft KV is missing."""
         return self.num_computed_tokens - self.num_draft_tokens
 
     @property
     def fault(self) -> str | None:
-        """The reason why its grammar cannot be followed any further, or None. With a reason, the
-        last choice is void.
+        """Returns why the grammar cannot be followed any further, or None. If there is a reason,
+        the last chosen token is void.
         """
         if self.guide is None or self.guide.fault is None:
             return None
         return f"grammar: {self.guide.fault}"
 
     def banned(self, num_pending: int = 0) -> tuple[int, ...]:
-        """Ids that may not come next, because they would end the sequence before its least
-        length. Tokens that are not known yet come before.
+        """Returns the ids that may not come next, because they would end the sequence before its
+        least length. Pending tokens count as present.
         """
         if len(self.token_ids) + num_pending + 1 > self.limits.min_len:
             return ()
         return self.limits.stop_token_ids
 
     def max_drafted(self) -> int:
-        """Most tokens that a step may draft so that it chooses what single steps would choose.
+        """Returns the most tokens that a step may draft and still choose the same tokens as single
+        steps.
 
-        The answer must not exceed its greatest length, and the ids banned for the first token of
-        the step must be banned for its last.
+        The answer must not exceed its greatest length, and the same ids must be banned for the
+        first and the last token of the step.
         """
         length = len(self.token_ids)
         end = self.limits.max_len
@@ -122,8 +130,8 @@ class Sequence:
         return finish
 
     def extend(self, tokens: Tokens[int]) -> tuple[list[int], FinishReason | None]:
-        """Adds tokens up to the one that completes the sequence; returns those added and the
-        reason.
+        """Adds tokens, up to the token that completes the sequence. Returns the added tokens and
+        the finish reason.
         """
         if self.guide is None and not self.limits.stop_token_ids:
             room = max(self.limits.max_len - len(self.token_ids), 1)
@@ -145,7 +153,8 @@ class Sequence:
     ) -> None:
         """Counts tokens as computed and tells the pool which blocks are now full.
 
-        The draft model has them too, or only the first `num_draft_tokens` of the sequence.
+        The draft model's KV exists for all of them too, or only for the sequence's first
+        `num_draft_tokens`.
         """
         num_computed = self.num_computed_tokens + num_tokens
         assert num_computed <= len(self.token_ids)
@@ -183,7 +192,7 @@ class Sequence:
         self.num_hashed_blocks = num_full
 
     def trim(self, pool: BlockPool) -> None:
-        """Frees blocks that the tokens no longer need: rejected drafts used them."""
+        """Frees blocks that only rejected drafts used."""
         num_blocks = -(-len(self.token_ids) // self.block_size)
         if len(self.block_table) > num_blocks:
             pool.disown(self.block_table[num_blocks:])
@@ -199,10 +208,10 @@ class Sequence:
         self.num_hashed_blocks = len(blocks)
 
     def keep_pulled(self, arrived: Collection[int], pool: BlockPool) -> None:
-        """Goes on from blocks that a pull brought, given by their places in the block table.
+        """Continues from pulled blocks, which are given by their places in the block table.
 
-        Only the full blocks that directly follow the computed tokens count. Blocks behind a gap, or
-        partial ones, cannot be found by a hash.
+        Only full blocks that directly follow the computed tokens count. Partial blocks and blocks
+        behind a gap cannot be found by a hash.
         """
         first = self.num_computed_tokens // self.block_size
         num_full = min(len(self.token_ids) // self.block_size, len(self.block_table))

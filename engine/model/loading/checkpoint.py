@@ -95,11 +95,12 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     quant_method: str | None  # how the checkpoint's weights are quantised
-    probe: Probe | None = None  # repeated after changes; None: the model was built, not loaded
-    read_outside: frozenset[str] = frozenset()  # modules whose weights other modules read
+    # The trial, repeated after changes; None: the model was built, not loaded.
+    probe: Probe | None = None
+    read_outside: frozenset[str] = frozenset()  # names of modules whose weights other modules read
     embedding: Embedding | None = None  # set if the model's logits are hidden states
     group: RankGroup | None = None  # set if the model spans several ranks
-    whole_layout: KVLayout | None = None  # all ranks together; None: `layout`
+    whole_layout: KVLayout | None = None  # layout of all ranks together; None: the same as `layout`
 
 
 def load(  # noqa: PLR0913 - all but three have defaults
@@ -112,13 +113,13 @@ def load(  # noqa: PLR0913 - all but three have defaults
     group: RankGroup | None = None,
     max_len: int | None = None,
 ) -> LoadedModel:
-    """Loads the checkpoint in `path`, to be computed with in `dtype`.
+    """Loads the checkpoint in `path`, for computation in `dtype`.
 
-    Without a dtype, that is bf16 on a GPU. On a CPU it is fp32, but weights are kept as they are
-    stored and made fp32 only while in use, until `pack_linears` or `stored.widen`.
+    The default `dtype` is bf16 on a GPU. On a CPU it is fp32, but until `pack_linears` or
+    `stored.widen`, weights keep the dtype of the file and are fp32 only while in use.
 
-    If contexts up to `max_len` tokens are asked for, changing rotary embeddings may be taken from
-    long contexts throughout (`positions`).
+    If `max_len` is long, rotary embeddings that change with the length may be those of the longest
+    context from the first token on (`positions`).
 
     With a `group`, it loads this rank's part. All ranks call it together.
 
@@ -196,7 +197,9 @@ def _load_part(
     group: RankGroup,
     method: str | None,
 ) -> PreTrainedModel:
-    """This rank's layers, and its slices of them, on the host. Of the others nothing is read."""
+    """Loads this rank's layers, and its slices of them, to the host. The other weights are not
+    read.
+    """
     if method is not None:
         raise CheckpointError(f"{path}: weights in {method} cannot be shared by several ranks")
     with as_stored():
@@ -211,7 +214,7 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _whole(model: PreTrainedModel, section: KVSection, group: RankGroup | None) -> KVSection:
-    """The KV shape of all ranks, given one rank's."""
+    """Returns the KV shape of all ranks together, from this rank's shape."""
     if group is None:
         return section
     text = model.config.get_text_config(decoder=True)
@@ -226,8 +229,8 @@ def _whole(model: PreTrainedModel, section: KVSection, group: RankGroup | None) 
 def _give_hidden_states(model: PreTrainedModel) -> None:
     """Makes the model's logits its last hidden states, [num_tokens, hidden].
 
-    All else stays as it is: packing, paged attention, the trial. Raises CheckpointError if
-    something besides the head changes logits.
+    Packing, paged attention and the trial work as before. Raises CheckpointError if something
+    besides the head changes logits.
     """
     text = model.config.get_text_config(decoder=True)
     changing = next(
@@ -241,7 +244,7 @@ def _give_hidden_states(model: PreTrainedModel) -> None:
 
 
 def _vocab_size(model: PreTrainedModel, tried: Probe, embedding: Embedding | None) -> int:
-    """The number of tokens that prompts may hold."""
+    """Returns the number of distinct token ids that prompts may use."""
     if embedding is None:
         return tried.expected.shape[-1]
     return model.get_input_embeddings().num_embeddings
@@ -255,10 +258,11 @@ def load_draft(
     dtype: torch.dtype | None,
     max_len: int | None = None,
 ) -> LoadedModel:
-    """Loads the model that proposes tokens to `target`: on its device, for its KV format.
+    """Loads the draft model of `target`: on the target's device, for the target's KV format.
 
-    Raises CheckpointError. That includes two models that use the same ids for different tokens:
-    speculation would be right, but useless. Raises ConfigError if the ranks cannot share it.
+    Raises CheckpointError, also if the two models use the same ids for different tokens:
+    speculation would be correct, but useless. Raises ConfigError if the ranks cannot share the
+    draft model.
     """
     try:
         draft = load(
@@ -284,7 +288,7 @@ def load_draft(
 
 
 def _vocabulary(path: Path) -> object:
-    """Ids and texts of a tokenizer's tokens, without tokens that fine-tunes add later."""
+    """Returns ids and texts of a tokenizer's tokens, without tokens that fine-tunes add later."""
     tokenizer = read_json(path, "tokenizer.json")
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     return model.get("vocab") if isinstance(model, dict) else None
@@ -309,7 +313,9 @@ def _load_config(path: Path) -> PreTrainedConfig:
 
 
 def _settle_length(path: Path, config: PreTrainedConfig, max_len: int | None) -> ContextLength:
-    """Returns the length of the context; makes rotary embeddings constant if necessary."""
+    """Returns the context length. Makes rotary embeddings independent of the length if
+    necessary.
+    """
     text = config.get_text_config(decoder=True)
     length = context_length(text, max_len)
     if length.limit is not None:
@@ -354,7 +360,7 @@ def _load_weights(
                 local_files_only=True,
                 attn_implementation="eager",
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported in `info`
+                ignore_mismatched_sizes=True,  # mismatches are reported in `info`
                 **options,
             )
     except Exception as error:  # a model's code or a quantiser may raise anything: refuse the model
@@ -363,7 +369,7 @@ def _load_weights(
         check_plain(path, info["unexpected_keys"])
     missing = set(info["missing_keys"])
     if embedding_of(path) is not None:
-        missing -= _names_of_head(model)  # such checkpoints have none
+        missing -= _names_of_head(model)  # such checkpoints have no head
     if missing:
         raise CheckpointError(f"{path}: weights lack {min(missing)}")
     if info["mismatched_keys"]:
@@ -376,7 +382,7 @@ def _load_weights(
 
 
 def _names_of_head(model: PreTrainedModel) -> set[str]:
-    """The names of the weights that make logits of hidden states."""
+    """Returns the names of the weights that turn hidden states into logits."""
     head = model.get_output_embeddings()
     return {
         f"{path}.{name}"
@@ -395,8 +401,8 @@ def _probe(
     context_len: int,
     group: RankGroup | None,
 ) -> tuple[KVSection, Probe]:
-    """Tries the model as described above and leaves it with paged attention: KV shape and the
-    trial.
+    """Tries the model as described above, and returns its KV shape and the trial. Paged attention
+    stays on.
     """
     where = probe.origins(model.config.get_text_config(decoder=True), context_len)
     kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
@@ -417,13 +423,13 @@ def _probe(
 
 
 def _own_layers(model: PreTrainedModel, group: RankGroup | None) -> range:
-    """The layers that this rank computes."""
+    """Returns the layers that this rank computes."""
     num_layers = _num_layers(model)
     return range(num_layers) if group is None else group.place.layers(num_layers)
 
 
 def _recorded(model: PreTrainedModel, context: ForwardContext) -> list[AttentionCall]:
-    """The calls to attention of one token. Leaves the model with paged attention."""
+    """Records the attention calls of one token. Paged attention stays on afterwards."""
     model.set_attn_implementation(RECORDING)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model(input_ids=token, position_ids=token, use_cache=False)
@@ -434,9 +440,9 @@ def _recorded(model: PreTrainedModel, context: ForwardContext) -> list[Attention
 
 
 def _check_numbers(path: Path, model: PreTrainedModel) -> None:
-    """Raises CheckpointError for a weight that has NaN or infinity.
+    """Raises CheckpointError for a weight that holds NaN or infinity.
 
-    The trial meets few experts and few rows of embeddings, so it might miss such a weight.
+    The trial uses few experts and few rows of embeddings, so it might miss such a weight.
     """
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and weight.numel():
@@ -446,14 +452,14 @@ def _check_numbers(path: Path, model: PreTrainedModel) -> None:
 
 
 def _check_other_attention(model: PreTrainedModel, tried: Probe, *, is_exact: bool) -> None:
-    """Raises CheckpointError if transformers' usual attention, sdpa, answers unlike its eager one.
+    """Raises CheckpointError if transformers' sdpa and eager attention give different results.
 
     Some models lack causality in one of the two. Row 0 shows it, which is one short pass. In 16
     bits the two round differently, and then a router may choose other experts.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not all(part._supports_sdpa for part in parts):
-        return  # then transformers computes with eager attention, too
+        return  # the model has no sdpa attention: transformers uses the eager one
     model.set_attn_implementation("sdpa")
     found = probe.own_logits(model, tried.origins[:1])
     tolerance = tried.tolerance if is_exact else QUANTISED_TOLERANCE
@@ -466,7 +472,7 @@ def _check_other_attention(model: PreTrainedModel, tried: Probe, *, is_exact: bo
 
 
 def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
-    """Logits of the trial by a model whose modules were changed.
+    """Repeats the trial after the model's modules were changed; returns its logits.
 
     Raises CheckpointError if the model now fails, or if its logits are off by more than
     `tolerance`. An infinite tolerance, for rounded weights, only requires that logits are numbers.
@@ -489,7 +495,7 @@ def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
 def _paged_logits(
     model: PreTrainedModel, context: ForwardContext, section: KVSection, tried: Probe
 ) -> torch.Tensor:
-    """Logits of the trial's rows by the model's own code over paged KV, as the model is now."""
+    """Returns the trial's logits, computed by the model's present code over paged KV."""
     rows = len(tried.origins)
     device = str(model.device)
     with probe.probe_cache(context, section, tried.kv_format, num_rows=rows, device=device):
@@ -497,7 +503,7 @@ def _paged_logits(
 
 
 def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
-    """Removes parts that text does not pass through, such as towers for images."""
+    """Removes parts that take no part in a pass over text, such as towers for images."""
     for parent in (model, model.base_model):
         for name, child in list(parent.named_children()):
             if seen.ran.isdisjoint(child.modules()):
@@ -506,7 +512,7 @@ def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
 
 
 def _refusal(kind: str, calls: list[AttentionCall], off: float) -> CheckpointError:
-    """The refusal of a model whose logits over paged KV are `off`, with possible reasons."""
+    """Returns the error for a model whose logits over paged KV are `off`, with possible reasons."""
     if math.isnan(off):
         return CheckpointError(f"{kind}: its logits are not numbers")
     found = "over paged KV its logits differ"
@@ -534,7 +540,7 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _one_line(error: Exception) -> str:
-    """What an error says, in one line: the first, and the next if that ends with a colon."""
+    """Returns an error's first line, and also the second if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, LookupError):  # the text of a LookupError is a bare name
         return f"{type(error).__name__} {' '.join(lines)}".strip()

@@ -1,4 +1,4 @@
-"""Measures at load if a sequence gets the same bits alone, in company and in any chunking.
+"""Measures at load if a sequence gets the same bits alone, in any batch and in any chunking.
 
 The kernels, and the functions that `native.invariant` replaces, keep that promise by construction.
 A model's own code may use other functions of torch; only a trial shows how these behave.
@@ -19,7 +19,8 @@ from engine.worker.blocks import BlockId
 
 TOKENS = (5, 3, 8, 2, 9, 4, 7, 6, 1, 8, 3)
 OTHERS = tuple(TOKENS[:n] for n in (1, 4, 7, 10, 3, 6, 9, 2))  # other rows
-# Chunks of the sequence, the number of other rows before each chunk, and the number of other rows.
+# For each trial: chunks of the sequence, the number of other rows before each chunk, and the number
+# of all other rows.
 TRIALS = (((1, 4, 6), 0, 0), ((11,), 5, len(OTHERS)), ((6, 5), 2, 3))
 
 # (rows, indices of tokens to keep) → logits [len(keep), vocab]
@@ -27,12 +28,12 @@ Compute = Callable[[Sequence[Row], Sequence[int]], torch.Tensor]
 
 
 def num_blocks(block_size: int) -> int:
-    """Number of KV blocks that the trial takes."""
+    """Returns the number of KV blocks that the trial needs."""
     return sum(-(-len(tokens) // block_size) for tokens in (TOKENS, *OTHERS))
 
 
 def keeps_bits(compute: Compute, block_size: int) -> bool:
-    """True if all trials give the same bits as the sequence alone."""
+    """Returns True if all trials give the same bits as the sequence alone."""
     mine, *theirs = _tables(block_size)
     others = [
         Row(SeqId(f"other-{i}"), tokens, 0, table, None)
@@ -53,7 +54,7 @@ def _logits(
     before: list[Row],
     after: list[Row],
 ) -> torch.Tensor:
-    """Logits of all tokens of the sequence."""
+    """Returns the logits of all tokens of the sequence."""
     first = sum(len(row.token_ids) for row in before)
     found = []
     for start, end in pairwise(accumulate(chunks, initial=0)):
@@ -63,7 +64,7 @@ def _logits(
 
 
 def _tables(block_size: int) -> list[list[BlockId]]:
-    """Blocks of the sequence, then of the others."""
+    """Returns the block tables: the sequence's first, then those of the other rows."""
     sizes = (-(-len(tokens) // block_size) for tokens in (TOKENS, *OTHERS))
     return [
         [BlockId(i) for i in range(first, end)]

@@ -1,6 +1,6 @@
-"""Names of features that are not served, in the field's words, for the messages of refusals.
+"""Names of unsupported features, in the field's words, for error messages.
 
-Every refusal by such a name points to the page that lists what is served.
+Every such message points to the page that lists the supported features.
 """
 
 from collections.abc import Iterable
@@ -32,17 +32,17 @@ PAGE = "docs/users/models.md lists what is served"
 
 
 def refused(where: str, why: str) -> CheckpointError:
-    """The refusal of a model, with the reason and the page that lists what is served."""
+    """Returns the error that refuses a model: the reason, and the page of supported features."""
     return CheckpointError(f"{where}: {why}; {PAGE}")
 
 
 def unserved(where: str, feature: str, details: str) -> CheckpointError:
-    """The refusal of a feature. `details` says how it was found."""
+    """Returns the error that refuses a feature. `details` says how the feature was found."""
     return refused(where, f"{feature} cannot be served ({details})")
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Raises CheckpointError for features that the config alone shows."""
+    """Raises CheckpointError for unsupported features that the config alone shows."""
     text = config.get_text_config(decoder=True)
     for part in (config, text):
         if getattr(part, "use_bidirectional_attention", None) in (True, "all"):
@@ -60,5 +60,5 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def names_of(terms: Iterable[str]) -> str:
-    """The names of terms that a model adds to attention and ours lacks."""
+    """Returns the names of attention terms that the model uses and our attention lacks."""
     return ", ".join(sorted({TERMS.get(term, term) for term in terms}))

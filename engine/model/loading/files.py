@@ -29,10 +29,10 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 SLOW_TOKENIZERS = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
-MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+MAX_HEADER_BYTES = 100 * 2**20  # limit of the safetensors format
 SAMPLE_BYTES = 64
 GGUF_SAMPLES = 4096
-VOLATILE = frozenset({"transformers_version", "_name_or_path"})  # irrelevant to the model
+VOLATILE = frozenset({"transformers_version", "_name_or_path"})  # keys that do not change the model
 
 
 def check_files(path: Path) -> None:
@@ -72,7 +72,7 @@ def _check_index(path: Path, headers: dict[str, dict[str, dict]]) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files, in order of name, or the GGUF file.
+    """Returns the safetensors files, sorted by name, or the GGUF file.
 
     Raises CheckpointError if one is missing.
     """
@@ -94,9 +94,9 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The shard of each tensor, by the index. Raises CheckpointError.
+    """Returns the shard of each tensor, as the index says. Raises CheckpointError.
 
-    A shard is in the folder itself; it may be a link, as in the caches of hubs.
+    A shard must be in the folder itself, but may be a link, as in the caches of hubs.
     """
     index = read_json(path, INDEX)
     shards = index.get("weight_map") if isinstance(index, dict) else None
@@ -135,7 +135,9 @@ def read_json(path: Path, name: str) -> object:
 
 
 def read_header(file: Path) -> dict[str, dict]:
-    """Tensors by name (dtype, shape, data_offsets). Raises CheckpointError if the file is bad."""
+    """Returns the tensors by name (dtype, shape, data_offsets). Raises CheckpointError if the
+    file is bad.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -156,7 +158,9 @@ def read_header(file: Path) -> dict[str, dict]:
 
 
 def fingerprint(path: Path, *, dtype: str, is_stretched: bool = False) -> str:
-    """16 hex digits that are equal if model, tokenizer, weight type and positions are equal."""
+    """Returns 16 hex digits, which are equal if model, tokenizer, weight type and positions are
+    equal.
+    """
     digest = blake2b(digest_size=8)
     form = f"{dtype} stretched" if is_stretched else dtype
     for part in chain((form,), _described(path)):
@@ -176,7 +180,7 @@ def _described(path: Path) -> Iterator[str | bytes]:
 
 
 def _sampled(file: Path) -> Iterator[str | bytes]:
-    """The header of a safetensors file, and bytes of the middle of each tensor."""
+    """Returns a safetensors file's header, and some bytes from the middle of each tensor."""
     header = read_header(file)
     yield json.dumps(header, sort_keys=True)
     with file.open("rb") as stream:

@@ -40,7 +40,7 @@ def lazy_weights(path: Path) -> dict[str, LazyWeight]:
 
 
 def read_tensor(path: Path, place: TensorPlace) -> torch.Tensor:
-    """Returns a tensor in the type of its numbers, or in fp32 if it has blocks."""
+    """Returns a tensor in its stored type, or in fp32 if it is stored in blocks."""
     data = np.fromfile(path, np.uint8, place.num_bytes, offset=place.begin)
     if place.type_name in AS_STORED:
         return torch.from_numpy(data).view(AS_STORED[place.type_name]).reshape(place.shape)
@@ -49,7 +49,8 @@ def read_tensor(path: Path, place: TensorPlace) -> torch.Tensor:
 
 
 def in_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Orders each head's rows as transformers rotates them: from pairs [a0 b0 a1 b1 …] to [a b].
+    """Reorders each head's rows for transformers' rotation: from pairs [a0 b0 a1 b1 …] to halves [a
+    b].
 
     `rows` is [num_heads * head_dim, ...].
     """
@@ -70,12 +71,12 @@ def _q4_1(blocks: np.ndarray) -> np.ndarray:
 
 
 def _halves(data: np.ndarray) -> np.ndarray:
-    """[num_blocks, 16] bytes to [num_blocks, 32] numbers of four bits."""
+    """Unpacks [num_blocks, 16] bytes to [num_blocks, 32] numbers of four bits."""
     return np.concatenate([data & 15, data >> 4], axis=1)
 
 
 def _fp16(data: np.ndarray) -> np.ndarray:
-    """[num_blocks, 2] bytes to [num_blocks, 1] numbers."""
+    """Reads [num_blocks, 2] bytes as [num_blocks, 1] fp16 numbers."""
     return np.ascontiguousarray(data).view("<f2").astype(np.float32)
 
 

@@ -1,7 +1,8 @@
-"""Reads the layers' demands on attention from recorded calls, and compares them with the config.
+"""Reads the attention parameters of each layer from recorded calls, and compares them with the
+config.
 
-The trial's few tokens do not reach the end of a window. So the sizes of windows are compared that
-the attention, the mask and transformers' own cache are given.
+The trial's few tokens do not reach the end of a window. So three window sizes are compared instead:
+the sizes given to the attention, to the mask and to transformers' own cache.
 """
 
 from collections import Counter
@@ -15,14 +16,16 @@ from engine.model.loading.features import refused, unserved
 
 
 def places_of(calls: Sequence[AttentionCall]) -> dict[int, int]:
-    """The place in the cache of each layer that attends; layers that share K and V share one."""
+    """Returns the cache place of each layer with attention; layers that share K and V share a
+    place.
+    """
     sources = dict.fromkeys(call.source for call in calls)
     index = {layer: place for place, layer in enumerate(sorted(sources))}
     return {call.layer: index[call.source] for call in calls}
 
 
 def check_calls(kind: str, calls: Sequence[AttentionCall], own: range, *, is_whole: bool) -> None:
-    """Raises CheckpointError unless each layer attends at most once, and to one kind of mask.
+    """Raises CheckpointError unless each layer attends at most once, with one kind of mask.
 
     Layers without attention, such as an MLP, are fine if this rank has all layers (`is_whole`).
     """
@@ -47,7 +50,9 @@ def check_calls(kind: str, calls: Sequence[AttentionCall], own: range, *, is_who
 
 
 def section_of(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> KVSection:
-    """The KV shape of the layers that made these calls. Raises CheckpointError if it differs."""
+    """Returns the KV shape of the layers that made these calls. Raises CheckpointError if they
+    differ.
+    """
     shapes = {shape for call in calls for shape in (call.key_shape, call.value_shape)}
     if len(shapes) > 1:
         text = config.get_text_config(decoder=True)

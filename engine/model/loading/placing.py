@@ -13,7 +13,9 @@ from transformers.integrations import accelerate
 
 @contextmanager
 def one_device_maps() -> Iterator[None]:
-    """A context in which `from_pretrained` takes a map of one device without accelerate."""
+    """Returns a context in which `from_pretrained` accepts a map of one device without
+    accelerate.
+    """
     is_available = accelerate.is_accelerate_available
     accelerate.is_accelerate_available = lambda *_: True
     try:

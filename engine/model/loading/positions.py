@@ -1,4 +1,4 @@
-"""The length of a model's context, by its rotary embeddings.
+"""Finds the length of a model's context from its rotary embeddings.
 
     default, llama3       max_position_embeddings, which names the whole context
     linear, proportional  that times the factor; Gemma names the product already
@@ -30,8 +30,8 @@ PRODUCT_NAMED = ("gemma3", "gemma4")  # their max_position_embeddings has the fa
 
 @dataclass(frozen=True, slots=True)
 class ContextLength:
-    """Tokens that a model serves, and why not more; `is_stretched` if embeddings must be made
-    constant for it.
+    """The context length of a model in tokens, and the reason for its limit. `is_stretched`:
+    embeddings must be made constant for this length.
     """
 
     served: int
@@ -40,7 +40,9 @@ class ContextLength:
 
 
 def context_length(text: PreTrainedConfig, max_len: int | None) -> ContextLength:
-    """Returns how long a context is served if `max_len` is asked for. Raises CheckpointError."""
+    """Returns the context length that is served if `max_len` is requested. Raises
+    CheckpointError.
+    """
     named = getattr(text, "max_position_embeddings", None)
     if type(named) is not int or named < 1:
         raise CheckpointError("config.json: max_position_embeddings is missing")
@@ -67,21 +69,24 @@ def context_length(text: PreTrainedConfig, max_len: int | None) -> ContextLength
 
 
 def stretch(text: PreTrainedConfig) -> None:
-    """Makes changing embeddings constant: the longest context's. For a config that no model
-    has read yet.
+    """Makes embeddings that change with the length constant: always those of the longest context.
+    The config must not have been read by a model yet.
     """
     for rope, _ in _ropes(text):
         if rope["rope_type"] == "longrope":
             rope["short_factor"] = rope["long_factor"]
         elif rope["rope_type"] == "dynamic":
             factor, size = rope.pop("factor"), _rotated_size(text, rope)
-            grown = factor**2 - (factor - 1)  # as in transformers, at factor times the length
+            # Transformers' formula, at `factor` times the original length.
+            grown = factor**2 - (factor - 1)
             rope["rope_theta"] *= grown ** (size / (size - 2))
             rope["rope_type"] = "default"
 
 
 def _ropes(text: PreTrainedConfig) -> Iterator[tuple[Rope, bool]]:
-    """Parameters of rotary embeddings, and whether their layers see the whole context."""
+    """Yields the parameters of rotary embeddings, and whether their layers see the whole
+    context.
+    """
     found = getattr(text, "rope_parameters", None) or {}
     nested = {name: value for name, value in found.items() if isinstance(value, dict)}
     if not nested and found:
@@ -92,7 +97,7 @@ def _ropes(text: PreTrainedConfig) -> Iterator[tuple[Rope, bool]]:
 
 
 def _longest(text: PreTrainedConfig, rope: Rope, named: int) -> int:
-    """The longest context for which these embeddings are made."""
+    """Returns the longest context that these embeddings are made for."""
     factor = _number(rope, "factor", 1.0)
     if rope["rope_type"] in ("yarn", "longrope"):
         original = _number(rope, "original_max_position_embeddings", named)
@@ -103,19 +108,19 @@ def _longest(text: PreTrainedConfig, rope: Rope, named: int) -> int:
 
 
 def _constant(rope: Rope, named: int, longest: int) -> int:
-    """The length up to which these embeddings do not change."""
+    """Returns the length up to which these embeddings stay constant."""
     if rope["rope_type"] == "longrope":
         return min(longest, int(_number(rope, "original_max_position_embeddings", named)))
     return named if rope["rope_type"] == "dynamic" else longest
 
 
 def _rotated_size(text: PreTrainedConfig, rope: Rope) -> int:
-    """The number of elements of a head that are rotated."""
+    """Returns the number of a head's elements that are rotated."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(head_dim * _number(rope, "partial_rotary_factor", 1.0))
 
 
 def _number(rope: Rope, key: str, default: float) -> float:
-    """A positive number of the parameters, or the default if there is none."""
+    """Returns a positive number from the parameters, or the default if it is missing."""
     value = rope.get(key)
     return value if type(value) in (int, float) and value > 0 else default

@@ -32,16 +32,16 @@ from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
-TOKENS = (5, 3, 8, 2, 9)  # in every row
+TOKENS = (5, 3, 8, 2, 9)  # the tokens of every row
 CUT = 3  # where row 0 is cut: inside a block
 BLOCK_SIZE = 2
 BLOCKS_PER_ROW = 3
 NUM_KEPT = 2  # logits of each row's last tokens, which depend on all before
 LENGTH_KEY = re.compile(r"position|length|window|chunk|seq|context")
-MAX_NAMED = 24  # lengths of the config that are tried
+MAX_NAMED = 24  # most lengths of the config that are tried
 FIRST_POWER, STEP = 64, 4
 
-# (rows, the origin of each, indices of tokens to keep) → logits [len(keep), vocab]
+# (rows, the origin of each row, indices of tokens to keep) → logits [len(keep), vocab]
 Compute = Callable[[Sequence[Row], Sequence[int], Sequence[int]], torch.Tensor]
 
 
@@ -64,10 +64,8 @@ class Probe:
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The larger of two: the largest difference in row 0, and the greatest root mean square of
-    another row.
-
-    NaN if a number is missing.
+    """Returns the larger of the largest difference in row 0 and the greatest root mean square of
+    another row. NaN if a number is missing.
     """
     difference = found.to(expected.device) - expected
     near, far = difference[0].abs().max(), difference[1:].square().mean((1, 2)).sqrt()
@@ -89,7 +87,7 @@ def origins(config: PreTrainedConfig, context_len: int) -> tuple[int, ...]:
 
 
 def _named_lengths(value: object, *, is_length: bool = False) -> Iterator[int]:
-    """Numbers above 1 under keys that name a length, at any depth."""
+    """Returns all numbers above 1 under keys that name a length, at any depth."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _named_lengths(
@@ -103,19 +101,20 @@ def _named_lengths(value: object, *, is_length: bool = False) -> Iterator[int]:
 
 
 def own_logits(model: PreTrainedModel, origins: Sequence[int]) -> torch.Tensor:
-    """Logits [num_rows, NUM_KEPT, vocab] by the model's own code and attention."""
+    """Computes logits [num_rows, NUM_KEPT, vocab] with the model's own code and attention."""
     device = model.device
     ids = torch.tensor([TOKENS] * len(origins), device=device)
     positions = torch.tensor(origins, device=device)[:, None] + torch.arange(
         len(TOKENS), device=device
     )
-    kept = torch.arange(len(TOKENS), device=device)[-NUM_KEPT:]  # a number is treated in other ways
+    # A tensor of indices, since models treat a plain number differently.
+    kept = torch.arange(len(TOKENS), device=device)[-NUM_KEPT:]
     output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept)
     return output.logits[:, -NUM_KEPT:].float()
 
 
 def paged_logits(compute: Compute, origins: Sequence[int]) -> torch.Tensor:
-    """The same logits by `compute`, which has the cache of `probe_cache`."""
+    """Computes the same logits with `compute`, over the cache of `probe_cache`."""
     compute([_row(0, 0, CUT)], [0], [CUT - 1])
     rows = [_row(0, CUT, len(TOKENS)), *(_row(i, 0, len(TOKENS)) for i in range(1, len(origins)))]
     ends = torch.tensor([len(row.token_ids) for row in rows]).cumsum(0).tolist()
@@ -130,7 +129,7 @@ def _row(nth: int, start: int, end: int) -> Row:
 
 
 def by_model(model: PreTrainedModel, context: ForwardContext) -> Compute:
-    """Computes with the model's own code over paged attention."""
+    """Returns a function that computes with the model's own code over paged attention."""
 
     def compute(rows: Sequence[Row], origins: Sequence[int], keep: Sequence[int]) -> torch.Tensor:
         context.batch = build_batch(rows, context.cache)
@@ -154,7 +153,7 @@ def probe_cache(
     num_rows: int,
     device: str = "cpu",
 ) -> Iterator[KVCache]:
-    """A context in which the model has a small cache with room for the rows."""
+    """Returns a context in which the model has a small cache with room for the rows."""
     layout = KVLayout(block_size=BLOCK_SIZE, kv_format=kv_format, sections=(section,))
     context.cache = KVCache(layout, allocate_buffer(layout, BLOCKS_PER_ROW * num_rows, device))
     try:

@@ -60,19 +60,19 @@ def check_purpose(path: Path, config: PreTrainedConfig) -> None:
 
 
 def _check_embeds(named: Sequence[str]) -> None:
-    """Raises CheckpointError unless a model of embeddings is a decoder, with or without a head."""
+    """Raises CheckpointError unless a model for embeddings is a decoder, with or without a head."""
     heads = ("Model", *TEXT_ENDINGS)
     if named and not any(name.endswith(heads) for name in named):
         raise CheckpointError(f"config.json: architectures has {named[0]}, which is not a decoder")
 
 
 def is_known(config: PreTrainedConfig) -> bool:
-    """True if transformers has a decoder of text for it."""
+    """True if transformers has a text decoder for this type of model."""
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or sees(config)
 
 
 def sees(config: PreTrainedConfig) -> bool:
-    """True if the model takes more than text."""
+    """True if the model accepts other inputs besides text."""
     return (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -90,7 +90,7 @@ def _answers_with_text(architecture: str, model_type: str) -> bool:
 def check_left_over(path: Path, names: Iterable[str], config: PreTrainedConfig) -> None:
     """Raises CheckpointError for weights in the files that the model has no place for.
 
-    Logs the entries that are known to make no difference.
+    Logs the weights that are known to make no difference.
     """
     num_layers = config.num_hidden_layers
     num_extra = getattr(config, "num_nextn_predict_layers", None) or 0

@@ -15,7 +15,8 @@ from transformers.quantizers import AutoHfQuantizer
 
 from engine.errors import CheckpointError
 
-PACKAGES = {  # by quant_method; for other methods transformers names missing packages itself
+# Packages by quant_method; for other methods transformers names missing packages itself.
+PACKAGES = {
     "awq": ("accelerate", "gptqmodel"),
     "bitsandbytes": ("accelerate", "bitsandbytes"),
     "compressed-tensors": ("compressed-tensors",),
@@ -25,16 +26,17 @@ PACKAGES = {  # by quant_method; for other methods transformers names missing pa
     "torchao": ("torchao",),
 }
 
-PARTS = re.compile(  # names of tensors that only quantised weights have
+PARTS = re.compile(  # tensor names that occur only with quantised weights
     r"\.(weight_scale(_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point"
     r"|qweight|qzeros|scales|g_idx|absmax|quant_map|SCB|(\w+_)?(blocks|scales))$"
 )
 
 
 def quant_method(config: PreTrainedConfig) -> str | None:
-    """The method that config.json names for quantised weights; None if they are not quantised.
+    """Returns the quantisation method that config.json names; None if the weights are not
+    quantised.
 
-    Raises CheckpointError for a method that transformers would ignore, and so load nonsense.
+    Raises CheckpointError for a method that transformers would ignore: it would load nonsense.
     """
     found = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
@@ -52,9 +54,7 @@ def quant_method(config: PreTrainedConfig) -> str | None:
 
 
 def require_packages(method: str) -> None:
-    """Raises CheckpointError, naming the missing packages for weights that are quantised
-    this way.
-    """
+    """Raises CheckpointError if packages for this method are missing; the error names them."""
     names = PACKAGES.get(method, ())
     absent = [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
     if absent:
@@ -64,7 +64,9 @@ def require_packages(method: str) -> None:
 
 
 def check_plain(path: Path, left_over: Iterable[str]) -> None:
-    """Raises CheckpointError if weights that a plain model has no place for show quantisation."""
+    """Raises CheckpointError if unexpected weights show that a model without a named method is
+    quantised.
+    """
     part = min((name for name in left_over if PARTS.search(name)), default=None)
     if part is not None:
         raise CheckpointError(

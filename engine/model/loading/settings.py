@@ -1,6 +1,6 @@
-"""Checks values of config.json that need no model, so that a wrong one is told at once. No torch.
+"""Checks values of config.json before a model is built, so that errors show at once. No torch.
 
-The worker would refuse them too, in transformers' words and after its imports.
+The worker would refuse wrong values too, but later, and with transformers' messages.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def _check_names(where: Path, text: dict[str, Any]) -> None:
 
 
 def _rope_types(text: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """The types of rotary embeddings, each with its key; nested by layer type or not."""
+    """Yields the types of rotary embeddings with their keys; they may be nested by layer type."""
     for key in ROPE_KEYS:
         found = text.get(key)
         if isinstance(found, dict):
@@ -91,5 +91,5 @@ def _is_dtype(value: object) -> bool:
 
 
 def _said(value: object) -> str:
-    """The value as JSON writes it, cut."""
+    """Returns the value as JSON, shortened."""
     return "null" if value is None else f"{value!r:.60}"

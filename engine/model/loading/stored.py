@@ -26,11 +26,11 @@ ATTRIBUTE = "baton_widening"
 
 @contextmanager
 def as_stored() -> Iterator[None]:
-    """A context in which `from_pretrained` casts no tensor; its `dtype` holds for tensors that the
-    model makes.
+    """Returns a context in which `from_pretrained` casts no tensor. `dtype` applies to tensors that
+    the model creates.
 
-    It uses the plan of exceptions. A dtype given to transformers is one for all tensors, but a
-    checkpoint in bf16 may keep a few of them in fp32. None in the plan means no cast.
+    It uses transformers' plan of exceptions, where None means no cast. A dtype argument would apply
+    to all tensors, although a checkpoint in bf16 may keep a few in fp32.
     """
     plan = PreTrainedModel._get_dtype_plan
     PreTrainedModel._get_dtype_plan = lambda _model, _dtype: {"*": None}
@@ -48,7 +48,7 @@ def widen_in_use(model: nn.Module) -> None:
 
 
 def widen(model: nn.Module) -> None:
-    """Turns weights that were only widened in use into fp32, one at a time; the others stay."""
+    """Turns weights that were widened only in use into fp32, one at a time; other weights stay."""
     for module in model.modules():
         widen_own(module)
 
@@ -63,7 +63,7 @@ def widen_own(module: nn.Module) -> None:
 
 
 class _Widening:
-    """Holds the weights of a module in fp32 while it runs, and keeps no reference to it
+    """Holds a module's weights in fp32 while the module runs, and keeps no reference to it
     otherwise.
     """
 
@@ -89,7 +89,7 @@ class _Widening:
 
 
 def _stored(module: nn.Module) -> list[torch.Tensor]:
-    """The module's own weights and buffers in a floating point type other than fp32."""
+    """Returns the module's own weights and buffers of floating point types other than fp32."""
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return [x for x in tensors if x.is_floating_point() and x.dtype is not torch.float32]
 

@@ -1,9 +1,9 @@
-"""Watches from outside what a model's code does with its modules in a pass.
+"""Observes which modules run in a pass, and whose weights other modules read.
 
 Most code calls a module, which then uses its own weights. Some code reads the weights of another
-module (`F.linear(x, self.classifier.weight)`, experts that slice their child's matrices). Such a
-module cannot be replaced by one without weights. Nor can it keep them in a dtype that it widens
-only while it runs. And parts of a model never run if it gets only text.
+module (`F.linear(x, self.classifier.weight)`, experts that slice their child's matrices). The
+module that is read cannot be replaced by one without weights. Nor can its weights be widened only
+while it runs. Some parts of a model never run on text.
 """
 
 import re
@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 
 @dataclass(slots=True)
 class Watched:
-    """The modules that ran, and those whose weights were read from outside."""
+    """The modules that ran, and the modules whose weights were read from outside."""
 
     ran: set[nn.Module] = field(default_factory=set)
     read: set[nn.Module] = field(default_factory=set)  # weights read while the module did not run
@@ -28,8 +28,8 @@ class Watched:
 
 @contextmanager
 def watching(model: nn.Module, on_read: Callable[[nn.Module], None]) -> Iterator[Watched]:
-    """A context that notes what passes do. It calls `on_read` once for a module, before it
-    is read.
+    """Returns a context that records what passes do. It calls `on_read` once for each module that
+    is read, before the read.
     """
     seen = Watched()
     running: list[nn.Module] = []
@@ -65,10 +65,10 @@ def watching(model: nn.Module, on_read: Callable[[nn.Module], None]) -> Iterator
 
 
 def names_like(model: nn.Module, modules: set[nn.Module]) -> frozenset[str]:
-    """Names of `modules`, and of those whose names differ from these in numbers alone.
+    """Returns the names of `modules`, and all names that differ from them only in numbers.
 
-    A pass of a few tokens reads only the experts that they chose; the other experts are read as
-    well.
+    A pass of a few tokens reads only the experts of these tokens; in service the other experts are
+    read as well.
     """
     named = dict(model.named_modules(remove_duplicate=False))
     alike = {_numberless(name) for name, module in named.items() if module in modules}

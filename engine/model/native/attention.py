@@ -29,7 +29,7 @@ class NativeAttention:
         batch: AttentionBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Attention of fp32 queries; other dtypes are converted."""
+        """Computes attention; queries of other dtypes are converted to fp32."""
         inputs = [x.to(torch.float32).contiguous() for x in (query, key, value)]
         out = torch.empty_like(inputs[0])
         score = native.NativeScoring(

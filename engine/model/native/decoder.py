@@ -1,4 +1,4 @@
-"""A model of transformers as one call into the kernels per forward pass.
+"""Runs a transformers model with one call into the kernels per forward pass.
 
 This module knows no model by name. `build` looks for the parts that decoders of Llama's shape have.
 It measures what it can instead of reading it: what a norm multiplies by, how an embedding is
@@ -36,7 +36,7 @@ ACTIVATIONS = (
     lambda x: nn.functional.gelu(x, approximate="tanh"),
     nn.functional.gelu,
 )
-SAME = 1e-5  # measured constants that differ by less count as equal
+SAME = 1e-5  # measured constants with a smaller difference count as equal
 
 
 class NotFused(BatonError):
@@ -45,7 +45,7 @@ class NotFused(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One layer's attention: the layer, and how it scores."""
+    """One layer's attention: the layer's index, and its scoring."""
 
     layer: int
     scoring: Scoring
@@ -53,7 +53,7 @@ class LayerCall:
 
 
 class PackedRows(NamedTuple):
-    """Rows as the kernels read them, and the arrays that `struct` points into."""
+    """Rows in the kernels' form, with the arrays that `struct` points into."""
 
     struct: native.Ragged
     arrays: "tuple[array[int], ...]"
@@ -78,14 +78,14 @@ class Decoder:
         self._logits = torch.empty(0, self.vocab_size)
 
     def weights(self) -> Iterator[native.Weight]:
-        """Every matrix, as this decoder sees it. Changes take effect at the next `open`."""
+        """Returns every matrix of the decoder. Changes to them take effect at the next `open`."""
         yield self._struct.head
         for layer in self._struct.layers[: self._struct.num_layers]:
             yield from layer.qkv[: layer.num_qkv]
             yield from (layer.output, layer.gate, layer.up, layer.down)
 
     def open(self, cache: KVCache) -> None:
-        """Reads and writes this cache from now on."""
+        """Uses this cache from now on."""
         self.close()
         self._cache = cache_struct(cache, self._team.library)
         self._buffer = cache.buffer
@@ -103,11 +103,10 @@ class Decoder:
     def prepare(
         self, rows: Sequence[Row], keep: Sequence[int], origins: Sequence[int] = ()
     ) -> PreparedCall:
-        """Makes the inputs of `launch`: rows, and the tokens of the flat batch whose logits it
-        gives.
+        """Makes the inputs of `launch`: rows, and the tokens of the flat batch whose logits are
+        wanted.
 
-        The positions of a row's tokens are shifted by its entry in `origins` when they are
-        embedded.
+        Each row's entry in `origins` is added to the positions of its tokens.
         """
         packed = self.pack(rows)
         if origins:
@@ -127,7 +126,7 @@ class Decoder:
         return logits
 
     def logits(self, num_rows: int) -> torch.Tensor:
-        """Memory [num_rows, vocab] for a call's logits: the same one for every call."""
+        """Returns memory [num_rows, vocab] for logits; every call gets the same memory."""
         if num_rows > len(self._logits):
             self._logits = torch.empty(2 * num_rows, self.vocab_size)
         return self._logits[:num_rows]
@@ -177,12 +176,14 @@ class Decoder:
             raise IndexError(f"a choice names ids beyond a vocabulary of {self.vocab_size}")
 
     def pack(self, rows: Sequence[Row], ahead: Sequence[int] = ()) -> PackedRows:
-        """Rows as `draft` and `verify` take them; `ahead` as in `pack`."""
+        """Packs rows for `draft` and `verify`; for `ahead` see the function `pack`."""
         return pack(rows, self._block_size, ahead)
 
 
 def pack(rows: Sequence[Row], block_size: int, ahead: Sequence[int] = ()) -> PackedRows:
-    """Rows as the kernels read them; the first may go on for as many tokens as `ahead` says."""
+    """Packs rows for the kernels. Entry i of `ahead` is the number of tokens that may follow row
+    i.
+    """
     token_ids: list[int] = []
     lens: list[int] = []
     ends: list[int] = []
@@ -206,12 +207,12 @@ def pack(rows: Sequence[Row], block_size: int, ahead: Sequence[int] = ()) -> Pac
 
 
 def address_of(numbers: "array[int]") -> int:
-    """The address of an array's values, valid until something is appended."""
+    """Returns the address of an array's values, valid until a value is appended."""
     return numbers.buffer_info()[0]
 
 
 def cache_struct(cache: KVCache, library: Native) -> native.Cache:
-    """The cache as the kernels see it. Raises BuildError or OSError if there are none for its
+    """Returns the cache in the kernels' form. Raises BuildError or OSError if no kernels serve its
     format.
     """
     layout: KVLayout = cache.layout
@@ -233,7 +234,7 @@ def cache_struct(cache: KVCache, library: Native) -> native.Cache:
 
 
 def batch_struct(batch: AttentionBatch) -> native.Batch:
-    """The batch as the kernels see it; valid as long as `batch` is."""
+    """Returns the batch in the kernels' form; valid as long as `batch` lives."""
     return native.Batch(
         cu_seqlens_q=batch.cu_seqlens_q.data_ptr(),
         context_lens=batch.context_lens.data_ptr(),
@@ -246,8 +247,8 @@ def batch_struct(batch: AttentionBatch) -> native.Batch:
 
 
 def build(model: PreTrainedModel, context: ForwardContext, team: Team) -> Decoder:
-    """Builds the decoder that computes what `model` does, whose linear layers are packed. Raises
-    NotFused.
+    """Builds the decoder that computes what `model` computes. Its linear layers must be packed.
+    Raises NotFused.
     """
     try:
         return _Builder(model, context, team).build()
@@ -348,7 +349,9 @@ class _Builder:
         return module.matrix
 
     def _norm(self, module: nn.Module) -> int:
-        """Address of the norm's factors, measured: the norm maps ones to nearly these."""
+        """Returns the address of the norm's factors. They are measured: the norm maps ones to
+        almost exactly its factors.
+        """
         size = module.weight.shape[0]
         scale = (1.0 + _epsilon(module)) ** 0.5
         factors = (module(torch.ones(1, size))[0] * scale).float().contiguous()
@@ -377,7 +380,7 @@ class _Builder:
 
 
 def _record(model: PreTrainedModel, context: ForwardContext) -> list[LayerCall]:
-    """The arguments of each layer's attention, found by computing one token."""
+    """Finds the arguments of each layer's attention by computing one token."""
     calls: list[LayerCall] = []
 
     def attend(query, _key, _value, _cache, layer, _batch, scoring):
@@ -398,7 +401,9 @@ def _record(model: PreTrainedModel, context: ForwardContext) -> list[LayerCall]:
 
 
 def _rope(rotary: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies and scale; some models have one for each type of layer."""
+    """Returns the inverse frequencies and the scale; some models have them for each type of
+    layer.
+    """
     kind = getattr(layer.self_attn, "layer_type", None)
     prefix = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
     frequencies = getattr(rotary, f"{prefix}inv_freq").float().contiguous()
@@ -414,7 +419,7 @@ def _index_of(ropes: list[tuple[torch.Tensor, float]], rope: tuple[torch.Tensor,
 
 
 def _activation(mlp: nn.Module) -> int:
-    """Finds the known function that the feed-forward layer activates with."""
+    """Finds the known activation function that the feed-forward layer uses."""
     function = getattr(mlp, "act_fn", None) or mlp.activation_fn
     x = torch.linspace(-6, 6, 97)
     for index, known in enumerate(ACTIVATIONS):

@@ -32,14 +32,14 @@ from engine.model.native.matrix import PackedMatrix, Team
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 GLU_WEIGHTS = ("w1", "v1", "w2")
-Run = tuple[int, int, int]  # an expert, and the first row and the end of its rows
+Run = tuple[int, int, int]  # (expert, its first row, the end of its rows)
 
 
 class PackedExperts(nn.Module):
     """Replaces a module that `holds_experts`, for fp32 activations on a CPU."""
 
     def __init__(self, experts: nn.Module, team: Team, form: WeightFormat) -> None:
-        """Takes the weights out of `experts`, whose activation and gating it goes on using."""
+        """Moves the weights out of `experts`; its activation and gating are still used."""
         super().__init__()
         self.num_experts = experts.down_proj.shape[0]
         self.experts = experts
@@ -51,7 +51,7 @@ class PackedExperts(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights and their scales."""
+        """Returns the bytes of the weights and their scales."""
         return sum(matrix.num_bytes for matrix in (*self._first, *self._second))
 
     def forward(
@@ -60,17 +60,17 @@ class PackedExperts(nn.Module):
         top_k_index: torch.Tensor,  # [num_tokens, top_k]: the experts of each token
         top_k_weights: torch.Tensor,  # [num_tokens, top_k]: their shares
     ) -> torch.Tensor:
-        """Sums of the experts' results, [num_tokens, hidden].
+        """Returns the weighted sum of the experts' results, [num_tokens, hidden].
 
-        The expert behind the last gives zeros.
+        The index behind the last expert stands for an expert whose result is zero.
         """
         num_tokens, top_k = top_k_index.shape
         chosen = top_k_index.reshape(-1)
-        order = chosen.argsort(stable=True)  # pairs, expert by expert
+        order = chosen.argsort(stable=True)  # (token, expert) pairs, sorted by expert
         ends = chosen.bincount(minlength=self.num_experts).cumsum(0).tolist()
         runs = _runs(ends)
         if len(runs) and runs[-1][0] == self.num_experts:
-            del runs[-1]  # these tokens' experts are elsewhere
+            del runs[-1]  # the experts of these tokens are on other ranks
         x = hidden_states.index_select(0, order // top_k)
         x = self._activated(_products(self._first, x, runs, self._team))
         x = _products(self._second, x, runs, self._team)
@@ -94,7 +94,7 @@ class PackedGlu(PackedExperts):
     """
 
     def __init__(self, experts: nn.Module, team: Team, form: WeightFormat) -> None:
-        """Takes the weights out of `experts`, whose activation it goes on using."""
+        """Moves the weights out of `experts`; its activation is still used."""
         nn.Module.__init__(self)
         self.num_experts, self.experts, self._team = experts.num_experts, experts, team
         self._has_norm = False
@@ -108,7 +108,9 @@ class PackedGlu(PackedExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Sums of the experts' results, in the shape of `hidden_states`: [..., hidden]."""
+        """Returns the weighted sum of the experts' results, in the shape of `hidden_states`:
+        [..., hidden].
+        """
         x = hidden_states.flatten(end_dim=-2)
         return super().forward(x, top_k_index, top_k_weights).view_as(hidden_states)
 
@@ -128,7 +130,7 @@ class PackedRuns(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights and their scales."""
+        """Returns the bytes of the weights and their scales."""
         return sum(matrix.num_bytes for matrix in self._matrices)
 
     def forward(self, inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
@@ -137,7 +139,7 @@ class PackedRuns(nn.Module):
 
 
 def _runs(ends: Iterable[int]) -> list[Run]:
-    """The rows of each expert that has some, from the ends of all experts' rows."""
+    """Returns the rows of each expert that has rows, from the ends of all experts' rows."""
     rows = enumerate(pairwise([0, *ends]))
     return [(expert, start, end) for expert, (start, end) in rows if start < end]
 
@@ -145,7 +147,7 @@ def _runs(ends: Iterable[int]) -> list[Run]:
 def _products(
     matrices: Sequence[PackedMatrix], x: torch.Tensor, runs: Sequence[Run], team: Team
 ) -> torch.Tensor:
-    """Rows of `x`, each times the matrix of its run."""
+    """Multiplies each row of `x` by the matrix of its run."""
     x = x.contiguous()
     computes_all = bool(runs) and runs[-1][2] == len(x)
     new = x.new_empty if computes_all else x.new_zeros
@@ -158,7 +160,9 @@ def _products(
 def kind_of_experts(
     module: nn.Module,
 ) -> type[PackedExperts] | type[PackedGlu] | type[PackedRuns] | None:
-    """What replaces the module, if it computes experts from plain weights."""
+    """Returns the class that replaces the module if it computes experts from plain weights, else
+    None.
+    """
     if "forward" in vars(module):
         return None
     if holds_experts(module):
@@ -193,7 +197,9 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def router_layers(model: nn.Module) -> Iterator[nn.Linear]:
-    """Linear layers of routers: beside experts, with one output for each."""
+    """Returns the linear layers of routers: siblings of experts, with one output for each
+    expert.
+    """
     for block in model.modules():
         experts = (x for x in block.children() if kind_of_experts(x) is not None)
         sizes = {x.down_proj.shape[0] if holds_experts(x) else x.num_experts for x in experts}
@@ -203,8 +209,8 @@ def router_layers(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _take(experts: nn.Module, name: str, team: Team, form: WeightFormat) -> list[PackedMatrix]:
-    """The parameter of that name, and its bias, packed for each expert and removed from
-    the module.
+    """Removes the named parameter and its bias from the module; returns both, packed for each
+    expert.
     """
     matrices = []
     for weight in getattr(experts, name):

@@ -1,10 +1,10 @@
-"""Functions of torch that give a row the same bits in any company, for models' own code.
+"""Batch-invariant versions of torch's functions, for models' own code.
 
 Two kinds of torch's own functions do not:
 
 1. Element-wise functions such as sigmoid. torch computes the elements after the last multiple of
-   32 by other code, so a row's last bits depend on its place in the tensor. Ours are torch's over
-   memory whose size is such a multiple.
+   32 by other code, so a row's last bits depend on its place in the tensor. Our versions call
+   torch's over memory whose size is such a multiple.
 2. Matrix products. How a BLAS divides one depends on the number of rows. Products with a model's
    own weights (a router's, an expert's) are computed over packed matrices here. A matrix is packed
    at first use, because only that distinguishes it from a table, for example.
@@ -26,7 +26,7 @@ from torch import nn
 from engine.config import WeightFormat
 from engine.model.native.matrix import PackedMatrix, Team, multiply
 
-UNIT = 64  # elements; torch's vector loops take 32 of fp32, 64 of bf16
+UNIT = 64  # elements; torch's vector loops process 32 of fp32 or 64 of bf16
 ELEMENTWISE = (
     "cos",
     "elu",
@@ -45,14 +45,14 @@ ELEMENTWISE = (
 )
 IN_PLACE = ("elu", "exp", "gelu", "mish", "sigmoid", "silu", "tanh")
 
-_active: "InvariantProducts | None" = None  # the running model's
+_active: "InvariantProducts | None" = None  # of the model that runs now
 
 
 class InvariantProducts:
-    """Packs the matrices that a model's own code multiplies by."""
+    """Packs the matrices that a model's own code uses in products."""
 
     def __init__(self, model: nn.Module, team: Team) -> None:
-        """The model's weights must stay where they are from now on."""
+        """The model's weights must keep their addresses from now on."""
         install()
         self._team = team
         self._weights = [x for x in model.parameters() if x.ndim > 1 and x.numel()]
@@ -61,8 +61,10 @@ class InvariantProducts:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """A context in which torch computes as described above. It must use one thread."""
-        global _active  # global like torch's dispatcher, which reads it
+        """Returns a context in which torch computes as described above. torch must use one
+        thread.
+        """
+        global _active  # global, because torch's global dispatcher reads it
         before, _active = _active, self
         try:
             yield
@@ -70,8 +72,8 @@ class InvariantProducts:
             _active = before
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """`x` [rows, inputs] times `weight` [inputs, outputs]; None if the weight is not the
-        model's.
+        """Multiplies `x` [rows, inputs] by `weight` [inputs, outputs]; None if the weight is not
+        the model's.
         """
         if weight.untyped_storage().data_ptr() not in self._storages:
             return None
@@ -87,7 +89,7 @@ class InvariantProducts:
 
 @cache
 def install() -> torch.library.Library:
-    """Registers all functions, once in a process."""
+    """Registers all functions, once per process."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that kernels existed before
@@ -104,7 +106,7 @@ def install() -> torch.library.Library:
 def _apply(
     compute: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """An element-wise function, `compute`, of `x`."""
+    """Applies the element-wise function `compute` to `x`."""
     if not x.dtype.is_floating_point and not x.dtype.is_complex:
         x = x.to(torch.get_default_dtype())
     num_elements = x.numel()

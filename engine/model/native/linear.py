@@ -4,7 +4,7 @@
     experts of a mixture           one of `native.experts`
     other matrices, as of routers  none: see `InvariantProducts`
 
-A linear layer whose weights other modules read stays as it is, too. The result for a token has the
+A linear layer whose weights other modules read is left unchanged. The result for a token has the
 same bits in any batch.
 """
 
@@ -53,12 +53,12 @@ def pack_linears(
 ) -> int:
     """Packs the linear layers and experts of `model`; returns the bytes of all its matrices.
 
-    Routers are packed in fp32. Modules named in `read_outside` stay, since other modules read their
-    weights.
+    Routers are packed in fp32. Modules named in `read_outside` are left unchanged, since other
+    modules read their weights.
 
-    Each weight is taken in its present dtype and freed before the next is packed. The weights that
-    are left are fp32 afterwards. A module that a quantised checkpoint has changed (other weights,
-    another forward) stays as it is.
+    Each weight is packed from its present dtype and freed before the next is packed. All unpacked
+    weights are fp32 afterwards. Modules that a quantised checkpoint has changed (other weights,
+    another forward) are left unchanged.
     """
     num_bytes = 0
     for name, wanted in reversed(_packable(model, form).items()):  # a module's children first
@@ -74,12 +74,16 @@ def pack_linears(
 
 
 def bare_bytes(model: nn.Module, read_outside: Collection[str] = ()) -> int:
-    """The bytes of the matrices of a packed model that stayed in fp32: its own code uses them."""
+    """Returns the bytes of a packed model's matrices that stayed in fp32, as its own code uses
+    them.
+    """
     return sum(x.nbytes for x in _bare_matrices(model, read_outside))
 
 
 def _packable(model: nn.Module, form: WeightFormat) -> dict[str, WeightFormat]:
-    """Names of the modules to replace, and the format of each. Names, so that no module is held."""
+    """Returns the names of the modules to replace, and each one's format. Names hold no
+    reference to a module.
+    """
     routers = set(router_layers(model))
     return {
         name: WeightFormat.FP32 if module in routers else form
@@ -95,7 +99,9 @@ def _packed(
 
 
 def _bare_matrices(model: nn.Module, read_outside: Collection[str]) -> Iterator[nn.Parameter]:
-    """Matrices of the model's own modules, without tables and layers changed by quantisation."""
+    """Yields the matrices of the model's own modules, without tables and layers that
+    quantisation changed.
+    """
     for path, module in model.named_modules():
         is_left_linear = type(module) is nn.Linear and path not in read_outside
         if not isinstance(module, nn.Embedding) and not is_left_linear:

@@ -37,7 +37,9 @@ class Team:
         self.handle = None
 
     def scratch(self, num_bytes: int) -> int:
-        """Address of that much working memory, aligned; valid until the next call."""
+        """Returns the address of `num_bytes` of aligned working memory; valid until the next
+        call.
+        """
         if self._scratch.numel() < num_bytes + ALIGNMENT:
             self._scratch = torch.empty(2 * num_bytes + ALIGNMENT, dtype=torch.uint8)
         address = self._scratch.data_ptr()
@@ -45,7 +47,7 @@ class Team:
 
 
 class PackedMatrix:
-    """A matrix [rows, cols] as the kernels read it."""
+    """A matrix [rows, cols] in the kernels' form."""
 
     def __init__(self, team: Team, weight: torch.Tensor, form: WeightFormat) -> None:
         """`form` is fp32, bf16 or int8; `weight` is fp32, bf16 or fp16."""
@@ -94,7 +96,9 @@ class PackedMatrix:
         self.struct.bias = self.bias.data_ptr()
 
     def multiply(self, x: torch.Tensor, y: torch.Tensor, team: Team) -> None:
-        """`y` [n, rows] = `x` [n, cols] times the matrix, transposed; both contiguous fp32."""
+        """Writes `y` [n, rows] = `x` [n, cols] times the transposed matrix; both contiguous
+        fp32.
+        """
         rows = x.shape[0]
         if not rows:
             return
@@ -106,7 +110,7 @@ class PackedMatrix:
 
 
 def multiply(x: torch.Tensor, matrix: PackedMatrix, team: Team) -> torch.Tensor:
-    """`x` [..., cols] → [..., rows], in fp32."""
+    """Multiplies `x` [..., cols] → [..., rows], in fp32."""
     flat = x.reshape(-1, matrix.struct.cols).contiguous()
     y = flat.new_empty(flat.shape[0], matrix.struct.rows)
     matrix.multiply(flat, y, team)
@@ -114,7 +118,7 @@ def multiply(x: torch.Tensor, matrix: PackedMatrix, team: Team) -> torch.Tensor:
 
 
 def exact_in_bf16(values: torch.Tensor) -> bool:
-    """True if bf16 holds every one of these fp32 values."""
+    """True if bf16 can hold each of these fp32 values."""
     parts = values.reshape(-1).split(CHECKED_AT_ONCE)
     return not any(bool((part.float().view(torch.int32) & 0xFFFF).any()) for part in parts)
 
@@ -128,7 +132,7 @@ def _kind(weight: torch.Tensor, form: WeightFormat) -> int:
 
 
 def _fp32(weight: torch.Tensor) -> torch.Tensor:
-    """The matrix in fp32, row by row.
+    """Returns the matrix in fp32, row by row.
 
     A copy gets its own memory mapping, which goes back to the system at once. On the heap, where
     the packed matrices lie, each copy would leave a hole that is just too small for the next.

@@ -22,7 +22,7 @@ DRAW = Struct("=dddQqiiQ")
 
 
 def sample(logits: torch.Tensor, choices: Sequence[TokenChoice], *, team: Team) -> torch.Tensor:
-    """A token [num_rows] int64 for each row of `logits` [num_rows, vocab].
+    """Returns tokens [num_rows] int64, one for each row of `logits` [num_rows, vocab].
 
     Logits are fp32, or of a type that fp32 holds; a row with NaN gets an arbitrary token. Raises
     IndexError if a choice names an id that is not in the vocabulary.
@@ -30,7 +30,7 @@ def sample(logits: torch.Tensor, choices: Sequence[TokenChoice], *, team: Team) 
     logits = logits.to(torch.float32).contiguous()
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
-    kept: list[object] = []  # objects whose addresses the draws hold
+    kept: list[object] = []  # keeps alive the objects whose addresses the draws hold
     draws = draws_of(choices, vocab, kept)
     is_done = team.library.baton_sample(
         team.handle, logits.data_ptr(), vocab, num_rows, draws, tokens.data_ptr()
@@ -41,7 +41,9 @@ def sample(logits: torch.Tensor, choices: Sequence[TokenChoice], *, team: Team) 
 
 
 def draws_of(choices: Sequence[TokenChoice], vocab: int, kept: list[object]) -> int:
-    """Address of the choices as the kernels see them, valid while the objects in `kept` live."""
+    """Returns the address of the choices in the kernels' form, valid while the objects in `kept`
+    live.
+    """
     draws = array("B", b"".join([_draw(choice, vocab, kept) for choice in choices]))
     kept.append(draws)
     return draws.buffer_info()[0]
@@ -62,7 +64,7 @@ def _draw(choice: TokenChoice, vocab: int, kept: list[object]) -> bytes:
 
 
 def _changes(choice: TokenChoice, kept: list[object]) -> int:
-    """Address of the changes of `choice`."""
+    """Returns the address of the changes of `choice`."""
     sampling = choice.sampling
     changes = Changes(prompt_len=choice.prompt_len, repetition=limited(sampling.repetition_penalty))
     if sampling.has_penalties:
@@ -86,7 +88,7 @@ def _changes(choice: TokenChoice, kept: list[object]) -> int:
 
 
 def _lent(numbers: "array | Sequence[TokenId]", kept: list[object]) -> tuple[int, int]:
-    """Address of numbers and their count; numbers outside an array become an int32 array.
+    """Returns the address and count of numbers. A sequence that is no array becomes an int32 array.
 
     An array with an exported buffer cannot grow, so its memory stays in place.
     """
@@ -97,7 +99,7 @@ def _lent(numbers: "array | Sequence[TokenId]", kept: list[object]) -> tuple[int
 
 
 def _int32(ids: Sequence[TokenId]) -> "array[int]":
-    """The ids as int32. Raises IndexError for ids that no vocabulary has."""
+    """Returns the ids as int32. Raises IndexError for ids that no vocabulary has."""
     try:
         return array("i", ids)
     except OverflowError:
@@ -106,6 +108,6 @@ def _int32(ids: Sequence[TokenId]) -> "array[int]":
 
 @lru_cache(maxsize=CACHED_BIASES)
 def _biases(logit_bias: tuple[tuple[TokenId, float], ...]) -> "tuple[array[int], array[float]]":
-    """Ids and biases as arrays: converted once a request, not once a token."""
+    """Returns ids and biases as arrays, converted once per request, not once per token."""
     biases = dict(logit_bias)
     return _int32(list(biases)), array("f", map(limited, biases.values()))

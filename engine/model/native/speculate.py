@@ -18,8 +18,8 @@ from engine.worker.batch import Row
 class Drafting(NamedTuple):
     """A draft model, and the rows of a verification for which it proposes tokens first.
 
-    `seen` are rows as the draft computes them. The first ones propose; `rows` gives their indices
-    in the verification. `counts` are the tokens that each proposes, in descending order.
+    `seen` are the rows that the draft computes. The first ones propose; `rows` has their indices in
+    the verification. `counts` has the number of tokens that each proposes, in descending order.
     """
 
     decoder: Decoder
@@ -31,7 +31,7 @@ class Drafting(NamedTuple):
 class Chosen(NamedTuple):
     """The result of a verification."""
 
-    token_ids: list[int]  # row by row: one in the place of each proposed token, one behind the last
+    token_ids: list[int]  # row by row: one at the place of each proposed token, one behind the last
     logits: torch.Tensor  # [choices, then scored tokens; vocab], until the next call
     forward_s: float
     prepare_s: float
@@ -42,11 +42,11 @@ class Chosen(NamedTuple):
 def draft(
     decoder: Decoder, rows: Sequence[Row], choices: Sequence[TokenChoice], counts: Sequence[int]
 ) -> list[list[int]]:
-    """Computes `rows`; the first ones propose tokens, as many rows as there are `choices`.
+    """Computes `rows`. The first `len(choices)` rows propose tokens.
 
-    A choice says how a row's first token is chosen. `counts`, in descending order, says how many
-    tokens each row proposes; these are returned. Raises IndexError if a choice names an id that is
-    not in the vocabulary.
+    A choice says how a row's first token is chosen. `counts`, in descending order, has the number
+    of tokens that each row proposes. The proposals are returned. Raises IndexError if a choice
+    names an id that is not in the vocabulary.
     """
     num_rows, longest = len(choices), counts[0]
     numbers, proposed = array("i", counts), array("i", bytes(4 * num_rows * longest))
@@ -69,9 +69,10 @@ def verify(
 ) -> Chosen:
     """Computes each row and its proposed tokens, and chooses at each of their places.
 
-    A row's choice says how the token behind its own is chosen. It is None if nothing is chosen, nor
-    proposed. With `drafting`, the draft first replaces what `proposed` holds for its rows. Raises
-    IndexError if a choice names an id that is not in the vocabulary.
+    A row's choice says how the token behind its own tokens is chosen; None if the row chooses no
+    token and has no proposals. With `drafting`, the draft model first replaces the entries of
+    `proposed` for its rows. Raises IndexError if a choice names an id that is not in the
+    vocabulary.
     """
     begin_s = clock.now_s()
     lens = [len(token_ids) for token_ids in proposed]

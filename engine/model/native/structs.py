@@ -1,6 +1,6 @@
 """Structures of `src/kernels`, field by field.
 
-They hold addresses, so the code that makes one must keep the tensors alive (`keep`).
+They hold addresses, so the code that makes a structure must keep the tensors alive (`keep`).
 """
 
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
@@ -26,7 +26,7 @@ class Weight(Structure):
 
 
 class NativeScoring(Structure):
-    """How queries and keys become scores; 0 is none."""
+    """How queries and keys become scores; a value of 0 switches a parameter off."""
 
     _fields_ = (("scaling", c_float), ("softcap", c_float), ("window", c_int32))
 
@@ -165,7 +165,9 @@ class Changes(Structure):
 
 
 class Proposals(Structure):
-    """For each row: how many tokens it proposes, how it chooses them, and where they go."""
+    """For each row: the number of tokens to propose, how to choose them, and where to write
+    them.
+    """
 
     _fields_ = (
         ("counts", c_void_p),
@@ -177,7 +179,9 @@ class Proposals(Structure):
 
 
 class Choices(Structure):
-    """For each row: how many tokens it chooses behind the proposed ones, how, and where they go."""
+    """For each row: the number of tokens to choose behind the proposed ones, how to choose them,
+    and where to write them.
+    """
 
     _fields_ = (
         ("counts", c_void_p),
@@ -190,7 +194,9 @@ class Choices(Structure):
 
 
 class NativeDrafting(Structure):
-    """The rows of a verification for which a draft model proposes first, and how many tokens."""
+    """The rows that a draft model proposes for before verification, with the number of tokens
+    each.
+    """
 
     _fields_ = (
         ("rows", c_void_p),
@@ -203,7 +209,7 @@ class NativeDrafting(Structure):
 
 
 def instructions(library: Native) -> str:
-    """The instructions on which the bits of products depend."""
+    """Returns the processor instructions on which the bits of products depend."""
     if library.baton_uses_amx():
         return "amx"
     return "avx512" if library.baton_is_avx512() else "avx2"

@@ -1,4 +1,4 @@
-"""The ranks of one worker, and what they tell one another while they compute.
+"""The ranks of one worker, and the collective operations between them.
 
 torch.distributed does the work: NCCL on GPUs, gloo on CPUs. The ranks find each other through a
 file that only their user can read, so no port is open to strangers. gloo and NCCL themselves listen
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.worker.ranks import RankPlace
 
-TIMEOUT_S = 60.0  # for one operation, in which a rank waits for the others
+TIMEOUT_S = 60.0  # longest time of one operation, in which a rank waits for the others
 # Reading their parts from a disk may take ranks much longer, and not all of them equally long.
 # The start as a whole has a deadline elsewhere.
 LOAD_TIMEOUT_S = 4 * 3600.0
@@ -24,7 +24,7 @@ INTERFACE_OF = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class RankGroup:
-    """One rank's view of its worker's ranks. All of them call the same methods, in one order."""
+    """One rank's view of its worker's ranks. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -34,14 +34,16 @@ class RankGroup:
         is_cuda: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`rendezvous` is an empty file, or none yet, that only this user can read."""
+        """`rendezvous` is the path of a file that is empty or missing, and that only this user
+        can read.
+        """
         self.place = place
         self._rendezvous = rendezvous
         self._is_cuda = is_cuda
         self._timeout = timedelta(seconds=timeout_s)
 
     def open(self) -> None:
-        """Waits for all ranks. Raises RuntimeError if one does not come."""
+        """Waits for all ranks. Raises RuntimeError if a rank does not come."""
         place = self.place
         os.environ |= dict.fromkeys(INTERFACE_OF, "lo")
         store = dist.FileStore(str(self._rendezvous), place.size)
@@ -53,14 +55,15 @@ class RankGroup:
             world_size=place.size,
             timeout=self._timeout,
         )
-        new_group = partial(dist.new_group, timeout=self._timeout)  # torch's own is half an hour
+        # Torch's default is half an hour.
+        new_group = partial(dist.new_group, timeout=self._timeout)
         groups = [new_group(list(place.ranks_of(stage))) for stage in range(place.pp)]
         self._stage = groups[place.stage]
         # Facts of the host, such as sizes, do not go over a GPU.
         self._host = new_group(backend="gloo") if self._is_cuda else dist.group.WORLD
 
     def close(self) -> None:
-        """Leaves the others."""
+        """Leaves the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -72,7 +75,7 @@ class RankGroup:
         return x
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """Puts the slices' `x` [..., n] side by side: [..., tp * n]."""
+        """Joins the slices' `x` [..., n] side by side: [..., tp * n]."""
         parts = [torch.empty_like(x) for _ in range(self.place.tp)]
         dist.all_gather(parts, x.contiguous(), group=self._stage)
         return torch.cat(parts, dim=-1)
@@ -92,17 +95,17 @@ class RankGroup:
     # ------------------------------------------------------------ all ranks
 
     def await_loading(self) -> None:
-        """Waits until all ranks have read their parts. Raises RuntimeError if one has ended."""
+        """Waits until all ranks have read their parts. Raises RuntimeError if a rank has ended."""
         dist.monitored_barrier(self._host, timedelta(seconds=LOAD_TIMEOUT_S))
 
     def total(self, number: float) -> float:
-        """Returns the sum of the numbers of all ranks."""
+        """Returns the sum of this number over all ranks."""
         x = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(x, group=self._host)
         return float(x)
 
     def least(self, number: int) -> int:
-        """Returns the least number of all ranks."""
+        """Returns the least value of this number over all ranks."""
         x = torch.tensor(number)
         dist.all_reduce(x, op=dist.ReduceOp.MIN, group=self._host)
         return int(x)

@@ -43,17 +43,17 @@ class SharedForward:
 
     @property
     def weights_bytes(self) -> int:
-        """Weights of this rank that a pass reads."""
+        """Returns the bytes of this rank's weights that a pass reads."""
         return self.own.weights_bytes
 
     @property
     def kernels(self) -> str:
-        """What computes, and how the model is split."""
+        """Returns what computes, and how the model is split."""
         return self.own.kernels
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if a sequence was measured to have the same bits in any company."""
+        """True if a sequence was measured to have the same bits in any batch."""
         return self.own.is_batch_invariant
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> PackedStep:
@@ -77,7 +77,7 @@ class SharedForward:
         return self.own.launch(self.own.unpack(step))
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-        """Tokens [num_rows]. Only this rank chooses."""
+        """Chooses tokens [num_rows]. Only this rank chooses."""
         return self.own.sample(logits, choices)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:

@@ -42,7 +42,9 @@ SPLIT_INPUT = frozenset({"rowwise_split_input", "rowwise_rep"})
 
 
 class Joined(nn.Module):
-    """A linear layer with some of the outputs; the others' are joined to them."""
+    """A linear layer with this rank's outputs; the outputs of the other ranks are joined to
+    them.
+    """
 
     def __init__(self, linear: nn.Linear, num_outputs: int, group: RankGroup) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class Joined(nn.Module):
 
 
 class Summed(nn.Module):
-    """A linear layer with some of the inputs; products are summed over the ranks."""
+    """A linear layer with this rank's inputs; the products are summed over the ranks."""
 
     def __init__(
         self,
@@ -69,7 +71,9 @@ class Summed(nn.Module):
         group: RankGroup,
         inputs: slice | None = None,
     ) -> None:
-        """`bias` is added to the sum. `inputs` are chosen from whole ones, if given."""
+        """`bias` is added to the sum. `inputs`, if given, selects this rank's part of whole
+        inputs.
+        """
         super().__init__()
         self.linear = linear
         self.register_buffer("bias", bias)
@@ -85,10 +89,10 @@ class Summed(nn.Module):
 
 
 class SummedExperts(nn.Module):
-    """Experts of which each rank computes a part: slices of all, or some of them as a whole."""
+    """Experts that the ranks share: each computes a slice of all experts, or some whole experts."""
 
     def __init__(self, experts: nn.Module, group: RankGroup, own: range | None) -> None:
-        """`own` are the whole experts that this rank has; None: slices of all."""
+        """`own` are the whole experts of this rank; None: it has slices of all experts."""
         super().__init__()
         self.experts = experts
         self._group = group
@@ -97,9 +101,11 @@ class SummedExperts(nn.Module):
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
     ) -> torch.Tensor:
-        """As the experts, with [num_tokens, top_k] experts chosen and their shares."""
+        """Computes the experts' results, given the chosen experts and their shares, both
+        [num_tokens, top_k].
+        """
         if self._own is not None:
-            # transformers' experts skip the one behind the last. Its share is zero.
+            # transformers' experts skip the index behind the last expert. Its share is zero.
             is_own = (chosen >= self._own.start) & (chosen < self._own.stop)
             chosen = torch.where(is_own, chosen - self._own.start, len(self._own))
             shares = shares.masked_fill(~is_own, 0.0)
@@ -107,7 +113,7 @@ class SummedExperts(nn.Module):
 
 
 def cut(model: PreTrainedModel, group: RankGroup) -> None:
-    """Replaces the layers of `model` by this rank's slices.
+    """Replaces each layer of `model` by this rank's slice.
 
     Raises CheckpointError if transformers has no plan for the model, ConfigError if heads or
     experts cannot be shared by the ranks.
@@ -128,7 +134,7 @@ def cut(model: PreTrainedModel, group: RankGroup) -> None:
     if num_heads % place.tp:
         raise ConfigError(f"{num_heads} attention heads cannot be shared by {place.tp} ranks")
     styles = list(_styles(model, plan))
-    for name, style in styles:  # parameters before the modules that hold them
+    for name, style in styles:  # parameters come before the modules that hold them
         parent_name, _, last = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         whole = getattr(parent, last)
@@ -137,14 +143,15 @@ def cut(model: PreTrainedModel, group: RankGroup) -> None:
             setattr(parent, last, _parameter(whole, style, place))
             if style == "grouped_gemm":
                 parent.num_experts = len(getattr(parent, last))
-                parent._is_expert_parallel = True  # transformers then skips tokens of others'
+                # Transformers then skips tokens of other ranks' experts.
+                parent._is_expert_parallel = True
         elif style not in WHOLE and not isinstance(whole, Blank):
             setattr(parent, last, _module(whole, last, style, group, text))
     _set_groups(model, place)
 
 
 def _check_experts(experts: nn.Module) -> None:
-    """Raises CheckpointError if the parameters of experts are not laid out as `_parameter` cuts."""
+    """Raises CheckpointError if `_parameter` cannot cut the experts' parameters in their layout."""
     strange = {"has_bias": True, "is_transposed": True, "is_concatenated": False}
     for name, value in strange.items():
         if getattr(experts, name, None) is value:
@@ -152,7 +159,7 @@ def _check_experts(experts: nn.Module) -> None:
 
 
 def _styles(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Names of the model's parameters and modules in the plan, with their styles."""
+    """Yields the names of the model's parameters and modules in the plan, with their styles."""
     patterns = [(re.compile(_pattern(name)), style) for name, style in plan.items()]
     names = [
         name for name, _ in model.named_parameters() if not name.endswith((".weight", ".bias"))
@@ -169,7 +176,9 @@ def _pattern(name: str) -> str:
 
 
 def _parameter(whole: nn.Parameter, style: str, place: RankPlace) -> nn.Parameter:
-    """The rank's slice of a bare parameter, as of experts: [experts, outputs, inputs]."""
+    """Returns this rank's slice of a bare parameter, such as that of experts: [experts, outputs,
+    inputs].
+    """
     if style == "grouped_gemm":
         if len(whole) % place.ep:
             raise ConfigError(f"{len(whole)} experts cannot be shared by {place.ep} ranks")
@@ -188,7 +197,7 @@ def _parameter(whole: nn.Parameter, style: str, place: RankPlace) -> nn.Paramete
 
 
 def _module(whole: nn.Module, last: str, style: str, group: RankGroup, text: object) -> nn.Module:
-    """The rank's part of a module."""
+    """Returns this rank's part of a module."""
     place = group.place
     if style == "moe_tp_experts":
         return SummedExperts(whole, group, None)
@@ -217,7 +226,7 @@ def _module(whole: nn.Module, last: str, style: str, group: RankGroup, text: obj
 
 
 def rows_of(whole: nn.Linear, rows: range) -> nn.Linear:
-    """The layer with these outputs only."""
+    """Returns the layer with these outputs only."""
     own = slice_of(rows)
     return _linear(whole.weight[own], None if whole.bias is None else whole.bias[own])
 
@@ -241,13 +250,13 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 
 
 def slice_of(places: range) -> slice:
-    """The places as a slice."""
+    """Returns the places as a slice."""
     return slice(places.start, places.stop)
 
 
 def _set_groups(model: nn.Module, place: RankPlace) -> None:
-    """Tells attentions how many query heads share a KV head here: more ranks than KV heads mean
-    fewer.
+    """Sets the number of query heads per KV head of this rank's attention layers. With more ranks
+    than KV heads the number is smaller.
     """
     for module in model.modules():
         groups = getattr(module, "num_key_value_groups", None)

@@ -1,9 +1,9 @@
 """Cuts a model into the stages of pipeline parallelism: consecutive layers of a decoder.
 
 A rank keeps the layers of its stage. Hidden states come in before its first layer, from the stage
-before, and go out behind its last. All else stays in the model's code, whatever that is: other
-layers pass on what they get, the embedding of later stages gives zeros, and the head of earlier
-stages gives one zero a token.
+before, and go out behind its last. The model's own code stays unchanged. Layers of other stages
+return their input, the embedding of later stages gives zeros, and the head of earlier stages gives
+one zero per token.
 
 The stages of one step compute one after the other. Steps of several batches do not overlap.
 
@@ -21,7 +21,7 @@ class Passing(nn.Module):
     """Stands for a layer of another stage."""
 
     def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """Returns the hidden states as they came."""
+        """Returns the hidden states unchanged."""
         return hidden
 
 
@@ -29,7 +29,7 @@ class Blank(nn.Module):
     """Stands for an embedding or a head of another stage: zeros [..., width]."""
 
     def __init__(self, width: int, dtype: torch.dtype, num_embeddings: int = 0) -> None:
-        """`num_embeddings` is taken from the embedding that it replaces."""
+        """`num_embeddings` is that of the replaced embedding."""
         super().__init__()
         self.num_embeddings = num_embeddings
         self._width = width
@@ -42,14 +42,16 @@ class Blank(nn.Module):
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers, in order."""
+    """Returns the decoder's layers, in order."""
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return next(layers for layers in lists if len(layers) == num_layers)
 
 
 def keep_stage(model: PreTrainedModel, group: RankGroup, dtype: torch.dtype) -> None:
-    """Drops what other stages compute. Hidden states are in `dtype`. Raises ConfigError."""
+    """Removes the parts that other stages compute. Hidden states are in `dtype`. Raises
+    ConfigError.
+    """
     layers = decoder_layers(model)
     own = group.place.layers(len(layers))
     if group.place.pp == 1:

@@ -1,8 +1,9 @@
-"""Steps on their way from rank 0 to the other ranks: the packed inputs of a pass, as bytes.
+"""Sends steps from rank 0 to the other ranks: the packed inputs of a pass, as bytes.
 
 All ranks compute the same batch over the same block ids. So rank 0 packs it once (`packing`), sends
-the bytes to each rank over a socket, and computes its own part. Nothing is answered: the ranks meet
-in the sums of the layers. When rank 0 ends, the sockets end, and the ranks with them.
+the bytes to each rank over a socket, and computes its own part. There are no answers: the ranks
+synchronise in the sums of the layers. When rank 0 ends, its sockets close, and the other ranks end
+too.
 """
 
 import socket
@@ -16,7 +17,7 @@ from engine.model import packing
 from engine.model.packing import PackingShape, Tables
 from engine.worker.batch import Row
 
-HEADER = struct.Struct("<7IQ")  # the fields of a `PackedStep`, and the bytes that follow
+HEADER = struct.Struct("<7IQ")  # the fields of a `PackedStep`, and the number of bytes that follow
 
 
 class PackedStep(NamedTuple):
@@ -24,9 +25,9 @@ class PackedStep(NamedTuple):
 
     model: int  # 0: the target, 1: the draft
     shape: PackingShape
-    num_kept: int  # tokens to keep; the others are padding
-    row_len: int  # to which each row is filled up; 0: none is
-    memory: np.ndarray  # [num_bytes] uint8, as `packing.plan(shape)` places the inputs
+    num_kept: int  # number of wanted logits; the rest of `keep` is padding
+    row_len: int  # number of tokens to which each row is padded; 0: no padding
+    memory: np.ndarray  # [num_bytes] uint8: the inputs, at the places of `packing.plan(shape)`
 
 
 def packed(  # noqa: PLR0913 - all but three have names at the call
@@ -48,20 +49,20 @@ def packed(  # noqa: PLR0913 - all but three have names at the call
 
 
 def bare_shape(rows: Sequence[Row], keep: Sequence[int], block_size: int) -> PackingShape:
-    """The sizes of a pass that nothing fills up."""
+    """Returns the sizes of a pass without padding."""
     width = max(-(-row.end // block_size) for row in rows)
     return PackingShape(len(rows), sum(len(row.token_ids) for row in rows), len(keep), width)
 
 
 class StepFeed:
-    """Rank 0's end: a socket for each of the other ranks."""
+    """Rank 0's side: a socket for each other rank."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
-        """Their timeouts bound how long a rank may be behind."""
+        """The sockets' timeouts bound how far behind a rank may be."""
         self._sockets = sockets
 
     def send(self, step: PackedStep) -> None:
-        """Sends a step to all ranks. Raises OSError if one has ended or hangs."""
+        """Sends a step to all ranks. Raises OSError if a rank has ended or hangs."""
         fields = (step.model, *step.shape, step.num_kept, step.row_len)
         header = HEADER.pack(*fields, step.memory.nbytes)
         for each in self._sockets:
@@ -75,7 +76,7 @@ class StepFeed:
 
 
 class StepChannel:
-    """Another rank's end."""
+    """The side of another rank."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -97,7 +98,7 @@ class StepChannel:
         self._connection.close()
 
     def _read(self, num_bytes: int) -> bytearray | None:
-        """Reads `num_bytes`; None if the connection ends before."""
+        """Reads `num_bytes`; None if the connection ends first."""
         memory = bytearray(num_bytes)
         rest = memoryview(memory)
         while rest:

@@ -6,7 +6,7 @@ numbers. The result of each of these steps is limited likewise, for the ids that
     1  repetition  of ids in prompt or answer: x / penalty where x > 0, else x * penalty
     2  frequency   of ids in the answer: x - penalty * (how often it is there)
     3  presence    of ids in the answer: x - penalty
-    4  bias        x + bias; if an id is given several, the last counts
+    4  bias        x + bias; of several biases for one id, the last counts
     5  mask        banned ids, and ids that a grammar does not allow: minus infinity
 
 So an allowed id is chosen as long as there is one. Penalties and biases are limited likewise.
@@ -36,13 +36,14 @@ WORD_BITS = 32
 ALL_BITS = 0xFFFFFFFF
 
 
-class TokenChoice(msgspec.Struct, frozen=True, eq=False):  # made in a fifth of a dataclass's time
+# Created five times as fast as a dataclass.
+class TokenChoice(msgspec.Struct, frozen=True, eq=False):
     """How to choose from one row of logits: the token at `position`, with these sampling
     parameters.
 
         `banned`      ids that are never chosen
         `history`     all tokens before `drafted`, prompt and answer; optional without penalties
-        `drafted`     tokens that are assumed to follow it
+        `drafted`     tokens that are assumed to follow `history`
         `prompt_len`  where the answer begins in these two together
         `mask`        uint32 [words]: id i is allowed if bit i % 32 of word i // 32 is set; no id
                       beyond the words is; None allows all
@@ -92,7 +93,9 @@ def changed(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tenso
 
 
 def _contexts(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
-    """Places in the flat logits of the ids in prompts and answers, and penalties [3, num_rows]."""
+    """Returns the places, in the flat logits, of the ids in prompts and answers; and the
+    penalties [3, num_rows].
+    """
     prompts, answers = [], []
     for choice in choices:
         context = np.empty(0, np.int64)
@@ -111,9 +114,10 @@ def _contexts(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
 
 
 def _marks(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
-    """Places in the flat logits of biased ids, biases, places of banned ids, and masks as words.
+    """Returns four things: places of biased ids in the flat logits, biases, places of banned ids,
+    and masks as words.
 
-    Has the words of all rows, or no words if no row has a mask.
+    The masks cover all rows; they are empty if no row has a mask.
     """
     biases = [dict(choice.sampling.logit_bias) for choice in choices]
     words = np.empty((0, 2), np.uint32)
@@ -128,12 +132,12 @@ def _marks(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
 
 
 def limited(number: float) -> float:
-    """The finite fp32 number nearest to a penalty or bias, before it is rounded."""
+    """Limits a penalty or bias to the range of finite fp32, before it is rounded."""
     return min(max(number, -GREATEST), GREATEST)
 
 
 def _places(ids: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
-    """Places of each row's ids in the flat logits. Raises IndexError."""
+    """Returns the places of each row's ids in the flat logits. Raises IndexError."""
     flat = np.concatenate([np.asarray(row, np.int64) for row in ids])
     if flat.size and (flat.min() < 0 or flat.max() >= vocab):
         raise IndexError(f"ids {flat.min()} … {flat.max()} of a vocabulary of {vocab}")
@@ -141,7 +145,7 @@ def _places(ids: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
 
 
 def _whole_mask(mask: np.ndarray | None, vocab: int) -> np.ndarray:
-    """The words of a mask for all ids; their number is even."""
+    """Returns a mask's words, extended to all ids; their number is even."""
     num_words = -(-vocab // (2 * WORD_BITS)) * 2
     if mask is None:
         return np.full(num_words, ALL_BITS, np.uint32)
@@ -151,7 +155,7 @@ def _whole_mask(mask: np.ndarray | None, vocab: int) -> np.ndarray:
 
 
 def _brought(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[torch.Tensor]:
-    """Arrays as int64 on `device`, flat, in one copy."""
+    """Copies arrays to `device`, flat and as int64, in one copy."""
     flat = [np.ascontiguousarray(each).reshape(-1).view(np.int64) for each in arrays]
     return brought(np.concatenate(flat), device).split([len(each) for each in flat])
 
@@ -162,8 +166,8 @@ def _penalised(
     answer: torch.Tensor,
     penalties: torch.Tensor,  # [3 * num_rows] fp64
 ) -> torch.Tensor:
-    """Applies penalties. They are tensors, since GPUs would multiply by the reciprocal of
-    a number.
+    """Applies penalties. They are tensors, because GPUs multiply by the reciprocal of a plain
+    number.
     """
     repetition, frequency, presence = penalties.float().view(3, len(x), 1)
     ones = torch.ones_like(answer, dtype=torch.int32)
@@ -182,7 +186,7 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _allowed(words: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Bits [num_rows, vocab] of words [num_rows, num_words / 2] int64."""
+    """Unpacks words [num_rows, num_words / 2] int64 to bits [num_rows, vocab]."""
     bits = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
     return ((words.view(torch.int32)[..., None] >> bits) & 1).bool().flatten(1)[:, :vocab]
 

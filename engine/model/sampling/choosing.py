@@ -47,7 +47,7 @@ PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 MASK_32 = 0xFFFFFFFF
 
-CPU_TILE = 2**14  # counters; the memory of a round then stays in a core's cache
+CPU_TILE = 2**14  # counters per tile: one round's memory then fits a core's cache
 GPU_TILE = 2**22
 LOGPROBS_TILE = 2**22  # logits that are turned into log-probabilities at once
 
@@ -74,12 +74,13 @@ def logprobs_of(
     token_ids: Sequence[int],
     num_tops: Sequence[int],
 ) -> list[Logprobs]:
-    """The log-probability and rank of each row's token, and the `num_tops` likeliest beside it.
+    """Returns the log-probability and rank of each row's token, and the `num_tops` likeliest
+    tokens.
 
     This is the model's own distribution: log_softmax in fp32 of the unchanged logits, before
     changes, temperature and bounds. Tokens with equal logits share a rank; among the likeliest the
-    lowest of these ids come first. A row gets the same bits in any company. Needs memory for
-    `LOGPROBS_TILE` logits, however many there are.
+    lowest of these ids come first. A row gets the same bits in any batch. The memory needed is that
+    of `LOGPROBS_TILE` logits, whatever the number of rows.
     """
     num_rows, vocab = logits.shape
     step = max(1, LOGPROBS_TILE // vocab)
@@ -115,11 +116,12 @@ def _logprobs(
 
 
 def _best_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Ids [num_rows, k] of the highest of `logits` [num_rows, vocab] fp32, the best first.
+    """Returns ids [num_rows, k] of the highest of `logits` [num_rows, vocab] fp32, the best first.
 
-    Of equal ones the lowest id comes first, which `topk` alone does not promise.
+    Of equal logits the lowest id comes first, which `topk` alone does not promise.
     """
-    values, ids = logits.topk(min(k + 1, logits.shape[1]))  # one more shows a tie at the end
+    # One more than k, to detect a tie at the end.
+    values, ids = logits.topk(min(k + 1, logits.shape[1]))
     ids = ids[:, :k]
     tied = (values[:, 1:] == values[:, :-1]).any(dim=1).nonzero().flatten()
     if len(tied):
@@ -128,17 +130,19 @@ def _best_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _best_ids_of_tied(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Does the same from distinct numbers: the float's place in the order, then the id."""
-    bits = (logits + 0.0).view(torch.int32).long()  # no zeros below zero are left
+    """Does the same by sorting distinct integers: the float's rank in the high bits, then the
+    id.
+    """
+    bits = (logits + 0.0).view(torch.int32).long()  # turns -0.0 into 0.0
     order = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
     ids = torch.arange(logits.shape[1], device=logits.device)
     return MASK_32 - ((order << 32) + (MASK_32 - ids)).topk(k).values.bitwise_and_(MASK_32)
 
 
 def philox(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The four words of Philox4x32-10. Words are int64 that hold 32 bits; shapes broadcast.
+    """Returns the four words of Philox4x32-10. Words are int64 that hold 32 bits; shapes broadcast.
 
-    A product of two words does not fit int64, but it wraps, so its 64 bits are right.
+    A product of two words may overflow int64; it wraps, so its 64 bits are right.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     rounds = torch.arange(PHILOX_ROUNDS, device=c0.device)
@@ -151,12 +155,13 @@ def philox(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> list
         product1 = c2 * PHILOX_MULTIPLIERS[1]
         c0 = (product1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK_32)
         c2 = (product0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK_32)
-        c1, c3 = product1, product0  # their high halves fall to the masks above and below
+        c1, c3 = product1, product0  # the masks above and below remove their high halves
     return [c0, c1 & MASK_32, c2, c3 & MASK_32]
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: range) -> torch.Tensor:
-    """Noise [num_rows, len(ids)] fp64 of rows with these seeds and positions [num_rows] int64.
+    """Returns noise [num_rows, len(ids)] fp64 for rows with these seeds and positions [num_rows]
+    int64.
 
     `ids` is a range of token ids that begins at a multiple of four.
     """
@@ -173,7 +178,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: range) -> to
 
 
 def _draw(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-    """Tokens of rows whose temperature is not zero."""
+    """Returns the tokens of rows whose temperature is not zero."""
     device = logits.device
     samplings = [choice.sampling for choice in choices]
     best = logits.max(dim=-1, keepdim=True).values.double()
@@ -203,9 +208,11 @@ def _bounds(
     temperature: torch.Tensor,
     samplings: Sequence[Sampling],
 ) -> torch.Tensor | None:
-    """The lowest score [num_rows, 1] that survives all bounds, None if no row has any."""
+    """Returns the lowest score [num_rows, 1] that survives all bounds; None if no row has a
+    bound.
+    """
     vocab = logits.shape[1]
-    # Rows with top_k need no full sort; kept apart, a group looks at as few of the best as it can.
+    # Rows with top_k need no full sort. In a group of their own, only the best few scores are read.
     few = [row for row, s in enumerate(samplings) if 0 < s.top_k < vocab]
     many = [row for row, s in enumerate(samplings) if s.top_p < 1 and not 0 < s.top_k < vocab]
     if not few and not many and not any(s.min_p > 0 for s in samplings):
@@ -226,7 +233,7 @@ def _bounds(
 
 
 def _num_kept(scores: torch.Tensor, ks: list[int], ps: list[float]) -> torch.Tensor:
-    """Returns how many `scores` top_k and top_p leave: [num_rows, 1].
+    """Returns the number of `scores` that top_k and top_p leave: [num_rows, 1].
 
     `scores` are [num_rows, max(ks)], best first.
 
@@ -244,13 +251,13 @@ def _column(values: list[float], device: torch.device) -> torch.Tensor:
 
 
 def _signed_64(seed: int) -> int:
-    """The int64 with the low 64 bits of `seed`."""
+    """Returns the low 64 bits of `seed` as int64."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed
 
 
 def reference_philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
-    """`philox` of one counter, as its authors print it."""
+    """Computes `philox` for one counter, as its authors print it."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(PHILOX_ROUNDS):
@@ -262,7 +269,7 @@ def reference_philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
 
 
 def reference_sample(logits: Sequence[float], choice: TokenChoice) -> int:
-    """The definition of `sample` for one row."""
+    """Defines `sample` for one row."""
     sampling = choice.sampling
     if not choice.is_plain:
         logits = reference_changed(logits, choice)

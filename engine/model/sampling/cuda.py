@@ -21,10 +21,11 @@ from engine.messages import Sampling
 from engine.model.pinned import brought
 from engine.model.sampling.changes import TokenChoice, changed
 
-TILE = 4096  # logits at a time
+TILE = 4096  # logits that are read at a time
 NUM_WARPS = 16
 MASK_64 = 2**64 - 1
-# The kernel's words of a row: temperature, top_p, log(min_p), seed, position, top_k (0: all).
+# A row's parameter words for the kernel: temperature, top_p, log(min_p), seed, position, top_k (0:
+# all).
 PARAMETERS = Struct("=dddQqq")
 
 
@@ -48,7 +49,7 @@ def sample(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor
 
 
 def warm_up(vocab: int, dtypes: Collection[torch.dtype], device: torch.device) -> None:
-    """Has the kernel compiled for logits of these types; it serves all choices and row counts."""
+    """Compiles the kernel for logits of these types; it then serves all choices and row counts."""
     for dtype in dtypes:
         sample(torch.zeros(1, vocab, dtype=dtype, device=device), [TokenChoice(Sampling(), 0)])
 

@@ -36,7 +36,7 @@ class DraftedRow:
     token_ids: list[int] = field(default_factory=list)
     masks: list[np.ndarray] = field(
         default_factory=list
-    )  # one for each token, and one behind the last
+    )  # one for each token, and one for the token behind the last
 
     def choice(self, nth: int) -> TokenChoice:
         """Returns how to choose the token that follows the first `nth` proposed ones."""
@@ -52,14 +52,16 @@ class DraftedRow:
         )
 
     def verified(self) -> Row:
-        """The row as the target computes it."""
+        """Returns the row that the target computes."""
         if not self.token_ids:
             return self.row
         tokens = [*self.row.token_ids, *self.token_ids]
         return _bare(self.row, tokens, self.row.start)
 
     def seen(self) -> Row:
-        """The row as the draft model computes it first; it may begin before the target's."""
+        """Returns the row that the draft model computes first; it may begin before the target's
+        row.
+        """
         tokens = self.row.draft_token_ids
         if len(tokens) == len(self.row.token_ids):
             return self.row
@@ -73,10 +75,10 @@ class Masks:
         self._pool: ThreadPoolExecutor | None = None
 
     def begin(self, proposals: Sequence[DraftedRow]) -> Callable[[], None]:
-        """Starts to complete the masks of all rows with a guide; the returned function waits for
+        """Starts to compute the masks of all rows with a guide. The returned function waits for
         them.
 
-        Until then the caller must not touch the proposals, or their guides.
+        Until it has returned, the caller must not touch the proposals or their guides.
         """
         if not has_guide(proposals):
             return _nothing_to_wait_for
@@ -145,7 +147,7 @@ def has_guide(proposals: Sequence[DraftedRow]) -> bool:
 
 
 def last_tokens(rows: Sequence[Row]) -> list[int]:
-    """Indices in the flat batch of the last token of each row."""
+    """Returns the index, in the flat batch, of each row's last token."""
     last = []
     end = 0
     for row in rows:
@@ -155,7 +157,7 @@ def last_tokens(rows: Sequence[Row]) -> list[int]:
 
 
 def _bare(row: Row, token_ids: Sequence[int], start: int) -> Row:
-    """A row of other tokens of the same sequence, to be computed only."""
+    """Returns a row of other tokens of the same sequence that chooses no token."""
     return Row(row.seq_id, token_ids, start, row.block_table, None)
 
 

@@ -36,14 +36,14 @@ doubt, since sums run in another order. `src/kernels/sampling.h` defines it like
 import triton
 import triton.language as tl
 
-NUM_PARAMETERS: tl.constexpr = tl.constexpr(6)  # words of a row
+NUM_PARAMETERS: tl.constexpr = tl.constexpr(6)  # parameter words of a row
 HOPELESS: tl.constexpr = tl.constexpr(-27.0)  # a token with a lower score cannot win
 LATEST: tl.constexpr = tl.constexpr(23.0)  # by then the best token has finished
 MARGIN: tl.constexpr = tl.constexpr(1.001)
-DOUBT: tl.constexpr = tl.constexpr(1e-4)  # relative to a mass: ten times its error in fp32
+DOUBT: tl.constexpr = tl.constexpr(1e-4)  # relative to a mass: ten times the mass's error in fp32
 GREATEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-NOT_A_NUMBER: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # above all numbers, as argmax has it
+NOT_A_NUMBER: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # NaN orders above all numbers, as in argmax
 LOW_WORD: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 
 
@@ -88,14 +88,14 @@ def sample_kernel(
 
 @triton.jit
 def _load(logits, start, vocab, TILE: tl.constexpr):
-    """A tile's ids and logits; -inf beyond the vocabulary."""
+    """Loads a tile's ids and logits; -inf beyond the vocabulary."""
     ids = start + tl.arange(0, TILE)
     return ids, tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _order_of(x):
-    """Integers [n] in the order of fp32 `x`; a NaN is above all numbers."""
+    """Maps fp32 `x` to integers [n] in the same order; a NaN is above all numbers."""
     bits = x.to(tl.int32, bitcast=True)
     order = tl.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
     return tl.where(x == x, order, NOT_A_NUMBER)
@@ -103,14 +103,14 @@ def _order_of(x):
 
 @triton.jit
 def _float_at(order):
-    """The number at a place in the order."""
+    """Inverts `_order_of`."""
     bits = tl.where(order >= 0, order, -order | 0x80000000)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _score(x, best, temperature):
-    """Scores in fp64, as the definition computes them."""
+    """Computes scores in fp64, as the definition does."""
     return (x.to(tl.float64) - best.to(tl.float64)) / temperature
 
 
@@ -121,14 +121,17 @@ def _is_extreme(temperature):
 
 @triton.jit
 def _per_score(temperature):
-    """The factor from a difference of logits to an exponent of two; any number where extreme."""
+    """Returns the factor from a difference of logits to an exponent of two; arbitrary for
+    extreme temperatures.
+    """
     return tl.where(_is_extreme(temperature), 2.0**-126, 1.0 / temperature * LOG2_E).to(tl.float32)
 
 
 @triton.jit
 def _argmax(logits, vocab, TILE: tl.constexpr):
-    """The first id of the best logit, and that logit's place in the order of floats."""
-    best = tl.full([TILE], -(2**63), tl.int64)  # places and ids in one: the lowest id wins a tie
+    """Returns the first id of the best logit, and that logit's rank in the order of floats."""
+    # Rank and id in one integer: the lowest id wins a tie.
+    best = tl.full([TILE], -(2**63), tl.int64)
     for start in range(0, vocab, TILE):
         ids, x = _load(logits, start, vocab, TILE)
         best = tl.maximum(best, (_order_of(x).to(tl.int64) << 32) | (ids.to(tl.int64) ^ LOW_WORD))
@@ -138,8 +141,8 @@ def _argmax(logits, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _survey(logits, vocab, middle, best, per_score, TILE: tl.constexpr):
-    """Of the logits from `middle` up: their number, their mass in fp32, and the lowest of them.
-    Of those below: the highest.
+    """Splits the logits at `middle`. Returns the number, the mass in fp32 and the lowest of those
+    from `middle` up, and the highest of those below.
     """
     count = tl.zeros([TILE], tl.int32)
     mass = tl.zeros([TILE], tl.float32)
@@ -157,7 +160,7 @@ def _survey(logits, vocab, middle, best, per_score, TILE: tl.constexpr):
 
 @triton.jit
 def _mass_above(logits, vocab, bound, best, temperature, TILE: tl.constexpr):
-    """The number of logits above `bound`, and their mass in fp64."""
+    """Returns the number of logits above `bound`, and their mass in fp64."""
     count = tl.zeros([TILE], tl.int32)
     mass = tl.zeros([TILE], tl.float64)
     for start in range(0, vocab, TILE):
@@ -170,7 +173,7 @@ def _mass_above(logits, vocab, bound, best, temperature, TILE: tl.constexpr):
 
 @triton.jit
 def _bound_by_mass(logits, vocab, best, temperature, top_k, top_p, TILE: tl.constexpr):
-    """The lowest logit that top_k and top_p leave."""
+    """Returns the lowest logit that top_k and top_p leave."""
     num_finite, _, least, _ = _survey(logits, vocab, -GREATEST, best, 1.0, TILE)
     num_left = num_finite.to(tl.int64)
     if (top_k > 0) & (top_k < num_left):
@@ -188,8 +191,8 @@ def _bound_by_mass(logits, vocab, best, temperature, top_k, top_p, TILE: tl.cons
 def _search(
     logits,
     vocab,
-    low,  # a logit from which on there is enough
-    high,  # a logit: from those above it there is not
+    low,  # a logit: those from it up are enough
+    high,  # a logit: those above it are not enough
     best,
     temperature,
     wanted_count,
@@ -197,7 +200,7 @@ def _search(
     COUNTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The highest logit from which on there are as many, or as much mass, as wanted."""
+    """Returns the highest logit such that the logits from it up have the wanted number, or mass."""
     per_score = _per_score(temperature)
     is_extreme = _is_extreme(temperature)
     while low < high:
@@ -220,9 +223,10 @@ def _search(
 
 @triton.jit
 def _least_logit(bound, best, temperature):
-    """The least logit whose score is at least `bound`; +inf if even the best one's is not.
+    """Returns the least logit whose score is at least `bound`; +inf if even the best score is
+    lower.
 
-    Scores never fall as logits grow, but logits that differ may share a score.
+    Scores never fall as logits grow, but different logits may have the same score.
     """
     below = tl.full([], -0x7F800000, tl.int64)  # the order of -inf
     enough = _order_of(best).to(tl.int64)
@@ -242,7 +246,7 @@ def _least_logit(bound, best, temperature):
 def _race(
     logits, vocab, best, least, bound, temperature, seed, position, TILE: tl.constexpr
 ):  # fmt: skip
-    """The token that wins. The first id if none survives."""
+    """Returns the token that wins the race; the first id if no token survives."""
     is_extreme = _is_extreme(temperature)
     per_score = _per_score(temperature)
     margin = tl.where(is_extreme, float("inf"), MARGIN)
@@ -269,7 +273,7 @@ def _race(
 
 @triton.jit
 def _words(first_counter, position, seed, TILE: tl.constexpr):
-    """Words of Philox4x32-10 [TILE] uint32 of the tokens from `4 * first_counter` on."""
+    """Returns words of Philox4x32-10, [TILE] uint32, for the tokens from `4 * first_counter` on."""
     counter = first_counter + tl.arange(0, TILE // 4)
     zero = tl.zeros_like(counter)
     a, b, c, d = tl.philox(seed, counter, zero + position.to(tl.int32), zero, zero)
@@ -278,7 +282,9 @@ def _words(first_counter, position, seed, TILE: tl.constexpr):
 
 @triton.jit
 def _exponential(words):
-    """e = -log(u) in fp32. Near u = 1 it is a series in v = 1 - u, for relative precision."""
+    """Returns e = -log(u) in fp32. Near u = 1 it uses a series in v = 1 - u, for relative
+    precision.
+    """
     u = (words.to(tl.float32) + 0.5) * 2.0**-32
     v = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
     series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * (0.25 + v * 0.2))))

@@ -27,7 +27,7 @@ from engine.worker.batch import RowResult
 class Verified(NamedTuple):
     """The target's choices, and the times of its pass in seconds."""
 
-    chosen: list[int]  # row by row: one in the place of each proposed token, one behind the last
+    chosen: list[int]  # row by row: one at the place of each proposed token, one behind the last
     logits: torch.Tensor  # [wanted, vocab]
     forward_s: float
     prepare_s: float
@@ -51,9 +51,11 @@ def verify_by_parts(
 
 
 def wanted(proposals: Sequence[DraftedRow]) -> list[int]:
-    """Indices in the flat batch of `verified` rows of the tokens whose logits are needed.
+    """Returns the indices, in the flat batch of `verified` rows, of the tokens whose logits are
+    needed.
 
-    First come those after which a token is chosen, then those whose successors are scored.
+    First come the tokens after which a token is chosen, then the tokens whose successors are
+    scored.
     """
     chosen: list[int] = []
     scored: list[int] = []
@@ -70,7 +72,7 @@ def wanted(proposals: Sequence[DraftedRow]) -> list[int]:
 
 
 def choices(proposals: Sequence[DraftedRow]) -> list[TokenChoice]:
-    """One choice for each of the first tokens that are `wanted`."""
+    """Returns one choice for each token after which a token is chosen, in the order of `wanted`."""
     return [
         proposal.choice(nth)
         for proposal in proposals
@@ -84,7 +86,7 @@ def results(
     chosen: Sequence[int],
     logits: torch.Tensor | None,  # [wanted, vocab]
 ) -> list[RowResult]:
-    """The result of each row, from the tokens `chosen` for its choices.
+    """Returns the result of each row, made from the tokens `chosen` for its choices.
 
     Logits are not needed unless a row asks for log-probabilities.
     """
@@ -101,7 +103,9 @@ def results(
 
 
 def _kept(proposals: Sequence[DraftedRow], chosen: Sequence[int]) -> list[tuple[int, ...]]:
-    """The tokens of each row: chosen ones as long as all before them were proposed."""
+    """Returns each row's tokens: the chosen ones, up to the first that differs from its
+    proposal.
+    """
     kept: list[tuple[int, ...]] = []
     begin = 0
     for proposal in proposals:
@@ -119,7 +123,7 @@ def _kept(proposals: Sequence[DraftedRow], chosen: Sequence[int]) -> list[tuple[
 
 
 def needs_logits(proposals: Sequence[DraftedRow]) -> bool:
-    """True if results of these rows are made of logits too."""
+    """True if the results of these rows need logits."""
     return any(map(_asks_for_logprobs, proposals))
 
 
@@ -131,7 +135,7 @@ def _asks_for_logprobs(proposal: DraftedRow) -> bool:
 def _logprobs(
     proposals: Sequence[DraftedRow], kept: Sequence[tuple[int, ...]], logits: torch.Tensor
 ) -> dict[int, tuple[Logprobs, ...]]:
-    """Log-probabilities of the rows that ask for them, by index."""
+    """Returns the log-probabilities of the rows that request them, by row index."""
     asking: list[int] = []
     index: list[int] = []
     begin = 0
@@ -151,7 +155,7 @@ def _logprobs(
 def _scored(
     proposals: Sequence[DraftedRow], logits: torch.Tensor
 ) -> dict[int, tuple[Logprobs, ...]]:
-    """Log-probabilities of scored tokens, by row; `logits` has a row for each of them."""
+    """Returns the log-probabilities of scored tokens, by row; `logits` has a row for each token."""
     asking = [i for i, proposal in enumerate(proposals) if proposal.row.scored]
     if not asking:
         return {}
@@ -165,7 +169,7 @@ def _shared_out(
     token_ids: Sequence[Sequence[int]],
     num_tops: Sequence[int],
 ) -> dict[int, tuple[Logprobs, ...]]:
-    """Calls `logprobs_of` once for all tokens of some rows; `num_tops` is one number a row."""
+    """Calls `logprobs_of` once for all tokens of some rows; `num_tops` has one number per row."""
     tops = [num for num, ids in zip(num_tops, token_ids, strict=True) for _ in ids]
     tokens = [token for ids in token_ids for token in ids]
     with one_torch_thread() if logits.is_cpu else nullcontext():
