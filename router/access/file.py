@@ -1,10 +1,10 @@
 """The file that holds API keys: checked on reading, replaced atomically, watched for changes.
 
 The file is used only if this user or root owns it, no other user may read it, and only the owner
-may write it. A user who can write it can add keys.
+may write it. A user who could write it could add keys.
 
-When a request comes, a gateway checks at most once a second whether the file changed. If the new
-contents cannot be used, the last good ones stay. If the file is gone, no key is valid.
+A gateway checks for changes of the file when a request comes, at most once a second. If the new
+contents are unusable, the last good ones stay in use. If the file is missing, no key is valid.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ _Signature = tuple[int, int, int, int, int, int]
 
 
 class KeyFile:
-    """The keys of a gateway, kept up to date with the file."""
+    """The keys of a gateway, reloaded when the file changes."""
 
     def __init__(self, path: Path, clock: Clock, unix_s: Callable[[], float] = unix_time_s) -> None:
         self._path = path
@@ -47,13 +47,13 @@ class KeyFile:
         self.counters: Counter[str] = Counter()  # reloads by outcome, and refused requests
 
     def open(self) -> None:
-        """Reads the file, which may not exist yet. Raises KeysError if it cannot be used."""
+        """Reads the file, which may be missing. Raises KeysError if it is unusable."""
         self._load()
         if self._signature is None:
             log.warning("%s does not exist: every request is refused", self._path)
 
     def find(self, key: bytes) -> Tenant | None:
-        """The holder of a key; None for an unknown or expired one."""
+        """Returns the holder of a key; None for an unknown or expired key."""
         now_s = self._clock.now_s()
         if now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
@@ -71,7 +71,7 @@ class KeyFile:
                 log.error("the keys stay as they were: %s", error)
 
     def _load(self) -> None:
-        """Reads the file again if it changed. Raises KeysError."""
+        """Reloads the file if it changed. Raises KeysError."""
         try:
             signature = _signature(os.stat(self._path))
         except FileNotFoundError:
@@ -92,7 +92,7 @@ class KeyFile:
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """The keys in a file. Raises KeysError."""
+    """Returns the keys in a file. Raises KeysError."""
     try:
         data = _read_checked(path)
         if len(data) > MAX_FILE_BYTES:
@@ -107,7 +107,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
 def change_keys(path: Path, change: Callable[[Sequence[KeyRecord]], Sequence[KeyRecord]]) -> None:
     """Replaces the keys in a file with the result of `change`. Raises KeysError.
 
-    Readers see the old file or the new one. Writers wait for each other.
+    Readers see either the old file or the new one. Writers wait for each other.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def change_keys(path: Path, change: Callable[[Sequence[KeyRecord]], Sequence[Key
 def _replace(path: Path, data: bytes, before: os.stat_result | None) -> None:
     """Writes a file that only its owner can read, and moves it into place."""
     path = path.resolve()
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
             if before is not None and before.st_uid != os.geteuid():
@@ -181,6 +181,6 @@ def _check(status: os.stat_result) -> None:
 
 
 def _signature(status: os.stat_result) -> _Signature:
-    """Changes whenever the file is written, replaced or given to another owner."""
+    """Returns a value that changes when the file is written, replaced or given to another owner."""
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return (status.st_dev, status.st_ino, status.st_size, status.st_mode, *times)

@@ -1,14 +1,16 @@
-"""Lets requests with a known key pass to the API; without keys, requests to names of this server.
+"""Lets requests with a known key reach the API; without keys, requests to names of this server.
 
-Probes and the description of the API, `OPEN_PATHS`, need no key. Every other path needs one, even
-if it does not exist. `DEBUG_PATHS` reveal the load of all tenants: they need a key that may debug.
+Probes and the description of the API, `OPEN_PATHS`, need no key. Every other path needs a key, even
+if it does not exist. `DEBUG_PATHS` reveal the load of all tenants, so they need a key that may
+debug.
 
-Without keys, a web page could point its own name to 127.0.0.1 (DNS rebinding). For the browser, its
-scripts then call their own server, and may read the answers. The browser still sends the page's
-name in the `host` field. A name that an attacker owns is neither `localhost` nor an address.
+Without keys, a web page could point its own domain to 127.0.0.1 (DNS rebinding). The browser then
+regards the gateway as the page's own server, and the page's scripts may read the answers. But the
+browser still sends the page's domain in the `host` field, and an attacker's domain is neither
+`localhost` nor an address.
 
-Source: RFC 6761, 6.3, for names below `localhost`; the URL standard, "ends in a number", for what
-browsers take as an address.
+Source: RFC 6761, 6.3, for names below `localhost`; the URL standard, "ends in a number", for the
+texts that browsers regard as addresses.
 """
 
 import re
@@ -24,13 +26,13 @@ from router.edge.responses import send_invalid
 from router.inbox.api_errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/docs", "/openapi.json"})
-PAGE_PATHS = frozenset({"/", "/dashboard", "/play"})  # open too; what they show needs a key
+PAGE_PATHS = frozenset({"/", "/dashboard", "/play"})  # open too; their data needs a key
 ASSET_PREFIX = "/assets/"
 DEBUG_PATHS = frozenset(
     {"/metrics", "/metrics/targets", "/load", "/dashboard/state", "/dashboard/events"}
 )
 _TENANT = "baton.tenant"
-MAX_REMEMBERED = 256  # `host` fields that passed
+MAX_REMEMBERED = 256  # accepted `host` fields that are cached
 _MAX_SHOWN = 100
 _PORT = re.compile(r":\d*$")
 _ADDRESS = re.compile(r"\[[0-9a-f:.]+(%[^\]]*)?\]|(.*\.)?(\d+|0x[0-9a-f]*)")
@@ -43,12 +45,12 @@ class KeyFinder(Protocol):
     counters: Counter[str]  # refused requests, and events of the keys' source
 
     def find(self, key: bytes) -> Tenant | None:
-        """The holder of a key; None for an unknown or expired one."""
+        """Returns the holder of a key; None for an unknown or expired key."""
         ...
 
 
 class KeyGuard:
-    """An application, called only for requests whose key is known."""
+    """An ASGI application that passes on only requests with a known key."""
 
     def __init__(self, app: ASGIApp, keys: KeyFinder) -> None:
         self._app = app
@@ -77,12 +79,12 @@ def is_open(path: str) -> bool:
 
 
 def with_tenant(scope: Scope, tenant: Tenant) -> Scope:
-    """Returns the scope of a request that the gateway makes itself, for a tenant."""
+    """Returns the scope of a tenant's request that the gateway itself makes."""
     return {**scope, _TENANT: tenant}
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """The tenant whose key was used; one without a name if no keys are configured."""
+    """Returns the tenant whose key was used; a tenant without a name if no keys are configured."""
     tenant: Tenant | None = scope.get(_TENANT)
     if tenant is not None:
         return tenant
@@ -91,14 +93,15 @@ def tenant_of(scope: Scope) -> Tenant:
 
 
 def anonymous_at(address: str) -> Tenant:
-    """The client at an address, if no keys are configured."""
+    """Returns the tenant of a client address, if no keys are configured."""
     return msgspec.structs.replace(ANONYMOUS, address=address)
 
 
 def identify(keys: KeyFinder | None, authorization: bytes | None, address: str = "") -> Tenant:
-    """The holder of the key in an `authorization` field; without `keys`, the client at an address.
+    """Returns the holder of the key in an `authorization` field; without `keys`, the client's
+    address.
 
-    Raises ApiError if the key is missing or wrong, and counts that.
+    Raises ApiError if the key is missing or wrong, and counts the refusal.
     """
     if keys is None:
         return anonymous_at(address)
@@ -111,16 +114,16 @@ def identify(keys: KeyFinder | None, authorization: bytes | None, address: str =
 
 
 def _authorization(scope: Scope) -> bytes | None:
-    """The first `authorization` header, as raw bytes."""
+    """Returns the first `authorization` header, as raw bytes."""
     fields: Iterable[tuple[bytes, bytes]] = scope["headers"]
     return next((value for name, value in fields if name == b"authorization"), None)
 
 
 class HostGuard:
-    """An application, called only for requests to localhost, an address or an allowed name."""
+    """An ASGI application that passes on requests to localhost, addresses or allowed names."""
 
     def __init__(self, app: ASGIApp, allowed: Iterable[str]) -> None:
-        """`allowed` has names, `*.NAME` for all below a name, or `*`."""
+        """`allowed` has names, `*.NAME` for all subdomains of a name, or `*`."""
         self._app = app
         self._allowed = frozenset(allowed)
         self._passed: set[bytes] = set()
@@ -129,7 +132,7 @@ class HostGuard:
         """Answers 403, or calls the application."""
         if scope["type"] == "http":
             field = next((value for name, value in scope["headers"] if name == b"host"), b"")
-            if field and field not in self._passed:  # browsers always send it
+            if field and field not in self._passed:  # browsers always send the field
                 if not is_own(field.decode("latin-1"), self._allowed):
                     await send_invalid(send, _refused(field))
                     return

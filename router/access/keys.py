@@ -1,8 +1,8 @@
 """API keys, stored by hash, each with a name, an expiry, a group and limits. Pure.
 
-A key is 256 random bits, stored as its SHA-256. No guess can succeed, so a slow hash would protect
-nothing and cost the gateway time. The hash is looked up in a dictionary. The duration of that
-depends on the hash of the client's text, which the client cannot steer towards a stored one.
+A key is 256 random bits, stored as its SHA-256. Such a key cannot be guessed, so a slow hash would
+add no protection and cost the gateway time. The hash is looked up in a dictionary. The time of the
+look-up depends on the hash of the client's text, which a client cannot steer towards a stored hash.
 """
 
 import secrets
@@ -56,8 +56,8 @@ class KeyTable:
         return len(self._entries)
 
     def find(self, key: bytes, unix_s: float) -> Tenant | None:
-        """The holder of a key; None for an unknown or expired one."""
-        if len(key) > MAX_KEY_BYTES:  # not worth a hash
+        """Returns the holder of a key; None for an unknown or expired key."""
+        if len(key) > MAX_KEY_BYTES:  # too long to be a key; do not hash it
             return None
         entry = self._entries.get(hash_of(key))
         if entry is None:
@@ -67,22 +67,22 @@ class KeyTable:
 
 
 def new_key() -> str:
-    """A random key."""
+    """Returns a random key."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def hash_of(key: bytes) -> str:
-    """The stored form of a key."""
+    """Returns the stored form of a key."""
     return sha256(key).hexdigest()
 
 
 def with_key(records: Sequence[KeyRecord], record: KeyRecord) -> tuple[KeyRecord, ...]:
-    """The keys with one more. Raises KeysError."""
+    """Returns the keys with one more. Raises KeysError."""
     return _checked((*records, record))
 
 
 def without_key(records: Sequence[KeyRecord], name: str) -> tuple[KeyRecord, ...]:
-    """The keys without the one of that name. Raises KeysError."""
+    """Returns the keys without the key of that name. Raises KeysError."""
     kept = tuple(record for record in records if record.name != name)
     if len(kept) == len(records):
         raise KeysError(f"no key is called {name!r}")
@@ -106,7 +106,7 @@ def decode_keys(data: bytes) -> tuple[KeyRecord, ...]:
 
 
 def encode_keys(records: Sequence[KeyRecord]) -> bytes:
-    """Encodes a keys file in a form that people can read."""
+    """Encodes a keys file in a readable form."""
     return msgspec.json.format(msgspec.json.encode(_File(_FILE_VERSION, tuple(records)))) + b"\n"
 
 
@@ -124,7 +124,7 @@ def _checked(records: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
 
 
 def _tenant_of(record: KeyRecord) -> Tenant:
-    """Without a group, the hash is what is shared, since a name can be reused."""
+    """Without a group, keys share under their hash, since a name can be reused."""
     sharing = f"key:{record.hash}" if record.group is None else f"group:{record.group}"
     return Tenant(record.name, sharing, record.limits, record.debug)
 
@@ -134,9 +134,9 @@ def _end_s(record: KeyRecord) -> float:
 
 
 class FixedKeys:
-    """Keys that do not change. They are the operator's own, so they may debug.
+    """A fixed set of keys. They are the operator's own, so they may debug.
 
-    Each shares cached prefixes only with itself, as keys of a file without a group do.
+    Each shares cached prefixes only with itself, like keys without a group in a file.
     """
 
     def __init__(self, hashes: Iterable[str]) -> None:
@@ -147,5 +147,5 @@ class FixedKeys:
         self.counters: Counter[str] = Counter()
 
     def find(self, key: bytes) -> Tenant | None:
-        """The holder of a key; None for an unknown one."""
+        """Returns the holder of a key; None for an unknown key."""
         return self._tenants.get(hash_of(key)) if len(key) <= MAX_KEY_BYTES else None

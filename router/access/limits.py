@@ -1,11 +1,12 @@
-"""Holders of API keys, their limits, and their use: requests, tokens and requests in flight.
+"""Holders of API keys, their limits, and their usage: requests, tokens and requests in flight.
 
-Pure: no clock, no HTTP. The gateway asks before it tokenises, and again when the prompt is known.
+Pure: no clock, no HTTP. The gateway checks before it tokenises, and again when the prompt is known.
 
-Requests and tokens each have a bucket, which fills at the rate of the limit. Its size is the burst
-that a key may use at once: the tokens of a minute, and the requests of a second but at least one. A
-request takes its prompt and its longest answer, and at its end gives back what it did not use. A
-request larger than the bucket takes a full bucket. Each prompt of a batch counts as a request.
+Requests and tokens each have a bucket, which fills at the rate of the limit. The size of a bucket
+is the burst that a key may use at once: one minute of tokens, or one second of requests but at
+least one request. A request takes tokens for its prompt and its longest possible answer, and
+returns the unused tokens when it ends. A request larger than the bucket takes a full bucket. Each
+prompt of a batch counts as a request.
 
 Gateway processes of one port share the accounts (`router.access.shared_accounts`). Gateways on
 several machines count separately.
@@ -23,12 +24,12 @@ import msgspec
 
 from router.inbox.api_errors import ApiError
 
-MAX_ACCOUNTS = 10_000  # keys without requests in flight are forgotten first
-BUSY_RETRY_S = 1.0  # until a request in flight may have ended
+MAX_ACCOUNTS = 10_000  # above this, accounts without requests in flight are removed
+BUSY_RETRY_S = 1.0  # seconds until some request in flight may have ended
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The limits of one key; None is no limit. Raises ValueError for one that is not positive."""
+    """The limits of one key; None is no limit. Raises ValueError if a limit is not positive."""
 
     requests_per_s: float | None = None
     tokens_per_min: int | None = None  # prompts and answers together
@@ -41,7 +42,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} must be positive")
 
     def or_else(self, defaults: "KeyLimits") -> "KeyLimits":
-        """These limits, with defaults where a limit is missing."""
+        """Returns these limits, with defaults where a limit is missing."""
         if self == UNLIMITED:
             return defaults
         own = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -58,16 +59,16 @@ class Tenant(msgspec.Struct, frozen=True):
     sharing: str
     limits: KeyLimits
     may_debug: bool
-    address: str = ""  # the client's, if there are no keys
+    address: str = ""  # the client's address, if there are no keys
 
     @property
     def turn(self) -> str:
-        """The name under which work of this tenant waits for its turn."""
+        """The name under which this tenant's work takes turns."""
         return self.name or self.address
 
     @property
     def owner(self) -> str:
-        """The name under which things of this tenant are kept. No other key has it."""
+        """The name under which this tenant's data is stored. No other key has it."""
         return f"{self.sharing}/{self.name}"
 
 
@@ -76,7 +77,7 @@ ANONYMOUS = Tenant(name="", sharing="", limits=KeyLimits(), may_debug=True)
 
 
 class LimitExceeded(ApiError):
-    """A key has reached a limit; `headers` say when it may go on."""
+    """A key has reached a limit; `headers` say when it may continue."""
 
     def __init__(self, message: str, retry_after_s: float, headers: dict[str, str]) -> None:
         super().__init__(message, code="rate_limit_exceeded", status=429)
@@ -86,7 +87,7 @@ class LimitExceeded(ApiError):
 
 @dataclass(slots=True)
 class Bucket:
-    """The rest of a limit. It fills with `rate` units per second."""
+    """The remaining units of a limit, refilled with `rate` units per second."""
 
     size: float
     rate: float
@@ -94,17 +95,17 @@ class Bucket:
     at_s: float
 
     def fill(self, now_s: float) -> None:
-        """Fills the bucket up to `now_s`."""
+        """Refills the bucket up to `now_s`."""
         gained = max(now_s - self.at_s, 0.0) * self.rate
         self.level = min(self.level + gained, self.size)
-        self.at_s = max(now_s, self.at_s)  # another process may have been later
+        self.at_s = max(now_s, self.at_s)  # another process may have a later time
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until this amount may be taken; 0.0 if it may be taken now."""
+        """Returns the seconds until this amount may be taken; 0.0 if it may be taken now."""
         return max(min(amount, self.size) - self.level, 0.0) / self.rate
 
     def headers(self, what: str) -> dict[str, str]:
-        """OpenAI's headers: the limit, the rest, and the time until the bucket is full."""
+        """Returns OpenAI's headers: limit, remaining units, and seconds until the bucket is full."""
         reset_s = (self.size - self.level) / self.rate
         return {
             f"x-ratelimit-limit-{what}": str(int(self.size)),
@@ -115,7 +116,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Account:
-    """The use of one key. It is read and changed within `held`."""
+    """The usage of one key. Read and change it only within `held`."""
 
     limits: KeyLimits
     requests: Bucket | None
@@ -130,7 +131,7 @@ class Account:
         return most is None or self.num_streams + self.num_others + num_more <= most
 
     def headers(self, now_s: float) -> dict[str, str]:
-        """The headers of all limits that the key has."""
+        """Returns the headers of all limits of the key."""
         headers: dict[str, str] = {}
         for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
@@ -141,9 +142,9 @@ class Account:
 
 @dataclass(slots=True)
 class KeyUse:
-    """One request in flight of a key, and the tokens that it holds."""
+    """One request in flight of a key, with the tokens that it has taken."""
 
-    account: Account | None  # None: nothing is limited
+    account: Account | None  # None: the key has no limits
     held_tokens: float = 0.0
     num_used: int = 0  # tokens of its prompt and answers
     _num_streams: int = field(default=1, init=False)
@@ -163,7 +164,7 @@ class KeyUse:
         bucket = account.requests
         if bucket is not None:
             bucket.fill(now_s)
-            amount = min(more, bucket.size - 1.0)  # the first one is taken already
+            amount = min(more, bucket.size - 1.0)  # the first request is counted already
             wait_s = bucket.wait_s(amount)
             if wait_s > 0.0:
                 message = f"this key may send {account.limits.requests_per_s:g} prompts a second"
@@ -173,7 +174,7 @@ class KeyUse:
         self._num_streams += more
 
     def hold_tokens(self, num_tokens: int, now_s: float) -> None:
-        """Takes the tokens that the request may use. Raises LimitExceeded."""
+        """Takes the tokens that the request may need. Raises LimitExceeded."""
         account = self.account
         if account is None or account.tokens is None:
             return
@@ -188,7 +189,7 @@ class KeyUse:
             bucket.level -= self.held_tokens
 
     def end(self, now_s: float) -> None:
-        """Gives back unused tokens and ends the request."""
+        """Returns unused tokens and ends the request."""
         account = self.account
         if account is None:
             return
@@ -202,7 +203,7 @@ class KeyUse:
                 account.tokens.level = min(account.tokens.level + left, account.tokens.size)
 
     def headers(self, now_s: float) -> dict[str, str]:
-        """The headers of the key's limits, if it has any."""
+        """Returns the headers of the key's limits, if it has any."""
         if self.account is None:
             return {}
         with self.account.held():
@@ -213,7 +214,7 @@ class Sharing(Protocol):
     """Shares accounts with other processes."""
 
     def held(self, key: str, account: Account) -> AbstractContextManager[None]:
-        """Brings the account up to date, and shares the changes made within the context."""
+        """Updates the account, and shares the changes made within the context."""
         ...
 
 
@@ -227,7 +228,7 @@ class KeyAccounts:
         max_accounts: int = MAX_ACCOUNTS,
         shared: Sharing | None = None,
     ) -> None:
-        """Without `shared` this process counts by itself."""
+        """Without `shared`, this process counts alone."""
         self._defaults = defaults
         self._shared = shared
         self._max_accounts = max_accounts
@@ -237,7 +238,7 @@ class KeyAccounts:
         return len(self._accounts)
 
     def begin(self, name: str, limits: KeyLimits, now_s: float) -> KeyUse:
-        """Begins a request of a key. Raises LimitExceeded."""
+        """Starts a request of a key. Raises LimitExceeded."""
         limits = limits.or_else(self._defaults)
         if limits == UNLIMITED:
             return KeyUse(None)
@@ -270,7 +271,7 @@ class KeyAccounts:
                 self._accounts[name] = account = fresh
                 if self._shared is not None:
                     account.held = partial(self._shared.held, name, account)
-            else:  # the key's limits have changed; what is in flight stays there
+            else:  # the key's limits have changed; requests in flight stay in the old account
                 account.limits, account.requests, account.tokens = (
                     limits,
                     fresh.requests,

@@ -1,13 +1,14 @@
-"""The accounts of keys that all gateway processes of one port share, so that limits are exact.
+"""Accounts of keys, shared by all gateway processes of one port, so that limits are exact.
 
-The accounts are fixed records of a file, which each process maps. A process holds the file's lock
-while it reads and changes an account, for some microseconds. All use the same monotonic clock.
+The accounts are fixed-size records in a file that each process maps. A process holds the file's
+lock while it reads and changes an account, for some microseconds. All use the same monotonic clock.
 
     record   hash of the key's name; size, level and time of each bucket; for each process the
              requests in flight. A starting process clears the number that its predecessor left
 
-A record is in one of `NUM_PROBES` slots from its hash on. If all are taken, the key that was idle
-for longest loses its record. If all have requests in flight, each process counts the new key alone.
+A record is in one of the `NUM_PROBES` slots that follow its hash. If all are taken, the key that
+was idle for longest loses its record. If all have requests in flight, each process counts the new
+key alone.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 NUM_SLOTS = 2**14
 NUM_PROBES = 16
 KEY_BYTES = 16
-MAX_LOCK_TRIES = 10_000  # some milliseconds: a process may have been stopped while it had the lock
+MAX_LOCK_TRIES = 10_000  # some milliseconds; a process may have been paused while it held the lock
 
 
 class _Level(NamedTuple):
@@ -52,13 +53,13 @@ class _Record(NamedTuple):
 
 
 class SharedAccounts:
-    """One process's view of the file."""
+    """One process's mapping of the file."""
 
     def __init__(self, path: Path, process: int, num_processes: int) -> None:
         self._path = path
         self._process = process
         self._record = Struct(f"={KEY_BYTES}s6d{num_processes}I")
-        self.num_unlocked = 0  # changes made without the lock, which another process kept
+        self.num_unlocked = 0  # changes made without the lock, held too long elsewhere
 
     def open(self) -> None:
         """Maps the file and clears the requests in flight of this process's predecessor.
@@ -77,13 +78,13 @@ class SharedAccounts:
                     self._write(slot, record)
 
     def close(self) -> None:
-        """Leaves the file to the others."""
+        """Unmaps the file; other processes keep using it."""
         self._map.close()
         os.close(self._fd)
 
     @contextlib.contextmanager
     def held(self, key: str, account: Account) -> Iterator[None]:
-        """Brings the account up to date, and shares the changes made within the context."""
+        """Updates the account, and shares the changes made within the context."""
         name = blake2b(key.encode(), digest_size=KEY_BYTES).digest()
         with self._locked():
             slot = self._slot_of(name)
@@ -107,7 +108,7 @@ class SharedAccounts:
     def _slot_of(self, name: bytes) -> int | None:
         """Returns the slot of a key's record, or of the record to replace; None if all are busy.
 
-        A slot before the record may have become free since, so all slots are read.
+        An earlier slot may have become free since the record was written, so all slots are read.
         """
         first = int.from_bytes(name[:8], "little")
         idle: list[tuple[float, int]] = []  # time of the last change, slot
@@ -130,7 +131,7 @@ class SharedAccounts:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock. Continues without it if another process keeps it too long."""
+        """Holds the lock. Continues without it if another process holds it too long."""
         has_lock = False
         for _ in range(MAX_LOCK_TRIES):
             try:

@@ -1,1 +1,1 @@
-"""The cluster as one gateway sees it, and what work costs on its workers. Pure."""
+"""The cluster from the view of one gateway, and the cost of work on its workers. Pure."""

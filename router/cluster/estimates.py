@@ -1,14 +1,14 @@
 """A gateway's predictions of its workers' times, in seconds, from its own observations.
 
 There are two models. The first is a rate over all workers: seconds per computed token, per pulled
-byte, per decode step. Once work of different sizes was observed on a class of workers, the formulas
-of `engine.worker.costs` apply to it. Without an observation there is no prediction, except of
-pulls: a guess of these lets the first prompts after a restart come from a store.
+byte, per decode step. Once a class of workers was observed with different sizes of work, the
+formulas of `engine.worker.costs` are used. Without an observation there is no prediction, except
+for pulls: their initial guess lets the first prompts after a restart be pulled from a store.
 
 Prompts are timed from their first chunk to their first token. Workers report the times of their
-pulls and of decode steps. Stores measure themselves how long it takes to read lower media.
+pulls and of decode steps. Stores themselves measure how long reading lower media takes.
 
-Fits cost time. For a well-known class only one in `EVERY` observations is used.
+Fitting costs time. For a well-known class, only one in `EVERY` observations is used.
 """
 
 import math
@@ -27,18 +27,18 @@ from engine.worker.costs import (
 )
 from router.cluster.view import WorkerView
 
-# The cost of a pull beside its bytes: the offer, its answer, the connection and the confirmation.
-# Each of these may wait until a step of a worker ends.
+# The fixed cost of a pull: the offer, its answer, the connection and the confirmation. Each of
+# these may wait for the end of a worker's step.
 PULL_OVERHEAD_S = 0.02
 
-FIRST_PULL_BYTES_PER_S = 1e9  # a guess, before any pull: a network of 10 Gbit/s
-# Guesses of fixed seconds and bytes/s, before a store has measured its lower media. A slow disk,
-# and objects far away: a wrong guess should cost computing that was not needed, not a long wait.
+FIRST_PULL_BYTES_PER_S = 1e9  # a guess before any pull: a network of 10 Gbit/s
+# Guesses of fixed seconds and bytes/s, before a store has measured its lower media: a slow disk,
+# and distant objects. A wrong guess should cause needless computing, not a long wait.
 FIRST_LOADS = {"disk": (0.02, 200e6), "object": (0.5, 25e6)}
-FIRST_OFFER_S = 0.1  # a guess: until a worker in the middle of a step answers
-RATE_MEMORY = 0.9  # weight of all earlier observations against the latest
+FIRST_OFFER_S = 0.1  # a guess: seconds until a worker in the middle of a step answers
+RATE_MEMORY = 0.9  # weight of all earlier observations relative to the latest
 ENOUGH = 12  # observations before formulas are used
-SPREAD = 3.0  # the least ratio of the largest size to the smallest
+SPREAD = 3.0  # minimum ratio of the largest size to the smallest
 EVERY = 8  # in a well-known class, one in EVERY observations is used
 WELL_KNOWN = 64
 
@@ -46,7 +46,7 @@ WorkerClass = tuple[Role, int, int]
 
 
 def worker_class(worker: WorkerView) -> WorkerClass:
-    """The class of a worker. Workers of one role and size count as alike."""
+    """The class of a worker. Workers of one role and size are assumed to be alike."""
     info = worker.info
     return info.role, info.num_blocks, info.max_running
 
@@ -59,7 +59,7 @@ class Rate:
     _units: float = 0.0
 
     def observe(self, units: float, seconds: float) -> None:
-        """Learns that `units` of work took `seconds`. Zero units are ignored."""
+        """Records that `units` of work took `seconds`. Zero units are ignored."""
         if units > 0:
             self._seconds = RATE_MEMORY * self._seconds + seconds
             self._units = RATE_MEMORY * self._units + units
@@ -72,15 +72,15 @@ class Rate:
 
 @dataclass(slots=True)
 class _Sizes:
-    """The number of observations since the last new start, and the range of their sizes."""
+    """The number of observations since the last reset, and the range of their sizes."""
 
-    num_forgotten: int = 0  # times
+    num_forgotten: int = 0  # number of resets
     number: int = 0
     least: float = field(default=float("inf"))
     most: float = 0.0
 
     def record(self, size: float) -> bool:
-        """Notes an observation of this size. Returns True if the fit should use it."""
+        """Records an observation of this size. Returns True if the fit should use it."""
         self.number += 1
         self.least, self.most = min(self.least, size), max(self.most, size)
         return self.number <= WELL_KNOWN or self.number % EVERY == 0
@@ -94,7 +94,7 @@ class Estimates:
     """Predictions of one gateway. Implements `router.policies.base.Costs`."""
 
     def __init__(self, prior: WorkerCosts | None = None) -> None:
-        """`prior` holds for a class until enough was observed of it."""
+        """`prior` is used for a class until it was observed enough."""
         self._prior = prior or WorkerCosts()
         self._online = OnlineCosts()
         self._prefill_rate = Rate()  # per token
@@ -103,7 +103,7 @@ class Estimates:
         self._offer_s = FIRST_OFFER_S
         self.version = 0  # changes whenever costs change
         self._sizes: dict[tuple[str, WorkerClass], _Sizes] = {}
-        # Since it last learned:
+        # Since the last update:
         self._alike: dict[tuple[str, WorkerClass], WorkerClass | None] = {}
         self._decode_costs: dict[WorkerClass, DecodeCost | None] = {}
         self._pull_costs: dict[WorkerClass, PullCost] = {}
@@ -113,7 +113,7 @@ class Estimates:
     def observe_prefill(
         self, worker: WorkerView, num_tokens: int, *, num_cached: int, seconds: float
     ) -> None:
-        """Learns from a prompt; `seconds` are those from its first chunk to its last."""
+        """Learns from a prompt; `seconds` is the time from its first chunk to its last."""
         num_computed = num_tokens - num_cached
         if num_computed <= 0 or seconds <= 0:
             return
@@ -125,7 +125,7 @@ class Estimates:
             self._online.observe_step(worker_class(worker), sample)
 
     def observe_pull(self, worker: WorkerView, num_blocks: int, *, seconds: float) -> None:
-        """Learns from a pull of `num_blocks` blocks. Zero seconds mean that the time is unknown."""
+        """Learns from a pull of `num_blocks` blocks. Zero seconds mean an unknown time."""
         if num_blocks <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -137,11 +137,11 @@ class Estimates:
             )
 
     def observe_offer(self, seconds: float) -> None:
-        """Learns how long a worker that computed prompts took to answer a request for a prefix."""
+        """Learns the time that a worker with prompts took to answer a request for a prefix."""
         self._offer_s += (1 - RATE_MEMORY) * (seconds - self._offer_s)
 
     def observe_steps(self, worker: WorkerView, steps: Sequence[StepReport]) -> None:
-        """Learns from reported steps that only decode: prompts are timed whole."""
+        """Learns from reported steps that only decode, as prompts are timed as a whole."""
         self.version += bool(steps)
         for step in steps:
             decodes = step.num_rows > 0 and not step.num_prefill_tokens
@@ -173,9 +173,10 @@ class Estimates:
         return sizes
 
     def _known(self, kind: str, worker: WorkerView) -> WorkerClass | None:
-        """The class whose formula holds for a worker: its own, or another one of like machines.
+        """Returns the class whose formula is used for a worker: its own, or one of a similar
+        machine.
 
-        Workers rarely do the work of another role, which the workers of that role do always.
+        Workers rarely do the work of another role, but workers of that role always do.
         """
         key = kind, worker_class(worker)
         if key not in self._alike:
@@ -193,7 +194,7 @@ class Estimates:
     # ------------------------------------------------------------ predictions
 
     def prefill_cost(self, worker: WorkerView) -> PrefillCost | None:
-        """The formula for a worker's prompts."""
+        """Returns the formula for a worker's prompts."""
         known = self._known("prefill", worker)
         if known is not None:
             return self._online.costs(known).prefill
@@ -203,7 +204,7 @@ class Estimates:
         return None if token_s is None else PrefillCost(0.0, token_s)
 
     def pull_cost(self, worker: WorkerView) -> PullCost:
-        """The formula for pulls to a worker, from the request for the blocks on."""
+        """Returns the formula for pulls to a worker, timed from the request for the blocks."""
         known = self._pull_costs.get(key := worker_class(worker))
         if known is None:
             bare = self._bare_pull_cost(worker)
@@ -223,7 +224,7 @@ class Estimates:
         return PullCost(0.0, 0.0, bytes_per_s)
 
     def load_cost(self, store: WorkerView, medium: str) -> LoadCost:
-        """The formula for a store's reads of a lower medium: its own, or a guess."""
+        """Returns the formula for a store's reads of a lower medium: its own, or a guess."""
         gauges = {} if store.load is None else store.load.gauges
         fixed_s = gauges.get(f"load_fixed_s:{medium}", math.nan)
         block_s = gauges.get(f"load_block_s:{medium}", math.nan)
@@ -233,7 +234,7 @@ class Estimates:
         return LoadCost(guessed_s, store.info.layout.block_bytes / bytes_per_s)
 
     def decode_cost(self, worker: WorkerView) -> DecodeCost | None:
-        """The formula for a worker's decode steps."""
+        """Returns the formula for a worker's decode steps."""
         key = worker_class(worker)
         if key not in self._decode_costs:
             self._decode_costs[key] = self._find_decode_cost(worker)
@@ -249,12 +250,12 @@ class Estimates:
         return None if step_s is None else DecodeCost(step_s, 0.0, 0.0)
 
     def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
-        """Seconds to compute a prompt of which `num_cached` leading tokens are cached."""
+        """Predicts the seconds to compute a prompt with `num_cached` leading tokens cached."""
         cost = self.prefill_cost(worker)
         return None if cost is None else cost.seconds(num_tokens, num_cached)
 
     def any_prefill_s(self, num_tokens: int) -> float | None:
-        """Seconds to compute `num_tokens` on any worker."""
+        """Predicts the seconds to compute `num_tokens` on any worker."""
         if self._prior.prefill is not None:
             return self._prior.prefill.seconds(num_tokens)
         token_s = self._prefill_rate.s_per_unit
@@ -267,15 +268,15 @@ class Estimates:
         return self.pull_cost(worker).seconds(num_blocks, num_bytes)
 
     def load_s(self, store: WorkerView, medium: str, num_blocks: int) -> float:
-        """Seconds until a store has read `num_blocks` blocks of a lower medium."""
+        """Predicts the seconds in which a store reads `num_blocks` blocks of a lower medium."""
         return self.load_cost(store, medium).seconds(num_blocks)
 
     def offer_s(self) -> float:
-        """Seconds until a worker that computes prompts answers a request for a prefix."""
+        """Predicts the seconds until a worker with prompts answers a request for a prefix."""
         return self._offer_s
 
     def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
-        """Seconds of a decode step of `num_seqs` sequences with `context_tokens` in all."""
+        """Predicts the seconds of a decode step of `num_seqs` sequences and `context_tokens`."""
         cost = self.decode_cost(worker)
         return None if cost is None else cost.seconds(num_seqs, context_tokens)
 

@@ -2,21 +2,21 @@
 
 `AnswerLengths` predicts lengths. A client may bound the length of its answer; without a bound it is
 the whole context. Past answers with a similar bound are a better guide. Memory is reserved for
-nearly the longest of them. The rest of a running answer is predicted from past answers that were
-longer than it is now. Some kinds of long answers are nearly complete, others have only begun.
+nearly the longest of them. The rest of a running answer is predicted from past answers that became
+longer than it is now. Some kinds of long answers are then nearly complete, others have only begun.
 Bounds are similar if they have the same number of binary digits.
 
-`Conversations` finds prompts that go on with a conversation. The next prompt of a conversation
-repeats the last one and adds an answer and a question. So a prompt goes on if it begins with all
-full blocks of an earlier one, and if these are most of it. In many loads it is more likely to be
-followed by yet another than one that begins a conversation, or that adds much to what it shares.
-Where that was so lately, its blocks are *likely reused*: workers keep them longer
-(`engine.worker.blocks`). The hash of a prompt's last full block is remembered, which covers all
-blocks before.
+`Conversations` finds prompts that continue a conversation. The next prompt of a conversation
+repeats the last prompt and adds an answer and a question. So a prompt continues an earlier one if
+it begins with all full blocks of that prompt, and if these are most of the new prompt. In many
+loads, such a prompt is more likely to be continued again than the first prompt of a conversation,
+or one that adds much. If this held lately, its blocks are *likely reused*: workers keep them longer
+(`engine.worker.blocks`). Only the hash of a prompt's last full block is remembered, as it covers
+all blocks before.
 
-`PromptLoad` knows how busy prompts lately kept the workers that prefill, and what their caches
-saved. `PairTransfers` counts the KV that moved between each pair of workers. Hand-overs, prefixes
-and moves count alike, when their last block has come.
+`PromptLoad` measures how busy prompts lately kept the workers that prefill, and how much their
+caches saved. `PairTransfers` counts the KV that moved between each pair of workers. Hand-overs,
+prefixes and moves are counted alike, when their last block has arrived.
 """
 
 from bisect import bisect_right
@@ -31,37 +31,37 @@ from engine.messages import WorkerId
 from engine.worker.blocks import BlockHash
 
 MEMORY = 256  # answers of each kind that are remembered
-ENOUGH = 16  # with fewer, an answer is expected to reach its bound
-NEARLY_ALL = 0.95  # the share of answers that the reserved memory is enough for
-REFRESH_EVERY = 16  # answers; to sort them is not free
+ENOUGH = 16  # with fewer answers, an answer is expected to reach its bound
+NEARLY_ALL = 0.95  # share of answers for which the reserved memory suffices
+REFRESH_EVERY = 16  # answers between two sorts, as sorting costs time
 
 
 class AnswerLengths:
-    """Lengths of answers, in tokens, by what they were allowed."""
+    """Lengths of answers in tokens, by their bounds."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, _Kind] = {}
 
     def observe(self, max_tokens: int, num_tokens: int) -> None:
-        """Learns that an answer with the bound `max_tokens` ended with `num_tokens`."""
+        """Records that an answer with the bound `max_tokens` ended with `num_tokens`."""
         kind = self._kinds.get(max_tokens.bit_length())
         if kind is None:
             kind = self._kinds[max_tokens.bit_length()] = _Kind()
         kind.observe(num_tokens)
 
     def nearly_longest(self, max_tokens: int) -> int:
-        """Tokens that nearly no answer like this exceeds."""
+        """Returns a length in tokens that nearly no answer with this bound exceeds."""
         known = self._known(max_tokens)
         if not known:
             return max_tokens
         return min(known[min(int(len(known) * NEARLY_ALL), len(known) - 1)], max_tokens)
 
     def mean(self, max_tokens: int) -> float:
-        """Tokens of such an answer on average."""
+        """Returns the mean length in tokens of answers with this bound."""
         return self.left(max_tokens, 0)
 
     def left(self, max_tokens: int, so_far: int) -> float:
-        """Mean number of tokens still to come of an answer that has `so_far`."""
+        """Returns the mean number of remaining tokens of an answer that has `so_far`."""
         known = self._known(max_tokens)
         longer = len(known) - bisect_right(known, so_far)
         if not longer:
@@ -70,7 +70,7 @@ class AnswerLengths:
         return min(total / longer - so_far, float(max(max_tokens - so_far, 1)))
 
     def survival(self, max_tokens: int, so_far: int, more: float) -> float:
-        """The share of answers with `so_far` tokens that go on after `more` further ones."""
+        """Returns the share of answers with `so_far` tokens that have `more` further ones."""
         if so_far + more >= max_tokens:
             return 0.0
         known = self._known(max_tokens)
@@ -86,8 +86,8 @@ class AnswerLengths:
 
 class _Kind:
     def __init__(self) -> None:
-        self.ordered: list[int] = []  # empty while there are not ENOUGH
-        self.sums: list[int] = []  # at n: the sum of the n longest
+        self.ordered: list[int] = []  # empty with fewer than ENOUGH answers
+        self.sums: list[int] = []  # at index n: the sum of the n longest
         self._latest: deque[int] = deque(maxlen=MEMORY)
         self._num_new = 0
 
@@ -100,20 +100,20 @@ class _Kind:
             self.sums = list(accumulate(reversed(self.ordered), initial=0))
 
 
-MAX_PROMPTS = 65_536  # prompts that are remembered; after as many, old counts weigh half
-MOST = 0.7  # share of a prompt
-ENOUGH_PROMPTS = 64  # prompts that went on; with fewer, nothing is said of them
-FOLLOWED_MORE = 1.3  # times as often as others
+MAX_PROMPTS = 65_536  # prompts that are remembered; after this many, old counts are halved
+MOST = 0.7  # minimum share of a prompt that repeats the earlier one
+ENOUGH_PROMPTS = 64  # continuing prompts; with fewer, nothing is predicted
+FOLLOWED_MORE = 1.3  # factor over the frequency of other prompts
 
 
 class Conversations:
-    """The latest prompts of this gateway."""
+    """The latest prompts of this gateway, and how often they were continued."""
 
     def __init__(self) -> None:
-        # Ends of prompts, the oldest first: if they went on, or None once they were followed.
+        # Ends of prompts, oldest first: True if they continued one; None once continued.
         self._ends: OrderedDict[BlockHash, bool | None] = OrderedDict()
-        self._num = [0.0, 0.0]  # prompts: others, and continued ones
-        self._num_followed = [0.0, 0.0]  # how many of these were continued
+        self._num = [0.0, 0.0]  # number of prompts: others, and continuing ones
+        self._num_followed = [0.0, 0.0]  # number of these that were continued
 
     def record(self, hashes: Sequence[BlockHash]) -> bool:
         """Records a prompt by its full blocks. Returns True if they are likely to be reused."""
@@ -137,7 +137,7 @@ class Conversations:
         return goes_on and self._are_followed_more()
 
     def _are_followed_more(self) -> bool:
-        """True if prompts that went on were followed more often than others."""
+        """True if continuing prompts were continued more often than others."""
         (others, went_on), (others_followed, followed) = self._num, self._num_followed
         return (
             went_on >= ENOUGH_PROMPTS
@@ -145,12 +145,12 @@ class Conversations:
         )
 
 
-MEMORY_S = 5.0  # older prompts count for less than a third
-KEPT = 0.98  # weight of a prompt in what caches saved, after the next one
+MEMORY_S = 5.0  # seconds; older prompts have a weight below a third
+KEPT = 0.98  # factor by which each prompt reduces the weight of the earlier ones
 
 
 class PromptLoad:
-    """The seconds of prompts that were lately placed, of which older ones count less."""
+    """The seconds of recently placed prompts; older prompts weigh less."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -167,15 +167,15 @@ class PromptLoad:
 
     @property
     def cached_token_s(self) -> float:
-        """Seconds that a cached token saves prompts, by the share of tokens that are found."""
+        """Returns the seconds that a cached token saves, weighted by the share of tokens found."""
         if self._num_computed <= 0.0:
             return 0.0
         found = self._num_cached / (self._num_cached + self._num_computed)
         return found * self._compute_s / self._num_computed
 
     def share(self, num_workers: int, now_s: float) -> float:
-        """Returns the share of their time that so many workers computed prompts; above 1 if they
-        could not keep up.
+        """Returns the share of time in which `num_workers` computed prompts; above 1 if prompts had
+        to queue.
         """
         return self._left(now_s) / (MEMORY_S * max(num_workers, 1))
 
@@ -183,31 +183,31 @@ class PromptLoad:
         return self._seconds * exp((self._noted_s - now_s) / MEMORY_S)
 
 
-MAX_PAIRS = 1024  # of workers; the least recently used pair is dropped
+MAX_PAIRS = 1024  # pairs of workers; the least recently used pair is dropped
 
 
 class MovedKv(msgspec.Struct):
-    """KV that one worker pulled from another one."""
+    """KV that one worker pulled from another worker."""
 
     source: WorkerId
     sink: WorkerId
     num_transfers: int = 0
     num_bytes: int = 0
-    timed_bytes: int = 0  # bytes of the transfers whose time is known
-    seconds: float = 0.0  # that these were on the way
-    exposed_s: float = 0.0  # seconds of transfers that prefill did not hide
-    last_s: float = 0.0  # when the latest one ended
+    timed_bytes: int = 0  # bytes of the transfers with a known time
+    seconds: float = 0.0  # seconds of these transfers
+    exposed_s: float = 0.0  # seconds of transfers that were not hidden behind prefill
+    last_s: float = 0.0  # time at which the latest transfer ended
 
 
 class PairTransfers:
-    """The sums of all pairs."""
+    """The transfer totals of all pairs of workers."""
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[tuple[WorkerId, WorkerId], MovedKv] = OrderedDict()
 
     @property
     def pairs(self) -> Collection[MovedKv]:
-        """A record for each pair, the pair that was used last at the end. Read only."""
+        """The record of each pair; the pair that was used last comes last. Read only."""
         return self._pairs.values()
 
     def record(
@@ -220,7 +220,7 @@ class PairTransfers:
         seconds: float = 0.0,
         exposed_s: float = 0.0,
     ) -> None:
-        """Adds a transfer that has ended."""
+        """Adds a finished transfer."""
         moved = self._pairs.get((source, sink))
         if moved is None:
             moved = self._pairs[source, sink] = MovedKv(source, sink)

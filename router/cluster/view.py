@@ -1,14 +1,15 @@
-"""The cluster as one gateway sees it: live workers, and what is promised to each.
+"""The cluster from the view of one gateway: live workers, and the claims on each.
 
-A store is in the view like a worker, but computes nothing: it holds blocks that workers pull.
-Nothing is ever promised to it, and its size and its blocks' size say nothing about the others.
+A store is in the view like a worker, but computes nothing: it holds blocks that workers pull. A
+store never has claims, and its size and block size say nothing about the workers.
 
-Claims are debits on predicted capacity. They are made when a request is placed, and returned when
-its need ends. They are exact for the requests of this gateway, whatever the workers last reported.
+Claims are debits on predicted capacity. A claim is made when a request is placed, and released when
+its need ends. Claims are exact for the requests of this gateway, whatever the workers last
+reported.
 
-Claims of other gateways come from the workers' reports: the reported load less our own. A promise
-that crosses a report is missing from the others' share until the next report. It is never counted
-twice.
+Claims of other gateways come from the workers' reports: the reported load minus our own claims. A
+claim that crosses a report is missing from the others' share until the next report. It is never
+counted twice.
 """
 
 from collections.abc import Sequence
@@ -22,27 +23,27 @@ from engine.messages import LoadReport, Role, RoleChanged, SeqId, Welcome, Worke
 
 
 class PrefillClaim(msgspec.Struct, frozen=True):
-    """The debit of a prompt that is to be computed."""
+    """The claim of a prompt that is to be computed."""
 
-    tokens: int  # to compute
-    prompt_tokens: int  # cached and pulled tokens included
-    seconds: float  # predicted; 0 where nothing is known yet
+    tokens: int  # number of tokens to compute
+    prompt_tokens: int  # number of tokens, including cached and pulled ones
+    seconds: float  # predicted; 0 if unknown
 
 
 class DecodeClaim(msgspec.Struct):
-    """The debit of a sequence that decodes or will decode."""
+    """The claim of a sequence that decodes or will decode."""
 
-    blocks: int  # at the length that is predicted for it
-    context_tokens: int  # now
-    begins_s: float  # when its first token was predicted to come
-    prompt_tokens: int  # in the context, before the answer
-    max_tokens: int  # in the answer
-    is_there: bool = False  # the worker knows of it and counts it
-    has_begun: bool = False  # its first token is there
+    blocks: int  # number at its predicted length
+    context_tokens: int  # at present
+    begins_s: float  # predicted time of its first token
+    prompt_tokens: int  # number in the context, before the answer
+    max_tokens: int  # maximum of the answer
+    is_there: bool = False  # the worker knows the sequence and reports it
+    has_begun: bool = False  # its first token has come
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer so far."""
+        """The number of answer tokens so far."""
         return self.context_tokens - self.prompt_tokens
 
 
@@ -50,9 +51,9 @@ class Foreign(msgspec.Struct, frozen=True):
     """Other gateways' share of a worker at its last report."""
 
     prompt_tokens: int = 0  # in prompts that wait or are being computed
-    seqs: int = 0  # that decode, or will
-    blocks: int = 0  # that the decodes fill at their present lengths
-    context_tokens: int = 0  # in the decodes
+    seqs: int = 0  # sequences that decode or will decode
+    blocks: int = 0  # filled by these sequences at their present lengths
+    context_tokens: int = 0  # of these sequences
 
 
 NOTHING = Foreign()
@@ -60,7 +61,7 @@ NOTHING = Foreign()
 
 @dataclass(slots=True)
 class DecodeTotals:
-    """What all workers that decode have together, for all gateways."""
+    """The totals of all decoding workers, over all gateways."""
 
     num_seqs: int = 0
     context_tokens: int = 0
@@ -72,7 +73,7 @@ class WorkerView:
 
     info: Welcome
     load: LoadReport | None = None
-    reported_s: float = 0.0  # when `load` came
+    reported_s: float = 0.0  # time at which `load` was reported
     foreign: Foreign = NOTHING
     prefills: dict[SeqId, PrefillClaim] = field(default_factory=dict)
     decodes: dict[SeqId, DecodeClaim] = field(default_factory=dict)
@@ -81,15 +82,15 @@ class WorkerView:
     reserved_s: float = 0.0
     reserved_blocks: int = 0
     context_tokens: int = 0
-    num_begun: int = 0  # how many of `decodes` have begun
-    computing_since_s: float = 0.0  # when it began the oldest prompt here
-    turnover: float = 0.0  # cached tokens that it was given, as a share of its cache
+    num_begun: int = 0  # number of `decodes` that have begun
+    computing_since_s: float = 0.0  # start of the oldest prompt here
+    turnover: float = 0.0  # cached tokens stored so far, as a share of its cache
     touched: set[WorkerId] = field(
         default_factory=set, repr=False
     )  # the view's set of changed workers
     totals: DecodeTotals = field(
         default_factory=DecodeTotals, repr=False, compare=False
-    )  # the view's, if it decodes
+    )  # the view's totals, if the worker decodes
 
     def change_role(self, message: RoleChanged) -> None:
         """Changes the worker's role. Claims on it stay."""
@@ -106,9 +107,9 @@ class WorkerView:
         now_s: float = 0.0,
         waits: bool = False,
     ) -> None:
-        """Debits a prompt of which `num_tokens` are to be computed there.
+        """Claims a prompt of which `num_tokens` are to be computed there.
 
-        With `waits`, the prompt does not begin before `begin_prefill`: its prefix is pulled first.
+        With `waits`, the prompt does not start before `begin_prefill`: its prefix is pulled first.
         """
         assert seq_id not in self.prefills
         if not self.prefills:
@@ -121,13 +122,13 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def begin_prefill(self, seq_id: SeqId, now_s: float) -> None:
-        """Notes that the first chunk of a prompt is about to run, after the pull it waited for."""
+        """Records that a prompt's first chunk is about to run, after any pull of its prefix."""
         if seq_id == next(iter(self.prefills), None):
             self.computing_since_s = now_s
             self.touched.add(self.info.worker_id)
 
     def release_prefill(self, seq_id: SeqId, now_s: float = 0.0) -> None:
-        """Credits a prompt's claim back, unless that was done before."""
+        """Releases a prompt's claim, unless it was released before."""
         if seq_id not in self.prefills:
             return
         if seq_id == next(iter(self.prefills)):
@@ -148,7 +149,7 @@ class WorkerView:
         prompt_tokens: int = 0,
         max_tokens: int = 1,
     ) -> None:
-        """Debits the KV of a sequence at its predicted length."""
+        """Claims the KV of a sequence at its predicted length."""
         assert seq_id not in self.decodes
         self.decodes[seq_id] = DecodeClaim(
             num_blocks, context_tokens, begins_s, prompt_tokens, max_tokens
@@ -160,7 +161,7 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def begin_decode(self, seq_id: SeqId) -> None:
-        """Notes that the first token of a sequence is there, so that it decodes from now on."""
+        """Records the first token of a sequence, so that it decodes from now on."""
         claim = self.decodes[seq_id]
         self.num_begun += not claim.has_begun
         claim.is_there = claim.has_begun = True
@@ -180,14 +181,14 @@ class WorkerView:
         self.totals.context_tokens += num_tokens
 
     def extend_decode(self, seq_id: SeqId, num_blocks: int) -> None:
-        """Raises the claim of a sequence that outgrew its prediction to `num_blocks` in all."""
+        """Raises the claim of a sequence that outgrew its prediction to `num_blocks` in total."""
         claim = self.decodes[seq_id]
         self.reserved_blocks += num_blocks - claim.blocks
         claim.blocks = num_blocks
         self.touched.add(self.info.worker_id)
 
     def release_decode(self, seq_id: SeqId) -> None:
-        """Credits a sequence's claim back, unless that was done before."""
+        """Releases a sequence's claim, unless it was released before."""
         claim = self.decodes.pop(seq_id, None)
         if claim is not None:
             self.reserved_blocks -= claim.blocks
@@ -198,7 +199,7 @@ class WorkerView:
             self.touched.add(self.info.worker_id)
 
     def report(self, load: LoadReport, now_s: float) -> None:
-        """Notes a load report, and derives from it the claims of other gateways."""
+        """Records a load report, and derives from it the claims of other gateways."""
         self.load, self.reported_s = load, now_s
         block_size = self.info.layout.block_size
         own = [claim for claim in self.decodes.values() if claim.is_there]
@@ -216,12 +217,13 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def ready(self, foreign_s: float = 0.0) -> tuple[float, float]:
-        """Returns the time at which all its prompts are computed, and the least seconds from now.
+        """Returns the time at which all its prompts are computed, and the minimum seconds from now.
 
-        The first prompt may take longer than predicted. The others begin after it.
+        The first prompt may take longer than predicted. The other prompts start after it.
 
-        `foreign_s` are the seconds of other gateways' prompts at the last report. The worker takes
-        turns among gateways, so its work for us since then is not work for them.
+        `foreign_s` is the work for other gateways' prompts at the last report. The worker
+        alternates between gateways, so the time it has since worked for us was not spent on that
+        work.
         """
         if not self.prefills:
             return (self.reported_s + foreign_s if foreign_s > 0.0 else -inf), 0.0
@@ -238,33 +240,33 @@ class WorkerView:
 
     @property
     def is_store(self) -> bool:
-        """True if it only keeps blocks for others."""
+        """True if it is a store, which only keeps blocks for workers."""
         return self.info.role is Role.STORE
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that its KV memory holds."""
+        """The number of tokens that its KV memory holds."""
         return self.info.num_blocks * self.info.layout.block_size
 
     @property
     def num_decodes(self) -> int:
-        """Sequences of all gateways that decode here or will decode here."""
+        """The number of sequences that decode or will decode here, of all gateways."""
         return len(self.decodes) + self.foreign.seqs
 
     @property
     def num_decoding(self) -> int:
-        """How many of `num_decodes` decode already; other gateways' all count."""
+        """The number of `num_decodes` that decode already; other gateways' are all counted."""
         return self.num_begun + self.foreign.seqs
 
     @property
     def mean_context_tokens(self) -> int:
-        """Tokens of context of `num_decodes`, our own in the middle of their predicted growth."""
+        """Context tokens of `num_decodes`; our own are in the middle of their predicted growth."""
         end_tokens = self.reserved_blocks * self.info.layout.block_size
         return (self.context_tokens + end_tokens) // 2 + self.foreign.context_tokens
 
     @property
     def decoding_context_tokens(self) -> int:
-        """The part of `mean_context_tokens` that `num_decoding` have, if all are equally long."""
+        """The part of `mean_context_tokens` of `num_decoding`, if all are equally long."""
         num_decodes = self.num_decodes
         if not num_decodes:
             return 0
@@ -272,18 +274,18 @@ class WorkerView:
 
     @property
     def promised_blocks(self) -> int:
-        """Blocks of KV that are promised to all gateways."""
+        """The number of KV blocks claimed by all gateways."""
         return self.reserved_blocks + self.foreign.blocks
 
     @property
     def promised_tokens(self) -> int:
-        """Tokens of prompts to compute, of all gateways."""
+        """The number of prompt tokens to compute, of all gateways."""
         return self.reserved_tokens + self.foreign.prompt_tokens
 
     def can_pull_from(self, source: "WorkerView") -> bool:
-        """True if the source's blocks mean the same here, and arrive unchanged.
+        """True if the source's blocks have the same meaning here, and arrive unchanged.
 
-        A prefix that was rounded on its way would be cached as if it had been computed.
+        Blocks that were rounded on their way would be cached as if they had been computed.
         """
         return (
             self.info.pulls_unchanged
@@ -296,9 +298,9 @@ class WorkerView:
 class ClusterView:
     """All live workers; only the router machine changes it.
 
-    `severed` holds pairs of a source and a sink between which KV lately did not arrive though both
-    live. Each has the time at which the pair is tried again. `touched` holds workers whose claims
-    or loads changed since a reader last cleared it.
+    `severed` has pairs of a live source and a live sink between which KV lately did not arrive.
+    Each has the time at which the pair is tried again. `touched` has workers whose claims or loads
+    changed since a reader last cleared it.
 
     `capacity_tokens` is the length of the longest request that the workers could hold.
     """
@@ -315,7 +317,7 @@ class ClusterView:
         self.measure()
 
     def add(self, info: Welcome) -> WorkerView:
-        """Adds a worker, with no claims on it."""
+        """Adds a worker without claims."""
         worker = WorkerView(info, touched=self.touched)
         self.workers[info.worker_id] = worker
         self.measure()
@@ -328,11 +330,10 @@ class ClusterView:
         return worker
 
     def measure(self) -> None:
-        """Notes which workers have which role, and sets the length of the longest request that they
-        could hold.
+        """Updates the workers by role, and the length of the longest request that they could hold.
 
-        One worker must have memory for its prompt, and one for its end. While a role has no worker,
-        the length stays: its workers are likely to come back as they were.
+        One worker must have memory for the prompt, and one for the whole request. While a role has
+        no worker, the length stays: its workers are likely to return unchanged.
         """
         workers = self.workers.items()
         found = [(i, w) for i, w in workers if w.info.role.prefills]
@@ -354,19 +355,19 @@ class ClusterView:
         )
 
     def any_computing(self) -> WorkerView | None:
-        """Returns a worker that is no store: all have blocks of one size. None if there is none."""
+        """Returns a worker that is not a store; all have one block size. None if there is none."""
         return next((w for w in self.workers.values() if w.info.role is not Role.STORE), None)
 
     def prefillers(self) -> Sequence[tuple[WorkerId, WorkerView]]:
-        """Workers that prefill; if there are none, fluid decode workers."""
+        """Returns workers that prefill; if there are none, fluid decode workers."""
         return self._prefillers
 
     def decoders(self) -> Sequence[WorkerView]:
-        """Workers that decode."""
+        """Returns workers that decode."""
         return self._decoders
 
     def missing(self) -> str | None:
-        """The role whose absence keeps requests from being served; None if they can be served."""
+        """Returns the role whose absence prevents serving; None if requests can be served."""
         if not self.prefillers():
             return "no prefill worker"
         if not self._decoders:
@@ -374,7 +375,7 @@ class ClusterView:
         return None
 
     def remove_severed(self, now_s: float) -> None:
-        """Forgets severed pairs whose time to be tried again has come."""
+        """Removes severed pairs that may be tried again."""
         if self.severed:
             self.severed = {pair: at_s for pair, at_s in self.severed.items() if at_s > now_s}
 

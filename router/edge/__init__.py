@@ -1,1 +1,1 @@
-"""What stands between the network and an application: limits, TLS, and an orderly end."""
+"""Between the network and an application: limits, TLS, and an orderly shutdown."""

@@ -3,11 +3,11 @@
 httptools parses requests. Each becomes an `Exchange`, which a task of the application answers. The
 exchanges of a connection are answered one after the other.
 
-Parts of bodies that go through the pipe are sent at the end of the loop's turn: see `Outbox`.
+Parts of bodies written through the pipe are sent at the end of the loop's turn: see `Outbox`.
 
-A connection that breaks our limits is refused, with an answer if no other answer has begun. If the
-body of a request is incomplete, its response is the connection's last. Input after it is discarded
-for a moment, so that the client can read the response.
+A connection that exceeds a limit is refused, with an error response if no other response has begun.
+If the body of a request is incomplete, its response is the connection's last. Further input is
+discarded for a moment, so that the client can read the response.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ from router.edge.refusals import (
 log = logging.getLogger(__name__)
 
 
-FREE_PARTS = 4096  # parts of a body, as chunks or as the network delivers it
-MIN_PART_BYTES = 32  # mean size of the parts beyond `FREE_PARTS`
-_ONCE = frozenset({b"host", b"authorization"})  # if there were two, a proxy might read the other
+FREE_PARTS = 4096  # parts of a body that are free of the size rule, as chunks or network reads
+MIN_PART_BYTES = 32  # minimum mean size of the parts after the first `FREE_PARTS`
+_ONCE = frozenset({b"host", b"authorization"})  # with two of them, a proxy might read the other one
 
 
 class _NotParsed(Exception):
-    """Raised inside a callback of the parser, which swallows it."""
+    """Raised inside a callback of the parser, which hides the exception itself."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,10 +55,10 @@ class Clients:
     book: Book
     connections: "set[Connection]" = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set at each end
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever a task ends
 
     def end_task(self, task: asyncio.Task[None]) -> None:
-        """Forgets a task that has ended."""
+        """Removes a task that has ended."""
         self.tasks.discard(task)
         self.ended.set()
 
@@ -74,19 +74,19 @@ class Connection(asyncio.Protocol):
         self._book = clients.book
         self._limits = clients.book.limits
         self._loop = asyncio.get_running_loop()
-        self._exchanges: list[Exchange] = []  # that are not answered yet, oldest first
-        self._present: Exchange | None = None  # whose body comes
-        self._is_paused = False  # the application should take a body first
+        self._exchanges: list[Exchange] = []  # exchanges that are not answered yet, oldest first
+        self._present: Exchange | None = None  # the exchange whose body is arriving
+        self._is_paused = False  # reading is paused until the application takes a body
         self._is_writable = asyncio.Event()
         self._is_writable.set()
-        self._address = ""  # the address that it is counted under
+        self._address = ""  # the client address under which the connection is counted
         self._is_counted = False
-        self._is_last = False  # further input is discarded
+        self._is_last = False  # the last response is sent; further input is discarded
         self._is_draining = False
-        self._num_fed = 0  # bytes since the parser last completed a part or a piece of a body
+        self._num_fed = 0  # bytes since the parser last completed a field or a piece of a body
         self._num_body = 0  # bytes of an incomplete body
         self._has_head = self._expects_continue = False  # the present request's head is complete
-        self._num_parts = self._num_parts_bytes = 0  # parts of its body
+        self._num_parts = self._num_parts_bytes = 0  # parts of the present body
         self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
         self._outbox = _outboxes.get(self._loop) or _outboxes.setdefault(self._loop, Outbox())
         self._feeder = _feeders.get(self._loop) or _feeders.setdefault(self._loop, Feeder())
@@ -98,7 +98,7 @@ class Connection(asyncio.Protocol):
         """Admits the connection of a client, or refuses it."""
         self.transport = transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
         self._parser = httptools.HttpRequestParser(self)
-        # A client may send more behind a request that asks for the last answer.
+        # A client may send more after a request whose response will be the last.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._clients.connections.add(self)
         peer = transport.get_extra_info("peername")
@@ -126,7 +126,7 @@ class Connection(asyncio.Protocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notes that the client has left."""
+        """Handles the client's disconnection."""
         self.is_ready = False
         self._clients.connections.discard(self)
         self._clients.ended.set()
@@ -138,18 +138,18 @@ class Connection(asyncio.Protocol):
         del self._parser  # it refers to this object
 
     def data_received(self, data: bytes) -> None:
-        """Parses input, unless the last answer was sent."""
+        """Parses input, unless the last response was sent."""
         if not self._is_last:
             self._pace.idle_s = None
             self._feeder.take(self, data)
 
     def pause_writing(self) -> None:
-        """Notes that the client reads too slowly."""
+        """Records that the client reads too slowly."""
         self.is_ready = False
         self._is_writable.clear()
 
     def resume_writing(self) -> None:
-        """Notes that the client has caught up."""
+        """Records that the client has caught up."""
         self.is_ready = not self.transport.is_closing()
         self._is_writable.set()
 
@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
         self._num_fed += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # no other protocol is offered
+        except httptools.HttpParserUpgrade:  # no other protocol is supported
             if self._present is not None:
                 self._present.keep_alive = False
             self._is_last = True
@@ -180,24 +180,24 @@ class Connection(asyncio.Protocol):
         self.transport.pause_reading()
 
     def let_go(self) -> None:
-        """Reads again unless the application should take a body; implements `FedConnection`."""
+        """Resumes reading unless the application must take a body; implements `FedConnection`."""
         if not (self._is_paused or self.transport.is_closing()):
             self.transport.resume_reading()
 
     # ------------------------------------------------------------ the parser's side
 
     def on_message_begin(self) -> None:
-        """Begins a head."""
+        """Starts a request head."""
         self._has_head = self._expects_continue = False
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
 
     def on_url(self, url: bytes) -> None:
-        """Takes a part of the target."""
+        """Adds a part of the request target."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a field of the head. Drops trailers, which come behind the body."""
+        """Adds a header field. Drops trailers, which come after the body."""
         self._feeder.spend(FIELD_WORK)
         if self._has_head:
             return
@@ -207,7 +207,7 @@ class Connection(asyncio.Protocol):
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Begins a request; its task has not run yet."""
+        """Starts a request; its task has not run yet."""
         self._check_head()
         self._has_head = True
         self._num_fed = self._num_parts = self._num_parts_bytes = 0
@@ -231,7 +231,7 @@ class Connection(asyncio.Protocol):
             self, scope, keep_alive=may_stay, expects_continue=self._expects_continue
         )
         offered: dict[str, object] = {"caller": exchange}
-        if version == "1.1":  # clients of HTTP/1.0 know no chunks
+        if version == "1.1":  # HTTP/1.0 has no chunks
             offered["pipe"] = self
         scope["extensions"] = {EXTENSION: offered}
         self._present = exchange
@@ -242,7 +242,7 @@ class Connection(asyncio.Protocol):
             self._pause_reading()
 
     def on_body(self, body: bytes) -> None:
-        """Takes a part of a body."""
+        """Adds a part of a body."""
         book, present = self._book, self._present
         assert present is not None
         self._num_fed = 0
@@ -252,7 +252,7 @@ class Connection(asyncio.Protocol):
         if self._num_parts > FREE_PARTS + self._num_parts_bytes // MIN_PART_BYTES:
             self._raise(SMALL_PARTS)
         if present.streams_body and not present.is_complete:
-            self._remove_body()  # the application has it, but for what waits here
+            self._remove_body()  # the application has all of it except the waiting parts
             self._pace.begin_body(self._loop.time())
         else:
             self._num_body += len(body)
@@ -263,7 +263,7 @@ class Connection(asyncio.Protocol):
             self._pause_reading()
 
     def on_message_complete(self) -> None:
-        """Notes a complete request. From now on its body counts as the application's."""
+        """Ends a request. From now on its body counts as the application's."""
         self._remove_body()
         self._num_fed = 0
         self._pace.end_message()
@@ -277,7 +277,7 @@ class Connection(asyncio.Protocol):
         limits, fields = self._limits, self._headers
         if len(fields) > limits.max_headers:
             self._raise(LONG_HEAD)
-        if self._num_fed > limits.max_head_bytes:  # the end of a body may be among these bytes
+        if self._num_fed > limits.max_head_bytes:  # these bytes may include the end of a body
             num_bytes = sum([len(name) + len(value) + 4 for name, value in fields])
             if len(self._url) + num_bytes > limits.max_head_bytes:
                 self._raise(LONG_HEAD)
@@ -286,7 +286,7 @@ class Connection(asyncio.Protocol):
         if not self._url.isascii():
             self._raise(NOT_HTTP)
         once = [name for name, _ in fields if name in _ONCE]
-        if len(once) > len(set(once)):  # a field that must be unambiguous is given twice
+        if len(once) > len(set(once)):  # a field that must occur once occurs twice
             self._raise(TWICE)
 
     def _raise(self, refusal: EdgeRefusal) -> None:
@@ -303,7 +303,7 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(clients.end_task)
 
     async def drain(self) -> None:
-        """Returns when the client has read enough to get more."""
+        """Returns when the client has read enough to receive more."""
         await self._is_writable.wait()
 
     def _pause_reading(self) -> None:
@@ -312,13 +312,13 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Reads more, if reading was stopped for the application."""
+        """Resumes reading, if reading was paused for the application."""
         if self._is_paused:
             self._is_paused = False
             self.transport.resume_reading()
 
     def answered(self, exchange: Exchange) -> None:
-        """Notes that the response of the oldest request is complete."""
+        """Ends the oldest exchange: its response is complete."""
         self._exchanges.remove(exchange)
         if exchange is self._present and not exchange.more_body:
             self._present = None
@@ -335,7 +335,7 @@ class Connection(asyncio.Protocol):
             self._pace.idle_s = now_s
 
     def _finish(self) -> None:
-        """Notes that the connection's last response is sent."""
+        """Handles the end of the connection's last response."""
         if self.transport.is_closing():
             return
         self._is_last = True
@@ -356,11 +356,11 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------ the listener's side
 
     def count_under(self, address: str) -> None:
-        """Notes the address of a connection that was admitted when it was accepted."""
+        """Records the address of a connection that was counted when it was accepted."""
         self._address, self._is_counted = address, True
 
     def uncount(self) -> None:
-        """Ends the count of this connection."""
+        """Removes this connection from the counts."""
         if self._is_counted:
             self._is_counted = False
             self._book.leave(self._address)
@@ -380,7 +380,7 @@ class Connection(asyncio.Protocol):
                 return
             case Overdue.LINGER:
                 self.transport.close()
-                self._pace.last_s = None  # what is unsent may still stall
+                self._pace.last_s = None  # unsent data may still stall
             case Overdue.STALLED:
                 log.warning(
                     "a connection from %s is cut: %s", self._address, self._book.refuse(why)
@@ -395,7 +395,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(SLOW_HEAD if why is Overdue.HEAD else SLOW_BODY)
 
     def shutdown(self) -> None:
-        """Takes no requests after the ones that have begun to arrive."""
+        """Accepts no requests after those that have begun to arrive."""
         self._is_draining = True
         if self._exchanges:
             self._exchanges[-1].keep_alive = False
@@ -403,7 +403,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def cut(self) -> None:
-        """Ends the connection at once."""
+        """Closes the connection at once."""
         self.transport.abort()
 
     def _refuse(self, refusal: EdgeRefusal) -> None:
@@ -411,7 +411,7 @@ class Connection(asyncio.Protocol):
         log.warning("a connection from %s is ended: %s", self._address, refusal.message)
         exchanges = self._exchanges
         if len(exchanges) > 1 or (exchanges and exchanges[0].has_begun):
-            self.transport.close()  # an answer has begun, so no other one can be sent
+            self.transport.close()  # an answer has begun, so an error cannot be sent
             return
         if not self.transport.is_closing():
             self.transport.write(refusal.response())
@@ -428,23 +428,23 @@ class Connection(asyncio.Protocol):
         outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
 
     def socket(self) -> int:
-        """The descriptor to which coded parts may be sent now, or NO_SOCKET."""
+        """The socket descriptor to which coded parts may be sent now, or NO_SOCKET."""
         transport = self.transport
         if transport.is_closing() or transport.get_write_buffer_size():
             return NO_SOCKET
         return self._descriptor
 
     def write_coded(self, data: bytes) -> None:
-        """Sends parts that have the chunked coding already, at once. `flush` must come before."""
+        """Sends parts that are already in the chunked coding, at once. Call `flush` before."""
         transport = self.transport
         if not transport.is_closing():
             try:
                 transport.write(data)
-            except Exception:  # other clients go on
+            except Exception:  # other clients must not be affected
                 cut_off(transport)
 
     def flush(self) -> None:
-        """Sends all waiting parts now, also of other connections."""
+        """Sends all waiting parts now, also those of other connections."""
         if self._outbox.parts:
             self._outbox.send()
 

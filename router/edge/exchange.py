@@ -2,9 +2,10 @@
 
 An application finds two objects beyond ASGI in `scope["extensions"]`. Other servers have neither.
 
-With the *pipe*, a `BodyPipe`, it writes parts of a body straight to the transport. With the
-*caller*, the `Exchange`, it takes a body that has come already, without waiting. It also gets a
-callback when the client leaves. With `receive` alone, a task would have to wait for that.
+With the *pipe*, a `BodyPipe`, the application writes parts of a body straight to the transport.
+With the *caller*, the `Exchange`, it takes a body that has arrived already, without waiting. It
+also gets a callback when the client leaves. With `receive` alone, a task would have to wait for
+that.
 """
 
 import asyncio
@@ -24,70 +25,71 @@ log = logging.getLogger(__name__)
 
 EXTENSION = "baton.pipe"
 NO_SOCKET = -1  # an invalid descriptor
-HIGH_WATER_BYTES = 65_536  # a body is read on only while less than this is unread
+HIGH_WATER_BYTES = 65_536  # reading of a body pauses while this much is unread
 _NOT_IN_NAMES = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _NOT_IN_VALUES = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 _LAST = b"connection: close\r\n"
 
 
 class BodyPipe(Protocol):
-    """Carries parts of a body that has begun, in order and without waiting, past `send`.
+    """Sends parts of a response body, in order and without waiting, bypassing `send`.
 
     It may be used between `http.response.start`, with a head without a length, and the last
-    `http.response.body`. Call `flush` before sending anything by other ways. A wait at `send` needs
-    a task, whose turn comes later. That costs more than everything else that is done for a token.
+    `http.response.body`. Call `flush` before sending anything in another way. Waiting at `send`
+    needs a task, which runs later. That costs more than all other work for a token.
     """
 
     is_ready: bool  # the client is connected and reads fast enough
 
     def write(self, data: bytes) -> None:
-        """Sends a non-empty part soon."""
+        """Sends a non-empty part at the end of the loop's turn."""
         ...
 
     def socket(self) -> int:
-        """The descriptor to which coded parts may be sent now, or NO_SOCKET.
+        """The socket descriptor to which coded parts may be sent now, or NO_SOCKET.
 
-        It may be used before anything else is done. Call `flush` before.
+        Use it before any other event is handled. Call `flush` before sending to it.
         """
         ...
 
     def write_coded(self, data: bytes) -> None:
-        """Sends parts that have HTTP's chunked coding already, at once. Call `flush` before."""
+        """Sends parts that are already in the chunked coding, at once. Call `flush` before."""
         ...
 
     def cut(self) -> None:
-        """Ends the connection at once, as its body cannot go on."""
+        """Closes the connection at once, as its body cannot be continued."""
         ...
 
     def flush(self) -> None:
-        """Sends all parts now: needed before sending anything by other ways."""
+        """Sends all parts now: needed before sending anything in another way."""
         ...
 
 
 class ExchangeWire(Protocol):
-    """The connection of an exchange."""
+    """The connection that an exchange uses."""
 
     is_ready: bool  # the client is connected and reads fast enough
     transport: asyncio.Transport
 
     async def drain(self) -> None:
-        """Returns when the client has read enough to get more."""
+        """Returns when the client has read enough to receive more."""
         ...
 
     def resume_reading(self) -> None:
-        """Reads more of the request."""
+        """Resumes reading the request."""
         ...
 
     def answered(self, exchange: "Exchange") -> None:
-        """Notes that the response of the oldest request is complete."""
+        """Ends the oldest exchange: its response is complete."""
         ...
 
 
 class Exchange:
-    """A request whose head has come, and its response.
+    """A request whose head has arrived, and its response.
 
-    The head of the response waits for the next part of the same turn of the loop, since each write
-    by itself would wake the client. It says whether the response is the connection's last one.
+    The head of the response is held for the next part in the same turn of the loop, since each
+    separate write would wake the client. The head says whether the response is the connection's
+    last.
     """
 
     def __init__(
@@ -96,22 +98,22 @@ class Exchange:
         self.scope = scope
         self.keep_alive = keep_alive
         self.streams_body = False
-        self.body = bytearray()  # what has come and was not taken
+        self.body = bytearray()  # received but not taken yet
         self.more_body = True
-        self.has_begun = self.is_complete = False  # the response
+        self.has_begun = self.is_complete = False  # of the response
         self._way = way
         self._expects_continue = expects_continue
-        self._arrived = asyncio.Event()  # more of the body, or its end
-        self._held = b""  # the head
+        self._arrived = asyncio.Event()  # set by more of the body, or its end
+        self._held = b""  # the head that is held back
         self._is_chunked = False
-        self._num_left: int | None = None  # bytes of the response's body; None: any number
+        self._num_left: int | None = None  # missing bytes of the response's body; None: unbounded
         self._on_gone: Callable[[], None] | None = None
         self._is_gone = False
 
     # ------------------------------------------------------------ the application's side
 
     async def run(self, app: ASGIApp) -> None:
-        """Lets the application answer."""
+        """Runs the application for this request."""
         try:
             await app(self.scope, self.receive, self.send)
         except Exception:
@@ -131,7 +133,7 @@ class Exchange:
         await self.send({"type": "http.response.body"})
 
     async def receive(self) -> Message:
-        """Returns the next part of the body, or that the client has left."""
+        """Returns the next part of the body, or a message that the client has left."""
         if self._expects_continue:
             self._expects_continue = False
             if not self._way.transport.is_closing():
@@ -173,11 +175,11 @@ class Exchange:
         if not more_body:
             self.is_complete = True
             self._arrived.set()
-            del self.scope["extensions"]  # it refers to this object
+            del self.scope["extensions"]  # the scope's extensions refer to this object
             self._way.answered(self)
 
     def take_body(self) -> bytes | None:
-        """The request's body if it has come whole and was not read yet, else None."""
+        """Returns the request's body if it is complete and unread, else None."""
         if self.more_body or self._is_gone or self._expects_continue:
             return None
         data, self.body = bytes(self.body), bytearray()
@@ -186,35 +188,35 @@ class Exchange:
         return data
 
     def stream_body(self) -> None:
-        """Says that the application takes the body in pieces as it comes.
+        """Records that the application takes the body in pieces as it arrives.
 
-        The body then has no deadline as a whole, but each piece has. What was taken does not count
-        as a body in memory.
+        The body then has no deadline as a whole; each piece has one. Pieces that were taken do not
+        count as body bytes in memory.
         """
         self.streams_body = True
 
     def watch(self, on_gone: Callable[[], None] | None) -> bool:
-        """Sets the callback for the client's leaving, or none. False: it has left already."""
+        """Sets or removes the callback for the client's leaving. False: the client has left."""
         self._on_gone = on_gone
         return not self._is_gone
 
     # ------------------------------------------------------------ the connection's side
 
     def put(self, data: bytes) -> bool:
-        """Adds a part of the body. Returns False if the application should take it first."""
+        """Adds a part of the body. Returns False if the application must take the body first."""
         if not self.is_complete:
             self.body += data
             self._arrived.set()
         return len(self.body) <= HIGH_WATER_BYTES
 
     def end_body(self) -> None:
-        """Notes that the body is complete."""
+        """Records that the body is complete."""
         if not self.is_complete:
             self.more_body = False
             self._arrived.set()
 
     def leave(self) -> None:
-        """Notes that the client has left."""
+        """Records that the client has left."""
         self._is_gone = True
         self.scope.pop("extensions", None)
         self._arrived.set()
@@ -222,8 +224,8 @@ class Exchange:
             self._on_gone()
 
     def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Holds the head back until there is more to send, or the turn of the loop is over."""
-        if self.more_body:  # the rest of the request's body would be taken for a request
+        """Holds the head until there is more to send, or the turn of the loop is over."""
+        if self.more_body:  # unread body bytes would be parsed as the next request
             self.keep_alive = False
         lines, has_length, is_last = [_status_line(status), _date(unix_time_s())], False, False
         for given, value in headers:
@@ -250,7 +252,7 @@ class Exchange:
         asyncio.get_running_loop().call_soon(self._send_held, b"")
 
     def _send_held(self, data: bytes) -> None:
-        """Sends the head if it is not sent yet, and more of the response."""
+        """Sends more of the response, after the head if it was held."""
         held, self._held = self._held, b""
         transport = self._way.transport
         if (held or data) and not transport.is_closing():
@@ -272,22 +274,22 @@ def _date(now_s: int) -> bytes:
 
 
 def caller_of(scope: Scope) -> Exchange | None:
-    """The client's side of a request, if its server offers it."""
+    """Returns the exchange of a request, if its server offers one."""
     caller: Exchange | None = scope.get("extensions", {}).get(EXTENSION, {}).get("caller")
     return caller
 
 
 def pipe_of(scope: Scope) -> BodyPipe | None:
-    """The pipe of a request's connection, if its server offers one."""
+    """Returns the pipe of a request's connection, if its server offers one."""
     pipe: BodyPipe | None = scope.get("extensions", {}).get(EXTENSION, {}).get("pipe")
     return pipe
 
 
 class Outbox:
-    """Parts of bodies from one turn of the loop, sent one right after the other.
+    """Parts of bodies from one turn of the loop, sent together at its end.
 
-    A step of a worker brings a token of each stream. If each token were sent at once, nearly every
-    one would wake its client, which would take the processor from the work for the next token.
+    A step of a worker brings a token for each stream. If each token were sent at once, it would
+    wake its client, which would take CPU time from the work for the next token.
     """
 
     def __init__(self) -> None:
@@ -300,11 +302,11 @@ class Outbox:
             if not transport.is_closing():
                 try:
                     transport.write(data)
-                except Exception:  # other clients go on
+                except Exception:  # other clients must not be affected
                     cut_off(transport)
 
 
 def cut_off(transport: asyncio.Transport) -> None:
-    """Ends a connection that cannot be written to, in the handler of the error."""
+    """Closes a connection that cannot be written to; called in the error's handler."""
     log.exception("sending a part of a body failed: its connection is cut")
     transport.abort()

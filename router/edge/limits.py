@@ -1,10 +1,11 @@
 """Limits on a listener's clients: connections, bytes and time.
 
 Pure: no socket, no clock. `Book` admits connections and counts refusals. `ConnectionPace` decides
-when a connection is overdue. A listener asks once a second, so no connection needs timers.
+when a connection is overdue. A listener checks once a second, so no connection needs timers.
 
-A request's head is its request line and header fields. Its clock starts with the connection, or
-with the first byte after the request before; the body's clock starts when the head is complete.
+A request's head is its request line and header fields. The head's clock starts with the connection,
+or with the first byte after the previous request. The body's clock starts when the head is
+complete.
 """
 
 from collections import Counter
@@ -16,27 +17,27 @@ from enum import StrEnum
 class EdgeLimits:
     """The limits of one listener."""
 
-    max_head_bytes: int = 32 * 2**10  # also of trailers, which come between parts of a body
+    max_head_bytes: int = 32 * 2**10  # also applies to trailers, which come between parts of a body
     max_headers: int = 100
-    max_pipelined: int = 8  # requests of a connection that wait for an earlier answer
-    max_bodies_bytes: int = 256 * 2**20  # in all incomplete bodies
+    max_pipelined: int = 8  # requests of a connection that may wait for an earlier answer
+    max_bodies_bytes: int = 256 * 2**20  # total of all incomplete bodies
     max_connections: int = 8192
     max_connections_per_address: int = 2048
-    head_timeout_s: float = 10.0  # a TLS handshake has the same time
+    head_timeout_s: float = 10.0  # also for a TLS handshake
     body_timeout_s: float = 30.0
-    stall_timeout_s: float = 60.0  # a client that reads nothing of its answer is cut off after this
-    linger_s: float = 2.0  # after a last answer, input is discarded for this long
-    idle_timeout_s: float = 5.0  # after an answer without a further request
+    stall_timeout_s: float = 60.0  # after this, a client that reads nothing is cut off
+    linger_s: float = 2.0  # input is discarded for this long after a last answer
+    idle_timeout_s: float = 5.0  # allowed after an answer until the next request
 
     @property
     def sweep_every_s(self) -> float:
-        """Seconds between two looks for overdue connections."""
+        """Seconds between two checks for overdue connections."""
         timeouts = (self.head_timeout_s, self.body_timeout_s, self.stall_timeout_s, self.linger_s)
         return min(1.0, min(timeouts) / 4)
 
 
 class Overdue(StrEnum):
-    """Why a connection is closed."""
+    """The reason for which an overdue connection is closed."""
 
     SILENT = "no request came"
     HEAD = "the head of a request took too long"
@@ -47,18 +48,18 @@ class Overdue(StrEnum):
 
 
 class Book:
-    """The counts of one listener."""
+    """The counts of one listener, within its limits."""
 
     def __init__(self, limits: EdgeLimits) -> None:
         self.limits = limits
         self.num_connections = 0
-        self.bodies_bytes = 0  # in incomplete bodies
-        self.refusals: Counter[str] = Counter()  # by reason
+        self.bodies_bytes = 0  # total of incomplete bodies
+        self.refusals: Counter[str] = Counter()  # refused connections and requests, by reason
         self.tls_events: Counter[str] = Counter()  # reloads of certificates, by outcome
         self._of_address: Counter[str] = Counter()
 
     def admit(self, address: str) -> str | None:
-        """Counts a connection, or returns the reason why it may not stay."""
+        """Counts a connection, or returns the reason for refusing it."""
         if self.num_connections >= self.limits.max_connections:
             return self.refuse("too many connections")
         if self._of_address[address] >= self.limits.max_connections_per_address:
@@ -68,7 +69,7 @@ class Book:
         return None
 
     def leave(self, address: str) -> None:
-        """Notes the end of an admitted connection."""
+        """Removes an admitted connection that has ended."""
         self.num_connections -= 1
         self._of_address[address] -= 1
         if not self._of_address[address]:
@@ -80,7 +81,7 @@ class Book:
         return reason
 
     def validate(self) -> None:
-        """Raises AssertionError unless the counts agree."""
+        """Raises AssertionError if the counts do not agree."""
         assert self.num_connections == sum(self._of_address.values())
         assert all(number > 0 for number in self._of_address.values())
         assert self.bodies_bytes >= 0
@@ -88,30 +89,30 @@ class Book:
 
 @dataclass(slots=True)
 class ConnectionPace:
-    """The times since which one connection owes a head, a body or progress; None: it owes none."""
+    """The times since when one connection owes a head, a body or progress; None: not owed."""
 
-    head_s: float | None  # the head of a request
-    body_s: float | None = None  # the rest of a body
-    last_s: float | None = None  # when its last answer was sent
-    idle_s: float | None = None  # when an answer was sent; no further request has come
-    has_begun: bool = False  # a byte of the head has come
-    num_unsent: int = 0  # bytes of answers at the last look
-    stall_s: float | None = None  # since when `num_unsent` has not fallen
+    head_s: float | None  # since when the head of a request is owed
+    body_s: float | None = None  # since when the rest of a body is owed
+    last_s: float | None = None  # time at which the last answer was sent
+    idle_s: float | None = None  # time at which an answer was sent, if no further request has come
+    has_begun: bool = False  # a byte of the head has arrived
+    num_unsent: int = 0  # bytes of answers that were unsent at the last check
+    stall_s: float | None = None  # time since which `num_unsent` has not fallen
 
     def await_head(self, now_s: float) -> None:
         """Starts the clock of the next head."""
         self.head_s, self.body_s, self.has_begun = now_s, None, False
 
     def begin_body(self, now_s: float) -> None:
-        """Notes a complete head and starts the clock of the body."""
+        """Records a complete head and starts the clock of the body."""
         self.head_s, self.body_s = None, now_s
 
     def end_message(self) -> None:
-        """Notes a complete request. Nothing is due until a byte of the next one comes."""
+        """Records a complete request. Nothing is owed until the next request's first byte."""
         self.head_s = self.body_s = None
 
     def resume(self, now_s: float) -> None:
-        """Restarts the clocks after an answer, for which the next request had to wait."""
+        """Restarts the clocks after an answer, as the next request had to wait for it."""
         if self.head_s is not None:
             self.head_s = now_s
         if self.body_s is not None:
@@ -120,9 +121,9 @@ class ConnectionPace:
     def overdue(
         self, now_s: float, limits: EdgeLimits, *, num_unsent: int, is_answered: bool
     ) -> Overdue | None:
-        """The reason to close the connection now, or None.
+        """Returns the reason to close the connection now, or None.
 
-        A request may wait as long as the answer before it takes.
+        While an earlier answer runs, the next request may wait.
         """
         if self._has_stalled(now_s, limits.stall_timeout_s, num_unsent):
             return Overdue.STALLED

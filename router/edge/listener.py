@@ -1,14 +1,14 @@
 """Serves an ASGI application on a socket, within limits, optionally over TLS.
 
-A listener accepts several connections in a turn of the loop. libuv's servers accept one. If many
-clients come at once, those that are in already keep the turns long, and the last ones wait until
-nearly all others are answered. With TLS, asyncio's own servers would also not count handshakes, and
-would never change the certificate.
+A listener accepts several connections per turn of the loop; libuv's servers accept one. If many
+clients come at once, the accepted ones keep the turns long, and the last clients wait until nearly
+all others are answered. With TLS, asyncio's own servers would also not count handshakes, and would
+never replace the certificate.
 
-One sweep a second looks for overdue connections and for changed certificate files.
+One sweep per second checks for overdue connections and for changed certificate files.
 
-When a listener closes, it takes no more connections, and running answers go on. `close` waits for
-them up to a timeout. Then it asks the rest to end, and cuts connections that do not.
+When a listener closes, it accepts no more connections, and running answers continue. `close` waits
+for them up to a timeout. Then it asks the rest to end, and cuts connections that do not.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from router.edge.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 16  # then other events have their turn, and other processes get connections
-SHUTDOWN_TIMEOUT_S = 5.0  # time to wait for a client's close message
-CUT_TIMEOUT_S = 2.0  # time to send the errors that end answers
-END_TIMEOUT_S = 5.0  # time for cut connections to end
-BACKLOG = 2048  # connections that the kernel keeps until they are accepted
+ACCEPTED_AT_ONCE = 16  # then other events are handled, and other processes get connections
+SHUTDOWN_TIMEOUT_S = 5.0  # seconds to wait for a client's close message
+CUT_TIMEOUT_S = 2.0  # seconds to send the errors that end answers
+END_TIMEOUT_S = 5.0  # seconds for cut connections to end
+BACKLOG = 2048  # connections that the kernel queues until they are accepted
 
 
 class Listener:
-    """Serves an application from open to close. Belongs to one event loop."""
+    """Serves an application from `open` to `close`. Belongs to one event loop."""
 
     def __init__(self, app: ASGIApp, book: Book, tls: TlsFiles | None = None) -> None:
-        """`book` has the limits and counts. `tls` must be open."""
+        """`book` has the limits and counts. `tls` must be open already."""
         self._book = book
         self._tls = tls
         if tls is not None:
@@ -47,7 +47,7 @@ class Listener:
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self, sock: socket.socket) -> None:
-        """Starts to serve connections of a listening socket."""
+        """Starts to accept connections from a listening socket."""
         self._loop = asyncio.get_running_loop()
         self._acceptor.open(sock)
         self._sweep()
@@ -57,7 +57,7 @@ class Listener:
         self._stops_draining.set()
 
     async def close(self, drain_timeout_s: float, cut: Callable[[], Any]) -> None:
-        """Takes no more connections and waits for answers; after the timeout, `cut` ends them."""
+        """Accepts no more connections and waits for answers; after the timeout, `cut` ends them."""
         self._acceptor.close()
         for connection in list(self._clients.connections):
             connection.shutdown()
@@ -91,15 +91,15 @@ class Listener:
         for connection in list(self._clients.connections):
             try:
                 connection.check(now_s)
-            except Exception:  # other connections go on
+            except Exception:  # other connections must not be affected
                 log.exception("checking a connection failed: it is cut")
                 connection.cut()
         self._timer = self._loop.call_later(self._book.limits.sweep_every_s, self._sweep)
 
 
 class Acceptor:
-    """Makes HTTP connections of accepted sockets. Connections with TLS are counted before their
-    handshake, others by themselves.
+    """Makes HTTP connections from accepted sockets. TLS connections are counted before their
+    handshake; other connections count themselves.
     """
 
     def __init__(self, clients: Clients, files: TlsFiles | None) -> None:
@@ -108,17 +108,17 @@ class Acceptor:
         self._files = files
         self._book = clients.book
         self._sock: socket.socket | None = None
-        self._beginning: set[asyncio.Task[None]] = set()  # connections
+        self._beginning: set[asyncio.Task[None]] = set()  # running TLS handshakes
 
     def open(self, sock: socket.socket) -> None:
-        """Starts to accept. The acceptor owns the socket from now on."""
+        """Starts to accept. The acceptor now owns the socket."""
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         sock.settimeout(0.0)
         self._loop.add_reader(sock.fileno(), self._accept)
 
     def close(self) -> None:
-        """Stops accepting. Running handshakes go on."""
+        """Stops accepting. Running handshakes continue."""
         sock, self._sock = self._sock, None
         if sock is not None:
             self._loop.remove_reader(sock.fileno())
@@ -137,7 +137,7 @@ class Acceptor:
                 client, peer = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no file descriptor is left
+            except OSError as error:  # for example, no file descriptor is left
                 log.error("no connection can be accepted for a second: %s", error)
                 self._loop.remove_reader(self._sock.fileno())
                 self._loop.call_later(1.0, self._resume)
@@ -168,7 +168,7 @@ class Acceptor:
             else:
                 await self._shake_hands(connection, client, address, self._files)
         except (Exception, asyncio.CancelledError) as error:
-            # Whatever the reason, this connection ends.
+            # Whatever the reason, close this connection.
             connection.uncount()
             client.close()
             if self._files is not None:

@@ -1,4 +1,4 @@
-"""The answers of a connection to input that is not an acceptable request."""
+"""Error responses of a connection to unacceptable input."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ CRLF = "\r\n"
 
 @dataclass(frozen=True, slots=True)
 class EdgeRefusal:
-    """The answer to input that is not an acceptable request."""
+    """The error response to unacceptable input."""
 
     status: int
     phrase: str
@@ -20,7 +20,7 @@ class EdgeRefusal:
     message: str
 
     def response(self) -> bytes:
-        """A complete response, the connection's last."""
+        """Returns a complete response; the connection is closed after it."""
         is_ours = self.status == 503
         kind = "server_error" if is_ours else "invalid_request_error"
         body = msgspec.json.encode(error_body(self.message, kind=kind, code=self.code))

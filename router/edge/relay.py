@@ -1,8 +1,8 @@
-"""Passes the connections of a listening socket on to a Unix socket of this process.
+"""Relays the connections of a listening socket to a Unix socket of this process.
 
-gRPC's library listens by itself: it takes an address, and no socket that is there already. So it
-listens on a Unix socket, and this accepts from the socket that all gateways share. Bytes pass
-unread, TLS included, and neither side reads ahead of the other by more than a buffer.
+gRPC's library listens only on addresses, not on existing sockets. So it listens on a Unix socket,
+and the relay accepts from the socket that all gateways share. Bytes are relayed unread, TLS
+included, and at most a buffer is held for either side.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Relay:
-    """Accepts from open to close; connections go on until `cut`. Belongs to one event loop."""
+    """Accepts from `open` to `close`; connections last until `cut`. Belongs to one event loop."""
 
     def __init__(self, path: str, max_connections: int) -> None:
-        """`path` is the Unix socket. Further connections are closed at once."""
+        """`path` is the Unix socket. Connections above the limit are closed at once."""
         self._path = path
         self._max_connections = max_connections
         self._clients: set[_Client] = set()
@@ -31,18 +31,18 @@ class Relay:
         )
 
     def close(self) -> None:
-        """Accepts no more connections."""
+        """Stops accepting connections."""
         if self._server is not None:
             self._server.close()
 
     def cut(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         for client in list(self._clients):
             client.cut()
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection: what comes goes to the other end."""
+    """One end of a connection: received data goes to the other end."""
 
     transport: asyncio.Transport
 
@@ -59,7 +59,7 @@ class _End(asyncio.Protocol):
     def eof_received(self) -> bool:
         if self.other is not None and self.other.transport.can_write_eof():
             self.other.transport.write_eof()
-        return True  # the other direction goes on
+        return True  # the other direction stays open
 
     def pause_writing(self) -> None:
         if self.other is not None:
@@ -77,7 +77,7 @@ class _End(asyncio.Protocol):
 
 
 class _Client(_End):
-    """The accepted end."""
+    """The accepted end of a connection."""
 
     def __init__(self, path: str, clients: "set[_Client]", max_clients: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Client(_End):
         self._clients = clients
         self._max_clients = max_clients
         self._is_lost = self._has_said_all = False
-        self._early: list[bytes] = []  # what came before there was another end
+        self._early: list[bytes] = []  # data received before the other end was connected
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -119,7 +119,7 @@ class _Client(_End):
     async def _join(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            # It may receive something before this returns, and passes that on.
+            # Data can arrive before this returns; it is forwarded at once.
             _, inner = await loop.create_unix_connection(lambda: _End(self), self._path)
         except OSError as error:
             log.warning("a connection cannot be passed on: %s", error)

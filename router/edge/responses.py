@@ -1,8 +1,8 @@
-"""Complete responses over ASGI: JSON, and errors as OpenAI shapes them. Refuses wrong bodies.
+"""Complete responses over ASGI: JSON, and errors in OpenAI's form. Refuses wrong body types.
 
 Bodies of the API are JSON, bodies of uploads are forms. Browsers send forms and plain text to any
-server without asking it first. So the check of the type also keeps pages of other sites from using
-a gateway that needs no key.
+server without a preflight request. So the check of the type also keeps pages of other sites from
+using a gateway without keys.
 
 Sources: RFC 9110, 8.3 and 15.5.16; RFC 6839, 3.1, for types such as `application/vnd.api+json`.
 """
@@ -33,18 +33,18 @@ _KIND_OF_STATUS = {503: "server_error", 429: "rate_limit_error"}
 async def send_invalid(
     send: Send, error: InvalidRequest, more_headers: Mapping[str, str] | None = None
 ) -> None:
-    """Answers a refused request; the error's headers replace `more_headers`."""
+    """Sends the error of a refused request; the error's headers replace `more_headers`."""
     body, headers = refusal_of(error)
     await send_json(send, error.status, body, {**(more_headers or {}), **headers})
 
 
 def refusal_of(error: InvalidRequest) -> tuple[ErrorReply, dict[str, str]]:
-    """The body and headers for an error. Status 503 is the server's fault, others the client's."""
+    """Returns body and headers of an error. Status 503 is our fault, others are the client's."""
     code: str | None = getattr(error, "code", None)
     kind = _KIND_OF_STATUS.get(error.status, "invalid_request_error")
     body = error_body(error.message, kind=kind, param=error.param, code=code)
     headers: dict[str, str] = {}
-    # A body that was not read to its end leaves the connection unusable.
+    # A partly read body leaves the connection unusable.
     if error.status in (408, 413):
         headers["connection"] = "close"
     if error.status == 503:
@@ -57,14 +57,14 @@ def refusal_of(error: InvalidRequest) -> tuple[ErrorReply, dict[str, str]]:
 async def send_json(
     send: Send, status: int, body: object, headers: Mapping[str, str] | None = None
 ) -> None:
-    """A complete JSON response."""
+    """Sends a complete JSON response."""
     await send_data(send, status, _encode(body), headers)
 
 
 async def send_data(
     send: Send, status: int, data: bytes, headers: Mapping[str, str] | None
 ) -> None:
-    """A complete response with a JSON body that is encoded already."""
+    """Sends a complete response with a JSON body that is encoded already."""
     await send_head(send, status, JSON, {"content-length": str(len(data)), **(headers or {})})
     await send({"type": "http.response.body", "body": data, "more_body": False})
 
@@ -74,8 +74,8 @@ async def send_parts(
 ) -> None:
     """Sends a complete JSON response in parts.
 
-    A part is made in a turn of its own, once the client took the part before. A short response has
-    its length in the head. `parts` come from `json_parts`.
+    Each part is made in its own turn, after the client has taken the part before. A short response
+    has its length in the head. `parts` come from `json_parts`.
     """
     first = next(parts)
     if len(first) < PART_BYTES:
@@ -91,14 +91,14 @@ async def send_parts(
 async def send_head(
     send: Send, status: int, content_type: bytes, headers: Mapping[str, str]
 ) -> None:
-    """The start of a response; its body follows."""
+    """Sends the head of a response; its body follows."""
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     encoded.append((b"content-type", content_type))
     await send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
 def check_content(scope: Scope) -> None:
-    """Raises ApiError, status 415, if a request with a body says that it is of another type."""
+    """Raises ApiError, status 415, if a request with a body declares another type."""
     kind, has_body = b"", False
     for name, value in scope["headers"]:
         if name == b"content-type":

@@ -1,7 +1,7 @@
-"""The certificate files of a listener, read again when they change.
+"""The certificate files of a listener, reloaded when they change.
 
-New files are used from the next handshake on. If a pair cannot be used, such as a half-written one,
-the last good pair stays.
+New files are used from the next handshake on. If a pair is unusable, such as a half-written one,
+the last good pair stays in use.
 """
 
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 _FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO
 
-PemTriple = tuple[bytes, bytes, bytes | None]  # certificate, its key, the clients' authority
+PemTriple = tuple[bytes, bytes, bytes | None]  # certificate, its key, authority of clients
 _Signature = tuple[tuple[int, int, int], ...]
 
 
@@ -26,7 +26,7 @@ class TlsError(ConfigError):
 
 
 class TlsFiles:
-    """A certificate, its key, and optionally the authority that clients' certificates need."""
+    """A certificate, its key, and optionally the authority of client certificates."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self._certificate = certificate
@@ -39,13 +39,13 @@ class TlsFiles:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """The context of the next handshake."""
+        """The TLS context for the next handshake."""
         assert self._context is not None, "not opened"
         return self._context
 
     @property
     def pem(self) -> "PemTriple":
-        """The texts of the files in use, for libraries with a TLS of their own."""
+        """The contents of the files in use, for libraries with their own TLS."""
         assert self._pem is not None, "not opened"
         return self._pem
 
@@ -55,7 +55,7 @@ class TlsFiles:
         self._context = self._load()
 
     def check(self) -> None:
-        """Reads the files again if they changed."""
+        """Reloads the files if they changed."""
         try:
             signature = self._stat_files()
             if signature == self._signature:
@@ -83,7 +83,7 @@ class TlsFiles:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:
-            # Without this, a prompt for the password would block the loop.
+            # Otherwise a password prompt would block the loop.
             context.load_cert_chain(self._certificate, self._key, password=_no_password)
             if self._client_ca is not None:
                 context.load_verify_locations(self._client_ca)
