@@ -105,7 +105,7 @@ class Bucket:
         return max(min(amount, self.size) - self.level, 0.0) / self.rate
 
     def headers(self, what: str) -> dict[str, str]:
-        """Returns OpenAI's headers: limit, remaining units, and seconds until the bucket is full."""
+        """Returns OpenAI's headers: limit, remaining units, and time until the bucket is full."""
         reset_s = (self.size - self.level) / self.rate
         return {
             f"x-ratelimit-limit-{what}": str(int(self.size)),

@@ -262,7 +262,7 @@ class Estimates:
         return None if token_s is None else token_s * num_tokens
 
     def pull_s(self, worker: WorkerView, num_tokens: int) -> float:
-        """Seconds to request `num_tokens` in full blocks and to pull them to this worker."""
+        """Predicts the seconds to request and pull `num_tokens` in full blocks to this worker."""
         num_blocks = worker.info.layout.num_blocks_for(num_tokens)
         num_bytes = num_blocks * worker.info.layout.block_bytes
         return self.pull_cost(worker).seconds(num_blocks, num_bytes)

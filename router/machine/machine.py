@@ -2,7 +2,7 @@
 
     arrived ──> queued ──place──> (offered) ──> prefilling ──PrefillDone──> decoding ──> ended
                   ^                   │             │                          │
-                  └───── worker lost, given back, no message in time ──────────┘
+                  └─────── worker lost, given back, no message in time ────────┘
 
 The machine's record of a request (prompt, tokens so far, sampling) is its journal. The journal
 determines every later token, on any worker. So after a lost attempt, prompt and tokens so far are
