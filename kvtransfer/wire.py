@@ -1,9 +1,9 @@
-"""The form in which blocks travel from one rank to another. Both compute it from both identities.
+"""The form of blocks on the wire between two ranks. Both ranks compute it from both identities.
 
     source's record ──packing──> shared heads ──convert──> wire
                                  wire ──convert──> shared heads ──unpacking──> sink's record
 
-Nothing is converted unless the configuration asks for it or no bit can change:
+Formats are converted only if the configuration asks for it or the conversion is exact:
 
     formats equal, no `kv_wire_dtype`           as stored
     bf16 at the source, fp32 at the sink        as stored on the wire, widened at the sink
@@ -49,19 +49,19 @@ class Disagreement(BatonError):
 class Wire:
     """The form in which the blocks of one rank of a source reach one rank of a sink."""
 
-    stored: KVLayout  # the heads and layers that travel, as the source stores them
+    stored: KVLayout  # the heads and layers on the wire, in the source's format
     travels_as: KVFormat
-    wanted: KVLayout  # the same as the sink stores them
-    packing: tuple[RecordPiece, ...]  # from the source's record to a record of these heads only
-    unpacking: tuple[RecordPiece, ...]  # from such a record to the sink's
-    pieces: tuple[RecordPiece, ...] | None  # from record to record; None where formats differ
-    layout: KVLayout  # the record that travels
-    record_bytes: int  # for a block on the wire; zero if other ranks give the sink all it needs
-    num_holders: int  # ranks of the sink that hold each lease of this rank of the source
+    wanted: KVLayout  # the same heads and layers, in the sink's format
+    packing: tuple[RecordPiece, ...]  # from the source's record to the shared record
+    unpacking: tuple[RecordPiece, ...]  # from the shared record to the sink's record
+    pieces: tuple[RecordPiece, ...] | None  # from record to record; None if formats differ
+    layout: KVLayout  # layout of the record on the wire
+    record_bytes: int  # of a block on the wire; zero if other ranks give the sink all its bytes
+    num_holders: int  # number of sink ranks that hold each lease of this source rank
 
 
 def agree(source: Identity, sink: Identity) -> Wire:
-    """Returns the form for this rank of a source and this rank of a sink. Raises Disagreement."""
+    """Returns the form between a source rank and a sink rank. Raises Disagreement."""
     if source.fingerprint != sink.fingerprint:
         raise Disagreement("fingerprint")
     field = _plain(source.layout).difference(_plain(sink.layout))
@@ -94,19 +94,19 @@ def agree(source: Identity, sink: Identity) -> Wire:
 
 
 class SourceRanks(NamedTuple):
-    """The ranks of a source that concern a rank of a sink, as indices."""
+    """The source ranks from which a sink rank pulls, as indices."""
 
-    held: tuple[int, ...]  # it holds their leases
-    idle: tuple[int, ...]  # the ranks among them that give it no bytes
+    held: tuple[int, ...]  # source ranks whose leases the sink rank holds
+    idle: tuple[int, ...]  # ranks of `held` that give the sink rank no bytes
 
 
 @lru_cache(maxsize=256)  # by the shapes of both workers, of which there are few
 def ranks_to_hold(
     layout: KVLayout, sources: tuple[Shard, ...], sinks: tuple[Shard, ...], sink: Shard
 ) -> SourceRanks:
-    """Returns the ranks of a source whose leases this rank of a sink holds.
+    """Returns the source ranks whose leases this sink rank holds.
 
-    Raises Disagreement if the source's ranks do not hold the model together.
+    Raises Disagreement if the source's ranks together do not hold the whole model.
     """
     check_ranks(layout, sources)
     if not tiles(layout, sources, sink):
@@ -117,13 +117,13 @@ def ranks_to_hold(
 
 
 def check_ranks(layout: KVLayout, ranks: Sequence[Shard]) -> None:
-    """Raises Disagreement if a rank does not fit the model, or is named twice."""
+    """Raises Disagreement if a rank does not fit the model, or occurs twice."""
     if len(set(ranks)) != len(ranks) or not all(rank.fits(layout) for rank in ranks):
         raise Disagreement("group")
 
 
 def _plain(layout: KVLayout) -> KVLayout:
-    """Returns the layout in a format that every layout can have."""
+    """Returns the layout in a format that every layout supports."""
     return msgspec.structs.replace(layout, kv_format=KVFormat.FP32)
 
 

@@ -1,7 +1,7 @@
-"""The events that go into the machine of a store, and the effects that come out.
+"""The events that go into a store's machine, and the effects that come out.
 
-Beside these, the machine takes messages of gateways and reports of the transfer endpoint, and gives
-both their orders: see `engine.worker.events`.
+The machine also handles messages of gateways and reports of the transfer endpoint. It answers
+gateways and gives orders to the endpoint: see `engine.worker.events`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from kvtransfer.store.eviction.seam import Link
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
-    """A session with a worker is open, or with another store, whose blocks are only counted."""
+    """A session with a worker or another store is open. A store's blocks are only counted."""
 
     peer_id: WorkerId
     is_store: bool = False
@@ -57,7 +57,7 @@ class FromPeer:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoaded:
-    """A block of a lower tier was read into its slot, or could not be read: `fault` says why."""
+    """A block of a lower tier was read into its slot, or the read failed with `fault`."""
 
     medium: Medium
     block: BlockHash
@@ -67,7 +67,7 @@ class BlockLoaded:
 
 @dataclass(frozen=True, slots=True)
 class BlockWritten:
-    """A block was written to a lower tier, or not: `fault` says why. Nothing reads its slot now."""
+    """A write to a lower tier ended, or failed with `fault`. Its memory slot is no longer read."""
 
     medium: Medium
     block: BlockHash
@@ -76,7 +76,7 @@ class BlockWritten:
 
 @dataclass(frozen=True, slots=True)
 class TierTurned:
-    """A lower tier stepped back (`fault` says why), or works again."""
+    """A lower tier is off because of `fault`, or on again (None)."""
 
     medium: Medium
     fault: str | None = None
@@ -84,7 +84,7 @@ class TierTurned:
 
 @dataclass(frozen=True, slots=True)
 class TierGrown:
-    """A lower tier has grown to this number of slots."""
+    """A lower tier has grown to `num_slots` slots."""
 
     medium: Medium
     num_slots: int
@@ -92,7 +92,7 @@ class TierGrown:
 
 @dataclass(frozen=True, slots=True)
 class TierListed:
-    """All blocks of a lower tier that other stores write to as well."""
+    """A listing of all blocks of a lower tier that other stores write to as well."""
 
     medium: Medium
     links: Sequence[Link]
@@ -100,7 +100,7 @@ class TierListed:
 
 @dataclass(frozen=True, slots=True)
 class DropAll:
-    """An operator wants all blocks gone."""
+    """An operator orders the store to drop all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class LoadBlock:
 
     medium: Medium
     block: BlockHash
-    place: BlockId  # its slot on disk; 0 for objects, which are found by hash
+    place: BlockId  # the slot on disk; 0 for objects, which are found by hash
     slot: BlockId
 
 
@@ -161,7 +161,7 @@ class WriteBlock:
 
 @dataclass(frozen=True, slots=True)
 class EraseBlock:
-    """Forget a block of a lower tier, so that a later start does not find it."""
+    """Erase a block of a lower tier, so that a later start does not find it."""
 
     medium: Medium
     block: BlockHash
@@ -170,7 +170,7 @@ class EraseBlock:
 
 @dataclass(frozen=True, slots=True)
 class EraseAll:
-    """All blocks of a lower tier are forgotten: neither a start nor another store may find one."""
+    """Erase all blocks of a lower tier, so that neither a start nor another store finds them."""
 
     medium: Medium
 

@@ -1,10 +1,10 @@
-"""All blocks of a store: in memory, in its lower tiers, and on their way from there to memory.
+"""All blocks of a store: in memory, in its lower tiers, and being loaded into memory.
 
 Sinks read memory only. A block of a lower tier is first loaded into a slot of memory. Several
 leases and prefetches may wait for one load.
 
-Each change of what can be found is noted as news, with its medium. A lower tier that has stepped
-back counts as empty until it works again; what it holds is remembered.
+Each block that is added to or removed from a medium is recorded as news. A lower tier that is off
+counts as empty until it works again, but its shelf stays as it is.
 """
 
 from collections import Counter
@@ -17,31 +17,31 @@ from kvtransfer.store.events import EraseAll, EraseBlock, LoadBlock
 from kvtransfer.store.eviction.seam import Link
 from kvtransfer.store.shelf import Shelf
 
-# Faults of a block. With any other one, as of the whole disk, the block may still be there.
+# Faults of a single block. After another fault, e.g. of the whole disk, the block may still exist.
 BLOCK_FAULTS = ("damaged", "short", "not_held", "missing")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A block that is being read into memory."""
+    """A block that is being loaded into memory."""
 
     medium: Medium
     slot: BlockId
-    place: BlockId  # in the lower tier, leased until the load ends
+    place: BlockId  # slot in the lower tier, leased until the load ends
     parent: BlockHash | None
     begun_s: float
 
 
 class Holdings:
-    """The shelves of a store. Only its methods change them, but for holders of slots."""
+    """The shelves of a store. Other code changes only the holders of slots."""
 
     def __init__(self, shelves: Mapping[Medium, Shelf]) -> None:
-        """`shelves` has one for memory, and one for each lower tier in use."""
+        """`shelves` has a shelf for memory, and one for each lower tier in use."""
         self.shelves = dict(shelves)
         self.memory = shelves[Medium.HOST]
-        self.loads: dict[BlockHash, Load] = {}  # the oldest first
-        self.num_loads: Counter[Medium] = Counter()  # blocks that are being loaded, by medium
-        self.off: dict[Medium, str] = {}  # tiers that have stepped back, and why
+        self.loads: dict[BlockHash, Load] = {}  # oldest first
+        self.num_loads: Counter[Medium] = Counter()  # blocks being loaded, by medium
+        self.off: dict[Medium, str] = {}  # tiers that are off, and why
         self.counters: Counter[str] = Counter()
         self._news: list[CacheNews] = []
 
@@ -51,7 +51,7 @@ class Holdings:
         return any(block in shelf for shelf in self.shelves.values())
 
     def medium_of(self, block: BlockHash) -> Medium | None:
-        """Returns the fastest medium from which a block can be had now."""
+        """Returns the fastest medium that has a block now, or None."""
         if block in self.memory:
             return Medium.HOST
         for medium in LOWER_MEDIA:
@@ -60,29 +60,29 @@ class Holdings:
         return None
 
     def num_leading(self, blocks: Sequence[BlockHash]) -> int:
-        """Returns how many leading blocks can be had, from whatever medium."""
+        """Returns the number of leading blocks that some medium has."""
         for number, block in enumerate(blocks):
             if block not in self.loads and self.medium_of(block) is None:
                 return number
         return len(blocks)
 
     def take_news(self) -> list[CacheNews]:
-        """Returns what changed since the last call, in order."""
+        """Returns the news since the last call, in order."""
         news, self._news = self._news, []
         return news
 
     # ------------------------------------------------------------ memory
 
     def take(self, num: int) -> list[BlockId]:
-        """Takes slots of memory to write to; fewer if the others are held."""
+        """Takes up to `num` slots of memory to write to; fewer if too many slots are held."""
         slots, evicted = self.memory.take(num)
         self._news += [Evicted(block, Medium.HOST) for block in evicted]
         return slots
 
     def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
-        """Notes that a slot of memory holds a block. Returns False if it was there already.
+        """Puts a block into a slot of memory. Returns False if the block has another slot.
 
-        A block that is being loaded is on its way to another slot, for which leases wait.
+        That includes a block that is being loaded: leases already wait for that other slot.
         """
         if block in self.loads:
             self.memory.give_back(slot)
@@ -93,14 +93,14 @@ class Holdings:
         return is_new
 
     def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
-        """Notes that a prompt reads these blocks."""
+        """Records that a prompt reads these blocks."""
         for shelf in self.shelves.values():
             shelf.use(blocks, now_s)
 
     # ------------------------------------------------------------ lower tiers
 
     def load(self, block: BlockHash, slot: BlockId, now_s: float) -> LoadBlock:
-        """Begins to read a block of a lower tier into a slot of memory that was taken."""
+        """Starts to load a block of a lower tier into a slot of memory that `take` returned."""
         medium = self.medium_of(block)
         assert medium in LOWER_MEDIA
         shelf = self.shelves[medium]
@@ -112,7 +112,7 @@ class Holdings:
         return LoadBlock(medium, block, place, slot)
 
     def end_load(self, block: BlockHash, fault: str | None, now_s: float) -> list[EraseBlock]:
-        """Ends a load. A block that is not there any more is forgotten."""
+        """Ends a load. If the lower tier lost the block, it is removed there."""
         load = self.loads.pop(block)
         self.num_loads[load.medium] -= 1
         shelf = self.shelves[load.medium]
@@ -134,19 +134,19 @@ class Holdings:
         parent: BlockHash | None,
         now_s: float,
     ) -> None:
-        """Notes a block that was written to a lower tier."""
+        """Adds a block that was written to a lower tier."""
         if self.shelves[medium].put(place, block, parent, now_s) and medium not in self.off:
             self._news.append(Stored(block, parent, (), medium))
 
     def take_place(self, medium: Medium) -> BlockId | None:
-        """Takes a slot of a lower tier to write to; None if all are held."""
+        """Takes a slot of a lower tier to write to; None if all slots are held."""
         slots, evicted = self.shelves[medium].take(1)
         if medium not in self.off:
             self._news += [Evicted(block, medium) for block in evicted]
         return slots[0] if slots else None
 
     def drop_from(self, medium: Medium, block: BlockHash) -> list[EraseBlock]:
-        """Forgets a block of one tier."""
+        """Removes a block from one tier."""
         place = self.shelves[medium].drop(block)
         if place is None:
             return []
@@ -155,7 +155,7 @@ class Holdings:
         return [] if medium is Medium.HOST else [EraseBlock(medium, block, place)]
 
     def drop_all(self, medium: Medium) -> list[EraseAll]:
-        """Forgets all blocks of one tier."""
+        """Removes all blocks from one tier."""
         shelf = self.shelves[medium]
         blocks = [block for block, _ in shelf.links()]
         for block in blocks:
@@ -165,13 +165,13 @@ class Holdings:
         return [] if medium is Medium.HOST else [EraseAll(medium)]
 
     def add(self, medium: Medium, shelf: Shelf) -> None:
-        """Adds a lower tier that could not be used before, with what it holds."""
+        """Adds a lower tier that could not be used before, with its blocks."""
         assert medium not in self.shelves
         self.shelves[medium] = shelf
         self._news += [Stored(block, parent, (), medium) for block, parent in shelf.links()]
 
     def turn(self, medium: Medium, fault: str | None) -> None:
-        """Takes a lower tier out of use, or back into use."""
+        """Turns a lower tier off because of `fault`, or on again (None)."""
         if (medium in self.off) == (fault is not None):
             return
         links = self.shelves[medium].links()
@@ -183,7 +183,7 @@ class Holdings:
             self._news += [Stored(block, parent, (), medium) for block, parent in links]
 
     def list_all(self, medium: Medium, links: Sequence[Link], now_s: float) -> None:
-        """Makes a lower tier hold what others say that it holds, as far as it has slots."""
+        """Sets the blocks of a lower tier from a listing, up to its number of slots."""
         there = {block for block, _ in links}
         for block, _ in self.shelves[medium].links():
             if block not in there:

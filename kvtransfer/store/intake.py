@@ -1,18 +1,19 @@
-"""What a store takes in from workers: when, in which order, and how much at once.
+"""Copies workers' blocks into a store: decides when, in which order, and how many at once.
 
-Block events of workers are hints. The store asks a worker for a lease on blocks by their hashes;
-the worker leases the blocks that it still holds, and the store pulls them like any sink.
+Block events of workers are hints. The store asks a worker for a lease on blocks by their hashes.
+The worker leases the blocks that it still holds, and the store pulls them like any sink.
 
-One pull runs at a time, of a limited number of blocks. After it the store pauses in proportion to
-the pull's time and bytes. It waits longer while sinks pull from it, within a bound, so writes give
-way to reads. New blocks of a worker are taken once there are enough for a pull, or after a moment.
+One pull of a limited number of blocks runs at a time. After a pull, the store pauses in proportion
+to the pull's time and bytes. While sinks pull from the store, the pause is longer, up to a bound:
+reads go before writes. A worker's new blocks are pulled once there are enough for a batch, or after
+`settle_s`.
 
-A block is useful only behind all blocks before it. So a block is taken with its prefix's blocks
-that the store lacks; if the worker has evicted one of them, the block is an orphan and is not
-taken.
+A block is useful only together with all blocks before it. So a block is pulled with the blocks of
+its prefix that the store lacks. If the worker has evicted one of these, the block is an orphan and
+is not pulled.
 
-Blocks that enough other stores hold are not taken: copies of a hot prefix spread because its sinks
-cache it, and the store of their node takes it from them.
+Blocks that enough other stores hold are not pulled. Copies of a hot prefix spread nevertheless: the
+prefix is cached by its sinks, and the store of a sink's node pulls it from there.
 """
 
 import math
@@ -35,20 +36,20 @@ from engine.worker.events import HoldLease, PullDone, PullFailed, StartPull
 from kvtransfer.store.events import AskPeer, StoreEffect
 from kvtransfer.store.holdings import Holdings
 
-ANSWER_TIMEOUT_S = 5.0  # a worker answers between two steps
-MAX_HELD = 4_000_000  # blocks of one peer that are remembered; more are ignored
+ANSWER_TIMEOUT_S = 5.0  # workers answer between two steps, so this is ample
+MAX_HELD = 4_000_000  # most recorded blocks of one peer; further ones are ignored
 
 
 @dataclass(frozen=True, slots=True)
 class IntakePace:
-    """The limits of what is taken in."""
+    """The limits of the intake."""
 
-    batch_blocks: int = 64  # in one pull
-    settle_s: float = 0.25  # new blocks wait so long for others to be pulled with
+    batch_blocks: int = 64  # most blocks in one pull
+    settle_s: float = 0.25  # longest wait of new blocks for a full batch
     bytes_per_s: float = math.inf
-    duty: float = 0.25  # share of the time in which blocks may be on their way
-    yield_s: float = 1.0  # longest wait for sinks that pull from here
-    copies: int = 2  # stores in all that shall hold a block; more do not take it
+    duty: float = 0.25  # largest share of the time in which pulls run
+    yield_s: float = 1.0  # longest extra wait for sinks that pull from here
+    copies: int = 2  # number of stores that should hold a block; further ones do not pull it
 
 
 @dataclass(slots=True)
@@ -56,13 +57,13 @@ class _Peer:
     """A peer's cached blocks, and the blocks among them that the store has not examined yet."""
 
     is_store: bool
-    held: dict[BlockHash, BlockHash | None] = field(default_factory=dict)  # to parent
-    new: "OrderedDict[BlockHash, float]" = field(default_factory=OrderedDict)  # to when it came
+    held: dict[BlockHash, BlockHash | None] = field(default_factory=dict)  # by block: its parent
+    new: "OrderedDict[BlockHash, float]" = field(default_factory=OrderedDict)  # to arrival
 
 
 @dataclass(slots=True)
 class _Taking:
-    """Blocks that a worker is asked for, or that are being pulled."""
+    """The batch that a worker is asked for, or that is being pulled."""
 
     peer_id: WorkerId
     seq_id: SeqId
@@ -74,7 +75,7 @@ class _Taking:
 
 
 class StoreIntake:
-    """Follows workers, and pulls one batch after the other."""
+    """Tracks the blocks of workers, and pulls one batch after the other."""
 
     def __init__(
         self,
@@ -85,48 +86,48 @@ class StoreIntake:
         pace: IntakePace,
         counters: Counter[str],
     ) -> None:
-        """`name` begins the ids of pulls; it must be new at each start."""
+        """`name` is the prefix of the ids of pulls. It must be new at each start."""
         self._holdings = holdings
         self._name = name
         self._block_bytes = block_bytes
         self.pace = pace
         self._counters = counters
         self._peers: dict[WorkerId, _Peer] = {}
-        self._copies: Counter[BlockHash] = Counter()  # in memory of other stores
+        self._copies: Counter[BlockHash] = Counter()  # copies in other stores' memory
         self._taking: _Taking | None = None
         self._num_asked = 0
-        self._next_s = 0.0  # when the next batch may be taken
-        self.taken: list[BlockHash] = []  # in memory now, and not looked at by others yet
+        self._next_s = 0.0  # earliest time of the next batch
+        self.taken: list[BlockHash] = []  # new blocks in memory that the machine has not read yet
 
     @property
     def num_new(self) -> int:
-        """Blocks that workers cached and that were not looked at yet."""
+        """The number of blocks that workers cached and that were not examined yet."""
         return sum(len(peer.new) for peer in self._peers.values())
 
     @property
     def is_busy(self) -> bool:
-        """True while a batch is on its way."""
+        """True while a batch is asked for or being pulled."""
         return self._taking is not None
 
     # ------------------------------------------------------------ peers
 
     def join(self, peer_id: WorkerId, *, is_store: bool) -> None:
-        """Begins to follow a peer."""
+        """Starts to track a peer's blocks."""
         self.lose(peer_id)
         self._peers[peer_id] = _Peer(is_store)
 
     def lose(self, peer_id: WorkerId) -> None:
-        """Forgets a peer. A pull from it ends by itself."""
+        """Removes a peer. A running pull from this peer ends by itself."""
         peer = self._peers.pop(peer_id, None)
         if peer is not None and peer.is_store:
             self._copies.subtract(peer.held.keys())
             self._copies += Counter()
         taking = self._taking
         if taking is not None and taking.peer_id == peer_id and not taking.slots:
-            self._taking = None  # it was asked, and will not answer
+            self._taking = None  # the lost peer will not answer
 
     def follow(self, peer_id: WorkerId, events: Sequence[BlockEvent], now_s: float) -> None:
-        """Takes in a peer's block events."""
+        """Applies a peer's block events."""
         peer = self._peers.get(peer_id)
         if peer is None:
             return
@@ -166,7 +167,7 @@ class StoreIntake:
     # ------------------------------------------------------------ the next batch
 
     def advance(self, now_s: float, *, num_leases: int) -> list[StoreEffect]:
-        """Asks for the next batch if its time has come. `num_leases` of sinks are open here."""
+        """Asks for the next batch if it is due. Sinks have `num_leases` open leases here."""
         taking = self._taking
         if taking is not None:
             if taking.slots or now_s < taking.due_s:
@@ -179,12 +180,12 @@ class StoreIntake:
         for peer_id in list(self._peers):
             blocks = self._next_of(self._peers[peer_id], now_s)
             if blocks:
-                self._peers[peer_id] = self._peers.pop(peer_id)  # the others come first next time
+                self._peers[peer_id] = self._peers.pop(peer_id)  # now the last of all peers
                 return [self._ask(peer_id, blocks, now_s)]
         return []
 
     def next_wake_s(self) -> float | None:
-        """Returns when `advance` may have something to do; None if an event must come first."""
+        """Returns when to call `advance`; None if an event must come first."""
         if self._taking is not None:
             return None if self._taking.slots else self._taking.due_s
         oldest = [next(iter(p.new.values())) for p in self._peers.values() if p.new]
@@ -193,7 +194,7 @@ class StoreIntake:
         return max(min(oldest) + self.pace.settle_s, self._next_s)
 
     def _next_of(self, peer: _Peer, now_s: float) -> list[BlockHash]:
-        """Takes the next batch out of a worker's new blocks, parents first."""
+        """Removes the next batch from a worker's new blocks and returns it, parents first."""
         batch: dict[BlockHash, None] = {}
         while peer.new and len(batch) < self.pace.batch_blocks:
             block, since_s = next(iter(peer.new.items()))
@@ -209,7 +210,7 @@ class StoreIntake:
                 continue
             for each in chain[: self.pace.batch_blocks - len(batch)]:
                 batch[each] = None
-            if block not in batch:  # the batch is full: this one leads the next batch
+            if block not in batch:  # the batch is full: this block starts the next one
                 peer.new[block] = since_s
                 peer.new.move_to_end(block, last=False)
         return list(batch)
@@ -222,7 +223,7 @@ class StoreIntake:
     def _chain(
         self, peer: _Peer, block: BlockHash, batch: dict[BlockHash, None]
     ) -> list[BlockHash] | None:
-        """Returns the block behind those before it that are missing; None if one cannot be had."""
+        """Returns the missing blocks before `block`, then `block`; None if one is unavailable."""
         chain = [block]
         met = {block}
         parent = peer.held.get(block)
@@ -247,7 +248,7 @@ class StoreIntake:
     # ------------------------------------------------------------ the pull
 
     def on_offered(self, peer_id: WorkerId, offered: BlocksOffered) -> list[StoreEffect]:
-        """Pulls the blocks that the worker leases."""
+        """Pulls the blocks that the worker has leased."""
         taking = self._taking
         is_asked = taking is not None and taking.seq_id == offered.seq_id and not taking.slots
         if taking is None or not is_asked or taking.peer_id != peer_id:
@@ -268,7 +269,7 @@ class StoreIntake:
         return [HoldLease(taking.seq_id, lease), StartPull(taking.seq_id, blocks)]
 
     def on_pulled(self, ended: PullDone | PullFailed, now_s: float) -> None:
-        """Keeps the blocks that have come."""
+        """Keeps the blocks that arrived."""
         taking = self._taking
         assert taking is not None
         assert taking.seq_id == ended.seq_id
@@ -296,7 +297,7 @@ class StoreIntake:
 
 
 def _fits(held: Sequence[int], num_asked: int, num_leased: int) -> bool:
-    """True if the places name distinct blocks that were asked for, in order."""
+    """True if `held` names distinct asked-for blocks, in order."""
     ascends = all(a < b for a, b in pairwise(held))
     return (
         bool(held)

@@ -1,7 +1,7 @@
-"""The core of a store: what it keeps, offers, takes in and writes down. No I/O.
+"""The core of a store: it keeps, offers, pulls and writes down blocks. No I/O.
 
-Events go in and effects come out. Each event is followed by what time and room allow: the next
-batch from a worker, the next writes to a lower tier. `next_wake_s` says when to send `StoreTick`.
+Events go in and effects come out. After each event, the machine starts due work: the next batch
+from a worker, the next writes to a lower tier. `next_wake_s` returns when to send `StoreTick`.
 """
 
 from collections import Counter
@@ -74,7 +74,7 @@ from kvtransfer.store.write_down import WriteDown
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
-    """What a store is built for. `name` begins the ids of its pulls, and is new at each start."""
+    """The settings of a store. `name` is the prefix of its pulls' ids, and new at each start."""
 
     name: str
     block_size: int
@@ -89,7 +89,7 @@ class StoreMachine:
     """All state of a store. Owned by one thread."""
 
     def __init__(self, terms: StoreTerms, shelves: Mapping[Medium, Shelf]) -> None:
-        """`shelves` has one for memory, and one for each lower tier, with what a start found."""
+        """`shelves` has a shelf for memory, and one per lower tier, with recovered blocks."""
         self._counters: Counter[str] = Counter()
         self.holdings = Holdings(shelves)
         self.offers = StoreOffers(
@@ -113,7 +113,7 @@ class StoreMachine:
                 self._write_to(medium)
 
     def handle(self, event: StoreEvent, now_s: float) -> list[StoreEffect]:
-        """Handles an event, and goes on with what may be done now."""
+        """Handles an event, and starts the work that is due."""
         effects = self._handle(event, now_s)
         effects += self.offers.revoke_late(now_s)
         effects += self.intake.advance(now_s, num_leases=len(self.offers.leases))
@@ -131,11 +131,11 @@ class StoreMachine:
         self._downs.append(WriteDown(self.holdings, medium, self._writes, self._counters))
 
     def take_news(self) -> list[CacheNews]:
-        """Returns which blocks came to or left which medium since the last call, in order."""
+        """Returns the blocks added to and removed from each medium since the last call."""
         return self.holdings.take_news()
 
     def next_wake_s(self) -> float | None:
-        """Returns when time alone may bring something to do."""
+        """Returns when the passing of time makes work due; None if only events do."""
         wakes = [self.intake.next_wake_s()]
         oldest = next(iter(self.holdings.loads.values()), None)
         if oldest is not None:
@@ -143,7 +143,7 @@ class StoreMachine:
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
-        """Returns what the store holds in memory now, with these counters and its own."""
+        """Returns the blocks in memory, and these counters together with the machine's own."""
         counts = self.holdings.memory.counts()
         return LoadReport(
             free_blocks=counts.free,
@@ -159,7 +159,7 @@ class StoreMachine:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Counts of what happened since the start, by "name" or "name:reason"."""
+        """Counters since the start, by "name" or "name:reason"."""
         evicted = {
             f"evicted_blocks:{medium}": shelf.num_evicted
             for medium, shelf in self.holdings.shelves.items()
@@ -246,14 +246,14 @@ class StoreMachine:
                 down.used(lease.blocks)
 
     def _pass_down(self) -> None:
-        """Lets lower tiers know what came into memory."""
+        """Passes the new blocks in memory on to the lower tiers."""
         taken, self.intake.taken = self.intake.taken, []
         if taken:
             for down in self._downs:
                 down.came(taken)
 
     def _drop_all(self) -> list[StoreEffect]:
-        """Forgets all blocks. Slots that sinks read are free when their leases end."""
+        """Drops all blocks. Slots that sinks read are freed when their leases end."""
         for down in self._downs:
             down.drop_all()
         effects = self.offers.revoke_incomplete()
@@ -263,7 +263,7 @@ class StoreMachine:
 
 
 def _hint_of(message: StoreHint) -> SessionHint:
-    """A gateway's message as policies take it."""
+    """Converts a gateway's message to a hint for policies."""
     match message:
         case SessionUse(key, session, hashes, keep_s):
             return SessionUsed(key, session, _blocks(hashes), keep_s)

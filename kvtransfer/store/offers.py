@@ -1,12 +1,12 @@
-"""Leases of a store's blocks to workers that compute prompts, and loads ahead of them.
+"""Leases of a store's blocks to workers that compute prompts, and prefetches for prompts.
 
 A lease covers the leading blocks of a prompt that the store has on any medium. It opens at once and
-grows as blocks are loaded, like the lease of a prompt that is being computed. If a block cannot be
-loaded, the lease is revoked; the sink keeps what has arrived. So waits at a disk overlap with the
-pull.
+grows as blocks are loaded, like the lease of a prompt that is being computed. So disk reads overlap
+with the pull. If a block cannot be loaded, the lease is revoked; the sink keeps the blocks that
+have arrived.
 
 A lease ends by release, by the gateway's `Cancel` or loss, or if its sink is silent. A load that
-takes too long ends the leases that wait for it. Its slot stays taken until the load is over.
+takes too long ends the leases that wait for it. The load keeps its slot until it ends.
 """
 
 from collections import Counter
@@ -28,14 +28,14 @@ from engine.worker.offers import prefix_lease_id
 from kvtransfer.store.events import LoadBlock, StoreEffect
 from kvtransfer.store.holdings import Holdings
 
-LOAD_TIMEOUT_S = 5.0  # then leases do not wait for the block any more
-PREFETCH_SHARE = 0.25  # share of memory that loads without a lease may take at once
+LOAD_TIMEOUT_S = 5.0  # longest wait of a lease for the load of a block
+PREFETCH_SHARE = 0.25  # largest share of memory for concurrent loads without a lease
 MAX_ROOTS = 512  # prefixes whose offers are counted
 
 
 @dataclass(slots=True)
 class StoreLease:
-    """An open lease, and how many of its leading blocks are in memory."""
+    """An open lease, and the number of its leading blocks in memory."""
 
     gateway_id: GatewayId
     blocks: tuple[BlockHash, ...]
@@ -56,22 +56,22 @@ class StoreOffers:
         counters: Counter[str],
         read: ReadPrompt = read_prompt,
     ) -> None:
-        """`address` is where sinks pull from. A caller that knows prompts already passes `read`."""
+        """Sinks pull from `address`. A caller with parsed prompts passes its own `read`."""
         self._holdings = holdings
         self._block_size = block_size
         self._address = address
         self._counters = counters
         self._read = read
         self.leases: dict[LeaseId, StoreLease] = {}
-        self._waiting: dict[BlockId, list[LeaseId]] = {}  # leases that wait for a slot to be loaded
+        self._waiting: dict[BlockId, list[LeaseId]] = {}  # leases that wait for the load of a slot
         self.roots: Counter[BlockHash] = Counter()  # offers by the first block of the prompt
 
     def offer(self, gateway_id: GatewayId, message: OfferPrefix, now_s: float) -> list[StoreEffect]:
-        """Opens a lease on what is here of a prompt."""
+        """Opens a lease on the leading blocks of a prompt that are here."""
         lease_id = prefix_lease_id(message.seq_id)
         if lease_id in self.leases:
-            return []  # a repeated request gets no second answer
-        # At least one token must be left to compute: sampling needs its logits.
+            return []  # a repeated message gets no second answer
+        # The worker must compute at least the last token: sampling needs its logits.
         num_blocks = (len(message.token_ids) - 1) // self._block_size
         hashes = self._read(message, self._block_size).block_hashes[:num_blocks]
         blocks = hashes[: self._holdings.num_leading(hashes)]
@@ -100,12 +100,12 @@ class StoreOffers:
     ) -> tuple[list[BlockId], list[StoreEffect]]:
         """Leases a slot of memory for each block, and loads the blocks of lower tiers.
 
-        Where memory ends, the blocks behind are left out.
+        If memory runs out, the later blocks are left out.
         """
         holdings, memory = self._holdings, self._holdings.memory
         there = [self._slot_of(block) for block in blocks]
         held = [slot for slot in there if slot is not None]
-        memory.lease(held)  # before others are evicted
+        memory.lease(held)  # before `take` evicts blocks
         taken = holdings.take(len(blocks) - len(held))
         memory.lease(taken)
         slots: list[BlockId] = []
@@ -129,7 +129,7 @@ class StoreOffers:
         return slots, effects
 
     def _slot_of(self, block: BlockHash) -> BlockId | None:
-        """Returns the slot of memory where a block is, or will be."""
+        """Returns the memory slot of a block that is in memory or being loaded."""
         load = self._holdings.loads.get(block)
         return self._holdings.memory.find(block) if load is None else load.slot
 
@@ -148,7 +148,7 @@ class StoreOffers:
             return []
         holdings.use(blocks[:num], now_s)
         here = [slot for block in blocks[:num] if (slot := holdings.memory.find(block)) is not None]
-        holdings.memory.lease(here)  # what the prompt needs must not be evicted for it
+        holdings.memory.lease(here)  # `take` must not evict the prompt's own blocks
         slots = holdings.take(len(missing))
         holdings.memory.end_lease(here)
         self._counters["prefetched_blocks"] += len(slots)
@@ -157,7 +157,7 @@ class StoreOffers:
     # ------------------------------------------------------------ growth and ends
 
     def on_loaded(self, slot: BlockId, *, is_good: bool) -> list[StoreEffect]:
-        """Grows the leases that waited for a slot, or ends them."""
+        """Grows the leases that waited for a slot; ends them if the load failed."""
         waiting = [
             (lease_id, self.leases[lease_id])
             for lease_id in self._waiting.pop(slot, ())
@@ -168,7 +168,7 @@ class StoreOffers:
         return [effect for each in waiting for effect in self._revoke(*each)]
 
     def revoke_late(self, now_s: float) -> list[StoreEffect]:
-        """Ends the leases that wait too long for a load."""
+        """Ends the leases that have waited too long for a load."""
         effects: list[StoreEffect] = []
         for load in self._holdings.loads.values():  # the oldest first
             if now_s - load.begun_s < LOAD_TIMEOUT_S:
@@ -181,12 +181,12 @@ class StoreOffers:
         return effects
 
     def revoke_incomplete(self) -> list[StoreEffect]:
-        """Ends the leases that still grow: what they wait for is dropped."""
+        """Ends the leases that still wait for loads, because all blocks are dropped."""
         growing = [(i, each) for i, each in self.leases.items() if each.num_ready < len(each.slots)]
         return [effect for each in growing for effect in self._revoke(*each)]
 
     def cancel(self, lease_id: LeaseId) -> list[StoreEffect]:
-        """Ends a lease that its gateway does not need."""
+        """Ends a lease that its gateway no longer needs."""
         lease = self.leases.get(lease_id)
         return [] if lease is None else self._revoke(lease_id, lease)
 
@@ -196,7 +196,7 @@ class StoreOffers:
         return [effect for each in lost for effect in self._revoke(*each)]
 
     def end(self, lease_id: LeaseId) -> None:
-        """Lets go of the slots of a lease that ended."""
+        """Releases the slots of a lease that has ended."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             self._holdings.memory.end_lease(lease.slots)
@@ -209,7 +209,7 @@ class StoreOffers:
             assert len(set(lease.slots)) == len(lease.slots)
             for slot in lease.slots[: lease.num_ready]:
                 assert slot not in loading
-            for number in range(lease.num_ready, len(lease.slots)):  # else it would wait for ever
+            for number in range(lease.num_ready, len(lease.slots)):  # else it would never end
                 will_be = lease.slots[number] in loading or self._is_ready(lease, number)
                 assert will_be or lease.is_revoked
 
@@ -223,7 +223,7 @@ class StoreOffers:
         return [GrowLease(lease_id, grown)] if grown else []
 
     def _is_ready(self, lease: StoreLease, number: int) -> bool:
-        """True if the slot holds its block. A leased slot keeps its block."""
+        """True if the slot's block is in memory. A leased slot keeps its block."""
         return self._holdings.memory.find(lease.blocks[number]) == lease.slots[number]
 
     def _revoke(self, lease_id: LeaseId, lease: StoreLease) -> list[StoreEffect]:
@@ -233,7 +233,7 @@ class StoreOffers:
         return [RevokeLease(lease_id)]
 
     def _note_root(self, block: BlockHash) -> None:
-        """Counts an offer by its first block, for those who look at the most used prefixes."""
+        """Counts an offer by its first block, for the report of the most used prefixes."""
         self.roots[block] += 1
         if len(self.roots) > 2 * MAX_ROOTS:
             self.roots = Counter(dict(self.roots.most_common(MAX_ROOTS)))

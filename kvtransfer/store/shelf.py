@@ -4,10 +4,10 @@
                       └──give_back (the write failed)──────────────────────────┘
 
 A cached block may be leased (a sink reads it) or copied (it is written to another tier). A slot
-that is writing may be leased too: its lease grows once the block is there. A slot is handed out
-again only when it is not writing and nothing holds it. At all times
+that is writing may be leased too: its lease grows once the block is there. `take` returns a slot
+only if the slot is not writing, not leased and not copied. At all times
 
-    num_slots = free + cached + copied + leased + writing       (each slot counted once, in the
+    num_slots = free + cached + copied + leased + writing       (each slot is counted in the
                                                                  last state that applies)
 """
 
@@ -19,39 +19,39 @@ from kvtransfer.store.eviction.seam import Eviction, Link
 
 
 class Shelf:
-    """Which slot holds which block, and what holds the slot. Owned by one thread."""
+    """The block of each slot, and the leases and copies of each slot. Owned by one thread."""
 
     def __init__(self, num_slots: int, eviction: Eviction) -> None:
         assert num_slots >= 0
         self.num_slots = num_slots
         self.eviction = eviction
         self._slots: dict[BlockHash, BlockId] = {}
-        self._blocks: dict[BlockId, BlockHash] = {}  # the same, reversed
+        self._blocks: dict[BlockId, BlockHash] = {}  # the reverse map
         self._parents: dict[BlockHash, BlockHash | None] = {}
-        self._free: list[BlockId] = []  # slots that were in use before
-        self._num_touched = 0  # slots that were in use before: the first ones
+        self._free: list[BlockId] = []  # free slots that have been in use
+        self._num_touched = 0  # slots that have been in use: 0 … n - 1
         self._writing: set[BlockId] = set()
         self._leased: Counter[BlockId] = Counter()
         self._copied: Counter[BlockId] = Counter()
         self.num_evicted = 0
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
+        """The number of blocks that can be found."""
         return len(self._slots)
 
     def __contains__(self, block: object) -> bool:
         return block in self._slots
 
     def find(self, block: BlockHash) -> BlockId | None:
-        """Returns the slot of a block."""
+        """Returns the slot of a block, or None."""
         return self._slots.get(block)
 
     def parent(self, block: BlockHash) -> BlockHash | None:
-        """Returns the block before one that is here."""
+        """Returns the parent of a block of this shelf."""
         return self._parents[block]
 
     def links(self) -> list[Link]:
-        """Returns all blocks with their parents, in the order in which they came."""
+        """Returns all blocks with their parents, in the order in which they were added."""
         return list(self._parents.items())
 
     def grow(self, num_slots: int) -> None:
@@ -62,9 +62,9 @@ class Shelf:
     # ------------------------------------------------------------ blocks come and go
 
     def take(self, num: int) -> tuple[list[BlockId], list[BlockHash]]:
-        """Takes slots to write to. Returns them, and the blocks that were evicted for them.
+        """Takes slots to write to. Returns the slots, and the blocks that were evicted.
 
-        Returns fewer slots if all others are held.
+        Returns fewer slots if too many slots are held.
         """
         evicted: list[BlockHash] = []
         if num > self.num_free:
@@ -83,7 +83,7 @@ class Shelf:
         return BlockId(self._num_touched - 1)
 
     def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
-        """Ends a write: the slot holds this block. Returns False if another slot does already."""
+        """Ends a write: the slot has this block. Returns False if another slot has the block."""
         self._writing.remove(slot)
         if block in self._slots:
             self._settle(slot)
@@ -98,9 +98,9 @@ class Shelf:
         slots: Mapping[BlockHash, BlockId],
         parents: Mapping[BlockHash, BlockHash | None],
     ) -> None:
-        """Fills an empty shelf with what a start found, the least recently used first.
+        """Fills an empty shelf with recovered blocks, the least recently used first.
 
-        Both have the same blocks, in the same order; each block has a slot of its own.
+        Both arguments have the same blocks, in the same order. Each block has its own slot.
         """
         assert not self._slots
         self._slots, self._parents = dict(slots), dict(parents)
@@ -114,16 +114,16 @@ class Shelf:
         self.eviction.add_all(self._parents.items(), 0.0)
 
     def give_back(self, slot: BlockId) -> None:
-        """Ends a write that failed."""
+        """Ends a failed write: the slot has no block."""
         self._writing.remove(slot)
         self._settle(slot)
 
     def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
-        """Notes that a prompt reads these blocks, the first one first."""
+        """Records that a prompt reads these blocks, given from the first on."""
         self.eviction.use(blocks, now_s)
 
     def drop(self, block: BlockHash) -> BlockId | None:
-        """Forgets a block and returns its slot. The slot is free once nothing holds it."""
+        """Removes a block and returns its slot. The slot is freed once it has no holders."""
         slot = self._slots.get(block)
         if slot is not None:
             self.eviction.remove(block)
@@ -137,14 +137,14 @@ class Shelf:
         self._leased.update(slots)
 
     def end_lease(self, slots: Iterable[BlockId]) -> None:
-        """Ends a lease."""
+        """Removes a lease from slots."""
         for slot in slots:
             self._let_go(self._leased, slot)
 
     def begin_copy(self, slot: BlockId) -> None:
-        """Keeps a cached block in its slot until `end_copy`: it is read for another tier.
+        """Keeps a cached block in its slot until `end_copy`, while it is copied to another tier.
 
-        Several tiers may copy it at once.
+        Several tiers may copy a block at the same time.
         """
         assert slot in self._blocks
         self._copied[slot] += 1
@@ -157,11 +157,11 @@ class Shelf:
 
     @property
     def num_free(self) -> int:
-        """Slots that hold nothing."""
+        """The number of slots without block or holder."""
         return len(self._free) + self.num_slots - self._num_touched
 
     def counts(self) -> BlockCounts:
-        """Counts the slots as the blocks of a pool; what is copied counts as owned."""
+        """Counts the slots like the blocks of a pool; copied blocks count as owned."""
         writing = len(self._writing)
         leased = sum(slot not in self._writing for slot in self._leased)
         copied = sum(slot not in self._leased for slot in self._copied)

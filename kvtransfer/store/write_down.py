@@ -1,8 +1,8 @@
 """Copies of blocks from a store's memory to its lower tiers.
 
-A block is written to the disk soon after it came (`through`), or once a prompt has used it
-(`used`), or never (`off`). Writes wait while blocks are read from the disk. What is evicted from
-memory before its turn is dropped and counted: a slow disk never makes the store wait.
+A block is written to the disk soon after it arrives (`through`), or once a prompt has used it
+(`used`), or never (`off`). Writes wait while blocks are read from the disk. A block that is evicted
+from memory before its write is counted and not written: a slow disk never delays the store.
 """
 
 from collections import Counter, OrderedDict
@@ -15,22 +15,22 @@ from engine.worker.blocks import BlockHash, BlockId
 from kvtransfer.store.events import EraseBlock, StoreEffect, WriteBlock
 from kvtransfer.store.holdings import Holdings
 
-MAX_WRITES = {Medium.DISK: 16, Medium.OBJECT: 64}  # on their way; objects go as segments of 64
-MAX_QUEUED = 262_144  # blocks that wait for one tier; the oldest is dropped
+MAX_WRITES = {Medium.DISK: 16, Medium.OBJECT: 64}  # concurrent writes; a segment has 64
+MAX_QUEUED = 262_144  # most blocks that wait for one tier; then the oldest is dropped
 
 
 @dataclass(slots=True)
 class _Writing:
-    """A block on its way from a slot of memory to a place in the lower tier."""
+    """A block that is being written from a slot of memory to a slot of the lower tier."""
 
     slot: BlockId
     place: BlockId
     parent: BlockHash | None
-    is_wanted: bool = True  # until all blocks are dropped
+    is_wanted: bool = True  # False once all blocks are dropped
 
 
 class WriteDown:
-    """The blocks that wait for one lower tier, and those on their way to it."""
+    """The blocks that wait to be written to one lower tier, and the running writes."""
 
     def __init__(
         self, holdings: Holdings, medium: Medium, writes: StoreWrites, counters: Counter[str]
@@ -44,16 +44,16 @@ class WriteDown:
 
     @property
     def num_waiting(self) -> int:
-        """Blocks that wait or are on their way."""
+        """The number of blocks that wait or are being written."""
         return len(self._queue) + len(self._under_way)
 
     def came(self, blocks: Collection[BlockHash]) -> None:
-        """Notes blocks that are new in memory."""
+        """Queues blocks that are new in memory, if the setting is `through`."""
         if self._writes is StoreWrites.THROUGH:
             self._enqueue(blocks)
 
     def used(self, blocks: Collection[BlockHash]) -> None:
-        """Notes blocks that a prompt uses."""
+        """Queues blocks that a prompt uses, if the setting is `used`."""
         if self._writes is StoreWrites.USED:
             self._enqueue(blocks)
 
@@ -70,7 +70,7 @@ class WriteDown:
             self._drop("queue_full", 1)
 
     def advance(self) -> list[StoreEffect]:
-        """Begins writes, as far as the tier has room for more."""
+        """Starts writes while the tier has room."""
         holdings = self._holdings
         if self.medium in holdings.off or self._is_read():
             return []
@@ -94,11 +94,11 @@ class WriteDown:
         return effects
 
     def _is_read(self) -> bool:
-        """True while a block is read from this tier: reads come first."""
+        """True while a block is read from this tier. Reads have priority."""
         return self._holdings.num_loads[self.medium] > 0
 
     def on_written(self, block: BlockHash, fault: str | None, now_s: float) -> list[EraseBlock]:
-        """Ends a write."""
+        """Handles the end of a write."""
         writing = self._under_way.pop(block)
         place = writing.place
         self._holdings.memory.end_copy(writing.slot)
@@ -114,7 +114,7 @@ class WriteDown:
         return []
 
     def drop_all(self) -> None:
-        """Drops what waits, and what is on its way once it has arrived."""
+        """Drops the waiting blocks now, and the blocks being written after their writes."""
         self._queue.clear()
         for writing in self._under_way.values():
             writing.is_wanted = False

@@ -1,1 +1,1 @@
-"""The ways in which blocks move between endpoints: a file and a class for each transport."""
+"""The transports, which move blocks between endpoints: one file and class per transport."""

@@ -35,9 +35,9 @@ class _Mapped(NamedTuple):
 
 
 class DeviceTransport:
-    """Queues copies on the device; `poll` asks it which copies have ended.
+    """Queues copies on the device; `poll` asks the device which copies have ended.
 
-    `name` is the memory of the sources: `ipc` of GPUs, `shm` of the host.
+    `name` is the kind of the sources' memory: `ipc` for GPUs, `shm` for the host.
     """
 
     def __init__(self, name: Transport, pool: DevicePool) -> None:
@@ -45,12 +45,12 @@ class DeviceTransport:
         self._pool = pool
         self._device = pool.device
         self._sources: dict[str, _Mapped] = {}
-        self._reads: dict[int, tuple[_Mapped, Fetch]] = {}  # by the mark of their end, in order
-        self._closing: list[_Mapped] = []  # copies from them have not ended
+        self._reads: dict[int, tuple[_Mapped, Fetch]] = {}  # by the mark of their end, oldest first
+        self._closing: list[_Mapped] = []  # sources whose copies have not ended
 
     @property
     def num_reads(self) -> int:
-        """Fetches whose copies have not ended."""
+        """The number of fetches whose copies have not ended."""
         return len(self._reads)
 
     def offer(self, offers: Offers) -> Offers:
@@ -72,7 +72,7 @@ class DeviceTransport:
         )
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
-        """No block is in place yet."""
+        """Queues the copies. Returns no news, since no block is in place yet."""
         source, there = self._sources[fetch.address], fetch.source_blocks
         if not (min(there) >= 0 and max(there) < source.num_blocks):
             reason = "a block is not in the source's pool"
@@ -85,7 +85,7 @@ class DeviceTransport:
         """Returns the copies that ended. Raises DriverError if the device failed."""
         news: list[FetchNews] = []
         for mark, (source, fetch) in list(self._reads.items()):
-            if not self._device.driver.is_done(mark):  # later ones have not ended either
+            if not self._device.driver.is_done(mark):  # later copies have not ended either
                 break
             del self._reads[mark]
             if self._sources.get(fetch.address) is source:
@@ -94,11 +94,11 @@ class DeviceTransport:
         return news
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Queued copies end soon."""
+        """Returns True while copies of the sequence are queued. They end soon."""
         return any(fetch.seq_id == seq_id for _, fetch in self._reads.values())
 
     def close(self, address: str) -> None:
-        """Unmaps the source's memory once no copy reads it."""
+        """Unmaps the source's memory once no copy reads from it."""
         source = self._sources.pop(address, None)
         if source is not None:
             self._closing.append(source)

@@ -2,36 +2,37 @@
 
 An endpoint has two NIXL agents:
 
-    serving    other endpoints read from it. UCX works on its thread, which sleeps until needed
-    pulling    reads for this endpoint. It has no thread, so UCX works, and over cma and tcp also
-               writes, only inside `fetch` and `poll`
+    serving    other endpoints read from this agent. UCX runs on its thread, which sleeps when idle
+    pulling    reads for this endpoint. It has no thread, so UCX runs only in `fetch` and `poll`.
+               Over cma and tcp, memory is also written only then
 
 Findings with nixl 1.5.1 on a 2-core host, with its UCX backend and the UCX that it includes:
 
 * A source whose agent makes no progress stalls its sinks, over cma too: connections and flushes
-  need an answer. NIXL's progress thread takes a whole core, because its Python API lets it poll
-  without delay. With a delay it sleeps on UCX's events: an idle agent takes under 1 % of a core,
-  and a block comes in 14 to 40 us, as from a source that polls. Hence `serving`.
+  need an answer. NIXL's progress thread takes a whole core, because through the Python API it
+  polls without delay. With a delay the thread sleeps on UCX's events: an idle agent takes under 1 %
+  of a core, and a block arrives in 14 to 40 us, as from a source that polls. Hence `serving`.
 * READ of scattered blocks over cma, GiB/s in reads of 64 blocks: 2.4 (16 KiB), 3.1 (64 KiB), 3.8
-  (1 MiB); with all 64 MiB in one read 2.7, 3.5, 3.8. Such a read is over when `fetch` returns.
-  Over tcp 1.0 to 1.5, less than ZeroMQ. RNDV_THRESH has no part in it: NIXL sets it to inf.
-* tcp is excluded. UCX emulates READ there with messages of the source. A sink that is killed in
-  the middle aborts the SOURCE's process ("ucp_request.inl: unexpected error"), with any error
-  handling. Over cma, and in shared memory without it, a source outlived every sink. So without
-  RDMA a source on another host is unreachable, and `connect` says so. UCX_TLS in the environment
-  overrides this.
+  (1 MiB); with all 64 MiB in one read 2.7, 3.5, 3.8. Such a read is done when `fetch` returns.
+  READ over tcp reaches 1.0 to 1.5 GiB/s, less than ZeroMQ. RNDV_THRESH does not matter: NIXL sets
+  it to inf.
+* tcp is excluded. Over tcp, UCX emulates READ with messages of the source. If a sink is killed
+  during a read, the SOURCE's process aborts ("ucp_request.inl: unexpected error"), with any error
+  handling. Over cma, and over shared memory without cma, a source survived the loss of every sink.
+  So without RDMA a source on another host is unreachable, and `connect` reports that. UCX_TLS in
+  the environment overrides this.
 * Error handling `peer` needs tcp or RDMA underneath. Without RDMA the mode is `none`. Then a
-  connection costs less (14 us a block, not 35). A killed source is noticed at the next read, within
-  milliseconds. A stopped source can still be read.
-* Releasing a READ in flight cancels nothing: over tcp, 58 of 64 MiB were written after it was
-  released and its source removed. Writing ends only when the read is DONE, or when the agent is
+  connection costs less (14 us per block, not 35). A killed source is detected at the next read,
+  within milliseconds. A stopped source can still be read.
+* Releasing a READ in flight cancels nothing: over tcp, 58 of 64 MiB were written after the READ was
+  released and its source removed. Writing stops only when the read is DONE, or when the agent is
   destroyed with its sockets and queue pairs. So if a read fails, or is cancelled and does not end
-  within `CANCEL_GRACE_S`, the pulling agent is made anew. That takes 20 ms and a new registration
-  of the region, and all reads in flight fail, those from other sources too.
-* Descriptors by stride are as fast as a list of all blocks, and have no size. The transport moves
-  0.96 to 0.99 of what bare NIXL does with the same descriptors.
-* NIXL refuses damaged metadata with an error. Metadata are still taken only from authenticated
-  sources.
+  within `CANCEL_GRACE_S`, the pulling agent is replaced. That takes 20 ms and a new registration of
+  the region. All reads in flight fail, including reads from other sources.
+* Strided descriptors are as fast as a list of all blocks, and their size does not grow. The
+  transport reaches 0.96 to 0.99 of the speed of bare NIXL with the same descriptors.
+* NIXL rejects damaged metadata with an error. Nevertheless, metadata are accepted only from
+  authenticated sources.
 * Closing frees threads, files and memory. A forked child must not use an agent (UCX); a spawned
   process may.
 
@@ -75,7 +76,7 @@ from kvtransfer.transports.seam import (
 
 log = logging.getLogger(__name__)
 
-PROGRESS_DELAY_US = 10_000  # in case UCX forgets to wake the serving thread
+PROGRESS_DELAY_US = 10_000  # bound on the sleep, if UCX fails to wake the serving thread
 CANCEL_GRACE_S = 0.5
 READ_ID_BYTES = 8
 
@@ -85,19 +86,19 @@ class _Source:
     offer: NixlOffer
     there: NixlRecords
     here: NixlRecords
-    link: NixlLink | None = None  # None after a restart, until the next read
+    link: NixlLink | None = None  # None from a restart until the next read
 
 
 @dataclass(slots=True)
 class _Read:
     fetch: Fetch
     source: _Source
-    handle: Any = None  # None once it is released; then the agent is destroyed too
+    handle: Any = None  # None once released; then the agent is destroyed too
     cancelled_s: float | None = None
 
 
 class NixlTransport:
-    """Reads into this endpoint's pool, and lets others read it. One thread at a time uses it."""
+    """Reads into this endpoint's pool and offers the pool to others. Not thread-safe."""
 
     name = Transport.NIXL
 
@@ -110,7 +111,7 @@ class NixlTransport:
         count: Callable[[str, float], None],
         clock: Clock | None = None,
     ) -> None:
-        """`name` must be unique, also among earlier agents: include the process in it."""
+        """`name` must be unique, also among earlier agents: it must include the process."""
         assert region.num_bytes % record_bytes == 0
         self._record_bytes = record_bytes
         self._num_blocks = region.num_bytes // record_bytes
@@ -121,15 +122,15 @@ class NixlTransport:
         self._serving: NixlAgent | None = None
         self._pulling: NixlAgent | None = None
         self._sources: dict[str, _Source] = {}  # by address
-        self._closing: list[_Source] = []  # reads from them have not ended
-        self._read_ids = itertools.count(secrets.randbits(48))  # different at each sink
+        self._closing: list[_Source] = []  # closed sources whose reads have not ended
+        self._read_ids = itertools.count(secrets.randbits(48))  # differ between sinks
         self._reads: dict[int, _Read] = {}
         self._ended: list[FetchNews] = []
         self.num_restarts = 0
 
     @property
     def num_reads(self) -> int:
-        """Reads that have not ended."""
+        """The number of reads that have not ended."""
         return len(self._reads)
 
     def offer(self, offers: Offers) -> Offers:
@@ -170,10 +171,10 @@ class NixlTransport:
         )
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
-        """Begins to read. At its end, the source is notified.
+        """Starts a read. At the end of the read, the source is notified.
 
-        All blocks are in place already if UCX read them at once, as it does on one host. Raises
-        IndexError, before anything is read, for a block that is not in its pool.
+        If UCX finishes the read at once, as it does on one host, the result has all blocks. Raises
+        IndexError, before anything is read, for a block outside its pool.
         """
         source = self._sources[fetch.address]
         there = source.there.indices(fetch.source_blocks)
@@ -193,11 +194,11 @@ class NixlTransport:
             elif state == "DONE":
                 self._end(read_id, read)
         except link.errors as error:
-            self._restart(f"a read failed: {error}")  # part of it may be on its way
+            self._restart(f"a read failed: {error}")  # part of the read may be in flight
         return self._news()
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
-        """Returns the reads that ended or failed. They write no more."""
+        """Returns the reads that ended or failed, which write no more."""
         failure = None
         for read_id, read in list(self._reads.items()):
             failure = self._advance(read_id, read) or failure
@@ -205,13 +206,13 @@ class NixlTransport:
             self._restart(failure)
         for source in list(self._closing):
             self._drop_if_unread(source)
-        if self._serving is not None:  # the reads that other endpoints have finished
+        if self._serving is not None:  # notifications of other endpoints' finished reads
             notified = self._serving.nixl.get_new_notifs().values()
             self._count("served_reads", sum(map(len, notified)))
         return self._news()
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Asks for the reads of a sequence to stop; true while one has not."""
+        """Cancels the reads of a sequence. Returns True while a read has not stopped."""
         reads = [read for read in self._reads.values() if read.fetch.seq_id == seq_id]
         for read in reads:
             if read.cancelled_s is None:
@@ -219,14 +220,14 @@ class NixlTransport:
         return bool(reads)
 
     def close(self, address: str) -> None:
-        """Forgets the source's memory once all reads from it have ended."""
+        """Removes the source once all reads from it have ended."""
         source = self._sources.pop(address, None)
         if source is not None:
             self._closing.append(source)
             self._drop_if_unread(source)
 
     def stop(self) -> None:
-        """Ends all reads and lets go of the region. Nothing writes to it any more."""
+        """Ends all reads and deregisters the region. No read writes to it any more."""
         self._close_pulling("endpoint closed")
         self._sources.clear()
         self._closing.clear()
@@ -237,7 +238,7 @@ class NixlTransport:
     # ------------------------------------------------------------ reads
 
     def _advance(self, read_id: int, read: _Read) -> str | None:
-        """Checks one read. Returns why the pulling agent must be made anew, or None."""
+        """Checks one read. Returns the reason to replace the pulling agent, or None."""
         link = read.source.link
         assert link is not None
         try:
@@ -278,7 +279,7 @@ class NixlTransport:
         return [*self._sources.values(), *self._closing]
 
     def _connect(self, source: _Source) -> NixlLink:
-        """Raises TransportUnavailable."""
+        """Returns the link to a source, made if necessary. Raises TransportUnavailable."""
         if self._pulling is None:
             self._open_pulling()
         assert self._pulling is not None
@@ -292,12 +293,12 @@ class NixlTransport:
                 source.link.close()
 
     def _open_pulling(self) -> None:
-        # Another name each time: a source must not take the new agent for the old one.
+        # The name differs each time: a source must not confuse the new agent with the old one.
         name = f"{self._name}.pull{self.num_restarts}"
         self._pulling = NixlAgent(name, self._region, delay_us=None)
 
     def _restart(self, reason: str) -> None:
-        """Fails all reads in flight, and ensures that none of them writes any more."""
+        """Fails all reads in flight, and replaces the agent so that no read writes any more."""
         log.warning("restarting reads over NIXL: %s", reason)
         self.num_restarts += 1
         self._close_pulling(reason)

@@ -1,7 +1,7 @@
 """NIXL agents with UCX: the library, the descriptors of records, and connections to sources.
 
-UCX is configured through the backend's parameters. Only its log level has none: UCX reads it from
-the environment when the library is loaded, so UCX_LOG_LEVEL=error is set for that moment.
+UCX is configured through the backend's parameters. Only the log level has no parameter: UCX reads
+it from the environment when the library is loaded. So UCX_LOG_LEVEL=error is set during the load.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ def has_rdma() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NixlRecords:
-    """Equal records without gaps, and the pieces of each that are read.
+    """Records of equal size without gaps, and the pieces of each record to read.
 
     Descriptors are numbered by piece, then by block: piece * num_blocks + block.
     """
@@ -45,9 +45,10 @@ class NixlRecords:
     pieces: tuple[RecordPiece, ...]
 
     def indices(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Descriptors of these blocks, block by block. Raises IndexError.
+        """Returns the descriptors of these blocks, block by block. Raises IndexError.
 
-        It avoids numpy: its dozen calls, cold after each read, took 90 us of a read of 1 MiB.
+        This code avoids numpy: a dozen numpy calls, with cold caches after each read, took 90 us of
+        a read of 1 MiB.
         """
         if min(blocks) < 0 or max(blocks) >= self.num_blocks:
             raise IndexError(f"a block is not among the {self.num_blocks} of its pool")
@@ -71,7 +72,7 @@ class NixlRecords:
 
 
 def check_offer(offer: NixlOffer, records: NixlRecords, sink_record_bytes: int) -> None:
-    """Raises TransportUnavailable if the records do not fit into the offer."""
+    """Raises TransportUnavailable if the offered memory has no room for the records."""
     if offer.kind not in KINDS:
         raise TransportUnavailable(f"offered memory is of kind {offer.kind!r}")
     if offer.address < 0 or offer.device_id < 0 or offer.address + offer.num_bytes > 2**64:
@@ -88,7 +89,7 @@ def check_offer(offer: NixlOffer, records: NixlRecords, sink_record_bytes: int) 
 
 
 class NixlLink:
-    """A source as the pulling agent knows it: its connection and both sides' descriptors."""
+    """The pulling agent's connection to a source, and the descriptors of both sides."""
 
     def __init__(
         self, engine: "NixlAgent", offer: NixlOffer, *, here: NixlRecords, there: NixlRecords
@@ -118,12 +119,12 @@ class NixlLink:
             raise TransportUnavailable(f"source cannot be reached: {error}") from error
 
     def prepare(self, here: Sequence[int], there: Sequence[int]) -> Any:
-        """Returns a READ of these descriptors, ready to be posted."""
+        """Returns a prepared READ of these descriptors, which the caller posts."""
         local, remote = self._sides
         return self.nixl.make_prepped_xfer("READ", local, here, remote, there)
 
     def close(self) -> None:
-        """Forgets the source."""
+        """Removes the source from the agent."""
         for side in self._sides:
             side.release()
         self._sides.clear()
@@ -152,7 +153,7 @@ class NixlAgent:
     def close(self) -> None:
         """Destroys the agent and its connections. Its handles must be released before."""
         self.nixl.deregister_memory(self._registered)
-        self.nixl.agent = None  # the last reference: the destructor closes sockets and queue pairs
+        self.nixl.agent = None  # drops the last reference: closes sockets and queue pairs
 
 
 def _load() -> Any:
@@ -167,8 +168,8 @@ def _load() -> Any:
         except ImportError as error:
             reasons.append(f"{package}: {error}")
             continue
-        logging.raiseExceptions = raises  # the import switches it off for the whole process
-        logger = logging.getLogger("nixl")  # it writes to standard output
+        logging.raiseExceptions = raises  # the import switches this off for the whole process
+        logger = logging.getLogger("nixl")  # would write to standard output
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(logging.WARNING)
@@ -179,9 +180,9 @@ def _load() -> Any:
 def _bind_system_libnl() -> None:
     """Loads the host's own libnl-route, if it has one, before NIXL loads its copy.
 
-    UCX loads the host's libibverbs, and with it this library. If it came after the copy, it would
-    use the copy's functions. At the end of the process it would then unregister from lists that it
-    was never in: a segmentation fault on hosts with RDMA.
+    UCX loads the host's libibverbs, which loads the host's libnl-route. If that came after NIXL's
+    copy, it would use the copy's functions. At the end of the process it would then unregister from
+    lists that it was never in: a segmentation fault on hosts with RDMA.
     """
     with suppress(OSError):
         ctypes.CDLL("libnl-route-3.so.200", mode=os.RTLD_NOW)
@@ -219,7 +220,7 @@ _environment = threading.Lock()
 
 @contextmanager
 def _quiet_ucx() -> Iterator[None]:
-    """Silences UCX, which warns of each abandoned request, thousands at a time."""
+    """Silences UCX, which logs thousands of warnings of abandoned requests."""
     with _environment:
         if "UCX_LOG_LEVEL" in os.environ:
             yield

@@ -1,7 +1,7 @@
 """Sealed streams between endpoints, over which sources send blocks beside ZeroMQ.
 
-CURVE encrypts less than 1 GiB/s in one thread, and a frame of ZeroMQ's passes two more threads and
-two more copies. So blocks, and the reads that ask for them, go over a TCP connection of their own:
+CURVE encrypts less than 1 GiB/s in one thread, and a ZeroMQ frame passes through two more threads
+and two more copies. So blocks, and the reads that ask for blocks, use a separate TCP connection:
 
     sink                      CURVE                      source
     AskSealed(name, word, key)  ──────────────────────>  keeps the key
@@ -10,16 +10,16 @@ two more copies. So blocks, and the reads that ask for them, go over a TCP conne
     Read                        ──────── sealed ──────>
                                 <─────── sealed ───────  Data, its records; the next Data, …
 
-All three are random, and travel over CURVE only: so a recorded connection cannot be decrypted later
-with the deployment's secret. A key serves one connection. Who reads the name and the word on the
-network can connect in the sink's place, and gets bytes that it cannot open.
+Name, word and key are random. The key travels over CURVE only, so a recorded connection cannot be
+decrypted later with the deployment's secret. A key serves one connection. An attacker who reads the
+name and the word on the network can connect in the sink's place, but cannot decrypt the bytes.
 
-Neither end waits for the connection: records are sent and received as far as it takes them, and the
-lease is looked at before each such step. So each record that arrives was sent while its lease was
-open.
+Neither end blocks on the connection: it sends and receives as many records as the connection
+accepts, and checks the lease before each such step. So each record that arrives was sent while its
+lease was open.
 
-Until the connection is there, blocks come over CURVE. So they do if it breaks, or if C++ or
-libsodium is missing at an end; that is counted.
+Before the connection exists, blocks come over CURVE. The same holds after the connection breaks, or
+if C++ or libsodium is missing at one end; these cases are counted.
 """
 
 import logging
@@ -60,22 +60,22 @@ from kvtransfer.wire import Wire
 
 log = logging.getLogger(__name__)
 
-BUDGET_BYTES = 8 * 2**20  # in one call; then other connections and deadlines follow
+BUDGET_BYTES = 8 * 2**20  # in one call, before other connections and deadlines
 GREETING_BYTES = 32  # a name and a word
-MAX_STEPS_PER_TURN = 64  # for one source; then other sources and deadlines follow
+MAX_STEPS_PER_TURN = 64  # for one source, before other sources and deadlines
 Places = Sequence[BlockId | None]
 NO_PLACE = -1
 
 
 class StreamLost(Exception):
-    """The connection is gone, or what came over it is not its source's."""
+    """The connection is lost, or the received bytes are not from its source."""
 
 
 class Landing:
-    """Records on their way to their places here."""
+    """Records of one Data that are being received into local blocks."""
 
     def __init__(self, data: Data, places: Places, wire: Wire, pool: Blocks | DeviceBlocks) -> None:
-        """None as a place: no pull waits for that block."""
+        """A place is None if no pull waits for the block."""
         self.data = data
         self._places = list(places)
         self._wire = wire
@@ -90,7 +90,7 @@ class Landing:
             self.frame = RecordFrame.of(rows, [NO_PLACE if p is None else p for p in places])
 
     def keep(self, places: Places) -> None:
-        """Passes over the blocks to come whose places are others now, or none."""
+        """Skips the blocks still to come whose places have changed."""
         for row in range(self._num_here, len(places)):
             if places[row] != self._places[row]:
                 self._places[row] = None
@@ -98,7 +98,7 @@ class Landing:
                     self.frame.ids[row] = NO_PLACE
 
     def arrive(self, num_records: int) -> tuple[int, ...]:
-        """Takes in how many records have come; returns the indices of those in place since."""
+        """Records that `num_records` have arrived; returns the indices of newly placed blocks."""
         if not self._is_direct and num_records < len(self._places):
             return ()
         rows = range(self._num_here, num_records)
@@ -111,23 +111,23 @@ class Landing:
 
     @property
     def is_over(self) -> bool:
-        """True if all its records have come."""
+        """True if all records have arrived."""
         return self._num_here == len(self._places)
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Indices of the blocks that have not come."""
+        """Indices of the wanted blocks that have not arrived."""
         rows = range(self._num_here, len(self._places))
         return tuple([self.data.indices[row] for row in rows if self._places[row] is not None])
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a sink's streams need to know of it and of a source."""
+    """The facts of a sink and a source that the sink's stream needs."""
 
     wire: Wire
     pool: Blocks | DeviceBlocks
-    max_blocks: int  # in one Data
+    max_blocks: int  # most blocks in one Data
     places: Callable[[Data], Places]
 
 
@@ -135,7 +135,7 @@ class SealedLink:
     """A sink's connection to a source."""
 
     def __init__(self) -> None:
-        """The connection is made by `connect`, once the source has answered `ask`."""
+        """Makes no connection: `connect` does, once the source has answered `ask`."""
         half = GREETING_BYTES // 2
         self.ask = AskSealed(
             secrets.token_bytes(half),
@@ -145,16 +145,16 @@ class SealedLink:
         )
         self._lanes = 1
         self._connection: socket.socket | None = None
-        self._stream: SealedStream | None = None  # once it is connected
-        self._is_blocked = False  # reads wait until the connection takes them
+        self._stream: SealedStream | None = None  # None until connected
+        self._is_blocked = False  # True while reads wait for the connection
         self.landing: Landing | None = None
-        self.is_stale = False  # places may be others than when the records set out
-        self.has_more = False  # more may have come than its descriptor reports
+        self.is_stale = False  # True if places may have changed since the Data came
+        self.has_more = False  # True if data may wait that no descriptor reports
 
     def connect(
         self, address: str, port: int, poller: select.epoll, timing: Timing, *, lanes: int
     ) -> None:
-        """Begins to connect to the source at `address`, which seals with `lanes` lanes.
+        """Starts to connect to the source at `address`, which seals with `lanes` lanes.
 
         Raises OSError.
         """
@@ -177,13 +177,13 @@ class SealedLink:
         return -1 if self._connection is None else self._connection.fileno()
 
     def read(self, message: Read) -> bool:
-        """Asks for blocks. Returns False if that must go another way."""
+        """Asks for blocks. Returns False if the message must go over CURVE."""
         if self._stream is None or not self._stream.note(encode(message)):
             return False
         return self._flush() is not StreamStop.LOST
 
     def _flush(self) -> StreamStop:
-        """Sends what is queued, now or when the connection takes it."""
+        """Sends the queued messages, now or when the connection accepts them."""
         assert self._stream is not None
         stop = self._stream.send(None, BUDGET_BYTES)
         if (stop is StreamStop.BLOCKED) != self._is_blocked:
@@ -193,9 +193,9 @@ class SealedLink:
         return stop
 
     def receive(self, target: Target, *, may_wait: bool) -> tuple[Data, tuple[int, ...]] | None:
-        """Takes what has come, up to the next Data. Raises StreamLost and ProtocolError.
+        """Receives records up to the next Data. Raises StreamLost and ProtocolError.
 
-        Returns the Data that was announced before, and which of its blocks are in place now.
+        Returns the current Data, and the indices of its blocks that are newly in place.
         """
         if self._stream is None:
             self._greet()
@@ -208,7 +208,7 @@ class SealedLink:
         self.is_stale = False
         frame = None if landing is None else landing.frame
         stop, num = self._stream.receive(frame, BUDGET_BYTES, may_wait=may_wait)
-        self.has_more = stop is not StreamStop.BLOCKED  # then its descriptor tells
+        self.has_more = stop is not StreamStop.BLOCKED  # BLOCKED: the descriptor will report more
         arrived = None
         if landing is not None:
             arrived = landing.data, landing.arrive(num)
@@ -221,7 +221,7 @@ class SealedLink:
         return arrived
 
     def _greet(self) -> None:
-        """Says which sink this is, if the connection is there. Raises StreamLost."""
+        """Sends the greeting that names this sink, once connected. Raises StreamLost."""
         assert self._connection is not None
         number = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
@@ -230,7 +230,7 @@ class SealedLink:
         try:
             done = self._connection.send(greeting) == len(greeting)
         except BlockingIOError:
-            return  # it is not
+            return  # not connected yet
         except OSError as error:
             raise StreamLost(str(error)) from error
         if not done:
@@ -254,7 +254,7 @@ class SealedLink:
         return Landing(data, target.places(data), target.wire, target.pool)
 
     def close(self) -> None:
-        """Closes the connection, if there is one."""
+        """Closes the connection, if it exists."""
         connection, self._connection = self._connection, None
         if connection is not None:
             self._poller.unregister(connection)
@@ -271,8 +271,8 @@ class _Source:
     target: Target
     port: int | None
     link: SealedLink | None = None
-    ask_again_s: float = math.inf  # when to ask for another stream
-    num_ended: int = 0  # pulls that had ended when blocks were last received
+    ask_again_s: float = math.inf  # time at which to ask for another stream
+    num_ended: int = 0  # value of `SealedSink.num_ended` at the last receive
 
 
 class SealedSink:
@@ -285,7 +285,7 @@ class SealedSink:
         places: Callable[[str, Data], Places],
         post: Callable[[str, ToSource], None],
     ) -> None:
-        """`places` locate the blocks of a Data from an address; `post` sends over CURVE."""
+        """`places` returns the places of a Data from an address; `post` sends over CURVE."""
         self._places = places
         self._post = post
         self._count = context.count
@@ -293,16 +293,16 @@ class SealedSink:
         self._clock = context.clock
         self._poller = context.poller
         self._sources: dict[str, _Source] = {}  # by address
-        self.num_ended = 0  # pulls that have ended, whose places must not be written any more
+        self.num_ended = 0  # ended pulls: their places must not be written any more
 
     @property
     def has_more(self) -> bool:
-        """True if blocks may have come that no descriptor reports."""
+        """True if received blocks may wait that no descriptor reports."""
         links = [source.link for source in self._sources.values()]
         return any(link is not None and link.has_more for link in links)
 
     def open(self, use: UseSource, pool: Blocks | DeviceBlocks, *, max_blocks: int) -> None:
-        """Asks a source for a stream, if both ends can seal."""
+        """Adds a source, and asks it for a stream if both ends can seal."""
         address = use.address
         target = Target(use.wire, pool, max_blocks, lambda data: self._places(address, data))
         self._sources[address] = _Source(target, use.source.offers.sealed_port)
@@ -312,7 +312,7 @@ class SealedSink:
         """Connects to a source that has agreed to a stream."""
         source = self._sources.get(address)
         if source is None or source.link is None or source.link.fileno() >= 0:
-            return  # a source that answers twice
+            return  # a second answer of the source
         assert source.port is not None
         try:
             source.link.connect(address, source.port, self._poller, self._timing, lanes=lanes)
@@ -327,7 +327,7 @@ class SealedSink:
         return source.link is not None and source.link.read(read)
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
-        """Returns the blocks that have come. The news of a source end with its first blocks."""
+        """Returns the blocks that have arrived. A source's news end with its first new blocks."""
         news: list[FetchNews] = []
         for address, source in list(self._sources.items()):
             link = source.link
@@ -372,7 +372,7 @@ class SealedSink:
         return news
 
     def _lose(self, address: str, link: SealedLink, reason: str) -> list[FetchNews]:
-        """Blocks come over CURVE again, until another stream is there."""
+        """Closes a lost stream. Blocks come over CURVE until another stream exists."""
         source, landing = self._sources[address], link.landing
         link.close()
         source.link = None
@@ -386,7 +386,7 @@ class SealedSink:
 
 
 def prepare(connection: socket.socket, timing: Timing) -> None:
-    """Sets up a connection: it never blocks, and ends if its peer is gone."""
+    """Makes a connection non-blocking, and lets it end if its peer is gone."""
     connection.settimeout(0)
     silence_ms = max(1, int(1000 * timing.silence_s))
     for level, option, number in (

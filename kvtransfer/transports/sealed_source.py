@@ -1,4 +1,4 @@
-"""The source's end of sealed streams: a listener, and a line to each sink that asked for one."""
+"""The source's end of sealed streams: a listener, and a line to each sink that asked for it."""
 
 import select
 import socket
@@ -19,15 +19,15 @@ from kvtransfer.packing import pack, rows_to_send
 from kvtransfer.transports.sealed import BUDGET_BYTES, GREETING_BYTES, prepare
 from kvtransfer.transports.seam import FRAME_BYTES, TransferContext, num_records
 
-GREETING_S = 5.0  # for a connection to say which sink it is
-MAX_GUESTS = 64  # connections that have not; the oldest makes room
+GREETING_S = 5.0  # longest time until a connection names its sink
+MAX_GUESTS = 64  # connections that have not named their sink; the oldest is closed for a new one
 MAX_LINES = 4096
-MAX_NOTES_PER_TURN = 64  # from one sink
+MAX_NOTES_PER_TURN = 64  # most notes handled in a row from one sink
 
 
 @dataclass(slots=True)
 class _Guest:
-    """A connection that has not said yet which sink it is."""
+    """A connection that has not named its sink yet."""
 
     connection: socket.socket
     until_s: float
@@ -36,15 +36,15 @@ class _Guest:
 
 @dataclass(slots=True)
 class _Line:
-    """The way to one sink."""
+    """The stream to one sink."""
 
     ask: AskSealed
-    stream: SealedStream | None = None  # once the sink is connected
-    is_blocked: bool = False  # until the connection can take more
-    has_more: bool = False  # notes may wait that no descriptor reports
-    read: SendBlocks | None = None  # being answered
-    num_begun: int = 0  # blocks that were begun
-    frame: RecordFrame | None = None  # the blocks that were begun last
+    stream: SealedStream | None = None  # None until the sink is connected
+    is_blocked: bool = False  # True until the connection accepts more
+    has_more: bool = False  # True if notes may wait that no descriptor reports
+    read: SendBlocks | None = None  # the read that is being answered
+    num_begun: int = 0  # blocks of the read whose sending has started
+    frame: RecordFrame | None = None  # the blocks that are being sent
 
 
 class SealedSource:
@@ -56,7 +56,7 @@ class SealedSource:
         self._clock = context.clock
         self._poller = context.poller
         self._listener: socket.socket | None = None
-        self.port: int | None = None  # where sinks connect, once it listens
+        self.port: int | None = None  # the port for sinks, after `listen`
         self._lines: dict[Peer, _Line] = {}  # oldest first
         self._peers: dict[bytes, Peer] = {}  # by the name of the line
         self._connected: dict[int, Peer] = {}  # by descriptor
@@ -82,7 +82,7 @@ class SealedSource:
     # ------------------------------------------------------------ sinks
 
     def admit(self, peer: Peer, ask: AskSealed) -> None:
-        """Lets a sink connect, once. It loses the connection that it has."""
+        """Allows a sink to connect once. An existing connection of the sink is closed."""
         self.dismiss(peer)
         if len(self._lines) >= MAX_LINES:
             self.dismiss(next(iter(self._lines)))
@@ -90,7 +90,7 @@ class SealedSource:
         self._peers[ask.name] = peer
 
     def dismiss(self, peer: Peer) -> None:
-        """Ends a sink's line."""
+        """Closes a sink's line."""
         line = self._lines.pop(peer, None)
         if line is None:
             return
@@ -101,7 +101,7 @@ class SealedSource:
             line.stream.close()
 
     def is_connected(self, peer: Peer) -> bool:
-        """True if a sink gets its blocks over a line."""
+        """True if a sink has a connected line, over which it gets its blocks."""
         line = self._lines.get(peer)
         return line is not None and line.stream is not None
 
@@ -115,10 +115,10 @@ class SealedSource:
         """True if reads may wait that no descriptor reports."""
         return any(line.has_more for line in self._lines.values())
 
-    # ------------------------------------------------------------ what comes
+    # ------------------------------------------------------------ receiving
 
     def receive(self, ready: Collection[int]) -> Iterator[tuple[Peer, Read | ProtocolError]]:
-        """Yields the reads of sinks whose connections are ready; an error for an invalid one."""
+        """Yields the reads from ready connections; for an invalid read, an error."""
         if self._listener is not None and self._listener.fileno() in ready:
             self._accept(self._listener)
         for fd in [fd for fd in self._guests if fd in ready]:
@@ -138,7 +138,7 @@ class SealedSource:
                 prepare(connection, self._timing)
             except BlockingIOError:
                 return
-            except OSError:  # it has gone again, or there are no descriptors left
+            except OSError:  # the peer has gone, or no descriptors are left
                 self._count("refused_connections:cannot be accepted", 1)
                 return
             if len(self._guests) >= MAX_GUESTS:
@@ -148,7 +148,7 @@ class SealedSource:
             self._poller.register(fd, select.EPOLLIN)
 
     def _greet(self, fd: int) -> None:
-        """Takes what a guest says; once that is complete, the guest is a sink or sent away."""
+        """Receives a guest's greeting. A complete greeting makes it a sink, or it is closed."""
         guest = self._guests[fd]
         try:
             said = guest.connection.recv(GREETING_BYTES - len(guest.greeting))
@@ -207,15 +207,15 @@ class SealedSource:
     # ------------------------------------------------------------ blocks
 
     def send(self, read: SendBlocks, pool: Blocks | DeviceBlocks, *, may_wait: bool) -> bool:
-        """Goes on with the answer to a read of a connected sink. Returns True once all is sent.
+        """Continues the answer to a read of a connected sink. Returns True once all is sent.
 
-        A read that is not gone on with, but another, ends where it is.
+        A call with another read abandons the current one where it is.
         """
         line = self._lines[read.peer]
         if line.read is not read:
             line.read, line.num_begun, line.frame = read, 0, None
         while line.frame is not None or line.num_begun < len(read.indices):
-            frame = line.frame or self._begin(line, read, pool)  # None: only what is left is sent
+            frame = line.frame or self._begin(line, read, pool)  # None: send only what is queued
             if not self._go_on(line, frame, may_wait=may_wait):
                 return False
             line.frame = None
@@ -225,9 +225,9 @@ class SealedSource:
     def _begin(
         self, line: _Line, read: SendBlocks, pool: Blocks | DeviceBlocks
     ) -> RecordFrame | None:
-        """Begins a frame of the next blocks: all, or as many as are packed at once.
+        """Starts a frame of the next blocks: all blocks, or the number that is packed at once.
 
-        Returns None if what is left of a read that was given up leaves no room.
+        Returns None if the unsent rest of an abandoned read leaves no room.
         """
         assert line.stream is not None
         rows = rows_to_send(read.wire, pool)
@@ -246,7 +246,7 @@ class SealedSource:
         return line.frame
 
     def _go_on(self, line: _Line, frame: RecordFrame | None, *, may_wait: bool) -> bool:
-        """Returns True once a frame is sent."""
+        """Continues to send a frame. Returns True once the frame is sent."""
         assert line.stream is not None
         stop = line.stream.send(frame, BUDGET_BYTES, may_wait=may_wait)
         if stop is StreamStop.BLOCKED:

@@ -1,16 +1,16 @@
-"""The seam between the lease protocol and the transports that move blocks.
+"""The interface between the lease protocol and the transports that move blocks.
 
 An endpoint has one object of each transport, for all its sources:
 
     shm      copies from a source's mapped memory, before `fetch` returns
     ipc      copies from another GPU's memory, or from mapped memory to a GPU
     nixl     reads a source's registered memory
-    zmq      asks the source to send, and takes what its messages bring
-    sealed   carries the same over encrypted streams, beside zmq
+    zmq      asks the source to send, and receives the blocks in messages
+    sealed   sends and receives the same messages over encrypted streams, beside zmq
 
-All of them pass the same contract test. A fetch may write only the blocks that it names, and only
-until its end is reported. A sink frees blocks of a failed pull only once `cancel` says that no
-fetch of the pull can write any more.
+All transports pass the same contract test. A fetch may write only the blocks that it names, and
+only until its end is reported. A sink frees blocks of a failed pull only once `cancel` returns that
+no fetch of the pull can write any more.
 """
 
 import select
@@ -32,15 +32,15 @@ from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import Data, LeaseWord, Offers
 from kvtransfer.wire import Wire
 
-FRAME_BYTES = 2 * 2**20  # in one Data: smaller frames cost calls, larger ones exceed the caches
-BATCH_BYTES = 8 * 2**20  # in one Fetch
-WINDOW_BYTES = 32 * 2**20  # in flight from one source
-READ_BYTES = 32 * 2**20  # in one one-sided read, which costs NIXL an exchange with the source
+FRAME_BYTES = 2 * 2**20  # in one Data: smaller frames need more calls, larger ones exceed caches
+BATCH_BYTES = 8 * 2**20  # largest Fetch
+WINDOW_BYTES = 32 * 2**20  # most bytes in flight from one source
+READ_BYTES = 32 * 2**20  # largest one-sided read; each read costs NIXL a round trip to the source
 
 
 @dataclass(frozen=True, slots=True)
 class TransferContext:
-    """What all parts of one endpoint share."""
+    """The objects that all parts of one endpoint share."""
 
     sockets: "zmq.Context[zmq.Socket[bytes]]"
     poller: select.epoll  # watches the descriptors of all parts
@@ -51,9 +51,9 @@ class TransferContext:
 
 
 class TransportUnavailable(BatonError):
-    """A transport cannot be used here, or not with a source; the message says why.
+    """A transport cannot be used here, or with one source; the message says why.
 
-    `fallback` names the counter of such a fallback; None if it is as it should be.
+    `fallback` names the counter of this fallback; None if the fallback is expected.
     """
 
     def __init__(self, message: str, fallback: str | None = "unavailable") -> None:
@@ -62,7 +62,7 @@ class TransportUnavailable(BatonError):
 
 
 class BlocksArrived(msgspec.Struct, frozen=True):
-    """Blocks of a lease that are in place.
+    """Blocks of a lease that have arrived in their places.
 
     With `data`, the source sent them while the lease was open. Otherwise the lease was open if its
     `word` is still the same.
@@ -76,17 +76,17 @@ class BlocksArrived(msgspec.Struct, frozen=True):
 
 
 class BlocksFailed(msgspec.Struct, frozen=True):
-    """Blocks of a lease that did not come, and are not written any more."""
+    """Blocks of a lease whose fetch failed, and which are not written any more."""
 
     address: str
     lease_id: LeaseId
     indices: tuple[int, ...]
     reason: str
-    damaged: bool = False  # they came with a wrong checksum
+    damaged: bool = False  # the blocks had a wrong checksum
 
 
 class SourceFault(msgspec.Struct, frozen=True):
-    """A source sent what no source may send."""
+    """A source broke the protocol."""
 
     address: str
     error: ProtocolError
@@ -96,20 +96,20 @@ FetchNews = BlocksArrived | BlocksFailed | SourceFault
 
 
 class BlockTransport(Protocol):
-    """One way in which blocks move, with all sources that are read in this way."""
+    """A transport of blocks, for all sources that are read with it."""
 
     @property
     def name(self) -> Transport:
-        """The transport as settings and reports name it."""
+        """The transport's name in settings and reports."""
         ...
 
     @property
     def num_reads(self) -> int:
-        """Fetches under way whose end no descriptor reports, so that `poll` must find it."""
+        """The number of fetches in flight whose end only `poll` finds, not a descriptor."""
         ...
 
     def offer(self, offers: Offers) -> Offers:
-        """Returns `offers` and what others need to read this pool. Raises TransportUnavailable."""
+        """Adds this transport's way to read the pool to `offers`. Raises TransportUnavailable."""
         ...
 
     def open(self, use: UseSource) -> Means:
@@ -117,26 +117,26 @@ class BlockTransport(Protocol):
         ...
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
-        """Begins to fetch; returns the fetches that have ended already."""
+        """Starts a fetch; returns the fetches that have ended already."""
         ...
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
         """Returns the fetches that ended or failed since the last call.
 
-        `ready` are the descriptors that can be read or written. `may_wait`, for a moment, for more
-        of what has begun to come.
+        `ready` are the descriptors that can be read or written. With `may_wait` it waits for a
+        moment for the rest of a frame that has begun to arrive.
         """
         ...
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Stops the fetches of a sequence, as far as possible. True while one may still write."""
+        """Stops the fetches of a sequence if possible. True while a fetch may still write."""
         ...
 
     def close(self, address: str) -> None:
-        """Lets go of a source, at the latest when the last fetch from it has ended."""
+        """Drops a source, at the latest when the last fetch from it has ended."""
         ...
 
 
 def num_records(num_bytes: int, wire: Wire) -> int:
-    """Returns how many blocks of the wire fit into `num_bytes`; at least one."""
+    """Returns how many wire records fit into `num_bytes`; at least one."""
     return max(1, num_bytes // wire.record_bytes)

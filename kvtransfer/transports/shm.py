@@ -21,18 +21,18 @@ from kvtransfer.transports.seam import (
     num_records,
 )
 
-Copy = Callable[[Sequence[int], Sequence[int]], None]  # to these blocks here, of those there
+Copy = Callable[[Sequence[int], Sequence[int]], None]  # (local block ids, source block ids)
 
 
 class ShmTransport:
-    """Copies one piece of a block at a time; a fetch is over when `fetch` returns."""
+    """Copies blocks piece by piece. A fetch is done when `fetch` returns."""
 
     name = Transport.SHM
     num_reads = 0
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._copies: dict[str, Copy] = {}  # by address; each holds the source's memory
+        self._copies: dict[str, Copy] = {}  # by address; each keeps the source's memory mapped
 
     def offer(self, offers: Offers) -> Offers:
         """Offers the pool's memory, if other processes can map it."""
@@ -52,7 +52,7 @@ class ShmTransport:
         return Means(self.name, batch_blocks=batch, window_blocks=batch)
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
-        """All blocks are in place afterwards."""
+        """Copies all blocks before it returns."""
         self._copies[fetch.address](fetch.block_ids, fetch.source_blocks)
         return [BlocksArrived(fetch.address, fetch.lease_id, fetch.indices, fetch.word)]
 
@@ -61,11 +61,11 @@ class ShmTransport:
         return ()
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """No fetch is under way."""
+        """Returns False: no fetch is ever in flight."""
         return False
 
     def close(self, address: str) -> None:
-        """Unmaps the source's memory, with the last view of it."""
+        """Drops the copy, so that the source's memory is unmapped with its last view."""
         self._copies.pop(address, None)
 
 

@@ -1,9 +1,9 @@
 """Sends blocks in messages: over the sink's sealed stream if it has one, else over CURVE.
 
 Over CURVE, blocks are gathered into staging buffers, from which ZeroMQ sends without another copy.
-The buffers bound the memory that a source holds for its sinks: reads wait, sink by sink, until one
-is free, or until the stream takes more. A read whose lease ended meanwhile is dropped; its sink has
-been told.
+The buffers bound the memory that a source needs for its sinks. Reads wait, sink by sink, until a
+buffer is free or until the stream accepts more. A read whose lease has ended meanwhile is dropped:
+its sink has received Ended.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ from kvtransfer.wire import Wire
 
 log = logging.getLogger(__name__)
 
-MAX_FRAMES_PER_TURN = 16  # to each sink
-MAX_BUFFERS_PER_SINK = 3  # one is filled while ZeroMQ sends the others; few stay in caches
+MAX_FRAMES_PER_TURN = 16  # frames sent in a row to each sink
+MAX_BUFFERS_PER_SINK = 3  # one is filled while ZeroMQ sends the others; so few fit the caches
 MAX_BUFFERS = 64
-MAX_QUEUED_READS = 256  # for one sink; it asks again for dropped ones
+MAX_QUEUED_READS = 256  # queued for one sink; it asks again for dropped reads
 
-# Sends a header and a payload to a sink; returns when ZeroMQ is done with the payload.
+# Sends a header and a payload to a sink; returns a tracker of ZeroMQ's use of the payload.
 SendFrame = Callable[[Peer, bytes, memoryview], zmq.MessageTracker | None]
 
 
@@ -60,9 +60,9 @@ class Staging:
         self._sending: list[tuple[zmq.MessageTracker, Peer, Blocks]] = []  # oldest first
 
     def take(self, peer: Peer, num_bytes: int) -> Blocks | None:
-        """Returns a buffer of at least `num_bytes` for that sink; None while it must wait."""
+        """Returns a buffer of at least `num_bytes` for that sink; None if the sink must wait."""
         still = []
-        for tracker, holder, buffer in self._sending:  # ask each once: it may end meanwhile
+        for tracker, holder, buffer in self._sending:  # ask each tracker once: it may end meanwhile
             if tracker.done:
                 self._free.append(buffer)
             else:
@@ -79,7 +79,7 @@ class Staging:
         return self._allocate(max(num_bytes, FRAME_BYTES))  # fits any frame of small blocks
 
     def lend(self, buffer: Blocks, peer: Peer, tracker: zmq.MessageTracker) -> None:
-        """Marks a buffer as being sent."""
+        """Marks a buffer as being sent to a peer."""
         self._sending.append((tracker, peer, buffer))
 
     def wait(self, timeout_s: float) -> None:
@@ -90,7 +90,7 @@ class Staging:
 
 
 class ZmqTransport:
-    """Asks sources for blocks and puts in place what they send; sends blocks to sinks."""
+    """Asks sources for blocks and places the received blocks; sends blocks to sinks."""
 
     name = Transport.ZMQ
     num_reads = 0
@@ -103,16 +103,16 @@ class ZmqTransport:
         places: Callable[[str, Data], Places],
         post: Callable[[str, ToSource], None],
     ) -> None:
-        """`pool` is None if the host cannot reach it. `post` sends a message to a source.
+        """`pool` is None if the host cannot reach its memory. `post` sends a message to a source.
 
-        `places` locate the blocks of a Data that came from an address.
+        `places` returns the places of a Data that came from an address.
         """
         self._pool = pool
         self._post = post
         self._count = context.count
         self.sealed_sink = SealedSink(context, places=places, post=post)
         self.sealed_source = SealedSource(context)
-        self._wires: dict[str, Wire] = {}  # by address of a source
+        self._wires: dict[str, Wire] = {}  # by the source's address
         self._staging = Staging(
             pool.driver.pinned if isinstance(pool, DeviceBlocks) else _host_bytes
         )
@@ -122,12 +122,12 @@ class ZmqTransport:
     # ------------------------------------------------------------ as a sink
 
     def offer(self, offers: Offers) -> Offers:
-        """Offers to send blocks, if the host can reach them."""
+        """Offers to send blocks, if the host can reach the pool."""
         port = self.sealed_source.port
         return msgspec.structs.replace(offers, sends=self._pool is not None, sealed_port=port)
 
     def open(self, use: UseSource) -> Means:
-        """Asks the source for a sealed stream; until it is there, blocks come over CURVE."""
+        """Asks the source for a sealed stream. Until it exists, blocks come over CURVE."""
         if not use.source.offers.sends:
             raise TransportUnavailable("source cannot send what is in a GPU's memory", None)
         if self._pool is None:
@@ -143,7 +143,7 @@ class ZmqTransport:
         return means
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
-        """No block is in place yet."""
+        """Asks the source for blocks. Returns no news, since no block is in place yet."""
         read = Read(fetch.lease_id, list(fetch.indices))
         if not self.sealed_sink.read(fetch.address, read):
             self._post(fetch.address, read)
@@ -154,9 +154,9 @@ class ZmqTransport:
     ) -> FetchNews:
         """Puts records that came over CURVE in their places. None: no pull waits for the block.
 
-        Damage is found only after they are in place. The places belong to this pull alone, so
-        nothing else is overwritten. Damaged blocks are asked for again, or the pull fails. Raises
-        ProtocolError.
+        Damage is found only after the records are in place. The places belong to this pull alone,
+        so no other data is overwritten. Damaged blocks are asked for again, or the pull fails.
+        Raises ProtocolError.
         """
         wire = self._wires.get(address)
         if wire is None or self._pool is None:
@@ -177,11 +177,11 @@ class ZmqTransport:
         return here if checksum == data.checksum else damaged
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
-        """Returns the blocks that came over sealed streams. `place` reports the others."""
+        """Returns the blocks from sealed streams. `place` reports the blocks from CURVE."""
         return self.sealed_sink.poll(ready, may_wait=may_wait)
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Blocks that still come have no place."""
+        """Returns False: blocks that still arrive have no place and are dropped."""
         return False
 
     def close(self, address: str) -> None:
@@ -193,12 +193,12 @@ class ZmqTransport:
 
     @property
     def has_work(self) -> bool:
-        """True if blocks wait to be sent, and no descriptor will tell when they can be."""
+        """True if blocks wait to be sent and no descriptor will report when they can be."""
         sealed = self.sealed_source
         return sealed.has_more or any(sealed.can_send(peer) for peer in self._queued)
 
     def queue(self, read: SendBlocks) -> None:
-        """Lets a sink wait for blocks until `flush` sends them."""
+        """Queues a sink's read until `flush` sends its blocks."""
         queue = self._queued.setdefault(read.peer, deque())
         if len(queue) >= MAX_QUEUED_READS:
             self._count("dropped_reads", 1)
@@ -209,9 +209,10 @@ class ZmqTransport:
     def flush(
         self, may_send: Callable[[SendBlocks], bool], send: SendFrame, *, may_wait: bool
     ) -> None:
-        """Sends frames to the waiting sinks by turns, as long as there are buffers.
+        """Sends frames to the waiting sinks by turns, while buffers are free.
 
-        `may_send` says if the lease still goes on. `may_wait` for a moment: if only one sink waits.
+        `may_send` returns True if the read's lease is open. With `may_wait`, it may wait for a
+        moment if only one sink is waiting.
         """
         self._lacks_buffer = False
         may_wait = may_wait and len(self._queued) == 1
@@ -229,17 +230,17 @@ class ZmqTransport:
                 return
 
     def wait_for_buffer(self, timeout_s: float) -> None:
-        """Waits for a buffer, if `flush` lacked one, so that it can continue."""
+        """Waits for a free buffer if the last `flush` lacked one."""
         if self._lacks_buffer:
             self._staging.wait(timeout_s)
 
     def stop(self) -> None:
-        """Ends all sealed streams to sinks, and lets go of the pool."""
+        """Closes all sealed streams to sinks, and drops the reference to the pool."""
         self.sealed_source.stop()
         self._pool = None
 
     def _send(self, read: SendBlocks, send: SendFrame, *, may_wait: bool) -> int:
-        """Sends the first blocks of a read. Returns how many; none if they must wait."""
+        """Sends the first blocks of a read. Returns their number; 0 if the read must wait."""
         pool, sealed = self._pool, self.sealed_source
         assert pool is not None, "a source that cannot reach its pool offers no sending"
         if sealed.is_connected(read.peer):
@@ -260,7 +261,7 @@ class ZmqTransport:
         return num
 
     def _drop_first(self, peer: Peer, num: int) -> None:
-        """Takes the first blocks of a sink's oldest read from its queue."""
+        """Removes the first `num` blocks of a sink's oldest read."""
         queue = self._queued[peer]
         read = queue.popleft()
         if len(read.indices) > num:

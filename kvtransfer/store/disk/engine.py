@@ -1,10 +1,12 @@
-"""What moves blocks between rows of memory and slots on disk, beside the caller's thread.
+"""The interface of disk engines, which move blocks between rows of memory and slots on disk.
+
+An engine works on its own threads. It has three operations:
 
     write    clear the header, write the payload, write the header with its checksums
     read     read the payload, verify its checksum, copy it to the row
     clear    clear the header
 
-A failed read leaves its row as it was. There are two engines: io_uring in C++ (`uring.py`), and
+A failed read does not change its row. There are two engines: io_uring in C++ (`uring.py`), and
 threads in Python (`threads.py`), which need neither a compiler nor io_uring.
 """
 
@@ -21,12 +23,12 @@ from kvtransfer.store.disk.format import EMPTY
 
 Row = npt.NDArray[np.uint8]  # [block_bytes] contiguous
 
-SHORT, DAMAGED = -1, -2  # errors that are no errno: see disk.h
+SHORT, DAMAGED = -1, -2  # error codes beside errno: see disk.h
 _OWN_REASONS = {SHORT: "short", DAMAGED: "damaged"}
 
 
 class DiskVerb(IntEnum):
-    """What an operation does to its slot."""
+    """The kind of operation on a slot."""
 
     READ = 0
     WRITE = 1
@@ -35,7 +37,7 @@ class DiskVerb(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """The files that an engine works on, and how many operations it has under way at once."""
+    """The files of an engine, and its largest number of concurrent operations (`depth`)."""
 
     table_fd: int
     done_fd: int  # an eventfd, which the engine signals when there are outcomes
@@ -46,21 +48,21 @@ class EngineFiles:
 
 @dataclass(frozen=True, slots=True)
 class DiskOperation:
-    """One thing to do. Two on one slot are never given to an engine at once."""
+    """One operation on a slot. The caller submits at most one operation per slot at a time."""
 
     tag: int
     verb: DiskVerb
-    table_offset: int  # where the slot's header begins, in bytes
+    table_offset: int  # offset of the slot's header in the table, in bytes
     slab_fd: int = -1
-    offset: int = 0  # where the slot begins in its slab, in bytes
+    offset: int = 0  # offset of the slot in its slab, in bytes
     row: Row | None = None
-    header: bytes = EMPTY  # that a write leaves, without checksums
-    checksum: int = 0  # that a read expects
+    header: bytes = EMPTY  # for a write: the new header without checksums
+    checksum: int = 0  # for a read: the expected checksum
 
 
 @dataclass(frozen=True, slots=True)
 class DiskOutcome:
-    """How an operation ended: 0, an errno, SHORT or DAMAGED; the checksum of what was written."""
+    """The result of an operation: 0, errno, SHORT or DAMAGED; the checksum of a written payload."""
 
     tag: int
     error: int
@@ -68,28 +70,28 @@ class DiskOutcome:
 
 
 class DiskEngine(Protocol):
-    """Does operations in any order, as many at once as it can. Nothing here blocks but `close`."""
+    """Runs operations concurrently, in any order. Only `close` blocks."""
 
     def submit(self, operations: Sequence[DiskOperation]) -> None:
-        """Takes operations; each has an outcome later."""
+        """Submits operations. Each has an outcome later."""
 
     def reap(self) -> list[DiskOutcome]:
         """Returns the outcomes since the last call."""
 
     def cancel(self, tag: int) -> None:
-        """Once this returns, a read writes to its row no more, and a write leaves no header.
+        """Cancels an operation: a read no longer writes to its row, a write leaves no header.
 
-        The caller may then use the row for something else. An outcome still comes.
+        After this returns, the caller may reuse the row. The outcome still comes.
         """
 
     def close(self, timeout_s: float) -> bool:
-        """Once this returns, no row is written to any more. Waits for what was submitted.
+        """Waits for submitted operations. After it returns, no row is written to any more.
 
-        Returns False if that has not ended in time. No header is written then any more, but the
-        files must stay open and the rows in memory.
+        Returns False if operations have not ended in time. Then no header is written any more,
+        but the files must stay open and the rows must stay in memory.
         """
 
 
 def reason_of(error: int) -> str:
-    """Returns the name of an error, as counters have it."""
+    """Returns the name of an error for counters."""
     return _OWN_REASONS.get(error) or errno.errorcode.get(error, f"errno_{error}")

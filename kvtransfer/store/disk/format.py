@@ -1,4 +1,4 @@
-"""The header of a slot on disk, and which entries of a table of headers are to be believed.
+"""The header of a slot on disk, and the check of a table of headers.
 
 One table holds the headers of all slots, in order; `src/transfer/disk.h` has the same structure:
 
@@ -6,15 +6,15 @@ One table holds the headers of all slots, in order; `src/transfer/disk.h` has th
     0 … 8      magic, "BATON-KV"
     8 … 16     version; 1 if there is a parent, else 0
     16 … 64    identity of model and layout; hash of the block; hash of its parent, or zeros
-    64 … 104   bytes of the payload; xxh3-64 of the payload; sequence number; slot; slots a slab
+    64 … 104   bytes of the payload; xxh3-64 of the payload; sequence number; slot; slots per slab
     104 … 120  zeros
     120 … 128  xxh3-64 of the bytes before
 
-Numbers are little-endian. Below 241 bytes XXH3 is another algorithm, which our C++ lacks. So input
-that short is hashed with zeros behind it, 256 bytes in all.
+Numbers are little-endian. For input below 241 bytes, XXH3 is another algorithm, which our C++
+lacks. So shorter input is padded with zeros to 256 bytes before hashing.
 
-An empty slot has a header of zeros. The slot and the slots a slab are in the header because a table
-and slabs that do not fit each other would name the wrong payload.
+An empty slot has a header of zeros. The header includes the slot number and the slots per slab.
+Without them, a table beside slabs of another geometry would point to wrong payloads.
 
 Pure: arrays and bytes only.
 """
@@ -54,7 +54,7 @@ HEADER = np.dtype(
         ("checksum", "<u8"),
     ]
 )
-_UNSEALED = struct.Struct("<8sII16s16s16sQQQQQ16s")  # a header without its checksum
+_UNSEALED = struct.Struct("<8sII16s16s16sQQQQQ16s")  # a header without its own checksum
 _CHECKSUM = struct.Struct("<Q")
 _PAYLOAD_CHECKSUM_OFFSET = 72
 _SHORTEST_BYTES = 241
@@ -65,11 +65,11 @@ Checksums = Callable[[Headers], npt.NDArray[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class DiskGeometry:
-    """What decides where on disk a block lies, and which blocks are ours."""
+    """The parameters that fix the place of each block on disk, and whose blocks these are."""
 
     identity: bytes  # 16 bytes
     block_bytes: int
-    slab_slots: int  # in each file of slots; the last may hold fewer
+    slab_slots: int  # slots of each slab; the last slab may have fewer
     max_slots: int
 
     @property
@@ -79,29 +79,29 @@ class DiskGeometry:
 
 
 class HeaderVerdict(IntEnum):
-    """What is the matter with an entry of the table: the first of these that applies."""
+    """The result of checking an entry of the table: the first fault that applies."""
 
     FINE = 0
     EMPTY = 1
-    NO_HEADER = 2  # another magic
+    NO_HEADER = 2  # wrong magic
     OTHER_VERSION = 3
-    DAMAGED = 4  # torn, or bits have flipped
+    DAMAGED = 4  # torn write, or flipped bits
     OTHER_IDENTITY = 5
-    OTHER_GEOMETRY = 6  # payloads of another size, or another place
-    NO_SEQUENCE = 7  # one so high that no writer has counted to it
-    DUPLICATE = 8  # another slot has the same block, written later
+    OTHER_GEOMETRY = 6  # other payload size, slot number or slab size
+    NO_SEQUENCE = 7  # a sequence number above any possible one
+    DUPLICATE = 8  # another slot has a later copy of the block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecoveredBlocks:
-    """The blocks on disk, the oldest first. Arrays are [n]; row i of each is of one block."""
+    """The blocks on disk, the oldest first. Arrays are [n]; row i of each belongs to block i."""
 
     slots: npt.NDArray[np.int64]
     hashes: npt.NDArray[np.void]  # V16
     parents: npt.NDArray[np.void]  # V16, zeros if there is none
     has_parent: npt.NDArray[np.bool_]
     sequences: npt.NDArray[np.uint64]
-    checksums: npt.NDArray[np.uint64]  # one for each payload
+    checksums: npt.NDArray[np.uint64]  # of each payload
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -123,7 +123,7 @@ _COLUMNS = tuple(field.name for field in fields(RecoveredBlocks))
 def unsealed_header(
     geometry: DiskGeometry, slot: int, *, block_hash: bytes, parent: bytes | None, sequence: int
 ) -> bytes:
-    """Returns a header that lacks both checksums, which are found when the block is written."""
+    """Returns a header without its two checksums, which are computed during the write."""
     return _UNSEALED.pack(
         MAGIC,
         VERSION,
@@ -141,7 +141,7 @@ def unsealed_header(
 
 
 def sealed_header(unsealed: bytes, payload_checksum: int) -> bytes:
-    """Returns the header with both checksums."""
+    """Returns the header with the payload's checksum and its own."""
     header = bytearray(unsealed)
     _CHECKSUM.pack_into(header, _PAYLOAD_CHECKSUM_OFFSET, payload_checksum)
     _CHECKSUM.pack_into(header, _UNSEALED.size, disk_checksum(header[: _UNSEALED.size]))
@@ -149,7 +149,7 @@ def sealed_header(unsealed: bytes, payload_checksum: int) -> bytes:
 
 
 def disk_checksum(content: bytes | bytearray | memoryview) -> int:
-    """Returns the xxh3-64 of a payload or of the bytes of a header before its own checksum."""
+    """Returns the xxh3-64 of a payload, or of a header up to its own checksum."""
     if len(content) < _SHORTEST_BYTES:
         content = bytes(content).ljust(256, b"\0")
     return xxhash.xxh3_64_intdigest(content)
@@ -158,7 +158,7 @@ def disk_checksum(content: bytes | bytearray | memoryview) -> int:
 def judge(
     headers: Headers, first_slot: int, geometry: DiskGeometry, checksums: Checksums
 ) -> npt.NDArray[np.uint8]:
-    """Returns a HeaderVerdict on each entry of a piece of the table from `first_slot` on."""
+    """Returns a HeaderVerdict for each entry of a piece of the table. It starts at `first_slot`."""
     num_headers = len(headers)
     words = headers.view("<u8").reshape(num_headers, HEADER_BYTES // 8)
     slots = np.arange(first_slot, first_slot + num_headers, dtype=np.uint64)
@@ -181,7 +181,7 @@ def judge(
 
 
 def claimed(headers: Headers) -> RecoveredBlocks:
-    """Returns the blocks that headers claim, in their order."""
+    """Returns the blocks that headers name, in the order of the headers."""
     return RecoveredBlocks(
         slots=headers["slot"].astype(np.int64),
         hashes=headers["hash"].copy(),
@@ -193,7 +193,7 @@ def claimed(headers: Headers) -> RecoveredBlocks:
 
 
 def merged(pieces: Sequence[RecoveredBlocks]) -> RecoveredBlocks:
-    """Returns the blocks of all pieces, the oldest first; of one hash only the latest.
+    """Returns the blocks of all pieces, the oldest first. For each hash only the latest is kept.
 
     There must be at least one piece.
     """
@@ -206,9 +206,9 @@ def merged(pieces: Sequence[RecoveredBlocks]) -> RecoveredBlocks:
 def _without_duplicates(
     order: npt.NDArray[np.int64], hashes: npt.NDArray[np.void]
 ) -> npt.NDArray[np.int64]:
-    """Returns `order` without the rows of which a later one has the same hash."""
+    """Returns `order` without each row whose hash occurs again in a later row."""
     halves = np.sort(hashes.view("<u8")[::2])
-    if not np.any(halves[1:] == halves[:-1]):  # nearly always, and much faster
+    if not np.any(halves[1:] == halves[:-1]):  # the usual case, which is much faster
         return order
     last_by_hash = {block_hash: i for i, block_hash in enumerate(hashes[order].tolist())}
     return order[np.sort(np.fromiter(last_by_hash.values(), np.int64, len(last_by_hash)))]

@@ -1,4 +1,4 @@
-"""Allocates slabs beside the caller's thread: a file system may take long, or be full."""
+"""Allocates slabs on a separate thread, since a file system may be slow or full."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class SlabGrowth:
-    """Allocates one slab at a time, or a part of one. After a failure it pauses, ever longer.
+    """Allocates one slab at a time, or a part of it. After each failure it pauses longer.
 
     `done_fd` is an eventfd that is signalled when `finish` has something to do.
     """
@@ -28,10 +28,10 @@ class SlabGrowth:
         self._health = health
         self._thread: threading.Thread | None = None
         self._found: NewSlots | OSError | None = None
-        self.fault: str | None = None  # why the last try failed
+        self.fault: str | None = None  # reason of the last failed try
 
     def open_known(self, now_s: float) -> None:
-        """Opens the slabs that are there, at least one. A fault leaves fewer slots."""
+        """Opens the existing slabs, and at least one slab. After a fault there are fewer slots."""
         try:
             self._files.drop_slabs()
             num_slabs = self._files.count_slabs()
@@ -43,7 +43,7 @@ class SlabGrowth:
                 return
 
     def follow(self, num_used: int, slab_slots: int, now_s: float) -> None:
-        """Adds what was allocated, and allocates more as soon as the last slab is in use."""
+        """Adds allocated slots. Starts the next allocation once the last slab is in use."""
         if self._thread is not None and self._found is not None:
             self._thread.join()
             self._thread = None
@@ -53,14 +53,14 @@ class SlabGrowth:
             self._start(now_s)
 
     def _start(self, now_s: float) -> None:
-        """Allocates the next slab, if it is time to try."""
+        """Starts to allocate the next slab, unless a pause after a failure goes on."""
         if self._health.admits(now_s):
             self._found = None
             self._thread = threading.Thread(target=self._run, name="disk-growth", daemon=True)
             self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for what is under way. Returns False if that has not ended in time."""
+        """Waits for a running allocation. Returns False if it has not ended in time."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -81,7 +81,7 @@ class SlabGrowth:
             return error
 
     def _take(self, found: NewSlots | OSError, now_s: float) -> bool:
-        """Adds the slots, or reports why there are none."""
+        """Adds the slots, or reports the error."""
         if isinstance(found, OSError):
             self.fault = reason_of(found.errno or 0)
             self._health.failed(self.fault, now_s)

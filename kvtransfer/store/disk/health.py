@@ -1,4 +1,4 @@
-"""When to leave a disk alone: after several failures in a row, for a growing pause.
+"""Decides when a disk is off: after several failures in a row, for a growing pause.
 
     fine ── `most_failures` in a row ──> off ── pause over: one trial ──> fine again
                                           ^── it fails: twice the pause ──┘
@@ -21,7 +21,7 @@ class DiskHealth:
         self._is_trying = False
 
     def admits(self, now_s: float) -> bool:
-        """Returns True if the disk may be used now. While it is off, that is one trial a pause."""
+        """Returns True if the disk may be used now. While it is off, one trial per pause may."""
         if self.off_reason is None:
             return True
         if self._is_trying or now_s < self._retry_at_s:
@@ -30,14 +30,14 @@ class DiskHealth:
         return True
 
     def succeeded(self) -> None:
-        """Takes note that the disk did what it should."""
+        """Records a success of the disk."""
         self.off_reason = None
         self._failures = 0
         self._is_trying = False
         self._pause_s = self._shortest_pause_s
 
     def failed(self, reason: str, now_s: float) -> bool:
-        """Takes note of a failure. Returns True if the disk is off from now on."""
+        """Records a failure. Returns True if this failure turns the disk off."""
         self._failures += 1
         if self.off_reason is None:
             if self._failures < self._most_failures:
@@ -45,7 +45,7 @@ class DiskHealth:
             self.off_reason = reason
             self._retry_at_s = now_s + self._pause_s
             return True
-        if self._is_trying:  # others were under way when it went off, and say nothing new
+        if self._is_trying:  # failures of earlier requests do not count
             self.off_reason = reason
             self._is_trying = False
             self._pause_s = min(2 * self._pause_s, self._most_pause_s)

@@ -1,4 +1,4 @@
-"""Measures how long a start takes with many blocks on disk. `bench store` prints it."""
+"""Measures the time of a start with many blocks on disk. `bench store` prints the time."""
 
 import os
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class RecoveryTime:
 
 
 def measure_recovery(directory: Path, num_blocks: int, *, seed: int = 0) -> RecoveryTime:
-    """Times a recovery of blocks whose headers are made up, in `directory`, which is removed.
+    """Times a recovery of blocks with synthetic headers. It uses and removes `directory`.
 
     The table is in the page cache. Slots are allocated, 4 KiB for each block, but not written.
     Raises DirectoryInUse, DiskUnusable, and OSError if the disk is full.

@@ -1,6 +1,6 @@
-"""What is on disk after a start: one scan of the table of headers.
+"""Finds the blocks on disk at a start, in one scan of the table of headers.
 
-Payloads are not read here. They are verified whenever they are read.
+Payloads are not read here. A payload is verified each time it is read.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ NO_BLOCKS = claimed(np.empty(0, HEADER))
 def recover(
     files: SlabFiles, geometry: DiskGeometry, checksums: Checksums
 ) -> tuple[RecoveredBlocks, Counter[str]]:
-    """Returns the blocks on disk, and how many entries were skipped for which reason.
+    """Returns the blocks on disk, and the number of skipped entries by reason.
 
     Raises OSError if the table cannot be read.
     """

@@ -3,10 +3,10 @@
     directory/headers            128 bytes a slot, see `format`
     directory/slab-00000 …       `slab_slots` slots each; the last may hold fewer
 
-Files are allocated before they are used, slab by slab, so a full disk is met here and not in the
-middle of a write. Where a slab does not fit, a part of it is allocated, and more of it later, when
-there is room. Everything is opened below a descriptor of the directory, which is also locked
-(flock). So two processes never use one directory, and a removed one is not filled again.
+Files are allocated before use, slab by slab. So a full disk shows here and not in the middle of a
+write. If a whole slab does not fit, a part of it is allocated, and the rest later, when there is
+room. All files are opened relative to a descriptor of the directory, which is also locked (flock).
+So two processes never use one directory, and a removed directory gets no new files.
 """
 
 import errno
@@ -25,19 +25,19 @@ from engine.errors import BatonError
 from engine.messages import HASH_BYTES
 from kvtransfer.store.disk.format import HEADER, HEADER_BYTES, DiskGeometry, Headers
 
-SLAB_BYTES = 1 << 30  # at most, unless a block is larger
-LEAVES_BYTES = 16 << 20  # left free on a full disk
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also for a quota, and for a limit on files
+SLAB_BYTES = 1 << 30  # largest slab, unless a block is larger
+LEAVES_BYTES = 16 << 20  # bytes that stay free on a full disk
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, quota, limit of file size
 TABLE_NAME = "headers"
 _SLAB_NAME = re.compile(r"slab-(\d{5})")
 _IDENTITY_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # KV tells what users wrote
+_FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # private, since KV reveals what users wrote
 _PIECE = 1 << 13  # headers read at once: they stay in the processor's cache
 
 
 class DiskUnusable(BatonError):
-    """A directory that cannot hold blocks; `reason` is an errno's name, for counters."""
+    """A directory that cannot store blocks; `reason` is an errno's name, for counters."""
 
     def __init__(self, directory: Path, error: OSError) -> None:
         super().__init__(f"{directory} cannot hold blocks: {error.strerror or error}")
@@ -45,7 +45,7 @@ class DiskUnusable(BatonError):
 
 
 class DirectoryInUse(BatonError):
-    """A directory of blocks that another process, or another part of this one, has open."""
+    """A directory of blocks that another process, or another part of this process, has open."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(f"{directory} is in use by another store")
@@ -57,9 +57,9 @@ def identity_directory(root: Path, identity: bytes) -> Path:
 
 
 def directories(root: Path) -> dict[Path, int]:
-    """Returns the directories of identities below `root`, with the bytes that each takes up.
+    """Returns the directories of identities below `root`, each with its size on disk in bytes.
 
-    What cannot be read is left out.
+    Directories that cannot be read are left out.
     """
     with suppress(OSError):
         return {path: _taken_bytes(path) for path in root.iterdir() if _is_identity(path)}
@@ -67,7 +67,7 @@ def directories(root: Path) -> dict[Path, int]:
 
 
 def remove_directory(directory: Path) -> None:
-    """Deletes an identity's files, and the directory unless others have put files there.
+    """Deletes an identity's files, and the directory unless it has other files.
 
     Raises DirectoryInUse, and DiskUnusable if files cannot be deleted.
     """
@@ -90,18 +90,17 @@ def remove_directory(directory: Path) -> None:
 
 
 class NewSlots(NamedTuple):
-    """Newly allocated slots of a slab, which may have had some before."""
+    """Newly allocated slots of a slab, which may have had slots before."""
 
     slab_fd: int
-    slots: int  # all slots of the slab
+    slots: int  # the slab's number of slots, old ones included
     is_new_slab: bool = False
 
 
 class SlabFiles:
     """The open files of one identity. The table is `table_fd`; slab i is `slab_fds[i]`.
 
-    `is_direct` is False if the file system does without direct I/O: slabs then go through the page
-    cache.
+    `is_direct` is False if the file system has no direct I/O. Slabs then use the page cache.
     """
 
     def __init__(self, directory: Path, geometry: DiskGeometry) -> None:
@@ -114,7 +113,7 @@ class SlabFiles:
         self._last_slots = 0  # slots of the last slab
 
     def open(self) -> None:
-        """Locks the directory and opens the table; makes them if they are absent.
+        """Locks the directory and opens the table. Makes both if they are absent.
 
         Raises DirectoryInUse, DiskUnusable.
         """
@@ -136,7 +135,7 @@ class SlabFiles:
 
     @property
     def num_slots(self) -> int:
-        """Slots that are allocated."""
+        """The number of allocated slots."""
         num_full = max(len(self.slab_fds) - 1, 0)
         return num_full * self.geometry.slab_slots + self._last_slots
 
@@ -146,12 +145,12 @@ class SlabFiles:
         return self.num_slots == self.geometry.max_slots
 
     def count_slabs(self) -> int:
-        """Returns how many slabs there are on disk, counted to the last. Raises OSError."""
+        """Returns the number of slabs on disk: the last slab's index plus one. Raises OSError."""
         names = map(_SLAB_NAME.fullmatch, os.listdir(self._directory_fd))
         return max((int(name[1]) + 1 for name in names if name), default=0)
 
     def drop_slabs(self) -> None:
-        """Deletes slabs beyond the greatest slot, left by a larger store. Raises OSError."""
+        """Deletes slabs that an earlier, larger store left. Raises OSError."""
         geometry = self.geometry
         for index in range(-(-geometry.max_slots // geometry.slab_slots), self.count_slabs()):
             with suppress(FileNotFoundError):
@@ -160,10 +159,10 @@ class SlabFiles:
             os.ftruncate(self.table_fd, geometry.max_slots * HEADER_BYTES)
 
     def allocate(self) -> NewSlots:
-        """Allocates the next slab with its part of the table, or as much of it as there is room.
+        """Allocates the next slab with its part of the table, or the part of it that fits.
 
-        If the last slab has only a part of its slots, it goes on there. The slots count once they
-        are given to `add`: another thread may call this. Raises OSError.
+        If the last slab is incomplete, its missing slots are allocated first. Another thread may
+        call this, so new slots count only once they are passed to `add`. Raises OSError.
         """
         geometry = self.geometry
         index, have = divmod(self.num_slots, geometry.slab_slots)
@@ -179,7 +178,7 @@ class SlabFiles:
             except OSError as error:
                 if not there or error.errno not in NO_ROOM:
                     raise
-                slots = there  # an earlier process made them
+                slots = there  # made by an earlier process
                 _allocate(self.table_fd, self._table_bytes(index, slots))
         except OSError:
             os.close(fd)
@@ -193,7 +192,7 @@ class SlabFiles:
         self._last_slots = new.slots
 
     def _allocate_some(self, fd: int, index: int, have: int, most: int) -> int:
-        """Allocates more slots of a slab. Returns the number that it has then. Raises OSError."""
+        """Allocates more slots of a slab. Returns its new number of slots. Raises OSError."""
         slots = most
         while True:
             before_bytes = os.fstat(fd).st_size
@@ -201,7 +200,7 @@ class SlabFiles:
                 _allocate(fd, slots * self.geometry.stride_bytes)
                 _allocate(self.table_fd, self._table_bytes(index, slots))
             except OSError as error:
-                os.ftruncate(fd, before_bytes)  # frees what was allocated until the disk was full
+                os.ftruncate(fd, before_bytes)  # frees the bytes allocated before the error
                 slots = have + self._fewer(slots - have)
                 if error.errno not in NO_ROOM or slots == have:
                     raise
@@ -209,11 +208,11 @@ class SlabFiles:
                 return slots
 
     def _fewer(self, num_slots: int) -> int:
-        """Returns a number of slots to try next if `num_slots` do not fit; 0 without room."""
+        """Returns the number of slots to try next if `num_slots` do not fit; 0 without room."""
         found = os.fstatvfs(self._directory_fd)
         free_bytes = found.f_bavail * found.f_frsize - LEAVES_BYTES
         fitting = max(free_bytes, 0) // (self.geometry.stride_bytes + HEADER_BYTES)
-        return fitting if fitting < num_slots else num_slots // 2  # a quota is not seen here
+        return fitting if fitting < num_slots else num_slots // 2  # statvfs shows no quota
 
     def _table_bytes(self, index: int, slots: int) -> int:
         return (index * self.geometry.slab_slots + slots) * HEADER_BYTES
@@ -224,9 +223,9 @@ class SlabFiles:
         return self.slab_fds[index], row * self.geometry.stride_bytes
 
     def headers(self) -> Iterator[tuple[int, Headers]]:
-        """Yields the table in pieces, each with the slot that it begins with. Raises OSError.
+        """Yields the table in pieces, each with the number of its first slot. Raises OSError.
 
-        Only slots that are allocated have one. A table that ends early yields less.
+        Only allocated slots have an entry. If the table file is too short, fewer are yielded.
         """
         for first in range(0, self.num_slots, _PIECE):
             wanted = min(_PIECE, self.num_slots - first) * HEADER_BYTES
@@ -257,17 +256,17 @@ def _slab_name(index: int) -> str:
 
 
 def _allocate(fd: int, num_bytes: int) -> None:
-    """Makes a file at least that long, with room on disk. Raises OSError."""
+    """Allocates disk space for at least `num_bytes` of a file. Raises OSError."""
     if num_bytes > os.fstat(fd).st_size:
         os.posix_fallocate(fd, 0, num_bytes)
 
 
 def _locked(directory: Path) -> int:
-    """Returns a descriptor of the directory that holds its lock. Raises DirectoryInUse, OSError."""
+    """Locks a directory; returns its descriptor. Raises DirectoryInUse, OSError."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_ino != directory.stat().st_ino:  # removed and made again since `open`
+        if os.fstat(fd).st_ino != directory.stat().st_ino:  # replaced since `open`
             raise DirectoryInUse(directory)
     except BlockingIOError as error:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The block of each slot on disk, as the headers there say."""
+"""The block in each slot on disk, according to the slots' headers."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from kvtransfer.store.disk.format import DiskGeometry, RecoveredBlocks, unsealed
 
 
 class SlotTable:
-    """The block that each slot holds, as its header on disk says."""
+    """The block in each slot on disk, according to the slot's header."""
 
     def __init__(self, geometry: DiskGeometry) -> None:
         self._geometry = geometry
@@ -15,10 +15,10 @@ class SlotTable:
         self._hashes = np.zeros(geometry.max_slots, f"V{HASH_BYTES}")
         self._checksums = np.zeros(geometry.max_slots, np.uint64)
         self._next_sequence = 1
-        self.num_used = 0  # slots up to the highest that was written to
+        self.num_used = 0  # highest slot ever written, plus one
 
     def adopt(self, blocks: RecoveredBlocks) -> None:
-        """Holds the blocks that are on disk."""
+        """Adds the blocks that a recovery found."""
         self._is_held[blocks.slots] = True
         self._hashes[blocks.slots] = blocks.hashes
         self._checksums[blocks.slots] = blocks.checksums
@@ -39,15 +39,15 @@ class SlotTable:
         return int(self._checksums[slot])
 
     def drop(self, slot: int) -> None:
-        """Forgets the block of a slot."""
+        """Removes the block of a slot."""
         self._is_held[slot] = False
 
     def drop_all(self) -> None:
-        """Forgets all blocks."""
+        """Removes all blocks."""
         self._is_held[:] = False
 
     def keep(self, slot: int, block_hash: bytes, checksum: int) -> None:
-        """Holds a block that has been written."""
+        """Adds a block that has been written."""
         self._is_held[slot] = True
         self._hashes[slot] = np.void(block_hash)
         self._checksums[slot] = checksum

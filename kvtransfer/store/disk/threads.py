@@ -1,7 +1,7 @@
-"""The engine in Python: threads that read and write, where there is no compiler or no io_uring.
+"""The disk engine in Python: reads and writes on threads, for hosts without compiler or io_uring.
 
-It does what the one in C++ does, step by step, and is its reference in tests. System calls, large
-copies and checksums run without the interpreter's lock.
+It does the same steps as the C++ engine, and is the reference for tests. System calls, large copies
+and checksums run without the interpreter's lock.
 """
 
 import errno
@@ -38,20 +38,20 @@ _Call = Callable[[int, list[memoryview], int], int]  # preadv or pwritev
 
 
 class ThreadEngine:
-    """A DiskEngine. `open` starts it; after `close` it must not be used."""
+    """A DiskEngine. `open` starts the engine. It must not be used after `close`."""
 
     def __init__(self, files: EngineFiles) -> None:
         self._files = files
         self._arrivals: SimpleQueue[DiskOperation | None] = SimpleQueue()
         self._outcomes: deque[DiskOutcome] = deque()
-        self._lock = threading.Lock()  # guards the fields below and all rows that are written to
+        self._lock = threading.Lock()  # guards the fields below, and the rows of reads
         self._cancelled: set[int] = set()
         self._is_closing = False
         self._is_abandoned = False
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
-        """Starts the threads. A thread that hangs in the kernel does not hold up an exit."""
+        """Starts the threads. A thread that hangs in the kernel does not delay an exit."""
         for number in range(min(NUM_THREADS, self._files.depth)):
             thread = threading.Thread(target=self._run, name=f"disk-{number}", daemon=True)
             thread.start()
@@ -72,12 +72,12 @@ class ThreadEngine:
         return found
 
     def cancel(self, tag: int) -> None:
-        """Once this returns, a read writes to its row no more, and a write leaves no header."""
+        """Cancels an operation: a read no longer writes to its row, a write leaves no header."""
         with self._lock:
             self._cancelled.add(tag)
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for what was submitted. Returns False if that has not ended in time."""
+        """Waits for submitted operations. Returns False if they have not ended in time."""
         with self._lock:
             self._is_closing = True
         for _ in self._threads:
@@ -96,7 +96,7 @@ class ThreadEngine:
             os.eventfd_write(self._files.done_fd, 1)
 
     def _do(self, operation: DiskOperation, buffer: Row) -> tuple[int, int]:
-        """Returns the error, and the checksum of what was written."""
+        """Returns the error, and the checksum of a written payload."""
         if self._is_abandoned:
             return errno.ECANCELED, 0
         try:
@@ -154,7 +154,7 @@ def _move(call: _Call, operation: DiskOperation, buffer: Row) -> int:
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
-    """Returns False if one of them has not ended by then."""
+    """Waits for threads. Returns False if one of them has not ended in time."""
     clock = MonotonicClock()
     deadline_s = clock.now_s() + timeout_s
     for thread in threads:

@@ -1,19 +1,19 @@
-"""Blocks in fixed slots on disk: written, read and forgotten by the number of the slot.
+"""Blocks in fixed slots on disk: written, read and removed by slot number.
 
-It knows nothing of which blocks are worth keeping: the caller decides which slot holds which block.
-One thread calls everything here, and nothing blocks except `open` and `close`. `fd` becomes
-readable when `poll` has something to return.
+The tier does not decide which blocks are worth keeping: the caller chooses the slot of each block.
+One thread calls all methods, and only `open` and `close` block. `fd` becomes readable when `poll`
+has outcomes to return.
 
-What is promised after a crash, without any fdatasync:
+Guarantees after a crash, without any fdatasync:
 
-    the process dies       each block whose write has been reported is there; one whose write was
-                           under way is there as a whole, or its slot is empty
-    the machine dies       blocks of the last seconds may be lost; a payload that did not reach the
-                           disk does not have the checksum in its header, so its read fails
+    the process dies       each block whose write has been reported is on disk. A block whose write
+                           was in flight is complete, or its slot is empty
+    the machine dies       blocks of the last seconds may be lost. A payload that did not reach the
+                           disk does not match the checksum in its header, so its read fails
 
-Operations on one slot take place in the order of the calls. A fault of the disk is a failed request
-with a reason, never an exception. After several in a row the tier is off for a growing pause: each
-request then fails at once, but for one trial a pause.
+Operations on one slot run in the order of the calls. A fault of the disk is a failed request with a
+reason, never an exception. After several failures in a row the tier is off for a growing pause.
+Then each request fails at once, except one trial per pause.
 
 The reasons: an errno's name; `short` (a file ends early), `damaged` (not the bytes that were
 written), `timeout`, `off`, `no_slot` (not allocated), `not_held` (the slot has another block),
@@ -58,31 +58,31 @@ from kvtransfer.store.disk.uring import UringEngine, UringUnavailable, header_ch
 
 log = logging.getLogger(__name__)
 
-BUFFER_BYTES = 64 << 20  # for requests in flight, unless blocks are very large
+BUFFER_BYTES = 64 << 20  # bounds the requests in flight, unless blocks are very large
 FEWEST_UNDER_WAY = 2
-_abandoned: list["DiskTier"] = []  # their engines may still use rows: these must stay in memory
+_abandoned: list["DiskTier"] = []  # tiers whose engines may still use rows in memory
 
 
 @dataclass(frozen=True, slots=True)
 class DiskTuning:
-    """How a disk is used, and when it is left alone."""
+    """The settings of a disk: its load, its timeouts, and when it is turned off."""
 
-    depth: int = 32  # requests under way at once
-    timeout_s: float = 10.0  # for a request
-    most_failures: int = 8  # in a row, until the disk is off
-    pause_s: float = 1.0  # the first one
+    depth: int = 32  # most requests in flight
+    timeout_s: float = 10.0  # of a request
+    most_failures: int = 8  # failures in a row that turn the disk off
+    pause_s: float = 1.0  # first pause of a disk that is off
     most_pause_s: float = 60.0
-    slab_bytes: int = SLAB_BYTES  # with another value, blocks on disk are not recovered
+    slab_bytes: int = SLAB_BYTES  # if it changes, blocks on disk are not recovered
     with_uring: bool = True
 
     def health(self, most_failures: int) -> DiskHealth:
-        """Returns what turns a disk off after failures in a row."""
+        """Returns the object that turns the disk off after failures in a row."""
         return DiskHealth(most_failures, pause_s=self.pause_s, most_pause_s=self.most_pause_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskRead:
-    """Reads the block of a slot into `row`, which a failed read leaves as it was."""
+    """Reads the block of a slot into `row`. A failed read does not change `row`."""
 
     slot: int
     block_hash: bytes
@@ -91,7 +91,7 @@ class DiskRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskWrite:
-    """Writes `row` to a slot, in place of what is there. `row` must not change meanwhile."""
+    """Writes `row` to a slot and replaces its block. `row` must not change meanwhile."""
 
     slot: int
     block_hash: bytes
@@ -101,7 +101,7 @@ class DiskWrite:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskDone:
-    """A request has ended; `reason` is None if it did what it should."""
+    """A request has ended; `reason` is None if it succeeded."""
 
     request: DiskRead | DiskWrite
     reason: str | None
@@ -109,7 +109,7 @@ class DiskDone:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A request, or the clearing of a header, until the engine is done with it."""
+    """A request, or the clearing of a header, from its submission until its outcome."""
 
     tag: int
     verb: DiskVerb
@@ -150,13 +150,13 @@ class DiskTier:
         self._table = SlotTable(self._geometry)
         self._next_tag = 0
         self._flights: dict[int, _Flight] = {}  # by tag, the oldest first
-        self._queues: dict[int, deque[_Flight]] = {}  # by slot; the first is with the engine
-        self._ready: list[DiskOperation] = []  # not yet given to the engine
+        self._queues: dict[int, deque[_Flight]] = {}  # by slot; the engine works on the first
+        self._ready: list[DiskOperation] = []  # not yet submitted to the engine
         self._done: list[DiskDone] = []
         self._is_clearing = False
 
     def open(self, now_s: float) -> RecoveredBlocks:
-        """Opens the files and returns the blocks that are there, the oldest first.
+        """Opens the files and returns the blocks on disk, the oldest first.
 
         Raises DirectoryInUse, and DiskUnusable if the directory cannot be used at all.
         """
@@ -180,10 +180,10 @@ class DiskTier:
         return blocks
 
     def close(self, timeout_s: float) -> bool:
-        """Stops. Once this returns, no row is written to any more. Requests get no answer.
+        """Stops the tier. After this returns, no row is written to. Open requests get no answer.
 
-        Waits for what is under way. Returns False if the disk hangs for longer: the files and the
-        lock of the directory then stay with this process.
+        Waits for operations in flight. Returns False if the disk hangs for longer than
+        `timeout_s`. Then this process keeps the files open and the directory locked.
         """
         is_ended = self._engine.close(timeout_s) and self._growth.close(timeout_s)
         if is_ended:
@@ -197,39 +197,39 @@ class DiskTier:
 
     @property
     def fd(self) -> int:
-        """A descriptor that becomes readable when `poll` has something to do."""
+        """A descriptor that becomes readable when `poll` has work."""
         return self._fd
 
     @property
     def num_slots(self) -> int:
-        """Slots that are allocated: 0 … num_slots - 1. It grows as they come into use."""
+        """The number of allocated slots, 0 … num_slots - 1. It grows as slots come into use."""
         return self._files.num_slots
 
     @property
     def max_slots(self) -> int:
-        """Slots that there may ever be."""
+        """The largest possible number of slots."""
         return self._geometry.max_slots
 
     @property
     def room(self) -> int:
-        """Requests that are accepted now."""
+        """The number of requests that are accepted now."""
         if self._is_clearing:
             return 0
         return max(0, self._depth - len(self._flights) - len(self._done))
 
     @property
     def shortage(self) -> str | None:
-        """Why there are fewer slots than wanted; None if there are enough."""
+        """The reason why there are fewer slots than wanted; None if there are enough."""
         return None if self._files.is_whole else self._growth.fault
 
     @property
     def off_reason(self) -> str | None:
-        """The reason of the last failure while the disk is left alone, or None."""
+        """The reason of the last failure while the disk is off; None while it is on."""
         return self._health.off_reason
 
     @property
     def is_off(self) -> bool:
-        """True while the disk is left alone."""
+        """True while the disk is off."""
         return self._health.off_reason is not None
 
     @property
@@ -238,11 +238,11 @@ class DiskTier:
         return dict(self._counters)
 
     def read(self, requests: Sequence[DiskRead], now_s: float) -> int:
-        """Starts as many of the requests as there is room for, and returns how many."""
+        """Starts the first requests, up to `room`. Returns the number of started requests."""
         return self._accept(DiskVerb.READ, requests, now_s)
 
     def write(self, requests: Sequence[DiskWrite], now_s: float) -> int:
-        """Starts as many of the requests as there is room for, and returns how many."""
+        """Starts the first requests, up to `room`. Returns the number of started requests."""
         return self._accept(DiskVerb.WRITE, requests, now_s)
 
     def remove(self, slot: int, now_s: float) -> None:
@@ -253,16 +253,16 @@ class DiskTier:
             self._hand_over()
 
     def clear(self) -> None:
-        """Forgets all blocks. Headers are cleared when requests under way have ended.
+        """Removes all blocks. Headers are cleared once the requests in flight have ended.
 
-        Until then there is no room for others.
+        Until then the tier has no room for other requests.
         """
         self._table.drop_all()
         self._is_clearing = True
         self._empty_if_idle()
 
     def poll(self, now_s: float) -> list[DiskDone]:
-        """Returns the requests that have ended since the last call."""
+        """Returns the outcomes of requests that have ended since the last call."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         for outcome in self._engine.reap():
@@ -284,7 +284,7 @@ class DiskTier:
             flight.request, flight.deadline_s = request, now_s + self._tuning.timeout_s
             self._enqueue(flight, now_s)
         self._hand_over()
-        if self._done:  # some have failed already
+        if self._done:  # some requests have failed already
             os.eventfd_write(self._fd, 1)
         return len(accepted)
 
@@ -301,7 +301,7 @@ class DiskTier:
             self._start(flight, now_s)
 
     def _start(self, flight: _Flight, now_s: float) -> None:
-        """Makes the first flight of a slot ready for the engine, or ends it with a reason."""
+        """Submits the first flight of a slot to the engine, or ends it with a reason."""
         reason = self._refusal(flight, now_s)
         if reason is not None:
             self._end(flight, reason, now_s)
@@ -349,7 +349,7 @@ class DiskTier:
     def _take(self, outcome: DiskOutcome, now_s: float) -> None:
         """Ends the flight of an outcome."""
         flight = self._flights[outcome.tag]
-        if outcome.error in (0, DAMAGED):  # the disk answers
+        if outcome.error in (0, DAMAGED):  # the disk works
             self._succeeded()
         elif not flight.is_late:
             self._failed(reason_of(outcome.error), now_s)
@@ -362,9 +362,9 @@ class DiskTier:
         self._end(flight, reason, now_s)
 
     def _keep(self, flight: _Flight, checksum: int) -> str | None:
-        """Takes note of a block that has been written, unless it came too late."""
+        """Records a written block, unless the write exceeded its timeout."""
         assert flight.request is not None, "a write has a request"
-        if flight.is_late:  # its row may have changed while it was written
+        if flight.is_late:  # its row may have changed during the write
             self._clear_next(flight)
             return "timeout"
         if self._is_clearing:
@@ -373,11 +373,11 @@ class DiskTier:
         return None
 
     def _clear_next(self, flight: _Flight) -> None:
-        """Clears the slot's header before anything else happens to the slot."""
+        """Clears the slot's header before the slot's next operation."""
         self._queues[flight.slot].insert(1, self._flight(DiskVerb.CLEAR, flight.slot))
 
     def _end(self, flight: _Flight, reason: str | None, now_s: float) -> None:
-        """Lets go of a slot's first flight, and starts the next."""
+        """Ends a slot's first flight, and starts the next one."""
         del self._flights[flight.tag]
         if not flight.is_late:
             self._report(flight, reason)
@@ -400,7 +400,7 @@ class DiskTier:
             self._done.append(DiskDone(flight.request, reason))
 
     def _expire(self, now_s: float) -> None:
-        """Reports requests that take too long. Their slots stay busy until the engine is done."""
+        """Reports requests that exceed their timeout. Their slots stay busy until the outcome."""
         for flight in self._flights.values():
             if flight.request is None or flight.is_late:
                 continue
@@ -451,7 +451,7 @@ def _recovered(files: SlabFiles, geometry: DiskGeometry, counters: Counter[str])
 
 
 def _check(request: DiskRead | DiskWrite, verb: DiskVerb, geometry: DiskGeometry) -> None:
-    """Raises ValueError if the request is a mistake of the caller."""
+    """Raises ValueError if the caller's request is invalid."""
     row = request.row
     if row.dtype != np.uint8 or row.shape != (geometry.block_bytes,):
         raise ValueError(f"a row of {row.dtype} {row.shape} is no block")
@@ -464,9 +464,9 @@ def _check(request: DiskRead | DiskWrite, verb: DiskVerb, geometry: DiskGeometry
 def _open_engine(
     slabs: SlabFiles, done_fd: int, depth: int, fall_back: Callable[[str, str], None] | None
 ) -> DiskEngine:
-    """Opens io_uring, or threads if that is not there or not wanted.
+    """Opens an io_uring engine, or a thread engine if io_uring is absent or not wanted.
 
-    `fall_back` gets the reason; None: io_uring is not wanted.
+    `fall_back` is called with the reason. If it is None, io_uring is not wanted.
     """
     files = EngineFiles(
         table_fd=slabs.table_fd,

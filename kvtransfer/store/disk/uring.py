@@ -1,6 +1,6 @@
-"""The engine in C++: io_uring on a thread of its own, without the interpreter's lock.
+"""The disk engine in C++: io_uring on its own thread, without the interpreter's lock.
 
-Structures mirror the structures of the same names in src/transfer/disk.h.
+Structures mirror the structures of src/transfer/disk.h.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from engine.native.library import Native, library
 from kvtransfer.store.disk.engine import DiskOperation, DiskOutcome, EngineFiles
 from kvtransfer.store.disk.format import HEADER_BYTES, Headers
 
-_REAPED = 64  # outcomes a call
+_REAPED = 64  # most outcomes per call
 
 
 class NativeFiles(Structure):
@@ -99,11 +99,11 @@ class UringEngine:
                 return found
 
     def cancel(self, tag: int) -> None:
-        """Once this returns, a read writes to its row no more, and a write leaves no header."""
+        """Cancels an operation: a read no longer writes to its row, a write leaves no header."""
         self._library.baton_disk_cancel(self._engine, tag)
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for what was submitted. Returns False if that has not ended in time."""
+        """Waits for submitted operations. Returns False if they have not ended in time."""
         return bool(self._library.baton_disk_close(self._engine, timeout_s))
 
 

@@ -1,6 +1,6 @@
-"""Eviction of a tier of the store: which blocks leave when room is needed. Pure.
+"""Eviction policies of a store's tiers: they choose the blocks to evict. Pure.
 
-`LeafWorth` is the one to begin with: it gains most where the tier is small beside the traffic, and
-where clients give hints. `LeafLru` costs least time, and does as well where the tier holds
-nearly all blocks that are used again. `docs/benchmarks.md` has figures of both.
+`LeafWorth` is the default. It gains most if the tier is small compared with the traffic, or if
+clients send hints. `LeafLru` takes less time, and is as good if the tier is large enough for nearly
+all blocks that are used again. `docs/benchmarks.md` has figures for both.
 """

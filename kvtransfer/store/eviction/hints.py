@@ -1,9 +1,9 @@
-"""What clients tell the store about their sessions. A policy may use or ignore it.
+"""Hints from clients about their sessions. A policy may use or ignore hints.
 
-A session is one conversation or one agent. Its requests carry its id. All hints are claims of one
-API key: a policy bounds what each key can gain by them, and never believes them beyond that.
-The server computes the hashes in a hint from the request's own prompt. They never come
-from the client, which could otherwise speak of blocks that are not its own.
+A session is one conversation or one agent. Its requests carry its id. Each hint is an unverified
+claim of one API key, so a policy bounds what each key can gain by hints. The server computes the
+hashes in a hint from the request's own prompt. The client never sends hashes: it could name blocks
+that are not its own.
 """
 
 import msgspec
@@ -14,7 +14,7 @@ from engine.worker.blocks import BlockHash
 class SessionUsed(msgspec.Struct, frozen=True, tag=True):
     """A request of a session read or stored these blocks: its whole prompt, first block first.
 
-    `keep_s` says that the session's next request is expected within that time.
+    `keep_s`: the client expects the session's next request within this time.
     """
 
     key: str
@@ -24,21 +24,21 @@ class SessionUsed(msgspec.Struct, frozen=True, tag=True):
 
 
 class SessionEnded(msgspec.Struct, frozen=True, tag=True):
-    """A session makes no request any more."""
+    """A session will make no more requests."""
 
     key: str
     session: str
 
 
 class BlocksPinned(msgspec.Struct, frozen=True, tag=True):
-    """The key asks that these blocks stay until it unpins them; first block first."""
+    """The key asks to keep these blocks until it unpins them; first block first."""
 
     key: str
     blocks: tuple[BlockHash, ...]
 
 
 class BlocksUnpinned(msgspec.Struct, frozen=True, tag=True):
-    """The key no longer asks that these blocks stay."""
+    """The key withdraws its pins of these blocks."""
 
     key: str
     blocks: tuple[BlockHash, ...]

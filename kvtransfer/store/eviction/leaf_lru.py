@@ -31,13 +31,13 @@ class LeafLru:
         self._queue.push_all(self._forest.add_all(list(links)))
 
     def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
-        """Makes the blocks the most recently used ones, the first block most of all."""
+        """Makes the blocks the most recently used ones, the first block being the latest."""
         for block in reversed(blocks):
             if block in self._forest:
                 self._queue.push(block)
 
     def remove(self, block: BlockHash) -> None:
-        """Forgets a block."""
+        """Removes a block."""
         if block not in self._forest:
             return
         self._queue.discard(block)

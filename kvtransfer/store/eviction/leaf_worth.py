@@ -1,22 +1,23 @@
-"""Evicts the leaf that promises the fewest hits for its room, learned from what returns when.
+"""Evicts the leaf with the fewest expected hits for its room. It learns when blocks return.
 
 Each cached block is in a class, and each class has a queue of its blocks by last use:
 
-    PLAIN + n     blocks of which no client says anything, after n earlier turns
+    PLAIN + n     blocks without a client's hint, after n earlier turns
     SESSION + n   blocks of a live session, after n turns
-    KEPT + k      blocks of a live session whose client expects to be back within 2^(k/2) seconds
-    ENDED         blocks that only ended sessions had; their worth is nothing
+    KEPT + k      blocks of a live session whose client expects to return within 2^(k/2) seconds
+    ENDED         blocks that only ended sessions used; their worth is zero
 
-`returns.ReturnTable` learns what a block of each class and age is worth. A victim is the leaf of
-least worth among the oldest and the newest leaf of every queue. Worth rises until returns are most
-likely and then falls, so the least is at one of the ends. To give up the newest is to refuse it.
+`returns.ReturnTable` learns the worth of a block by class and age. The victim is the leaf of least
+worth among the oldest and the newest leaf of every queue. With age, worth rises until returns are
+most likely, and then falls. So the least worth is at one end of a queue. To evict the newest block
+means not to admit it.
 
-Turns are counted without hints too. A new block has as many turns behind it as the block before it
-had uses, unless that one has several continuations, as a system prompt has. Blocks that left are
-remembered for a while, so they return with their turns.
+Turns are counted without hints too. A new block starts with the uses of its parent as its turns.
+If the parent has several continuations, like a system prompt, the block starts with none. The facts
+of evicted blocks are kept for a while, so a block that returns has its turns again.
 
-A live session that returns in time makes its class worth more, and an ended one leaves its class.
-So what hints are worth is learned, too. `sessions` bounds what one key can gain by them.
+A live session that returns in time raises the worth of its class, and an ended session leaves its
+class. So the table also learns the worth of hints. `sessions` bounds what one key can gain by them.
 """
 
 import math
@@ -41,30 +42,30 @@ from kvtransfer.store.eviction.sessions import LONGEST_CHAIN, HintBudget, LiveSe
 MOST_TURNS = 6
 NUM_TURNS = MOST_TURNS + 1
 NUM_KEPT = 34  # classes of `keep_s`: half octaves up to a day
-FANOUT = 2  # continuations of one conversation: the next turn, and the last turn's partial block
+FANOUT = 2  # continuations in one conversation: the next turn, and the last partial block
 LEAST_GHOSTS = 65_536
 PLAIN, SESSION, KEPT = 0, NUM_TURNS, 2 * NUM_TURNS
 ENDED = 2 * NUM_TURNS + NUM_KEPT
 FAMILIES = (NUM_TURNS, NUM_TURNS, NUM_KEPT, 1)
 UNITS_S = (*[1.0] * KEPT, *[2.0 ** (k / 2) / 8 for k in range(NUM_KEPT)], 1.0)
-OLDEST, NEWEST = 0, 1  # ends of a queue; of two leaves worth the same, the oldest goes
+OLDEST, NEWEST = 0, 1  # ends of a queue; with equal worth, the oldest leaf is evicted
 Offer = tuple[float, int, int, BlockHash]  # worth, end of its queue, class, and a leaf
 
 
 @dataclass(slots=True)
 class BlockFacts:
-    """What is known of a block that is cached, or was until lately."""
+    """The access history of a block that is cached, or was evicted lately."""
 
     used_s: float
-    which: int = PLAIN  # its class
+    which: int = PLAIN  # the block's class
     num_uses: int = 1
     num_turns: int = 0
     num_continuations: int = 0
-    owner: str | None = None  # the key whose hint put it into its class
+    owner: str | None = None  # the key whose hint put the block into its class
 
 
 class LeafWorth:
-    """Least worth, leaves first, for a tier of `num_blocks`. See `seam.Eviction`."""
+    """Evicts leaves of least worth first. For a tier of `num_blocks`. See `seam.Eviction`."""
 
     def __init__(self, num_blocks: int, budget: HintBudget | None = None) -> None:
         self._num_ghosts = num_blocks + LEAST_GHOSTS
@@ -84,7 +85,7 @@ class LeafWorth:
         return block in self._forest
 
     def add(self, block: BlockHash, parent: BlockHash | None, now_s: float) -> None:
-        """Adds a block, with what is remembered of it."""
+        """Adds a block, with its kept history if it was evicted lately."""
         if not self._forest.add(block, parent):
             return
         self._now_s = now_s
@@ -105,7 +106,7 @@ class LeafWorth:
         self._enter(block, facts, _plain(facts))
 
     def add_all(self, links: Iterable[Link], now_s: float) -> None:
-        """Adds many blocks of which nothing is known, the least recently used first."""
+        """Adds many blocks without history, the least recently used first."""
         fresh = self._forest.add_all(list(links))
         self._now_s = now_s
         self._facts.update((block, BlockFacts(now_s)) for block in fresh)
@@ -117,7 +118,7 @@ class LeafWorth:
             self._table.unwait(known.which, known.used_s)
 
     def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
-        """Records a use. All these blocks have the turns of the last one."""
+        """Records a use. All these blocks get the number of turns of the last block."""
         self._now_s = now_s
         found = [(block, self._facts[block]) for block in blocks if block in self._facts]
         if not found:
@@ -133,7 +134,7 @@ class LeafWorth:
             self._enter(block, facts, _plain(facts))
 
     def remove(self, block: BlockHash) -> None:
-        """Forgets a block, but for what is worth remembering."""
+        """Removes a block. Its access history is kept for a while."""
         if block not in self._forest:
             return
         facts = self._facts.pop(block)
@@ -162,7 +163,7 @@ class LeafWorth:
             self._offer(offers, which, may_leave)
         while len(chosen) < num_blocks and offers:
             _, _, which, block = heappop(offers)
-            if block not in self._facts:  # both the oldest and the newest of its queue
+            if block not in self._facts:  # the oldest leaf of its queue was also the newest
                 continue
             parent = self._forest.parents[block]
             self.remove(block)
@@ -181,7 +182,7 @@ class LeafWorth:
         return chosen
 
     def hint(self, hint: SessionHint, now_s: float) -> None:
-        """Takes a hint, as far as its key's budget goes."""
+        """Applies a hint within the budget of its key."""
         self._now_s = now_s
         match hint:
             case SessionUsed():
@@ -196,7 +197,7 @@ class LeafWorth:
                 self._sessions.unpin(key, blocks)
 
     def validate(self) -> None:
-        """Asserts that every block is in one queue, and that all counts are true."""
+        """Asserts that every block is in one queue, and that all counts are correct."""
         self._forest.validate()
         self._sessions.validate()
         assert self._facts.keys() == self._forest.parents.keys()
@@ -221,7 +222,7 @@ class LeafWorth:
                 heappush(offers, (worth, end, which, found))
 
     def _enter(self, block: BlockHash, facts: BlockFacts, which: int) -> None:
-        """Puts a block at the end of a queue. It waits from its last use on."""
+        """Puts a block at the end of a queue. Its waiting time counts from its last use."""
         facts.which = which
         self._table.wait(which, facts.used_s)
         self._queues[which].push(block)
@@ -258,7 +259,7 @@ class LeafWorth:
                 record.num_kept += 1
 
     def _release(self, blocks: Sequence[BlockHash], key: str, which: int) -> None:
-        """Moves the blocks that only this key's hints keep, and that no live session has."""
+        """Moves the blocks that this key's hints keep and that no live session has."""
         for block in reversed(blocks):
             facts = self._facts.get(block)
             if facts is not None and facts.owner == key and not self._sessions.is_live(block):
@@ -276,12 +277,12 @@ def _of_session(facts: BlockFacts, keep_s: float | None) -> int:
 
 
 def _turns_after(before: BlockFacts) -> int:
-    """Turns behind a block that follows this one."""
+    """Returns the initial number of turns of a block that follows `before`."""
     if before.num_continuations > FANOUT:
         return 0
     return before.num_turns if before.num_uses == 1 else before.num_uses - 1
 
 
 def _honest(keep_s: float | None) -> float | None:
-    """The promise, if it is one: a positive number of seconds."""
+    """Returns `keep_s` if it is a positive, finite number of seconds, else None."""
     return keep_s if keep_s is not None and 0 < keep_s < math.inf else None

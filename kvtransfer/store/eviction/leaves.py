@@ -1,10 +1,11 @@
-"""What all policies share: which block follows which, and queues that give up leaves first.
+"""Data structures of all policies: the tree of blocks, and queues that return leaves first.
 
     Forest     the cached blocks and how many cached children each has
     LeafQueue  some of these blocks in the order of their last use; the oldest leaf goes first
 
-A queue finds the oldest leaf in amortised constant time. It meets blocks from the oldest on. A
-block that has a child *waits* apart. Once its last child leaves, it competes by its old age.
+A queue finds the oldest leaf in amortised constant time. It examines blocks from the oldest on, and
+sets a block with a child aside: the block *waits*. Once its last child leaves, the block is a
+candidate again, with its old age.
 """
 
 from bisect import bisect_left, insort
@@ -16,18 +17,18 @@ from operator import eq
 from engine.worker.blocks import BlockHash
 from kvtransfer.store.eviction.seam import Link, MayGo
 
-SPARE = 64  # entries of a stack that may be out of date before they are dropped
+SPARE = 64  # stale entries of a stack that are tolerated before a cleanup
 
 
 class Forest:
-    """The cached blocks, and the number of cached children of each.
+    """The cached blocks, each with its number of cached children.
 
     A block may be cached while its parent is not: the parent may come later.
     """
 
     def __init__(self) -> None:
         self.parents: dict[BlockHash, BlockHash | None] = {}
-        self._num_children: dict[BlockHash, int] = {}  # also of parents that are not cached
+        self._num_children: dict[BlockHash, int] = {}  # includes parents that are not cached
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -40,10 +41,10 @@ class Forest:
         return block not in self._num_children
 
     def add(self, block: BlockHash, parent: BlockHash | None) -> bool:
-        """Adds a block. Returns False, and changes nothing, if it is there already."""
+        """Adds a block. Returns False, and changes nothing, if the block is already cached."""
         if block in self.parents:
             return False
-        if parent == block:  # a lie, which would keep it from ever being a leaf
+        if parent == block:  # invalid: the block could never be a leaf
             parent = None
         self.parents[block] = parent
         if parent is not None:
@@ -65,7 +66,7 @@ class Forest:
         return list(fresh)
 
     def remove(self, block: BlockHash) -> BlockHash | None:
-        """Removes a block. Returns its parent if that is cached and has become a leaf."""
+        """Removes a block. Returns its parent if the parent is cached and has become a leaf."""
         parent = self.parents.pop(block)
         if parent is None:
             return None
@@ -77,13 +78,13 @@ class Forest:
         return parent if parent in self.parents else None
 
     def deepest_first(self) -> list[BlockHash]:
-        """All blocks, each before the block that it follows."""
+        """Returns all blocks, each before its parent."""
         depths: dict[BlockHash, int] = {}
         for block in self.parents:
             path: list[BlockHash] = []
             at: BlockHash | None = block
             while at is not None and at in self.parents and at not in depths:
-                depths[at] = 0  # also ends a walk in a circle, which only a lie could make
+                depths[at] = 0  # also stops at a cycle, which only invalid parents can make
                 path.append(at)
                 at = self.parents[at]
             depth = depths[at] + 1 if at is not None and at in depths else 0
@@ -93,18 +94,18 @@ class Forest:
         return sorted(depths, key=depths.__getitem__, reverse=True)
 
     def validate(self) -> None:
-        """Asserts that the counts of children are true."""
+        """Asserts that the counts of children are correct."""
         counts = Counter(parent for parent in self.parents.values() if parent is not None)
         assert counts == self._num_children
 
 
 class LeafQueue:
-    """Blocks in the order of their last use, of which leaves go first. Part of a forest."""
+    """Blocks in order of last use, of which leaves go first. A subset of a forest."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._ticks = 0
-        # Both give each block the tick of its last use. A waiting block was met as a non-leaf.
+        # Both map a block to the tick of its last use. A waiting block had a child when examined.
         self._order: OrderedDict[BlockHash, int] = OrderedDict()
         self._waiting: dict[BlockHash, int] = {}
         self._freed: list[tuple[int, BlockHash]] = []  # heap; an entry may be out of date
@@ -121,7 +122,7 @@ class LeafQueue:
         yield from self._order
 
     def push(self, block: BlockHash) -> None:
-        """Adds a block as the most recently used one, or makes it that."""
+        """Adds or moves a block to the most recently used end."""
         self._ticks += 1
         self._waiting.pop(block, None)
         self._order[block] = self._ticks
@@ -139,13 +140,13 @@ class LeafQueue:
             self._waiting.pop(block, None)
 
     def freed(self, block: BlockHash) -> None:
-        """Notes that the last child of a block left."""
+        """Records that the last child of a block was removed."""
         tick = self._waiting.get(block)
         if tick is not None:
             heappush(self._freed, (tick, block))
 
     def oldest(self, may_go: MayGo) -> BlockHash | None:
-        """The least recently used leaf that may go; None if there is none.
+        """Returns the least recently used leaf that may go; None if there is none.
 
         Blocks that may not go are set aside until `restore`.
         """
@@ -167,13 +168,13 @@ class LeafQueue:
         return None
 
     def restore(self) -> None:
-        """Takes the blocks back that may not go now; perhaps they may at the next choice."""
+        """Puts the blocks back that were set aside, for the next choice."""
         for entry in self._held:
             heappush(self._freed, entry)
         self._held.clear()
 
     def validate(self) -> None:
-        """Asserts that no leaf is out of reach, and that ticks ascend."""
+        """Asserts that every leaf can be found, and that ticks ascend."""
         assert not self._held
         assert self._order.keys().isdisjoint(self._waiting)
         ticks = list(self._order.values())
@@ -185,20 +186,21 @@ class LeafQueue:
 
 
 class LeafStack:
-    """Blocks in the order of their last use, of which the newest leaf goes first.
+    """Blocks in order of last use, of which the newest leaf goes first.
 
-    Unlike a queue it drops non-leaves from its end, and takes them back once their last child left.
+    Unlike a queue, a stack drops non-leaves from its end. It adds a dropped block again once the
+    block's last child is removed.
     """
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._num_pushed = 0
         self._ticks: dict[BlockHash, int] = {}
-        self._entries: list[tuple[int, BlockHash]] = []  # by tick; some are out of date
+        self._entries: list[tuple[int, BlockHash]] = []  # by tick; some entries are stale
         self._held: list[tuple[int, BlockHash]] = []  # set aside during one choice
 
     def push(self, block: BlockHash) -> None:
-        """Adds a block as the most recently used one, or makes it that."""
+        """Adds or moves a block to the most recently used end."""
         self._num_pushed += 1
         self._ticks[block] = self._num_pushed
         self._entries.append((self._num_pushed, block))
@@ -217,16 +219,16 @@ class LeafStack:
         self._ticks.pop(block, None)
 
     def freed(self, block: BlockHash) -> None:
-        """Notes that the last child of a block left."""
+        """Records that the last child of a block was removed."""
         tick = self._ticks.get(block)
         if tick is not None:
             entry = (tick, block)
             place = bisect_left(self._entries, entry)
             if self._entries[place : place + 1] != [entry]:
-                self._entries.insert(place, entry)  # near the end, whence it was dropped
+                self._entries.insert(place, entry)  # near the end, where the entry was dropped
 
     def newest(self, may_go: MayGo) -> BlockHash | None:
-        """The most recently used leaf that may go; None if there is none.
+        """Returns the most recently used leaf that may go; None if there is none.
 
         Blocks that may not go are set aside until `restore`.
         """
@@ -240,13 +242,13 @@ class LeafStack:
         return None
 
     def restore(self) -> None:
-        """Takes the blocks back that may not go now."""
+        """Puts the blocks back that were set aside."""
         for entry in reversed(self._held):
             insort(self._entries, entry)
         self._held.clear()
 
     def validate(self) -> None:
-        """Asserts that no leaf is out of reach."""
+        """Asserts that every leaf can be found."""
         assert not self._held
         assert self._entries == sorted(set(self._entries))
         leaves = {(t, block) for block, t in self._ticks.items() if self._forest.is_leaf(block)}
@@ -257,9 +259,9 @@ class LeafStack:
 
 
 def rest(forest: Forest, num_blocks: int, may_go: MayGo) -> Iterable[BlockHash]:
-    """Blocks that may go although a child of theirs is cached, the deepest first.
+    """Returns blocks that may go although they have cached children, the deepest first.
 
-    Only for a choice that has used up all leaves: the cost grows with the tier.
+    Use this only if no leaf is left: the cost grows with the size of the tier.
     """
     found = (block for block in forest.deepest_first() if may_go(block))
     return [block for block, _ in zip(found, range(num_blocks), strict=False)]

@@ -1,16 +1,16 @@
-"""Learns when blocks of a class return, and what it is worth to keep a block until then. Pure.
+"""Learns when blocks of a class return, and the worth of keeping a block until then. Pure.
 
-A class is any set of blocks that may return alike. For each class the table counts, by age since
-the last use, blocks that returned and blocks that were given up. With the blocks that still wait,
+A class is a set of blocks that may return after similar times. For each class the table counts, by
+age since the last use, returned blocks and given-up blocks. Together with the waiting blocks,
 these counts give the *hazard*: the share of waiting blocks that return at each age (Kaplan and
 Meier, 1958). Ages are in half octaves, so one table serves seconds and hours.
 
-The worth of a block is the most hits per second of room that any further stay promises:
+The worth of a block is the maximum of the expected hits per second, over all further stays T:
 
     worth(age) = max over T > age of  P(returns before T) / E[time until it returns or T comes]
 
-This is Gittins' index of the block. Blocks whose time has not come yet, whose time has passed, or
-which seldom return, are worth little. Hit density was first used for eviction by LHD.
+This is Gittins' index of the block. A block is worth little long before its likely return, after
+it, or if blocks of its class seldom return. Hit density was first used for eviction by LHD.
 
 Sources: Gittins, Bandit processes, JRSS B 1979; Beckmann, Chen and Cidon, LHD, NSDI 2018.
 """
@@ -20,16 +20,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 STEPS_PER_OCTAVE = 2
-SHORTEST = 0.25  # ages below this are one bucket; the unit is the class's
+SHORTEST = 0.25  # ages below this are one bucket, in the unit of the class
 NUM_BUCKETS = 44  # up to 12 days of SHORTEST = 0.25 s
-PRIOR_WEIGHT = 4.0  # a class with this number of blocks counts as much as its family
-PRIOR_HAZARD = 0.15  # in each bucket: worth falls with age, as in LRU
+PRIOR_WEIGHT = 4.0  # at this number of blocks, a class weighs as much as its family
+PRIOR_HAZARD = 0.15  # prior of each bucket, under which worth falls with age as in LRU
 MEMORY = 65_536.0  # events after which old counts weigh half
-LEAST_EVENTS = 256  # between two computations of the worths
+LEAST_EVENTS = 256  # fewest events between two computations of the worths
 
 
 def bucket_of(age: float) -> int:
-    """The bucket of an age; ages that no block should have fall into the last one."""
+    """Returns the bucket of an age; ages beyond the buckets fall into the last one."""
     return min(NUM_BUCKETS - 1, int(STEPS_PER_OCTAVE * math.log2(1 + max(age, 0.0) / SHORTEST)))
 
 
@@ -41,7 +41,7 @@ WIDTHS = [_edge(bucket + 1) - _edge(bucket) for bucket in range(NUM_BUCKETS)]
 
 
 def worths(hazards: Sequence[float]) -> list[float]:
-    """The worth at each age, in hits per unit of time, of blocks with these hazards."""
+    """Returns the worth at each age, in hits per unit of time, for these hazards."""
     found = []
     for start in range(NUM_BUCKETS):
         waiting, time, best = 1.0, 0.0, 0.0
@@ -55,10 +55,10 @@ def worths(hazards: Sequence[float]) -> list[float]:
 
 
 class ReturnTable:
-    """Counts of returns, by class and age, and the worths that follow.
+    """Counts of returns by class and age, and the worths computed from them.
 
-    `families` gives the numbers of classes in each family: a class of which little is known is
-    taken for its family's average. `units` gives seconds per unit of age, by class.
+    `families` are the numbers of classes in each family: a class with few counts is close to its
+    family's average. `units` are the seconds per unit of age, by class.
     """
 
     def __init__(self, families: Sequence[int], units: Sequence[float]) -> None:
@@ -73,40 +73,40 @@ class ReturnTable:
         self._worths = [[worth / unit for worth in flat] for unit in units]
 
     def worth(self, which: int, age_s: float) -> float:
-        """Hits per second of room that a block of that class and age promises."""
+        """Returns the expected hits per second of a block of that class and age."""
         return self._worths[which][bucket_of(age_s / self._units[which])]
 
     def wait(self, which: int, used_s: float, num_blocks: int = 1) -> None:
-        """Blocks of a class wait from now on for their next use."""
+        """Counts `num_blocks` blocks of a class, last used at `used_s`, as waiting."""
         if num_blocks:
             self._waiting[which, _quarter(used_s)] += num_blocks
 
     def unwait(self, which: int, used_s: float) -> None:
-        """A block that was used at `used_s` does not wait in that class any more."""
+        """Stops counting a block that was used at `used_s` as waiting in that class."""
         cohort = (which, _quarter(used_s))
         self._waiting[cohort] -= 1
         if not self._waiting[cohort]:
             del self._waiting[cohort]
 
     def returned(self, which: int, used_s: float, now_s: float) -> None:
-        """A waiting block was used again."""
+        """Counts the return of a waiting block, which was used again."""
         self.unwait(which, used_s)
         self._returned[which][bucket_of((now_s - used_s) / self._units[which])] += 1
         self._count(now_s)
 
     def given_up(self, which: int, used_s: float, now_s: float) -> None:
-        """A waiting block is watched no longer."""
+        """Counts a waiting block as given up: it is no longer observed."""
         self.unwait(which, used_s)
         self._given_up[which][bucket_of((now_s - used_s) / self._units[which])] += 1
         self._count(now_s)
 
     @property
     def num_waiting(self) -> int:
-        """Blocks that wait, of all classes."""
+        """The number of waiting blocks of all classes."""
         return self._waiting.total()
 
     def _count(self, now_s: float) -> None:
-        """Computes the worths anew, rarely enough that the cost per event stays small."""
+        """Counts an event. Recomputes the worths rarely, so the cost per event stays small."""
         self._num_events += 1
         if self._num_events >= LEAST_EVENTS + 4 * len(self._waiting):
             self._learn(now_s)
@@ -142,7 +142,7 @@ def _quarter(used_s: float) -> int:
 
 
 def _at_risk(returned: Sequence[float], leaving: Sequence[float]) -> list[float]:
-    """Blocks that reached each bucket."""
+    """Returns the number of blocks that reached each bucket."""
     total, found = 0.0, []
     for back, left in zip(reversed(returned), reversed(leaving), strict=True):
         total += back + left

@@ -1,11 +1,11 @@
-"""The seam between a tier of the store and the policy that chooses what leaves it.
+"""The interface between a tier of the store and its eviction policy.
 
-A tier (memory, disk) tells its policy what came, what was read and what left, and asks it for
-victims. A policy holds hashes and counts, never bytes of KV. It has no clock: `now_s` is monotonic
+A tier (memory, disk) reports added, read and removed blocks to its policy, and asks the policy for
+victims. A policy stores hashes and counts, never bytes of KV. It has no clock: `now_s` is monotonic
 seconds, and never goes back.
 
-Blocks are blocks of prefixes. A block is useful only while all blocks before it are cached. So
-every policy chooses *leaves* first: a block leaves before the block that it follows.
+A block belongs to a prefix, and is useful only while all blocks before it are cached. So every
+policy evicts *leaves* first: a block leaves before its parent.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,13 +22,13 @@ class Eviction(Protocol):
     """Chooses which blocks of one tier leave. Owned by one thread."""
 
     def __len__(self) -> int:
-        """Blocks of the tier."""
+        """The number of blocks in the tier."""
 
     def __contains__(self, block: object) -> bool:
         """True for a block of the tier."""
 
     def add(self, block: BlockHash, parent: BlockHash | None, now_s: float) -> None:
-        """Adds a block that was stored just now. A block that is there already stays as it is."""
+        """Adds a block that was just stored. Does nothing if the block is already there."""
 
     def add_all(self, links: Iterable[Link], now_s: float) -> None:
         """Adds blocks found at a start, the least recently used first."""
@@ -40,7 +40,7 @@ class Eviction(Protocol):
         """
 
     def remove(self, block: BlockHash) -> None:
-        """Forgets a block that left the tier for another reason. Unknown blocks are ignored."""
+        """Removes a block that left the tier without `choose`. Unknown blocks are ignored."""
 
     def choose(self, num_blocks: int, may_go: MayGo) -> list[BlockHash]:
         """Removes and returns victims, in the order in which they should leave.
@@ -51,7 +51,7 @@ class Eviction(Protocol):
         """
 
     def hint(self, hint: SessionHint, now_s: float) -> None:
-        """Takes what a client says about a session. Most policies ignore it."""
+        """Applies a client's hint about a session. Most policies ignore hints."""
 
     def validate(self) -> None:
         """Asserts every invariant of the policy."""

@@ -1,8 +1,8 @@
-"""Sessions that clients told of, and how far each API key is believed. Pure.
+"""Sessions from clients' hints, and the trust in each API key. Pure.
 
-Hints are claims. So every key has bounds: on its sessions, on the blocks that its hints keep, and
-on the blocks it pins. What exceeds a bound is treated as if the hint had not come. A key whose
-promised returns mostly do not come is not believed about `keep_s` until its record is better.
+Hints are unverified claims. So every key has bounds: on its sessions, on the blocks that its hints
+keep, and on the blocks that it pins. A hint beyond a bound is ignored. If most promised returns of
+a key do not come, its `keep_s` is ignored until its record is better.
 """
 
 from collections import Counter, OrderedDict
@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 
 from engine.worker.blocks import BlockHash
 
-LONGEST_CHAIN = 1 << 16  # blocks that are read from one hint
-MOST_LATE = 4.0  # times `keep_s`: a return within that time keeps the promise
-TRUST = 8.0  # promises that a key is taken to have kept before its first
-RECORD = 512.0  # promises that a key's record remembers
+LONGEST_CHAIN = 1 << 16  # most blocks of one hint; further ones are ignored
+MOST_LATE = 4.0  # in times of `keep_s`: a return within this time keeps the promise
+TRUST = 8.0  # kept promises that a new key's record starts with
+RECORD = 512.0  # number of promises after which older ones fade
 
 Chain = tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HintBudget:
-    """What one key can gain by hints, and how many keys can."""
+    """The bounds on hints: for one key, and for all keys together."""
 
     kept_blocks: int
     pinned_blocks: int
-    all_pinned_blocks: int  # for all keys together: the rest of the tier can always be evicted
+    all_pinned_blocks: int  # of all keys: the rest of the tier can always be evicted
     num_sessions: int = 4096
     num_keys: int = 1024
 
     @staticmethod
     def of_tier(num_blocks: int) -> "HintBudget":
-        """A quarter of the tier for sessions of one key, a sixteenth for its pins."""
+        """Returns a key's budget: a quarter of the tier for sessions, a sixteenth for pins."""
         return HintBudget(num_blocks // 4, num_blocks // 16, num_blocks // 4)
 
 
@@ -47,21 +47,21 @@ class LiveSession:
 
 @dataclass(slots=True)
 class HintRecord:
-    """What is known of one key."""
+    """The record of one key."""
 
     sessions: OrderedDict[str, LiveSession] = field(default_factory=OrderedDict)
     pinned: dict[BlockHash, None] = field(default_factory=dict)
-    num_kept: int = 0  # blocks of the tier that are kept by this key's hints
-    num_right: float = TRUST  # promises
+    num_kept: int = 0  # blocks of the tier that this key's hints keep
+    num_right: float = TRUST  # kept promises
     num_wrong: float = 0.0
 
     @property
     def is_believed(self) -> bool:
-        """True while most returns come as promised."""
+        """True while most promised returns come in time."""
         return self.num_right >= self.num_wrong
 
     def judge(self, session: LiveSession, now_s: float, *, returned: bool) -> None:
-        """Notes how a promise of the session ended."""
+        """Records whether the session's promise was kept."""
         if session.keep_s is None:
             return
         in_time = now_s - session.used_s <= MOST_LATE * session.keep_s
@@ -81,11 +81,11 @@ class Sessions:
     def __init__(self, budget: HintBudget) -> None:
         self.budget = budget
         self.keys: dict[str, HintRecord] = {}
-        self._num_sessions: Counter[BlockHash] = Counter()  # live sessions with that block
-        self._num_pins: Counter[BlockHash] = Counter()  # keys that pin that block
+        self._num_sessions: Counter[BlockHash] = Counter()  # live sessions with each block
+        self._num_pins: Counter[BlockHash] = Counter()  # keys that pin each block
 
     def record(self, key: str) -> HintRecord | None:
-        """The record of a key; None if there is no room for one more key."""
+        """Returns the record of a key; None if there is no room for one more key."""
         found = self.keys.get(key)
         if found is None and len(self.keys) >= self.budget.num_keys:
             idle = (k for k, r in self.keys.items() if not (r.sessions or r.pinned or r.num_kept))
@@ -112,9 +112,10 @@ class Sessions:
     def begin_turn(
         self, record: HintRecord, name: str, session: LiveSession
     ) -> tuple[Chain, Chain]:
-        """Replaces a session's last turn by this one.
+        """Replaces a session's last turn by this turn.
 
-        Returns the last turn's blocks, and blocks of a session that exceeds the key's share.
+        Returns the last turn's blocks, and the blocks of a session that was dropped because the
+        key has too many.
         """
         before = record.sessions.pop(name, None)
         if before is not None:
@@ -133,7 +134,7 @@ class Sessions:
         return (() if before is None else before.blocks), dropped
 
     def end(self, key: str, name: str, now_s: float) -> LiveSession | None:
-        """Ends a session. Returns it, or None if it is not known."""
+        """Ends a session. Returns the session, or None if it is unknown."""
         record = self.keys.get(key)
         session = None if record is None else record.sessions.pop(name, None)
         if session is not None and record is not None:
@@ -142,7 +143,7 @@ class Sessions:
         return session
 
     def pin(self, key: str, blocks: Chain) -> None:
-        """Pins the first blocks of these, as many as the key's budget admits."""
+        """Pins these blocks from the first on, within the key's budget."""
         record = self.record(key)
         if record is None:
             return
@@ -157,7 +158,7 @@ class Sessions:
                 self._num_pins[block] += 1
 
     def unpin(self, key: str, blocks: Chain) -> None:
-        """Undoes the key's own pins of these blocks."""
+        """Removes the key's own pins of these blocks."""
         record = self.keys.get(key)
         for block in blocks if record is not None else ():
             if record is not None and block in record.pinned:
@@ -165,12 +166,12 @@ class Sessions:
                 _decrease(self._num_pins, block)
 
     def all_live(self) -> Iterator[LiveSession]:
-        """All live sessions."""
+        """Yields all live sessions."""
         for record in self.keys.values():
             yield from record.sessions.values()
 
     def validate(self) -> None:
-        """Asserts that counts are true and within their bounds."""
+        """Asserts that counts are correct and within their bounds."""
         assert len(self.keys) <= self.budget.num_keys
         live = Counter(block for session in self.all_live() for block in session.blocks)
         assert live == self._num_sessions

@@ -1,7 +1,8 @@
-"""Stops calls to an object store that fails, and tries again later. Pure: time is an argument.
+"""Stops calls to a failing object store, and tries again later. Pure: time is an argument.
 
-After `MAX_FAILURES` failures in a row it is off for a second. After a pause one failure is enough,
-and each pause is twice as long as the last, up to five minutes. A success ends the row.
+After `MAX_FAILURES` failures in a row, calls stop for a second. After a pause, a single failure
+stops them again. Each pause is twice as long as the last, up to five minutes. A success resets the
+count and the pause.
 """
 
 MAX_FAILURES = 4
@@ -10,7 +11,7 @@ LONGEST_PAUSE_S = 300.0
 
 
 class CallBreaker:
-    """Decides whether calls are made now."""
+    """Decides if calls may be made now."""
 
     def __init__(self) -> None:
         self._num_failures = 0
@@ -24,13 +25,13 @@ class CallBreaker:
         return self._reason if is_off else None
 
     def succeeded(self, now_s: float) -> None:
-        """Takes note of an answer. A late one, of a call made before the pause, proves nothing."""
+        """Records an answer. During a pause, a late answer of an earlier call does not count."""
         if self.why_off(now_s) is None:
             self._num_failures = 0
             self._pause_s = FIRST_PAUSE_S
 
     def failed(self, reason: str, now_s: float) -> None:
-        """Takes note of a call that failed or was not answered in time."""
+        """Records a call that failed or was not answered in time."""
         if self.why_off(now_s) is None:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:

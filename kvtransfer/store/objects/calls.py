@@ -1,11 +1,11 @@
 """Threads for calls that may hang, each with a deadline.
 
-A call that is not done by its deadline counts as failed, and its future gets the value for that.
-If a thread runs it, the thread is stuck and another takes its place. The number of stuck threads is
-bounded: at the bound no more calls are made until one comes back. A stuck thread that comes back
-serves again, if its lane lacks a thread, or ends.
+A call that is not done by its deadline counts as failed, and its future gets the value `otherwise`.
+If a thread is running the call, that thread is stuck and another thread replaces it. The number of
+stuck threads is bounded: at the bound, no more calls are made until a stuck thread returns. A
+returned thread serves again if its lane lacks a thread, and ends otherwise.
 
-Each lane has its own threads and its own queue, so that slow writes do not delay reads.
+Each lane has its own threads and its own queue, so slow writes do not delay reads.
 """
 
 import threading
@@ -26,10 +26,10 @@ CLOSE_WAIT_S = 1.0
 
 
 class CallFault(StrEnum):
-    """Why a call was not made, or not done."""
+    """The reason why a call was not made or not completed."""
 
     BUSY = "busy"  # too many calls wait
-    OFF = "off"  # calls fail or hang, so none is made for a while
+    OFF = "off"  # after failures or hangs, no call is made for a while
     TIMEOUT = "timeout"
     STORE = "store"  # the object store or its library failed
     CLOSED = "closed"
@@ -37,7 +37,7 @@ class CallFault(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class TimedCall(Generic[T]):
-    """Work, and what its future says if it fails. `is_over`: the future has its value."""
+    """Work with a future, whose value is `otherwise` on failure. `is_over`: the value is set."""
 
     work: Callable[["TimedCall[T]"], T]
     otherwise: T
@@ -55,7 +55,7 @@ class _Lane:
 
 
 class CallThreads:
-    """Makes calls on a few threads. `count` is told each fault, by any thread."""
+    """Makes calls on a few threads. Any thread may call `count`, once for each fault."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CallThreads:
         count: Callable[[CallFault], None],
     ) -> None:
         self._lanes = {name: _Lane(num_threads) for name, num_threads in lanes.items()}
-        self._max_waiting = max_waiting  # in each lane
+        self._max_waiting = max_waiting  # queued calls per lane
         self._max_stuck = max_stuck
         self._clock = clock
         self._count = count
@@ -80,16 +80,16 @@ class CallThreads:
 
     @property
     def num_threads(self) -> int:
-        """Threads that exist, stuck ones included."""
+        """The number of threads, stuck ones included."""
         return sum(thread.is_alive() for thread in tuple(self._threads))
 
     def why_off(self) -> str | None:
-        """Returns why no calls are made at present, or None."""
+        """Returns why no calls are made at present; None if calls are made."""
         with self._changed:
             return self._breaker.why_off(self._clock.now_s())
 
     def open(self) -> None:
-        """Starts the threads. They never keep a process from ending."""
+        """Starts the threads. They do not delay the exit of the process."""
         with self._changed:
             self._is_open = True
             self._start(self._watch)
@@ -109,7 +109,7 @@ class CallThreads:
         self._end(over, CallFault.CLOSED)
         until_s = self._clock.now_s() + CLOSE_WAIT_S
         for thread in threads:
-            if thread is not threading.current_thread():  # it may run a future's callback
+            if thread is not threading.current_thread():  # `close` may run in a future's callback
                 thread.join(max(0.0, until_s - self._clock.now_s()))
 
     def submit(
@@ -122,7 +122,7 @@ class CallThreads:
     ) -> "Future[T]":
         """Makes a call, unless too many wait or calls are off. The future cannot be cancelled.
 
-        It has the result within `timeout_s`, or `otherwise`. It raises only what is a bug here.
+        The future gets the result within `timeout_s`, or else `otherwise`. It raises only bugs.
         """
         with self._changed:
             now_s = self._clock.now_s()
@@ -148,7 +148,7 @@ class CallThreads:
         return CallFault.BUSY if len(lane.waiting) >= self._max_waiting else None
 
     def _end(self, calls: list[TimedCall[Any]], fault: CallFault) -> None:
-        """Gives calls that are over their value. No lock is held: futures run callbacks."""
+        """Sets the futures of ended calls. Holds no lock, since futures run callbacks."""
         for call in calls:
             self._count(fault)
             call.future.set_result(call.otherwise)
@@ -176,7 +176,7 @@ class CallThreads:
                 result = call.work(call)
             except ObjectStoreFailed as error:
                 failure, result = error, call.otherwise
-            except BaseException as error:  # the future raises it: the owner must learn of a bug
+            except BaseException as error:  # a bug: the future raises it for the owner
                 bug = error
             was_late, goes_on = self._finish(call, lane, failure)
             if not was_late:
@@ -202,7 +202,7 @@ class CallThreads:
     def _finish(
         self, call: TimedCall[Any], lane: _Lane, failure: ObjectStoreFailed | None
     ) -> tuple[bool, bool]:
-        """Takes note that a call came back. Returns (it was late, its thread goes on)."""
+        """Records the end of a call. Returns (it was late, its thread continues)."""
         with self._changed:
             now_s = self._clock.now_s()
             if not call.is_over:
@@ -223,7 +223,7 @@ class CallThreads:
             return True, goes_on
 
     def _watch(self) -> None:
-        """Gives up calls at their deadlines, until closed."""
+        """Fails calls at their deadlines, until closed."""
         while True:
             with self._changed:
                 if not self._is_open:

@@ -1,7 +1,7 @@
 """The objects of one folder, through fsspec. Every method blocks, perhaps for ever.
 
-The library of a scheme finds its credentials itself. Messages of its errors may hold them, so only
-the types of errors leave this module.
+The library of a URL scheme finds its credentials itself. Its error messages may contain the
+credentials, so only the types of errors leave this module.
 """
 
 import importlib
@@ -16,11 +16,11 @@ from kvtransfer.store.objects.listing import ObjectFacts
 
 
 class ObjectStoreFailed(BatonError):
-    """The object store, or its library, failed. It never leaves the object tier."""
+    """The object store or its library failed. This error never leaves the object tier."""
 
 
 class ByteRange(NamedTuple):
-    """Bytes of one object, from `start` to before `end`."""
+    """Bytes `start` … `end` - 1 of one object."""
 
     name: str
     start: int
@@ -34,7 +34,7 @@ class ObjectFiles:
         self._url = url
         self._folder = folder
         self._fsspec: Any = None
-        self._files: Any = None  # an fsspec file system; made by the first call, since it may block
+        self._files: Any = None  # fsspec file system, made by the first call: that may block
         self._path = ""
 
     def open(self) -> None:
@@ -51,7 +51,7 @@ class ObjectFiles:
             raise ConfigError(f"the object tier knows no scheme {scheme}://") from error
 
     def list_all(self) -> list[ObjectFacts]:
-        """Returns all objects, none if there is no folder. Raises ObjectStoreFailed."""
+        """Returns all objects of the folder, if it exists. Raises ObjectStoreFailed."""
         with _library():
             files = self._connected()
             files.invalidate_cache()
@@ -62,9 +62,9 @@ class ObjectFiles:
             return [_facts(one) for one in listed if one["type"] == "file"]
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes | ObjectStoreFailed | None]:
-        """Reads ranges, several at a time if the library can. None: the object does not exist.
+        """Reads ranges, concurrently if the library can. None: the object does not exist.
 
-        Raises ObjectStoreFailed if none could be read.
+        Raises ObjectStoreFailed if no range could be read.
         """
         with _library():
             answers = self._connected().cat_ranges(
@@ -87,7 +87,7 @@ class ObjectFiles:
             self._connected().pipe_file(self._path_of(name), data)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Deletes objects, as far as they exist. Raises ObjectStoreFailed."""
+        """Deletes the objects that exist. Raises ObjectStoreFailed."""
         if not names:
             return
         paths = [self._path_of(name) for name in names]
@@ -95,7 +95,7 @@ class ObjectFiles:
             files = self._connected()
             try:
                 files.rm(paths)
-            except FileNotFoundError:  # some libraries stop at the first that does not exist
+            except FileNotFoundError:  # some libraries stop at the first missing object
                 for path in paths:
                     _delete_one(files, path)
 
@@ -115,7 +115,7 @@ class ObjectFiles:
 
 @contextmanager
 def _library() -> Iterator[None]:
-    """Turns what a scheme's library raises, which may be anything, into ObjectStoreFailed."""
+    """Turns any exception of a scheme's library into ObjectStoreFailed."""
     try:
         yield
     except ObjectStoreFailed:
@@ -136,7 +136,7 @@ def _delete_one(files: Any, path: str) -> None:
     try:
         files.rm_file(path)
     except FileNotFoundError:
-        return  # another store deleted it
+        return  # another store deleted the object
 
 
 def _facts(listed: dict[str, Any]) -> ObjectFacts:
@@ -146,7 +146,7 @@ def _facts(listed: dict[str, Any]) -> ObjectFacts:
 
 
 def _modified_s(listed: dict[str, Any]) -> float | None:
-    """Returns when an object was written, by whichever key the scheme's library has for it."""
+    """Returns when an object was written; each library has another key for the time."""
     for key in ("mtime", "LastModified", "updated", "created"):
         told = listed.get(key)
         if isinstance(told, str):

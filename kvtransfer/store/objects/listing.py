@@ -1,10 +1,11 @@
-"""Names of objects, and what a listing of them says. Pure: no I/O, no clock.
+"""Names of objects, and the segments that a listing shows. Pure: no I/O, no clock.
 
     <folder>/<seconds since 1970>-<writer>-<number>.segment     blocks without gaps
-    <folder>/<seconds since 1970>-<writer>-<number>.manifest    written after it, deleted before it
+    <folder>/<seconds since 1970>-<writer>-<number>.manifest    written after the segment, and
+                                                                deleted before it
 
-The writer is a random number of one life of one store, so stores never write the same object and
-need no coordination. An object is never changed. Objects with other names are left alone.
+The writer is a random number that a store draws at each start. So stores never write the same
+object and need no coordination. An object is never changed. Objects with other names are ignored.
 """
 
 import re
@@ -24,7 +25,7 @@ _OBJECT = re.compile(r"(([0-9a-f]{10})-[0-9a-f]{16}-[0-9a-f]{8})\.(manifest|segm
 
 
 class ObjectFacts(NamedTuple):
-    """An object as the store lists it; `modified_s` is in seconds since 1970, if it is told."""
+    """A listed object; `modified_s` is in seconds since 1970, or None if the store omits it."""
 
     name: str
     num_bytes: int
@@ -32,7 +33,7 @@ class ObjectFacts(NamedTuple):
 
 
 class ListedSegment(NamedTuple):
-    """A segment, by the sizes of its two objects; None if the object is absent."""
+    """A segment with the sizes of its two objects; None if an object is absent."""
 
     name: str
     segment_bytes: int | None
@@ -41,7 +42,7 @@ class ListedSegment(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both objects."""
+        """The size of both objects together."""
         return (self.segment_bytes or 0) + (self.manifest_bytes or 0)
 
     @property
@@ -50,7 +51,7 @@ class ListedSegment(NamedTuple):
         return self.segment_bytes is None or self.manifest_bytes is None
 
     def has_our_size(self, max_segment_bytes: int) -> bool:
-        """Returns true if both objects exist and have sizes that ours may have."""
+        """Returns true if both objects exist, with sizes that this store could have written."""
         if self.segment_bytes is None or self.manifest_bytes is None:
             return False
         is_manifest = 0 < self.manifest_bytes <= MAX_MANIFEST_BYTES
@@ -58,7 +59,7 @@ class ListedSegment(NamedTuple):
 
 
 def segment_name(written_s: int, writer: str, number: int) -> str:
-    """Returns the name of a writer's segment. Names sort by the writer's time."""
+    """Returns the name of a writer's segment. Names sort by the time of writing."""
     return f"{written_s:010x}-{writer}-{number:08x}"
 
 
@@ -83,10 +84,10 @@ def pair_objects(objects: Iterable[ObjectFacts]) -> list[ListedSegment]:
 def find_garbage(
     segments: Iterable[ListedSegment], bad: Collection[str], writer: str, now_s: float
 ) -> Iterator[str]:
-    """Yields the names of segments that are old and will never be whole.
+    """Yields the names of old segments that will never be complete.
 
-    `bad` names those whose manifest cannot be used. `now_s` is in seconds since 1970. Another
-    writer's unfinished segment may still get its manifest, so it must be a day old.
+    `bad` are the names of segments with an unusable manifest. `now_s` is in seconds since 1970.
+    Another writer may still write the manifest of its segment, so that segment must be a day old.
     """
     for one in segments:
         is_own = one.name.split("-")[1] == writer

@@ -1,14 +1,14 @@
-"""The manifest of a segment: which blocks lie where in it, and their checksums.
+"""The manifest of a segment: the blocks in the segment, with their offsets and checksums.
 
     magic 8 bytes | version u32 | xxh3-64 of the body u64 | body (msgpack), all little-endian
 
-The manifest is written after its segment, so it proves that the segment was written to its end. It
-names its segment, so it fits no other. Pure: no I/O.
+The manifest is written after its segment, so it proves that the segment is complete. It contains
+the name of its segment, so it cannot be used for another. Pure: no I/O.
 
-Checksums are xxh3-64, as on the wire between workers. Each byte of a block is hashed once when it
-is written and once when it is read, so speed counts: xxh3 is some ten times as fast as BLAKE2b. A
-damaged block passes with a chance of 2^-64. No checksum without a key protects from a forger:
-an account that may write to the folder can put any KV under any hash.
+Checksums are xxh3-64, as on the wire between workers. Each byte of a block is hashed once on write
+and once on read, so speed matters: xxh3 is some ten times as fast as BLAKE2b. A damaged block
+passes the check with a chance of 2^-64. A checksum without a key does not protect against forgery:
+an account that may write to the folder can store any KV under any hash.
 """
 
 import struct
@@ -42,11 +42,11 @@ class ManifestFault(StrEnum):
     VERSION = "manifest_version"
     CHECKSUM = "manifest_checksum"
     FORMAT = "manifest_format"
-    FOREIGN = "manifest_foreign"  # it describes another segment, model or layout
+    FOREIGN = "manifest_foreign"  # the manifest of another segment, model or layout
 
 
 class ManifestBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block of a segment: `length` bytes from `offset` on, whose xxh3-64 is `checksum`."""
+    """A block of a segment: `length` bytes from `offset` on, with the xxh3-64 `checksum`."""
 
     block_hash: _Digest
     parent: _Digest | None
@@ -61,7 +61,7 @@ class ManifestBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class SegmentTerms(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a segment is and a reader expects: whose it is, and its size.
+    """The facts of a segment that a reader checks: its name, identity and sizes.
 
     `identity` is the digest of the model's fingerprint and the layout of its KV.
     """
@@ -85,7 +85,7 @@ _body = msgspec.msgpack.Decoder(_Body)
 def describe_blocks(
     blocks: Sequence[tuple[BlockHash, BlockHash | None]], payload: bytes, block_bytes: int
 ) -> tuple[ManifestBlock, ...]:
-    """Returns the entries of (hash, parent) pairs whose blocks fill `payload` in this order."""
+    """Returns the entries of blocks, given as (hash, parent), that fill `payload` in order."""
     view = memoryview(payload)
     return tuple(
         ManifestBlock(block_hash, parent, start, block_bytes, checksum(view[start:][:block_bytes]))

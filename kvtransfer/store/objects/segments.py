@@ -1,14 +1,14 @@
-"""The known segments: which block to read where, and which segments to delete. Pure: no I/O.
+"""The known segments: finds blocks in segments, and segments to delete. Pure: no I/O.
 
-A segment passes these states, each step at most once:
+A segment passes through these states, each at most once:
 
-    1. added     its bytes count; its manifest is not read, or not written yet
-    2. filled    its blocks can be found; none, if the manifest cannot be used
+    1. added     its bytes count; its manifest has not been read or written yet
+    2. filled    its blocks can be found; with an unusable manifest it has no blocks
     3. hidden    it is being deleted: its blocks cannot be found, its bytes still count
     4. removed
 
-Bytes count from before a segment is written until after it is deleted. So `num_bytes` is never
-less than what this store has left in the object store.
+The bytes of a segment count from before its write until after its deletion. So `num_bytes` is never
+less than the bytes that this store has in the object store.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from kvtransfer.store.objects.manifest import SEGMENT_BLOCKS, ManifestBlock
 
 
 class ObjectBlock(NamedTuple):
-    """A block to keep as an object; `payload` is its record of `block_bytes` bytes."""
+    """A block to write to the object store; `payload` is its record of `block_bytes` bytes."""
 
     block_hash: BlockHash
     parent: BlockHash | None
@@ -35,7 +35,7 @@ class ObjectEntry(NamedTuple):
 
 
 class SegmentRead(NamedTuple):
-    """A range of a segment that holds these blocks side by side."""
+    """A range of a segment that contains these blocks without gaps."""
 
     name: str
     blocks: tuple[ManifestBlock, ...]
@@ -67,7 +67,7 @@ class SegmentIndex:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._segments: dict[str, _Segment] = {}
-        self._homes: dict[BlockHash, list[str]] = {}  # segments with the block; the last is read
+        self._homes: dict[BlockHash, list[str]] = {}  # segments with each block; reads use the last
         self.num_bytes = 0
 
     def __contains__(self, block_hash: object) -> bool:
@@ -95,16 +95,16 @@ class SegmentIndex:
         self.num_bytes += num_bytes
 
     def correct_size(self, name: str, num_bytes: int) -> None:
-        """Takes a segment's size from a listing."""
+        """Corrects a segment's size from a listing."""
         self.num_bytes += num_bytes - self._segments[name].num_bytes
         self._segments[name].num_bytes = num_bytes
 
     def needs_manifest(self, name: str) -> bool:
-        """Returns true if the segment's manifest was not read yet."""
+        """Returns true if the segment's manifest has not been read yet."""
         return not self._segments[name].is_filled
 
     def fill(self, name: str, blocks: Sequence[ManifestBlock]) -> None:
-        """Makes the blocks of a segment findable. Does nothing if it is being deleted, or gone."""
+        """Adds the blocks of a segment, unless the segment is hidden or removed."""
         segment = self._segments.get(name)
         if segment is None or segment.is_hidden or segment.is_filled:
             return
@@ -115,18 +115,18 @@ class SegmentIndex:
             self._homes.setdefault(block_hash, []).append(name)
 
     def mark_bad(self, name: str) -> None:
-        """Notes that a segment's manifest cannot be used, so that it is not read again."""
+        """Marks a segment's manifest as unusable, so that it is not read again."""
         if name in self._segments:
             self._segments[name].is_bad = self._segments[name].is_filled = True
 
     def remove_block(self, name: str, block_hash: BlockHash) -> None:
-        """Never reads this block from this segment again: it is damaged."""
+        """Removes a damaged block, which is never read from this segment again."""
         segment = self._segments.get(name)
         if segment is not None and segment.blocks.pop(block_hash, None) is not None:
             self._leave(block_hash, name)
 
     def hide(self, names: Iterable[str]) -> None:
-        """Makes the blocks of segments that are about to be deleted unfindable."""
+        """Hides segments before their deletion: their blocks cannot be found any more."""
         for name in names:
             segment = self._segments.get(name)
             if segment is None:
@@ -144,9 +144,9 @@ class SegmentIndex:
                 self.num_bytes -= self._segments.pop(name).num_bytes
 
     def choose_victims(self, num_bytes: int) -> list[str] | None:
-        """Returns the oldest segments whose deletion makes room for `num_bytes` more.
+        """Returns the oldest segments to delete to make room for `num_bytes` more bytes.
 
-        Returns None if there is never room for that many.
+        Returns None if `num_bytes` exceeds the limit even after all deletions.
         """
         if num_bytes > self._max_bytes:
             return None
@@ -162,7 +162,7 @@ class SegmentIndex:
         return victims
 
     def plan_reads(self, hashes: Iterable[BlockHash]) -> list[SegmentRead]:
-        """Returns the ranges that hold these blocks; neighbours share one. Unknown ones miss."""
+        """Returns the ranges of these blocks. Neighbours share a range; unknown ones have none."""
         by_segment: dict[str, list[ManifestBlock]] = {}
         for block_hash in dict.fromkeys(hashes):
             if homes := self._homes.get(block_hash):
@@ -175,7 +175,7 @@ class SegmentIndex:
         ]
 
     def validate(self) -> None:
-        """Asserts that all parts of the index agree."""
+        """Asserts that all parts of the index are consistent."""
         assert self.num_bytes == sum(one.num_bytes for one in self._segments.values())
         homes = {(key, name) for key, names in self._homes.items() for name in names}
         assert homes == {(key, name) for name, one in self._segments.items() for key in one.blocks}
@@ -192,9 +192,9 @@ class SegmentIndex:
 def choose_blocks(
     blocks: Sequence[ObjectBlock], block_bytes: int, known: Container[BlockHash]
 ) -> list[ObjectBlock]:
-    """Returns the blocks that a new segment shall hold: those not known, each once.
+    """Returns the blocks for a new segment: the unknown blocks, each once.
 
-    Raises ValueError if there are more than a segment holds, or one has another size.
+    Raises ValueError if there are too many blocks for a segment, or a block has a wrong size.
     """
     if len(blocks) > SEGMENT_BLOCKS:
         raise ValueError(f"{len(blocks)} blocks, but a segment holds {SEGMENT_BLOCKS}")
@@ -211,7 +211,7 @@ def _entry(block: ManifestBlock) -> ObjectEntry:
 
 
 def _runs(blocks: Sequence[ManifestBlock]) -> Iterator[tuple[ManifestBlock, ...]]:
-    """Yields maximal runs of blocks without gaps; `blocks` are sorted by offset."""
+    """Yields maximal runs of adjacent blocks; `blocks` are sorted by offset."""
     start = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i].offset != blocks[i - 1].end:

@@ -1,19 +1,19 @@
-"""Keeps blocks in an object store and finds them again, without ever waiting for it.
+"""Keeps blocks in an object store and finds them again. No call waits for the object store.
 
 Blocks are written in immutable segments of up to 64, each with a manifest that is written after it.
-So any number of stores share a folder: there is no common index, and nothing is read, changed and
-written back. A block that two stores write exists twice, which does no harm. A store sees the
-segments of others when it lists the folder, on `open` and `refresh`.
+So any number of stores can share a folder: there is no common index, and no object is ever changed.
+If two stores write the same block, it exists twice, which is harmless. A store finds the segments
+of other stores when it lists the folder, on `open` and `refresh`.
 
-Every call returns a future at once. Its value comes from another thread, in bounded time. Failures
-of the object store are counted and read as a miss; no future raises them. What is read is returned
-only if its length and checksum are right.
+Every call returns a future at once. Another thread sets its value in bounded time. Failures of the
+object store are counted and look like a miss; no future raises them. A block is returned only if
+its length and checksum are correct.
 
 One thread writes, lists and deletes. So a listing never meets a half-written segment of this store.
 
-`max_bytes` bounds all segments of this identity, also segments of other stores. When there is no
-room, the oldest segments are deleted. A listing itself is not bounded in size: fsspec returns it
-whole. Objects of others under this URL are neither read nor deleted.
+`max_bytes` bounds all segments of this identity, including segments of other stores. Without room,
+the oldest segments are deleted. The size of a listing is not bounded: fsspec returns it whole.
+Objects of other programs under this URL are neither read nor deleted.
 """
 
 import secrets
@@ -61,18 +61,18 @@ from kvtransfer.store.objects.segments import (
 T = TypeVar("T")
 
 MANIFESTS_PER_READ = 64
-MAX_MANIFESTS = 16_384  # the newest; a million blocks
+MAX_MANIFESTS = 16_384  # the newest manifests are read; they have up to a million blocks
 
 Payloads = Mapping[BlockHash, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectLimits:
-    """How long calls may take, and how many there are at a time."""
+    """The limits of calls: their time and their number."""
 
     get_timeout_s: float = 10.0
     put_timeout_s: float = 60.0
-    refresh_timeout_s: float = 60.0  # also of `drop`
+    refresh_timeout_s: float = 60.0  # also the timeout of `drop`
     num_readers: int = 4
     max_waiting: int = 32
     max_stuck: int = 4
@@ -111,56 +111,56 @@ class ObjectTier:
         )
 
     def open(self) -> Future[int]:
-        """Starts the threads and the first `refresh`. Raises ConfigError if the URL is no use."""
+        """Starts the threads and the first `refresh`. Raises ConfigError for an unusable URL."""
         self._files.open()
         self._writer = secrets.token_hex(WRITER_BYTES)
         self._threads.open()
         return self.refresh()
 
     def close(self) -> None:
-        """Ends all calls as failed. What was put remains in the object store."""
+        """Ends all calls as failed. Written blocks remain in the object store."""
         self._threads.close()
 
-    # ------------------------------------------------------------ what is known, at once
+    # ------------------------------------------------------------ immediate answers
 
     def has(self, block_hash: BlockHash) -> bool:
-        """Returns true if the block is in the object store, as far as is known."""
+        """Returns true if the block is known to be in the object store."""
         with self._lock:
             return block_hash in self._index
 
     def hashes(self) -> list[ObjectEntry]:
-        """Returns all blocks that are in the object store, as far as is known."""
+        """Returns all blocks that are known to be in the object store."""
         with self._lock:
             return self._index.entries()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all known objects, also of objects that are being written or deleted."""
+        """The bytes of all known objects, including objects being written or deleted."""
         with self._lock:
             return self._index.num_bytes
 
     def counters(self) -> dict[str, int]:
-        """Returns what was counted since the start; faults as `errors:reason`."""
+        """Returns the counters since the start; faults are `errors:reason`."""
         with self._lock:
             return dict(self._counts)
 
     def why_off(self) -> str | None:
-        """Returns why the object store is left alone at present, or None."""
+        """Returns why no calls to the object store are made at present, or None."""
         return self._threads.why_off()
 
     # ------------------------------------------------------------ calls
 
     def refresh(self) -> Future[int]:
-        """Lists the folder, deletes garbage and what is too much. The value: blocks known then."""
+        """Lists the folder and deletes garbage and excess. Value: the number of known blocks."""
         return self._threads.submit(
             "write", self._refresh, otherwise=0, timeout_s=self._limits.refresh_timeout_s
         )
 
     def put(self, blocks: Sequence[ObjectBlock]) -> Future[frozenset[BlockHash]]:
-        """Writes up to 64 blocks as a segment; known ones are left out.
+        """Writes up to 64 blocks as a segment, without the already known blocks.
 
-        The result: blocks that are in the object store afterwards. Payloads must not change until
-        then. Raises ValueError if there are too many blocks, or one has another size.
+        Value: the blocks that are in the object store afterwards. Payloads must not change before.
+        Raises ValueError if there are too many blocks, or a block has a wrong size.
         """
         with self._lock:
             fresh = choose_blocks(blocks, self._block_bytes, self._index)
@@ -174,7 +174,7 @@ class ObjectTier:
         )
 
     def get(self, hashes: Iterable[BlockHash]) -> Future[Payloads]:
-        """Reads blocks. The value: the payload of each that was found and is undamaged."""
+        """Reads blocks. Value: the payloads of the blocks that were found and are undamaged."""
         with self._lock:
             reads = self._index.plan_reads(hashes)
         if not reads:
@@ -187,12 +187,12 @@ class ObjectTier:
         )
 
     def drop(self) -> Future[bool]:
-        """Deletes everything of this identity, of all stores. The value: all is deleted."""
+        """Deletes all objects of this identity, of all stores. Value: True if all are deleted."""
         return self._threads.submit(
             "write", self._drop, otherwise=False, timeout_s=self._limits.refresh_timeout_s
         )
 
-    # ------------------------------------------------------------ on the threads
+    # ------------------------------------------------------------ on the call threads
 
     def _refresh(self, call: TimedCall[int]) -> int:
         listed = pair_objects(self._files.list_all())
@@ -217,7 +217,7 @@ class ObjectTier:
                     self._index.add(one.name, one.num_bytes, one.written_s)
 
     def _read_manifests(self, call: TimedCall[int], listed: Sequence[ListedSegment]) -> None:
-        """Reads the manifests that were not read yet, the newest first."""
+        """Reads the manifests that have not been read yet, the newest first."""
         with self._lock:
             wanted = [
                 one
@@ -231,14 +231,14 @@ class ObjectTier:
             ranges = [ByteRange(_manifest(one.name), 0, MAX_MANIFEST_BYTES) for one in some]
             try:
                 answers = self._files.read(ranges)
-            except ObjectStoreFailed as error:  # perhaps of these alone; they are read next time
+            except ObjectStoreFailed as error:  # these manifests are read next time
                 answers = [error for _ in some]
             for one, data in zip(some, answers, strict=True):
                 self._learn(one, data)
 
     def _learn(self, one: ListedSegment, data: bytes | ObjectStoreFailed | None) -> None:
         if data is None:
-            return  # deleted since it was listed
+            return  # deleted since the listing
         if isinstance(data, ObjectStoreFailed):
             self._count_error("store")
             return
@@ -258,8 +258,8 @@ class ObjectTier:
     ) -> frozenset[BlockHash]:
         with self._lock:
             fresh = choose_blocks(blocks, self._block_bytes, self._index)
-        # A copy: past the deadline the owner may reuse the payloads, and then checksums would prove
-        # the wrong bytes. `is_over` is set before the owner is told, and checked before writing.
+        # This is a copy: after the deadline the owner may reuse the payloads, and checksums would
+        # cover the wrong bytes. `is_over` is set before the future, and checked before writing.
         payload = b"".join(block.payload for block in fresh)
         wanted = frozenset(block.block_hash for block in blocks)
         if fresh and not self._write(call, fresh, payload):
@@ -305,7 +305,7 @@ class ObjectTier:
             elif data is None:
                 self._count_error("segment_gone")
                 with self._lock:
-                    self._index.hide([read.name])  # its bytes count until the next listing
+                    self._index.hide([read.name])  # the bytes still count until the next listing
             else:
                 self._count_error("store")
         with self._lock:
@@ -313,7 +313,7 @@ class ObjectTier:
         return found
 
     def _verify(self, read: SegmentRead, data: bytes) -> Payloads:
-        """Returns the undamaged blocks of a range, and forgets the others."""
+        """Returns the undamaged blocks of a range, and removes the others from the index."""
         good: dict[BlockHash, memoryview] = {}
         has_length = len(data) == read.end - read.start
         for block in read.blocks:
@@ -337,7 +337,7 @@ class ObjectTier:
     # ------------------------------------------------------------ deletion
 
     def _make_room(self, call: TimedCall[T], num_bytes: int) -> bool:
-        """Deletes the oldest segments. Returns true if there is room, and time left."""
+        """Deletes the oldest segments to make room. Returns true if there is room and time left."""
         with self._lock:
             victims = self._index.choose_victims(num_bytes)
         if victims is None:
@@ -347,7 +347,7 @@ class ObjectTier:
         return not call.is_over
 
     def _delete(self, call: TimedCall[T], names: Sequence[str]) -> None:
-        """Deletes whole segments."""
+        """Deletes segments with their manifests."""
         with self._lock:
             self._index.hide(names)
         if names and not call.is_over:
@@ -356,13 +356,13 @@ class ObjectTier:
                 self._counts["segments_deleted"] += len(names)
 
     def _erase(self, names: Sequence[str]) -> None:
-        """Deletes manifests before segments, so that none names a segment that is gone."""
+        """Deletes manifests before segments, so that no manifest lacks its segment."""
         self._files.delete([_manifest(name) for name in names])
         self._files.delete([_segment(name) for name in names])
         with self._lock:
             self._index.remove(names)
 
-    # ------------------------------------------------------------ small parts
+    # ------------------------------------------------------------ helpers
 
     def _terms(self, name: str, segment_bytes: int) -> SegmentTerms:
         return SegmentTerms(name, self._identity, self._block_bytes, segment_bytes)
@@ -373,7 +373,7 @@ class ObjectTier:
 
 
 def _done(value: T) -> Future[T]:
-    """A call that needs no object store, and so proves nothing about it."""
+    """Returns a completed future, for a call that needs no object store."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
