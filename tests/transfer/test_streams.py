@@ -413,12 +413,13 @@ _warm_ups = itertools.count()
 
 
 def seal(source, sink):
-    """Pulls until a stream is there."""
+    """Pulls until both ends know of a stream."""
 
     def is_sealed():
         name = f"warm-up {next(_warm_ups)}"
         assert is_done(sink.pull(name, source.lease(name, [0]), [(0, 0)]), "zmq")
-        return link_of(sink)._stream is not None
+        lines = source.endpoint._by_message.sealed_source._lines.values()
+        return link_of(sink)._stream is not None and any(line.stream for line in lines)
 
     until(is_sealed, "blocks travel sealed")
 
