@@ -33,7 +33,7 @@ from router.machine.requests import Rejected
 from router.machine.state import RouterState
 from router.policies.base import Need
 from router.policies.candidates import LEAST_WAIT_S, predicted_ready_s
-from router.policies.slo import drag_of, lent_tpot_s
+from router.policies.slo import lent_tpot_s, slowdown_of
 
 LEAST_RETRY_S = 1.0
 DRAINED = 0.5  # share of a full queue; a refused client is told to retry when this much is left
@@ -134,7 +134,7 @@ class Admission:
                 continue
             is_idle = wait_s <= state.config.prefill_backlog_s + LEAST_WAIT_S
             if is_idle:
-                soonest_s = min(soonest_s, wait_s + compute_s * drag_of(worker, costs, bound_s))
+                soonest_s = min(soonest_s, wait_s + compute_s * slowdown_of(worker, costs, bound_s))
         return soonest_s
 
     def _prefill_wait_s(self, now_s: float) -> float | None:

@@ -25,7 +25,7 @@ from router.policies.base import (
 )
 from router.policies.candidates import predicted_ready_s
 from router.policies.pulling import Holders, bid
-from router.policies.slo import bound_s, drag_of
+from router.policies.slo import bound_s, slowdown_of
 
 PER_S = 4.0
 BURST = 8.0
@@ -76,10 +76,10 @@ def compared(asked: Asked, chosen: WorkerId) -> tuple[PrefillCandidate, ...]:
         held = holders.matched.get(worker_id, 0)
         best = bid(asked, (worker_id, worker), held, holders.best_for((worker_id, worker)))
         wait_s = predicted_ready_s(worker, asked.costs, asked.now_s)
-        drag = drag_of(worker, asked.costs, pace_s)
+        slowdown = slowdown_of(worker, asked.costs, pace_s)
         ttft_s = None
-        if wait_s is not None and best.seconds is not None and drag < inf:
-            ttft_s = wait_s + best.seconds * drag
+        if wait_s is not None and best.seconds is not None and slowdown < inf:
+            ttft_s = wait_s + best.seconds * slowdown
         found.append(PrefillCandidate(worker_id, wait_s, ttft_s, held))
     found.sort(key=lambda each: (each.predicted_ttft_s is None, each.predicted_ttft_s or 0.0))
     others = [each for each in found if each.worker_id != chosen]

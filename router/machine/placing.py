@@ -284,7 +284,7 @@ class Placing:
             attempt.seq_id,
             tokens_to_compute(prefill, need),
             prompt_tokens=need.num_tokens,
-            seconds=0.0 if compute_s is None else (compute_s + pull_s) * decision.drag,
+            seconds=0.0 if compute_s is None else (compute_s + pull_s) * decision.slowdown,
             now_s=now_s,
             waits=decision.pulled_from is not None,
         )

@@ -189,7 +189,7 @@ class Progress:
         attempt.prefilled_s, attempt.hedge_due_s = now_s, None
         self._state.deadlines.watch(flight)  # a prompt has a longer deadline than an answer
         worker = self._state.view.workers[attempt.prefill]
-        if attempt.started_s is not None and not _is_dragged(worker):
+        if attempt.started_s is not None and not _is_slowed(worker):
             self._state.estimates.observe_prefill(
                 worker,
                 attempt.base_len,
@@ -380,7 +380,7 @@ def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:
     flight.num_preemptions += 1
 
 
-def _is_dragged(worker: WorkerView) -> bool:
+def _is_slowed(worker: WorkerView) -> bool:
     """True if decoding on this worker lengthened the time of a prompt, so it is not measured.
 
     Prompts of mixed workers are measured, as all of them are computed beside decoding.

@@ -74,7 +74,7 @@ class FleetDecision(NamedTuple):
     ttft_s: float  # from now, the wait included
     tpot_s: float
     load_s: float  # until the source has read what it lacks in memory
-    drag: float  # so many times as long as alone the prompt takes
+    slowdown: float  # so many times as long as alone the prompt takes
 
 
 _decision = partial(tuple.__new__, FleetDecision)  # what its constructor does, in half the time
@@ -281,7 +281,7 @@ class Fleet:
             predicted_load_s=decision.load_s,
             predicted_ttft_s=decision.ttft_s,
             predicted_tpot_s=decision.tpot_s,
-            drag=decision.drag,
+            slowdown=decision.slowdown,
         )
 
     def tell(self) -> None:

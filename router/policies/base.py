@@ -142,7 +142,7 @@ class Decision(msgspec.Struct, frozen=True):
     predicted_load_s: float = 0.0  # seconds until the store has read what is not in its memory
     predicted_ttft_s: float | None = None  # seconds from the placement to the first token
     predicted_tpot_s: float | None = None
-    drag: float = 1.0  # factor by which decoding on its worker slows the prompt down
+    slowdown: float = 1.0  # factor by which decoding on its worker slows the prompt down
     candidates: tuple[
         PrefillCandidate, ...
     ] = ()  # the chosen one first; empty if the decision was not explained

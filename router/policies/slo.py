@@ -18,11 +18,11 @@ worker, a prompt is computed in chunks that keep their TPOT (`engine.worker.pace
 takes longer:
 
     limit = the bound on TPOT, or else `stretch` times their present step
-    drag  = limit / (limit - their present step); 1 if nothing decodes there
-    TTFT  = its wait + drag · min(...)
+    slowdown  = limit / (limit - their present step); 1 if nothing decodes there
+    TTFT  = its wait + slowdown · min(...)
 
 Without a TPOT bound, each of these sequences waits for the whole prompt. So workers are compared by
-wait + (drag + sequences) · min(...). With a bound, the sequences keep their TPOT.
+wait + (slowdown + sequences) · min(...). With a bound, the sequences keep their TPOT.
 
 A decode worker prefills locally if its TTFT is the least of all workers, and if its own queue is
 short. If all prefill workers are busy, local prefill is compared with waiting for a prefill worker.
@@ -34,7 +34,7 @@ prompts. Let n other prompts be in the queue, let them take S seconds, both as s
 worker. Let `busy` be the share of its time that prompts lately took:
 
     gain = (token at the best decode worker - token here · LEND_RATIO / (1 - busy)) · tokens to come
-    loss = its wait here + S · (1 + (drag - 1) · (n + 1) / 2)
+    loss = its wait here + S · (1 + (slowdown - 1) · (n + 1) / 2)
 
 A token's price is the step time after joining. Without a TPOT bound, the price also has the
 slowdown of the other sequences: the time that this sequence adds to the step of each. On a prefill
@@ -42,12 +42,12 @@ worker the price also has the time taken from prompts to come. The prompts behin
 too, and a second of a prompt weighs more:
 
     token      = step after + sequences · (step after - step before)
-    token here = the same · (1 + PROMPT_WEIGHT · busy · (drag - 1) / (1 - busy)²)
+    token here = the same · (1 + PROMPT_WEIGHT · busy · (slowdown - 1) / (1 - busy)²)
 
 If no decode worker has room and keeps the bound, prefill workers decode too. The worker that loses
 least time for prompts is chosen, and among equals the fullest:
 
-    harm = (step after - step before, 0 if nothing decodes there) · busy · tokens to come
+    delay = (step after - step before, 0 if nothing decodes there) · busy · tokens to come
 
 The first sequence adds the D of each step, further sequences add little. So only few prefill
 workers decode, perhaps not the one that computed the prompt. The others compute prompts at full
@@ -130,7 +130,7 @@ def bound_s(asked: Asked) -> float | None:
     return bound_s if any(step_s is None or step_s <= bound_s for step_s in alone) else None
 
 
-def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
+def slowdown_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
     """Returns the factor by which decoding on the worker lengthens a prompt.
 
     Infinite if the sequences there leave no time for it. Mixed workers do not limit chunks.
@@ -139,11 +139,11 @@ def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
     pace_s = _present_step_s(worker, costs)
     if not pace_s or not info.is_fluid or info.stretch is None:
         return 1.0
-    return drag_at(pace_s, info.stretch, bound_s)
+    return slowdown_at(pace_s, info.stretch, bound_s)
 
 
-def drag_at(step_s: float, stretch: float, bound_s: float | None) -> float:
-    """Returns the drag of a prompt where a decode step alone takes `step_s`."""
+def slowdown_at(step_s: float, stretch: float, bound_s: float | None) -> float:
+    """Returns the slowdown of a prompt where a decode step alone takes `step_s`."""
     limit_s = stretch * step_s if bound_s is None else bound_s
     return limit_s / (limit_s - step_s) if limit_s > step_s else inf
 
@@ -159,27 +159,27 @@ def lent_tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
     return tpot_s(worker, need, costs)
 
 
-def lend_ratio(queue: Queue, drag: float) -> float:
+def lend_ratio(queue: Queue, slowdown: float) -> float:
     """Returns the factor on a step's price at a prefill worker, given the prompts that are
     expected.
 
-    Prompts take `drag` times as long beside decoding. LEND_RATIO adds a margin, so that sequences
+    Prompts take `slowdown` times as long beside decoding. LEND_RATIO adds a margin: sequences
     do not move to and fro.
     """
     idle = 1.0 - queue.busy
     if idle <= 0:
         return inf
-    slowed = queue.busy * (drag - 1.0) / idle**2
+    slowed = queue.busy * (slowdown - 1.0) / idle**2
     return LEND_RATIO / idle * (1.0 + PROMPT_WEIGHT * slowed)
 
 
-def lending_loss_s(queue: Queue, drag: float) -> float:
-    """Returns the seconds lost by decoding where prompts wait, which then take `drag` times as
+def lending_loss_s(queue: Queue, slowdown: float) -> float:
+    """Returns the seconds lost by decoding where prompts wait, which then take `slowdown` times as
     long.
 
     The sequence waits for the queued prompts, and each prompt waits for those before it.
     """
-    return queue.seconds * (1.0 + (drag - 1.0) * (queue.waiting + 1.0) / 2.0)
+    return queue.seconds * (1.0 + (slowdown - 1.0) * (queue.waiting + 1.0) / 2.0)
 
 
 def _present_step_s(worker: WorkerView, costs: Costs) -> float | None:

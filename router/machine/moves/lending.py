@@ -26,11 +26,11 @@ from router.machine.state import RouterState
 from router.policies.base import Need
 from router.policies.joining import reachable
 from router.policies.slo import (
-    drag_of,
     joined_price_s,
     lend_ratio,
     lending_loss_s,
     lent_tpot_s,
+    slowdown_of,
     token_price_s,
     tpot_s,
 )
@@ -136,9 +136,9 @@ class Lending:
         here_s = token_price_s(here, costs, here.num_decoding, context_tokens, flight.length)
         if there_s is None or here_s is None:
             return True
-        queue, drag = self._placing.queue(flight, now_s), drag_of(here, costs, bound_s)
-        loss_s = lending_loss_s(queue, drag)
-        gain_s = (there_s - here_s * lend_ratio(queue, drag)) * need.num_to_come
+        queue, slowdown = self._placing.queue(flight, now_s), slowdown_of(here, costs, bound_s)
+        loss_s = lending_loss_s(queue, slowdown)
+        gain_s = (there_s - here_s * lend_ratio(queue, slowdown)) * need.num_to_come
         return loss_s > gain_s + costs.pull_s(there, flight.length)
 
 

@@ -18,13 +18,13 @@ from router.policies.sharing import with_leader
 from router.policies.slo import (
     Slo,
     bound_s,
-    drag_at,
-    drag_of,
     joined_price_s,
     lend_ratio,
     lending_loss_s,
     lent_tpot_s,
     reason,
+    slowdown_at,
+    slowdown_of,
     tpot_s,
 )
 
@@ -57,12 +57,12 @@ class _Prefill:
     work_s: float
     source: Holder | None
     num_matched: int
-    drag: float = 1.0
-    weight: float = 1.0  # the drag, with what the prompt costs the sequences beside it
+    slowdown: float = 1.0
+    weight: float = 1.0  # the slowdown, with what the prompt costs the sequences beside it
 
     @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.work_s * self.drag
+        return self.wait_s + self.work_s * self.slowdown
 
     @property
     def price_s(self) -> float:
@@ -87,7 +87,7 @@ class _Question:
         asked = self._asked
         can_join = self._can_join()
         predicted = [self._predict(item) for item in asked.candidates.prefillers]
-        able = [p for p in predicted if p.drag < inf and self._can_go_on(p.worker)]
+        able = [p for p in predicted if p.slowdown < inf and self._can_go_on(p.worker)]
         if not can_join:
             return self._lent(able)
         best = self._soonest([prefill for prefill in able if not self._is_in_the_way(prefill)])
@@ -134,7 +134,7 @@ class _Question:
     def _better_late(self, prefill: _Prefill) -> Busy | None:
         """Has the prompt wait, rather than be slowed down by what a prefill worker decodes."""
         asked = self._asked
-        if prefill.worker[1].info.role.decodes or prefill.drag <= 1.0:
+        if prefill.worker[1].info.role.decodes or prefill.slowdown <= 1.0:
             return None
         soonest = self._soonest_busy()
         if soonest is None or self._hastened_s(prefill) <= soonest.price_s:
@@ -158,9 +158,9 @@ class _Question:
         best = bid(asked, item, num_matched, self._holders.best_for(item))
         assert ready_s is not None
         assert best.seconds is not None
-        drag = drag_of(worker, asked.costs, self._bound_s)
+        slowdown = slowdown_of(worker, asked.costs, self._bound_s)
         weight = weight_of(worker, asked.costs, self._bound_s)
-        return _Prefill(item, ready_s, best.seconds, best.source, num_matched, drag, weight)
+        return _Prefill(item, ready_s, best.seconds, best.source, num_matched, slowdown, weight)
 
     def _is_kept(self, pace_s: float) -> bool:
         return self._bound_s is None or pace_s <= self._bound_s or not self._asked.need.decodes
@@ -191,20 +191,20 @@ class _Question:
         asked, (worker_id, worker) = self._asked, prefill.worker
         if not self._is_kept(self._paces_s[worker_id]) or prefill.wait_s > asked.wait_bound_s:
             return False
-        return prefill.drag < inf and has_memory(worker, asked.need.max_len)
+        return prefill.slowdown < inf and has_memory(worker, asked.need.max_len)
 
     def _lent(self, prefills: Sequence[_Prefill]) -> Decision | Busy:
         """Has the answer decoded by a prefill worker, at the least price."""
         asked = self._asked
         if not prefills:
             return Busy()
-        lenders = [(i, self._harm_s(worker)) for i, worker in asked.view.prefillers()]
-        ranks = [(i, harm_s, self._rank(i)) for i, harm_s in lenders if harm_s < inf]
+        lenders = [(i, self._delay_s(worker)) for i, worker in asked.view.prefillers()]
+        ranks = [(i, delay_s, self._rank(i)) for i, delay_s in lenders if delay_s < inf]
         apart = asked.candidates.apart
         ways = [
-            ((prefill.price_s + harm_s, rank, prefill.worker[0] != i), prefill, i)
+            ((prefill.price_s + delay_s, rank, prefill.worker[0] != i), prefill, i)
             for prefill in prefills
-            for i, harm_s, rank in ranks
+            for i, delay_s, rank in ranks
             if (prefill.worker[0], i) not in apart
         ]
         if not ways:
@@ -220,7 +220,7 @@ class _Question:
         pace_s = self._pace_of(lender) or 0.0
         return -pace_s if self._queue.busy > 0 else pace_s
 
-    def _harm_s(self, worker: WorkerView) -> float:
+    def _delay_s(self, worker: WorkerView) -> float:
         """Seconds of prompts not computed while it decodes this; infinite if it may not."""
         need, costs = self._asked.need, self._asked.costs
         pace_s = lent_tpot_s(worker, need, costs)
@@ -241,16 +241,16 @@ class _Question:
         if not keeping:
             return True
         decode_id, decoder = min(keeping, key=lambda item: (self._paces_s[item[0]], item[0]))
-        drag = drag_at(pace_s, worker.info.stretch or inf, self._bound_s)
-        loss_s = lending_loss_s(self._queue, drag) + prefill.wait_s
+        slowdown = slowdown_at(pace_s, worker.info.stretch or inf, self._bound_s)
+        loss_s = lending_loss_s(self._queue, slowdown) + prefill.wait_s
         if self._bound_s is not None:
-            gain_s = self._paces_s[decode_id] - pace_s * lend_ratio(self._queue, drag=1.0)
+            gain_s = self._paces_s[decode_id] - pace_s * lend_ratio(self._queue, slowdown=1.0)
         else:
             there_s = joined_price_s(decoder, asked.need, asked.costs)
             here_s = joined_price_s(worker, asked.need, asked.costs)
             assert there_s is not None  # as the paces are known
             assert here_s is not None
-            gain_s = there_s - here_s * lend_ratio(self._queue, drag)
+            gain_s = there_s - here_s * lend_ratio(self._queue, slowdown)
         return gain_s * asked.need.num_to_come > loss_s
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
@@ -293,7 +293,7 @@ class _Question:
             predicted_load_s=0.0 if source is None else source.load_s,
             predicted_ttft_s=prefill.ttft_s,
             predicted_tpot_s=self._pace_of(decode),
-            drag=prefill.drag,
+            slowdown=prefill.slowdown,
         )
 
     def _info(self, worker_id: WorkerId) -> Welcome:
@@ -306,6 +306,6 @@ class _Question:
 
 
 def weight_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
-    """The drag, and without a bound on their pace the sequences that wait for the prompt."""
+    """The slowdown, and without a bound on their pace the sequences that wait for the prompt."""
     delays = worker.info.is_fluid and bound_s is None
-    return drag_of(worker, costs, bound_s) + (worker.num_decoding if delays else 0)
+    return slowdown_of(worker, costs, bound_s) + (worker.num_decoding if delays else 0)

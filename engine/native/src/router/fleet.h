@@ -71,7 +71,7 @@ struct Decision {
   int32_t medium;                         // of the source: 0 for memory
   double wait_s, ttft_s, tpot_s;  // wait_s: until the first prefill worker is ready, if none is
   double load_s;                  // until the source has read what it lacks in memory
-  double drag;                    // so many times as long as alone the prompt takes
+  double slowdown;                // so many times as long as alone the prompt takes
 };
 
 // The work that is assigned to a worker.
@@ -418,10 +418,10 @@ class Fleet {
     return pace_s(slot);
   }
 
-  // The drag, and without a bound on their pace the sequences that wait for the prompt.
+  // The slowdown, and without a bound on their pace the sequences that wait for the prompt.
   double weight(Slot slot) const {
     const bool delays = kind_at(slot).is_fluid && request_->tpot_bound_s == kInf;
-    return drag(slot) + (delays ? static_cast<double>(workers_[slot].load.decoding) : 0);
+    return slowdown(slot) + (delays ? static_cast<double>(workers_[slot].load.decoding) : 0);
   }
 
   // A step of all that decodes there, or will.
@@ -443,14 +443,14 @@ class Fleet {
   }
 
   // How many times as long a prompt takes, because of what decodes beside it.
-  double drag(Slot slot) const {
+  double slowdown(Slot slot) const {
     const Kind& kind = kind_at(slot);
     const double pace = present_step_s(slot);
     if (!kind.is_fluid || pace <= 0) return 1;
-    return drag_at(pace, kind.stretch);
+    return slowdown_at(pace, kind.stretch);
   }
 
-  double drag_at(double step, double stretch) const {
+  double slowdown_at(double step, double stretch) const {
     const double bound = request_->tpot_bound_s;
     const double limit = bound < kInf ? bound : stretch * step;
     return limit > step ? limit / (limit - step) : kInf;
@@ -555,20 +555,20 @@ class Fleet {
   bool gains_if_lent(Slot slot, const Choice& decode) const {
     if (!may_be_lent(slot)) return false;
     const double tpot = lent_tpot_s(slot);
-    const double drag = drag_at(tpot, kind_at(slot).stretch);
+    const double slowdown = slowdown_at(tpot, kind_at(slot).stretch);
     const double there = token_price_s(decode.slot, decode.cost);
-    const double here = token_price_s(slot, tpot) * lend_ratio(drag);
-    const double dragged = (drag - 1) * (request_->queued + 1) / 2;
-    const double loss = request_->queued_s * (1 + dragged) + wait_s(slot);
+    const double here = token_price_s(slot, tpot) * lend_ratio(slowdown);
+    const double slowed_more = (slowdown - 1) * (request_->queued + 1) / 2;
+    const double loss = request_->queued_s * (1 + slowed_more) + wait_s(slot);
     return (there - here) * tokens_to_come() > loss;
   }
 
   // For how many of its steps a token counts there, with what prompts come. Without a bound these
-  // take `drag` times as long, and those behind them wait.
-  double lend_ratio(double drag) const {
+  // take `slowdown` times as long, and those behind them wait.
+  double lend_ratio(double slowdown) const {
     const double busy = request_->busy, idle = 1 - busy;
     if (idle <= 0) return kInf;
-    const double slowed = request_->tpot_bound_s < kInf ? 0 : busy * (drag - 1) / (idle * idle);
+    const double slowed = request_->tpot_bound_s < kInf ? 0 : busy * (slowdown - 1) / (idle * idle);
     return rule_.lend_ratio / idle * (1 + rule_.prompt_weight * slowed);
   }
 
@@ -584,7 +584,7 @@ class Fleet {
   }
 
   // Seconds of prompts that a worker does not compute while it decodes this; infinite if it may not.
-  double harm_s(Slot slot) const {
+  double delay_s(Slot slot) const {
     if (!may_be_lent(slot)) return kInf;
     const Costs& costs = costs_[kind_at(slot).costs];
     const double begun = workers_[slot].load.running > 0 ? 0 : costs.decode;
@@ -600,12 +600,12 @@ class Fleet {
   Choice choose_lender() {
     Choice choice;
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
-      const double harm = ready_at_[slot] < kInf ? harm_s(slot) : kInf;
-      if (harm == choice.cost && harm < kInf && preference(slot) != preference(choice.slot)) {
+      const double delay = ready_at_[slot] < kInf ? delay_s(slot) : kInf;
+      if (delay == choice.cost && delay < kInf && preference(slot) != preference(choice.slot)) {
         if (preference(slot) < preference(choice.slot)) continue;
         choice = {};
       }
-      choice.offer(harm, slot, 0, random_);
+      choice.offer(delay, slot, 0, random_);
     }
     return choice;
   }
@@ -619,7 +619,7 @@ class Fleet {
   // worker. The time that it would take there brings those behind it in the queue forward.
   bool should_wait(Decision& decision, const Choice& prefill) {
     const Kind& kind = kind_at(prefill.slot);
-    if (kind.decodes || drag(prefill.slot) <= 1) return false;
+    if (kind.decodes || slowdown(prefill.slot) <= 1) return false;
     const double work = work_s(kind, prefill.depth);
     const double price = wait_s(prefill.slot) + work * weight(prefill.slot);
     wait_bound_s_ = kInf;
@@ -912,8 +912,8 @@ class Fleet {
     const double work = work_s(kind, held.depth);
     if (kind.decodes && is_unable(slot, work)) return;
     if (weight(slot) == kInf) return;
-    const double harm = lends_ ? harm_s(slot) : 0;
-    choice.offer(wait + work * weight(slot) + harm, slot, held.depth, random_);
+    const double delay = lends_ ? delay_s(slot) : 0;
+    choice.offer(wait + work * weight(slot) + delay, slot, held.depth, random_);
   }
 
   // Whether a mixed worker could not decode the request, or should not be delayed by it.
@@ -957,7 +957,7 @@ class Fleet {
       }
       if (lends_) {
         for (int i = 0; i < kChunk; ++i) {
-          if (values[i] < kInf) values[i] += harm_s(static_cast<Slot>(base + i));
+          if (values[i] < kInf) values[i] += delay_s(static_cast<Slot>(base + i));
         }
       }
       offer_least(values, base, depth, choice);
@@ -1057,16 +1057,16 @@ class Fleet {
     decision.decode = static_cast<int32_t>(decode.slot);
     decision.matched_blocks = static_cast<int32_t>(prefill.depth);
     decision.wait_s = wait_s(prefill.slot);
-    decision.drag = drag(prefill.slot);
-    decision.ttft_s = decision.wait_s + work * decision.drag;
+    decision.slowdown = slowdown(prefill.slot);
+    decision.ttft_s = decision.wait_s + work * decision.slowdown;
     decision.tpot_s = decode.cost;
-    if (medium == kNone) return work * decision.drag;
+    if (medium == kNone) return work * decision.slowdown;
     const Best& best = groups_[kind.group].best[medium];
     decision.pulled_blocks = static_cast<int32_t>(best.depth - prefill.depth);
     decision.medium = medium;
     decision.load_s = best.load_s;
     decision.source = source(kind.group, medium);
-    return work * decision.drag;
+    return work * decision.slowdown;
   }
 
   // A random one of the workers and stores that hold most and can answer first.

@@ -472,24 +472,24 @@ def test_an_idle_decode_worker_takes_a_prompt_that_would_wait():
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=1.0)
     for need in (NEED, Need(1400, 1450)):
         choice = cluster.fleet_choice(need)
-        assert (choice.placement, choice.drag) == (Placement("l0", "l0"), 1.0)
+        assert (choice.placement, choice.slowdown) == (Placement("l0", "l0"), 1.0)
         assert choice.why == "least TTFT, prefilled by a decode worker"
 
 
-@pytest.mark.parametrize(("bound_s", "drag"), [(None, 4 / 3), (0.5, 2.0), (0.3, 6.0)])
-def test_a_prompt_takes_longer_beside_what_decodes(bound_s, drag):
+@pytest.mark.parametrize(("bound_s", "slowdown"), [(None, 4 / 3), (0.5, 2.0), (0.3, 6.0)])
+def test_a_prompt_takes_longer_beside_what_decodes(bound_s, slowdown):
     """A step takes a quarter of a second, and a prompt a third of that."""
     cluster = cluster_of("p0", "l0", costs=QUICK)
     decode_one(cluster, "l0")
     need = Need(1400, 1450, tpot_bound_s=bound_s)
     alone_s = 1400 / 4096
-    weight = drag if bound_s else drag + 1  # without a bound the sequence waits as long
+    weight = slowdown if bound_s else slowdown + 1  # without a bound the sequence waits as long
     for busy_s, is_local in ((weight - 1.05, False), (weight - 0.95, True)):
         worker = cluster.view.workers["p0"]
         worker.reserve_prefill("s", 9, seconds=busy_s * alone_s)
         for choice in (cluster.fleet_choice(need), cluster.policy_choice(need)):
             assert choice.placement == Placement("l0" if is_local else "p0", "l0")
-            assert choice.drag == pytest.approx(drag if is_local else 1.0)
+            assert choice.slowdown == pytest.approx(slowdown if is_local else 1.0)
         worker.release_prefill("s")
 
 
@@ -680,7 +680,7 @@ def test_what_prefill_workers_decode_is_decided_alike():
         else:
             assert ours.placement == theirs.placement
             assert ours.predicted_tpot_s == pytest.approx(theirs.predicted_tpot_s)
-            assert (ours.why, ours.drag) == (theirs.why, pytest.approx(theirs.drag))
+            assert (ours.why, ours.slowdown) == (theirs.why, pytest.approx(theirs.slowdown))
             ways[ours.why] += 1
     assert len(ways) == 3
     assert min(ways.values()) > 1
