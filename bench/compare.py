@@ -24,14 +24,16 @@ from engine.errors import ConfigError
 LOWER_IS_BETTER = ("ms", "s", "µs", "USD")
 HIGHER_IS_BETTER = ("req/s", "tok/s", "tokens/s", "1/s", "share")
 FAILURES = ("requests/failed", "errors/")
-OF_THE_CLIENT = ("client/", "send_lag/")  # say how far to trust a report, not how good a server is
+OF_THE_CLIENT = ("client/", "send_lag/")  # these figures describe the client, not the server
 TOLERANCE = 0.05
 STYLES = {"better": "green", "worse": "red", "differs": "yellow", "": None}
 
 
 @dataclass(frozen=True, slots=True)
 class FigureChange:
-    """One figure of both reports. `ratio` is the second over the first; None if that is 0."""
+    """One figure of both reports. `ratio` is the second value over the first; None if the first
+    is 0.
+    """
 
     name: str
     unit: str
@@ -44,7 +46,7 @@ class FigureChange:
 def changes_of(
     first: Report, second: Report, tolerance: float = TOLERANCE
 ) -> tuple[FigureChange, ...]:
-    """The figures that both reports have. Raises ConfigError if there are none."""
+    """Returns the figures that both reports have. Raises ConfigError if there are none."""
     if first.bench != second.bench:
         raise ConfigError(f"reports of {first.bench} and {second.bench} cannot be compared")
     theirs = {result.name: result for result in second.results}
@@ -59,7 +61,9 @@ def changes_of(
 
 
 def settings_that_differ(first: Report, second: Report) -> Iterator[str]:
-    """A line for each setting, and for machine and seed, in which the reports differ."""
+    """Returns a line for each setting that differs between the reports; machine and seed count
+    too.
+    """
     for name in dict.fromkeys((*first.config, *second.config)):
         a, b = first.config.get(name), second.config.get(name)
         if a != b:
@@ -71,7 +75,9 @@ def settings_that_differ(first: Report, second: Report) -> Iterator[str]:
 
 
 def are_single(first: Report, second: Report) -> bool:
-    """True if both have one run of each figure, so that noise cannot be told from change."""
+    """True if both reports have one run of each figure, so noise cannot be distinguished from
+    change.
+    """
     return all(len(result.runs) == 1 for result in (*first.results, *second.results))
 
 

@@ -16,7 +16,7 @@ from bench.client.answers import Endpoint
 from bench.common.prompts import WORDS
 
 NUM_PREFIXES = 8
-PREFIX_LEN = (32, 128)  # tokens or words that prompts of one group share
+PREFIX_LEN = (32, 128)  # length, in tokens or words, of the prefix that prompts of one group share
 OWN_LEN = (8, 256)
 OUTPUT_LEN = (64, 384)
 SCHEMA = {

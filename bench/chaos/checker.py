@@ -3,8 +3,8 @@
 A request is *lost* if its last stream does not end correctly. Correct is: each choice has exactly
 one finish reason and nothing after it, usage comes once, then one end mark, and nothing else. A
 request is *changed* if it ends correctly, but text, finish reasons, log-probabilities or usage
-differ from the undisturbed run. It is changed too if the part before a broken connection does not
-begin that answer.
+differ from the undisturbed run. It is changed too if the part before a broken connection is not the
+beginning of the undisturbed answer.
 
 A connection may break only if a gateway process was killed, or stood still until it was replaced.
 Otherwise the request counts as lost, even if the client repeated it.
@@ -20,19 +20,19 @@ from bench.chaos.streams import ReceivedStream, ReceivedUsage
 from engine.control import with_role
 from engine.messages import Role
 
-NOTICED_S = 0.5  # a fault may have caused a gap that begins this long before its report
+NOTICED_S = 0.5  # a gap may begin this long before the report of the fault that caused it
 SILENCE_S = 0.5  # a fault affects a stream that is silent for this long across it
-BREAKS_WITHIN_S = 1.0  # after a gateway's end: its clients are on the same machine
-# A silent gateway is missed after 5 s, and ended after 5 s more if it is the only one then.
+# A connection breaks within this time after its gateway died: clients are on the same machine.
+BREAKS_WITHIN_S = 1.0
+# A silent gateway counts as lost after 5 s. It is killed after 5 s more, if it is the only lost
+# one.
 REPLACED_AFTER_S = 10.0
-QUIET_BEFORE_S = (
-    1.0  # a longer silence means that it stood still: it sends something twice a second
-)
+QUIET_BEFORE_S = 1.0  # a longer silence means that the gateway was stopped: it sends twice a second
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSaid:
-    """The whole content of one choice."""
+    """The complete content of one choice."""
 
     text: str
     finish: str
@@ -57,7 +57,7 @@ class RequestEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestVerdict:
-    """The result of a request, and what is wrong with it."""
+    """The verdict on a request, with the reason."""
 
     end: RequestEnd
     reason: str = ""
@@ -73,7 +73,7 @@ class Injected:
     ended_s: float
     detail: str = ""
     failure: str | None = None  # why the fault was not carried out fully
-    role: Role | None = None  # the victim's when the fault began, if it is a worker
+    role: Role | None = None  # the victim's role when the fault began, if the victim is a worker
 
     def __str__(self) -> str:
         return f"{self.kind} of {with_role(self.victim, self.role)}"
@@ -89,7 +89,7 @@ class Stall:
 
 
 def disorder(stream: ReceivedStream, num_choices: int) -> str | None:
-    """Returns why a stream is not one whole answer; None if it is one."""
+    """Returns why a stream is not one complete answer; None if it is complete."""
     if stream.failure is not None:
         return stream.failure
     finished: set[int] = set()
@@ -120,9 +120,9 @@ def reply_of(stream: ReceivedStream, num_choices: int) -> Reply:
 def judge(
     expected: Reply, streams: Sequence[ReceivedStream], deaths: Sequence[Injected]
 ) -> RequestVerdict:
-    """Judges a request by all its streams: one for each time that it was sent.
+    """Judges a request by all its streams: one stream for each time that the request was sent.
 
-    `deaths` are faults of gateway processes, also faults that broke nothing.
+    `deaths` are the faults of gateway processes, including those that broke no connection.
     """
     num_choices = len(expected.choices)
     for stream in streams[:-1]:
@@ -139,10 +139,10 @@ def judge(
 
 
 def is_broken_by(death: Injected, stream: ReceivedStream) -> bool:
-    """True if a gateway's death explains that a connection broke when it did.
+    """True if a gateway's death explains a broken connection, by its time.
 
-    The connection's gateway is unknown. A gateway that stands still breaks nothing until it is
-    replaced, and nothing at all if it goes on before.
+    It is unknown which gateway had the connection. A stopped gateway breaks no connection until it
+    is replaced, and none at all if it continues before that.
     """
     from_s = death.begun_s
     if death.kind is FaultKind.STOP_GATEWAY:
@@ -161,7 +161,7 @@ def _said(stream: ReceivedStream, choice: int) -> ChoiceSaid:
 
 
 def _departure(expected: Reply, stream: ReceivedStream) -> str | None:
-    """Returns where a partial answer departs from the expected one."""
+    """Returns where a partial answer differs from the expected one."""
     for choice, whole in enumerate(expected.choices):
         said = _said(stream, choice)
         if not whole.text.startswith(said.text):
@@ -190,7 +190,7 @@ def _difference(expected: Reply, found: Reply) -> str | None:
 
 
 def gaps(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
-    """Returns begin and end of the silences between a request's pieces, across connections."""
+    """Returns begin and end of each silence between a request's pieces, across connections."""
     times_s = [piece.at_s for stream in streams for piece in stream.pieces]
     return list(pairwise(times_s))
 
@@ -212,8 +212,8 @@ def affected(
 ) -> dict[FaultKind, int]:
     """Returns, for each kind of fault, the requests that it disturbed.
 
-    These were silent for `SILENCE_S` across its begin, or were under way then and were placed or
-    sent again.
+    A disturbed request was silent for `SILENCE_S` around the fault's begin, or was in flight then
+    and was placed or sent again.
     """
     found: dict[FaultKind, set[int]] = {}
     for fault in faults:
@@ -242,7 +242,9 @@ def _waits(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
 
 
 def _cause(gap: tuple[float, float], faults: Sequence[Injected]) -> Injected | None:
-    """Returns the first fault that began in a gap or shortly before, else one that lasted then."""
+    """Returns the first fault that began in a gap or shortly before it, else a fault that lasted
+    during the gap.
+    """
     begun_s, ended_s = gap
     began = [f for f in faults if begun_s - NOTICED_S <= f.begun_s <= ended_s]
     went_on = [f for f in faults if f.begun_s <= ended_s and begun_s <= f.ended_s]

@@ -92,5 +92,5 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
 
 
 def _report_name(plan: ChaosPlan) -> str:
-    """Returns the name of a report with a row for each kind: a single kind has a report alone."""
+    """Returns the report's name: a run with a single kind of fault has a report of its own."""
     return "faults" if len(plan.kinds) > 1 else str(plan.kinds[0])

@@ -3,7 +3,8 @@
 A gateway process that dies takes its connections with it. The client then connects again, which
 leads to another process, and sends the same request with the same seed. The answer is the same, so
 the part that was read before is skipped. Nothing else is repeated: a refusal, an error or a stream
-that ends early is the server's answer. Where no gateway may be there for a while, it knocks again.
+that ends early is the server's answer. During restarts of all gateways, refused connections are
+retried.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ HEADERS = {"Content-Type": "application/json", "X-Baton-Timeline": "1"}
 
 
 class _NotReady(Exception):
-    """A gateway listens that knows no worker yet."""
+    """The gateway listens but knows no worker yet."""
 
 
 class ReconnectingClient:
@@ -39,7 +40,7 @@ class ReconnectingClient:
         *,
         refused_for_s: float = 0.0,
     ) -> None:
-        """`refused_for_s`: for how long no process may listen."""
+        """`refused_for_s`: longest time in which connections may be refused."""
         self._refused_for_s = refused_for_s
         self._session = session
         self._url = url
@@ -61,7 +62,7 @@ class ReconnectingClient:
             await pause(KNOCK_EVERY_S)
 
     async def _send_once(self, ask: ChaosRequest, begun_s: float) -> tuple[ReceivedStream, bool]:
-        """Returns the stream, and whether nothing listens, or serves yet."""
+        """Returns the stream, and True if no gateway listens or serves yet."""
         reader = StreamReader(begun_s)
         try:
             return await self._read(ask, reader), False
@@ -92,7 +93,7 @@ class ReconnectingClient:
 
 # ---------------------------------------------------------------- loads
 
-AT_ONCE = 8  # requests of the undisturbed run, where their times do not matter
+AT_ONCE = 8  # concurrent requests of the undisturbed run, in which times do not matter
 
 
 class NotUndisturbed(BatonError):
@@ -123,7 +124,7 @@ async def undisturbed(
 async def open_loop(
     client: ReconnectingClient, asked: Sequence[ChaosRequest], due_s: Sequence[float], clock: Clock
 ) -> list[list[ReceivedStream]]:
-    """Sends each request when it is due and waits for no earlier one; returns all streams."""
+    """Sends each request when it is due, without waiting for earlier ones; returns all streams."""
     start_s = clock.now_s()
     async with asyncio.TaskGroup() as group:
         tasks = []

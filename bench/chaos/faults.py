@@ -1,7 +1,7 @@
 """Injects faults into a deployment, one after the other, and keeps their results.
 
-The possible victims of a fault are a pure function of the controller's view (`candidates`). Signals
-go only to processes of the deployment. Orders go to its controller, as an operator's do.
+The possible victims of a fault are a pure function of the controller's view (`candidates`). Only
+the deployment's processes get signals. Orders go to its controller, like an operator's orders.
 """
 
 import asyncio
@@ -23,21 +23,21 @@ from engine.clock import Clock
 from engine.errors import BatonError
 from engine.messages import Role
 
-RUNS_S, STANDS_S = 0.02, 0.08  # how long a slow worker runs and stands, in turns
+RUNS_S, STANDS_S = 0.02, 0.08  # a slow worker alternately runs and is stopped for these times
 ORDER_WITHIN_S = 20.0
 GONE_WITHIN_S = 10.0
 REPLACED_WITHIN_S = 90.0
 CONTROLLER = "controller"  # the controller's name among victims
-STORE = "store"  # the name of the store
+STORE = "store"  # the store's name among victims
 STORE_PROGRAM = "-m deploy.store.main "
 KILLS = frozenset({FaultKind.KILL, FaultKind.POOL, FaultKind.GATEWAY, FaultKind.DISK_FULL})
 TOLD_WITHIN_S = 10.0
-RAREST_FIRST = 0.5  # share of its time for which a fault waits until the rarest kind is possible
+RAREST_FIRST = 0.5  # share of the waiting time in which only the rarest kind may replace a fault
 
 
 @dataclass(frozen=True, slots=True)
 class FaultVictim:
-    """What a fault hits: its role if it is a worker, and the process ids of its services."""
+    """The victim of a fault: its role if it is a worker, and the process ids of its services."""
 
     name: str
     role: Role | None
@@ -55,17 +55,19 @@ class Injector(Protocol):
     """Injects some kinds of faults into a victim, and undoes them."""
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Returns a detail for the report, when the fault is over. Raises FaultFailed."""
+        """Injects the fault and waits for its end; returns a detail for the report. Raises
+        FaultFailed.
+        """
         ...
 
 
 def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> list[str]:
-    """Names of possible victims: none that another fault holds, nor the last working one of its
-    pool.
+    """Returns the names of possible victims. Excluded are victims of a running fault, and the last
+    working worker of a pool.
 
-    Of a whole pool the victim is the name of its role: another pool must be there to stand in.
-    There is no victim while a gateway process does not know all workers: to that gateway another
-    worker would be the last.
+    If a whole pool is the victim, its name is the role; another pool must exist to stand in. While
+    a gateway process does not know all workers there are no victims: to that gateway, the victim
+    might be the last worker.
     """
     gateways = [g for g in seen.gateways if g.works and g.members_version == seen.version]
     if not gateways or len(gateways) < len(seen.gateways):
@@ -96,12 +98,12 @@ def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> li
 
 
 def services_of(victim: str, seen: SeenPools) -> tuple[str, ...]:
-    """Names of the services that a fault hits: of a pool, all its workers."""
+    """Returns the names of the services that a fault hits; for a pool, all its workers."""
     return tuple(w.worker_id for w in seen.workers if w.role == victim) or (victim,)
 
 
 def pid_of(name: str, seen: SeenPools) -> int | None:
-    """Process id of a worker or a gateway."""
+    """Returns the process id of a worker or a gateway."""
     found = [w.pid for w in seen.workers if w.worker_id == name]
     return next(iter([*found, *(g.pid for g in seen.gateways if g.name == name)]), None)
 
@@ -129,7 +131,7 @@ class Signals:
     async def _until_gone(self, pid: int) -> None:
         """Waits until the sockets of a killed process are closed. Raises FaultFailed.
 
-        On busy cores they close later than its memory is freed, and until then clients still
+        On busy cores the sockets close after the memory is freed, and until then clients can still
         connect.
         """
 
@@ -160,12 +162,12 @@ class Signals:
 
 
 class Cuts:
-    """Faults of the network around a worker in its own network place."""
+    """Network faults of a worker that has its own network place."""
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
         """Cuts off a worker, and any worker that is started in its place.
 
-        For the milliseconds that the commands take, no stream is read.
+        The commands block the event loop for some milliseconds, in which no stream is read.
         """
         try:
             with netns.cut_off(victim, pids[0]):
@@ -178,8 +180,8 @@ class Cuts:
 class FullDisks:
     """Kills workers where no file can be written when they start again.
 
-    No process that starts meanwhile may write a byte to a file: the kernel's limit on the size of
-    files is 0 in the process that forks workers. So it needs no root and no disk of its own.
+    The process that forks workers sets the kernel's limit on file sizes to 0. So no process that
+    starts meanwhile can write a byte to a file. This needs neither root nor a separate disk.
     """
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
@@ -187,7 +189,9 @@ class FullDisks:
         self._clock = clock
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Kills a worker. Returns how soon its deployment told why it does not start again."""
+        """Kills a worker. Returns the time until the deployment reported why the worker does not
+        restart.
+        """
         parent = parent_of(pids[0])
         if parent is None or parent not in self._deployment.marked():
             raise FaultFailed(f"no process of the deployment forks {victim}")
@@ -214,7 +218,7 @@ class FullDisks:
 
 
 def parent_of(pid: int, proc: Path = PROC) -> int | None:
-    """Returns the process that started another one, or None if that has ended."""
+    """Returns the parent of a process; None if the process has ended."""
     try:
         status = (proc / str(pid) / "stat").read_text()
     except OSError:
@@ -260,8 +264,8 @@ class Orders:
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
         """Flips or drains a worker, then restores its role; returns the seconds of the change.
 
-        The role is restored even if the worker did not take the other one in time. Otherwise later
-        faults would meet other pools.
+        The role is restored even if the worker did not change it in time. Otherwise later faults
+        would hit changed pools.
         """
         begun_s = self._clock.now_s()
         try:
@@ -290,9 +294,11 @@ class Orders:
             await self._until(victim, "drained", Role.DRAINED)
 
     async def _give_back(self, victim: str, role: Role) -> None:
-        """Orders the old role of a worker unless that is its target. Raises OrderFailed.
+        """Orders a worker back to its old role, unless that is its target role already. Raises
+        OrderFailed.
 
-        The order waits for a worker that takes its place, or for a controller that stands still.
+        It retries while another worker must first replace this one, or while the controller is
+        stopped.
         """
 
         async def is_taken() -> bool:
@@ -338,7 +344,7 @@ class Director:
         self._counts: Counter[FaultKind] = Counter()
         self._waiting: list[Fault] = []  # faults that wait for a victim
         self._held: set[str] = set()
-        self._killed: dict[str, int] = {}  # old process ids of services that are being replaced
+        self._killed: dict[str, int] = {}  # process ids of killed services that are being replaced
         self.injected: list[Injected] = []
         self.skipped: list[Fault] = []
 
@@ -412,7 +418,7 @@ class Director:
     async def _inject(self, fault: Fault, victim: FaultVictim) -> None:
         begun_s, failure = self._clock.now_s(), None
         if fault.kind in KILLS:
-            self._killed.update(victim.pids)  # until the controller notices; they are still listed
+            self._killed.update(victim.pids)  # the controller still lists them until it notices
         detail = ""
         try:
             pids = [*victim.pids.values()]

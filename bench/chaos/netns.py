@@ -2,10 +2,10 @@
 
     place ── gate ═ NAME ── hub ── NAME ═ gate ── place
 
-Each place has one way out, a veth pair to the hub. Nothing here has a name outside. A namespace,
-with its devices, exists as long as a process or a descriptor is in it. So nothing is left behind,
-however those processes end. The machine's own network does not change: forwarding is a setting of
-the hub.
+Each place has one connection, a veth pair to the hub. No namespace has a name in the file system. A
+namespace with its devices exists as long as a process is in it or holds its descriptor. So nothing
+is left behind, however these processes end. The machine's own network does not change: forwarding
+is a setting of the hub.
 
 A cut is silent, like one in the middle of a network. Packets vanish both ways, no interface goes
 down, and no connection is refused. The two ends of a pair have each other's hardware address by a
@@ -29,7 +29,7 @@ from engine.errors import BatonError
 
 HUB = IPv4Address("198.18.0.1")
 MAX_PLACES = 253
-GATE = "gate"  # every place's end of its pair
+GATE = "gate"  # name of the device at a place's end of the pair
 HUB_END, PLACE_END = "169.254.0.1", "169.254.0.2"  # addresses of every pair's two ends
 HUB_MAC, PLACE_MAC, UNUSED_MAC = (f"02:00:00:00:00:0{i}" for i in (1, 2, 3))
 CLONE_NEWNET = 0x40000000
@@ -44,19 +44,19 @@ class Unavailable(BatonError):
 
 
 class CommandFailed(BatonError):
-    """A command that ought to work did not."""
+    """A command that should work has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlace:
-    """A namespace by an open descriptor, and the address at which all others reach it."""
+    """A namespace, by an open descriptor, and the address at which all others reach it."""
 
     fd: int
     address: str
 
     @property
     def path(self) -> str:
-        """For tools that ask for a namespace."""
+        """Returns the path that tools accept as a namespace."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def entered(self) -> AbstractContextManager[None]:
@@ -96,7 +96,7 @@ def hub() -> Iterator[None]:
 def place(name: str, number: int) -> NetworkPlace:
     """Makes a new place at the caller's hub; the hub's device to it has the place's name.
 
-    Numbers begin at 1, and none is used twice at one hub. The caller closes the descriptor.
+    Numbers begin at 1, and each is used once per hub. The caller closes the descriptor.
     """
     if not 1 <= number <= MAX_PLACES:
         raise ValueError(f"{number} is not a place's number: there are {MAX_PLACES}")
@@ -133,10 +133,10 @@ def place(name: str, number: int) -> NetworkPlace:
 
 @contextmanager
 def cut_off(name: str, pid: int) -> Iterator[None]:
-    """Cuts off the place of this name, in which the process is, for the time of the context.
+    """Cuts off the place of this name during the context. The process must be in that place.
 
-    The caller is in the hub. Raises OSError if the process is gone, CommandFailed if there is no
-    such place.
+    The caller must be in the hub. Raises OSError if the process is gone, CommandFailed if there is
+    no such place.
     """
     there = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -169,7 +169,7 @@ def ip(*commands: str) -> None:
 
 
 def run(*command: str, given: str = "") -> str:
-    """The standard output of a command. Raises CommandFailed with its standard error."""
+    """Runs a command; returns its standard output. Raises CommandFailed with its standard error."""
     try:
         done = subprocess.run(
             command,
@@ -200,7 +200,7 @@ def _aim(device: str, address: str, mac: str) -> str:
 
 
 def _here() -> int:
-    """A descriptor of the calling thread's namespace."""
+    """Returns a descriptor of the calling thread's namespace."""
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -5,9 +5,10 @@ described in `deploy/local/places.py`). The command runs in a hub (`bench/chaos/
 gateways, which share a port, and the controller stay in the hub. Each worker gets a place with the
 worker's name, and a worker that is started again returns to it.
 
-The command ends when the bench does, so a killed bench leaves neither processes nor namespaces. The
+The command ends when the bench ends, so a killed bench leaves neither processes nor namespaces. The
 bench's process id is in the environment as `STARTED_BY`. One exception: if the bench has just
-stopped the command (`stop-controller`), both stay until the command is continued.
+stopped the command (`stop-controller`), processes and namespaces stay until the command is
+continued.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class OwnPlaces:
-    """A place for each worker, made when it is first asked for. Safe to use from any thread."""
+    """A network place for each worker, made at first use. Thread-safe."""
 
     def __init__(self) -> None:
         self._places: dict[str, NetworkPlace] = {}
@@ -40,13 +41,13 @@ class OwnPlaces:
 
 
 def own_places() -> OwnPlaces:
-    """Ties this process's life to the bench's and returns the places."""
+    """Makes this process end with the bench, and returns the places."""
     _end_with(int(os.environ[STARTED_BY]))
     return OwnPlaces()
 
 
 def _end_with(parent: int) -> None:
-    """Has the kernel send SIGTERM to this process when its parent ends."""
+    """Asks the kernel to send SIGTERM to this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the parent has ended before the call
         sys.exit(1)

@@ -37,11 +37,12 @@ from engine.config import Transport
 from engine.errors import ConfigError
 
 QUICK_REQUESTS = 60
-LASTS_S = (1.5, 4.0)  # how long a fault lasts that ends by itself
-LONG_SILENCE_S = 14.0  # longer than a silent peer counts as alive
-LONG_SILENCES = 0.25  # share of all stops and partitions
-FIRST_AT = 0.5  # times `every_s`: after the first requests have begun
-MARGIN = (0.3, 0.7)  # where between two kills another fault comes
+LASTS_S = (1.5, 4.0)  # duration of faults that end by themselves
+LONG_SILENCE_S = 14.0  # longer than the time after which a silent peer counts as dead
+LONG_SILENCES = 0.25  # share of stops and partitions that last for LONG_SILENCE_S
+# Due time of the first fault, in units of `every_s`: some requests have begun by then.
+FIRST_AT = 0.5
+MARGIN = (0.3, 0.7)  # range of the place of another fault between two kills
 
 T = TypeVar("T")
 
@@ -78,7 +79,8 @@ BREAKS_CONNECTIONS = OF_GATEWAYS | {FaultKind.RAYLET, FaultKind.EVERYTHING}
 class Fault:
     """A fault due this many seconds after the load begins; `draw` in [0, 1).
 
-    `silent_s` is for kinds that silence a service, `lasts_s` for others that end by themselves.
+    `silent_s` is the duration of kinds that silence a service, `lasts_s` that of other temporary
+    kinds.
     """
 
     at_s: float
@@ -89,7 +91,7 @@ class Fault:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the fault lasts."""
+        """Returns the seconds that the fault lasts."""
         if self.kind in SILENCES:
             return self.silent_s
         return self.lasts_s if self.kind in LASTING else 0.0
@@ -105,20 +107,20 @@ class ChaosPlan:
     prefill: int = 2
     decode: int = 2
     gateways: int = 2
-    spares: int = 0  # workers that take the place of a dead one
+    spares: int = 0  # spare workers that replace dead ones
     kinds: tuple[FaultKind, ...] = (FaultKind.KILL,)
     seed: int = 0
-    kv_mib: int = 24  # for each worker: not all prompts stay cached from run to run
-    store_mib: int = 0  # the store's memory; 0: there is no store. It has a disk too
+    kv_mib: int = 24  # per worker: too little to keep all prompts cached from run to run
+    store_mib: int = 0  # the store's memory; 0: there is no store. A store has a disk too
 
     @property
     def duration_s(self) -> float:
-        """Seconds for which requests come."""
+        """Returns the duration of the load in seconds."""
         return self.num_requests / self.rate_per_s
 
     @property
     def is_partitioned(self) -> bool:
-        """True if each worker has a network of its own, which can be cut."""
+        """True if each worker has a network place of its own, which can be cut off."""
         return FaultKind.PARTITION in self.kinds
 
     @property
@@ -133,17 +135,17 @@ class ChaosPlan:
 
     @property
     def launcher(self) -> str:
-        """Processes start sooner than actors, so only faults of Ray need it."""
+        """Returns the launcher. Only faults of Ray need Ray: processes start sooner than actors."""
         return "ray" if OF_RAY & set(self.kinds) else "process"
 
     @property
     def kv_transport(self) -> Transport:
-        """A transport that a cut network stops, unlike shared memory."""
+        """Returns the KV transport: one that a cut network stops, unlike shared memory."""
         return Transport.ZMQ if self.is_partitioned else Transport.AUTO
 
 
 def check(plan: ChaosPlan) -> ChaosPlan:
-    """Returns the plan. Raises ConfigError if it could show nothing."""
+    """Returns the plan. Raises ConfigError if the plan could prove nothing."""
     if not plan.kinds:
         raise ConfigError("chaos needs at least one kind of fault")
     if OF_GATEWAYS & set(plan.kinds) and plan.gateways < 2:
@@ -177,12 +179,12 @@ def due_times_s(plan: ChaosPlan) -> list[float]:
 
 
 def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
-    """Returns all faults in order: a function of the plan."""
+    """Returns all faults in order. The plan alone determines them."""
     rng = Random(f"{plan.seed}/faults")
     others = [kind for kind in plan.kinds if kind is not FaultKind.KILL]
     kills = FaultKind.KILL in plan.kinds
     faults = []
-    deck: list[FaultKind] = []  # each kind comes once before any repeats
+    deck: list[FaultKind] = []  # every kind comes once before a kind is repeated
     at_s = FIRST_AT * plan.every_s
     while at_s < plan.duration_s:
         if kills:
@@ -196,7 +198,7 @@ def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
 
 
 def is_full(plan: ChaosPlan) -> bool:
-    """True if it lasts long enough for each of its kinds to have its turn."""
+    """True if the run is long enough for each kind of fault to occur."""
     return {fault.kind for fault in faults_of(plan)} == set(plan.kinds)
 
 
@@ -208,9 +210,9 @@ def _fault(kind: FaultKind, at_s: float, rng: Random) -> Fault:
 def kinds_in_turn(
     kinds: Sequence[FaultKind], fault: Fault, counts: Mapping[FaultKind, int]
 ) -> list[FaultKind]:
-    """Returns the kinds that may come in place of a fault, the rarest so far first.
+    """Returns the kinds that may replace a fault, the rarest so far first.
 
-    Nothing else replaces a kill. Other kinds are replaced by the plan's kinds that are no kills.
+    A kill is never replaced. Other kinds are replaced by the plan's kinds that are not kills.
     """
     if fault.kind is FaultKind.KILL:
         return [fault.kind]
@@ -219,12 +221,12 @@ def kinds_in_turn(
 
 
 def chosen(fault: Fault, eligible: Sequence[T]) -> T | None:
-    """Chooses the victim among the possible ones, whose order means nothing."""
+    """Chooses the victim among the possible ones; their order does not matter."""
     return eligible[int(fault.draw * len(eligible))] if eligible else None
 
 
 def config_of(plan: ChaosPlan) -> dict[str, Scalar]:
-    """The plan as a flat mapping for the report."""
+    """Returns the plan as a flat mapping for the report."""
     return {
         "num_requests": plan.num_requests,
         "rate_per_s": plan.rate_per_s,

@@ -16,14 +16,18 @@ SETTLED_WITHIN_S = 60.0
 
 
 class WholeRestarts:
-    """The service manager of a deployment: it waits for the end of all, then starts the command."""
+    """Acts as the service manager of a deployment: waits until all processes have ended, then
+    starts the command again.
+    """
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Returns how long no gateway was there. Raises FaultFailed."""
+        """Kills and restarts everything. Returns the time without any gateway. Raises
+        FaultFailed.
+        """
         gateways = [each.pid for each in (await self._deployment.check()).gateways]
         begun_s = self._clock.now_s()
         # Gateways first: a gateway without its controller would end its answers with an error.

@@ -3,23 +3,23 @@
 | result                       | unit |                                                           |
 |------------------------------|------|-----------------------------------------------------------|
 | lost, changed                | req  | see `bench.chaos.checker`                                 |
-| leaked_blocks, leaked_leases |      | that idle workers and stores still hold after the load    |
+| leaked_blocks, leaked_leases |      | held by idle workers and stores after the load            |
 | leaked_processes             |      | alive after the deployment was ended                      |
-| unsettled                    |      | 1: the pools did not become what they were before         |
+| unsettled                    |      | 1: the pools did not return to their sizes before         |
 | missing                      |      | planned kinds of faults that hit no service               |
 | longest_stall_s              | s    | longest time between two chunks of any stream             |
 | longest_first_s              | s    | longest time to a first chunk                             |
-| calm_stall_s                 | s    | as longest_stall_s, undisturbed                           |
-| mean_e2e_s                   | s    | of an answer, from when it was first asked for            |
-| retried                      | req  | that the router placed more than once                     |
-| reconnected                  | req  | that were sent again, since a gateway was killed          |
+| calm_stall_s                 | s    | longest_stall_s of the undisturbed run                    |
+| mean_e2e_s                   | s    | mean time of an answer since its request was first sent   |
+| retried                      | req  | placed more than once by the router                       |
+| reconnected                  | req  | sent again because a gateway was killed                   |
 | injected/KIND                |      | faults                                                    |
 | skipped                      |      | faults without a possible victim                          |
 | unfinished                   |      | faults that failed, such as orders not carried out        |
-| affected/KIND                | req  | that were silent across a fault, placed or sent again     |
-| store_blocks                 |      | in the store's memory, after all                          |
-| store_offers                 |      | prefixes that it leased, since its process started        |
-| outage_mean_s, outage_max_s  | s    | how long a worker was gone, as the controller saw         |
+| affected/KIND                | req  | silent during a fault, or placed or sent again            |
+| store_blocks                 |      | blocks in the store's memory at the end                   |
+| store_offers                 |      | prefixes that the store leased since its process started  |
+| outage_mean_s, outage_max_s  | s    | time without a worker, as the controller saw it           |
 """
 
 import statistics
@@ -42,8 +42,8 @@ MUST_BE_ZERO = (
     "unfinished",
     "missing",
 )
-STALL_GOAL_S = 10.0  # for longest_stall_s; missing it fails nothing
-NUM_TOLD = 5  # examples of each kind of failure
+STALL_GOAL_S = 10.0  # goal for longest_stall_s; the command does not fail if it is missed
+NUM_TOLD = 5  # examples that are printed for each kind of failure
 NEAR_S = 20.0  # faults this close to a request are reported with it
 
 
@@ -95,7 +95,7 @@ def results(run: ChaosRun) -> tuple[Result, ...]:
 
 
 def row_of(run: ChaosRun) -> dict[str, Figure]:
-    """Returns the few figures of a run with one kind of fault, under that kind's name."""
+    """Returns the main figures of a run with one kind of fault, under that kind's name."""
     found = figures_of(run)
     [kind] = run.plan.kinds
     wrong = ("leaked_blocks", "leaked_leases", "leaked_processes")
@@ -112,9 +112,9 @@ def row_of(run: ChaosRun) -> dict[str, Figure]:
 
 
 def missing(run: ChaosRun) -> list[FaultKind]:
-    """Kinds that were asked for and hit no service, though there was time for each.
+    """Returns the requested kinds that hit no service, although there was time for each.
 
-    A run too short for that must have had one fault of any kind.
+    A run that is too short for all kinds must have had one fault of any kind.
     """
     if run.injected and not is_full(run.plan):
         return []
@@ -128,7 +128,7 @@ def has_passed(found: Sequence[Result]) -> bool:
 
 
 def complaints(run: ChaosRun) -> list[str]:
-    """Describes what went wrong, with the facts that lead to the reason."""
+    """Describes each failure, with the facts that help to find the reason."""
     lines = [f"{kind}: requested, but hit no service" for kind in missing(run)]
     for end in (RequestEnd.LOST, RequestEnd.CHANGED):
         numbers = run.requests_of(end)
@@ -150,7 +150,7 @@ def complaints(run: ChaosRun) -> list[str]:
 
 
 def _faults_of(run: ChaosRun, number: int) -> str:
-    """Returns the times of a request's streams and of gateways' faults near them, in seconds."""
+    """Returns the times of a request's streams, and of gateway faults near them, in seconds."""
     streams = run.streams[number]
     begun_s = streams[0].sent_s
     told = [f"sent {s.sent_s - begun_s:.1f}..{s.ended_s - begun_s:.1f}" for s in streams]
@@ -165,7 +165,7 @@ def _faults_of(run: ChaosRun, number: int) -> str:
 def story(run: ChaosRun) -> list[str]:
     """Returns lines on the longest stall, its fault and its goal.
 
-    A run that is too short to judge names the kinds of faults that it lacked.
+    For a run that is too short to judge, they name the kinds of faults that did not occur.
     """
     stall = longest_stall(run.streams, run.injected)
     cause = "no fault" if stall.fault is None else str(stall.fault)

@@ -48,10 +48,11 @@ from engine.messages import Role
 PLACES = "bench.chaos.placed:own_places"  # puts each worker into a network place of its own
 REQUEST_TIMEOUT_S = 120.0
 REPLACES_ALL = frozenset({FaultKind.RAYLET, FaultKind.EVERYTHING})
-REFUSED_FOR_S = 60.0  # by no gateway at all, while all are replaced
-STEADY_AFTER_S = 5.0  # a service killed after this much work does not count as unable to start
+# Longest time in which connections may be refused while all gateways are replaced.
+REFUSED_FOR_S = 60.0
+STEADY_AFTER_S = 5.0  # a service that is killed after this time does not count as unable to start
 GONE_WITHIN_S = 60.0
-GONE_AFTER_S = 5.0  # for processes that the command does not wait for
+GONE_AFTER_S = 5.0  # time for processes to end that the command does not wait for
 WATCH_EVERY_S = 0.5
 
 
@@ -65,11 +66,11 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class LeftBehind:
-    """What was left when all was over: blocks, leases, processes."""
+    """What is left over at the end: blocks, leases, processes."""
 
     blocks: int
     leases: int
-    is_whole: bool = True  # all workers are back and idle
+    is_whole: bool = True  # True if all workers are back and idle
     store: StoreLeft = field(default_factory=StoreLeft)
     processes: tuple[str, ...] = ()
     detail: str = ""
@@ -82,17 +83,17 @@ class ChaosRun:
     plan: ChaosPlan
     asked: tuple[ChaosRequest, ...]
     expected: tuple[Reply, ...]
-    streams: tuple[tuple[ReceivedStream, ...], ...]  # for each request
+    streams: tuple[tuple[ReceivedStream, ...], ...]  # all streams of each request
     verdicts: tuple[RequestVerdict, ...]
     injected: tuple[Injected, ...]
     skipped: tuple[Fault, ...]
     outages: tuple[Outage, ...]
     left: LeftBehind
-    calm_stall_s: float  # the longest of the undisturbed run
+    calm_stall_s: float  # the longest stall of the undisturbed run
     duration_s: float
 
     def requests_of(self, end: RequestEnd) -> list[int]:
-        """Requests with this end."""
+        """Returns the requests with this outcome."""
         return [i for i, verdict in enumerate(self.verdicts) if verdict.end is end]
 
 
@@ -104,7 +105,8 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
     """
     options: Options = {
         "--prefill": plan.prefill,
-        "--decode": plan.decode - plan.is_restarted,  # the other one is ordered, and must come back
+        # One worker is ordered later: the restart must bring it back.
+        "--decode": plan.decode - plan.is_restarted,
         "--weights": "int8",
         "--kv-mib": plan.kv_mib,
         "--kv-transport": plan.kv_transport,
@@ -115,7 +117,7 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
         "BATON_POOLS__STEADY_S": str(STEADY_AFTER_S),
         "BATON_POOLS__SPARES": str(plan.spares),
     }
-    if plan.is_restarted:  # at the same port, and with the same file of orders
+    if plan.is_restarted:  # a restart needs the same port and the same file of orders
         options = {**options, "--port": free_port()}
         environment["BATON_ADMIN__NAME"] = "chaos"
     with ExitStack() as stack:
@@ -135,7 +137,7 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
 async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) -> ChaosRun:
     clock = MonotonicClock()
     whole = partial(is_whole, plan=plan)
-    # A new connection may lead to any gateway process.
+    # Each new connection may reach another gateway process.
     async with deployment.connected(REQUEST_TIMEOUT_S, reuses_connections=False) as session:
         model = await ServeClient(session, ServeTarget(deployment.url), clock).first_model()
         asked = chaos_requests(
@@ -203,7 +205,7 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
 
 
 async def _end(deployment: OperatedDeployment, clock: Clock) -> list[str]:
-    """Ends the deployment as a user does; returns the processes that outlive it."""
+    """Ends the deployment as a user does; returns the processes that are still alive afterwards."""
 
     async def ended() -> bool:
         return deployment.has_ended()
@@ -218,9 +220,9 @@ async def _end(deployment: OperatedDeployment, clock: Clock) -> list[str]:
 
 
 def is_whole(seen: SeenPools, plan: ChaosPlan) -> bool:
-    """True if the pools are as planned and idle.
+    """True if the pools have their planned sizes and are idle.
 
-    The controller's own view is not enough: its last order may be one that was not undone.
+    The controller's own view is not enough, because its last order may be one that was not undone.
     """
     roles = Counter(worker.role for worker in seen.workers if worker.works)
     as_planned = roles == {Role.PREFILL: plan.prefill, Role.DECODE: plan.decode}
@@ -233,7 +235,7 @@ class _Watch:
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
-        self._absent_s: dict[str, float] = {}  # since when
+        self._absent_s: dict[str, float] = {}  # time since which each worker has been absent
         self.outages: list[Outage] = []
 
     async def run(self) -> None:

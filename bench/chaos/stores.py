@@ -28,7 +28,7 @@ class StoreUnseen(BatonError):
 
 
 class StoreKills:
-    """Kills the store's process, the next time its keeper, and so on in turn."""
+    """Kills the store's process and its keeper alternately."""
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
@@ -36,7 +36,7 @@ class StoreKills:
         self._num = 0
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Returns what was killed, and how soon another process ran. Raises FaultFailed."""
+        """Returns what was killed, and the time until a new process ran. Raises FaultFailed."""
         keeper = parent_of(pids[0])
         if keeper is None or keeper not in self._deployment.marked():
             raise FaultFailed("the store has no keeper")
@@ -61,16 +61,16 @@ class StoreKills:
 
 @dataclass(frozen=True, slots=True)
 class StoreLeft:
-    """What a store holds when all is over: blocks, and what it should not hold any more."""
+    """What a store holds at the end: its blocks, and leaks."""
 
-    num_blocks: int = 0  # in memory
+    num_blocks: int = 0  # blocks in memory
     leaked_blocks: int = 0  # slots neither free nor cached, or missing
     leaked_leases: int = 0
     num_offers: int = 0  # prefixes that it leased since its process started
 
 
 def left_of(samples: Mapping[str, float], slots: float) -> StoreLeft:
-    """Returns what the samples of an idle store with `slots` slots say. Pure."""
+    """Computes what an idle store with `slots` slots holds, from its metric samples. Pure."""
     resting = samples.get("slots:free", 0.0) + samples.get("slots:cached", 0.0)
     return StoreLeft(
         num_blocks=int(samples.get("slots:cached", 0.0)),
@@ -97,7 +97,7 @@ async def slots_of_store(session: aiohttp.ClientSession, url: str, clock: Clock)
 async def idle_store(
     session: aiohttp.ClientSession, url: str, slots: float, clock: Clock
 ) -> StoreLeft:
-    """Waits until the store holds no lease and is at rest; returns what it holds then, or later."""
+    """Waits until the store is idle and holds no lease; returns what it holds then."""
     left = StoreLeft()
 
     async def is_idle() -> bool:

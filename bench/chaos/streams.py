@@ -1,7 +1,7 @@
 """One streamed answer as the client received it: its pieces, and how the stream ended.
 
 Pure: bytes and their times go in, a `ReceivedStream` comes out. `bench.client.answers` measures
-latency; this module keeps the text, also text that should not have come. `bench.chaos.checker`
+latency; this module keeps the text, even text that should not have been sent. `bench.chaos.checker`
 judges it.
 """
 
@@ -15,7 +15,7 @@ from bench.client.stream import DONE, ChunkChoice, ChunkLogprobs, SseParser, dec
 
 @dataclass(frozen=True, slots=True)
 class ReceivedPiece:
-    """A part of one choice from one event; `logprobs` are of its tokens, if requested."""
+    """A part of one choice from one event; `logprobs` has those of its tokens, if requested."""
 
     at_s: float
     choice: int
@@ -40,9 +40,9 @@ class ReceivedStream:
     ended_s: float
     pieces: tuple[ReceivedPiece, ...] = ()
     usages: tuple[ReceivedUsage, ...] = ()
-    num_done: int = 0  # end marks
-    num_after_done: int = 0  # events after the end mark
-    num_attempts: int = 1  # placements by the router
+    num_done: int = 0  # number of end marks
+    num_after_done: int = 0  # number of events after the end mark
+    num_attempts: int = 1  # number of placements by the router
     failure: str | None = None
     is_broken: bool = False  # the connection ended before the answer did
 
@@ -61,7 +61,7 @@ class StreamReader:
         self._failure: str | None = None
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Takes the bytes that came at `now_s`."""
+        """Reads the bytes that arrived at `now_s`."""
         for event in self._parser.feed(data):
             self._take(event.data, now_s)
 
@@ -113,7 +113,9 @@ class StreamReader:
 
 
 def _pieces(choices: Sequence[ChunkChoice], now_s: float) -> list[ReceivedPiece]:
-    """Leaves out chunks without content, such as the role that begins a chat's answer."""
+    """Returns an event's pieces, without chunks that have no content, such as a chat's first
+    chunk with the role.
+    """
     pieces = []
     for choice in choices:
         scored = choice.logprobs or ChunkLogprobs()

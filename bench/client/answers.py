@@ -44,7 +44,7 @@ class Endpoint(StrEnum):
 
     @property
     def path(self) -> str:
-        """Path of the endpoint under the server's URL."""
+        """Returns the endpoint's path under the server's URL."""
         return "/v1/chat/completions" if self is Endpoint.CHAT else "/v1/completions"
 
 
@@ -58,28 +58,28 @@ class Answer:
     num_prompt_tokens: int | None  # None: the server sent no usage
     num_cached_tokens: int | None
     timeline_s: Mapping[str, float]  # Baton's stages and KV times; empty from other servers
-    said: str = ""  # the text without reasoning, if its reader was to keep it
+    said: str = ""  # the text without reasoning, if the reader was told to keep it
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first content chunk."""
+        """Returns the time to the first content chunk."""
         return self.chunk_times_s[0] - self.sent_s
 
     @property
     def e2e_s(self) -> float:
-        """Time to the last content chunk."""
+        """Returns the time to the last content chunk."""
         return self.chunk_times_s[-1] - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None if there was only one token."""
+        """Returns the mean time per token after the first; None if there was only one token."""
         if self.num_output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between consecutive content chunks."""
+        """Returns the times between consecutive content chunks."""
         return [later - earlier for earlier, later in pairwise(self.chunk_times_s)]
 
 
@@ -105,7 +105,7 @@ def request_body(
 ) -> bytes:
     """The JSON of one streamed request for exactly `output_len` tokens.
 
-    A prompt of the chat endpoint is the text of one message, or all messages.
+    For the chat endpoint, `prompt` is the text of one message, or a list of messages.
     """
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     asked = {"messages": messages} if endpoint is Endpoint.CHAT else {"prompt": prompt}
@@ -141,8 +141,8 @@ class AnswerReader:
             self._take(event, now_s)
 
     def finish(self) -> Answer | Failure:
-        """The answer or the failure, once the stream has ended."""
-        # In an event that was cut short, only the end mark is certain to be complete.
+        """Returns the answer or the failure, once the stream has ended."""
+        # An event that was cut short may be incomplete, unless it is the end mark.
         if any(event.data == DONE for event in self._parser.finish()):
             self._complete = True
         if self._failure is not None:
@@ -195,7 +195,7 @@ class AnswerReader:
 
 
 def _stages(timeline: Mapping[str, object]) -> dict[str, float]:
-    """The durations of stages and of the KV transfer, in seconds, without nulls."""
+    """Returns the durations of stages and of the KV transfer, in seconds, without nulls."""
     return {
         name.removesuffix("_s"): value
         for name, value in timeline.items()

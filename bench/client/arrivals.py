@@ -21,11 +21,11 @@ def arrival_times_s(
     rng: Random,
     ramp_to_per_s: float | None = None,
 ) -> list[float]:
-    """Due time of each request in seconds from the start, in order; the first is 0.
+    """Returns the due times of all requests in seconds from the start, in order; the first is 0.
 
-    With an infinite rate all requests are due at once. A ramp reaches its last rate with the last
-    request, on average, and keeps it for later requests. Raises ValueError if a rate or the
-    burstiness is not above 0.
+    With an infinite rate all requests are due at once. On average, a ramp reaches its last rate at
+    the last request; later requests keep that rate. Raises ValueError if a rate or the burstiness
+    is not above 0.
     """
     if not rate_per_s > 0 or not burstiness > 0 or not math.isfinite(burstiness):
         raise ValueError(f"rate {rate_per_s} and burstiness {burstiness} must be above 0")
@@ -42,10 +42,12 @@ def arrival_times_s(
 
 
 def _ramped_s(unit: float, num_requests: int, first_per_s: float, last_per_s: float) -> float:
-    """The time at which a ramp over `num_requests` requests has brought `unit` of them."""
+    """Returns the time at which a ramp over `num_requests` requests reaches the expected number
+    `unit`.
+    """
     ramp_s = 2 * num_requests / (first_per_s + last_per_s)
     if unit >= num_requests:
         return ramp_s + (unit - num_requests) / last_per_s
-    # Solves first·t + (last - first)·t²/(2·ramp) = unit, in the form that no cancellation spoils.
+    # Solves first·t + (last - first)·t²/(2·ramp) = unit, in a form without cancellation.
     root = math.sqrt(first_per_s**2 + 2 * (last_per_s - first_per_s) / ramp_s * unit)
     return 2 * unit / (first_per_s + root)

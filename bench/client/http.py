@@ -6,7 +6,7 @@ KEEP_ALIVE_S = 2.0  # below the servers' own (uvicorn: 5), so that the client cl
 
 
 def http_session(timeout_s: float, *, reuses_connections: bool = True) -> aiohttp.ClientSession:
-    """A session without a limit on connections; `timeout_s` bounds one request."""
+    """Opens a session without a limit on connections; `timeout_s` bounds one request."""
     connector = (
         aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         if reuses_connections

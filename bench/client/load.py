@@ -4,13 +4,13 @@ Figures are in milliseconds, as in reports. Latencies are of complete answers on
 are counted by kind, and a failed request meets no SLO. Throughput is the tokens of complete answers
 over the time from the first request's due time to the end of the last request.
 
-`ttft` and `e2e` count from the moment of sending. `ttft_due` and `e2e_due` count from the time at
-which the load's plan has the request: they include the client's lateness and the wait for a slot.
-Only these show the delay of requests that a slow server kept from being sent (Gil Tene's
-"coordinated omission"). Goodput counts from the due time.
+`ttft` and `e2e` count from the moment of sending. `ttft_due` and `e2e_due` count from the request's
+planned time: they include the client's lateness and the wait for a slot. Only these show the delay
+of requests that a slow server kept from being sent (Gil Tene's "coordinated omission"). Goodput
+counts from the due time.
 
-`client/*` is what the client itself cost: processor time of the run, as a share of the machine, for
-each request, and for each content chunk.
+`client/*` is the client's own processor time: as a share of the machine, per request, and per
+content chunk.
 
 Goodput, three definitions, side by side because published figures use all three:
 
@@ -34,11 +34,11 @@ from bench.common.stats import mean_of_longest, summarize
 from engine.errors import BatonError
 
 TBT_SHARE = 0.1
-LATE_MS = 10.0  # if the client's p99 lag is larger, the load differed from the plan
+LATE_MS = 10.0  # if the client's p99 lateness is larger, the load differed from the plan
 LENGTH_TOLERANCE = 0.1
 CACHED_SHARE = 0.1
-MOST_CLIENT_SHARE = 0.05  # share of the machine's processor time
-MEASURES = {  # in the timeline, but not stages: they overlap with stages
+MOST_CLIENT_SHARE = 0.05  # most processor time that the client may use, as a share of the machine
+MEASURES = {  # entries of the timeline that are no stages, because they overlap with stages
     "kv_transfer": "kv/transfer",
     "kv_exposed": "kv/exposed",
     "move_pull": "kv/move_pull",
@@ -49,8 +49,8 @@ MEASURES = {  # in the timeline, but not stages: they overlap with stages
 class RequestOutcome:
     """One request: its lateness, its wait for a slot, and its result."""
 
-    send_lag_s: float  # the client's own lateness, before any wait for a slot
-    slot_wait_s: float | None  # waiting under the concurrency limit; None without one
+    send_lag_s: float  # the client's own lateness, without the wait for a slot
+    slot_wait_s: float | None  # wait due to the concurrency limit; None without a limit
     result: Answer | Failure
     due_s: float = 0.0  # from the start of the run
     session: int = 0
@@ -58,7 +58,7 @@ class RequestOutcome:
 
     @property
     def delay_s(self) -> float:
-        """Time from the due time to sending."""
+        """Returns the time from the due time to sending."""
         return self.send_lag_s + (self.slot_wait_s or 0.0)
 
 
@@ -80,18 +80,18 @@ class LoadRun:
 
     @property
     def answers(self) -> list[Answer]:
-        """The complete answers."""
+        """Returns the complete answers."""
         results = (outcome.result for outcome in self.outcomes)
         return [result for result in results if isinstance(result, Answer)]
 
     @property
     def answered(self) -> list[tuple[RequestOutcome, Answer]]:
-        """The requests with a complete answer, beside it."""
+        """Returns the requests with a complete answer, paired with the answer."""
         return [(one, one.result) for one in self.outcomes if isinstance(one.result, Answer)]
 
     @property
     def failures(self) -> list[Failure]:
-        """The requests without a complete answer."""
+        """Returns the requests without a complete answer."""
         results = (outcome.result for outcome in self.outcomes)
         return [result for result in results if isinstance(result, Failure)]
 
@@ -105,11 +105,11 @@ class SloBounds:
 
     @classmethod
     def from_ms(cls, ttft_ms: float | None, tpot_ms: float | None) -> "SloBounds":
-        """The bounds of options in milliseconds."""
+        """Makes the bounds from options in milliseconds."""
         return cls(*(None if ms is None else ms / 1e3 for ms in (ttft_ms, tpot_ms)))
 
     def hold(self, ttft_s: float | None, tpot_s: float | None) -> bool:
-        """True if both latencies are within their bounds; None is within any."""
+        """True if both latencies are within their bounds; a latency of None is within any bound."""
         return all(
             value_s is None or bound_s is None or value_s <= bound_s
             for value_s, bound_s in ((ttft_s, self.ttft_s), (tpot_s, self.tpot_s))
@@ -125,7 +125,7 @@ class RequestsFailed(BatonError):
 
 
 def whole(results: Sequence[Answer | Failure]) -> tuple[Answer, ...]:
-    """The answers of all streams. Raises RequestsFailed if any failed."""
+    """Returns the answers of all streams. Raises RequestsFailed if a stream failed."""
     failures = [result for result in results if isinstance(result, Failure)]
     if failures:
         raise RequestsFailed(f"{len(failures)} of {len(results)} streams", failures)
@@ -133,7 +133,9 @@ def whole(results: Sequence[Answer | Failure]) -> tuple[Answer, ...]:
 
 
 def figures_of_runs(runs: Sequence[LoadRun], slo: SloBounds | None) -> list[dict[str, Figure]]:
-    """The figures of every run. A kind of error seen in one run is a zero in the others."""
+    """Returns the figures of every run. A kind of error that a run does not have counts as zero
+    there.
+    """
     kinds = sorted({failure.kind for run in runs for failure in run.failures})
     return [
         {
@@ -161,7 +163,9 @@ def meets_by_longest_gaps(answer: Answer, slo: SloBounds, *, delay_s: float = 0.
 
 
 def num_within(run: LoadRun, slo: SloBounds) -> int:
-    """Requests with TTFT from their due time, and TPOT, within their bounds."""
+    """Returns the number of requests whose TPOT, and TTFT from the due time, are within their
+    bounds.
+    """
     return sum(meets(answer, slo, delay_s=one.delay_s) for one, answer in run.answered)
 
 
@@ -172,10 +176,10 @@ def warnings(
     output_len: float | None,
     is_shared: bool = False,
 ) -> list[str]:
-    """A line for each reason not to trust the figures.
+    """Returns a line for each reason not to trust the figures.
 
-    A length is None if no fixed one was asked for. With `is_shared` the load repeats prefixes by
-    its plan, so cached prompts are no surprise.
+    A length is None if the lengths vary. With `is_shared` the load repeats prefixes on purpose, so
+    cached prompts cause no warning.
     """
     answers = [answer for run in runs for answer in run.answers]
     return [
@@ -195,7 +199,7 @@ def warnings(
 
 
 def kinds_of(failures: Sequence[Failure]) -> list[str]:
-    """A line for each kind of failure: its count, and the detail of its first example."""
+    """Returns a line for each kind of failure: its count, and the detail of its first example."""
     first = {failure.kind: failure.detail for failure in reversed(failures)}
     counts = Counter(failure.kind for failure in failures)
     return [f"{count} {kind} ({first[kind]})" for kind, count in counts.items()]

@@ -31,8 +31,8 @@ class SseParser:
     """Turns the pieces of one response into events."""
 
     def __init__(self) -> None:
-        self._rest = b""  # a line without its end
-        self._ended_in_cr = False  # if true, a leading LF belongs to the previous line
+        self._rest = b""  # an incomplete line
+        self._ended_in_cr = False  # if True, a leading LF belongs to the previous line end
         self._at_start = True
         self._data: list[bytes] = []
         self._kind = b""
@@ -108,7 +108,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def said(self) -> str:
-        """The text, without reasoning."""
+        """Returns the text, without reasoning."""
         return self.text or (self.delta.content if self.delta else None) or ""
 
     @property
@@ -125,7 +125,7 @@ class ChunkPromptDetails(msgspec.Struct):
 
 
 class ChunkUsage(msgspec.Struct):
-    """Tokens as the server counted them; None if it did not say."""
+    """The server's token counts; None if the server sent none."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -145,5 +145,5 @@ decode_chunk = msgspec.json.Decoder(AnswerChunk).decode
 
 
 def shown(data: bytes) -> str:
-    """Returns the beginning of an event's data for an error message."""
+    """Returns the beginning of an event's data, for error messages."""
     return data[:200].decode(errors="replace")

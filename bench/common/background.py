@@ -20,13 +20,13 @@ TOO_BUSY = 0.05  # a report warns if other programs use a larger share of the CP
 class Reading:
     """Clock ticks since the machine booted."""
 
-    total: int  # all cores
+    total: int  # ticks of all cores
     busy: int
     own: int
 
 
 def read(sessions: Iterable[int], proc: Path = PROC) -> Reading | None:
-    """The counters now; None if there is no /proc."""
+    """Reads the counters; None if there is no /proc."""
     try:
         total, busy = machine_ticks((proc / "stat").read_text())
     except OSError:
@@ -37,9 +37,10 @@ def read(sessions: Iterable[int], proc: Path = PROC) -> Reading | None:
 
 
 def session_seconds(session: int, proc: Path = PROC) -> float:
-    """CPU seconds of all running threads of a session, exact to the nanosecond.
+    """Returns the CPU seconds of all running threads of a session, exact to the nanosecond.
 
-    Raises ProcessLookupError if the session has none, or if the kernel keeps no such times.
+    Raises ProcessLookupError if the session has no threads, or if the kernel does not keep such
+    times.
     """
     processes = [path.parent for path, stat in _processes(proc) if _session_of(stat) == session]
     threads = [path for process in processes for path in process.glob("task/[0-9]*/schedstat")]
@@ -50,7 +51,9 @@ def session_seconds(session: int, proc: Path = PROC) -> float:
 
 
 def share_of_others(before: Reading | None, after: Reading | None) -> float | None:
-    """Share of all cores' time that other programs used between two readings, or None."""
+    """Returns the share of all cores' time that other programs used between two readings, or
+    None.
+    """
     if before is None or after is None or after.total == before.total:
         return None
     others = (after.busy - before.busy) - (after.own - before.own)
@@ -61,15 +64,15 @@ class BusyWatch:
     """Measures the share of the CPU that other programs use, in each of several repetitions."""
 
     def __init__(self, sessions: Callable[[], Iterable[int]]) -> None:
-        """`sessions` returns the sessions of our processes that still run."""
+        """`sessions` is a function that returns the sessions of our running processes."""
         self._sessions = sessions
         self.shares: list[float] = []
 
     @contextmanager
     def repetition(self, *, idle_s: float = 0.0) -> Iterator[None]:
-        """Measures during the block, and for `idle_s` before it, while our processes wait.
+        """Measures twice: for `idle_s` while our processes wait, then during the block.
 
-        The greater share counts: in the second one, it is high if a process of ours does not sleep.
+        The greater share counts. The first one is also high if a process of ours does not sleep.
         """
         idle_share = 0.0
         if idle_s:
@@ -84,12 +87,14 @@ class BusyWatch:
 
 
 def busy_results(shares: Sequence[float]) -> tuple[Result, ...]:
-    """The result that reports of all benchmarks have of these shares; none without a reading."""
+    """Returns the result `background/cpu` of these shares; empty without a reading."""
     return results_of([{"background/cpu": Figure(100 * share, "%")} for share in shares])
 
 
 def busy_warning(shares: Iterable[float]) -> list[str]:
-    """A line if other programs used too much of the CPU in any repetition; otherwise none."""
+    """Returns a warning if other programs used too much CPU in any repetition; otherwise
+    nothing.
+    """
     busiest = max(shares, default=0.0)
     if busiest <= TOO_BUSY:
         return []
@@ -97,19 +102,20 @@ def busy_warning(shares: Iterable[float]) -> list[str]:
 
 
 def machine_ticks(stat: str) -> tuple[int, int]:
-    """All ticks and the busy ticks, from the text of /proc/stat."""
+    """Returns all ticks and the busy ticks, from the text of /proc/stat."""
     first_line = stat.partition("\n")[0]
-    ticks = [int(field) for field in first_line.split()[1:9]]  # guests are within user
-    idle = ticks[3] + ticks[4]  # idle, and idle while waiting for a disk
+    ticks = [int(field) for field in first_line.split()[1:9]]  # guest time is part of user time
+    idle = ticks[3] + ticks[4]  # idle, and iowait
     return sum(ticks), sum(ticks) - idle
 
 
 def session_ticks(stats: Iterable[str], sessions: frozenset[int]) -> int:
-    """Ticks of the processes of these sessions, from the texts of /proc/<pid>/stat."""
+    """Returns the ticks of these sessions' processes, from the texts of /proc/<pid>/stat."""
     total = 0
     for stat in stats:
         if _session_of(stat) in sessions:
-            total += sum(int(field) for field in _fields(stat)[11:15])  # with its ended children
+            # Children that have ended included.
+            total += sum(int(field) for field in _fields(stat)[11:15])
     return total
 
 
@@ -118,7 +124,9 @@ def _session_of(stat: str) -> int:
 
 
 def _fields(stat: str) -> list[str]:
-    """The fields behind the program's name, which ends with ")" and may contain anything."""
+    """Returns the fields behind the program's name, which ends with ")" and may contain any
+    character.
+    """
     return stat.rpartition(")")[2].split()
 
 
@@ -127,7 +135,7 @@ def _processes(proc: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _readable(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """The files with their texts, without files of ended processes and threads."""
+    """Yields files with their texts; files of ended processes and threads are skipped."""
     for path in paths:
         try:
             yield path, path.read_text()

@@ -31,12 +31,12 @@ RepeatOption = Annotated[int, typer.Option(min=1, help="Runs; results are their 
 
 
 def quick_option(help_text: str) -> Any:
-    """The option `--quick`, for a boolean parameter of any name."""
+    """Returns the option `--quick`, for a boolean parameter of any name."""
     return typer.Option("--quick", help=help_text)
 
 
 def peer_option(*names: str) -> Any:
-    """The option `--peer`, which may be given once for each of these peers."""
+    """Returns the option `--peer`, which may be given once for each of these peers."""
     return typer.Option(
         metavar="NAME=PYTHON",
         help=f"Also measure {' or '.join(names)}, run by that Python; repeatable.",
@@ -44,10 +44,10 @@ def peer_option(*names: str) -> Any:
 
 
 def values_of(option: str, text: str, parse: Callable[[str], T], form: str) -> tuple[T, ...]:
-    """The values between the commas of `text`, without repetitions.
+    """Returns the values between the commas of `text`, without repetitions.
 
-    `form` says what was expected ("a list of numbers"). Raises ConfigError, which names `option`,
-    if `parse` raises ValueError.
+    `form` names the expected form ("a list of numbers"). If `parse` raises ValueError, a
+    ConfigError that names `option` is raised.
     """
     try:
         return tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",") if part))
@@ -56,7 +56,7 @@ def values_of(option: str, text: str, parse: Callable[[str], T], form: str) -> t
 
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:
-    """The integers between the commas of `text`. Raises ConfigError."""
+    """Returns the integers between the commas of `text`. Raises ConfigError."""
     return values_of(option, text, int, "a list of numbers")
 
 
@@ -96,9 +96,10 @@ def show_report(
 
 @contextmanager
 def printed_errors() -> Iterator[None]:
-    """Prints an error that the user can act on, and ends the command with status 1.
+    """Catches errors that the user can act on: prints the error, and ends the command with status
+    1.
 
-    A signal ends it with one line too, and with that signal's status.
+    On a signal, the command also ends with one line, and with that signal's status.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Goals that a benchmark's results are held against."""
+"""Goals with which a benchmark's results are compared."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ from bench.common.report import Result
 class Goals:
     """Bounds of results, by patterns of their names.
 
-    A bound is the greatest value for names that match a pattern of `at_most`, else the least one.
+    For names that match a pattern of `at_most`, the bound is an upper bound, else a lower bound.
     """
 
     bounds: Mapping[str, float] = field(default_factory=dict)
     at_most: tuple[str, ...] = ()
 
     def bound(self, name: str) -> float | None:
-        """The goal of a result; None if it has none."""
+        """Returns the goal of a result; None if the result has no goal."""
         found = (bound for pattern, bound in self.bounds.items() if fnmatchcase(name, pattern))
         return next(found, None)
 
     def is_met(self, result: Result) -> bool | None:
-        """True if the result reaches its goal; None if it has none."""
+        """True if the result reaches its goal; None if the result has no goal."""
         bound = self.bound(result.name)
         if bound is None:
             return None

@@ -19,7 +19,7 @@ CODE = (":(top)", ":(top,exclude)bench/results", ":(top,exclude)docs", ":(top,ex
 def report_here(
     bench: str, *, seed: int, config: Mapping[str, Scalar], results: Sequence[Result]
 ) -> Report:
-    """The report of a benchmark that this process has just run."""
+    """Makes the report of a benchmark that this process has just run."""
     return Report(
         bench=bench,
         command=command_line(sys.argv),
@@ -33,10 +33,10 @@ def report_here(
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as a user types it, from `sys.argv`.
+    """Returns the command as a user types it, from `sys.argv`.
 
-    Leaves out where outputs went. Shortens paths of this machine: an absolute path to its last
-    part, and the Python of a peer to `PYTHON`.
+    Output files are left out. Paths of this machine are shortened: an absolute path to its last
+    part, and a peer's Python to `PYTHON`.
     """
     program, *given = arguments
     words = ["baton"]
@@ -52,7 +52,7 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _without_place(word: str) -> str:
-    """`name=/a/python` as `name=PYTHON`, and `/a/trace.jsonl` as `trace.jsonl`."""
+    """Shortens `name=/a/python` to `name=PYTHON`, and `/a/trace.jsonl` to `trace.jsonl`."""
     name, equals, value = word.partition("=")
     if equals and "/" in value and not name.startswith("-"):
         return f"{name}=PYTHON"
@@ -60,12 +60,13 @@ def _without_place(word: str) -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this file is tracked in, with `-dirty` if tracked files differ.
+    """Returns the commit of the checkout that tracks this file, with `-dirty` if tracked files
+    differ.
 
-    Reports and documents are no code: they may differ.
+    Changes of reports and documents do not count as dirty.
 
-    None where there is no such checkout. An installed copy may lie inside another repository and
-    must not borrow that repository's commit.
+    Returns None without such a checkout. An installed copy may lie inside another repository, whose
+    commit must not be reported.
     """
     if _output("git", "ls-files", "--error-unmatch", __file__) is None:
         return None
@@ -75,7 +76,7 @@ def commit() -> str | None:
 
 
 def hardware() -> Hardware:
-    """The machine this process runs on."""
+    """Describes the machine that this process runs on."""
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or ""
     return Hardware(
         cpu=_cpu_model(),
@@ -109,7 +110,7 @@ def _memory_bytes() -> int | None:
 
 
 def _output(*command: str) -> str | None:
-    """The output of a command, or None if it is missing, fails or takes over 10 s."""
+    """Returns a command's output; None if the command is missing, fails or takes over 10 s."""
     try:
         done = subprocess.run(
             command, cwd=HERE, capture_output=True, text=True, timeout=10, check=True

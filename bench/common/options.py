@@ -1,4 +1,4 @@
-"""Options that several benchmarks take: peers, and choices out of a few. Pure."""
+"""Options that several benchmarks have: peers, and choices from a list. Pure."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -10,14 +10,14 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PeerProgram:
-    """A peer, run by a Python of its own."""
+    """A peer, and the Python that runs it."""
 
     name: str
     python: Path
 
 
 def peers_named(options: Sequence[str], known: Collection[str]) -> tuple[PeerProgram, ...]:
-    """The peers of the options `--peer NAME=PYTHON`. Raises ConfigError, which says why."""
+    """Parses the options `--peer NAME=PYTHON`. Raises ConfigError, which says why."""
     found: dict[str, PeerProgram] = {}
     for option in options:
         name, separator, python = option.partition("=")
@@ -32,12 +32,12 @@ def peers_named(options: Sequence[str], known: Collection[str]) -> tuple[PeerPro
 
 
 def environment_of_peers() -> dict[str, str]:
-    """Our environment without the variables that belong to our Python."""
+    """Returns our environment without the variables that concern our own Python."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 def check_choices(option: str, chosen: Sequence[str], known: Collection[str]) -> None:
-    """Raises ConfigError unless some are chosen, all of them out of `known`."""
+    """Raises ConfigError if nothing is chosen, or if a choice is not in `known`."""
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         told = _list(unknown) or "none given"

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 PANELS_IN_A_ROW = 3
 PANEL_INCHES = 2.2  # height of a panel over time
-MOST_POINTS = 2000  # in one panel that are drawn one by one
-NARROW, WIDE = 0.8, 2.5  # decades of a log axis
-INK = "#010203"  # stands for the colour of the text around an SVG
-GREY = "#888888"  # shows on a light page and on a dark one
+MOST_POINTS = 2000  # most points that one panel draws individually
+NARROW, WIDE = 0.8, 2.5  # numbers of decades at which a log axis counts as narrow or wide
+INK = "#010203"  # placeholder for the colour of the text around an SVG
+GREY = "#888888"  # visible on light and on dark pages
 
 
 def require_matplotlib(option: str = "--plot") -> None:
@@ -83,7 +83,7 @@ def draw_panels(figure: Any, panels: Sequence[TimePanel]) -> None:
 def _draw_over_time(axis: Any, panel: TimePanel) -> None:
     """Draws one panel over time: points, lines and the bound."""
     if panel.points is not None:
-        # Points as an image keep the file of a long run small.
+        # Points are drawn as an image, which keeps the file of a long run small.
         many = len(panel.points[0]) > MOST_POINTS
         axis.plot(*panel.points, ".", markersize=3, alpha=0.5, rasterized=many, label="request")
     for name, (times_s, values) in panel.lines.items():
@@ -104,11 +104,11 @@ def _draw_over_time(axis: Any, panel: TimePanel) -> None:
 
 
 def _plain(axis: Any) -> None:
-    """Writes the numbers of a log axis as 0.1, 20 and 500, as many as have room."""
+    """Labels a log axis with plain numbers such as 0.1, 20 and 500, as far as there is room."""
     from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter
 
     class Plain(LogFormatter):
-        """Chooses as its base does which numbers to write."""
+        """Labels the same ticks as its base class, with plain numbers."""
 
         def __call__(self, x: float, pos: int | None = None) -> str:
             return f"{x:g}" if super().__call__(x, pos) else ""
@@ -124,7 +124,7 @@ def _plain(axis: Any) -> None:
 
 
 def drawn_svg(draw: Callable[["Figure"], None], width: float, height: float) -> str:
-    """What `draw` draws on a figure of that size in inches, as an SVG element inside HTML.
+    """Returns what `draw` draws, on a figure of this size in inches, as an SVG element for HTML.
 
     It has no background, and its text and axes have the colour of the text around it.
     """
@@ -135,7 +135,7 @@ def drawn_svg(draw: Callable[["Figure"], None], width: float, height: float) -> 
     bare = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
     theme = {**dict.fromkeys(inked, INK), **dict.fromkeys(bare, "none"), "grid.color": GREY}
     text = io.StringIO()
-    with mpl.rc_context({**theme, "svg.fonttype": "none"}):  # text stays text
+    with mpl.rc_context({**theme, "svg.fonttype": "none"}):  # text is kept as text
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)
         figure.savefig(text, format="svg")
@@ -186,7 +186,7 @@ def plot_bars(
 
 
 def plot_report(report: Report, path: Path, *, title: str) -> None:
-    """Draws a panel for each thing of a report: a bar for each result and each of its peers."""
+    """Draws a panel for each measured thing of a report: a bar for each result and each peer."""
     panels: dict[str, dict[str, float]] = {}
     limits: dict[str, dict[str, float]] = {}
     for result in report.results:
@@ -202,7 +202,7 @@ def plot_report(report: Report, path: Path, *, title: str) -> None:
 
 
 def save_figure(figure: "Figure", path: Path, *, title: str) -> None:
-    """Writes a figure under its title as PNG; makes its folders."""
+    """Adds the title to a figure and writes it as PNG; makes missing folders."""
     figure.suptitle(title, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=150)

@@ -1,4 +1,4 @@
-"""How a benchmark tells its progress: one line at a time, on stderr."""
+"""How a benchmark reports its progress: one line at a time, on stderr."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ Say = Callable[[str], None]
 
 
 def say_nothing(line: str) -> None:
-    """Drops the line: for callers that want no progress."""
+    """Ignores the line: for callers that want no progress reports."""
 
 
 def say_on_stderr() -> Say:
-    """A function that prints each line dimmed on stderr."""
+    """Returns a function that prints each line dimmed on stderr."""
     console = Console(stderr=True)
     return lambda line: console.print(line, style="dim")

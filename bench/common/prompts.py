@@ -15,7 +15,7 @@ from typing import TypeVar
 from engine.errors import ConfigError
 
 Prompt = str | list[int]
-Messages = list[dict[str, str]]  # the chat endpoint's: role and content
+Messages = list[dict[str, str]]  # messages of the chat endpoint, with role and content
 T = TypeVar("T")
 
 _WORD_TEXT = """
@@ -65,17 +65,18 @@ class PromptShape:
 
 
 def token_prompts(vocab: Sequence[int], shape: PromptShape, rng: Random) -> list[Prompt]:
-    """Prompts of exactly `input_len` ids drawn from `vocab`."""
+    """Returns prompts of exactly `input_len` ids drawn from `vocab`."""
     return [*_draw(vocab, shape, rng)]
 
 
 def text_prompts(shape: PromptShape, rng: Random) -> list[Prompt]:
-    """Prompts of `input_len` words."""
+    """Returns prompts of `input_len` words."""
     return [" ".join(words) for words in _draw(WORDS, shape, rng)]
 
 
 def plain_token_ids(tokenizer_dir: Path) -> list[int]:
-    """The ids in `tokenizer.json` that stand for text, without special and other added tokens.
+    """Returns the ids in `tokenizer.json` that stand for text, without special and other added
+    tokens.
 
     Raises ConfigError if the folder has no tokenizer.json.
     """

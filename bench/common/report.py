@@ -49,16 +49,18 @@ class Result:
     peers: Mapping[str, Peer] = field(default_factory=dict)
 
     def limited(self, limit: float) -> "Result":
-        """This result with what the machine allowed."""
+        """Returns this result with its limit: the most that the machine allows."""
         return replace(self, limit=limit, of_limit=self.value / limit)
 
     def limited_each(self, limits: Sequence[float]) -> "Result":
-        """This result with what the machine allowed in each run; medians of limits and shares."""
+        """Returns this result with a limit for each run; the report has the medians of limits
+        and shares.
+        """
         shares = [value / limit for value, limit in zip(self.runs, limits, strict=True)]
         return replace(self, limit=statistics.median(limits), of_limit=statistics.median(shares))
 
     def beside(self, theirs: Mapping[str, float]) -> "Result":
-        """This result with other systems' figures on the same inputs."""
+        """Returns this result with other systems' figures on the same inputs."""
         peers = {name: Peer(value, self.value / value) for name, value in theirs.items()}
         return replace(self, peers=peers)
 
@@ -72,7 +74,7 @@ class Missing:
 
     @property
     def told(self) -> str:
-        """The line that warns of it."""
+        """Returns the warning about the missing part."""
         return f"{self.name} was not measured: {self.reason}"
 
 
@@ -92,8 +94,8 @@ class Report:
     """The results of one run of a benchmark, and what is needed to repeat it."""
 
     bench: str
-    command: str  # as a user types it
-    date: str  # when it ended, UTC, ISO 8601: 2026-01-31T12:00:00+00:00
+    command: str  # in the form that a user types
+    date: str  # end of the run, UTC, ISO 8601: 2026-01-31T12:00:00+00:00
     commit: str | None  # None outside a repository
     hardware: Hardware
     seed: int
@@ -101,12 +103,12 @@ class Report:
     results: tuple[Result, ...]
 
     def value(self, name: str) -> float | None:
-        """The median of one result, or None where no run defined it."""
+        """Returns the median of one result; None if no run has it."""
         return next((result.value for result in self.results if result.name == name), None)
 
 
 def results_of(runs: Sequence[Mapping[str, Figure]]) -> tuple[Result, ...]:
-    """One result for each name that any run has, in the order in which the names first appear."""
+    """Returns one result for each name that any run has, in the order of first appearance."""
     units = {name: figure.unit for run in runs for name, figure in run.items()}
     return tuple(
         result_of(name, [run[name].value for run in runs if name in run], unit)
@@ -115,23 +117,25 @@ def results_of(runs: Sequence[Mapping[str, Figure]]) -> tuple[Result, ...]:
 
 
 def to_json(report: Report) -> bytes:
-    """The report as indented JSON with a final newline."""
+    """Encodes the report as indented JSON with a final newline."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
 def from_json(data: bytes) -> Report:
-    """The inverse of `to_json`."""
+    """Inverts `to_json`."""
     return msgspec.json.decode(data, type=Report)
 
 
 def result_of(name: str, runs: Iterable[float], unit: str) -> Result:
-    """One result: the median of its runs."""
+    """Makes a result: the median of its runs."""
     values = tuple(runs)
     return Result(name=name, value=statistics.median(values), unit=unit, runs=values)
 
 
 def notes_on(versions: Mapping[str, str], missing: Sequence[Missing] = ()) -> dict[str, Scalar]:
-    """What a report's config says of the peers' versions, and of what could not be measured."""
+    """Returns the entries of a report's config on peers' versions and on parts that could not be
+    measured.
+    """
     return {
         **{f"version_{name}": version for name, version in versions.items()},
         **{f"failed_{one.name}".replace(" ", "_"): one.reason for one in missing},

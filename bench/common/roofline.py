@@ -43,7 +43,7 @@ class ModelSize:
 class ModelMemory:
     """Bytes that a step reads, in the formats that the engine holds."""
 
-    weights_bytes: float  # all matrices except the embedding
+    weights_bytes: float  # bytes of all matrices except the embedding
     kv_token_bytes: float
 
 
@@ -54,10 +54,10 @@ class Ceilings:
     read_bytes_per_s: float
     fp32_flops_per_s: float
     int8_flops_per_s: float  # a multiplication and an addition count as two
-    bf16_flops_per_s: float = 0.0  # with sums in fp32
+    bf16_flops_per_s: float = 0.0  # bf16 products with sums in fp32
 
     def or_higher(self, other: "Ceilings") -> "Ceilings":
-        """The higher of each pair of peaks."""
+        """Returns the higher of each pair of peaks."""
         return Ceilings(*map(max, astuple(self), astuple(other)))
 
 
@@ -71,7 +71,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Flops in matrices and in attention."""
+        """Returns the flops in matrices and in attention."""
         return self.matrix_flops + self.attention_flops
 
     def __add__(self, other: "Work") -> "Work":
@@ -83,7 +83,8 @@ class Work:
 
 
 def model_size(checkpoint: Path) -> ModelSize | None:
-    """The model's size, from its files; None if it has experts, since a step uses only some.
+    """Returns the model's size, from its files; None for models with experts, since a step uses
+    only some of them.
 
     Raises CheckpointError.
     """
@@ -110,7 +111,9 @@ def model_size(checkpoint: Path) -> ModelSize | None:
 
 
 def prefill_work(model: ModelSize, memory: ModelMemory, lens: Sequence[int]) -> Work:
-    """The work of a prompt of each length in one step, which reads the weights once."""
+    """Returns the work of one step that computes a prompt of each length; it reads the weights
+    once.
+    """
     tokens = sum(lens)
     pairs = sum(n * (n + 1) / 2 for n in lens)
     return Work(
@@ -121,7 +124,9 @@ def prefill_work(model: ModelSize, memory: ModelMemory, lens: Sequence[int]) -> 
 
 
 def decode_work(model: ModelSize, memory: ModelMemory, contexts: Sequence[int]) -> Work:
-    """The work of one decode step. `contexts` are the sequences' lengths with the new token."""
+    """Returns the work of one decode step. `contexts` has the sequences' lengths, new token
+    included.
+    """
     total = sum(contexts)
     return Work(
         matrix_flops=2 * (model.layer_weights + model.head_weights) * len(contexts),
@@ -131,7 +136,9 @@ def decode_work(model: ModelSize, memory: ModelMemory, contexts: Sequence[int]) 
 
 
 def least_time_s(work: Work, ceilings: Ceilings, weights: str, kv: str = "fp32") -> float:
-    """The least seconds that this machine needs for the work; `weights` and `kv` are formats."""
+    """Returns the least seconds that this machine needs for the work; `weights` and `kv` are
+    formats.
+    """
     fp32, int8 = ceilings.fp32_flops_per_s, ceilings.int8_flops_per_s
     matrices = int8 if weights == "int8" else max(fp32, ceilings.bf16_flops_per_s / BF16_PARTS)
     matrices_s = work.matrix_flops / matrices

@@ -1,4 +1,4 @@
-"""A load over time: what a measured or a simulated run looked like, second by second. Pure.
+"""Time series of a measured or simulated run, for plots. Pure.
 
 Points are latencies by the due time of their request. Lines are percentiles of the points of a bin,
 requests in flight at a moment, and requests or tokens a second within a bin. A short run has fewer
@@ -12,8 +12,8 @@ from bench.common.stats import percentile
 
 MOST_BINS = 60
 LEAST_BINS = 10
-REQUESTS_IN_A_BIN = 6  # on average, if there are fewer than `MOST_BINS` bins
-NUM_MOMENTS = 300  # at which requests in flight are counted
+REQUESTS_IN_A_BIN = 6  # average per bin, if there are fewer than `MOST_BINS` bins
+NUM_MOMENTS = 300  # moments at which requests in flight are counted
 PERCENTILES = (50, 99)
 
 
@@ -28,12 +28,12 @@ class RequestSpan:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Time from the due time to the first token; None if there was none."""
+        """Returns the time from the due time to the first token; None without a token."""
         return None if self.first_s is None else (self.first_s - self.due_s) * 1e3
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time per token after the first; None if there was none."""
+        """Returns the mean time per token after the first; None if there is none."""
         if self.first_s is None or self.num_tokens < 2:
             return None
         return (self.end_s - self.first_s) / (self.num_tokens - 1) * 1e3
@@ -48,29 +48,31 @@ class TimeBins:
 
     @classmethod
     def over(cls, spans: Sequence[RequestSpan]) -> "TimeBins":
-        """The bins of these requests, of which there is at least one."""
+        """Returns the bins for these requests; there must be at least one request."""
         end_s = max(span.end_s for span in spans) or 1.0
         number = min(max(len(spans) // REQUESTS_IN_A_BIN, LEAST_BINS), MOST_BINS)
         return cls(end_s / number, number)
 
     def place(self, at_s: float) -> int:
-        """The bin that holds this time."""
+        """Returns the index of the bin that contains this time."""
         return min(max(int(at_s / self.width_s), 0), self.number - 1)
 
     @property
     def middles(self) -> list[float]:
-        """The time in the middle of each bin."""
+        """Returns the time in the middle of each bin."""
         return [(place + 0.5) * self.width_s for place in range(self.number)]
 
     def per_second(self, times_s: Sequence[float]) -> list[float]:
-        """Events a second in each bin."""
+        """Returns the events per second in each bin."""
         counts = [0.0] * self.number
         for at_s in times_s:
             counts[self.place(at_s)] += 1 / self.width_s
         return counts
 
     def token_rate(self, spans: Sequence[RequestSpan]) -> list[float]:
-        """Output tokens a second in each bin. An answer's tokens spread evenly over its time."""
+        """Returns the output tokens per second in each bin. An answer's tokens are spread evenly
+        over its time.
+        """
         rates = [0.0] * self.number
         for span in spans:
             if span.first_s is None:
@@ -91,7 +93,7 @@ class TimeBins:
 class TimePanel:
     """One plot over time: points, lines by name, and a bound across it."""
 
-    title: str  # with its unit
+    title: str  # title of the plot, with the unit
     points: tuple[Sequence[float], Sequence[float]] | None = None
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     bound: float | None = None
@@ -104,7 +106,7 @@ def panels_of(
     bound_ttft_ms: float | None = None,
     bound_tpot_ms: float | None = None,
 ) -> list[TimePanel]:
-    """The panels of one run: TTFT, TPOT, requests in flight, rates, output tokens.
+    """Returns the panels of one run: TTFT, TPOT, requests in flight, rates, output tokens.
 
     A latency that no request has is left out.
     """
@@ -139,7 +141,9 @@ def panels_of(
 
 
 def in_flight(spans: Sequence[RequestSpan], at_s: Sequence[float]) -> list[float]:
-    """Requests that were due and had not ended, at each of these times, which rise."""
+    """Returns the number of requests that are due and unfinished at each of these ascending
+    times.
+    """
     begins, ends = sorted(s.due_s for s in spans), sorted(s.end_s for s in spans)
     counts: list[float] = []
     num_begun = num_ended = 0

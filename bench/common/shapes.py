@@ -48,7 +48,7 @@ HEAD = "lm_head.weight"
 NORM_EPS = 1e-5
 ROPE_THETA = 10_000.0
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
-FORMAT = 1  # raise it when one shape and seed give other files
+FORMAT = 1  # increase it when the files of a given shape and seed change
 
 DRAFT_LAYERS = 1
 
@@ -70,7 +70,7 @@ class Shape:
 
     @property
     def size(self) -> ModelSize:
-        """The sizes on which the model's speed depends."""
+        """Returns the sizes on which the model's speed depends."""
         attention_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         layer = self.hidden_size * (2 * attention_size + 2 * kv_size + 3 * self.ffn_size)
@@ -115,7 +115,7 @@ class Gains:
     logits: float = 4.0
 
     def of(self, name: str, num_layers: int) -> float:
-        """The factor of one tensor in a model of `num_layers` layers."""
+        """Returns the factor of one tensor in a model of `num_layers` layers."""
         if name == HEAD:
             return self.logits
         if name.endswith("o_proj.weight"):
@@ -131,24 +131,24 @@ class Recipe:
 
     shape: Shape
     seed: int
-    gains: Gains | None = None  # None: all are one
+    gains: Gains | None = None  # None: all gains are one
     num_kept_layers: int | None = None  # None: all
 
     @property
     def kept_shape(self) -> Shape:
-        """The shape of the checkpoint."""
+        """Returns the shape of the checkpoint."""
         if self.num_kept_layers is None:
             return self.shape
         return replace(self.shape, num_layers=self.num_kept_layers)
 
     def gain(self, name: str) -> float:
-        """The factor of this tensor's weights."""
+        """Returns the factor of this tensor's weights."""
         return 1.0 if self.gains is None else self.gains.of(name, self.shape.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Folders of a target, of a draft that agrees with it, and of one that does not."""
+    """The folders of a target, of a draft that agrees with it, and of a draft that does not."""
 
     target: Path
     draft: Path
@@ -156,25 +156,27 @@ class Pair:
 
 
 def shape_named(name: str) -> Shape:
-    """The shape of that name. Raises ConfigError, which lists the names."""
+    """Returns the shape of that name. Raises ConfigError, which lists the names."""
     if name not in SHAPES:
         raise ConfigError(f"--shape {name!r} is none of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
 def cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder for files that benchmarks make: `$XDG_CACHE_HOME/baton/bench`."""
+    """Returns the folder for files that benchmarks make: `$XDG_CACHE_HOME/baton/bench`."""
     base = environment.get("XDG_CACHE_HOME")
     return Path(base or Path.home() / ".cache") / "baton" / "bench"
 
 
 def cached_checkpoint(name: str, seed: int, *, cache: Path | None = None) -> Path:
-    """Folder of the checkpoint of that shape and seed; makes it if it is missing."""
+    """Returns the folder of the checkpoint of this shape and seed; makes it if it is missing."""
     return _cached(name, Recipe(shape_named(name), seed), cache or cache_dir())
 
 
 def cached_pair(name: str, seed: int, *, cache: Path | None = None) -> Pair:
-    """Folders of a target of that shape and of its drafts; makes them if they are missing."""
+    """Returns the folders of a target of this shape and of its drafts; makes them if they are
+    missing.
+    """
     folder = cache or cache_dir()
     target = Recipe(shape_named(name), seed, Gains())
     draft = replace(target, num_kept_layers=DRAFT_LAYERS)
@@ -209,7 +211,7 @@ def write_checkpoint(path: Path, recipe: Recipe) -> None:
 
 
 def config_of(shape: Shape) -> dict[str, object]:
-    """config.json, with the names that transformers 4 and 5 and vLLM read."""
+    """Returns config.json, with the names that transformers 4 and 5 and vLLM read."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -235,7 +237,7 @@ def config_of(shape: Shape) -> dict[str, object]:
 
 
 def tensors_of(shape: Shape) -> Iterator[Tensor]:
-    """Name and shape of every tensor, in the order of the file; matrices are [out, in]."""
+    """Returns name and shape of every tensor, in the order of the file; matrices are [out, in]."""
     hidden, ffn = shape.hidden_size, shape.ffn_size
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     yield EMBEDDING, (shape.vocab_size, hidden)
@@ -255,7 +257,7 @@ def tensors_of(shape: Shape) -> Iterator[Tensor]:
 
 
 def tokenizer_of(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of exactly `vocab_size` ids: special tokens, bytes, pairs of bytes.
+    """Makes a byte-level BPE of exactly `vocab_size` ids: special tokens, bytes, pairs of bytes.
 
     Raises ConfigError if no such tokenizer exists.
     """
@@ -267,7 +269,9 @@ def tokenizer_of(vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_over(alphabet: Sequence[str], num_pairs: int) -> Tokenizer:
-    """Byte-level BPE of special tokens, the letters of this alphabet, and pairs of them."""
+    """Makes a byte-level BPE of special tokens, the letters of this alphabet, and pairs of
+    letters.
+    """
     pairs = list(islice(product(alphabet, alphabet), num_pairs))
     texts = [*SPECIAL_TOKENS, *alphabet, *map("".join, pairs)]
     vocab = {text: token_id for token_id, text in enumerate(texts)}
@@ -309,7 +313,8 @@ def _write_weights(path: Path, recipe: Recipe) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, size in tensors_of(recipe.shape):
-            values = _values(name, size, rng)  # drawn even if not kept: later tensors stay the same
+            # Drawn even if not kept, so that later tensors stay the same.
+            values = _values(name, size, rng)
             if name in kept:
                 file.write(to_bfloat16(values * np.float32(recipe.gain(name))).tobytes())
 
@@ -329,7 +334,7 @@ def _cached(name: str, recipe: Recipe, cache: Path) -> Path:
 
 
 def _key(recipe: Recipe) -> bytes:
-    """All that the files depend on. Keys of plain checkpoints keep their first form."""
+    """Returns all that the files depend on. Keys of plain checkpoints keep their first form."""
     parts: list[object] = [FORMAT, recipe.seed, asdict(recipe.shape)]
     if recipe.gains is not None or recipe.num_kept_layers is not None:
         gains = None if recipe.gains is None else asdict(recipe.gains)

@@ -3,7 +3,7 @@
 `percentile` interpolates linearly between order statistics: for n sorted values x[0..n-1] and q in
 [0, 100] it is the value at the real-valued index (n - 1)·q/100. That is type 7 of Hyndman & Fan,
 The American Statistician 50(4), 1996: numpy's default and `statistics.quantiles(inclusive)`.
-So p99 of fewer than 100 values lies between the two largest: report n beside it.
+So the p99 of fewer than 100 values lies between the two largest values: report n beside it.
 """
 
 import math
@@ -22,12 +22,12 @@ class Summary:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile of `values`, which may be in any order. Raises ValueError."""
+    """Returns the q-th percentile of `values`, which may be in any order. Raises ValueError."""
     return _percentile_of_sorted(sorted(values), q)
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
-    """The summary of `values`, or None if there are none."""
+    """Returns the summary of `values`; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -36,7 +36,7 @@ def summarize(values: Sequence[float]) -> Summary | None:
 
 
 def mean_of_longest(values: Sequence[float], share: float) -> float:
-    """Mean of the ⌈share·n⌉ largest of n values. Raises ValueError."""
+    """Returns the mean of the ⌈share·n⌉ largest of n values. Raises ValueError."""
     if not values or not 0 < share <= 1:
         raise ValueError(f"{share} of {len(values)} values has no mean")
     longest = sorted(values)[-math.ceil(share * len(values)) :]

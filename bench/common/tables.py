@@ -1,4 +1,4 @@
-"""Prints reports as tables. A table holds what the JSON holds."""
+"""Prints reports as tables, with the same contents as the JSON."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,11 +12,13 @@ from bench.common.goals import NO_GOALS, Goals
 from bench.common.report import Report, Result
 
 STATISTICS = ("mean", "p50", "p90", "p99")
-MOST_COLUMNS = 1000  # characters of a table
+MOST_COLUMNS = 1000  # widest table, in characters
 
 
 def number_text(value: float) -> str:
-    """A number with some three digits: 1,234, 12.30, 0.123; 1.2e-05 if it is very small."""
+    """Formats a number with about three digits: 1,234, 12.30, 0.123; 1.2e-05 if it is very
+    small.
+    """
     if value == int(value):
         return f"{value:,.0f}"
     if abs(value) < 0.1:
@@ -41,13 +43,13 @@ def print_results(console: Console, report: Report, goals: Goals = NO_GOALS) -> 
 
 
 def latencies_and_others(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
-    """The results that are statistics of something, and the other ones."""
+    """Separates results named `thing/statistic` from other results."""
     latencies = [one for one in results if one.name.rpartition("/")[2] in STATISTICS]
     return latencies, [one for one in results if one not in latencies]
 
 
 def statistics_of(latencies: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of cells: a row for each thing, a column for each statistic."""
+    """Returns headings and rows of cells: a row for each thing, a column for each statistic."""
     return _cells(latencies, _thing_and_statistic)
 
 
@@ -73,7 +75,7 @@ def _setting_and_thing(result: Result) -> tuple[str, str]:
 
 
 def columns_of(results: Sequence[Result], goals: Goals = NO_GOALS) -> dict[str, list[str]]:
-    """Cells by heading, with a row for each result. Columns that no result needs are left out."""
+    """Returns cells by heading, with a row for each result. Empty columns are left out."""
     peers = dict.fromkeys(peer for result in results for peer in result.peers)
     columns = {
         "result": [result.name for result in results],
@@ -104,7 +106,7 @@ def _grid(results: Sequence[Result], place: Callable[[Result], tuple[str, str]])
 def _cells(
     results: Sequence[Result], place: Callable[[Result], tuple[str, str]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows, with each result in the row and the column that `place` names."""
+    """Returns headings and rows, with each result in the row and column that `place` returns."""
     cells = {place(result): _value(result) for result in results}
     rows, columns = (dict.fromkeys(names) for names in zip(*cells, strict=True))
     return ["", *columns], [[row, *(cells.get((row, c), "") for c in columns)] for row in rows]
@@ -121,7 +123,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def _print(console: Console, table: Table) -> None:
-    """Prints a table in its full width: a number that is cut off is worse than a long line."""
+    """Prints a table in its full width, because a cut number is worse than a long line."""
     unbounded = console.options.update(width=MOST_COLUMNS)
     table.width = Measurement.get(console, unbounded, table).maximum
     console.print(table, crop=False)
@@ -135,12 +137,12 @@ def _number(value: float | None) -> str:
 
 
 def _value(result: Result) -> str:
-    """The median and, below it, the range of the runs if they differ."""
+    """Returns the median and, below it, the range of the runs if they differ."""
     return f"{number_text(result.value)}\n{_spread(result)}".rstrip()
 
 
 def _spread(result: Result) -> str:
-    """The range of the runs if they differ."""
+    """Returns the range of the runs if they differ."""
     least, most = number_text(min(result.runs)), number_text(max(result.runs))
     return "" if least == most else f"{least} … {most}"
 

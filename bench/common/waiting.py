@@ -1,4 +1,4 @@
-"""Waits for a time, such as the time of a fault or of the next poll."""
+"""Waiting: for a duration, or until a condition holds."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
