@@ -22,7 +22,7 @@ from collections.abc import Callable
 from bench.peers.driver import drive, stdout_for_answers
 from engine.native.library import library
 
-MOST_READ_BYTES = 512 * 2**20  # more than caches hold
+MOST_READ_BYTES = 512 * 2**20  # larger than any cache
 PAGE = 2**21
 NUM_TIMES = 5
 NUM_PASSES = 3
@@ -32,11 +32,11 @@ ROUNDS = {  # some 4 ms
     "peaks_int8_tiles": 60_000,
     "peaks_bf16_tiles": 60_000,
 }
-AHEAD_BYTES = (0, 4096)  # what is prefetched; whichever is faster counts
+AHEAD_BYTES = (0, 4096)  # prefetch distances in bytes; the fastest one counts
 
 
 class CeilingProbe:
-    """Holds the loops and the memory that is read; made once and reused."""
+    """Holds the compiled loops and the memory that they read; made once and reused."""
 
     def __init__(self, threads: int) -> None:
         """Raises BuildError without a C++ compiler, or on other processors than x86-64."""
@@ -51,7 +51,7 @@ class CeilingProbe:
         ctypes.memset(self._address, 1, MOST_READ_BYTES)
 
     def measure(self, read_bytes: int) -> dict[str, object]:
-        """Measures and returns the figures, by the names above; reads memory of that size."""
+        """Measures and returns the figures, by the names above; reads `num_bytes` of memory."""
         return {
             "read_bytes_per_s": self._read(min(read_bytes, MOST_READ_BYTES)),
             "fp32_flops_per_s": self._peak("peaks_fp32"),
@@ -74,7 +74,7 @@ class CeilingProbe:
 
 
 def main() -> None:
-    """Answers `measure` until its input ends."""
+    """Answers `measure` commands until standard input ends."""
     out = stdout_for_answers()
     drive(lambda: CeilingProbe(threads=int(sys.argv[1])), sys.stdin, out)
 

@@ -127,7 +127,9 @@ def _plot(plan: EnginePlan, report: Report, path: Path) -> None:
 
 
 def _panel(job: EngineJob) -> str:
-    """Title of a job's panel: jobs for peers have their own, others share by kind and batch."""
+    """Returns the title of a job's panel: jobs with peers have their own panel, other jobs share
+    one by kind and batch.
+    """
     if job.for_peers:
         return f"{job.name}, tokens/s"
     name = f"decode, batch {job.num_sequences}" if job.num_steps else "prefill by length"

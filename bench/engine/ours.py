@@ -37,7 +37,7 @@ def prefill_steps(
     chunk_tokens: int = DEFAULTS.chunk_tokens,
     budget_tokens: int = DEFAULTS.max_batch_tokens,
 ) -> Iterator[list[Row]]:
-    """The steps that compute all prompts, as `prefill.scheduler` would take them.
+    """Returns the steps that compute all prompts, as `prefill.scheduler` would plan them.
 
     Prompts go in order of arrival, one chunk of each in a step. The last chunk of a prompt samples
     its first token.
@@ -58,7 +58,7 @@ def prefill_steps(
 
 
 def tables_of(lens: Sequence[int], block_size: int) -> list[list[BlockId]]:
-    """Block tables of sequences of these lengths; blocks are numbered from 0."""
+    """Returns block tables of sequences of these lengths; blocks are numbered from 0."""
     tables = []
     first = 0
     for length in lens:
@@ -69,7 +69,7 @@ def tables_of(lens: Sequence[int], block_size: int) -> list[list[BlockId]]:
 
 
 class OurEngine:
-    """One runner with its weights and KV; its other methods are commands."""
+    """One runner with its weights and KV. Its public methods are commands."""
 
     def __init__(self, options: argparse.Namespace, weights: str, kv_format: str) -> None:
         import torch
@@ -79,7 +79,7 @@ class OurEngine:
         torch.set_num_threads(options.threads)
         self._clock: Clock = MonotonicClock()
         begin_s = self._clock.now_s()
-        # every sequence may leave a block partly empty
+        # each sequence may have one partly empty block
         num_blocks = -(-options.max_tokens // DEFAULTS.block_size) + options.max_sequences
         self._runner = TorchRunner(
             Path(options.checkpoint),
@@ -126,7 +126,7 @@ class OurEngine:
         return {**watch.answer(answers), "outside_forward_s": outside_s}
 
     def memory(self) -> dict[str, object]:
-        """Memory of this process, in bytes."""
+        """Returns the memory of this process, in bytes."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"resident_bytes": pages * 4096}
 
@@ -153,7 +153,9 @@ class OurEngine:
         tables: Sequence[Sequence[BlockId]],
         num_steps: int,
     ) -> float:
-        """Appends `num_steps` tokens to each answer; returns seconds outside the forward pass."""
+        """Appends `num_steps` tokens to each answer; returns the seconds spent outside the
+        forward pass.
+        """
         outside_s = 0.0
         for step in range(num_steps):
             begin_s = self._clock.now_s()

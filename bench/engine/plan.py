@@ -47,18 +47,18 @@ class EngineJob:
     name: str
     num_sequences: int
     context_len: int
-    num_steps: int  # 0: measures the prefill
+    num_steps: int  # 0: the prefill is measured
     for_peers: bool
-    prefills_all: bool = True  # False: computes one context and copies it
+    prefills_all: bool = True  # False: one context is computed and copied
 
     @property
     def num_tokens(self) -> int:
-        """The tokens that count for the job's speed."""
+        """Returns the number of tokens that count for the job's speed."""
         return self.num_sequences * (self.num_steps or self.context_len)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens with KV at the end of the job."""
+        """Returns the number of tokens with KV at the end of the job."""
         return self.num_sequences * (self.context_len + self.num_steps + 1)
 
 
@@ -100,7 +100,7 @@ def check(plan: EnginePlan) -> EnginePlan:
 
 
 def quick(plan: EnginePlan) -> EnginePlan:
-    """A smaller plan, which takes under 50 s on two cores without peers."""
+    """Returns a smaller plan, which takes under 50 s on two cores without peers."""
     return replace(
         plan,
         num_repeats=1,
@@ -111,7 +111,7 @@ def quick(plan: EnginePlan) -> EnginePlan:
 
 
 def peers_of(options: Sequence[str]) -> tuple[EnginePeer, ...]:
-    """The engines of the options `--peer NAME=PYTHON`. Raises ConfigError."""
+    """Returns the engines of the options `--peer NAME=PYTHON`. Raises ConfigError."""
     return tuple(
         EnginePeer(peer_name, program.name, variant, program.python)
         for program in peers_named(options, PEERS)
@@ -120,7 +120,7 @@ def peers_of(options: Sequence[str]) -> tuple[EnginePeer, ...]:
 
 
 def jobs_of(plan: EnginePlan) -> list[EngineJob]:
-    """All jobs, those for peers first."""
+    """Returns all jobs; jobs that peers do too come first."""
     grid_steps = QUICK_GRID_STEPS if plan.is_quick else NUM_STEPS
     named = [
         EngineJob(
@@ -143,7 +143,7 @@ def jobs_of(plan: EnginePlan) -> list[EngineJob]:
 
 
 def warm_up_jobs(plan: EnginePlan) -> list[EngineJob]:
-    """The jobs that every engine does before it is measured.
+    """Returns the jobs that every engine does before it is measured.
 
     With peers these are all jobs for peers, because some peers compile or allocate for each size.
     A quick plan without peers does fewer.
@@ -154,7 +154,7 @@ def warm_up_jobs(plan: EnginePlan) -> list[EngineJob]:
 
 
 def kv_format_of(plan: EnginePlan, weights: WeightFormat) -> KVFormat:
-    """The KV format that is measured with these weights."""
+    """Returns the KV format that is measured with these weights."""
     return plan.kv_format or KV_OF_WEIGHTS.get(weights, KVFormat.FP32)
 
 
@@ -164,7 +164,7 @@ def is_comparable(weights: str, variant: str) -> bool:
 
 
 def prompts_of(job: EngineJob, vocab_size: int, *, seed: int, repeat: int) -> list[list[int]]:
-    """The job's prompts: the same for every engine, different in every repetition."""
+    """Returns the job's prompts: the same for every engine, different in every repetition."""
     rng = Random(f"{seed}/{job.name}/{repeat}")
     num_prompts = job.num_sequences if job.prefills_all else 1
     shape = PromptShape(num_prompts=num_prompts, input_len=job.context_len)
@@ -172,7 +172,7 @@ def prompts_of(job: EngineJob, vocab_size: int, *, seed: int, repeat: int) -> li
 
 
 def limits_of(jobs: Sequence[EngineJob]) -> dict[str, int]:
-    """The largest sizes of these jobs, by the name of the drivers' option."""
+    """Returns the largest sizes of these jobs, by the drivers' option names."""
     return {
         "--max-sequences": max(job.num_sequences for job in jobs),
         "--max-len": max(job.context_len + job.num_steps + 1 for job in jobs),

@@ -44,12 +44,13 @@ from engine.errors import BatonError
 
 OVERHEAD_JOB = "decode_b32"
 REFERENCE = "fp32"
-TOLERATED = 0.05  # by which neighbours' load lets the clock change between a job and its ceilings
+# Tolerated excess over a limit: the clock may change between a job and its ceilings.
+TOLERATED = 0.05
 
 JobKey = tuple[str, str]  # engine, job
 
 
-Formats = tuple[str, str]  # the weights' and the KV's
+Formats = tuple[str, str]  # formats of the weights and of the KV
 
 
 class CeilingExceeded(BatonError):
@@ -63,12 +64,12 @@ class JobTime:
     seconds: float
     first_tokens: tuple[int, ...] = ()
     outside_forward_s: float | None = None
-    ceilings: Ceilings | None = None  # measured beside it; None: unknown
+    ceilings: Ceilings | None = None  # measured right before and after the job; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """The times of all jobs, done once by every engine."""
+    """The times of all jobs; each engine did each job once."""
 
     samples: Mapping[JobKey, JobTime]
 
@@ -90,8 +91,8 @@ class EngineMeasured:
     size: ModelSize | None  # None: this model has no known limits
     ours: Mapping[WeightFormat, OurMemory]
     repetitions: tuple[Repetition, ...]
-    background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
-    versions: Mapping[str, str] = field(default_factory=dict)  # the peers'
+    background: tuple[float, ...] = ()  # share of the CPU that other programs used, by repetition
+    versions: Mapping[str, str] = field(default_factory=dict)  # versions of the peers
     failed: tuple[Missing, ...] = ()
 
 
@@ -148,7 +149,9 @@ def warnings(measured: EngineMeasured) -> list[str]:
 
 
 def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:
-    """The least work of a job. A prefill counts as one step, which reads the weights once."""
+    """Returns the least work of a job. A prefill counts as one step, which reads the weights
+    once.
+    """
     if not job.num_steps:
         return prefill_work(size, memory, [job.context_len] * job.num_sequences)
     return reduce(add, _steps(job, size, memory))
@@ -157,14 +160,14 @@ def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:
 def limit_s(
     job: EngineJob, size: ModelSize, ours: ModelMemory, ceilings: Ceilings, formats: Formats
 ) -> float:
-    """The least seconds of a job: the sum over its steps of each step's bound."""
+    """Returns the least seconds of a job: the sum of the lower bounds of its steps."""
     if not job.num_steps:
         return least_time_s(work_of(job, size, ours), ceilings, *formats)
     return sum(least_time_s(step, ceilings, *formats) for step in _steps(job, size, ours))
 
 
 def step_bytes(job: EngineJob, size: ModelSize, memory: ModelMemory) -> int:
-    """Bytes that the last step of a job reads: all of a prefill is one step."""
+    """Returns the bytes that the last step of a job reads; a prefill counts as one step."""
     if not job.num_steps:
         return int(work_of(job, size, memory).read_bytes)
     *_, last = _steps(job, size, memory)
@@ -257,7 +260,7 @@ def _peaks(ceilings: Ceilings) -> dict[str, Figure]:
 
 
 def _same_tokens(measured: EngineMeasured) -> tuple[Result, ...]:
-    """Share of each engine's first tokens that equal our fp32's."""
+    """Returns the share of each engine's first tokens that equal those of our fp32 engine."""
     runs = []
     for repetition in measured.repetitions:
         chosen = {

@@ -50,7 +50,7 @@ LOAD_TIMEOUT_S = 600.0  # vLLM compiles for a minute or more
 JOB_TIMEOUT_S = 300.0
 IDLE_CHECK_S = 0.3
 SETTLE_S = 0.3  # Intel's OpenMP spins for 0.2 s
-WARM_UP = -1  # not a repetition: its prompts are used nowhere else
+WARM_UP = -1  # number of the warm-up, whose prompts no repetition uses
 DRIVER = Path(__file__).parents[1] / "peers" / "driver.py"
 
 
@@ -66,7 +66,7 @@ class Contest:
     failed: list[Missing] = field(default_factory=list)
 
     def engines(self, job: EngineJob, repeat: int) -> list[Driven]:
-        """The engines for a job, in the order of that repetition."""
+        """Returns the engines for a job, in the order of this repetition."""
         engines = [*self.ours.values(), *(self.peers.values() if job.for_peers else ())]
         return engines[::-1] if repeat % 2 else engines
 
@@ -76,7 +76,9 @@ class Contest:
         return [engine.session for engine in engines if engine is not None and engine.session]
 
     def ceilings_beside(self, engine: Driven, job: EngineJob) -> Ceilings | None:
-        """The machine's peaks now, for a job of ours; None for a peer's, or if there are none."""
+        """Measures the machine's peaks for a job of ours; None for a job of a peer, or without a
+        ceiling probe.
+        """
         memory = self.memory.get(engine.name)
         if self.ceilings is None or self.size is None or memory is None:
             return None
@@ -150,7 +152,9 @@ def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
 
 
 def _load_ceilings(contest: Contest, say: Say) -> None:
-    """Without them (no compiler, another processor) results have no limits."""
+    """Starts the ceiling probe. Without it (no compiler, another processor) results have no
+    limits.
+    """
     assert contest.ceilings is not None
     say(f"loading: {contest.ceilings.name}")
     contest.ceilings.start()
@@ -171,7 +175,7 @@ def _repetition(contest: Contest, plan: EnginePlan, vocab_size: int, repeat: int
 def _round(
     contest: Contest, job: EngineJob, vocab_size: int, *, seed: int, repeat: int
 ) -> dict[JobKey, JobTime]:
-    """Gives one job to every engine that does it, one after the other."""
+    """Gives one job to each of its engines, one after the other."""
     prompts = prompts_of(job, vocab_size, seed=seed, repeat=repeat)
     samples = {}
     for engine in contest.engines(job, repeat):
@@ -221,7 +225,7 @@ def _peer(plan: EnginePlan, peer: EnginePeer, checkpoint: Path) -> Driven:
     options = _options(plan, checkpoint, jobs, variant=peer.variant)
     environment = environment_of_peers() | _threads(plan)
     openmp = peer.python.parent.parent / "lib" / "libiomp5.so"
-    if peer.driver == "vllm" and openmp.exists():  # as its documentation recommends
+    if peer.driver == "vllm" and openmp.exists():  # vLLM's documentation recommends this
         environment["LD_PRELOAD"] = str(openmp)
     return Driven(peer.name, [str(peer.python), str(DRIVER), peer.driver, *options], environment)
 
@@ -234,7 +238,7 @@ def _ceilings(plan: EnginePlan) -> Driven:
 def _options(
     plan: EnginePlan, checkpoint: Path, jobs: Sequence[EngineJob], *, variant: str
 ) -> list[str]:
-    """The options that all drivers take."""
+    """Returns the options that all drivers take."""
     fixed = {"--checkpoint": checkpoint, "--variant": variant, "--threads": plan.num_threads}
     limits = limits_of([*jobs, *warm_up_jobs(plan)])
     return [str(text) for pair in (fixed | limits).items() for text in pair]
@@ -271,5 +275,5 @@ def _vocab_size(checkpoint: Path, plan: EnginePlan) -> int:
 
 
 def _settle() -> None:
-    """Waits until the last engine's threads sleep: they spin for a while after their work."""
+    """Waits until the last engine's threads sleep, as they spin for a while after their work."""
     threading.Event().wait(SETTLE_S)

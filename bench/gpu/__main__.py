@@ -3,12 +3,12 @@
     python -m bench.gpu [--quick] [--json FILE] [--peer vllm=PYTHON]
     python -m bench.gpu --serve DIR [--shape 1b] [--quick] [--json FILE]
 
-With `--serve`, the whole server runs a checkpoint: that in DIR, or one of random weights that is
-made there. `bench.gpu.serve` says what is compared. It needs what a gateway needs too;
-`python -m bench.gpu.wheels DIR` collects packages for machines without a network.
+With `--serve`, the whole server runs the checkpoint in DIR; if DIR has none, one of random weights
+is made there. `bench.gpu.serve` says what is compared. This mode also needs the packages of a
+gateway; `python -m bench.gpu.wheels DIR` collects them for machines without a network.
 
-With `--peer vllm=PYTHON`, that Python runs vLLM on the same shape first, and our figures in bf16
-stand beside its (`bench.gpu.peers`).
+With `--peer vllm=PYTHON`, that Python runs vLLM on the same shape first. Our bf16 figures are shown
+beside vLLM's (`bench.gpu.peers`).
 
 The rest needs torch, transformers, msgspec and, on a GPU, triton, but no checkpoint and no network.
 A call takes under nine minutes on a Hopper GPU with the shape of an 8 B Llama. Jobs for which
@@ -102,7 +102,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _why_not(device: str) -> str | None:
-    """The reason why the benchmark cannot run here, or None."""
+    """Returns why the benchmark cannot run here, or None."""
     absent = _absent(NEEDED)
     if absent is not None or device == "cpu":
         return absent

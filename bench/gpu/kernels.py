@@ -44,10 +44,10 @@ from engine.worker.batch import Row
 
 BLOCK_SIZE = 16
 LAYER = 1
-NOT_A_NUMBER = 0xFF  # floats of every format are NaN if all their bytes are this
+NOT_A_NUMBER = 0xFF  # byte value: floats of every format are NaN if all their bytes have it
 NUM_PADS = 3
 
-# (tokens before, tokens now) of each row: decode, verification, prefill, and all of them mixed
+# (cached tokens, new tokens) of each row: decode, verification, prefill, and a mixture
 LENGTHS = (
     ((700, 1), (5, 1), (1030, 1), (0, 1), (15, 1), (16, 1)),
     ((300, 4), (511, 4), (64, 3)),
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check_attention(case: AttentionCase, device: str) -> list[str]:
-    """Complaints over all kinds of batches, windows, softcaps and padding rows."""
+    """Returns complaints about batches of all kinds, windows, softcaps and padding rows."""
     found = []
     with torch.inference_mode():
         for lengths in LENGTHS if device != "cpu" else LENGTHS[:-1]:
@@ -126,7 +126,7 @@ def check_attention(case: AttentionCase, device: str) -> list[str]:
 
 
 def check_matmul(device: str) -> list[str]:
-    """Complaints over products with the row counts of decode, verification and prefill.
+    """Returns complaints about products with the row counts of decode, verification and prefill.
 
     Needs a GPU with fp8.
     """
@@ -146,7 +146,8 @@ def check_matmul(device: str) -> list[str]:
 
 
 def check_groups(device: str) -> list[str]:
-    """Complaints over products of rows that are sorted by expert; some experts have none.
+    """Returns complaints about products of rows that are sorted by expert; some experts have no
+    rows.
 
     Needs a GPU that multiplies groups.
     """
@@ -170,7 +171,7 @@ def check_groups(device: str) -> list[str]:
 
 
 class _Problem:
-    """Rows over a record with their earlier tokens, and with NaN everywhere else."""
+    """Rows over a record that holds their earlier tokens, and NaN everywhere else."""
 
     def __init__(
         self, case: AttentionCase, lengths: Sequence[tuple[int, int]], device: str
@@ -198,7 +199,7 @@ class _Problem:
         self.key, self.value = self._kv(num_tokens)
 
     def complaints(self, scoring: Scoring) -> Iterator[str]:
-        """Complaints about the result and about the record after it."""
+        """Returns complaints about the result, and about the record afterwards."""
         before = self.cache.buffer.clone()
         batch = build_batch(self.rows, self.cache)
         found = _attend_of(self.device)(

@@ -42,7 +42,7 @@ MODEL_TOLERANCE = {  # relative to the spread of the logits
 def random_llama(
     shape: GpuShape, kv_format: KVFormat, device: str, *, dtype: torch.dtype
 ) -> LoadedModel:
-    """A Llama of that shape, in the form in which `engine.model.loading.checkpoint` loads one."""
+    """Makes a Llama of this shape, in the form that `engine.model.loading.checkpoint` returns."""
     config = AutoConfig.for_model(**config_of(shape.model))
     torch.manual_seed(SEED)
     with torch.device(device):
@@ -89,7 +89,8 @@ def check_model(weights: WeightFormat, kv_format: KVFormat, device: str) -> list
         if not error <= MODEL_TOLERANCE[weights]:
             found.append(f"{len(rows)} rows, {sum(len(r.token_ids) for r in rows)} tokens: {error}")
     ours.close()
-    torch._dynamo.reset()  # otherwise the next model first tries what was compiled for this one
+    # Otherwise the next model would first try code that was compiled for this one.
+    torch._dynamo.reset()
     return [f"model, weights {weights}, KV {kv_format}: {line}" for line in found]
 
 

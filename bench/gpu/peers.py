@@ -32,7 +32,7 @@ from bench.gpu.shapes import GpuShape
 from bench.processes.driven import Driven, DrivenFailed
 
 PEERS = ("vllm",)
-PEER_S = 240.0  # for one peer: it compiles and captures for a minute or two
+PEER_S = 240.0  # time for one peer, which compiles and captures for a minute or two
 JOB_NEEDS_S = 20.0
 VARIANT = "bf16-dummy"
 COMPARED = "bf16-bf16"  # our weights and KV
@@ -49,7 +49,7 @@ class PeerFigures:
     versions: dict[str, str] = field(default_factory=dict)
 
     def beside(self, results: Iterable[Result]) -> list[Result]:
-        """The results; the ones that peers have too with the peers' figures."""
+        """Returns the results, with the peers' figures where peers have them."""
         return [self._beside(result) for result in results]
 
     def _beside(self, result: Result) -> Result:
@@ -76,7 +76,7 @@ def jobs_of(shape: GpuShape) -> list[EngineJob]:
 def measure_peers(
     session: GpuSession, shape: GpuShape, programs: Sequence[PeerProgram], figures: PeerFigures
 ) -> None:
-    """Runs one peer after the other, each in a section of its own."""
+    """Runs the peers one after the other, each in a section of its own."""
     for program in programs:
         work = partial(_measure, session, shape, program, figures)
         session.section(f"peer {program.name}", work, needs_s=JOB_NEEDS_S)
@@ -124,7 +124,7 @@ def _speeds(peer: Driven, job: EngineJob, shape: GpuShape, timeout_s: float) -> 
 
 
 def _command(program: PeerProgram, shape: GpuShape, folder: Path) -> Sequence[str]:
-    # The first sequences go on until the last one has begun.
+    # The first sequences continue until the last one has begun.
     longer = [
         replace(job, num_steps=job.num_steps + job.num_sequences + 16) for job in jobs_of(shape)
     ]

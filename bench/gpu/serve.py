@@ -6,10 +6,10 @@ storm       many prompts at once, in several rounds, of which some are cancelled
             Prefixes are shared or not, so blocks are freed, cached, moved and taken all the time
 speeds      streams that run beside each other: TTFT, TPOT, tokens a second
 
-An answer that differs from the reference is compared at its first other token. On a GPU the last
-bits of logits depend on the batch, so two tokens that are nearly equally likely may be exchanged;
-that is counted. Any other difference is a failure: the KV was not the prompt's. On a CPU all
-tokens must be equal.
+An answer that differs from the reference is judged at its first different token. On a GPU the last
+bits of logits depend on the batch, so one of two nearly equally likely tokens may replace the
+other; such cases are counted. Any other difference is a failure: the KV did not belong to the
+prompt. On a CPU all tokens must be equal.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ from bench.processes.serving import ServedDeployment, serving
 from engine.clock import Clock, MonotonicClock
 
 REQUEST_TIMEOUT_S = 120.0
-START_TIMEOUT_S = 240.0  # compiles and captures, once for each of two servers
+START_TIMEOUT_S = 240.0  # each of two servers compiles and captures once
 NUM_TOP = 5  # likeliest tokens that come with each token
-TIE = 0.3  # natural logarithms: nearer tokens may be exchanged on a GPU
-FIRST_ID = 16  # special tokens are below
+TIE = 0.3  # difference of log-probabilities below which a GPU may choose the other token
+FIRST_ID = 16  # lower ids are special tokens
 SEED = 0
 COUNTERS = ("pulls_done", "pulled_bytes", "pulls_failed", "fallbacks")  # counted by workers
 REPORTED_WITHIN_S = 5.0  # workers report once a second
@@ -81,7 +81,7 @@ QUICK = StalePlan(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt of token ids. Without a seed the answer is greedy."""
+    """A prompt as token ids. Without a seed the answer is greedy."""
 
     ids: tuple[int, ...]
     seed: int | None = None
@@ -89,7 +89,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class StreamedReply:
-    """An answer: its tokens, the likeliest ones at each place, and when they came."""
+    """An answer: its tokens, the likeliest tokens at each place, and the arrival times."""
 
     tokens: tuple[str, ...]
     tops: tuple[dict[str, float], ...]
@@ -122,9 +122,9 @@ def questions_of(plan: StalePlan, vocab_size: int, rng: Random) -> list[Question
 
 
 def difference(reference: StreamedReply, found: StreamedReply) -> tuple[int, float] | None:
-    """Returns the first place that differs, and how much less likely its token was there.
+    """Returns the first place that differs, and how much less likely the given token was there.
 
-    None if the tokens are equal. Infinity if it was not among the likeliest, or is missing.
+    None if all tokens are equal. Infinity if the token was not among the likeliest, or is missing.
     """
     for i, wanted in enumerate(reference.tokens):
         got = found.tokens[i] if i < len(found.tokens) else None
@@ -144,7 +144,7 @@ class TokenJudge:
     def __init__(self, session: GpuSession, tie: float) -> None:
         self.num_equal = 0
         self.num_tied = 0
-        self.num_resampled = 0  # sampled answers that differ, where logits may
+        self.num_resampled = 0  # sampled answers that differ on a GPU
         self._session = session
         self._tie = tie
 
@@ -175,7 +175,7 @@ class TokenJudge:
 
 
 class ServeBench:
-    """The whole of it, on one device."""
+    """The whole benchmark, on one device."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class ServeBench:
     async def _storm(
         self, questions: Sequence[Question], model: "ServedModel", rng: Random
     ) -> None:
-        """Asks everything at once, in another order each time; cancels some answers."""
+        """Sends all prompts at once, in a new order each time; cancels some answers."""
         plan, judge = self._plan, self._judge()
         order = rng.sample(range(len(questions)), len(questions))
         cancelled = {
@@ -310,7 +310,7 @@ class ServeBench:
             }
         for i, task in tasks.items():
             reference, reply = self._references[i], task.result()
-            if i in cancelled:  # what came before must be right
+            if i in cancelled:  # the part before the cancellation must be right
                 num = len(reply.tokens)
                 reference = replace(
                     reference, tokens=reference.tokens[:num], tops=reference.tops[:num]
@@ -351,7 +351,7 @@ class ServeBench:
 
 
 class ServedModel:
-    """Asks a server, as a client does."""
+    """A client of the server."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, name: str, clock: Clock) -> None:
         self._http = http
@@ -367,7 +367,7 @@ class ServedModel:
         cancel_after: int | None = None,
         tops: bool = True,
     ) -> StreamedReply:
-        """Returns the answer, or what came of it before it was cancelled."""
+        """Returns the answer, or the part that arrived before the cancellation."""
         body: dict[str, Any] = {
             "model": self._name,
             "prompt": list(question.ids),

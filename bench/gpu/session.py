@@ -15,7 +15,7 @@ from engine.clock import Clock
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The share of its limit that a result should reach."""
+    """The share of the limit that a result should reach."""
 
     result: Result
     share: float
@@ -60,7 +60,7 @@ class GpuSession:
         self.say(f"== {name}")
         try:
             work()
-        except Exception as error:  # whatever it is: other sections still run
+        except Exception as error:  # any error: the other sections still run
             self.fail(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
             self.say(traceback.format_exc())
         self.say(f"   {self.clock.now_s() - begin_s:.1f} s")

@@ -25,7 +25,7 @@ class GpuShape:
     matrix_size: int  # to measure arithmetic with
 
     def section(self, num_layers: int | None = None) -> KVSection:
-        """The layout of its KV, or of the KV of its first `num_layers` layers."""
+        """Returns the layout of the KV of all layers, or of the first `num_layers` layers."""
         model = self.model
         return KVSection(num_layers or model.num_layers, model.num_kv_heads, model.head_dim)
 
@@ -40,7 +40,7 @@ SHAPES = {
             head_dim=128,
             ffn_size=14336,
             vocab_size=128256,
-            max_positions=32_896,  # a context of the longest job, and its steps
+            max_positions=32_896,  # context of the longest job, steps included
         ),
         prefill_len=8192,
         batches=(1, 8, 64),
@@ -92,7 +92,9 @@ SHAPES = {
 
 
 def scattered_tables(lens: Sequence[int], block_size: int, *, seed: int) -> list[list[BlockId]]:
-    """Block tables of sequences of these lengths, in random order over as few blocks as needed."""
+    """Returns block tables of sequences of these lengths; they use as few blocks as possible, in
+    random order.
+    """
     counts = [-(-length // block_size) for length in lens]
     blocks = [BlockId(i) for i in range(sum(counts))]
     Random(seed).shuffle(blocks)

@@ -78,7 +78,9 @@ class GpuStopwatch:
         self._clock = clock
 
     def once(self, call: Call, *, times: int = 1) -> float:
-        """Mean seconds of one of `times` calls, from an idle device to an idle device."""
+        """Returns the mean seconds of one of `times` calls, from an idle device to an idle
+        device.
+        """
         self._wait()
         begin_s = self._clock.now_s()
         for _ in range(times):
@@ -87,7 +89,9 @@ class GpuStopwatch:
         return (self._clock.now_s() - begin_s) / times
 
     def runs(self, call: Call) -> list[float]:
-        """Seconds of a call in NUM_RUNS runs, after one call that does not count."""
+        """Returns the seconds of a call in each of NUM_RUNS runs, after one call that does not
+        count.
+        """
         self.once(call)
         times = max(1, min(MAX_CALLS, int(RUN_S / max(self.once(call), 1e-6))))
         return [self.once(call, times=times) for _ in range(NUM_RUNS)]
@@ -317,7 +321,7 @@ class ModelSpeeds:
         num_steps: int,
         tokens: list[int],
     ) -> None:
-        """Decodes on from `tokens`, one token for each sequence."""
+        """Continues decoding from `tokens`, one token per sequence."""
         for step in range(num_steps):
             rows = _rows_at(tables, context_len + step, tokens)
             tokens = self._step(rows, range(len(rows)))
@@ -335,12 +339,14 @@ class ModelSpeeds:
 
 
 def random_blocks(layout: KVLayout, num_blocks: int, device: str) -> torch.Tensor:
-    """A KV buffer of numbers that are finite in every format: zeros would make a GPU faster."""
+    """Returns a KV buffer of random numbers that are finite in every format. Zeros would make a
+    GPU faster.
+    """
     return allocate_buffer(layout, num_blocks, device).random_(0, LARGEST_BYTE)
 
 
 def captured(call: Call, device: str) -> Call:
-    """The call captured as a CUDA graph; on a CPU the call itself."""
+    """Returns the call, captured as a CUDA graph; on a CPU the call itself."""
     if device == "cpu":
         return call
     aside = torch.cuda.Stream()

@@ -71,7 +71,7 @@ def name_of(requirement: str) -> str:
 
 
 def needs_of(name: str) -> list[str]:
-    """Returns what an installed package needs, without its extras; nothing if it is absent."""
+    """Returns the requirements of an installed package, without extras; empty if it is absent."""
     try:
         required = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
@@ -86,10 +86,10 @@ def needed(
     have: Collection[str],
     known: Mapping[str, str],
 ) -> list[str]:
-    """Returns the packages that are lacking, ordered by name.
+    """Returns the missing packages, sorted by name.
 
-    What packages in `have` need is there too. A package without a known version is not needed on
-    this kind of system.
+    Requirements of packages in `have` count as installed. A package without a known version is not
+    needed on this kind of system.
     """
     there, lacking = {name_of(each) for each in have}, set[str]()
     todo = list(roots)

@@ -32,7 +32,7 @@ class AssaultRun:
 
     @property
     def kept(self) -> float:
-        """The growth of memory, as a share; negative if memory shrank."""
+        """Returns the growth of memory, as a share; negative if memory shrank."""
         return self.after_bytes / self.before_bytes - 1
 
 
@@ -59,7 +59,7 @@ class Attacker:
         return ends
 
     async def recovered(self, ends: Mapping[str, int], clock: Clock) -> AssaultRun:
-        """Ends the process and waits, up to a bound, until the memory has come back."""
+        """Ends the process and waits, up to a bound, until the gateways have freed the memory."""
         await asyncio.to_thread(self._process.close)
 
         async def is_back() -> bool:
@@ -75,7 +75,8 @@ class Attacker:
 def private_bytes(sessions: Iterable[int], proc: Path = PROC) -> int:
     """Anonymous resident memory of all processes of these sessions, from Linux's /proc.
 
-    Blocks of KV are in shared memory, whose pages count from their first use on: they are left out.
+    KV blocks are in shared memory, whose pages count from their first use on. So shared memory is
+    left out.
     """
     wanted = frozenset(sessions)
     return sum(_rss_anon_bytes(path) for path in _processes(wanted, proc))
@@ -83,14 +84,14 @@ def private_bytes(sessions: Iterable[int], proc: Path = PROC) -> int:
 
 def _processes(sessions: frozenset[int], proc: Path) -> Iterator[Path]:
     for path in proc.glob("[0-9]*"):
-        with suppress(OSError, IndexError):  # it has ended
+        with suppress(OSError, IndexError):  # the process has ended
             fields = (path / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) in sessions:
                 yield path
 
 
 def _rss_anon_bytes(process: Path) -> int:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         for line in (process / "status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * KIB

@@ -6,7 +6,7 @@ Its answer has the number of requests by status. To add an assault, add a functi
 
 | assault   |                                                                                   |
 |-----------|-----------------------------------------------------------------------------------|
-| `chunks`  | bodies in chunks of one byte, in full and never to be ended; tiny trailers        |
+| `chunks`  | bodies in chunks of one byte, complete ones and endless ones; tiny trailers       |
 | `grpc`    | gRPC messages of millions of empty fields, with a key and without one             |
 | `refused` | long bodies that break off, with a key and without one                            |
 | `answers` | whole answers of many choices with twenty log-probabilities a token, also by gRPC |
@@ -37,7 +37,7 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 MIB = 2**20
 BODY_BYTES = 8 * MIB - 1024  # a little less than the limit of a gateway
 NUM_EMPTY_FIELDS = 4_000_000
-TENSOR, PARAMETER = b"\x2a\x00", b"\x22\x00"  # empty ones, as protobuf writes them
+TENSOR, PARAMETER = b"\x2a\x00", b"\x22\x00"  # empty fields in protobuf's encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Assault:
 
     requests: tuple[bytes, ...] = ()
     messages: tuple[GrpcMessage, ...] = ()
-    at_once: int = 4  # requests, and as many messages
+    at_once: int = 4  # concurrent requests, and concurrent messages
     reads_after_s: float = 0.0  # delay before answers over HTTP are read
 
 
@@ -172,7 +172,7 @@ async def _send(url: str, request: bytes, reads_after_s: float) -> str:
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
             with closing(writer):
                 writer.write(request)
-                await pause(reads_after_s)  # what comes meanwhile fills buffers
+                await pause(reads_after_s)  # the answer fills buffers meanwhile
                 line = (await reader.readline()).split()
                 await reader.read()
         return line[1].decode() if len(line) > 1 else "closed"
@@ -191,7 +191,7 @@ async def _call(address: str, message: GrpcMessage) -> str:
 
 
 async def _assault(assault: Assault, url: str, address: str) -> Counter[str]:
-    """Sends everything, `at_once` requests and as many messages at a time."""
+    """Sends everything, with `at_once` requests and `at_once` messages at a time."""
     ends: Counter[str] = Counter()
     requests, messages = iter(assault.requests), iter(assault.messages)
 

@@ -25,8 +25,8 @@ from bench.hostile.corpus import (
     with_damage,
 )
 
-MAX_TOKENS = 3  # in an answer whose length nothing changed
-LARGE_SHARE = 0.004  # share of bodies that are as long as a gateway may take
+MAX_TOKENS = 3  # length of an answer if the request's length was not changed
+LARGE_SHARE = 0.004  # share of bodies that have the greatest length that a gateway accepts
 LARGE_BYTES = 2**20
 
 Json = Any
@@ -90,7 +90,7 @@ def _encoded(fields: Json) -> bytes:
 
 
 def _change(fields: dict[str, Json], rng: random.Random) -> None:
-    """Another value in a field, known or not."""
+    """Changes the value of a known or unknown field."""
     name = rng.choice(_FIELDS)
     fields[name] = rng.choice(_VALUES)(rng)
     if rng.random() < 0.1:

@@ -23,11 +23,12 @@ WEIRD: tuple[Any, ...] = (None, True, -1, 0, 0.5, 1e308, 2**70, "", "x", [], {},
 SPECIAL = ("<|endoftext|>", "<[0-4]>", "<[*]>", "<tool_call>", "<[99999999]>")
 
 
-SizedBody = tuple[str, Callable[[int], bytes]]  # its path, and the body of a number of bytes
+# A path, and a function from a number of bytes to a body.
+SizedBody = tuple[str, Callable[[int], bytes]]
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header of a request with a key."""
+    """Returns the header for an API key."""
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -50,13 +51,13 @@ def with_damage(data: bytes, rng: random.Random) -> bytes:
 
 
 def filled(head: bytes, item: bytes, tail: bytes, num_bytes: int) -> bytes:
-    """A body of at most `num_bytes`, with as many items as fit."""
+    """Returns a body of at most `num_bytes`, with as many items as fit."""
     number = (num_bytes - len(head) - len(tail)) // (len(item) + 1)
     return head + b",".join([item] * number) + tail
 
 
 def keyed(head: bytes, tail: bytes, num_bytes: int) -> bytes:
-    """A body of about `num_bytes`, with fields that all have other names."""
+    """Returns a body of about `num_bytes`, whose fields all have different names."""
     return head + b",".join(b'"%d":1' % i for i in range(num_bytes // 11)) + tail
 
 
@@ -94,7 +95,7 @@ def count(rng: random.Random) -> int:
 
 
 def hostile_regex(rng: random.Random, depth: int = 3) -> str:
-    """An expression whose automaton may be large."""
+    """Returns a regular expression whose automaton may be large."""
     if depth == 0 or rng.random() < 0.2:
         return rng.choice(ATOMS)
     inner = hostile_regex(rng, depth - 1)
@@ -114,7 +115,7 @@ def hostile_regex(rng: random.Random, depth: int = 3) -> str:
 
 
 def hostile_schema(rng: random.Random, depth: int = 3) -> Any:
-    """A JSON schema that multiplies, nests, repeats or is invalid."""
+    """Returns a JSON schema that multiplies, nests, repeats or is invalid."""
     if depth == 0 or rng.random() < 0.1:
         return rng.choice([*WEIRD, {"type": "string", "pattern": hostile_regex(rng, 2)}])
     inner = hostile_schema(rng, depth - 1)
@@ -159,7 +160,9 @@ def hostile_lark(rng: random.Random) -> str:
 
 
 def hostile_fields(rng: random.Random) -> dict[str, Any]:
-    """Fields of a chat completion's body that ask for such a grammar, in any of the ways."""
+    """Returns fields of a chat completion's body that request such a grammar, in one of the
+    possible forms.
+    """
     tool = {"name": "f", "parameters": hostile_schema(rng)}
     ways: tuple[Callable[[], dict[str, Any]], ...] = (
         lambda: {"guided_json": hostile_schema(rng)},
@@ -179,7 +182,7 @@ def hostile_fields(rng: random.Random) -> dict[str, Any]:
 
 
 def nested(levels: int) -> Any:
-    """An array in an array, and so on: at most 900 levels."""
+    """Returns nested arrays of at most 900 levels."""
     value: Any = []
     for _ in range(min(levels, 900)):
         value = [value]

@@ -33,7 +33,7 @@ SHORT = {"prompt": "def f(x): # fox\n" * 320, "max_tokens": 8}  # 5 kB
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, *, is_short: bool) -> None:
-    """Streams one answer and tells of its gaps. Raises ClientError."""
+    """Streams one answer and reports its gaps. Raises ClientError."""
     clock = MonotonicClock()
     tail = b""
     body = BODY | SHORT if is_short else BODY

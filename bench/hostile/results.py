@@ -32,7 +32,7 @@ MIB = 2**20
 CALM = "calm"  # the phase before the waves
 MAX_RSS_GROWTH = 0.05
 MAX_BEYOND_CALM_S = 0.3  # worst pause of an honest stream, minus the worst one in the calm
-MAX_PAUSE_S = 0.25  # in an honest stream, on a machine that does nothing else
+MAX_PAUSE_S = 0.25  # longest pause of an honest stream on an otherwise idle machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class HostileRun:
     memory: MemorySample
     blocks_left: int
     leases_left: int
-    num_ended: int  # services that are not the ones that were started
+    num_ended: int  # services that ended and were replaced
     assaults: tuple[AssaultRun, ...] = ()
 
 
@@ -134,13 +134,13 @@ def growth(run: HostileRun, kind: str) -> float:
 
 
 def beyond_calm_s(run: HostileRun, name: str) -> float:
-    """Returns by how much a phase made the longest pause longer; negative if it was shorter."""
+    """Returns a phase's longest pause minus the calm's; negative if the phase's was shorter."""
     longest_s = {phase.name: run.heard.longest_s(phase) for phase in run.phases}
     return longest_s[name] - longest_s[CALM]
 
 
 def first_beyond_calm_s(run: HostileRun, name: str) -> float:
-    """Returns by how much a phase made the longest wait for a first token longer."""
+    """Returns a phase's longest wait for a first token minus the calm's."""
     longest_s = {phase.name: run.heard.longest_first_s(phase) for phase in run.phases}
     return longest_s[name] - longest_s[CALM]
 
@@ -158,7 +158,7 @@ def _complaints_of_assaults(run: HostileRun) -> Iterator[str]:
 
 
 def complaints(run: HostileRun) -> list[str]:
-    """Violations; the command fails if there are any."""
+    """Returns violations; the command fails if there are any."""
     found = [f"server error: {example}" for example in run.bodies.examples]
     found += [f"an honest stream: {line}" for line in run.heard.broken[:5]]
     for kind in run.memory.before:
@@ -175,7 +175,7 @@ def complaints(run: HostileRun) -> list[str]:
 
 
 def warnings(run: HostileRun) -> Sequence[str]:
-    """Facts that may be the machine's doing or the server's."""
+    """Returns facts that the machine or the server may have caused."""
     return [
         f"an honest stream paused for {pause_s:.2f} s in the phase {phase.name}"
         for phase in run.phases

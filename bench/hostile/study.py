@@ -52,7 +52,7 @@ from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import Clock, MonotonicClock
 from engine.errors import ConfigError
 
-CALM_S = 5.0  # in which the honest streams are alone
+CALM_S = 5.0  # time in which only the honest streams run
 WARM_UP_SHARE = 0.1  # share of each wave
 SLOW_S, QUICK_SLOW_S = 40.0, 5.0  # how long slow connections last, if the server lets them
 HONEST = "bench.hostile.honest"
@@ -174,7 +174,7 @@ class _Storm:
         self.assaults: list[AssaultRun] = []
 
     async def warm_up(self) -> None:
-        """A share of each wave, of another seed."""
+        """Sends a share of each wave, with another seed."""
         study = self._study
         num_bodies, num_left, num_slow = (
             int(WARM_UP_SHARE * num) + 1 for num in (study.bodies, study.disconnects, study.slow)
@@ -202,7 +202,7 @@ class _Storm:
             self.disconnects = dict(left)
 
     async def assault(self, attacker: Attacker) -> None:
-        """Carries out one assault and keeps how it went. Raises DrivenFailed."""
+        """Carries out one assault and keeps the result. Raises DrivenFailed."""
         await attacker.open()
         with self._phase(attacker.name):
             ends = await attacker.attack()
@@ -214,7 +214,7 @@ class _Storm:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Notes when a phase begins and ends."""
+        """Records when a phase begins and ends."""
         self._say(name)
         begin_s = self._clock.now_s()
         yield

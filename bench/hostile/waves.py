@@ -15,10 +15,10 @@ from bench.hostile.bodies import Shot
 from bench.hostile.corpus import ATTACKER_KEY, COMPLETIONS, HONEST_KEY, bearer
 from engine.clock import Clock
 
-# Then a hostile client leaves: what it changed may have made its answer long.
+# A hostile client leaves after this time, because its changes may have made the answer long.
 ANSWER_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
-DRIP_EVERY_S = 0.5  # a byte, on a slow connection
+DRIP_EVERY_S = 0.5  # interval between two bytes on a slow connection
 PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 30.0
 MAX_EXAMPLES = 5
@@ -28,7 +28,7 @@ HEAD = (
     "Content-Type: application/json\r\n"
 ).encode()  # begins a head
 
-Status = int | str  # HTTP's, or why there is none
+Status = int | str  # HTTP status, or why there is none
 T = TypeVar("T")
 
 
@@ -40,7 +40,9 @@ class Outcomes:
     examples: list[str] = field(default_factory=list)
 
     def note(self, status: Status, shot: Shot, said: str = "") -> None:
-        """Counts one; keeps a server error other than 503, or a broken connection."""
+        """Counts one outcome; keeps it if it is a server error other than 503, or a broken
+        connection.
+        """
         self.statuses[status] += 1
         if is_wrong(status) and len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"{status} {said[:200]!r} for {shot.path} {shot.body[:200]!r}")
@@ -61,7 +63,7 @@ def is_wrong(status: Status) -> bool:
 async def send_bodies(
     session: aiohttp.ClientSession, url: str, shots: Iterator[Shot], at_once: int
 ) -> Outcomes:
-    """Sends requests, `at_once` at a time, over connections that are used again."""
+    """Sends requests, `at_once` at a time, over reused connections."""
     outcomes = Outcomes()
 
     async def one(shot: Shot) -> None:
@@ -119,8 +121,8 @@ class Slow:
 
     num_opened: int = 0
     num_refused: int = 0
-    num_closed: int = 0  # by the server, before their time was over
-    probes_s: list[float] = field(default_factory=list)  # that each honest request took
+    num_closed: int = 0  # connections that the server closed before their time was over
+    probes_s: list[float] = field(default_factory=list)  # seconds of each honest request
     num_probes_failed: int = 0
 
 
@@ -203,7 +205,7 @@ def _request(rng: random.Random) -> bytes:
 
 
 async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """A new connection to the server; None if it takes none in time."""
+    """Opens a new connection to the server; None if the server accepts none in time."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -57,7 +57,7 @@ from engine.config import PlannerMode
 from engine.errors import BatonError
 
 MAX_RUNNING = 4  # places of a decode worker
-AHEAD = 2  # prompts that each prefill worker has of a closed loop
+AHEAD = 2  # prompts of a closed loop per prefill worker
 LOAD = 0.85
 SLACK = 4.0
 COOL_DOWN_S = 3.0
@@ -88,8 +88,8 @@ MIXES = (READING, WRITING)
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPace:
-    """Requests/s that were answered in a closed loop, of each mix: by one worker of the scarce
-    kind, and by `num_workers`, all but one.
+    """Answered requests/s of each mix in a closed loop: with one worker of the scarce role, and
+    with `num_workers`, which is all but one.
     """
 
     num_workers: int
@@ -98,7 +98,7 @@ class MeasuredPace:
 
     @property
     def slo(self) -> SloBounds:
-        """The bounds that requests should meet."""
+        """Returns the bounds that requests should meet."""
         prompt_s = self.num_workers / self.most[READING]
         token_s = self.num_workers * MAX_RUNNING / (self.most[WRITING] * WRITING.output_len)
         return SloBounds(SLACK * prompt_s, SLACK * token_s)
@@ -254,7 +254,7 @@ class _Bench:
         rng = Random(f"{self._study.seed}/pace/{mix.name}/{num_workers}")
         begin_s = self._clock.now_s() + RAMP_S
         end_s = begin_s + WINDOW_S
-        answers: list[Sequence[float]] = []  # the times of their chunks
+        answers: list[Sequence[float]] = []  # chunk times of each answer
 
         async def ask() -> None:
             while self._clock.now_s() < end_s:

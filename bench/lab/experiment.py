@@ -55,9 +55,9 @@ class Findings:
     results: Sequence[Result]
     warnings: Sequence[str] = ()
     lines: Sequence[str] = ()  # printed below the table
-    config: Mapping[str, Scalar] = field(default_factory=dict)  # measured on the way
-    is_whole: bool = True  # False: a part could not be measured, and the command fails
-    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # for a plot
+    config: Mapping[str, Scalar] = field(default_factory=dict)  # further facts that were measured
+    is_whole: bool = True  # False: a part could not be measured, so the command fails
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # samples to plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +108,15 @@ class Experiment(ABC):
         return {
             name: value
             if isinstance(value, Scalar)
-            else ",".join(Path(one).name for one in value)  # a machine's folders are not named
+            # Only file names: a machine's folders are not published.
+            else ",".join(Path(one).name for one in value)
             for name, value in values.items()
             if name != "peer" and not isinstance(value, Path)
         }
 
 
 def command_of(kind: type[Experiment]) -> Callable[..., None]:
-    """Returns the function that typer makes the study's command of."""
+    """Returns the function from which typer makes the study's command."""
 
     def command(
         *,
@@ -183,9 +184,10 @@ def results_by_arm(
 
 
 def held_against(results: Sequence[Result], peers: Mapping[str, str]) -> tuple[Result, ...]:
-    """Returns the results, with those named by `peers` beside another result of the same thing.
+    """Returns the results; those named in `peers` get another arm's result of the same thing as
+    peer.
 
-    `peers` has the arm to compare with, by the name of a result.
+    `peers` maps the name of a result to the arm that it is compared with.
     """
     values = {result.name: result.value for result in results}
     found = []
@@ -197,7 +199,7 @@ def held_against(results: Sequence[Result], peers: Mapping[str, str]) -> tuple[R
 
 
 def check_lengths(shape: str, *lengths: tuple[int, int]) -> None:
-    """Raises ConfigError if tokens in and out are more than a shape has room for."""
+    """Raises ConfigError if input and output tokens exceed a shape's context."""
     context_len = shape_named(shape).max_positions
     for input_len, output_len in lengths:
         if input_len + output_len > context_len:

@@ -31,10 +31,11 @@ PULL = "move_pull"  # in a timeline
 class JoinRun:
     """One join. Times in seconds, of one clock."""
 
-    alone: tuple[Answer, ...]  # the same requests, without a join
+    alone: tuple[Answer, ...]  # answers to the same requests, without a join
     streams: tuple[Answer, ...]
-    joined_s: float  # when the new worker served
-    samples: tuple[tuple[float, tuple[int, ...]], ...]  # streams of each decode worker, since then
+    joined_s: float  # time at which the new worker began to serve
+    # (time, number of streams of each decode worker) since the join.
+    samples: tuple[tuple[float, tuple[int, ...]], ...]
 
 
 def join_figures_of(run: JoinRun) -> dict[str, Figure]:

@@ -57,13 +57,13 @@ from engine.messages import Role
 
 JOIN_OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--threads": 1}
 OPTIONS: Mapping[str, Scalar] = {**JOIN_OPTIONS, "--decode": 2}
-STAYS = {"BATON_ROUTER__BALANCE": "false"}  # no stream moves before its worker is flipped
+STAYS = {"BATON_ROUTER__BALANCE": "false"}  # streams move only when their worker is flipped
 CALM_S = 2.0  # streams run this long undisturbed: as long as a flip may take
 QUICK_REPEATS = 2
 ORDER_WITHIN_S = 30.0
 LOOK_EVERY_S = 0.1
-DECODERS = ("worker-1", "worker-2")  # beside one prefill worker
-NUM_GAPS = 3.0  # usual gaps that a move may take beside its pull
+DECODERS = ("worker-1", "worker-2")  # the decode workers; there is one prefill worker
+NUM_GAPS = 3.0  # a move may take this many median gaps, plus its pull
 
 
 class NotFlipped(BatonError):
@@ -171,7 +171,7 @@ class _Bench:
         return runs
 
     async def _flipped(self, source: str, target: str) -> "MovesRun":
-        """Starts streams in `source`, brings `target` back, and flips `source`."""
+        """Starts streams in `source`, returns `target` to decoding, and flips `source`."""
         asked, beside = (
             [*islice(self._prompts, number)] for number in (self._study.streams, self._study.beside)
         )
@@ -181,12 +181,12 @@ class _Bench:
                 await self._run_in(len(asked), source)
                 await self._flip(target, Role.DECODE)
                 others = [group.create_task(self._send(body)) for body in beside]
-                # Nearly all of these are in `target`.
+                # Nearly all of these streams run in `target`.
                 await self._run_in(len(asked) + len(beside), source, target)
                 await pause(CALM_S)
                 ordered_s, emptied_s = await self._flip(source, Role.PREFILL)
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors  # the one that ended the others
+            raise errors.exceptions[0] from errors  # the error that cancelled the other tasks
         streams, stayed = (whole([task.result() for task in tasks]) for tasks in (first, others))
         return MovesRun(streams, ordered_s, emptied_s, stayed)
 
@@ -275,7 +275,7 @@ class MovesRun:
 class Across:
     """One stream before and after the flip. Seconds."""
 
-    itl_s: float  # the median before
+    itl_s: float  # median gap before the flip
     gap_s: float
     calm_gap_s: float
     pull_s: float

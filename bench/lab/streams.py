@@ -33,8 +33,8 @@ from engine.errors import BatonError
 REQUEST_TIMEOUT_S = 120.0
 FAILED_PAUSE_S = 1.0
 TOKENIZER = "tokenizer.json"
-WARM_UP_TOKENS = 16  # in each stream; its length does not change what gets warm
-TOKENS_PER_CHUNK = 1.002  # with more, gaps are those between chunks, not tokens
+WARM_UP_TOKENS = 16  # tokens of each warm-up stream; more would not warm up more
+TOKENS_PER_CHUNK = 1.002  # with a higher ratio, gaps are between chunks and not between tokens
 
 
 class StreamsApart(BatonError):
@@ -171,7 +171,7 @@ def ascii_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def bodies(ask: StreamAsk, vocab: Sequence[int], *, model: str, rng: Random) -> Iterator[bytes]:
-    """Requests without end, each with a prompt of its own."""
+    """Yields requests without end, each with its own prompt."""
     while True:
         yield body_of(ask.input_len, ask.output_len, vocab, model=model, rng=rng)
 
@@ -179,7 +179,7 @@ def bodies(ask: StreamAsk, vocab: Sequence[int], *, model: str, rng: Random) -> 
 def body_of(
     input_len: int, output_len: int, vocab: Sequence[int], *, model: str, rng: Random
 ) -> bytes:
-    """A request with a random prompt, whose answer has this length."""
+    """Returns a request with a random prompt and an answer of this length."""
     prompt = rng.choices(vocab, k=input_len)
     return request_body(
         Endpoint.COMPLETIONS, prompt, model=model, output_len=output_len, temperature=0.0

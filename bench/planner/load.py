@@ -187,7 +187,7 @@ def _estimate(load: ExpectedLoad, worker: PlannedWorker, pools: SimulatedPools) 
     alone_s = _step_s(load, worker)
     tpot_s = max(decode.fixed_s / idle, alone_s) if idle > 0 else math.inf
     running = load.decoded_per_s / decoding * tpot_s
-    wait_s = tpot_s if pools.mixed else 0.0  # for the step that is running
+    wait_s = tpot_s if pools.mixed else 0.0  # the wait for the running step
     return PoolEstimate(
         pools=pools,
         prefill_busy=prefill_busy,
@@ -209,7 +209,7 @@ def _fits(found: PoolEstimate, worker: PlannedWorker, slo: SloBounds) -> bool:
     """True if TPOT and memory have headroom; the number in flight is Poisson."""
     if not slo.hold(None, found.tpot_s) or not math.isfinite(found.running):
         return False
-    alone = found.running < 1  # more workers would not help
+    alone = found.running < 1  # a worker has less than one sequence, so more workers would not help
     if not alone and not slo.hold(None, found.tpot_s / TPOT_HEADROOM):
         return False
     many = found.running + Z90 * math.sqrt(found.running)
@@ -229,7 +229,7 @@ def _ttft_p90_s(load: ExpectedLoad, worker: PlannedWorker, num_workers: int) -> 
 
 def wait_p90_s(service_s: float, busy: float, num_workers: int, variance: float) -> float:
     """Seconds in an M/G/k queue that one in ten exceeds; `variance` in squares of `service_s`."""
-    waits = busy ** (math.sqrt(2 * (num_workers + 1)) - 1)  # share of those who wait at all
+    waits = busy ** (math.sqrt(2 * (num_workers + 1)) - 1)  # probability of waiting
     if waits <= 0.1:
         return 0.0
     mean_s = service_s * (1 + variance) / (2 * num_workers * (1 - busy))  # mean wait
@@ -271,13 +271,15 @@ def workload(load: ExpectedLoad, *, num_requests: int, block_tokens: int, rng: R
 
 
 def num_conversations(load: ExpectedLoad, num_requests: int) -> int:
-    """Returns the conversations of a trace. Few requests hold few, whose turns follow sooner."""
+    """Returns the number of conversations of a trace. Short traces have few conversations, whose
+    turns follow each other sooner.
+    """
     return max(1, min(round(load.pause_s * load.rate_per_s), num_requests // COLD_SHARE))
 
 
 def _lengths(mean: float, spread: float, num: int, rng: Random) -> list[int]:
     drawn = [math.exp(rng.gauss(0.0, spread)) for _ in range(num)]
-    for _ in range(2):  # the length cut from the longest goes to the others
+    for _ in range(2):  # the excess of the longest prompts is spread over the others
         scale = mean * num / math.fsum(drawn)
         drawn = [min(length * scale, LONGEST * mean) for length in drawn]
     return [max(round(length), 1) for length in drawn]

@@ -173,7 +173,8 @@ def _grown(found: Simulated) -> SimulatedPools:
         return SimulatedPools(mixed=_more(pools.mixed))
     short_of_ttft = found.ttft_attainment < NEEDED
     short_of_tpot = found.tpot_attainment < NEEDED
-    if not short_of_ttft and not short_of_tpot:  # too few meet both at once
+    # Each bound alone is met often enough, but not both together.
+    if not short_of_ttft and not short_of_tpot:
         short_of_ttft = found.ttft_attainment <= found.tpot_attainment
         short_of_tpot = not short_of_ttft
     return SimulatedPools(

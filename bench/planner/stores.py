@@ -1,9 +1,9 @@
 """Finds out whether stores of KV lower the cost of a plan.
 
 The best way of a plan is simulated again with a store on each node of eight GPUs, in a few sizes.
-A store lets prompts skip what workers have forgotten. So fewer workers may meet the bounds; the
-search starts from the plan's size and only shrinks it. A store lowers the cost if the GPUs that it
-spares cost more than its memory and disk:
+With a store, prompts need not recompute blocks that workers have evicted. So fewer workers may meet
+the bounds; the search starts from the plan's size and only shrinks it. A store lowers the cost if
+the saved GPUs cost more than its memory and disk:
 
     USD an hour = GPUs · price + stores · (memory GiB · price + disk GiB · price)
 

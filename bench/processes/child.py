@@ -68,7 +68,9 @@ class ChildProcess:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Ends the standard input, waits up to the timeout, then kills the rest of the session."""
+        """Closes the standard input, waits up to the timeout, then kills the rest of the
+        session.
+        """
         if self.process.stdin is not None and not self._is_writing():
             with suppress(OSError):
                 self.process.stdin.close()
@@ -78,7 +80,7 @@ class ChildProcess:
     def kill(self) -> None:
         """Kills the process and all that it started in its session, and closes the pipes."""
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it started may outlive it
+            os.killpg(self.pid, signal.SIGKILL)  # processes that it started may outlive it
         self.process.wait()
         for pipe, reader in self._readers:
             reader.join(JOIN_TIMEOUT_S)
@@ -101,7 +103,7 @@ def _started(function: Callable[..., None], *arguments: object) -> threading.Thr
 
 
 def _read(pipe: IO[str], heard: Heard) -> None:
-    for line in pipe:  # to the end: the child would wait for a full pipe
+    for line in pipe:  # read to the end: otherwise the child would block on a full pipe
         heard(line)
     heard(None)
 

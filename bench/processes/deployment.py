@@ -55,7 +55,7 @@ class SeenWorker(msgspec.Struct, frozen=True):
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that it was given."""
+        """Returns the number of sequences that the worker has."""
         return self.waiting_seqs + self.running_seqs
 
 
@@ -70,7 +70,7 @@ class SeenGateway(msgspec.Struct, frozen=True):
 
     @property
     def works(self) -> bool:
-        """True if it takes connections and serves them."""
+        """True if the gateway accepts and serves connections."""
         return self.state == "serving" and self.missing is None
 
 
@@ -98,7 +98,7 @@ class SeenPools(msgspec.Struct, frozen=True):
     def leaked(self) -> tuple[int, int]:
         """Blocks that are neither free nor cached, and open leases, if the workers are idle.
 
-        More free blocks than there are count as leaks too.
+        More free blocks than the pool has count as a leak too.
         """
         blocks = sum(abs(worker.num_blocks - worker.free_blocks) for worker in self.workers)
         return blocks, sum(worker.open_leases for worker in self.workers)

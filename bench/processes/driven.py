@@ -63,7 +63,7 @@ class Driven:
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        """Starts the process without waiting for it. `ready` tells if that failed."""
+        """Starts the process without waiting for it. `ready` raises if the start failed."""
         try:
             self._child = ChildProcess(
                 self._command,
@@ -159,6 +159,6 @@ def launched(kind: Literal["worker", "gateway"], stack: ExitStack) -> Driven:
 def listening(service: Driven, spec: Mapping[str, object], *, timeout_s: float) -> Answer:
     """Sends a service its spec; returns its answer once it listens. Raises DrivenFailed."""
     answer = service.tell(spec, timeout_s=timeout_s)
-    while "type" in answer:  # news of the start, such as how long it may take
+    while "type" in answer:  # messages about the start, such as its expected duration
         answer = service.answer(timeout_s)
     return answer

@@ -1,8 +1,8 @@
 """SIGINT and SIGTERM for a benchmark: both undo what it started before it ends.
 
 SIGTERM acts as SIGINT does. In an event loop, asyncio turns that into the cancellation of the main
-task, elsewhere Python raises KeyboardInterrupt. Either way contexts are left in order, and the
-processes that they own end. The exit status still tells which signal it was.
+task, elsewhere Python raises KeyboardInterrupt. In both cases context managers are left in order
+and end their processes. The exit status still shows which signal it was.
 """
 
 import signal
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class EndSignals:
-    """The signals that end this process. `last` is the one that came last."""
+    """The signals that end this process. `last` is the most recent signal."""
 
     def __init__(self) -> None:
         self.last = signal.SIGINT
@@ -22,7 +22,7 @@ class EndSignals:
 
     @property
     def exit_status(self) -> int:
-        """The status that shells give a command which this signal ended."""
+        """Returns the exit status that shells use for a command that this signal ended."""
         return 128 + self.last
 
     def _on_term(self, number: int, _: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 """Fills the blocks of a Markdown document in from reports. Pure.
 
-A block is what stands between its marker and the next `<!-- end -->`. Markers:
+A block is the text between its marker and the next `<!-- end -->`. Markers:
 
     <!-- report: NAME -->            all results of bench/results/NAME.json, and where they are from
     <!-- report: NAME a/* b/c -->    only the results whose names match a pattern
@@ -22,7 +22,7 @@ from engine.errors import ConfigError
 BLOCK = re.compile(
     r"^(<!-- (report: [^\n]+?|headline) -->\n).*?(<!-- end -->)", re.DOTALL | re.MULTILINE
 )
-# Studies that are finished: their reports are kept, and their programs left after this commit.
+# Finished studies: their reports are kept; their programs were removed after this commit.
 FINISHED = frozenset({"clients", "eviction", "simulator", "starts", "tiers"})
 LAST_COMMIT = "b099256"
 NO_REPORT = "No report is kept yet.\n"
@@ -36,7 +36,7 @@ def fill_in(
     headlines: Sequence[Headline],
     goals: Mapping[str, Goals] | None = None,
 ) -> str:
-    """The document with every block rendered anew; `goals` are the reports' goals, by name.
+    """Returns the document with every block rendered anew; `goals` has the reports' goals, by name.
 
     Raises ConfigError if a headline names a result that its report lacks, or if no result matches
     the patterns of a marker.
@@ -110,7 +110,7 @@ def results_table(results: Sequence[Result], goals: Goals) -> str:
 
 
 def headline_table(headlines: Sequence[Headline], reports: Mapping[str, Report]) -> str:
-    """A row for each headline whose report is kept."""
+    """Returns a row for each headline whose report is in `bench/results/`."""
     rows = [
         row_of(headline, reports[headline.report])
         for headline in headlines

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """One row. `peer` is the system it stands beside; without one, its limit if it has one."""
+    """One row. It is compared with `peer`; without a peer, with the limit if there is one."""
 
     label: str
     report: str  # name of the file, without .json

@@ -65,7 +65,7 @@ LEN_1, LEN_64, LEN_128 = fixed(1), fixed(64), fixed(128)
 
 
 def lengths_of(option: str, text: str, *, least: int = 1) -> LengthSpread:
-    """The distribution that `text` writes. Raises ConfigError, which names the option."""
+    """Parses a distribution. Raises ConfigError, which names the option."""
     try:
         spread = _parsed(text.strip(), least)
     except ValueError as error:
@@ -80,7 +80,7 @@ def lengths_of(option: str, text: str, *, least: int = 1) -> LengthSpread:
 def lengths_option(name: str, help_text: str) -> Any:
     """The option of a field that holds lengths."""
 
-    def read(given: str | LengthSpread) -> LengthSpread:  # click reads a default value too
+    def read(given: str | LengthSpread) -> LengthSpread:  # click also passes the default value
         return given if isinstance(given, LengthSpread) else lengths_of(name, given)
 
     return typer.Option(name, parser=read, metavar="LENGTHS", help=help_text)

@@ -263,7 +263,7 @@ def trace_of(plan: ServePlan, replay: ServeReplay) -> Trace:
 
 
 def pace_of(plan: ServePlan) -> str:
-    """How fast the load comes, in words."""
+    """Describes the load's rate in words."""
     load, replay = plan.load, plan.replay
     if replay is not None:
         return f"of {replay.path.name} × {replay.speed_up:g}"
@@ -275,7 +275,7 @@ def pace_of(plan: ServePlan) -> str:
 
 
 def shape_of(plan: ServePlan) -> str:
-    """What its requests are like, in words; a trace has its own."""
+    """Describes the requests in words; a trace has its own description."""
     if plan.replay is not None:
         return ""
     ask, talk = plan.ask, plan.talk

@@ -44,12 +44,12 @@ from bench.serve.run import (
 )
 from engine.clock import MonotonicClock
 
-READY_TIMEOUT_S = 120.0  # for the slowest process to draw its share
+READY_TIMEOUT_S = 120.0  # time in which the slowest process must have drawn its share
 LEAD_S = 0.1  # from the moment when all are ready to the load's time 0
 REFRESH_PER_S = 4
 BAR_WIDTH = 16  # columns of the terminal
 
-_shared: "_Shared"  # one client process's, set as it starts
+_shared: "_Shared"  # set in each client process when it starts
 
 
 class _Shared:
@@ -91,7 +91,8 @@ def _measure_in_processes(plan: ServePlan) -> ServeMeasured:
     ):
         runs = []
         for repeat in range(plan.load.num_repeats):
-            # A process takes one share, because it waits at the barrier until all have one.
+            # Each process gets one share, because it waits at the barrier until all processes have
+            # one.
             shares = [pool.submit(_play, plan, repeat, model, place) for place in range(number)]
             runs.append(merged([share.result() for share in shares]))
     return measured_of(model, runs)
@@ -109,7 +110,7 @@ def children_end_early() -> Iterator[None]:
 
 
 def merged(shares: Sequence[LoadRun]) -> LoadRun:
-    """One run out of the shares of all processes."""
+    """Joins the shares of all processes to one run."""
     outcomes = sorted((one for share in shares for one in share.outcomes), key=lambda o: o.due_s)
     costs = [share.cost for share in shares if share.cost is not None]
     cost = ClientCost(sum(c.cpu_s for c in costs), costs[0].num_cores) if costs else None

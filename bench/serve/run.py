@@ -173,7 +173,7 @@ class SessionRunner:
         self._is_limited = limit is not None
 
     async def play(self, sessions: Sequence[Session], start_s: float | None = None) -> LoadRun:
-        """Plays all sessions to their ends. `start_s` is when the load's time 0 is."""
+        """Plays all sessions to their ends. `start_s` is the moment of the load's time 0."""
         ready = [(session, self._first(session)) for session in sessions]
         start_s = self._clock.now_s() if start_s is None else start_s
         await _sleep_until(start_s, self._clock)
@@ -210,7 +210,7 @@ class SessionRunner:
 
         async def client() -> list[RequestOutcome]:
             outcomes: list[RequestOutcome] = []
-            for session, body in waiting:  # shared: each client takes the next one
+            for session, body in waiting:  # a shared iterator: each client takes the next session
                 due_s = self._clock.now_s()
                 outcomes += await self._session(session, body, due_s, start_s)
             return outcomes
@@ -372,7 +372,7 @@ async def _send_one(  # noqa: PLR0913 (the moment, the wait and the way of one r
 
 
 async def _sleep_until(at_s: float, clock: Clock) -> None:
-    """Sleeps until then; gives way once even if that is past."""
+    """Sleeps until a moment; yields to the event loop once even if the moment is past."""
     delay_s = max(0.0, at_s - clock.now_s())
     await asyncio.sleep(delay_s)  # noqa: TID251 (an arrival is an event of the clock)
 

@@ -27,7 +27,7 @@ from bench.common.prompts import WORDS, Messages, Prompt
 from bench.serve.lengths import LEN_1, LEN_64, LengthSpread, lengths_option
 from bench.simulator.traces import Trace, TraceRequest
 
-Symbol = int | str  # in a prompt: token ids or words, never both
+Symbol = int | str  # an element of a prompt: token ids or words, never mixed
 Symbols = Sequence[Symbol]
 
 
@@ -37,7 +37,7 @@ class SessionTurn:
 
     added: tuple[Symbol, ...]
     output_len: int
-    pause_s: float = 0.0  # from the end of the answer before it; unused in a first turn
+    pause_s: float = 0.0  # pause after the previous answer; unused in a first turn
     stand_in: tuple[Symbol, ...] = ()  # token ids in place of the answer, for later turns
 
 
@@ -228,7 +228,7 @@ class Conversation:
         self._has_ids = False
 
     def prompt(self, turn: SessionTurn) -> Prompt | Messages:
-        """Everything said so far, then this turn."""
+        """Returns all earlier turns and answers, then this turn."""
         ids = [symbol for symbol in turn.added if isinstance(symbol, int)]
         if ids or self._has_ids:
             self._has_ids = True
@@ -241,7 +241,7 @@ class Conversation:
         return "\n".join(message["content"] for message in self._messages)
 
     def answered(self, turn: SessionTurn, said: str) -> None:
-        """Takes the answer to a turn."""
+        """Adds the answer to a turn."""
         if self._has_ids:
             self._ids += (symbol for symbol in turn.stand_in if isinstance(symbol, int))
         else:

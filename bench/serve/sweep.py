@@ -17,7 +17,7 @@ from dataclasses import dataclass
 Z_95 = 1.96
 MOST_TRIALS = 3
 MOST_DOUBLINGS = 12
-MOST_HALVINGS = 4  # a trial at half the rate takes twice as long
+MOST_HALVINGS = 4  # most halvings of the rate: a trial at half the rate takes twice as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class SweepGoal:
 
 
 HIGHEST = "sweep/highest_rate"
-SHARE_AT = "sweep/attainment_at_"  # before a rate
+SHARE_AT = "sweep/attainment_at_"  # prefix of a result's name, before the rate
 GOAL = "attainment"  # in the settings of a report
 
 
@@ -46,7 +46,7 @@ class SweepStep:
 
     @property
     def share(self) -> float:
-        """Requests within the bounds, of all."""
+        """Returns the share of requests within the bounds."""
         return self.num_met / self.num_sent if self.num_sent else 0.0
 
 
@@ -61,7 +61,7 @@ def wilson(num_met: int, num_sent: int, z: float = Z_95) -> tuple[float, float]:
 
 
 class RateSearch:
-    """Says which rate to try next, and takes what came of it."""
+    """Chooses the next rate to try, and learns from each trial."""
 
     def __init__(self, first_per_s: float, goal: SweepGoal) -> None:
         self._goal = goal
@@ -87,7 +87,7 @@ class RateSearch:
         return self._failing is not None
 
     def take(self, num_met: int, num_sent: int) -> SweepStep:
-        """Takes one trial of `next_per_s`, and decides what follows."""
+        """Adds one trial at `next_per_s`, and decides what follows."""
         assert self._next_per_s is not None, "the search is over"
         self._num_met += num_met
         self._num_sent += num_sent

@@ -8,7 +8,7 @@ from typing import Any, Final
 class Rank:
     """The order of events at the same moment: plain numbers, which are looked up and compared fast.
 
-    A message that arrives when a step ends is there before the next step is planned.
+    A message that arrives at the end of a step is handled before the next step is planned.
     """
 
     MESSAGE: Final = 0

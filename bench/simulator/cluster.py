@@ -80,8 +80,8 @@ _BEGINS = (Prefill, Generate, Decode)
 _MAKES_ROOM = (GivenBack, RoleChanged)
 _MAY_QUEUE = (Arrived, Tick)
 _Begins = Prefill | Generate | Decode
-MAX_ANSWER_TOKENS = 2048  # for a client that does not know how long its answer will be
-MAX_SETTLED_WORKERS = 16  # by default: more are not asked before each placement
+MAX_ANSWER_TOKENS = 2048  # used by clients that do not know the length of their answer
+MAX_SETTLED_WORKERS = 16  # by default `settles` is off in clusters with more workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,14 @@ class SimulationSetup:
 
     hardware: HardwareProfile
     pools: SimulatedPools
-    latency_s: float = 2e-4  # for a message between gateway and worker
+    latency_s: float = 2e-4  # delay of a message between gateway and worker
     max_answer_tokens: int | None = None  # the clients' limit; None: the length of the answer
-    chances: Chances = NO_CHANCES  # random parts beside prices and latency
-    stretch: float | None = None  # for fluid pools, as in `engine.messages.Welcome`
-    leaps: bool = True  # as in `SimWorker`
-    settles: bool | None = None  # None: if there are few workers
-    rules: PlannerRules | None = None  # the planner's; None: fixed pools
-    joins_s: float | None = None  # the last decode worker joins then; None: from the start
+    chances: Chances = NO_CHANCES  # random variations of prices and latency
+    stretch: float | None = None  # for fluid pools: see `engine.messages.Welcome`
+    leaps: bool = True  # see `SimWorker`
+    settles: bool | None = None  # None: True if there are few workers
+    rules: PlannerRules | None = None  # rules of the planner; None: fixed pools
+    joins_s: float | None = None  # time at which the last decode worker joins; None: from the start
     stores: SimulatedStores | None = None  # one on each node
 
 
@@ -127,7 +127,8 @@ class SimulatedRequest:
 
 
 OnEnd = Callable[[int, SimulatedRequest], None]
-Ask = Callable[[float], TraceRequest | None]  # by the time; None: there are no more
+# From the time to the next request; None: there are no more.
+Ask = Callable[[float], TraceRequest | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,8 @@ class SimulatedRun:
     num_events: int
     decisions: Sequence[SimulatedDecision] = ()  # the planner's
     evenness: Evenness | None = None  # after the join of a late worker
-    num_moved: int = 0  # sequences that left a full worker for a faster one
-    stores: Sequence[StoreRecord] = ()  # when the last request ended
+    num_moved: int = 0  # sequences that moved from a full worker to a faster one
+    stores: Sequence[StoreRecord] = ()  # state when the last request ended
 
 
 def simulate(trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> SimulatedRun:
@@ -180,7 +181,7 @@ def simulate_stream(
 
 
 def in_order(requests: Iterable[TraceRequest]) -> Ask:
-    """Returns what gives the next of these requests at any time."""
+    """Returns an `Ask` that returns these requests in order, whatever the time."""
     coming = iter(requests)
     return lambda _now_s: next(coming, None)
 
@@ -315,7 +316,7 @@ class _Cluster:
             store.reports = False
         for worker_id, near in self._near.items():
             for store in near:
-                store.miss(worker_id)  # takes in no more, so that the run ends
+                store.miss(worker_id)  # the store stops taking in blocks, so that the run ends
         self._future.run()
 
     def _join(self, worker: SimWorker) -> None:
@@ -398,7 +399,7 @@ class _Cluster:
         token_ids, hashes = self._prompts.open(request_id, asked, sampling)
         request = Request(
             request_id=request_id,
-            token_ids=cast("tuple[int, ...]", token_ids),  # or `Unwritten`, which acts like it
+            token_ids=cast("tuple[int, ...]", token_ids),  # or `Unwritten`, which acts like a tuple
             sampling=sampling,
             limits=_limits(asked, self._setup.max_answer_tokens),
             received_s=self._future.now_s,
@@ -474,7 +475,7 @@ class _Cluster:
         """Delivers tokens of answers that continue."""
         tokens = cast("list[Tokens]", [one.message for one in told])
         effects = self._machine.handle(Stepped(worker_id, tokens), self._future.now_s)
-        if len(effects) < len(told):  # some belong to ended attempts
+        if len(effects) < len(told):  # some tokens belong to ended attempts
             here = {effect.request_id for effect in effects if isinstance(effect, Deliver)}
             told = [one for one in told if request_of(tokens_of(one).seq_id) in here]
         for effect, one in zip(effects, told, strict=True):
@@ -528,7 +529,7 @@ class _Cluster:
         record = self._records.pop(request_id)
         record.outcome, record.timeline = outcome, timeline
         record.ended_s = self._future.now_s
-        # From now on: when the gateway heard.
+        # From here on, times are those at which the gateway received the message.
         np.asarray(record.times_s)[:] += self._setup.latency_s
         self._on_ended(int(request_id), record)
         if self._num_clients is not None:
@@ -538,7 +539,7 @@ class _Cluster:
 
 
 def tokens_of(said: Said) -> Tokens:
-    """Returns a message as the Tokens that it is."""
+    """Casts a message to Tokens."""
     assert isinstance(said.message, Tokens)
     return said.message
 
@@ -564,7 +565,7 @@ def _as_it_ends(message: _Begins, asked: TraceRequest) -> _Begins:
 
 
 def _stores(setup: SimulationSetup) -> Iterator[tuple[WorkerId, SimulatedStores]]:
-    """Yields the name of each node's store, and how it is set up."""
+    """Yields the name and the settings of each node's store."""
     if setup.stores is not None:
         for index in range(setup.stores.num_nodes(setup.pools.total)):
             yield WorkerId(f"store-{index}"), setup.stores

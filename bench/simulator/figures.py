@@ -1,4 +1,4 @@
-"""Figures of a simulation that are made request by request, so that no request need be kept.
+"""Figures of a simulation that are updated request by request, so that requests need not be kept.
 
 latencies_of    latencies of one request
 RequestTally    columns of latencies, and counts
@@ -71,10 +71,10 @@ class RequestTally:
     """The results of all requests added so far. Columns hold finished answers, in one order."""
 
     def __init__(self) -> None:
-        self.number = 0  # requests of all outcomes
+        self.number = 0  # number of requests, whatever their outcome
         self.ttft_s = array("d")
         self.e2e_s = array("d")
-        self._tpot_s = array("d")  # not a number for one token
+        self._tpot_s = array("d")  # NaN for answers of one token
         self._tbt_s = array("d")  # the same
         self.kinds: Counter[str] = Counter()  # outcomes by kind
         self.num_retried = 0
@@ -201,11 +201,11 @@ class InfiniteCache:
 
     @property
     def hits(self) -> float:
-        """The share of prompt tokens that it held when they came."""
+        """The share of prompt tokens that the cache held when their request arrived."""
         return self._num_hit / self._num_tokens if self._num_tokens else 0.0
 
     def see(self, request: TraceRequest) -> None:
-        """Counts the hits of a request, then holds its full blocks.
+        """Counts the hits of a request, then adds its full blocks.
 
         A prompt's last token never hits, since it must be computed for the answer to begin.
         """

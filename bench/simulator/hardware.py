@@ -33,8 +33,8 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.worker.costs import PrefillCost, PullCost
 
-GPU_BYTES = 141e9  # an H200's
-KV_SHARE = 0.9  # share of the memory that the weights leave
+GPU_BYTES = 141e9  # memory of an H200
+KV_SHARE = 0.9  # KV's share of the memory beside the weights
 
 
 class HardwareProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,8 +53,8 @@ class HardwareProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_running: int = 256
     gpus: int = 1
     usd_per_gpu_hour: float = 4.0  # an H200's, as `bench.planner.pricing` has it
-    cores: int | None = None  # that all workers share; None: each has its own
-    gateway_load: float = 0.0  # cores that it takes of these, for each worker that decodes
+    cores: int | None = None  # cores that all workers share; None: each worker has its own
+    gateway_load: float = 0.0  # cores that the gateway takes for each worker that decodes
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_batch_tokens", "chunk_tokens", "max_running", "gpus"):
@@ -156,7 +156,7 @@ _QWEN3_32B = (64, 8, 128)
 _QWEN3_32B_PREFILL = (3.405, 4.921e-2, 8.41e-7)
 _QWEN3_32B_DECODE = (10.71, 2.053e-2, 3.006e-5)
 _QWEN3_32B_BYTES = 65.5e9
-_QWEN3_32B_BLOCKS = 1400  # as in Dynamo's published replays
+_QWEN3_32B_BLOCKS = 1400  # number of blocks in Dynamo's published replays
 
 _PROFILES = (
     _h200(

@@ -31,14 +31,14 @@ class Evenness:
     samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
 
     def sample(self, machine: RouterMachine, now_s: float) -> None:
-        """Notes how many sequences each decode worker has."""
+        """Records the number of sequences of each decode worker."""
         workers = machine.view.workers.values()
         nums = tuple(worker.num_decodes for worker in workers if worker.info.role.decodes)
         self.samples.append((now_s, nums))
 
 
 def ratio(nums: Sequence[int]) -> float:
-    """Most over least sequences of a worker; none counts as one."""
+    """Returns the most over the least sequences of a worker; zero counts as one."""
     return max(*nums, 1) / max(min(nums), 1)
 
 

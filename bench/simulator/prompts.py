@@ -20,7 +20,7 @@ from engine.worker.blocks import BlockHash, hash_block
 from engine.worker.intake import MAX_ID, PromptFacts, read_prompt
 from router.prefixes.hashes import PrefixHashes
 
-_SEED_STRIDE, _SEEDS = 7919, 2**30  # keep the tokens of different seeds apart
+_SEED_STRIDE, _SEEDS = 7919, 2**30  # make the tokens of different seeds differ
 
 
 def base_of(sampling: Sampling) -> int:
@@ -108,7 +108,7 @@ class SimulatedPrompts:
         return tokens, PrefixHashes({self._block_size: hashes})
 
     def close(self, request_id: RequestId) -> None:
-        """Forgets a request that has ended."""
+        """Removes a request that has ended."""
         self._hashes.pop(request_id, None)
 
     def read(self, message: ComputePrompt | Decode | OfferPrefix, block_size: int) -> PromptFacts:

@@ -161,25 +161,25 @@ class SimStore:
     # ------------------------------------------------------------ what comes in
 
     def receive(self, events: list[Event]) -> None:
-        """Takes messages of the gateway, and events of leases and pulls."""
+        """Handles messages of the gateway, and events of leases and pulls."""
         for event in events:
             assert isinstance(event, FromGateway | LeaseEnded | PullDone | PullFailed)
             self._handle(event)
 
     def meet(self, peer_id: WorkerId, *, is_store: bool) -> None:
-        """Begins to follow a worker of its node, or another store."""
+        """Starts to follow a worker of the store's node, or another store."""
         self._handle(PeerJoined(peer_id, is_store))
 
     def miss(self, peer_id: WorkerId) -> None:
-        """Forgets a peer that is gone."""
+        """Removes a peer that is gone."""
         self._handle(PeerLost(peer_id))
 
     def follow(self, peer_id: WorkerId, events: Sequence[BlockEvent]) -> None:
-        """Takes block events of a peer."""
+        """Handles block events of a peer."""
         self._handle(PeerNews(peer_id, events))
 
     def answered(self, peer_id: WorkerId, message: BlocksOffered) -> None:
-        """Takes a worker's answer."""
+        """Handles a worker's answer."""
         self._handle(FromPeer(peer_id, message))
 
     # ------------------------------------------------------------ events and effects
@@ -223,7 +223,7 @@ class SimStore:
             self._future.plan(at_s, Rank.ROUTINE, self._on_wake, at_s)
 
     def _on_wake(self, at_s: float) -> None:
-        if at_s == self._wake_s:  # else another wake-up came first
+        if at_s == self._wake_s:  # otherwise another wake-up came first
             self._wake_s = None
             self._handle(StoreTick())
 

@@ -55,17 +55,17 @@ class _Pull:
     seq_id: SeqId
     # rising indices in the lease; None: the lease is only held
     wanted: tuple[int, ...] | None = None
-    num_asked: int = 0  # how many of `wanted` are on their way or arrived
-    left_s: float = 0.0  # until these are here, at full speed
-    share: float = 0.0  # the part of the links that it has; 0: nothing is on its way
-    since_s: float = 0.0  # when `left_s` was true
-    begun_s: float = 0.0  # when the first of what is on its way was asked for
-    transfer_s: float = 0.0  # with something on its way
-    ready_s: float = 0.0  # when the last block became ready
-    ends_s: float = 0.0  # as planned last
+    num_asked: int = 0  # number of `wanted` blocks that are in flight or have arrived
+    left_s: float = 0.0  # remaining time of the blocks in flight, at full speed
+    share: float = 0.0  # the pull's share of the links; 0: nothing is in flight
+    since_s: float = 0.0  # the time at which `left_s` held
+    begun_s: float = 0.0  # start of the transfer that is in flight
+    transfer_s: float = 0.0  # total time with blocks in flight
+    ready_s: float = 0.0  # time at which the last block became ready
+    ends_s: float = 0.0  # the end that was planned last
 
     def go_on(self, now_s: float) -> None:
-        """Counts what has come since."""
+        """Updates the remaining time to the present."""
         self.left_s -= self.share * (now_s - self.since_s)
         self.since_s = now_s
 
@@ -92,7 +92,7 @@ class Transfers:
         self._latency_s = latency_s
         self._leases: dict[LeaseId, _Lease] = {}
         self._held: dict[tuple[WorkerId, SeqId], LeaseId] = {}
-        # what is on its way, by source and by sink
+        # pulls in flight, by source and by sink
         self._out: defaultdict[WorkerId, _Flows] = defaultdict(dict)
         self._into: defaultdict[WorkerId, _Flows] = defaultdict(dict)
         self._num_open: Counter[WorkerId] = Counter()
@@ -159,7 +159,7 @@ class Transfers:
     def start(self, sink: TransferSide, seq_id: SeqId, indices: tuple[int, ...]) -> None:
         """Starts the pull of these blocks of a held lease."""
         lease_id = self._held.get((sink.worker_id, seq_id))
-        if lease_id is None:  # it has ended, and the sink will hear of that
+        if lease_id is None:  # the lease has ended, and the sink will be informed
             return
         lease = self._leases[lease_id]
         assert lease.pull is not None
@@ -183,7 +183,7 @@ class Transfers:
     # ------------------------------------------------------------ transfers
 
     def _go_on(self, lease_id: LeaseId, lease: _Lease) -> None:
-        """Sends the blocks that are ready and wanted and not yet on their way."""
+        """Sends the blocks that are ready and wanted, but not yet in flight."""
         pull = lease.pull
         if pull is None or not pull.wanted or pull.num_asked == len(pull.wanted):
             return
@@ -199,7 +199,7 @@ class Transfers:
         self._send(lease_id, pull, seconds)
 
     def _send(self, lease_id: LeaseId, pull: _Pull, seconds: float) -> None:
-        """Sends what takes so long at full speed, beside what is on its way already."""
+        """Adds a transfer, given by its time at full speed, to the blocks in flight."""
         pull.go_on(self._future.now_s)
         pull.left_s += seconds
         if pull.share:
@@ -211,7 +211,7 @@ class Transfers:
         self._share(pull)
 
     def _share(self, changed: _Pull) -> None:
-        """Shares the links of a pull anew, which has begun or ended."""
+        """Divides the links anew after a pull has begun or ended."""
         out, into = self._flows_of(changed)
         for lease_id, pull in {**out, **into}.items():
             pull.go_on(self._future.now_s)
@@ -219,7 +219,7 @@ class Transfers:
             self._plan_end(lease_id, pull)
 
     def _stop(self, lease_id: LeaseId, pull: _Pull) -> None:
-        """Frees the links of a pull of which nothing is on its way any more."""
+        """Frees the links of a pull that has nothing in flight any more."""
         if not pull.share:
             return
         now_s = self._future.now_s
@@ -231,7 +231,7 @@ class Transfers:
         self._share(pull)
 
     def _flows_of(self, pull: _Pull) -> tuple[_Flows, _Flows]:
-        """Returns what is on its way from the source and to the sink of a pull."""
+        """Returns the pulls in flight from the source and to the sink of a pull."""
         return self._out[pull.source.worker_id], self._into[pull.sink.worker_id]
 
     def _arrived(self, pull: _Pull) -> tuple[int, ...]:
@@ -251,7 +251,9 @@ class Transfers:
         self._future.plan(pull.ends_s, Rank.MESSAGE, end, pull.ends_s)
 
     def _on_end(self, lease_id: LeaseId, pull: _Pull, ends_s: float) -> None:
-        """Ends what is on its way, unless the pull has failed or its end was planned anew."""
+        """Completes the blocks in flight, unless the pull has failed or its end was planned
+        anew.
+        """
         lease = self._leases.get(lease_id)
         if lease is None or lease.pull is not pull or not pull.share or pull.ends_s != ends_s:
             return

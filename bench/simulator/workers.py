@@ -70,7 +70,7 @@ _tuple_of = cast("Callable[[int, int], tuple[int, ...]]", range)
 _list_of = cast("Callable[[int, int], list[int]]", range)
 
 
-class Said(msgspec.Struct, frozen=True):  # made for each sequence and report
+class Said(msgspec.Struct, frozen=True):  # a struct, as one is created for each sequence and report
     """A message, and the times at which its tokens were chosen."""
 
     message: ToGateway
@@ -107,8 +107,8 @@ class _Told:
     """What the gateway has heard of a decoding sequence, which has a token in every step."""
 
     max_len: int
-    token: int  # the next one
-    step: int = 0  # the next token's, counted over all decode steps of this worker
+    token: int  # the next token
+    step: int = 0  # step of the next token, counted over all decode steps of this worker
     has_begun: bool = False  # the first tokens were reported
 
 
@@ -162,10 +162,10 @@ class SimWorker:
         self._ends_s = array("d")  # when the latest decode steps ended
         self._num_earlier = 0  # decode steps before these
         self._stretch: _Stretch | None = None
-        self._said: list[Said] = []  # in this turn
+        self._said: list[Said] = []  # messages of this turn
         self._next_report_s = 0.0
         self._report_planned = False
-        self._has_news = True  # since its last report
+        self._has_news = True  # True if something changed since the last report
         self.reports = True
 
     def welcome(self) -> Welcome:
@@ -193,9 +193,7 @@ class SimWorker:
             self._cut(self._stretch)
 
     def settle(self, until_s: float) -> list[Said]:
-        """Returns the tokens that a live worker would have reported by then, as far as they are
-        new.
-        """
+        """Returns the new tokens that a live worker would have reported by then."""
         if not self._told:
             return []
         num_over = bisect_right(self._ends_s, until_s)
@@ -387,7 +385,7 @@ class SimWorker:
                     and message.finish is None
                     and told[message.seq_id].has_begun
                 ):
-                    continue  # told with the next report, or before the next placement
+                    continue  # reported with the next report, or before the next placement
                 self._say(message)
             elif isinstance(effect, EmitToAll):
                 self.role = effect.message.role

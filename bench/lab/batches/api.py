@@ -20,8 +20,8 @@ BATCH_TIMEOUT_S = 3600.0
 ENDED = ("completed", "failed", "expired", "cancelled")
 PAUSES = "baton_batch_pauses_total "
 
-Texts = Sequence[tuple[str, str]]  # custom ids and answers of an output file
-Lines = Sequence[dict[str, Any]]  # in an input file
+Texts = Sequence[tuple[str, str]]  # (custom id, answer) pairs of an output file
+Lines = Sequence[dict[str, Any]]  # lines of an input file
 
 
 class BatchNotCompleted(BatonError):
@@ -90,11 +90,11 @@ class BatchServer:
             return msgspec.json.decode(await reply.read(), type=_Batch).id
 
     async def batch(self, batch_id: str) -> _Batch:
-        """A batch as it is now."""
+        """Returns the present state of a batch."""
         return msgspec.json.decode(await self._get(f"/v1/batches/{batch_id}"), type=_Batch)
 
     async def num_answered(self, batch_id: str | None) -> int:
-        """Requests of a batch that have a result; 0 without a batch."""
+        """Returns the number of a batch's requests that have a result; 0 without a batch."""
         if batch_id is None:
             return 0
         counts = (await self.batch(batch_id)).request_counts
@@ -125,7 +125,7 @@ class BatchServer:
         return batch
 
     async def texts(self, batch: _Batch) -> Texts:
-        """The answers of a batch. Raises BatchNotCompleted if a request has an error."""
+        """Returns the answers of a batch. Raises BatchNotCompleted if a request has an error."""
         if batch.error_file_id is not None or batch.output_file_id is None:
             raise BatchNotCompleted(f"{batch.id}: {batch.request_counts.failed} requests failed")
         data = await self._get(f"/v1/files/{batch.output_file_id}/content")
@@ -137,7 +137,7 @@ class BatchServer:
         return await self.texts(await self.ended(await self.begin(lines)))
 
     async def num_pauses(self) -> float:
-        """Times that requests of batches stepped aside so far."""
+        """Returns the number of times that batch requests have stepped aside so far."""
         text = (await self._get("/metrics")).decode()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(PAUSES))
 
@@ -148,7 +148,7 @@ class BatchServer:
 
 
 async def _wait(holds: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Raises BatchNotCompleted if it does not hold in time."""
+    """Waits for a condition. Raises BatchNotCompleted if it does not hold in time."""
     if not await holds_within(holds, BATCH_TIMEOUT_S, MonotonicClock()):
         raise BatchNotCompleted(f"not in {BATCH_TIMEOUT_S:g} s: {what}")
 

@@ -47,8 +47,8 @@ class Window:
     which: str
     pair: int
     load: LoadRun
-    num_answered: int = 0  # requests of the batch, during the window
-    active_s: float = 0.0  # the part of the window in which the batch was not over
+    num_answered: int = 0  # batch requests that were answered during the window
+    active_s: float = 0.0  # the part of the window in which the batch was unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,15 @@ def results(measured: BatchesMeasured) -> tuple[Result, ...]:
 
 
 def once_of(texts: Texts) -> dict[str, str]:
-    """The answers of requests that have exactly one."""
+    """Returns the answers of requests that have exactly one answer."""
     counts = Counter(name for name, _ in texts)
     return {name: text for name, text in texts if counts[name] == 1}
 
 
 def warnings(measured: BatchesMeasured) -> list[str]:
-    """A line for each reason not to trust the results, and for each goal that was missed."""
+    """Returns a line for each reason not to trust the results, and for each goal that was
+    missed.
+    """
     lines = busy_warning(measured.background)
     failures = sum(len(window.load.failures) for window in measured.windows)
     if failures:
@@ -120,7 +122,7 @@ def warnings(measured: BatchesMeasured) -> list[str]:
 
 
 def _quiet(measured: BatchesMeasured) -> list[Result]:
-    """The percentiles over pairs of windows in which other programs used little of the CPU."""
+    """Returns the percentiles over pairs of windows in which other programs used little CPU."""
     quiet = {pair for pair, share in enumerate(measured.background) if share <= TOO_BUSY}
     windows = [window for window in measured.windows if window.pair in quiet]
     if not windows:
@@ -135,7 +137,7 @@ def _quiet(measured: BatchesMeasured) -> list[Result]:
 
 
 def _noise(measured: BatchesMeasured) -> list[Result]:
-    """The 99th percentiles without a batch, of half of the windows beside the other half."""
+    """Returns the 99th percentiles without a batch: half of the windows beside the other half."""
     halves: tuple[list[Window], list[Window]] = ([], [])
     for window in measured.windows:
         if window.which == WITHOUT:

@@ -35,7 +35,8 @@ from bench.lab.streams import BesideRun, answer_warnings, answered_per_s, gaps_w
 GOALS = Goals({"fluid/*": 0.95, "itl_ratio/bound": 1.3}, at_most=("itl_ratio/*",))
 FLUID, WALLED, MIXED = COMPARED = ("fluid", "walled", "mixed")
 BOUND = "bound"
-STREAM_ARMS = ("bound_idle", "bound", "walled_idle", "walled")  # a deployment; idle: no prompts
+# A deployment each; `_idle`: without prompts.
+STREAM_ARMS = ("bound_idle", "bound", "walled_idle", "walled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class MixRun:
     repeat: int
     begin_s: float
     end_s: float
-    results: tuple[Answer | Failure, ...]  # all, also those from before the window
-    busy: tuple[float, ...] = ()  # cores that each worker used in the window
+    results: tuple[Answer | Failure, ...]  # all results, including those from before the window
+    busy: tuple[float, ...] = ()  # number of cores that each worker used in the window
     others_share: float | None = None  # share of all cores
 
     @property
@@ -65,7 +66,7 @@ class MixRun:
 
 @dataclass(frozen=True, slots=True)
 class FluidMeasured:
-    """All runs, and the figures on which the second part rests."""
+    """All runs, and the measurements that the second part is based on."""
 
     mixes: list[MixRun] = field(default_factory=list)
     streams: list[BesideRun] = field(default_factory=list)
@@ -79,7 +80,7 @@ class FluidMeasured:
 
 
 def results(measured: FluidMeasured) -> tuple[Result, ...]:
-    """Every result; the ratios first."""
+    """Returns every result; the ratios come first."""
     mixes, streams = measured.mixes, measured.streams
     mix_names = dict.fromkeys(run.mix for run in mixes)
     mix_arms = [f"{mix}/{deployment}" for mix in mix_names for deployment in COMPARED]

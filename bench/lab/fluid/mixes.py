@@ -32,7 +32,9 @@ class TokenMix:
         return self.phases[int(elapsed_s // phase_s) % len(self.phases)]
 
     def window_s(self, window_s: float) -> float:
-        """Returns the measured part of its loop: so long for each of its phases."""
+        """Returns the measured part of the mix's loop, which is longer if the mix has several
+        phases.
+        """
         return window_s * len(self.phases)
 
 
@@ -64,8 +66,9 @@ def parts_of(text: str | None, known: Collection[str]) -> Sequence[str]:
 def starts_s(num_clients: int, ramp_s: float) -> list[float]:
     """Returns when each client of a closed loop begins.
 
-    Clients that begin together may stay in step for long: then all prompts come at once, and in
-    between all decode. This favours mixed workers, and no load of many clients is like that.
+    Clients that begin together may stay synchronised for long: then all prompts come at once, and
+    in between all clients decode. This favours mixed workers, and real loads of many clients do not
+    behave so.
     """
     return [ramp_s * i / num_clients for i in range(num_clients)]
 

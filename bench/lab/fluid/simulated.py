@@ -80,7 +80,7 @@ GOALS = Goals(
     }
 )
 NUM_HALVINGS = 5  # goodput is exact to 2 %
-PATIENCE_S = 3600.0  # every request is answered, if late
+PATIENCE_S = 3600.0  # so long that every request is answered, even if late
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Loops:
     num_clients: int = 8
     ramp_s: float = RAMP_S
     window_s: float = WINDOW_S
-    phase_s: float = 2.5  # in a mix that turns
+    phase_s: float = 2.5  # duration of a phase in an alternating mix
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class PoolsUse:
     name: str
     pools: SimulatedPools
     is_fluid: bool = False
-    chunk_tokens: int | None = None  # None: as the profile has it
+    chunk_tokens: int | None = None  # None: the profile's value
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ def _of_load(plan: SimulatedFluidPlan, load: str, say: Say) -> dict[str, Figure]
 
 
 def _at_rate(run: SimulatedRun, slo: SloBounds) -> dict[str, Figure]:
-    """Returns what a run shows of its waits and of its workers."""
+    """Returns a run's figures of latencies and of worker utilisation."""
     answered = [one for record in run.records if (one := latencies_of(record)) is not None]
     samples_s = {
         "ttft_p90": [one.ttft_s for one in answered],

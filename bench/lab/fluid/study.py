@@ -83,7 +83,7 @@ from engine.config import PoolsConfig
 
 MIXES, GOODPUT = "mixes", "goodput"
 LOADS = ("synthetic", "turning")
-SLACK = 1.25  # the bound over the TPOT of streams alone
+SLACK = 1.25  # the bound, as a multiple of the TPOT of streams alone
 LOAD = 0.8  # share of the prompts that one worker can compute
 WARM_UP_S = 1.0
 NUM_ALONE = 3  # prompts that are timed one by one
@@ -285,7 +285,9 @@ class _Bench:
     async def _start(
         self, session: aiohttp.ClientSession, deployment: str, tpot_bound_s: float | None = None
     ) -> None:
-        """Starts a deployment and warms it up. The loop stands still until it serves."""
+        """Starts a deployment and warms it up. Blocks the event loop until the deployment
+        serves.
+        """
         self._say(f"starting: {deployment}")
         options = {**POOLS[deployment], "--threads": 1, "--weights": "int8"}
         environment = dict(WALLS) if deployment == WALLED else {}
@@ -340,7 +342,8 @@ class _Bench:
                 lengths = mix.lengths_at(now_s - begin_s, self._study.phase_s)
                 body = body_of(*lengths, self._vocab, model=server.model, rng=rng)
                 found.append(result := await server.send(body))
-                if isinstance(result, Failure):  # or a refused client would repeat without a pause
+                # Without this pause, a refused client would repeat at once.
+                if isinstance(result, Failure):
                     await pause(FAILED_PAUSE_S)
 
         async with asyncio.TaskGroup() as group:
@@ -376,7 +379,8 @@ class _Bench:
     async def _pace(self) -> tuple[float, float]:
         """Measures the TPOT of streams without prompts, and the time of one prompt; medians.
 
-        On walled pools: of fluid ones both workers would decode, a pace that no prompt may disturb.
+        It uses walled pools. In fluid pools both workers would decode, at a pace that prompts could
+        not keep.
         """
         server = self._servers[WALLED]
         streams, prompts = self._bodies(server, "pace")
@@ -389,7 +393,7 @@ class _Bench:
         return pace_s, statistics.median(one.e2e_s for one in singles)
 
     def _bodies(self, server: LiveServer, name: str) -> tuple[Iterator[bytes], Iterator[bytes]]:
-        """Returns streams and prompts without end; `name` keeps them apart from others."""
+        """Returns endless iterators of streams and prompts; `name` makes their prompts unique."""
         rng = Random(f"{self._study.seed}/{name}")
         streams, prompts = (
             bodies(ask, self._vocab, model=server.model, rng=rng)

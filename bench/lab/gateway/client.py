@@ -29,7 +29,7 @@ class _Seen:
     """Times and failures of all requests of one command."""
 
     ttft_s: list[float] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)  # between two pieces of an answer
+    gaps_s: list[float] = field(default_factory=list)  # gaps between two pieces of an answer
     num_events: int = 0
 
 
@@ -39,9 +39,9 @@ class _Connection(asyncio.Protocol):
     def __init__(self, left: deque[bytes], seen: _Seen) -> None:
         self._left = left
         self._seen = seen
-        self._rest = b""  # may be the beginning of an event
+        self._rest = b""  # possibly the beginning of an event
         self._sent_s = 0.0
-        self._last_s: float | None = None  # arrival of the last piece, if any
+        self._last_s: float | None = None  # arrival time of the last piece, if any
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -1,4 +1,4 @@
-"""Runs the servers of `bench gateway`: starts them, knows their address and their CPU time."""
+"""The servers of `bench gateway`: start, address and CPU time."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class Server:
         return (self.session, *self.behind)
 
     def cpu_s(self) -> float:
-        """CPU seconds that its processes have used."""
+        """Returns the CPU seconds that the server's processes have used."""
         return background.session_seconds(self.session)
 
 

@@ -64,8 +64,8 @@ class StreamLoad:
     name: str
     num_streams: int
     num_rounds: int
-    num_tokens: int  # in each
-    steps: int = 1  # from token to token
+    num_tokens: int  # tokens of each answer
+    steps: int = 1  # worker steps between two tokens
 
     @property
     def pace_s(self) -> float:
@@ -116,7 +116,7 @@ class GatewayMeasured:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, server: str, load: StreamLoad) -> list[GatewayRun]:
-        """A server's runs of one load, by repetition."""
+        """Returns a server's runs of one load, by repetition."""
         return [run for run in self.runs if (run.server, run.load) == (server, load)]
 
 
@@ -227,7 +227,7 @@ class GatewayStudy(Experiment):
         )
 
     def body_of(self, load: StreamLoad) -> dict[str, Any]:
-        """The body of requests. Peers read the pace from `user`, our worker from `top_k`."""
+        """Returns a request's body. Peers read the pace from `user`, our worker from `top_k`."""
         return {
             "model": MODEL,
             "messages": [{"role": "user", "content": "word " * self.prompt_words}],

@@ -5,7 +5,7 @@ All that a client waits for beside the pace is the gateway's own time. The worke
 
     Generate            sends the first token at once, as after a prefill of no time
     every `pace_s`      sends one token of every sequence in a frame for each gateway: a decode step
-    Cancel, last token  forgets the sequence
+    Cancel, last token  removes the sequence
     now and then        reports its load, with the time of a step
 
 For its first prompts it reports in two frames when they begin and end. From these the gateway
@@ -66,12 +66,12 @@ class NullWorkerOptions(msgspec.Struct, frozen=True):
     pace_s: float
     token_ids: tuple[int, ...]
     worker_id: str = "null"
-    kernels: str = ""  # what it says that it computes with
+    kernels: str = ""  # the kernels that it claims to use
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """An answer under way, with `num_left` tokens left, from `place` in the list on."""
+    """An answer in flight: `num_left` tokens are left, from index `place` of the list on."""
 
     place: int
     num_left: int
@@ -120,7 +120,8 @@ class NullWorker:
         assert isinstance(hello, Hello)
         line.post(encode_frame([_welcome(self._options)]))
         session = _Session(line)
-        session.say([self._load(num_rows=1)])  # else the cost of steps is unknown for a while
+        # Without this report the cost of steps would be unknown for a while.
+        session.say([self._load(num_rows=1)])
         self._sessions.append(session)
         try:
             async for frame in line:
@@ -163,7 +164,7 @@ class NullWorker:
         due_s = self._clock.now_s()
         while not self._stop.is_set():
             now_s = self._clock.now_s()
-            due_s = max(due_s + self._options.pace_s, now_s)  # a late step delays those after it
+            due_s = max(due_s + self._options.pace_s, now_s)  # a late step delays the later ones
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), due_s - now_s)
             self._num_steps += 1

@@ -28,10 +28,10 @@ KIB = 2**10
 MIB = 2**20
 COUNTS = (1, 16, 256)
 TOTAL_BYTES = 64 * MIB
-NUM_PULLS = {1: 16, 16: 8}  # for one case in one repetition: short ones vary most
+NUM_PULLS = {1: 16, 16: 8}  # pulls of one case in one repetition: short pulls vary most
 LIMIT_OF = {"shm": "memcpy", "zmq": "tcp", "nixl": "bare_nixl"}
 LAYER_BYTES = 8 * KIB  # K and V of two heads of 64 elements in bf16, 16 tokens
-HEAD_BYTES = 2 * KIB  # K or V of one of them
+HEAD_BYTES = 2 * KIB  # K or V of one head
 SPLITS = {"1to2": (1, 2), "2to1": (2, 1)}  # ranks of the source and of the sink
 
 Blocks = tuple[int, ...]
@@ -51,7 +51,7 @@ class KvCase:
 
     block_bytes: int
     num_blocks: int
-    is_whole: bool  # as many blocks as make the plan's total
+    is_whole: bool  # True if the case moves the plan's total
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +80,7 @@ class KvPulls:
     num_repeats: int
     total_bytes: int = TOTAL_BYTES
     only_whole: bool = False  # True: no cases of fewer blocks
-    times: int = 1  # that each pull of a repetition is made
+    times: int = 1  # number of times that each pull is repeated
     seed: int = 0
 
     @property

@@ -8,9 +8,9 @@ memcpy: one process and one thread, with one memcpy a block between two anonymou
 mappings use huge pages if the system allows. There are two ways: a loop in C, and one in Python
 over ctypes.
 
-tcp: two processes on loopback. The sink asks with eight bytes, and the source answers with nothing
-but the blocks. Both use as few calls (`sendmsg`, `recvmsg_into`) with scattered buffers as the
-way's size of a call allows. The time runs from the sink's question.
+tcp: two processes on loopback. The sink requests with eight bytes, and the source sends only the
+blocks. Both use as few calls (`sendmsg`, `recvmsg_into`) with scattered buffers as the way's size
+of a call allows. The time runs from the sink's question.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ _clock = MonotonicClock()
 
 Addresses = npt.NDArray[np.uint64]
 Views = list[memoryview]
-Copy = Callable[[Addresses, Addresses, int], None]  # to, from, bytes of each block
+Copy = Callable[[Addresses, Addresses, int], None]  # destination, source, bytes of each block
 
 
 class Memcpy(TransferEnd):
@@ -112,7 +112,8 @@ def compiled_copy() -> Copy | None:
         command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
         if subprocess.run(command, input=COPY_LOOP, text=True, check=False).returncode:
             return None
-        function = ctypes.CDLL(str(path)).copy_blocks  # stays mapped after the file is deleted
+        # The library stays mapped after its file is deleted.
+        function = ctypes.CDLL(str(path)).copy_blocks
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     function.restype = None
 
@@ -129,7 +130,9 @@ def _copy_by_ctypes(sinks: Addresses, sources: Addresses, num_bytes: int) -> Non
 
 
 class RawTcp(TransferEnd):
-    """One end. A source serves the blocks that were offered last, a sink asks for them."""
+    """One end of raw TCP. A source sends the blocks that were offered last; a sink requests
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,8 +49,8 @@ from kvtransfer.records import plan_pieces
 
 SOURCE_SEED = 1
 PULL_TIMEOUT_S = 30.0
-HOLD_S = 0.02  # until leases count as held: many round trips on one host
-TIMING = Timing(ttl_s=600.0)  # other movers have their turns while a lease or source waits
+HOLD_S = 0.02  # time until leases count as held: many round trips on one host
+TIMING = Timing(ttl_s=600.0)  # long, because a lease waits while other movers are measured
 
 _clock = MonotonicClock()
 
@@ -140,7 +140,7 @@ class TransferWorker(TransferEnd):
         super().__init__()
         self._transport = transport
         self._split = split
-        self._ends: dict[int, list[OpenEndpoint]] = {}  # the ranks, by block size
+        self._ends: dict[int, list[OpenEndpoint]] = {}  # endpoints of all ranks, by block size
         self.facts: dict[str, object] = {"version": "", "ways": [""]}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
@@ -188,7 +188,9 @@ class TransferWorker(TransferEnd):
         return self._ends[block_bytes][0].pool.blocks
 
     def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Hashes these blocks as the sink has them, or is to have them."""
+        """Hashes these blocks: the sink's actual blocks, or the source's blocks in the form that
+        the sink should get.
+        """
         if self._split is None or end == "sink":
             return super().digest(end, block_bytes, blocks)
         expected = np.zeros((len(blocks), block_bytes), np.uint8)
@@ -219,7 +221,7 @@ class TransferWorker(TransferEnd):
             ]
 
     def _identities(self, role: str, block_bytes: int) -> list[Identity]:
-        """Returns those of the ranks."""
+        """Returns the identities of the ranks."""
         split = self._split
         if split is None:
             return [Identity("bench", layout_of(block_bytes))]

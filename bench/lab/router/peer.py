@@ -59,14 +59,16 @@ class BitmaskRouter:
         self._reserved: dict[int, _Reservation] = {}
 
     def stored(self, worker: int, hashes: Sequence[BlockHash]) -> None:
-        """Notes that a worker holds these blocks."""
+        """Records that a worker holds these blocks."""
         bit = 1 << worker
         owners = self.owners
         for block_hash in hashes:
             owners[block_hash] = owners.get(block_hash, 0) | bit
 
     def stored_by_all(self, workers: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Notes it for several workers: their blocks share one integer, which saves memory."""
+        """Records the same for several workers: their blocks share one integer, which saves
+        memory.
+        """
         mask = 0
         for worker in workers:
             mask |= 1 << worker
@@ -100,7 +102,9 @@ class BitmaskRouter:
         self._join(reserved.decode, -1, -reserved.num_tokens, -reserved.num_blocks)
 
     def _longest(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """Length of the longest prefix that a worker holds, in blocks, and its holders as bits."""
+        """Returns the length, in blocks, of the longest prefix that any worker holds, and its
+        holders as bits.
+        """
         owners = self.owners
         mask, depth = -1, 0
         for block_hash in hashes:

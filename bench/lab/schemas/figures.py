@@ -36,12 +36,12 @@ class Judged:
     engine: str
     case: SchemaCase
     refusal: str | None = None
-    failure: str | None = None  # it died, or took too long
+    failure: str | None = None  # the engine died, or took too long
     compile_s: float = 0.0
     masks_us: tuple[float, ...] = ()
-    allowed: tuple[bool, ...] = ()  # for each test
+    allowed: tuple[bool, ...] = ()  # for each test: True if the engine allowed the text
     num_walks: int = 0
-    walks: tuple[tuple[str, bool], ...] = ()  # texts that came to an end, and if they are valid
+    walks: tuple[tuple[str, bool], ...] = ()  # texts of completed walks; True if the text is valid
 
     @property
     def is_accepted(self) -> bool:
@@ -55,7 +55,7 @@ class Judged:
         return self.is_accepted and wanted == list(self.allowed)
 
     def of_tests(self, *, valid: bool) -> list[bool]:
-        """For each valid, or invalid, text: was it allowed?"""
+        """Yields for each valid (or each invalid) text if it was allowed."""
         pairs = zip(self.case.tests, self.allowed, strict=False)
         return [allowed for test, allowed in pairs if test.is_valid is valid]
 
@@ -69,7 +69,7 @@ class SchemasMeasured:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, engine: str) -> list[Judged]:
-        """What one engine did."""
+        """Returns the verdicts of one engine."""
         return [each for each in self.judged if each.engine == engine]
 
     @property
@@ -123,13 +123,15 @@ def warnings(measured: SchemasMeasured) -> list[str]:
 
 
 def reasons(judged: Iterable[Judged]) -> list[tuple[str, int]]:
-    """What an engine refuses schemas for, and how many; the most frequent first."""
+    """Returns an engine's reasons of refusals with the number of schemas, the most frequent
+    first.
+    """
     counts = Counter(_reason(each.refusal) for each in judged if each.refusal is not None)
     return counts.most_common()
 
 
 def _reason(refusal: str) -> str:
-    """The begin of a message, up to what is about one schema only."""
+    """Returns the general beginning of a message, without the part about a single schema."""
     begin = refusal.partition(" (at ")[0].partition(": ")
     first, _, rest = begin
     return " ".join(f"{first}: {rest}".split()[:8]) if rest else first[:60]

@@ -34,7 +34,7 @@ class BatonCompiler:
         self._guides.load()
 
     def check(self, schema: str) -> None:
-        """Raises GrammarError for what a gateway would refuse."""
+        """Raises GrammarError for a schema that a gateway would refuse."""
         result = judged(self._guides, Grammar(GrammarKind.JSON_SCHEMA, schema))
         if result.verdict is not GrammarVerdict.FOLLOWED:
             raise GrammarError(result.message)
@@ -47,7 +47,7 @@ class BatonCompiler:
 
 
 class GuideMatcher:
-    """The place of one text, in a guide."""
+    """The state of a guide along one text."""
 
     def __init__(self, guide: Guide) -> None:
         self._guide = guide
@@ -58,7 +58,7 @@ class GuideMatcher:
         return words
 
     def accept(self, token_id: int) -> None:
-        """Takes a token that the mask allows."""
+        """Advances by a token that the mask allows."""
         self._guide.consume(token_id)
 
 

@@ -24,7 +24,7 @@ class Validator:
     facts: ClassVar[dict[str, object]] = {}
 
     def validate(self, schema: str, texts: list[str]) -> dict[str, object]:
-        """Tells of each text whether the schema allows it."""
+        """Returns for each text if the schema allows it."""
         decoded: Any = json.loads(schema)
         kind = validator_for(decoded, default=Draft202012Validator)
         validator = kind(decoded, format_checker=FormatChecker(FORMATS))

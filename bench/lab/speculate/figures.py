@@ -55,8 +55,9 @@ class BatchRun(msgspec.Struct, frozen=True):
     seconds: float
     outside_s: float  # outside the runner
     num_tokens: int
-    steps: list[tuple[float, int, int, int]]  # seconds, rows, tokens verified beyond, draft passes
-    drafts: list[tuple[int, int, int]]  # drafted, accepted, and in how many rows
+    # (seconds, rows, drafted tokens verified, draft passes) of each step.
+    steps: list[tuple[float, int, int, int]]
+    drafts: list[tuple[int, int, int]]  # (drafted, accepted, number of rows with these counts)
     answers: list[list[int]]
 
     @property
@@ -66,7 +67,7 @@ class BatchRun(msgspec.Struct, frozen=True):
 
     @property
     def num_rows(self) -> int:
-        """Sequences, counted once for each step."""
+        """Returns the number of rows of all steps."""
         return sum(rows for _, rows, _, _ in self.steps)
 
 
@@ -100,7 +101,7 @@ class SpeculateMeasured:
 
 
 def joined(runs: Sequence[BatchRun]) -> BatchRun:
-    """Batches one after the other, as one run."""
+    """Joins consecutive batches to one run."""
     return BatchRun(
         seconds=sum(run.seconds for run in runs),
         outside_s=sum(run.outside_s for run in runs),
@@ -112,20 +113,22 @@ def joined(runs: Sequence[BatchRun]) -> BatchRun:
 
 
 def is_same(answer: Sequence[int], other: Sequence[int]) -> bool:
-    """True if two answers agree as far as both go."""
+    """True if two answers agree up to the end of the shorter one."""
     length = min(len(answer), len(other))
     return [*answer[:length]] == [*other[:length]]
 
 
 def mean_acceptance(drafts: Sequence[tuple[int, int, int]]) -> float | None:
-    """α: of the tokens verified behind accepted ones only, the share that was accepted."""
+    """Returns α: the accepted share of the tokens that were verified behind accepted tokens
+    only.
+    """
     tried = sum(min(accepted + 1, drafted) * rows for drafted, accepted, rows in drafts)
     kept = sum(accepted * rows for _, accepted, rows in drafts)
     return kept / tried if tried else None
 
 
 def acceptance_by_place(drafts: Sequence[tuple[int, int, int]]) -> list[tuple[float, int]]:
-    """For each place, the share that was accepted and the number of tokens drafted there."""
+    """Returns the accepted share, and the number of drafted tokens, for each place in a draft."""
     kept: Counter[int] = Counter()
     total: Counter[int] = Counter()
     for drafted, accepted, rows in drafts:
@@ -253,7 +256,7 @@ def _places(cell: Cell, measured: SpeculateMeasured) -> Iterator[Result]:
 
 
 def _named(cells: Sequence[Cell], by_cell: Sequence[Result]) -> Iterator[Result]:
-    """For each promised name, the lowest of its cells."""
+    """Returns the lowest cell for each promised name."""
     speedups = {r.name.partition("/")[2]: r for r in by_cell if r.name.startswith("speedup/")}
     agreeing = [cell for cell in cells if cell.setup.agrees]
     fresh = [cell for cell in agreeing if cell.workload.kind is not PromptKind.REPEAT]

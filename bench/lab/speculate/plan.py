@@ -43,10 +43,10 @@ BUNDLED = "bundled"
 NUM_PROMPTS = 32
 PROMPT_LEN = 64
 TEMPERATURE = 0.7
-EDIT_EVERY = 16  # tokens of an earlier answer, on average, one is replaced
+EDIT_EVERY = 16  # in an earlier answer, one token in this many is replaced, on average
 MAX_DRAFT_TOKENS = 8
 LEAST_S = 0.5  # plain decoding in one run of a cell
-MOST_ROUNDS = 61  # batches in one run; odd, as the order of modes changes with each
+MOST_ROUNDS = 61  # batches in one run; odd, as the order of modes changes with each batch
 CALIBRATED_LENS = (0, 1, 2, 4, 8)  # drafts whose passes are timed by themselves
 QUICK_TOKENS = 16
 QUICK_IDENTITY = 40
@@ -94,7 +94,7 @@ class SpeculateSetup:
 
     @property
     def modes(self) -> tuple[Speculate, ...]:
-        """The modes that differ: for n-grams the drafter does not matter."""
+        """Returns the modes that can differ: for n-grams the draft model does not matter."""
         if self.agrees:
             return tuple(Speculate)
         return (Speculate.OFF, Speculate.DRAFT, Speculate.AUTO)
@@ -220,5 +220,7 @@ def prompts_for(cell: Cell, count: int, *, turn: int) -> list[int]:
 
 
 def turn_order(modes: Sequence[Speculate], turn: int) -> list[Speculate]:
-    """Modes in the order of one turn, so that drift meets all of them alike."""
+    """Returns the modes in the order of one turn; it varies, so that drift affects all modes
+    alike.
+    """
     return [*modes[::-1]] if turn % 2 else [*modes]

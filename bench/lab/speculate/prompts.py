@@ -71,7 +71,9 @@ def repeating_asks(
     num_tokens: int,
     seed: int,
 ) -> list[CoreAsk]:
-    """Requests for each prompt behind itself and an edited answer; they ask for as many tokens."""
+    """Returns requests of a prompt, its edited answer and the prompt again; they request as many
+    tokens as that answer.
+    """
     rng = Random(f"{seed}/repeat")
     vocab = sorted({token for answer in answers for token in answer} - set(end_token_ids))
     asks = []
@@ -90,7 +92,7 @@ def until_end(answer: Sequence[int], end_token_ids: Sequence[int]) -> Tokens:
 
 
 def edited(answer: Sequence[int], vocab: Sequence[int], rng: Random) -> Tokens:
-    """An earlier version: some tokens are others."""
+    """Returns an earlier version of an answer: some tokens are replaced."""
     return [rng.choice(vocab) if rng.randrange(EDIT_EVERY) == 0 else token for token in answer]
 
 
@@ -105,7 +107,7 @@ def identity_asks(
         num_tokens, sampling = rng.randint(*IDENTITY_TOKENS), _sampling(rng)
         min_tokens = rng.choice((0, 0, num_tokens // 2))
         if sampling.grammar is not None:
-            min_tokens = 0  # it says itself when the answer may end
+            min_tokens = 0  # the grammar itself says when the answer may end
         for choice in range(rng.choice((1, 1, NUM_CHOICES))):
             own = _with_seed(sampling, sampling.seed + choice)
             asks.append(CoreAsk(prompt, num_tokens, own, tuple(end_token_ids), min_tokens))

@@ -115,10 +115,11 @@ class Answers:
     wanted: list[SeqId]
     token_ids: dict[SeqId, list[int]] = field(default_factory=dict)
     finished: set[SeqId] = field(default_factory=set)
-    drafts: Counter[tuple[int, int]] = field(default_factory=Counter)  # (drafted, accepted): rows
+    # Number of rows by (drafted, accepted).
+    drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def take(self, messages: Sequence[ToGateway]) -> None:
-        """Takes in the messages of a step."""
+        """Records the messages of a step."""
         for message in messages:
             match message:
                 case PrefillDone(seq_id, token, finish):
@@ -133,7 +134,7 @@ class Answers:
 
     @property
     def all_begun(self) -> bool:
-        """True if each has its first token."""
+        """True if each answer has its first token."""
         return len(self.token_ids) == len(self.wanted)
 
     @property
@@ -191,7 +192,9 @@ class MixedCore:
 
 
 def _no_refusal(effects: Sequence[Effect]) -> list[ToGateway]:
-    """Messages to the gateway; a benchmark that ran out of memory measures something else."""
+    """Returns the messages to the gateway. Asserts that no sequence was refused, since a
+    benchmark without enough memory is void.
+    """
     messages = [effect.message for effect in effects if isinstance(effect, Emit)]
     for message in messages:
         if isinstance(message, GivenBack):
@@ -332,7 +335,7 @@ def _asks(asks: list[Any]) -> list[CoreAsk]:
 
 
 def _with_room(asks: Sequence[CoreAsk], num_tokens: int) -> list[CoreAsk]:
-    """Requests that want more: near the end of an answer drafts would be shorter."""
+    """Returns the requests with longer answers, because drafts get shorter near an answer's end."""
     return [msgspec.structs.replace(ask, num_tokens=ask.num_tokens + num_tokens) for ask in asks]
 
 

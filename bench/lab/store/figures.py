@@ -43,13 +43,13 @@ from bench.lab.store.turns import TurnsMeasured
 from kvtransfer.store.disk.measuring import RecoveryTime
 
 SLAB = "slab"
-LOOSE = 0.05  # noise of p99 above which its goal means little
+LOOSE = 0.05  # if the noise of p99 is larger, its goal means little
 INTAKE, COMPUTE = "prefill_queue", "prefill_compute"  # stages of a prompt in its worker
 
 
 @dataclass(frozen=True, slots=True)
 class StoreMeasured:
-    """What the parts found; None for a part that was left out or failed."""
+    """The measurements of each part; None for a part that was left out or failed."""
 
     restarts: RestartTimes | None = None
     pulls: Mapping[TimeKey, tuple[float, ...]] | None = None

@@ -34,7 +34,7 @@ class PeerRestart:
 def measure(
     plan: StorePlan, peer: PeerProgram, folder: Path, say: Say = say_nothing
 ) -> PeerRestart:
-    """Carries it out with vLLM's files in `folder`. Raises DrivenFailed, PrefixElsewhere."""
+    """Measures, with vLLM's files in `folder`. Raises DrivenFailed, PrefixElsewhere."""
     checkpoint = cached_checkpoint(plan.shape, plan.seed)
     vocab = plain_token_ids(checkpoint)
     prompts = store_prompts(plan, vocab, plan.prompts, name="prompts")

@@ -7,7 +7,7 @@
 4. Everything is stopped and started again. The store's memory is empty now.
 5. Each prompt again: its blocks can only come from disk.
 
-A prompt that did not come from where it should ends the run with an error.
+If a prompt's prefix came from another place than intended, the run ends with an error.
 """
 
 import os
@@ -51,7 +51,7 @@ Prompts = list[list[int]]
 
 
 def measure(plan: StorePlan, folder: Path, say: Say = say_nothing) -> RestartTimes:
-    """Carries it out with the store's files in `folder`. Raises BatonError, PrefixElsewhere."""
+    """Measures, with the store's files in `folder`. Raises BatonError, PrefixElsewhere."""
     checkpoint = cached_checkpoint(plan.shape, plan.seed)
     vocab = plain_token_ids(checkpoint)
     prompts = store_prompts(plan, vocab, plan.prompts, name="prompts")
@@ -116,7 +116,9 @@ async def _from_disk(
 
 
 async def _ask_all(client: StoreClient, prompts: Prompts, *, num_cached: int) -> tuple[Answer, ...]:
-    """Asks one at a time. Raises PrefixElsewhere if another number of tokens was cached."""
+    """Sends the prompts one at a time. Raises PrefixElsewhere if another number of tokens was
+    cached.
+    """
     answers = tuple([await client.ask(prompt) for prompt in prompts])
     found = [answer.num_cached_tokens for answer in answers]
     if any(number != num_cached for number in found):
