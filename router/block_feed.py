@@ -1,7 +1,7 @@
 """The sockets around `BlockNews`: one worker's block events, as a gateway receives them.
 
-It lives on the gateway's event loop as long as the session with the worker. Each ask has its own
-socket, so late answers to an earlier ask are dropped.
+It lives on the gateway's event loop as long as the session with the worker. Each request has its
+own socket, so late answers to an earlier request are dropped.
 """
 
 import asyncio
@@ -44,12 +44,12 @@ from router.prefixes.news import (
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BATCHES = 10_000
-MAX_MESSAGES_PER_TURN = 32  # before the loop does other things
-SILENCE_S = 2.0  # of the other end's host; then the connection is replaced
+MAX_MESSAGES_PER_TURN = 32  # then the loop handles other events
+SILENCE_S = 2.0  # seconds without a sign of the other host; then the connection is replaced
 
 
 class BlockFeed:
-    """Follows one worker. `on_news` takes its events, `count` the reason of each request to it."""
+    """Follows one worker. Calls `on_news` with its events, `count` with each request's reason."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class BlockFeed:
 
     @property
     def is_following(self) -> bool:
-        """True if everything that the worker is known to have published was passed on."""
+        """True if all batches that the worker is known to have published were passed on."""
         return self._news.is_following
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
@@ -88,7 +88,7 @@ class BlockFeed:
         self._perform(self._news.open(self._clock.now_s()))
 
     def close(self) -> None:
-        """Closes the sockets. `on_news` is not called from now on."""
+        """Closes the sockets. `on_news` is not called any more."""
         self._is_closed = True
         self._hang_up()
         self._loop.remove_reader(self._batches.FD)
@@ -97,7 +97,7 @@ class BlockFeed:
             self._timer.cancel()
 
     def counted(self, num_batches: int) -> None:
-        """Takes the number of published batches that the worker has reported."""
+        """Records the number of published batches that the worker has reported."""
         self._handle(Counted(num_batches))
 
     # ------------------------------------------------------------ sockets
@@ -115,7 +115,7 @@ class BlockFeed:
         return socket
 
     def _read_batches(self) -> None:
-        """Reads all messages: the descriptor becomes readable once, not once for each."""
+        """Reads all messages: the descriptor becomes readable once, not once per message."""
         for _ in range(MAX_MESSAGES_PER_TURN):
             if self._is_closed:
                 return
@@ -138,7 +138,7 @@ class BlockFeed:
         self._loop.call_soon(self._read_answers, socket)
 
     def _ask(self, wanted: bytes) -> None:
-        """Sends a request. If that fails, no answer comes and a later request replaces it."""
+        """Sends a request. If sending fails, no answer comes and a later request replaces it."""
         self._hang_up()
         try:
             socket = self._answers = self._connected(zmq.DEALER, self._address.asked)

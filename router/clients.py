@@ -1,7 +1,7 @@
-"""The requests of one router, from their submission to their ends, and the sinks of their answers.
+"""The requests of one router, from submission to end, and the sinks of their answers.
 
-What the machine has for requests in one turn of the loop goes to sinks as tokens alone where that
-is possible, which is nearly always. Anything else becomes one update for each request.
+The machine's effects for a request in one turn of the loop go to its sink as bare tokens if
+possible, which is nearly always. All other effects are merged into one update per request.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ ForClient = Deliver | End
 
 
 class RouterClients:
-    """All requests whose sinks wait for something."""
+    """All running requests and their sinks."""
 
     def __init__(self, state: RouterState, handle: Callable[..., None]) -> None:
-        """`handle` feeds the machine with events."""
-        self.taker: FrameTaker | None = None  # None: no answer asked for frames yet
+        """`handle` passes events to the machine."""
+        self.taker: FrameTaker | None = None  # None: no answer has offered frames yet
         self.state = state
         self._handle = handle
         self._clients: dict[RequestId, _Client] = {}
-        self._arrived: dict[RequestId, Request] = {}  # in this turn of the loop
-        self._num_left_seqs = 0  # the machine's, at the last check
+        self._arrived: dict[RequestId, Request] = {}  # arrived in this turn of the loop
+        self._num_left_seqs = 0  # the machine's count at the last check
         self._end: Failed | None = None  # the outcome of all requests, after `cut`
 
     def submit(self, request: Request, sink: Sink) -> Handle:
-        """Starts a request, whose answer goes to `sink`."""
+        """Starts a request; its answer goes to `sink`."""
         client = _Client(self, request.request_id, sink)
         if self._end is not None:
             client.update(Update(outcome=self._end))
@@ -43,14 +43,14 @@ class RouterClients:
         return client
 
     def admit(self) -> None:
-        """Hands the machine all requests of a turn of the loop, so that it places them together."""
+        """Passes all requests of a turn of the loop to the machine, which places them together."""
         requests, self._arrived = list(self._arrived.values()), {}
-        if not requests:  # their clients left
+        if not requests:  # all their clients have left
             return
         *others, last = requests
         try:
             self._handle(*(Arrived(each, more_come=True) for each in others), Arrived(last))
-        except Exception as error:  # a bug, which ends these requests and no others
+        except Exception as error:  # a bug; it ends these requests but no others
             for request in requests:
                 if (client := self._clients.get(request.request_id)) is not None:
                     client.sink.fail(error)
@@ -61,14 +61,14 @@ class RouterClients:
         self._handle(*(ClientGone(request_id) for request_id in request_ids))
 
     def leave(self, request_id: RequestId) -> None:
-        """Ends a request whose sink takes nothing more."""
+        """Cancels a request whose sink accepts nothing more."""
         self._clients.pop(request_id, None)
         self._arrived.pop(request_id, None)
         if request_id in self.state.flights:
             self._handle(ClientGone(request_id))
 
     def cut(self, end: Failed) -> int:
-        """Ends all requests with this outcome, later ones too. Returns their number now."""
+        """Ends all requests with this outcome, later ones too. Returns the present number."""
         self._end = end
         clients, self._clients = self._clients, {}
         for client in clients.values():
@@ -80,7 +80,7 @@ class RouterClients:
         self.withdraw(list(self._clients))
 
     def deliver(self, effects: Mapping[RequestId, Sequence[ForClient]], now_s: float) -> None:
-        """Gives sinks what the machine has for their requests."""
+        """Passes the machine's effects to the sinks of their requests."""
         for request_id, of_request in effects.items():
             client = self._clients.get(request_id)
             if client is None:
@@ -96,7 +96,7 @@ class RouterClients:
                 client.update(joined([_update_of(each) for each in rest]))
 
     def close_left(self) -> None:
-        """Lets no tokens be taken from frames for sequences that ended before their requests."""
+        """Stops reading frames for sequences that ended before their requests."""
         state = self.state
         if self.taker is None or state.num_left_seqs == self._num_left_seqs:
             return
@@ -116,14 +116,14 @@ class _Client:
         self._clients = clients
         self.request_id = request_id
         self.sink = sink
-        self.seq_id: SeqId | None = None  # whose tokens may be taken from frames
+        self.seq_id: SeqId | None = None  # the sequence whose tokens may be read from frames
 
     def cancel(self) -> None:
-        """Ends the request; its sink gets nothing more."""
+        """Cancels the request; its sink gets nothing more."""
         self._clients.leave(self.request_id)
 
     def offer_frames(self, taker: FrameTaker) -> SeqId | None:
-        """Offers frames to `taker` from now on; returns the running sequence, if there is one."""
+        """Offers frames to `taker` from now on; returns the running sequence, if any."""
         flight = self._clients.state.flights.get(self.request_id)
         if flight is None or flight.attempt is None:
             return None
@@ -132,14 +132,14 @@ class _Client:
         return self.seq_id
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Gives the sink tokens. A bug of the sink must not end other requests."""
+        """Passes tokens to the sink. A bug in the sink must not end other requests."""
         try:
             self.sink.tokens(token_ids, now_s)
         except Exception as error:
             self.sink.fail(error)
 
     def update(self, update: Update) -> None:
-        """Gives the sink an update; see `tokens`."""
+        """Passes an update to the sink; see `tokens`."""
         try:
             self.sink.update(update)
         except Exception as error:
@@ -147,7 +147,7 @@ class _Client:
 
 
 def _num_plain(effects: Sequence[ForClient]) -> int:
-    """The number of effects, from the first on, that bring tokens alone.
+    """Returns how many of the first effects have only tokens.
 
     The last tokens of a request belong to its end, as both are one update.
     """

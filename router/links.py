@@ -1,8 +1,8 @@
 """The sessions of one router with its workers, each kept open by a task.
 
 A worker counts as lost if its session breaks, if it is silent for `router.silence_s`, or if its
-step hangs. Its task then dials again. A worker that was only paused or cut off comes back without
-its work for this gateway: it cancels that work when it learns of the session's end.
+step hangs. Its task then reconnects. A worker that was only paused or disconnected comes back
+without its work for this gateway: it cancels that work when it learns that the session has ended.
 """
 
 import asyncio
@@ -51,12 +51,12 @@ RETRY_EVERY_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 _LINK_ERRORS = (ConnectionError, TimeoutError, ProtocolError, LayoutMismatch, StepStuck)
 
-# Handles a frame of a worker and returns those of its messages that the machine got now.
+# Handles a worker's frame and returns the messages that the machine received at once.
 TakeFrame = Callable[[WorkerId, bytes], Sequence[ToGateway]]
 
 
 class WorkerLinks:
-    """Links to the workers of these addresses."""
+    """Sessions with the workers at these addresses."""
 
     def __init__(  # noqa: PLR0913 - what a session is made of
         self,
@@ -69,11 +69,11 @@ class WorkerLinks:
         handle: Callable[[RouterEvent], None],
         take_frame: TakeFrame,
     ) -> None:
-        """`handle` feeds the machine with an event, `take_frame` with what a worker sends."""
-        self.addresses = set(addresses)  # all workers that are to be linked
+        """`handle` passes an event to the machine, `take_frame` a worker's frame."""
+        self.addresses = set(addresses)  # all workers to be connected
         self.joined = asyncio.Event()  # set when a worker joins
-        self.fingerprint = ""  # as answers show it; empty until a worker is known
-        self.counters: Counter[tuple[str, str]] = Counter()  # what happened to block events
+        self.fingerprint = ""  # shown in answers; empty until a worker is known
+        self.counters: Counter[tuple[str, str]] = Counter()  # counts of block event losses
         self.crash: BaseException | None = None  # the bug that ended a task
         self.stores: list[WorkerId] = []
         self._machine = machine
@@ -83,15 +83,15 @@ class WorkerLinks:
         self._handle = handle
         self._take_frame = take_frame
         self._links: dict[WorkerId, SessionClient] = {}
-        self._linked_to: dict[WorkerId, str] = {}  # their addresses
+        self._linked_to: dict[WorkerId, str] = {}  # addresses by worker
         self._worker_fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by address
-        self._linking: set[asyncio.Task[None]] = set()  # the same, with tasks that are ending
-        self._leaving: dict[WorkerId, str] = {}  # addresses; sessions end with their requests
+        self._linking: set[asyncio.Task[None]] = set()  # the same tasks, and tasks that are ending
+        self._leaving: dict[WorkerId, str] = {}  # addresses; these sessions end with their requests
 
     def open(self) -> None:
-        """Begins to connect to the workers."""
+        """Starts to connect to the workers."""
         self._closing = asyncio.get_running_loop().create_future()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Each worker needs two sockets. ZeroMQ allows 1,023 by default.
@@ -100,7 +100,7 @@ class WorkerLinks:
             self._link(address)
 
     async def close(self) -> None:
-        """Ends the sessions; the workers free what this gateway's requests held."""
+        """Ends the sessions; workers then free the resources of this gateway's requests."""
         self._closing.cancel()
         tasks = set(self._linking)
         for task in tasks:
@@ -110,9 +110,9 @@ class WorkerLinks:
         self._zmq.destroy(linger=0)
 
     def follow(self, addresses: Collection[str]) -> None:
-        """Replaces the workers.
+        """Replaces the list of workers.
 
-        The session with a removed worker ends after the last request on it.
+        The session with a removed worker ends after its last request.
         """
         self.addresses = set(addresses)
         for address in sorted(self.addresses - set(self._tasks)):
@@ -127,7 +127,7 @@ class WorkerLinks:
         self.release_removed()
 
     def release_removed(self) -> None:
-        """Ends sessions with removed workers that have no claim of this gateway left."""
+        """Ends sessions with removed workers on which this gateway has no claim left."""
         for worker_id, address in list(self._leaving.items()):
             worker = self._machine.view.workers.get(worker_id)
             if worker is None or not (worker.prefills or worker.decodes):
@@ -140,11 +140,11 @@ class WorkerLinks:
             return
         try:
             link.post(encode_frame(messages))
-        except ConnectionError as error:  # it also ends the session's reader
+        except ConnectionError as error:  # the session's reader ends by the same error
             log.warning("a frame to %s was not sent: %s", worker_id, error)
 
     def record_bug(self, error: BaseException) -> None:
-        """Logs a bug. The gateway is not ready from now on."""
+        """Logs a bug. The gateway is no longer ready."""
         log.critical("a router task died: %r", error, exc_info=error)
         self.crash = error
 
@@ -155,11 +155,11 @@ class WorkerLinks:
         self._linking.add(task)
 
     def _unlink(self, address: str) -> None:
-        if (task := self._tasks.pop(address, None)) is not None:  # else it is ending already
+        if (task := self._tasks.pop(address, None)) is not None:  # otherwise it is already ending
             task.cancel()
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
-        """Ends the router if a task died of a bug."""
+        """Ends the router if a task ended by a bug."""
         self._linking.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.record_bug(error)
@@ -193,7 +193,7 @@ class WorkerLinks:
     ) -> None:
         """Runs one session until it ends.
 
-        If the worker was lost for a step that had lasted `stuck_s`, that step must end before the
+        If the worker was lost because a step had lasted `stuck_s`, that step must end before the
         worker may join again.
         """
         hello = Hello(PROTOCOL_VERSION, self._gateway_id)
@@ -236,19 +236,19 @@ class WorkerLinks:
             is_wanted = address in self.addresses and not self._closing.done()
             level = logging.WARNING if is_wanted else logging.INFO
             worker = self._machine.view.workers.get(info.worker_id)
-            role = info.role if worker is None else worker.info.role  # it may have been flipped
+            role = info.role if worker is None else worker.info.role  # its role may have changed
             log.log(level, "%s worker %s is lost", role, info.worker_id)
             self._handle(WorkerLost(info.worker_id, reason))
 
     def _check_step(self, worker_id: WorkerId, step: StillStepping) -> None:
-        """Raises StepStuck if a step hangs: the worker is lost although it still answers."""
+        """Raises StepStuck if a step hangs: the worker is lost although it still responds."""
         if step.seconds > self._machine.longest_step_s(worker_id, is_early=step.is_early):
             raise StepStuck(step.seconds)
 
     def _follow(self, info: Welcome) -> BlockFeed | None:
         """Follows a worker's block events for the machine.
 
-        None if the worker publishes none, or if they cannot be received.
+        Returns None if the worker publishes none, or if they cannot be received.
         """
         if info.events is None:
             self.counters["block events", "not offered"] += 1
@@ -262,7 +262,7 @@ class WorkerLinks:
                         self._handle(BlocksChanged(worker_id, events))
                     case EventsMissed(reason):
                         self._handle(BlockEventsMissed(worker_id, reason))
-            except Exception as error:  # no task of the router ends by it
+            except Exception as error:  # it must not end a task of the router
                 self.record_bug(error)
                 raise
 
@@ -286,11 +286,11 @@ class WorkerLinks:
         return feed
 
     def _check_identity(self, info: Welcome) -> None:
-        """Raises an error unless the worker fits the others.
+        """Raises an error if the worker does not fit the others.
 
-        All workers of a gateway serve one model, each pool in one KV layout. Layouts of two pools
-        may differ in the format. A store has to fit them, but they need not fit a store that came
-        before them: its blocks are then left alone.
+        All workers of a gateway serve one model, and all of a pool have one KV layout. Layouts of
+        two pools may differ in the format. A store must fit the workers. Workers need not fit a
+        store that joined earlier; then its blocks are not used.
         """
         if SEPARATOR in info.worker_id:
             raise ProtocolError(f"no worker may be called {info.worker_id!r}")
@@ -310,13 +310,13 @@ class WorkerLinks:
                 raise LayoutMismatch(
                     f"layout.{field}", getattr(ours, field), getattr(theirs, field)
                 )
-        if info.role not in (Role.DRAINED, Role.STORE):  # these compute no answers
+        if info.role not in (Role.DRAINED, Role.STORE):  # these roles compute no answers
             self._layouts[info.role] = info.layout
         self.fingerprint = _fingerprint_of_answers(self._worker_fingerprint, self._layouts)
 
 
 def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) -> str:
-    """Identifies model, weights and KV formats; formats by role, if there are several."""
+    """Returns a text that identifies model, weights and KV formats; by role if they differ."""
     if not layouts:
         return fingerprint
     formats = {role: layouts[role].kv_format for role in sorted(layouts)}
@@ -326,7 +326,7 @@ def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) 
 
 
 def _count_batches(feed: BlockFeed, messages: Sequence[ToGateway]) -> None:
-    """Tells a feed how many batches its worker has published."""
+    """Passes the worker's number of published batches to its feed."""
     for message in messages:
         if isinstance(message, LoadReport):
             feed.counted(message.num_event_batches)

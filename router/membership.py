@@ -1,7 +1,8 @@
 """A gateway's side of the controller: the members that it serves with, and its reports.
 
-The controller connects. It may be a new one, or absent for a while: the last members stay in force.
-Only members of a higher number count, so a late message of an earlier controller changes nothing.
+The controller connects. It may be a new one, or absent for a while: the last members stay valid.
+Only members with a higher number are accepted, so a late message of an earlier controller changes
+nothing.
 """
 
 import asyncio
@@ -43,11 +44,11 @@ log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
 HANDSHAKE_TIMEOUT_S = 10.0
-MAX_UNSENT_MESSAGES = 256  # a controller that reads more slowly is cut off
+MAX_UNSENT_MESSAGES = 256  # a controller that reads too slowly is disconnected
 
 
 class ControlServer:
-    """Takes members from controllers and sends them reports."""
+    """Receives members from controllers and sends them reports."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class ControlServer:
         self._routers = routers
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         self._clock = clock
-        self._observers: dict[str, tuple[Router, Observer]] = {}  # who observes each line
+        self._observers: dict[str, tuple[Router, Observer]] = {}  # per line
         self._server = SessionServer(self._session, secret, host, on_refused=self._count_refused)
         self._board = board or PoolBoard(routers.versions, clock)
         self.members = self._board.members = members
@@ -155,7 +156,7 @@ class ControlServer:
         self.members = self._board.members = members
 
     async def _send_all(self, outbox: "asyncio.Queue[ToController]", line: Line) -> None:
-        """Sends answers when they come, and a report once a second even among many answers."""
+        """Sends answers when they are ready, and a report every second even among many answers."""
         due_s = self._clock.now_s() + REPORT_EVERY_S
         while True:
             message = await _next_of(outbox, due_s - self._clock.now_s())
@@ -177,7 +178,7 @@ class ControlServer:
         )
 
     def _seen(self) -> dict[str, Observation]:
-        """The demand for the current version of each line; nothing while no planner asks."""
+        """Returns the demand for each line's current version; nothing while no planner asks."""
         intent = None if self.members is None else self.members.intent
         if intent is None or intent.planner is PlannerMode.OFF:
             for _, observer in self._observers.values():
@@ -194,7 +195,7 @@ class ControlServer:
         return found
 
     def _observer(self, line: str, router: Router) -> Observer:
-        """Returns the line's observer, a new one if its current version has changed."""
+        """Returns the line's observer; a new one if the line's current version has changed."""
         observed, observer = self._observers.get(line, (None, None))
         if observed is not router or observer is None:
             observer = Observer(router.machine.demand)
@@ -214,7 +215,7 @@ class ControlServer:
 
 
 async def _next_of(outbox: "asyncio.Queue[ToController]", within_s: float) -> ToController | None:
-    """Returns the next message; None when the time is over."""
+    """Returns the next message; None when the time is up."""
     if within_s <= 0:
         return None
     try:

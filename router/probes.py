@@ -1,8 +1,8 @@
-"""A few real requests that a version must answer before it takes over.
+"""A few real requests that a version must answer before it replaces another.
 
-short    a short prompt, decoded greedily, with log-probabilities
-again    the same one: its tokens must be the same, though its prefix is cached now
-long     a prompt of several blocks, which must be computed in parts or handed over whole
+short    a short prompt, decoded greedily, with log-probabilities again    the same prompt: its
+tokens must be the same, though its prefix is cached now long     a prompt of several blocks, which
+must be computed in parts or handed over whole
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from router.port import RequestPort, ask
 from router.text.tokenizer import TextModel
 
 TENANT = "baton-probe"
-WITHIN_S = 30.0  # for each request
+WITHIN_S = 30.0  # seconds, for each request
 SHORT_TEXT = "A baton is handed over while both runners run."
 ANSWER_LEN = 8
 LONG_LEN = 600  # tokens
@@ -27,8 +27,8 @@ LONG_LEN = 600  # tokens
 async def fault_of_version(
     port: RequestPort, text: TextModel, context_len: int, clock: Clock
 ) -> str:
-    """Sends the requests. Returns what was wrong with their answers; empty if nothing was."""
-    if text.embedding is not None:  # it has no answers to compare
+    """Sends the requests. Returns the fault of their answers; empty if there is none."""
+    if text.embedding is not None:  # an embedding model has no answers to compare
         return ""
     short = text.encode_text(SHORT_TEXT, context_len, may_exceed=True)[: max(context_len // 2, 1)]
     long = list(islice(cycle(short), min(LONG_LEN, max(context_len - ANSWER_LEN, 1))))
@@ -51,7 +51,7 @@ async def _answer(
     port: RequestPort, prompt: Sequence[int], context_len: int, clock: Clock
 ) -> Update:
     request = Request(
-        request_id=RequestId(f"probe-{uuid4().hex}"),  # each gateway process sends its own
+        request_id=RequestId(f"probe-{uuid4().hex}"),  # unique per gateway process
         token_ids=tuple(prompt),
         sampling=Sampling(temperature=0.0, logprobs=1),
         limits=Limits(max_len=min(len(prompt) + ANSWER_LEN, context_len), prompt_len=len(prompt)),

@@ -1,7 +1,7 @@
 """The router's shell: the machine between workers (`router.links`) and clients (`router.clients`).
 
-It runs on one asyncio thread. Each event is handled and its effects are performed before the next
-one, so the machine needs no lock.
+It runs on one asyncio thread. Each event is handled and its effects are carried out before the next
+event, so the machine needs no lock.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ from router.machine.requests import Failed, Request, Timeline
 from router.port import Handle, Sink, WorkerStatus
 from router.recording.file import RecordingFile
 
-LEAST_SLEEP_S = 1e-3  # a loop's timers are no finer
-MAX_UNHEARD = 16  # frames
+LEAST_SLEEP_S = 1e-3  # seconds; a loop's timers are not more precise
+MAX_UNHEARD = 16  # frames whose tokens the machine has not received yet
 
 
 class Router:
@@ -57,8 +57,8 @@ class Router:
     ) -> None:
         """Builds a router that is not open yet.
 
-        `estimates` may hold costs that were measured before. A recording, written to `record_dir`
-        under the gateway's id, does not contain these.
+        `estimates` may hold costs measured in an earlier run. A recording, written to `record_dir`
+        under the gateway's id, does not contain these costs.
         """
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
@@ -77,22 +77,22 @@ class Router:
             handle=self._handle,
             take_frame=self._take_frame,
         )
-        # Frames whose tokens were taken before the machine, and which messages were not taken.
+        # Frames whose tokens were handled before the machine, and the other messages in them.
         self._unheard: list[tuple[WorkerId, bytes, Sequence[int], float]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0  # the time that the timer is set for
-        self._wake_s: float | None = None  # the machine's next tick; the timer may end before it
+        self._timer_s = 0.0  # time for which the timer is set
+        self._wake_s: float | None = None  # the machine's next tick; the timer may fire earlier
         self._is_closing = False
 
     async def open(self) -> None:
-        """Begins to connect to the workers. Raises ConfigError if it cannot record."""
+        """Starts to connect to the workers. Raises ConfigError if it cannot record."""
         if self._recording is not None:
             self._recording.open()
         self._loop = asyncio.get_running_loop()
         self._links.open()
 
     async def close(self) -> None:
-        """Ends the sessions; the workers free what this gateway's requests held."""
+        """Ends the sessions; workers then free the resources of this gateway's requests."""
         self._is_closing = True
         try:
             if self._timer is not None:
@@ -104,20 +104,20 @@ class Router:
                 await asyncio.to_thread(self._recording.close)
 
     def follow(self, addresses: Collection[str]) -> None:
-        """Replaces the workers.
+        """Replaces the list of workers.
 
-        The session with a removed worker ends after the last request on it.
+        The session with a removed worker ends after its last request.
         """
         self._links.follow(addresses)
 
     def cut(self, end: Failed) -> int:
-        """Ends all requests with this outcome, later ones too. Returns their number now."""
+        """Ends all requests with this outcome, later ones too. Returns the present number."""
         return self._clients.cut(end)
 
     # ------------------------------------------------------------ RouterPort
 
     def submit(self, request: Request, sink: Sink) -> Handle:
-        """Starts a request, whose answer goes to `sink`."""
+        """Starts a request; its answer goes to `sink`."""
         return self._clients.submit(request, sink)
 
     def withdraw(self, request_ids: Collection[RequestId]) -> None:
@@ -125,18 +125,18 @@ class Router:
         self._clients.withdraw(request_ids)
 
     def readiness(self) -> str | None:
-        """Returns None if requests can be served, else what is missing."""
+        """Returns None if requests can be served, otherwise what is missing."""
         if self._links.crash is not None:
             return f"a router task died: {self._links.crash!r}"
         missing = self.machine.view.missing()
         return None if missing is None else f"{missing} is connected"
 
     def capacity_tokens(self) -> int | None:
-        """The length of the longest request that workers could hold; None until it is known."""
+        """The length of the longest request that workers could hold; None while unknown."""
         return self.machine.view.capacity_tokens
 
     def store_block_size(self) -> int | None:
-        """The tokens of a block in stores; None if no store is connected. Thread-safe."""
+        """Tokens per block in stores; None if no store is connected. Thread-safe."""
         for worker_id in tuple(self._links.stores):
             store = self.machine.view.workers.get(worker_id)
             if store is not None:
@@ -144,12 +144,12 @@ class Router:
         return None
 
     def tell_stores(self, hint: StoreHint) -> None:
-        """Passes on what a client says to each store that is connected."""
+        """Passes a client's message on to each connected store."""
         for worker_id in self._links.stores:
             self._links.post(worker_id, [hint])
 
     async def wait_until_ready(self, timeout_s: float) -> str | None:
-        """Waits until requests can be served, or for `timeout_s`. Returns what is missing then."""
+        """Waits until requests can be served, up to `timeout_s`. Returns what is still missing."""
         end_s, joined = self._clock.now_s() + timeout_s, self._links.joined
         while self.readiness() is not None:
             joined.clear()
@@ -157,14 +157,14 @@ class Router:
                 await asyncio.wait_for(joined.wait(), end_s - self._clock.now_s())
             except TimeoutError:
                 break
-        return self.readiness()  # a role may have changed meanwhile
+        return self.readiness()  # a role may have changed in the meantime
 
     def fingerprint(self) -> str:
-        """Identifies model and configuration in answers; empty until a worker is known."""
+        """Returns a text that identifies model and configuration; empty until a worker is known."""
         return self._links.fingerprint
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
-        """All live workers."""
+        """Returns all live workers."""
         self._catch_up()
         now_s = self._clock.now_s()
         return {
@@ -183,25 +183,25 @@ class Router:
         }
 
     def queue_len(self) -> int:
-        """Requests that wait for a worker."""
+        """The number of requests that wait for a worker."""
         return self.machine.queue_len
 
     def queued_s(self) -> float:
-        """Predicted seconds of one prefill worker to compute what waits."""
+        """Predicted seconds for one prefill worker to compute the waiting prompts."""
         return self.machine.state.waiting.queued_s
 
     def severed(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
-        """Pairs of a source and a sink that are not used now, and seconds until a new try."""
+        """Pairs of a source and a sink that are not used now, with seconds until the next try."""
         now_s = self._clock.now_s()
         pairs = self.machine.view.severed.items()
         return {pair: at_s - now_s for pair, at_s in pairs if at_s > now_s}
 
     def transfers(self) -> list[MovedKv]:
-        """KV that moved between workers, by pair."""
+        """Returns the KV that moved between workers, by pair."""
         return list(self.machine.state.transfers.pairs)
 
     def timelines(self, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Timeline]:
-        """The stages up to now of those requests that this router has."""
+        """Returns the stages so far of those requests that this router has."""
         self._catch_up()
         now_s, flights = self._clock.now_s(), self.machine.state.flights
         return {
@@ -220,11 +220,12 @@ class Router:
     # ------------------------------------------------------------ the machine
 
     def _take_frame(self, worker_id: WorkerId, frame: bytes) -> Sequence[ToGateway]:
-        """Handles a worker's frame; returns its messages without the tokens that were taken.
+        """Handles a worker's frame; returns its messages without those that the frame taker
+        handled.
 
-        The machine would only forward taken tokens. It gets the tokens later: of several frames at
-        once, which takes it a fraction of the time, and in any case before anything else. Raises
-        ProtocolError.
+        The machine would only forward the handled tokens. So it gets them later, for several frames
+        at once, which takes a fraction of the time. It always gets them before any other event.
+        Raises ProtocolError.
         """
         now_s, taker = self._clock.now_s(), self._clients.taker
         left = None if taker is None else taker.take_frame(frame, now_s)
@@ -242,7 +243,7 @@ class Router:
         return messages
 
     def _catch_up(self) -> None:
-        """Gives the machine the tokens that were taken before."""
+        """Passes the tokens that the frame taker handled to the machine."""
         if not self._unheard:
             return
         unheard, self._unheard = self._unheard, []
@@ -259,9 +260,10 @@ class Router:
         return effects
 
     def _handle(self, *events: RouterEvent) -> None:
-        """Feeds events and performs their effects: one frame a worker, one delivery a request.
+        """Passes events to the machine and carries out its effects: one frame per worker, one
+        delivery per request.
 
-        Deliveries come last, as their receivers may feed events too.
+        Deliveries come last, as their receivers may cause further events.
         """
         self._catch_up()
         now_s = self._clock.now_s()
@@ -283,7 +285,8 @@ class Router:
     def _set_timer(self, wake_s: float | None) -> None:
         """Sets the time of the machine's next tick.
 
-        It moves to a later one with most requests. A timer that ends before is set anew then.
+        With most requests the time only becomes later. Then the timer stays, and is set again when
+        it fires.
         """
         self._wake_s = wake_s
         if wake_s is None or self._is_closing:
@@ -303,12 +306,12 @@ class Router:
             return
         try:
             self._handle(Tick())
-        except Exception as error:  # no task ends by it, so it is noted here
+        except Exception as error:  # it must not end a task, so it is logged here
             self._links.record_bug(error)
 
 
 def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:
-    """Returns the configuration with a seed, by default one of this gateway.
+    """Returns the configuration with a seed, by default a random one for this gateway.
 
     With equal seeds all gateways would break ties alike, and choose the same worker at once.
     """
@@ -319,9 +322,9 @@ def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:
 
 
 def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> list[RouterEvent]:
-    """Returns the events of a frame. The tokens of a step, which are many, are one event."""
+    """Returns the events of a frame. The many tokens of a step are one event."""
     events: list[RouterEvent] = []
-    tokens: list[Tokens] = []  # the last event's, if it is a step
+    tokens: list[Tokens] = []  # tokens of the last event, if it is a step
     for message in messages:
         if type(message) is Tokens:
             if not tokens:

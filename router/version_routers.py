@@ -1,9 +1,9 @@
 """A router for each version that the controller names, until its last request ends.
 
 The shell around `router.gateway.versions.Versions`. It opens and closes routers, loads tokenizers
-in a thread with retries, and lists the versions that can serve. The controller stops naming a
-version when it has seen its last request end. The router still waits for requests that came since.
-It also waits until another version can serve, as this gateway may have been without news.
+in a thread with retries, and lists the versions that can serve. The controller drops a version
+after it has seen the version's last request end. The router still waits for requests that arrived
+since. It also waits until another version can serve, as this gateway may have missed messages.
 """
 
 import asyncio
@@ -22,28 +22,28 @@ from router.text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 
-PROBE_EVERY_S = 0.1  # a version that takes over is looked at, until it can serve
-RETRY_EVERY_S = 5.0  # to load a tokenizer
+PROBE_EVERY_S = 0.1  # seconds between checks of a version that takes over, until it can serve
+RETRY_EVERY_S = 5.0  # seconds between tries to load a tokenizer
 SHUT_DOWN = Failed("the server was stopped before the answer was complete", SERVER_SHUTDOWN)
-LOOK_EVERY_S = 0.1  # between checks whether the last request of a removed version has ended
+LOOK_EVERY_S = 0.1  # seconds between checks whether a removed version's last request has ended
 
 LoadText = Callable[[Version], TextModel]  # blocks; may raise any exception
-FaultOf = Callable[[str], Awaitable[str]]  # a fault in a version's answers; empty if there is none
+FaultOf = Callable[[str], Awaitable[str]]  # returns the fault of a version's answers, or ""
 
 
 @dataclass(slots=True)
 class _Host:
-    """One version, its router and tokenizer."""
+    """One version with its router and tokenizer."""
 
     version: Version
     router: Router
     addresses: list[str]
-    context_len: int = 0  # 0: no worker is known yet
+    context_len: int = 0  # 0 while no worker is known
     text: TextModel | None = None
     is_open: bool = False
     failure: str = "its tokenizer is being loaded"
-    probe: str | None = None  # what was wrong with its answers to probes; None: not probed
-    is_probed: bool = False  # or is being
+    probe: str | None = None  # the fault in its answers to probes; None: not probed
+    is_probed: bool = False  # its probes have started
 
     def follow(self, version: Version, all_members: Members) -> None:
         self.version = version
@@ -59,7 +59,7 @@ class _Host:
         return self.router.readiness() if self.text is not None else self.failure
 
     def served(self) -> ServedVersion | None:
-        """The version as requests see it; None while it cannot be chosen."""
+        """Returns the version for requests; None while it cannot be chosen."""
         if self.text is None or not self.context_len:
             return None
         version = self.version
@@ -88,11 +88,11 @@ class VersionRouters:
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: list[_Host] = []
         self.versions = Versions()
-        self._is_rolling = False  # a version takes over
-        self.more_probes: FaultOf | None = None  # beside the probes of `router.probes`
+        self._is_rolling = False  # a version is taking over
+        self.more_probes: FaultOf | None = None  # run after the probes of `router.probes`
 
     async def open(self, members: Members) -> Version:
-        """Begins to serve. Returns the first version, once its tokenizer is loaded.
+        """Starts to serve. Returns the first version, once its tokenizer is loaded.
 
         Raises any exception of that load.
         """
@@ -135,18 +135,18 @@ class VersionRouters:
                 await host.router.close()
 
     def cut(self) -> int:
-        """Ends all requests with an error that names the shutdown. Returns their number."""
+        """Ends all requests with an error that reports the shutdown. Returns their number."""
         hosts = [*self._hosts.values(), *self._leaving]
         return sum(host.router.cut(SHUT_DOWN) for host in hosts if host.is_open)
 
     def routers(self) -> Mapping[str, Router]:
-        """Open routers by version, the current version's first."""
+        """The open routers by version; the current version comes first."""
         return {name: host.router for name, host in self._hosts.items() if host.is_open}
 
     def reports(self) -> dict[str, VersionReport]:
-        """The state of each version, for the controller."""
+        """Returns the state of each version, for the controller."""
         now_s, tallies = self._clock.now_s(), self.versions.tallies
-        hung = tallies.hung(now_s) if self._is_rolling else {}  # it walks over all requests
+        hung = tallies.hung(now_s) if self._is_rolling else {}  # computing it reads all requests
         return {
             name: VersionReport(
                 missing=host.missing(),
@@ -169,7 +169,7 @@ class VersionRouters:
 
     async def _open(self, host: _Host) -> None:
         text = await asyncio.to_thread(self._load_text, host.version)
-        if self._hosts.get(host.version.name) is not host:  # it has gone meanwhile
+        if self._hosts.get(host.version.name) is not host:  # it was removed in the meantime
             return
         await host.router.open()
         host.text, host.is_open = text, True
@@ -177,7 +177,7 @@ class VersionRouters:
         log.info("version %s is served", host.version.name)
 
     async def _probe(self, host: _Host) -> None:
-        """Probes a version that takes over, once it can serve, until it has gone."""
+        """Probes a version that takes over, once it can serve, until it is removed."""
         while host.missing() is not None or not host.context_len:
             await asyncio.wait([self._never], timeout=PROBE_EVERY_S)
             if self._hosts.get(host.version.name) is not host:
@@ -188,7 +188,7 @@ class VersionRouters:
             if not fault and self.more_probes is not None:
                 fault = await self.more_probes(host.version.name)
             host.probe = fault
-        except Exception as error:  # whatever it is, the version must not take over
+        except Exception as error:  # after any error the version must not take over
             host.probe = f"a probe failed: {error!r}"
         log.info("version %s was probed: %s", host.version.name, host.probe or "all is well")
 
@@ -198,7 +198,7 @@ class VersionRouters:
                 await self._open(host)
                 self._tell()
                 return
-            except Exception as error:  # whatever it is: the load is reported and repeated
+            except Exception as error:  # any error is reported, and the load is repeated
                 host.failure = f"it cannot be loaded: {str(error) or repr(error)}"
                 log.warning("version %s: %s", host.version.name, host.failure)
             await asyncio.wait([self._never], timeout=RETRY_EVERY_S)
@@ -211,7 +211,7 @@ class VersionRouters:
         self._spawn(self._close(host))
 
     async def _close(self, host: _Host) -> None:
-        """Closes a router when its last request is over and no other can reach it."""
+        """Closes a router when its last request has ended and no further one can reach it."""
         while host.is_open and self._is_in_use(host):
             await asyncio.wait([self._never], timeout=LOOK_EVERY_S)
         self._leaving.remove(host)
@@ -232,7 +232,7 @@ class VersionRouters:
                 table.append(served)
             elif not host.version.is_leaving:
                 coming[name] = host.version.model_name
-        if table:  # else the earlier versions go on
+        if table:  # otherwise the earlier versions stay
             self.versions.follow(tuple(table), coming)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -247,6 +247,6 @@ class VersionRouters:
 
 
 def _first_to_serve(intent: Intent) -> Version:
-    """Returns the current version, unless it is leaving or another one has all the weight."""
+    """Returns the current version, unless it is leaving or another version has all the weight."""
     stays = [version for version in intent.of_line(MAIN_LINE) if not version.is_leaving]
     return next((version for version in stays if version.weight), stays[0])

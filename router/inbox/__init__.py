@@ -1,1 +1,1 @@
-"""Bounds on clients' bodies before they cost anything: JSON values, parsing threads, errors."""
+"""Limits on clients' bodies before they cost anything: JSON values, parsing threads, errors."""

@@ -13,21 +13,21 @@ class ApiError(InvalidRequest):
     ) -> None:
         super().__init__(message, param=param, status=status)
         self.code = code
-        self.headers: dict[str, str] = {}  # of the response
+        self.headers: dict[str, str] = {}  # headers of the response
 
 
 def invalid_value(message: str, param: str | None) -> ApiError:
-    """The error for a field with a wrong value."""
+    """Returns the error for a field with an invalid value."""
     return ApiError(message, param=param, code="invalid_value")
 
 
 def context_exceeded(message: str, param: str) -> ApiError:
-    """The error for a prompt, or prompt and answer, longer than the model's context."""
+    """Returns the error for a prompt, or prompt and answer, longer than the model's context."""
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
 def no_room(context_len: int, prompt_len: int, param: str) -> ApiError:
-    """The error for a prompt that leaves no room for an answer."""
+    """Returns the error for a prompt that leaves no room for an answer."""
     message = (
         f"This model's maximum context length is {context_len} tokens. "
         f"However, the prompt has {prompt_len}, which leaves no room for an answer"
@@ -53,5 +53,5 @@ class ErrorReply(msgspec.Struct):
 def error_body(
     message: str, *, kind: str, param: str | None = None, code: str | None = None
 ) -> ErrorReply:
-    """The body of an error answer, in OpenAI's shape."""
+    """Returns the body of an error response, in OpenAI's form."""
     return ErrorReply(ErrorDetails(message, kind, param, code))

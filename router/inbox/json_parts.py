@@ -1,8 +1,8 @@
 """Encodes JSON in parts, for values that would take long in one call.
 
 Encoding holds the interpreter lock, and making objects for it takes longer still. Here a value is
-encoded in short parts, each when it is asked for. The items of a `LazyItems` are made when they are
-encoded. Between two parts, other work can be done. Structs must have no tags.
+encoded in short parts, each when it is requested. The items of a `LazyItems` are made when they are
+encoded. Other work can run between two parts. Structs must have no tags.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,8 @@ import msgspec
 
 from router.inbox.loop_turns import Turn
 
-PART_BYTES = 2**14  # roughly: one to three milliseconds of log-probabilities
-NUM_AT_ONCE = 64  # items of a plain list in one call of the encoder
+PART_BYTES = 2**14  # rough size: one to three milliseconds of log-probabilities
+NUM_AT_ONCE = 64  # items of a plain list per call of the encoder
 
 ValueT = TypeVar("ValueT")
 
@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class LazyItems(Generic[ValueT]):
-    """A JSON list: what `make` returns for each of the values, when it is asked for."""
+    """A JSON list: the results of `make` for each value, computed when they are encoded."""
 
     def __init__(self, values: Sequence[ValueT], make: Callable[[ValueT], object]) -> None:
         self._values = values
@@ -31,7 +31,7 @@ class LazyItems(Generic[ValueT]):
         return map(self._make, self._values)
 
 
-encode_lazy = msgspec.json.Encoder(enc_hook=list).encode  # all at once, for short ones
+encode_lazy = msgspec.json.Encoder(enc_hook=list).encode  # encodes all at once; for short values
 
 
 def json_parts(value: object) -> Iterator[bytes]:
@@ -46,7 +46,7 @@ def json_parts(value: object) -> Iterator[bytes]:
 
 
 async def joined_in_turns(parts: Iterator[bytes], turn: Turn) -> bytes:
-    """Returns all parts together. Each part is made in a turn of its own."""
+    """Returns all parts joined. Each part is made in its own turn."""
     data = bytearray()
     for part in parts:
         data += part
@@ -79,7 +79,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _listed(items: Iterator[bytes]) -> Iterator[bytes]:
-    """The JSON of a list, from items that are JSON already."""
+    """Yields the JSON of a list whose items are JSON already."""
     mark = b"["
     for item in items:
         yield mark + item
@@ -97,6 +97,6 @@ def _nested(values: Sequence[object]) -> Iterator[bytes]:
 
 
 def _slices(values: Sequence[object]) -> Iterator[bytes]:
-    """The items of a list without nested ones, as many at once as take little time."""
+    """Yields the items of a flat list, in groups that take little time."""
     for begin in range(0, len(values), NUM_AT_ONCE):
         yield _encode(values[begin : begin + NUM_AT_ONCE])[1:-1]

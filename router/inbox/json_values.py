@@ -1,4 +1,4 @@
-"""Decodes values of clients: JSON of any shape after a check of its size, and seconds."""
+"""Decodes values of clients: JSON of any form after a check of its size, and seconds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from router.inbox.api_errors import ApiError, invalid_value
 
 MAX_VALUE_BYTES = 2**20
 MAX_SHOWN_LEN = 40  # characters of a client's text in an error
-MAX_CONTAINERS = 65_536  # arrays and objects; brackets inside strings count too
+MAX_CONTAINERS = 65_536  # arrays and objects; brackets inside strings are counted too
 
 
 def decode_value(data: bytes, param: str, kind: Any = Any) -> Any:
@@ -28,19 +28,19 @@ def check_containers(data: bytes, param: str) -> None:
 
 
 def not_json(error: Exception) -> ApiError:
-    """The error for a body that cannot be parsed."""
+    """Returns the error for a body that cannot be parsed."""
     return ApiError(f"the body is not valid JSON: {error}", code="invalid_json")
 
 
 def no_object() -> ApiError:
-    """The error for a body that is JSON but not an object."""
+    """Returns the error for a body that is JSON but not an object."""
     return ApiError("the body must be a JSON object", code="invalid_json")
 
 
 def seconds_in(
     headers: Mapping[str, str], name: str, least_s: float, most_s: float
 ) -> float | None:
-    """Returns the seconds that a header names; None without this header. Raises ApiError."""
+    """Returns the seconds in a header; None without this header. Raises ApiError."""
     text = headers.get(name)
     if text is None:
         return None

@@ -4,8 +4,8 @@ Long work is cut into pieces of a few milliseconds. Each pass of the loop runs o
 the loop serves all connections between two pieces, however many answers are being encoded. Tenants
 take turns (`router.inbox.turns`).
 
-Threads would not help: such work holds the interpreter lock, for which the loop would have to wait
-longer than a piece lasts.
+Threads would not help: such work holds the interpreter lock, and the loop would wait for the lock
+longer than for a piece.
 """
 
 import asyncio
@@ -13,22 +13,22 @@ from collections.abc import Awaitable, Callable
 
 from router.inbox.turns import TenantTurns
 
-Turn = Callable[[], Awaitable[None]]  # returns when a piece of work may be done
+Turn = Callable[[], Awaitable[None]]  # returns when one piece of work may run
 
 
 async def no_turn() -> None:
-    """The `Turn` of work that is short."""
+    """A `Turn` that does not wait; for short work."""
 
 
 class LoopTurns:
-    """The pieces of work that wait. Belongs to one event loop; building it needs none."""
+    """The waiting pieces of work of one event loop; the constructor needs no event loop."""
 
     def __init__(self) -> None:
         self._waiting: TenantTurns[str, asyncio.Future[None]] = TenantTurns()
         self._is_going = False
 
     async def take(self, tenant: str) -> None:
-        """Returns when a tenant may do one piece of work, within the call."""
+        """Returns when a tenant may run one piece of work, within the call."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         self._waiting.put(tenant, turn)

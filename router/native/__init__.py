@@ -1,1 +1,1 @@
-"""The index of prefixes and the placement of requests, with `src/router`."""
+"""The prefix index and the placement of requests; the C++ is in `src/router`."""

@@ -1,21 +1,22 @@
 """The `slo` policy in C++: a placement among thousands of workers in microseconds.
 
-`Fleet` keeps each worker's load beside the index of all blocks. One call finds what every worker
-and every store holds of a prompt, predicts the times, chooses, and reserves for the next call.
+`Fleet` keeps the load of each worker beside the index of all blocks. One call finds the blocks of a
+prompt that each worker and store holds, predicts the times, chooses, and reserves for the next
+call.
 
-`router.policies.slo` explains the rule. It decides itself while costs are unknown, or while workers
-have blocks of several sizes.
+`router.policies.slo` explains the rule. While costs are unknown, or while workers have different
+block sizes, that policy decides itself.
 
-C++ knows nothing of requests with kept tokens or a back-off, of second attempts, and of severed
-workers. For such a decision some workers are hidden: C++ is told that they take no prompts, or no
-sequences. The next update takes this back.
+C++ does not know requests with kept tokens or a back-off, second attempts, or severed workers. For
+such a decision some workers are hidden: C++ is told that they take no prompts, or no sequences. The
+next update reverts this.
 
-`router.cluster.view` alone owns what is promised to workers. If anything but the number of tokens
-changed at a worker, the fleet is updated before the next decision. The number of tokens comes with
-the worker's next report.
+`router.cluster.view` alone owns the claims on workers. If anything but the number of tokens changed
+at a worker, the fleet is updated before the next decision. The number of tokens is updated with the
+worker's next report.
 
-A seeded generator breaks ties, among idle workers and among holders of the same prefix. Among idle
-workers that hold nothing, the search starts at a random one and ends at the first.
+A seeded generator breaks ties among idle workers and among holders of the same prefix. Among idle
+workers that hold nothing, the search starts at a random worker and ends at the first match.
 """
 
 import ctypes
@@ -48,46 +49,46 @@ from router.policies.candidates import (
 )
 from router.policies.slo import LEND_RATIO, LEND_SHARE, PROMPT_WEIGHT, Slo, reason
 
-MEDIA = (Medium.HOST, *LOWER_MEDIA)  # as C++ numbers them
+MEDIA = (Medium.HOST, *LOWER_MEDIA)  # in the order of their numbers in C++
 
-_ASK = struct.Struct("=Q4q7dq")  # a Call of src/router.cpp up to the decision
+_ASK = struct.Struct("=Q4q7dq")  # the fields of a Call in src/router.cpp up to the decision
 _DECISION = struct.Struct("=7i4x5d")
 _NEWS = struct.Struct("=q2d5q")
-_READY = struct.Struct("=2d")  # in a `_NEWS`: when its prompts are computed, and the least wait
+_READY = struct.Struct("=2d")  # part of `_NEWS`: end of its prompts, least wait
 _RUNNING = struct.Struct("=q")
 _READY_AT, _RUNNING_AT = 8, 24
-_FULL = 2**40  # sequences, more than any worker takes
+_FULL = 2**40  # more sequences than any worker takes
 _PLACED, _NO_ROOM = 0, 2
 
 
 class FleetDecision(NamedTuple):
-    """The answer of C++. Workers are slots; `NONE` stands for no worker."""
+    """The decision of C++. Workers are slots; `NONE` means no worker."""
 
     status: int
     prefill: int
     decode: int
-    source: int  # more is pulled from there first
-    matched_blocks: int  # the prompt's, in the prefill worker
+    source: int  # slot of the worker from which further blocks are pulled first
+    matched_blocks: int  # the prompt's blocks that are cached in the prefill worker
     pulled_blocks: int
-    medium: int  # the source's, as in `MEDIA`
+    medium: int  # medium of the source, as an index of `MEDIA`
     wait_s: float  # until the prefill worker is ready, or else the soonest worker
-    ttft_s: float  # from now, the wait included
+    ttft_s: float  # from now, including the wait
     tpot_s: float
-    load_s: float  # until the source has read what it lacks in memory
-    slowdown: float  # so many times as long as alone the prompt takes
+    load_s: float  # until the source has read the blocks that are not in its memory
+    slowdown: float  # factor by which decoding on its worker slows the prompt down
 
 
-_decision = partial(tuple.__new__, FleetDecision)  # what its constructor does, in half the time
+_decision = partial(tuple.__new__, FleetDecision)  # the constructor's own code, in half the time
 
 
 @dataclass(slots=True)
 class _Class:
-    """Workers whose work costs the same; one of them stands for all."""
+    """Workers whose work has the same cost; one of them represents all."""
 
     number: int
     worker: WorkerView
     size: int = 0
-    costs: tuple[float, ...] | None = None  # as C++ has them
+    costs: tuple[float, ...] | None = None  # in the form that C++ has
 
 
 class Fleet:
@@ -102,7 +103,7 @@ class Fleet:
         backlog_s: float,
         seed: int = 0,
     ) -> None:
-        """A prefill worker is given nothing new while it has more than `backlog_s` to do."""
+        """A prefill worker gets no new prompt while it has more than `backlog_s` of work."""
         self._view = view
         self._index = index
         self._estimates = estimates
@@ -111,19 +112,19 @@ class Fleet:
         self._seed = seed
         self._core = library()
         self._block_size = 0
-        self._handle = 0  # opened with the first worker
+        self._handle = 0  # set when the first worker joins
         self._classes: dict[Hashable, _Class] = {}  # classes of live workers
-        self._numbers: dict[Hashable, int] = {}  # numbers of all classes so far
+        self._numbers: dict[Hashable, int] = {}  # numbers of all classes ever seen
         self._groups: dict[Hashable, int] = {}
         self._kinds: dict[Hashable, int] = {}
         self._homes: dict[WorkerId, _Class] = {}
-        self._stores: set[WorkerId] = set()  # that C++ knows, once it is open
-        self._odd: set[WorkerId] = set()  # with blocks of another size, or of one kind too many
-        self._unsure: set[WorkerId] = set()  # workers whose time to compute is unknown
-        self._shared: set[WorkerId] = set()  # workers that compute for other gateways too
-        self._version = -1  # version of the estimates that C++ has
-        self._has_new_costs = False  # since the last update of workers' loads
-        self._is_known = False  # true if all costs are known
+        self._stores: set[WorkerId] = set()  # stores to be added to C++, or added already
+        self._odd: set[WorkerId] = set()  # with another block size, or beyond the limit of kinds
+        self._unsure: set[WorkerId] = set()  # workers whose compute time is unknown
+        self._shared: set[WorkerId] = set()  # workers that also compute for other gateways
+        self._version = -1  # version of the estimates in C++
+        self._has_new_costs = False  # costs changed since the last update of loads
+        self._is_known = False  # True if all costs are known
         self._num_prefillers = 0
         self._largest = (0, 0, 0)
         self._call = bytearray(_ASK.size + _DECISION.size)
@@ -131,9 +132,9 @@ class Fleet:
         self._resize_news(1)
 
     def add(self, worker: WorkerView) -> None:
-        """Adds a worker that the index knows already.
+        """Adds a worker that is already in the index.
 
-        A store has no load, and may come before the first worker, which sets the size of blocks.
+        A store has no load, and may join before the first worker, which sets the block size.
         """
         if worker.is_store:
             self._put_store(worker)
@@ -153,7 +154,7 @@ class Fleet:
             return
         home = self._classes.get(its_class)
         if home is None:
-            alike = WorkerView(info)  # the worker itself may change its class
+            alike = WorkerView(info)  # a separate view, as the worker may change its class
             home = self._classes[its_class] = _Class(number, alike)
         home.size += 1
         self._homes[worker_id] = home
@@ -165,7 +166,7 @@ class Fleet:
         self._view.touched.add(worker_id)
 
     def remove(self, worker: WorkerView) -> None:
-        """Removes a worker that the index still knows."""
+        """Removes a worker that is still in the index."""
         worker_id = worker.info.worker_id
         if worker_id in self._stores:
             self._stores.discard(worker_id)
@@ -193,9 +194,9 @@ class Fleet:
         *,
         other_than: WorkerId | None = None,
     ) -> Decision | Busy | None:
-        """Places a request with these hashes of full blocks, not at `other_than`.
+        """Places a request with these hashes of full blocks, but not at `other_than`.
 
-        None: ask the policy itself.
+        Returns None if the policy itself must decide.
         """
         self.tell()
         if not self._can_decide(need):
@@ -212,7 +213,7 @@ class Fleet:
         queue: Queue,
         other_than: WorkerId | None,
     ) -> Decision | Busy:
-        """Places a request, with the workers hidden that it must not get."""
+        """Places a request, with unsuitable workers hidden from C++."""
         closed, full = self._unreaching(need), self._full(need)
         severed = () if closed is None else self._view.severed
         closed = closed or set()
@@ -232,12 +233,12 @@ class Fleet:
                 need = replace(need, may_pull=False)
             else:
                 return choice
-            self._view.touched |= {prefill, decode}  # where C++ has made reservations
+            self._view.touched |= {prefill, decode}  # C++ has made reservations at these
 
     def decide(
         self, need: Need, hashes: Sequence[BlockHash], now_s: float, queue: Queue = EMPTY
     ) -> FleetDecision:
-        """Returns the decision of C++ for a request that it can place."""
+        """Returns the decision of C++ for a request that C++ can place."""
         _ASK.pack_into(
             self._call,
             0,
@@ -259,7 +260,7 @@ class Fleet:
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))
 
     def choice(self, decision: FleetDecision, now_s: float) -> Decision | Busy:
-        """Converts a decision of C++ to a policy's."""
+        """Converts a decision of C++ to a policy's decision."""
         if decision.status != _PLACED:
             return self._busy(decision, now_s)
         names, block_size = self._index.names, self._block_size
@@ -289,7 +290,7 @@ class Fleet:
         touched = self._view.touched
         if self._version != self._estimates.version:
             self._tell_costs()
-        if self._has_new_costs:  # their work was priced at the old costs
+        if self._has_new_costs:  # their work was priced at old costs
             touched |= self._unsure | self._shared
             self._has_new_costs = False
         if not touched:
@@ -310,7 +311,7 @@ class Fleet:
         self._core.baton_fleet_loads(self._handle, self._news_address, count)
 
     def validate(self) -> None:
-        """Asserts that C++ finds its arrays sound and knows the same workers. Slow."""
+        """Asserts that the arrays in C++ are sound and have the same workers. Slow."""
         stores = {i for i, worker in self._view.workers.items() if worker.is_store}
         assert self._homes.keys() | self._odd == self._view.workers.keys() - stores
         assert self._stores <= stores
@@ -332,9 +333,9 @@ class Fleet:
         return need.num_tokens <= prefill_tokens or need.max_len <= mixed_tokens
 
     def _full(self, need: Need) -> set[WorkerId]:
-        """Returns the workers that must not decode the request though they have room.
+        """Returns workers that must not decode the request although they have room.
 
-        If a decode worker with room has kept tokens of it, these are all others.
+        If a decode worker with room has kept tokens of the request, these are all other workers.
         """
         view = self._view
         decoders = [(w.info.worker_id, w) for w in view.decoders()]
@@ -352,7 +353,7 @@ class Fleet:
     def _unreaching(self, need: Need) -> set[WorkerId] | None:
         """Returns the prefill workers whose KV reaches no decode worker that has room.
 
-        None if no worker's KV would reach another: then severed workers are combined.
+        None if no worker's KV would reach any other; then severed workers are combined.
         """
         view = self._view
         decoders = [(w.info.worker_id, w) for w in view.decoders()]
@@ -380,7 +381,7 @@ class Fleet:
         self._core.baton_fleet_loads(self._handle, self._news_address, len(names))
 
     def _tpot_bound_s(self, need: Need) -> float:
-        """The bound on TPOT; infinite if there is none, or if not even an empty worker keeps it."""
+        """Returns the TPOT bound; infinite if there is none, or if no empty worker keeps it."""
         bound_s = need.tpot_bound_s
         if bound_s is None:
             return math.inf
@@ -393,7 +394,7 @@ class Fleet:
         return math.inf
 
     def _busy(self, decision: FleetDecision, now_s: float) -> Busy:
-        """Converts a refusal. If a worker has time already, it lacks something else."""
+        """Converts a refusal. If a worker has time already, what is missing is room to decode."""
         if decision.status == _NO_ROOM or decision.wait_s <= self._wait_bound_s:
             return Busy()
         if decision.wait_s == math.inf:
@@ -403,9 +404,9 @@ class Fleet:
     # ------------------------------------------------------------ updates of C++
 
     def _tell_costs(self) -> None:
-        """Sends new costs of each class to C++, and notes if all of them are known.
+        """Sends new costs of each class to C++, and records whether all costs are known.
 
-        Few of many observations change any of them.
+        Most observations change no cost.
         """
         self._is_known = bool(self._classes)
         for home in self._classes.values():
@@ -425,7 +426,7 @@ class Fleet:
         self._news_address = structs.address_of(self._news)
 
     def _put_news(self, number: int, worker: WorkerView) -> None:
-        """Writes a worker's load as row `number` of the news."""
+        """Writes a worker's load into row `number` of the update."""
         worker_id = worker.info.worker_id
         foreign_s = foreign_prefill_s(worker, self._estimates)
         if foreign_s is None or (worker.prefills and not worker.reserved_s):
@@ -459,7 +460,7 @@ class Fleet:
                 self._put_store(worker)
 
     def _put_store(self, store: WorkerView) -> None:
-        """Tells C++ of a store, or of its new costs, once it is open."""
+        """Tells C++ of a store or of its new costs, if the fleet is open."""
         info = store.info
         if not self._handle:
             return
@@ -475,11 +476,11 @@ class Fleet:
         self._core.baton_fleet_put_store(self._handle, ctypes.byref(news))
 
     def _group(self, info: Welcome) -> int:
-        """Blocks mean the same to all of a group: see `WorkerView.can_pull_from`."""
+        """Returns a key; workers with equal keys can use each other's blocks (`can_pull_from`)."""
         return self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
 
     def _kind(self, number: int, worker: WorkerView) -> int | None:
-        """Returns the number of this kind of workers; None if there are too many kinds."""
+        """Returns the number of a worker's kind; None if there are too many kinds."""
         info = worker.info
         group = self._group(info)
         pulls = info.pulls_unchanged
@@ -494,9 +495,9 @@ class Fleet:
         return None if kind == NONE else kind
 
     def _measure(self) -> None:
-        """The largest prompts and answers that live workers could hold, in tokens.
+        """Returns the largest prompt and answer that live workers could hold, in tokens.
 
-        Without a worker that prefills, fluid decode workers stand in.
+        Without prefill workers, fluid decode workers stand in.
         """
         largest = dict.fromkeys(Role, 0)
         stand_ins = 0
@@ -511,12 +512,12 @@ class Fleet:
 
 
 def _class_of(worker: WorkerView) -> Hashable:
-    """The class of workers whose work costs the same, including the transfer of a block."""
+    """Returns the class of workers with equal costs, including the transfer of a block."""
     return worker_class(worker), worker.info.layout
 
 
 def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None:
-    """Costs of workers like this one, as `library.FleetCosts`; None while some are unknown."""
+    """Returns the costs of workers like this one for C++; None while some are unknown."""
     info = worker.info
     prefill = estimates.prefill_cost(worker)
     decode = estimates.decode_cost(worker)

@@ -1,15 +1,15 @@
 """All workers' cached blocks by hash, fed by the workers' events of stored and evicted blocks.
 
-One walk along a prompt finds what all workers hold. A block takes some forty bytes, however long
-the names of its workers are. The index takes in a million block events a second.
+One walk along a prompt finds the blocks that all workers hold. A block takes some forty bytes,
+however long the names of its workers are. The index handles a million block events per second.
 
 Workers are numbered by *slots*, of which there are 65,535. The first eight bytes of a hash are its
-key. Two of ten million blocks share a key with a chance of 10⁻⁵. Then a worker may be asked for a
-block that it does not hold; it answers so and computes it.
+key. Among ten million blocks, two share a key with a probability of 10⁻⁵. Then a worker may be
+asked for a block that it does not hold; it reports this and computes the block.
 
-Events come late and may be lost. A worker that has sent none since it was added or cleared is
+Events are delayed and may be lost. A worker without events since it was added or cleared is
 credited with the blocks that it was seen to use, as many as fit into its pool. Its first event ends
-that.
+that credit.
 """
 
 from array import array
@@ -30,42 +30,42 @@ class TooManyWorkers(BatonError):
 class PrefixIndex:
     """The blocks that each worker holds. Unknown workers and repeated events are ignored.
 
-    Raises BuildError. The seed keeps clients from choosing prompts whose
-    blocks crowd one place of the table. No answer depends on it.
+    Raises BuildError. The seed keeps clients from choosing prompts whose blocks collide in the
+    table. No answer depends on the seed.
     """
 
     def __init__(self, *, seed: int = 0) -> None:
         self._core = library()
-        self.handle: int = self._core.baton_index_open(seed)  # for a `Fleet`
+        self.handle: int = self._core.baton_index_open(seed)  # used by a `Fleet`
         finalize(self, self._core.baton_index_close, self.handle)
         self.slots: dict[WorkerId, int] = {}
         self.names: list[WorkerId | None] = []  # by slot
         self._num_blocks: dict[WorkerId, int] = {}
         # For workers without events: the blocks last seen in use, latest last.
         self._seen: dict[WorkerId, OrderedDict[BlockHash, None]] = {}
-        self._found = array("i")  # slot and blocks of each worker
+        self._found = array("i")  # slot and number of blocks for each worker
 
     @property
     def workers(self) -> Set[WorkerId]:
-        """Workers that were added and not forgotten."""
+        """The number of workers in the index."""
         return self.slots.keys()
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks. Blocks of lost workers are counted until a walk meets them."""
+        """The number of distinct blocks. Those of lost workers count until a walk meets them."""
         return int(self._core.baton_index_num_blocks(self.handle))
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the table."""
+        """The memory of the table in bytes."""
         return int(self._core.baton_index_num_bytes(self.handle))
 
     def num_held(self, worker_id: WorkerId) -> int:
-        """Blocks that a worker is thought to hold."""
+        """Returns the number of blocks that a worker is believed to hold."""
         return int(self._core.baton_index_num_held(self.handle, self.slots[worker_id]))
 
     def add(self, worker_id: WorkerId, num_blocks: int) -> None:
-        """Adds a worker with a pool of `num_blocks`, of which nothing is known yet.
+        """Adds a worker with a pool of `num_blocks`; its cached blocks are unknown yet.
 
         Raises TooManyWorkers.
         """
@@ -82,7 +82,7 @@ class PrefixIndex:
         self._seen[worker_id] = OrderedDict()
 
     def remove(self, worker_id: WorkerId) -> None:
-        """Removes a worker and all that it held."""
+        """Removes a worker and all its blocks."""
         slot = self.slots.pop(worker_id, None)
         if slot is None:
             return
@@ -92,15 +92,16 @@ class PrefixIndex:
         self._core.baton_index_forget(self.handle, slot)
 
     def record(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Notes that a worker was seen to hold these leading blocks of a prompt.
+        """Records that a worker was seen to hold these leading blocks of a prompt.
 
-        It is credited with the latest blocks that fit into its pool. A worker that sends events
-        gets no such credit: it may have evicted these blocks, and would not publish that again.
+        The worker is credited with the latest blocks that fit into its pool. A worker that sends
+        events gets no such credit: it may have evicted these blocks, and would not publish that
+        again.
         """
         seen = self._seen.get(worker_id)
         if seen is None:
             return
-        for block_hash in reversed(hashes):  # like the pool, it drops the end of a prefix first
+        for block_hash in reversed(hashes):  # like the pool, this drops the end of a prefix first
             seen[block_hash] = None
             seen.move_to_end(block_hash)
         self._store(worker_id, hashes)
@@ -109,9 +110,9 @@ class PrefixIndex:
             self._remove(worker_id, [seen.popitem(last=False)[0] for _ in range(surplus)])
 
     def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Notes that a worker was asked for these blocks and did not hold them.
+        """Records that a worker was asked for these blocks and did not hold them.
 
-        A worker that publishes events is left as it is. It may have stored the blocks since, and
+        Nothing changes for a worker that publishes events. It may have stored the blocks since, and
         would not publish that again.
         """
         seen = self._seen.get(worker_id)
@@ -122,22 +123,22 @@ class PrefixIndex:
         self._remove(worker_id, hashes)
 
     def stored(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Notes a worker's event: it holds these blocks.
+        """Applies a worker's event: the worker holds these blocks.
 
-        The block before them is not needed: a hash covers all that precedes it.
+        The preceding block is not needed, as a hash covers all tokens before it.
         """
         if worker_id in self._seen:
             self._hear(worker_id)
         self._store(worker_id, hashes)
 
     def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Notes a worker's event: it no longer holds these blocks."""
+        """Applies a worker's event: the worker no longer holds these blocks."""
         if worker_id in self._seen:
             self._hear(worker_id)
         self._remove(worker_id, hashes)
 
     def cleared(self, worker_id: WorkerId) -> None:
-        """Forgets all blocks of a worker, which then has published nothing yet."""
+        """Removes all blocks of a worker, which then counts as a worker without events."""
         slot = self.slots.get(worker_id)
         if slot is None:
             return
@@ -145,7 +146,7 @@ class PrefixIndex:
         self._seen[worker_id] = OrderedDict()
 
     def longest(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """Returns how many leading blocks each worker holds, without workers that hold none."""
+        """Returns how many leading blocks each worker holds; workers without any are left out."""
         address, _ = self._found.buffer_info()
         packed = pack(hashes)
         count = self._core.baton_index_longest(self.handle, packed, len(hashes), address)
@@ -158,7 +159,7 @@ class PrefixIndex:
         }
 
     def validate(self) -> None:
-        """Asserts that names and slots match, and that C++ finds its table sound. Slow."""
+        """Asserts that names and slots match, and that the table in C++ is sound. Slow."""
         assert {name: slot for slot, name in enumerate(self.names) if name} == self.slots
         assert self._num_blocks.keys() == self.slots.keys() >= self._seen.keys()
         assert self._core.baton_index_is_sound(self.handle)
@@ -167,7 +168,7 @@ class PrefixIndex:
             assert len(seen) == self.num_held(worker_id)
 
     def _hear(self, worker_id: WorkerId) -> None:
-        """Replaces the blocks that a worker was seen to use, when its first event comes."""
+        """Drops the credited blocks of a worker when its first event arrives."""
         del self._seen[worker_id]
         self._core.baton_index_clear(self.handle, self.slots[worker_id])
 

@@ -3,7 +3,7 @@
 import ctypes
 from ctypes import Structure, c_double, c_int32, c_int64
 
-NUM_MEDIA = 3  # in a store: memory and what is in `router.cluster.media`
+NUM_MEDIA = 3  # media of a store: memory and those in `router.cluster.media`
 
 
 class FleetCosts(Structure):
@@ -38,7 +38,7 @@ class FleetKind(Structure):
 
 
 class FleetStore(Structure):
-    """A store: its slots in the index, and the seconds that it takes to read each medium."""
+    """A store: its slots in the index, and its seconds to read each medium."""
 
     _fields_ = (
         ("group", c_int32),
@@ -49,5 +49,5 @@ class FleetStore(Structure):
 
 
 def address_of(buffer: bytearray) -> int:
-    """Returns the address of a buffer's bytes. The caller keeps the buffer, at its length."""
+    """Returns the address of a buffer's bytes. The caller keeps the buffer and its length."""
     return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))

@@ -1,1 +1,1 @@
-"""How many workers each pool should have, from the load that gateways report. Pure."""
+"""Computes how many workers each pool should have, from the reported load. Pure."""

@@ -1,11 +1,11 @@
 """One gateway's demand on the workers, for the planner of pools.
 
-A request counts when it arrives, also if it is refused. It counts as predicted then: the seconds to
-compute its prompt without what is cached somewhere, and the tokens of its answer. Prompts that a
-decode worker computed locally are subtracted again.
+A request is counted when it arrives, even if it is refused. It is counted with the predictions of
+that time: the seconds to compute its prompt without the cached part, and the tokens of its answer.
+Prompts that a decode worker computed locally are subtracted again.
 
 A request that waits for a decode worker does not wait for a prefill worker. So the queue counts
-towards the pool that its head waits for.
+towards the pool for which its head waits.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from router.machine.placing import KnownPrefixes, Placing, likely_bid
 from router.machine.state import RouterState
 from router.planning.planner import FlipCandidate
 
-LOOK_AFTER_S = 0.9  # a caller that asks once a second gets a new second each time
+LOOK_AFTER_S = 0.9  # a caller that asks once a second gets new data each time
 
 _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 
@@ -27,9 +27,9 @@ _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 def members(
     view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE
 ) -> list[FlipCandidate]:
-    """All workers without stores, with the tokens that a flip would move or give back.
+    """Returns all workers without stores, with the tokens that a flip would move or give back.
 
-    `roles` holds the new roles of workers that were told to change.
+    `roles` has the new roles of workers that were told to change.
     """
     return [
         FlipCandidate(
@@ -49,11 +49,11 @@ class Sums:
     num_requests: int = 0
     prefill_s: float = 0.0
     output_tokens: float = 0.0
-    locally_s: float = 0.0  # the part of `prefill_s` given to decode workers
+    locally_s: float = 0.0  # the part of `prefill_s` computed by decode workers
 
     @property
     def sent_s(self) -> float:
-        """Seconds of work that prefill workers were asked for."""
+        """Seconds of work that prefill workers had to do."""
         return self.prefill_s - self.locally_s
 
 
@@ -64,13 +64,13 @@ class Demand:
         self._state = state
         self._placing = placing
         self._sums = Sums()
-        self._taken = Sums()  # when it was last observed
+        self._taken = Sums()  # totals at the last observation
         self._taken_s: float | None = None
 
     def arrived(self, flight: Flight, now_s: float) -> None:
         """Counts a new request, whatever its outcome.
 
-        Until an observation is asked for, nothing is looked up: most gateways have no planner.
+        Before the first observation nothing is looked up, as most gateways have no planner.
         """
         if self._taken_s is None:
             return
@@ -83,7 +83,7 @@ class Demand:
         )
 
     def _prefill_s(self, flight: Flight, now_s: float) -> float:
-        """Predicted seconds of a prompt; 0 if unknown, or if a leader computes it."""
+        """Returns the predicted seconds of a prompt; 0 if unknown, or if a leader computes it."""
         state = self._state
         workers = [item for item in state.view.workers.items() if not item[1].is_store]
         if flight.request.leader is not None or not workers:
@@ -105,7 +105,7 @@ class Demand:
         sums = replace(self._sums, locally_s=self._placing.locally_s)
         queued = [state.flights[request_id] for request_id in state.waiting.queue]
         if self._taken_s is None:
-            for one in queued:  # these came while no planner observed
+            for one in queued:  # they arrived while no planner observed
                 one.compute_s = self._prefill_s(one, now_s)
         over_s = now_s - self._taken_s if self._taken_s is not None else 0.0
         self._taken, self._taken_s = sums, now_s
@@ -135,7 +135,7 @@ class Demand:
 
 
 class Observer:
-    """Observes about once a second, however many ask: to observe begins the sums anew."""
+    """Observes about once a second, however many callers ask: observing resets the sums."""
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
@@ -143,7 +143,7 @@ class Observer:
         self._latest: Observation | None = None
 
     def latest(self, now_s: float) -> Observation | None:
-        """Returns the last observation. None before the first second is over."""
+        """Returns the last observation. None before the end of the first second."""
         if self._looked_s is None:
             self._demand.observe(now_s)
             self._looked_s = now_s

@@ -2,36 +2,36 @@
 
 About once a second the planner gets the demand that gateways measured (`Observation`) and the
 number of workers (`PoolSizes`). It returns the sizes that the pools should have (`PoolPlan`), with
-reasons in numbers. It only proposes. Its caller carries a proposal out, and chooses the workers.
+reasons in numbers. It only proposes. Its caller carries out a proposal, and chooses the workers.
 
     prefill   rate of prompts / BUSY + what waits / PATIENCE of the bound on TTFT
     decode    (E·b + F·kv) / (t - D), so that a step of b sequences that are evenly spread takes t,
               PACE of the bound on TPOT; or what their KV needs, if that is more workers
 
-A prompt counts in predicted seconds of one worker, without its cached part. Sequences run,
-wait for a decode worker, or are predicted to come within `horizon_s`. The
-prediction is the slope of their number or, if more, its approach to rate · length · t (Little).
-Lengths of answers are known only at their ends; the number of sequences is a fact.
+A prompt counts as predicted seconds of one worker, without its cached part. Sequences count if they
+run, wait for a decode worker, or are predicted to come within `horizon_s`. The prediction is the
+slope of their number or, if larger, its approach to rate · length · t (Little). Lengths of answers
+are known only at their ends, but the number of sequences is always known.
 
-*Flips first.* One proposal grows a pool and shrinks the other, so the total stays. There are flips
-only if a pool is short, and as many as make both equally short or equally idle. An idle worker that
-the other pool does not need stays. A decode pool never shrinks below what its present sequences
-need to keep their pace. As they end, the other pool gets more.
+*Flips first.* One proposal grows a pool and shrinks the other, so the total stays. Workers flip
+only if a pool is short, and as many as make both pools equally short or equally idle. An idle
+worker that the other pool does not need stays. A decode pool never shrinks below the workers that
+its present sequences need for their TPOT. As these sequences end, the other pool gets more workers.
 
-*Cost of a flip.* Sequences move, prompts are returned, and a worker is new to its pool. So the
-greater shortage must shrink by `least_gain`. No worker goes back within `cool_down_s`, and at most
-half of a pool flips at once.
+*Cost of a flip.* Sequences move, prompts are returned, and a worker starts in its pool with a cold
+cache. So a flip must reduce the greater shortage by `least_gain`. No worker flips back within
+`cool_down_s`, and at most half of a pool flips at once.
 
 *Nodes after.* If both pools lack workers for `grow_after_s`, the planner asks for more. If both
-need fewer for `shrink_after_s`, it gives some back. A worker comes or goes where the shorter pool
-is then least short.
+need fewer for `shrink_after_s`, it gives some back. A worker is added or removed so that the
+shorter pool is then least short.
 
-*What it does not do.* It decides nothing while a change is under way, until a deadline. A worker
+*What it does not do.* It decides nothing while a change is in progress, until a deadline. A worker
 that has not come by then still counts towards the target size, not as capacity. It decides nothing
-on missing reports, until gateways were silent so long that they count as idle. It never looks at
-its old proposals, only at the pools: an operator may change them at any time, and that counts as
-any change. A changed total stays for `cool_down_s`, even outside of the bounds, and it counts as
-idle or short only from then on.
+while reports are missing, until gateways were silent for so long that they count as idle. It never
+reads its old proposals, only the pools: an operator may change them at any time, and that counts as
+any other change. After a change the total stays for `cool_down_s`, even outside of the bounds, and
+counts as idle or short only from then on.
 
 Pure and deterministic: time is an argument, and future load is unknown.
 
@@ -51,44 +51,44 @@ from engine.demand import Observation
 from engine.messages import Role, WorkerId
 
 BUSY = 0.85  # share of a prefill worker's time
-PATIENCE = 0.5  # share of the bound on TTFT in which waiting prompts are to be computed
+PATIENCE = 0.5  # share of the TTFT bound within which waiting prompts are to be computed
 PACE = 0.95  # share of the bound on TPOT
 MEMORY = 0.95  # share of a worker's KV
-NO_BOUND_TTFT_S = 2.0  # instead of a bound on TTFT, where there is none
-IDLE = 0.7  # if less than this share is needed, nodes can be given back
-SOON_S, LATER_S = 5.0, 15.0  # rates are means over these: quick to rise, prompts slow to fall
+NO_BOUND_TTFT_S = 2.0  # used if there is no TTFT bound
+IDLE = 0.7  # below this share of use, workers can be given back
+SOON_S, LATER_S = 5.0, 15.0  # spans of the mean rates: rise quickly, and for prompts fall slowly
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """The workers there are, by the role that they have or were last told to have.
+    """The present workers, by the role that they have or were last told to take.
 
-    Mixed and drained workers do not count.
+    Mixed and drained workers are not counted.
     """
 
     prefill: int
     decode: int
     num_changing: int = 0  # workers that have yet to start, stop or flip
-    kv_tokens: int = 0  # that one worker holds
+    kv_tokens: int = 0  # capacity of one worker
     max_running: int = 0  # sequences of one worker
-    num_gateways: int = 1  # that should report
-    absent_prefill: int = 0  # workers of `prefill` that do not serve yet; they are changing too
+    num_gateways: int = 1  # gateways that should report
+    absent_prefill: int = 0  # workers of `prefill` that do not serve yet; they are also changing
     absent_decode: int = 0
-    room: int | None = None  # for workers of both pools; None: for the present workers
+    room: int | None = None  # for workers of both pools; None: the present number of workers
 
     @property
     def total(self) -> int:
-        """Workers of both pools."""
+        """The number of workers of both pools."""
         return self.prefill + self.decode
 
     @property
     def num_absent(self) -> int:
-        """Workers of both pools that do not serve yet."""
+        """The number of workers of both pools that do not serve yet."""
         return self.absent_prefill + self.absent_decode
 
     @property
     def present(self) -> "PoolSizes":
-        """The workers that serve now, and the room for them."""
+        """The number of workers that serve now, and the room for them."""
         return replace(
             self,
             prefill=self.prefill - self.absent_prefill,
@@ -98,25 +98,25 @@ class PoolSizes:
 
 
 class PlannerRules(PlannerConfig, frozen=True):
-    """The planner's settings, and what it does not take from them. Times are seconds."""
+    """The planner's settings, and further rules. Times are in seconds."""
 
     ttft_s: float | None = None  # bounds that requests should meet
     tpot_s: float | None = None
-    least_gain: float = 0.1  # share of the greater shortage that flips must remove
+    least_gain: float = 0.1  # share of the greater shortage that a flip must remove
     horizon_s: float = 10.0
     change_timeout_s: float = 30.0
     silence_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Checks nothing: `pools.max_workers` may be below the planner's own bounds."""
+        """Checks nothing, as `pools.max_workers` may be below the planner's own bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """The sizes that the pools should have, and why.
+    """The sizes that the pools should have, and the reasons.
 
-    `nodes` is the wanted number of workers in all. `prefill + decode` are as many of them as there
-    is room for. If nothing can be decided now, the sizes stay (`is_held`).
+    `nodes` is the wanted total of workers. `prefill + decode` is that number, limited by the room.
+    If nothing can be decided now, the sizes stay (`is_held`).
     """
 
     prefill: int
@@ -128,20 +128,20 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Workers that each pool needs, in fractions. `holding` keep the pace of present sequences."""
+    """Workers that each pool needs, in fractions. `holding` keeps the TPOT of present sequences."""
 
     prefill: float
     decode: float
     holding: float
-    coming: float  # sequences that are predicted at the horizon
+    coming: float  # number of sequences predicted at the horizon
 
     def pressure(self, prefill: int, decode: int) -> float:
-        """The shortage of the shorter pool; above 1, workers are missing."""
+        """The shortage of the shorter pool; above 1 if workers are missing."""
         return max(self.prefill / max(prefill, 0.5), self.decode / max(decode, 0.5))
 
 
 class Planner:
-    """Decides. It remembers only recent observations and when the pools changed."""
+    """Decides the pool sizes. Remembers only recent observations and when the pools changed."""
 
     def __init__(self, rules: PlannerRules) -> None:
         self._rules = rules
@@ -177,7 +177,7 @@ class Planner:
     # ------------------------------------------------------------ when not to decide
 
     def _record(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> None:
-        """Notes a change of the pools, from any cause."""
+        """Records a change of the pools, from any cause."""
         sizes = pools.prefill, pools.decode
         if sizes != self._sizes:
             self._resize(self._sizes or (0, 0), sizes, now_s)
@@ -188,7 +188,7 @@ class Planner:
             self._seen.popleft()
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int], now_s: float) -> None:
-        """Notes new sizes of the pools. At the first decision, all pools count as grown."""
+        """Records new sizes of the pools. At the first decision, all pools count as grown."""
         self._changed_s = now_s
         self._changing_since_s = None  # each change has its own deadline
         for role, before, after in zip(self._grew_s, old, new, strict=True):
@@ -200,7 +200,7 @@ class Planner:
             self._lacking_since_s = None
 
     def _held(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> str | None:
-        """The reason why nothing is decided now, or None."""
+        """Returns the reason why nothing is decided now, or None."""
         rules = self._rules
         num_silent = pools.num_gateways - (0 if seen is None else seen.num_gateways)
         self._silent_since_s = _since(self._silent_since_s, num_silent > 0, now_s)
@@ -244,14 +244,14 @@ class Planner:
         return sum(values) / max(len(values), 1)
 
     def _coming(self, seen: Observation, now_s: float) -> float:
-        """Sequences that are predicted to decode at the horizon; never fewer than now."""
+        """Predicts the number of decoding sequences at the horizon; at least the present number."""
         horizon_s, number = self._rules.horizon_s, seen.num_decoding
         then_s, then = next(item for item in self._seen if now_s - item[0] <= SOON_S)
         slope = (number - then.num_decoding) / (now_s - then_s) if now_s > then_s else 0.0
         return max(number + max(slope, 0.0) * horizon_s, self._approached(seen, now_s))
 
     def _approached(self, seen: Observation, now_s: float) -> float:
-        """Predicts the number of sequences at the horizon, if answers become as long as before."""
+        """Predicts the number of sequences at the horizon, if answers stay as long as before."""
         bound_s = self._rules.tpot_s
         requests_per_s = self._mean(now_s, SOON_S, lambda one: one.requests_per_s)
         tokens_per_s = self._mean(now_s, SOON_S, lambda one: one.output_tokens_per_s)
@@ -295,14 +295,14 @@ class Planner:
         return best, f"{abs(best - here)} flips from {giver}: they gain {shortage}"
 
     def _is_cool(self, now_s: float) -> bool:
-        """True if the pools have been unchanged long enough to be brought inside of the bounds."""
+        """True if the pools were unchanged for long enough to be brought within the bounds."""
         return now_s - self._changed_s >= self._rules.cool_down_s
 
     def _changed(self, now_s: float) -> str:
         return f"the pools changed {now_s - self._changed_s:.1f} s ago"
 
     def _limits(self, total: int) -> tuple[int, int]:
-        """The fewest and the most of `total` workers that may prefill."""
+        """Returns the minimum and the maximum of `total` workers that may prefill."""
         rules = self._rules
         fewest = rules.min_prefill
         if rules.max_decode is not None:
@@ -313,7 +313,7 @@ class Planner:
         return fewest, most
 
     def _nodes(self, needs: Needs, pools: PoolSizes, now_s: float) -> tuple[int, str]:
-        """Returns the wanted number of workers in all, and why."""
+        """Returns the wanted total of workers, and the reason."""
         rules = self._rules
         wanted = ceil(needs.prefill) + ceil(needs.decode)
         if rules.max_workers is None:
@@ -339,7 +339,7 @@ class Planner:
         return pools.total, f"{pools.total} nodes: {wanted} are needed"
 
     def _bounds(self, max_total: int) -> tuple[int, int]:
-        """The fewest and the most workers of both pools."""
+        """Returns the minimum and the maximum number of workers of both pools."""
         rules = self._rules
         if rules.max_prefill is not None and rules.max_decode is not None:
             max_total = min(max_total, rules.max_prefill + rules.max_decode)
@@ -358,14 +358,14 @@ class Planner:
 
 
 def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:  # noqa: FBT001
-    """The time since which a condition holds; None if it does not hold."""
+    """Returns the time since which a condition holds; None if it does not hold."""
     if not holds:
         return None
     return now_s if since_s is None else since_s
 
 
 def _decoders(seen: Observation, pools: PoolSizes, bound_s: float | None) -> float:
-    """Workers that all sequences, also waiting ones, need for their pace and their KV."""
+    """Returns the workers that all sequences, waiting ones too, need for their TPOT and KV."""
     num_seqs = seen.num_decoding + seen.num_queued
     need = 0.0
     if pools.kv_tokens:
@@ -381,7 +381,7 @@ def _decoders(seen: Observation, pools: PoolSizes, bound_s: float | None) -> flo
 
 
 def _reasons(seen: Observation, pools: PoolSizes, needs: Needs) -> tuple[str, str]:
-    """Returns what each pool needs, and why."""
+    """Returns the needs of each pool, and the reasons."""
     cost = seen.decode_cost
     pace = "unknown"
     if cost is not None:
@@ -402,9 +402,9 @@ def _reasons(seen: Observation, pools: PoolSizes, needs: Needs) -> tuple[str, st
 
 
 def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, tuple[str, int, str]]:
-    """Key that sorts the workers of a pool, the first to leave first.
+    """Sort key for the workers of a pool: the first to leave comes first.
 
-    Workers with the fewest tokens to move or to return leave first. The controller uses the same
+    Workers with the fewest tokens to move or to give back leave first. The controller uses the same
     order.
     """
     return work_tokens, by_number(worker_id)
@@ -412,7 +412,7 @@ def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, tu
 
 @dataclass(frozen=True, slots=True)
 class FlipCandidate:
-    """A worker of a pool; `work_tokens` are what a flip would move or give back."""
+    """A worker of a pool; `work_tokens` is what a flip would move or give back."""
 
     worker_id: WorkerId
     role: Role
@@ -420,7 +420,7 @@ class FlipCandidate:
 
 
 def flips(plan: PoolPlan, members: Sequence[FlipCandidate]) -> list[tuple[WorkerId, Role]]:
-    """The workers to flip for a plan, all at once, each with its new role."""
+    """Returns the workers to flip for a plan, all at once, each with its new role."""
     num = plan.prefill - sum(member.role is Role.PREFILL for member in members)
     giver, taker = (Role.DECODE, Role.PREFILL) if num > 0 else (Role.PREFILL, Role.DECODE)
     givers = sorted(

@@ -1,1 +1,1 @@
-"""Which worker holds which cached prefix, from the workers' own events. Pure."""
+"""Tracks which worker caches which prefix, from the workers' own events. Pure."""

@@ -6,23 +6,23 @@ from engine.worker.blocks import BlockHash, hash_blocks
 
 
 class PrefixHashes:
-    """Block hashes of one prompt and its answer, each computed once and only when asked for."""
+    """Block hashes of one prompt and its answer. Each is computed once, at its first use."""
 
     def __init__(
         self, known: Mapping[int, Sequence[BlockHash]] | None = None, *, salt: bytes = b""
     ) -> None:
-        """`known` are those of the first full blocks, by block size."""
+        """`known` has the hashes of the first full blocks, by block size."""
         self._salt = salt
         self._hashes = {size: list(hashes) for size, hashes in (known or {}).items()}
 
     def copy(self) -> "PrefixHashes":
-        """The same hashes, for a prompt that begins with all of their tokens."""
+        """Returns the same hashes for a longer prompt that begins with all of these tokens."""
         return PrefixHashes(self._hashes, salt=self._salt)
 
     def leading(
         self, token_ids: Sequence[int], *, num_tokens: int, block_size: int
     ) -> list[BlockHash]:
-        """Hashes of the full blocks among the first `num_tokens`; `token_ids` may only grow."""
+        """Returns hashes of full blocks of the first `num_tokens`; `token_ids` may only grow."""
         num_blocks = num_tokens // block_size
         hashes = self._hashes.setdefault(block_size, [])
         if num_blocks > len(hashes):

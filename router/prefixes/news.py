@@ -5,15 +5,16 @@
        └──────────────────────┴─────────── no answer in time ────┘
 
 A worker numbers its batches of events, and they are applied in order. On a gap, later batches are
-buffered and the missing one is requested. If the worker no longer has it, a snapshot is requested.
-The worker's own count of published batches, which comes with its load reports, shows a loss at the
-end.
+buffered and the missing batch is requested. If the worker no longer has it, a snapshot is
+requested. The worker's own count of published batches, which comes with its load reports, reveals a
+loss of the latest batches.
 
-Without an answer in time, events are *missed*. The worker's events are no longer believed, and the
-gateway uses what it had the worker do. A snapshot is requested again after a pause that grows.
+Without an answer in time, events are *missed*. Then the worker's events are ignored, and the
+gateway assumes the blocks of the requests that it sent. A snapshot is requested again after a pause
+that grows.
 
-Repeated, late and disordered batches change nothing. A snapshot counts only if it is not older than
-what was applied.
+Repeated, late and out-of-order batches change nothing. A snapshot counts only if it is not older
+than the applied events.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,10 @@ from engine.worker.blocks import BlockHash
 from router.native.index import PrefixIndex
 
 ANSWER_TIMEOUT_S = 5.0  # from one piece of an answer to the next
-OVERDUE_S = 0.5  # a published batch may take this long to arrive
+OVERDUE_S = 0.5  # seconds that a published batch may take to arrive
 FIRST_PAUSE_S = 1.0  # before the first repeated request
 MAX_PAUSE_S = 30.0
-MAX_EARLY_BATCHES = 1024  # kept while one before them is missing
+MAX_EARLY_BATCHES = 1024  # kept while an earlier batch is missing
 
 
 def apply_events(
@@ -46,7 +47,7 @@ def apply_events(
     """Applies a worker's events to an index, in order.
 
     `media` has a store's names in the index, by medium. Without it, events must name no medium.
-    Returns the number of ignored events: they name unknown media.
+    Returns the number of events that name unknown media; these are ignored.
     """
     num_ignored = 0
     for event in events:
@@ -115,7 +116,7 @@ class Garbled:
 
 @dataclass(frozen=True, slots=True)
 class NewsTick:
-    """Time has passed, and nothing else happened."""
+    """Time has passed; deadlines may be due."""
 
 
 NewsEvent = Published | NewsPiece | NewsEnded | Counted | Garbled | NewsTick
@@ -139,7 +140,7 @@ class AskBatches:
 
 @dataclass(frozen=True, slots=True)
 class AskSnapshot:
-    """Request a snapshot of all that is cached. Answers to earlier requests are dropped."""
+    """Request a snapshot of all cached blocks. Answers to earlier requests are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +155,12 @@ NewsEffect = Apply | AskBatches | AskSnapshot | EventsMissed
 
 @dataclass(slots=True)
 class _Ask:
-    """A request to the worker whose answer is not complete."""
+    """A request to the worker whose answer is incomplete."""
 
     due_s: float
     wants_all: bool
-    num_published: int  # when it was asked
-    number: int | None = None  # the snapshot's
+    num_published: int  # published batches at the time of the request
+    number: int | None = None  # the number of the snapshot
     pieces: list[BlockEvent] = field(default_factory=list)
 
 
@@ -167,18 +168,18 @@ class BlockNews:
     """Orders the batches of one session with a worker. Only `open` and `handle` change it."""
 
     def __init__(self) -> None:
-        self._next: int | None = None  # the number of the next batch to apply; None: all is wanted
+        self._next: int | None = None  # number of the next batch; None: a snapshot is needed
         self._early: dict[int, Sequence[BlockEvent]] = {}
-        self._num_published = 0  # as far as this gateway knows
+        self._num_published = 0  # published batches, as far as this gateway knows
         self._ask: _Ask | None = None
         self._overdue_s: float | None = None
         self._ask_again_s: float | None = None
         self._num_failures = 0
-        self._is_heard = True  # until an `EventsMissed` is returned
+        self._is_heard = True  # False after an `EventsMissed` was returned
 
     @property
     def is_following(self) -> bool:
-        """True if everything known to be published has been applied."""
+        """True if all batches known to be published were applied."""
         return self._next is not None and self._next >= self._num_published
 
     def open(self, now_s: float) -> list[NewsEffect]:
@@ -186,7 +187,7 @@ class BlockNews:
         return self._chase(now_s)
 
     def handle(self, event: NewsEvent, now_s: float) -> list[NewsEffect]:
-        """Takes an event and returns its effects."""
+        """Handles an event and returns its effects."""
         match event:
             case Published(number, events):
                 self._num_published = max(self._num_published, number + 1)
@@ -207,7 +208,7 @@ class BlockNews:
         return effects + self._chase(now_s)
 
     def next_wake_s(self) -> float | None:
-        """When the next deadline falls due."""
+        """Returns the time of the next deadline."""
         if self._ask is not None:
             return self._ask.due_s
         if self._ask_again_s is not None:
@@ -246,7 +247,7 @@ class BlockNews:
     # ------------------------------------------------------------ asks and answers
 
     def _chase(self, now_s: float) -> list[NewsEffect]:
-        """Requests what is missing, unless a request is under way."""
+        """Requests missing batches, unless a request is in progress."""
         if self._ask is not None:
             return []
         if self._ask_again_s is not None:
@@ -260,7 +261,7 @@ class BlockNews:
         return []
 
     def _is_overdue(self, now_s: float) -> bool:
-        """True if a published batch is missing for too long."""
+        """True if a published batch has been missing for too long."""
         if self.is_following:
             self._overdue_s = None
             return False
@@ -299,7 +300,7 @@ class BlockNews:
         if ask.wants_all:
             return self._on_snapshot(ask, now_s)
         assert self._next is not None
-        if self._next < ask.num_published:  # the worker no longer has them
+        if self._next < ask.num_published:  # the worker no longer has these batches
             return self._ask_for(now_s, wants_all=True)
         self._num_failures = 0
         return []
@@ -310,16 +311,16 @@ class BlockNews:
             return self._fail("no whole snapshot", now_s)
         self._num_failures = 0
         if self._next is not None and number < self._next:
-            return []  # the missing batch has come meanwhile
+            return []  # the missing batch has arrived in the meantime
         self._is_heard = True
         self._next = number
         self._early = {n: events for n, events in self._early.items() if n >= number}
-        # If the worker has published more, its next count says so.
+        # If the worker has published more batches, its next count shows that.
         self._num_published = max(self._early, default=number - 1) + 1
         return [Apply(ask.pieces), *self._take_early()]
 
     def _fail(self, reason: str, now_s: float) -> list[NewsEffect]:
-        """Stops believing what was applied. After a pause everything is requested again."""
+        """Stops trusting the applied events. After a pause, a snapshot is requested again."""
         pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, MAX_PAUSE_S)
         self._num_failures = min(self._num_failures + 1, 16)
         self._ask, self._ask_again_s = None, now_s + pause_s

@@ -1,1 +1,1 @@
-"""A request machine's events and effects, recorded so that they can be replayed."""
+"""Records a request machine's events and effects, so that they can be replayed."""

@@ -1,10 +1,10 @@
 """A recording on disk, written beside the gateway's work.
 
 The event loop encodes a record and appends it to a list. A thread writes the list from time to time
-and at the end. The recording ends if the disk is full or too slow, or if an event cannot be
-encoded. It never has a gap, since nothing after a gap can be replayed. Serving goes on.
+and at the end. The recording stops if the disk is full or too slow, or if an event cannot be
+encoded. It never has a gap, since no event after a gap could be replayed. Serving continues.
 
-Only the user of the gateway may read the file: it holds prompts and answers.
+Only the gateway's user may read the file, as it holds prompts and answers.
 """
 
 import logging
@@ -22,7 +22,7 @@ from router.recording.records import Recorder
 log = logging.getLogger(__name__)
 
 WRITE_EVERY_S = 0.5
-MAX_UNWRITTEN_BYTES = 256 * 2**20  # if the disk does not keep up
+MAX_UNWRITTEN_BYTES = 256 * 2**20  # limit of the list if the disk is too slow
 NOT_WRITTEN_IN_TIME = "the disk does not finish"
 CLOSE_TIMEOUT_S = 5.0
 
@@ -35,7 +35,7 @@ class Disk(Protocol):
         ...
 
     def flush(self) -> None:
-        """Passes written records on. Raises OSError."""
+        """Passes written records on to the disk. Raises OSError."""
         ...
 
     def close(self) -> None:
@@ -49,19 +49,19 @@ class RecordingFile:
     def __init__(
         self, path: Path, config: RouterConfig, *, max_unwritten_bytes: int = MAX_UNWRITTEN_BYTES
     ) -> None:
-        """`config` is the machine's, with the seed that it really has."""
+        """`config` is the machine's configuration, with the seed in use."""
         self.path = path
         self.failure: str | None = None  # the reason why the recording ended early
         self._config = config
         self._max_unwritten_bytes = max_unwritten_bytes
         self._lock = threading.Lock()
-        self._unwritten: list[bytes] = []  # under the lock, like the next field
+        self._unwritten: list[bytes] = []  # guarded by the lock, like the next field
         self._num_unwritten_bytes = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
 
     def open(self) -> None:
-        """Begins the file, which must not be there yet. Raises ConfigError."""
+        """Creates the file, which must not exist yet. Raises ConfigError."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = _create(self.path)
@@ -80,12 +80,12 @@ class RecordingFile:
             return
         try:
             self._recorder.record(event, now_s, effects)
-        except Exception as error:  # the effects must be performed anyway
-            # The error's text may hold a client's text.
+        except Exception as error:  # the effects must be carried out anyway
+            # The error's text may contain a client's text.
             self._fail(f"{type(event).__name__} cannot be encoded: {type(error).__name__}")
 
     def close(self) -> None:
-        """Writes the rest, and waits for that up to CLOSE_TIMEOUT_S."""
+        """Writes the remaining records, and waits up to CLOSE_TIMEOUT_S."""
         if not self._thread.is_alive():
             return
         self._closing.set()
@@ -112,7 +112,7 @@ class RecordingFile:
                 work()
             except Exception as error:  # memory may be short too
                 self._fail(_reason(error))
-        with self._lock:  # the thread will not write it
+        with self._lock:  # the thread will not write the list
             self._unwritten.clear()
 
     def _write_all(self) -> None:
@@ -135,7 +135,7 @@ class RecordingFile:
 
 
 def _reason(error: Exception) -> str:
-    """The reason, without any part of the recorded data."""
+    """Returns the reason, without any part of the recorded data."""
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 

@@ -3,17 +3,17 @@
     {"version": 6, "config": {...}}                              first record
     {"now_s": 1.5, "kind": "Arrived", "event": {...}, "effects": [["SendTo", {...}], ...]}
 
-A machine is a function of its configuration and its events. A fresh one that gets the recorded
+A machine is a function of its configuration and its events. A fresh machine that gets the recorded
 events at the recorded times must return the same effects. `replay` finds the differences. This
 checks that the simulator runs the same router, and it reproduces bugs.
 
-With `slo`, either both machines must have the router's C++ or neither, since C++ breaks ties with a
-generator of its own. The first record says which, and `replay` refuses the other.
+With `slo`, either both machines must use the router's C++ or neither, since C++ breaks ties with
+its own generator. The first record says whether it was used, and `replay` refuses a mismatch.
 
-A recording holds prompts and answers, so it is as confidential as they are. The length of a record
-is not known before it is read, so files are read by msgpack's streaming `Unpacker`, within
-`MAX_RECORD_BYTES`. A record that was cut off at the end of a file is left out. Each record is then
-decoded by its type, with msgspec.
+A recording is as confidential as the prompts and answers in it. The length of a record is not known
+before it is read, so files are read by msgpack's streaming `Unpacker`, within `MAX_RECORD_BYTES`. A
+truncated record at the end of a file is left out. Each record is then decoded by its type, with
+msgspec.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -63,7 +63,7 @@ class _Head(msgspec.Struct, frozen=True):
     config: RouterConfig
 
 
-_HEAD_FIELDS = {"version", "config"}  # in any version
+_HEAD_FIELDS = {"version", "config"}  # present in every version
 MAX_RECORD_BYTES = 256 * 2**20  # for one event with its effects
 
 
@@ -76,7 +76,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An event, its time, and its effects: the kind and the msgpack of each."""
+    """An event, its time, and its effects: kind and msgpack of each effect."""
 
     now_s: float
     event: RouterEvent
@@ -87,7 +87,7 @@ class Recorded:
 class Mismatch:
     """An event with other effects than recorded, and both lists of effects as JSON."""
 
-    number: int  # the record's, from 1
+    number: int  # the number of the record, from 1
     kind: str
     recorded: bytes
     replayed: bytes
@@ -97,7 +97,7 @@ class Recorder:
     """Encodes the events and the effects of a machine."""
 
     def __init__(self, config: RouterConfig, write: Callable[[bytes], object]) -> None:
-        """`write` takes whole records, in order."""
+        """`write` receives whole records, in order."""
         self._write = write
         self._encoder = msgspec.msgpack.Encoder()
         write(self._encoder.encode(_Head(PROTOCOL_VERSION, config)))
@@ -114,7 +114,7 @@ class Recorder:
 
 
 def records_of(path: Path) -> Iterator[bytes]:
-    """Yields the whole records of a file. Raises OSError, ProtocolError."""
+    """Yields the complete records of a file. Raises OSError, ProtocolError."""
     with path.open("rb") as framed, path.open("rb") as file:
         unpacker = msgpack.Unpacker(framed, max_buffer_size=MAX_RECORD_BYTES)  # skips in pieces
         begin = 0
@@ -134,7 +134,7 @@ def records_of(path: Path) -> Iterator[bytes]:
 
 
 def is_recording(first: bytes) -> bool:
-    """True if a file with this first record may be a recording."""
+    """True if the first record of a file may be the head of a recording."""
     try:
         return set(msgspec.msgpack.decode(first, type=dict[str, msgspec.Raw])) >= _HEAD_FIELDS
     except msgspec.DecodeError:
@@ -156,7 +156,7 @@ def replay(
 ) -> Iterator[Mismatch]:
     """Feeds recorded events to a fresh machine, and yields the differences.
 
-    Raises ProtocolError if the file is no recording or cannot be replayed here.
+    Raises ProtocolError if the file is not a recording or cannot be replayed here.
     """
     rest = iter(records)
     head = _read_head(rest)
