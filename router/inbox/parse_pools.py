@@ -1,11 +1,11 @@
 """Threads for bodies that take long to parse, with bounded queues.
 
-There are two pools, so that a body of a few kilobytes never waits behind one of a mebibyte. Each
-pool bounds the bytes of bodies that wait or are being parsed. One tenant may hold half of them. A
-body that does not fit is refused; an empty pool takes any body.
+There are two pools, so that a body of a few kilobytes never waits behind a body of a mebibyte. Each
+pool limits the bytes of bodies that wait or are being parsed; one tenant may have half of that. A
+body that does not fit is refused; an empty pool accepts any body.
 
-Tenants have equal shares of a pool's bytes (`router.inbox.turns`). No tenant gets the last free
-thread if it has another one: parsing cannot be interrupted, and the next tenant finds it free.
+Tenants have equal shares of a pool's bytes (`router.inbox.turns`). A tenant that has a thread never
+gets the last free one: parsing cannot be interrupted, and so the next tenant finds a free thread.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from router.inbox.turns import TenantTurns
 
 WIDE_BODY_BYTES = 65_536
 NARROW_BYTES = 4 * 2**20
-WIDE_BYTES = 16 * 2**20  # some 8 s of tokenising in one thread
-FREE_AFTER_S = 5.0  # a body of 1 MiB takes 150 MB, which threads would keep
-NUM_THREADS = 2  # in each pool
+WIDE_BYTES = 16 * 2**20  # bytes; some 8 s of tokenising in one thread
+FREE_AFTER_S = 5.0  # seconds; a body of 1 MiB takes 150 MB, which threads would otherwise keep
+NUM_THREADS = 2  # per pool
 THREADS_OF_TENANT = NUM_THREADS - 1
 
 ResultT = TypeVar("ResultT")
 
 
 class _Place(NamedTuple):
-    """A body that waits or is being parsed; `turn` is done when it gets a thread."""
+    """A body that waits or is being parsed; `turn` is done when the body gets a thread."""
 
     tenant: str
     num_bytes: int
@@ -47,16 +47,16 @@ class ParsePool:
         self._lock = Lock()  # guards the fields below, which threads change
         self._num_bytes = 0
         self._bytes_of: Counter[str] = Counter()
-        self._running: Counter[str] = Counter()  # threads by tenant
+        self._running: Counter[str] = Counter()  # running threads by tenant
         self._waiting: TenantTurns[str, _Place] = TenantTurns()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of bodies that wait or are being parsed."""
+        """The number of bytes of bodies that wait or are being parsed."""
         return self._num_bytes
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
-        """Calls `parse` in a thread and returns its result. Raises ApiError if the pool is full."""
+        """Runs `parse` in a thread and returns its result. Raises ApiError if the pool is full."""
         place = self._enter(tenant, num_bytes)
         try:
             if not place.turn.done():
@@ -69,14 +69,14 @@ class ParsePool:
         try:
             return await asyncio.wrap_future(future)
         finally:
-            del future  # it holds the error, whose traceback holds this frame and the body
+            del future  # it holds the error, whose traceback refers to this frame and the body
 
     def submit(self, work: Callable[[], None]) -> None:
         """Runs short work of the gateway itself in a thread."""
         self._threads.submit(work)
 
     def _enter(self, tenant: str, num_bytes: int) -> _Place:
-        """Lets a body wait for its turn, which may be at once. Raises ApiError."""
+        """Makes a body wait for its turn, which may come at once. Raises ApiError."""
         place = _Place(tenant, num_bytes, Future())
         with self._lock:
             total, theirs = self._num_bytes, self._bytes_of[tenant]
@@ -91,7 +91,7 @@ class ParsePool:
         return place
 
     def _leave(self, place: _Place, _: object = None) -> None:
-        """Forgets a body that was parsed, or whose client left."""
+        """Removes a body that was parsed, or whose client left."""
         has_thread = not place.turn.cancel()
         with self._lock:
             self._num_bytes -= place.num_bytes
@@ -101,7 +101,7 @@ class ParsePool:
         self._give_turns()
 
     def _give_turns(self) -> None:
-        """Gives free threads to bodies that wait."""
+        """Gives free threads to waiting bodies."""
         while True:
             with self._lock:
                 place = self._next()
@@ -113,7 +113,7 @@ class ParsePool:
             place.turn.set_result(None)
 
     def _next(self) -> _Place | None:
-        """Takes a free thread for the next body, and returns that body."""
+        """Assigns a free thread to the next body, and returns that body."""
         if self._running.total() >= NUM_THREADS:
             return None
         place = self._waiting.take(lambda tenant: self._running[tenant] < THREADS_OF_TENANT)
@@ -127,12 +127,12 @@ class ParsePool:
 
 
 class ParsePools:
-    """One pool for each size of body."""
+    """One pool for small bodies and one for large bodies."""
 
     def __init__(
         self, free: Callable[[], None] = return_freed_memory, free_after_s: float = FREE_AFTER_S
     ) -> None:
-        """A thread calls `free` some seconds after a wide body. Building needs no event loop."""
+        """A thread calls `free` some seconds after a wide body. Needs no event loop yet."""
         self.narrow = ParsePool("parse", NARROW_BYTES)
         self.wide = ParsePool("parse-long", WIDE_BYTES)
         self._free = free
@@ -140,7 +140,7 @@ class ParsePools:
         self._freeing: asyncio.TimerHandle | None = None
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
-        """Does `ParsePool.run` in the pool for a body of this size."""
+        """Calls `ParsePool.run` of the pool for a body of this size."""
         if num_bytes <= WIDE_BODY_BYTES:
             return await self.narrow.run(tenant, num_bytes, parse)
         try:

@@ -1,15 +1,15 @@
-"""Reads what a checkpoint says of its prompts: chat templates, and the recommended sampling.
+"""Reads the prompt files of a checkpoint: chat templates, and the recommended sampling.
 
 Templates are read in the order in which transformers reads them:
 
-1. `chat_template.jinja` is the one named `default`. Each `NAME.jinja` in
-   `additional_chat_templates/` is named so. If there is any such file, the rest is not read.
+1. `chat_template.jinja` is the template named `default`. Each `NAME.jinja` in
+   `additional_chat_templates/` is the template `NAME`. If there is any, the rest is not read.
 2. `chat_template` of `tokenizer_config.json`: a text, or texts by name, also as a list.
 3. The same field of `processor_config.json` or of `chat_template.json`. In transformers these
-   are the templates of a processor. A server of text has none, so the tokenizer's come first.
+   are the templates of a processor. A text server has none, so the tokenizer's come first.
 
-`generation_config.json` has the sampling and the length that the model's authors recommend. It is
-used where a client says nothing, as by vLLM with `--generation-config auto`.
+`generation_config.json` has the sampling and the length that the model's authors recommend. They
+are used where a client sets nothing, as by vLLM with `--generation-config auto`.
 """
 
 from pathlib import Path
@@ -37,9 +37,9 @@ class _NamedTemplate(msgspec.Struct):
 
 
 def template_sources(directory: Path, config: Config) -> dict[str, str]:
-    """The sources of all templates by name; `config` is `tokenizer_config.json`.
+    """Returns the sources of all templates by name; `config` is `tokenizer_config.json`.
 
-    Raises CheckpointError, which names the file.
+    Raises CheckpointError with the name of the file.
     """
     if found := _of_files(directory):
         return found
@@ -52,7 +52,7 @@ def template_sources(directory: Path, config: Config) -> dict[str, str]:
 
 
 def load_config(path: Path) -> Config:
-    """Reads a JSON file. Raises CheckpointError, which names it."""
+    """Reads a JSON file. Raises CheckpointError with the name of the file."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     try:
@@ -88,7 +88,7 @@ def _sources(value: object, path: Path) -> dict[str, str]:
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """Values of the file; None where it has none. They have the ranges of a request's fields."""
+    """Values of the file; None if it sets none. They have the ranges of a request's fields."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -102,7 +102,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Reads a checkpoint's defaults. Raises CheckpointError for one that no request may have."""
+    """Reads a checkpoint's defaults. Raises CheckpointError if no request may have a value."""
     path = directory / DEFAULTS_FILE
     if not path.is_file():
         return NO_DEFAULTS

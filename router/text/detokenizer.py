@@ -1,13 +1,13 @@
-"""Turns token ids into the text that a client may see, one token at a time.
+"""Decodes token ids to the text that a client may see, one token at a time.
 
 Decides when text is complete enough to show, which tokens are hidden, and where a stop string cuts
-the answer. After a stop string, `stopped` is set; the caller stops the router.
+the answer. After a stop string, `stopped` is set; the caller cancels the request.
 
-Everything is done token by token, so an answer does not depend on how its tokens were batched.
+All work is done token by token, so an answer does not depend on how its tokens were batched.
 
-There are two decoders; `TextModel` takes the one that the tokenizer allows. There are three reasons
-not to use `tokenizers.decoders.DecodeStream`, measured with 0.23. It cannot be flushed, so an
-answer cut inside a character loses bytes. A run of special tokens or of broken UTF-8 costs
+There are two decoders; `TextModel` chooses the one that the tokenizer allows. There are three
+reasons not to use `tokenizers.decoders.DecodeStream`, measured with 0.23. It cannot be flushed, so
+an answer cut inside a character loses bytes. A run of special tokens or of broken UTF-8 costs
 quadratic time (4,000 tokens: 1.3 s). On broken byte-fallback runs it raises.
 """
 
@@ -21,19 +21,19 @@ from tokenizers import Tokenizer
 
 from engine.messages import Limits
 
-REPLACEMENT = "\ufffd"  # what an incomplete or broken UTF-8 sequence decodes to
-MAX_PENDING_TOKENS = 16  # a character has at most four bytes, so more pending tokens cannot be one
-OVERLAP_TOKENS = 8  # at least as many bytes as one character has
+REPLACEMENT = "\ufffd"  # the decoding of an incomplete or broken UTF-8 sequence
+MAX_PENDING_TOKENS = 16  # a character has at most four bytes, so more tokens are none
+OVERLAP_TOKENS = 8  # at least as many tokens as a character has bytes
 CONTEXT_TOKENS = 6
 
 
 class TextState(Protocol):
-    """The progress of one answer's text. `router.text.native` has it in C++."""
+    """The progress of one answer's text. `router.text.native` has the same state in C++."""
 
-    num_tokens: int  # so far, including the one that ends the answer
-    num_batched: int  # tokens that C++ took
-    last_s: float  # when the last tokens came
-    rest: bytes  # the begin of an incomplete character
+    num_tokens: int  # so far, including the token that ends the answer
+    num_batched: int  # tokens handled by C++
+    last_s: float  # time of the last tokens
+    rest: bytes  # the first bytes of an incomplete character
 
 
 @dataclass(slots=True)
@@ -47,21 +47,21 @@ class PlainTextState:
 
 
 class Detokenizer(Protocol):
-    """Incremental decoding of one answer."""
+    """Incremental decoding of one answer's tokens."""
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token completes."""
         ...
 
     def flush(self) -> str:
-        """Returns the text of a character that stays incomplete."""
+        """Returns the text for a character that stays incomplete."""
         ...
 
 
 class ByteDetokenizer:
-    """For tokenizers whose text is the bytes of its tokens, as with ByteLevel.
+    """For tokenizers whose text is the concatenated bytes of its tokens, as with ByteLevel.
 
-    The result equals `Tokenizer.decode` of all tokens at once. Nothing is decoded twice: only the
+    The result equals `Tokenizer.decode` of all tokens at once. No byte is decoded twice: only the
     bytes of an incomplete character wait for the next token.
     """
 
@@ -73,7 +73,7 @@ class ByteDetokenizer:
         hidden_ids: frozenset[int],
         state: TextState | None = None,
     ) -> None:
-        """The begin of an incomplete character is kept in `state`."""
+        """The first bytes of an incomplete character are kept in `state`."""
         self._bytes_by_id = bytes_by_id
         self._hidden_ids = hidden_ids
         self._state = state or PlainTextState()
@@ -97,19 +97,19 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns the text of a character that stays incomplete."""
+        """Returns the text for a character that stays incomplete."""
         rest, self._state.rest = self._state.rest, b""
         return rest.decode(errors="replace")
 
 
 class ContextDetokenizer:
-    """For every tokenizer: decodes each token together with those before it.
+    """For every tokenizer: decodes each token together with the tokens before it.
 
-    `_ids` holds the context, then the tokens not yet shown. The context are shown tokens on which
-    the decoding of the next ones depends: a space before a word, a character in several tokens. The
-    result equals `Tokenizer.decode` of all tokens at once, with one exception that no streaming
-    decoder can avoid. On a broken byte, byte-fallback decoders also break the good characters of
-    the same run of bytes, which may have been shown.
+    `_ids` holds the context, then the tokens not shown yet. The context consists of shown tokens on
+    which the decoding of the next tokens depends: a space before a word, a character in several
+    tokens. The result equals `Tokenizer.decode` of all tokens at once, with one exception that no
+    streaming decoder can avoid. On a broken byte, byte-fallback decoders also break the valid
+    characters of the same run of bytes, which may have been shown already.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ContextDetokenizer:
         return self._show_broken(text)
 
     def flush(self) -> str:
-        """Returns the text of a character that stays incomplete."""
+        """Returns the text for a character that stays incomplete."""
         text = self._decode()[self._shown_len :]
         self._ids, self._num_context, self._shown_len = [], 0, 0
         return text
@@ -142,7 +142,7 @@ class ContextDetokenizer:
     def _decode(self) -> str:
         return self._tokenizer.decode(
             self._ids, skip_special_tokens=False
-        )  # hidden tokens are left out already
+        )  # hidden tokens were left out before
 
     def _show(self, text: str) -> str:
         shown = text[self._shown_len :]
@@ -152,9 +152,9 @@ class ContextDetokenizer:
         return shown
 
     def _show_broken(self, text: str) -> str:
-        """Shows all but the last character, which the next bytes may still complete.
+        """Shows all text except the last character, which the next bytes may still complete.
 
-        UTF-8 synchronises itself, so the last character of the kept tokens decodes as in the
+        UTF-8 is self-synchronising, so the last character of the kept tokens decodes as in the
         whole text.
         """
         shown = text[self._shown_len : -1]
@@ -165,7 +165,7 @@ class ContextDetokenizer:
 
 
 def _visible_end(prompt_ids: Sequence[int], hidden_ids: frozenset[int]) -> list[int]:
-    """The last visible tokens of a prompt, in order."""
+    """Returns the last visible tokens of a prompt, in order."""
     visible = (token for token in reversed(prompt_ids) if token not in hidden_ids)
     return list(islice(visible, CONTEXT_TOKENS))[::-1]
 
@@ -173,7 +173,7 @@ def _visible_end(prompt_ids: Sequence[int], hidden_ids: frozenset[int]) -> list[
 def _ends_whole(
     prompt_ids: Sequence[int], bytes_by_id: Mapping[int, bytes], hidden_ids: frozenset[int]
 ) -> bool:
-    """True if a prompt ends with an ASCII character, as most do: then none is incomplete."""
+    """True if a prompt ends with an ASCII character, as most do: no character is incomplete."""
     for token_id in reversed(prompt_ids):
         if token_id not in hidden_ids:
             return bytes_by_id[token_id][-1:].isascii() and bool(bytes_by_id[token_id])
@@ -183,8 +183,8 @@ def _ends_whole(
 class StopFinder:
     """Finds the stop string that is complete first, in a text that comes in pieces.
 
-    If two end at the same character, the longer one is found. The text is cut before it, or behind
-    it if the finder `keeps` it.
+    If two stop strings end at the same character, the longer one is found. The text is cut before
+    the stop string, or after it if the finder `keeps` it.
     """
 
     def __init__(self, stop: Sequence[str], *, keeps: bool = False) -> None:
@@ -192,10 +192,10 @@ class StopFinder:
         self._keeps = keeps
         self._stop = tuple(stop)
         self._max_held = max(map(len, self._stop), default=1) - 1
-        self._held = ""  # may be the beginning of a stop string
+        self._held = ""  # held text that may be the beginning of a stop string
 
     def push(self, text: str) -> str:
-        """Returns text that is certainly before any stop string. Not to be called once `found`."""
+        """Returns text that is certainly before any stop string. Do not call it after `found`."""
         if not self._stop:
             return text
         text = self._held + text
@@ -210,7 +210,7 @@ class StopFinder:
 
     @property
     def held_len(self) -> int:
-        """The number of characters held back."""
+        """The number of held characters."""
         return len(self._held)
 
     def flush(self) -> str:
@@ -219,7 +219,7 @@ class StopFinder:
         return held
 
     def _hold_from(self, text: str) -> int:
-        """The start of the longest end of `text` that begins a stop string."""
+        """Returns where the longest suffix of `text` starts that may begin a stop string."""
         first = max(0, len(text) - self._max_held)
         for at in range(first, len(text)):
             if any(string.startswith(text[at:]) for string in self._stop):
@@ -227,13 +227,13 @@ class StopFinder:
         return len(text)
 
 
-_NO_STOP = StopFinder(())  # it finds and holds nothing, so all answers may share it
+_NO_STOP = StopFinder(())  # finds and holds nothing, so all answers may share it
 
 
 class AnswerText:
-    """One answer: hides the token that ends it, counts its tokens, cuts it at a stop string.
+    """The text of one answer: hides its end token, counts its tokens, cuts it at a stop string.
 
-    Like `Limits`, a stop string counts only after `min_len` tokens.
+    Like an end token in `Limits`, a stop string is ignored before `min_len` tokens.
     """
 
     def __init__(
@@ -246,13 +246,13 @@ class AnswerText:
         shows_stop: bool = False,
         state: TextState | None = None,
     ) -> None:
-        """With `shows_stop` the answer ends with the stop string or token that ended it.
+        """With `shows_stop`, the answer includes the stop string or token that ended it.
 
-        The detokenizer has the same `state`.
+        The detokenizer must have the same `state`.
         """
         self._state = state or PlainTextState()
         self._detokenizer = detokenizer
-        # Tokens that end the answer and are not shown, and how many come before one may end it.
+        # Hidden tokens that end the answer, and the number of tokens before one may end it.
         self.hidden_end_ids = frozenset(() if shows_stop else limits.stop_token_ids)
         self.min_tokens = limits.min_len - prompt_len
         self._stop = StopFinder(stop, keeps=shows_stop) if stop else _NO_STOP
@@ -260,7 +260,7 @@ class AnswerText:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, including the one that ends the answer."""
+        """The number of tokens so far, including the token that ends the answer."""
         return self._state.num_tokens
 
     @property
@@ -270,21 +270,21 @@ class AnswerText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has ended the answer."""
+        """The stop string that has ended the answer, if any."""
         return self._stop.found
 
     @property
     def held_len(self) -> int:
-        """The number of characters held back because they may begin a stop string."""
+        """The number of held characters, which may begin a stop string."""
         return self._stop.held_len
 
     def hides(self, token_id: int) -> bool:
-        """True if this token, as the next one, would end the answer and not be shown."""
+        """True if this token, as the next one, would end the answer without being shown."""
         return token_id in self.hidden_end_ids and self.num_tokens >= self.min_tokens
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns text to show now. Tokens after a stop string are neither shown nor counted."""
-        if len(token_ids) == 1 and not self._has_stop:  # nearly always
+        if len(token_ids) == 1 and not self._has_stop:  # the usual case
             return self._push_one(token_ids[0])
         pieces = []
         for token_id in token_ids:
@@ -294,7 +294,7 @@ class AnswerText:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """Returns the text still held back, at the end of the answer."""
+        """Returns the text that is still held at the end of the answer."""
         if self.stopped:
             return ""
         text = self._stop.push(self._detokenizer.flush())

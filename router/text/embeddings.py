@@ -1,4 +1,4 @@
-"""Embeddings in the form that a client asked for.
+"""Embeddings in the form that a client requested.
 
 Source: OpenAI API reference, "Create embeddings".
 """
@@ -8,7 +8,7 @@ from base64 import b64encode
 import msgspec
 import numpy as np
 
-MIN_LENGTH = 1e-12  # zeros stay zeros, as with torch's `normalize`
+MIN_LENGTH = 1e-12  # keeps zeros unchanged, like torch's `normalize`
 _FP32 = np.dtype("<f4")
 
 
@@ -16,13 +16,13 @@ class EmbeddingForm(msgspec.Struct, frozen=True):
     """The form of the embeddings that a client wants: their first `size` numbers."""
 
     size: int
-    is_normalized: bool  # to length 1, of what is left
+    is_normalized: bool  # the kept numbers are scaled to length 1
     is_base64: bool
     dtype: str = "<f4"  # numpy's name for the bytes in base64
 
 
 def are_numbers(data: bytes, form: EmbeddingForm) -> bool:
-    """False if a number that the client wants is infinite, or none at all."""
+    """False if any number in this form is infinite, or if there are no numbers."""
     return bool(np.isfinite(np.frombuffer(data, _FP32)[: form.size]).all())
 
 

@@ -1,13 +1,13 @@
-"""Log-probabilities in the three shapes that clients get, kept with the text of their tokens.
+"""Log-probabilities in the three forms that clients get, aligned with the text of their tokens.
 
-There are two ways to choose the entries of an answer. With vLLM's, every token has its entry. With
-OpenAI's, entries are shown with the text that they begin. Text may be held back because it could
-begin a stop string or ends inside a character. Text that a stop string cuts off takes its entries
-along. The token that ends an answer has no text and no entry.
+There are two ways to choose the entries of an answer. In vLLM's way, every token has an entry. In
+OpenAI's way, an entry is shown with the text that its token begins. Text may be held because it
+could begin a stop string or ends inside a character. If a stop string cuts off text, the entries of
+that text are dropped too. The token that ends an answer has no text and no entry.
 
 An entry with twenty alternatives is some 1.5 kB of JSON. So entries become JSON one by one, when
-the list that holds them is written (`router.inbox.json_parts`), from parts that are encoded once
-for each token of the vocabulary.
+their list is written (`router.inbox.json_parts`). The parts of that JSON are encoded once for each
+token of the vocabulary.
 
 Sources: OpenAI API reference, chat completions and completions; `prompt_logprobs`, vLLM's
 OpenAI-compatible server.
@@ -27,9 +27,9 @@ from router.inbox.json_parts import LazyItems
 from router.text.detokenizer import AnswerText
 
 NUM_CACHED = 16_384  # tokens, some 300 bytes each
-SMALLEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
+SMALLEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
 
-# A token id and its log-probabilities; the first token of a prompt has none.
+# A token id and its log-probabilities; the first token of a prompt has no log-probabilities.
 Entry = tuple[int, Logprobs | None]
 BytesOf = Callable[[int], bytes]
 
@@ -42,12 +42,12 @@ class ScoredText:
     def __init__(self, text: AnswerText) -> None:
         self._text = text
         self._shown_len = 0
-        self._pending: deque[tuple[int, Entry]] = deque()  # where its text begins, and the entry
+        self._pending: deque[tuple[int, Entry]] = deque()  # start of its text, entry
 
     def push(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
     ) -> tuple[str, tuple[Entry, ...]]:
-        """Returns text to show now, and the entries of tokens that begin in it or before."""
+        """Returns text to show now, and the entries of tokens that begin in that text or before."""
         pieces = []
         for token_id, scores in zip(token_ids, logprobs, strict=True):
             if self._text.stopped:
@@ -61,11 +61,11 @@ class ScoredText:
         return "".join(pieces), self._release()
 
     def finish(self) -> tuple[str, tuple[Entry, ...]]:
-        """Returns the text and entries still held back, at the end of the answer."""
+        """Returns the held text and entries at the end of the answer."""
         text = self._text.finish()
         self._shown_len += len(text)
         released = self._release()
-        if not self._text.stopped:  # tokens without text, at the end
+        if not self._text.stopped:  # entries of final tokens without text
             released += tuple(entry for _, entry in self._pending)
         self._pending.clear()
         return text, released
@@ -78,15 +78,15 @@ class ScoredText:
 
 
 class LogprobsWriter(Protocol):
-    """Shapes the entries of one choice, in order."""
+    """Encodes the entries of one choice, in order."""
 
     def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """The `logprobs` of a choice that shows these tokens. Its lists are read once."""
+        """Returns the `logprobs` of a choice that shows these tokens. Its lists are read once."""
         ...
 
 
 class ChatLogprobs:
-    """The shape of chat completions. With `ids_for_names`, a token is named `token_id:` its id."""
+    """The form of chat completions. With `ids_for_names`, a token's name is `token_id:`, its id."""
 
     def __init__(self, bytes_of: BytesOf, num_top: int, *, ids_for_names: bool = False) -> None:
         self._bytes_of = bytes_of
@@ -107,7 +107,7 @@ class ChatLogprobs:
         return Raw(own[:-1] + b',"top_logprobs":[' + b",".join(top) + b"]}")
 
     def _frame(self, token_id: int) -> tuple[bytes, bytes]:
-        """The JSON of a token before and behind its number."""
+        """Returns the JSON of a token before and after its number."""
         begin, end = _chat_frame(self._bytes_of(token_id))
         if self._ids_for_names:
             begin = b'{"token":"token_id:%d","logprob":' % token_id
@@ -115,9 +115,9 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """The shape of completions: parallel lists. `text_offset` counts characters.
+    """The form of completions: parallel lists. `text_offset` counts characters.
 
-    With `ids_for_names`, a token is named `token_id:` its id.
+    With `ids_for_names`, a token's name is `token_id:` and its id.
     """
 
     def __init__(self, bytes_of: BytesOf, num_top: int, *, ids_for_names: bool = False) -> None:
@@ -128,7 +128,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """One item for each token in each of the lists."""
+        """Each of the lists has one item for each token."""
         return {
             "tokens": LazyItems(entries, lambda entry: Raw(self._name(entry[0]))),
             "token_logprobs": LazyItems(entries, _own_logprob),
@@ -137,7 +137,7 @@ class CompletionLogprobs:
         }
 
     def _alternatives(self, entry: Entry) -> Raw | None:
-        """The likeliest tokens, and the chosen one."""
+        """Returns the likeliest tokens, and the chosen token."""
         token_id, scores = entry
         if scores is None:
             return None
@@ -147,7 +147,7 @@ class CompletionLogprobs:
         return Raw(b"{" + b",".join([name + b":" + pairs[name] for name in pairs]) + b"}")
 
     def _name(self, token_id: int) -> bytes:
-        """The token's text as JSON."""
+        """Returns the token's text as JSON."""
         if self._ids_for_names:
             return b'"token_id:%d"' % token_id
         return _spelled(self._bytes_of(token_id))
@@ -159,17 +159,17 @@ class CompletionLogprobs:
 
 
 def prompt_entries(token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> tuple[Entry, ...]:
-    """The entries of a prompt; `logprobs` begin with its second token."""
+    """Returns the entries of a prompt; `logprobs` begin with its second token."""
     return tuple(zip(token_ids, (None, *logprobs), strict=True))
 
 
 def prompt_logprobs(entries: Sequence[Entry], bytes_of: BytesOf, num_top: int) -> LazyItems[Entry]:
-    """vLLM's shape: for each token of a prompt, the candidates by token id."""
+    """Returns vLLM's form: for each token of a prompt, the candidates by token id."""
     return LazyItems(entries, partial(candidates, bytes_of=bytes_of, num_top=num_top))
 
 
 def candidates(entry: Entry, bytes_of: BytesOf, num_top: int) -> Raw | None:
-    """A token and the likeliest ones in its place, by token id."""
+    """Returns a token and the likeliest tokens at its position, by token id."""
     token_id, scores = entry
     if scores is None:
         return None
@@ -190,17 +190,17 @@ def _own_logprob(entry: Entry) -> float | None:
 
 
 def mean_logprob(logprobs: Sequence[float]) -> float:
-    """The mean log-probability, which ranks several answers."""
+    """Returns the mean log-probability, by which several answers are ranked."""
     return sum(logprobs) / len(logprobs) if logprobs else -float("inf")
 
 
 def _ranked(scores: Logprobs, num_top: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The likeliest tokens, and their log-probabilities."""
+    """Returns the likeliest tokens, and their log-probabilities."""
     return scores.top_ids[:num_top], scores.top_logprobs[:num_top]
 
 
 def _numbers(logprobs: Sequence[float]) -> list[bytes]:
-    """The JSON of each number; there is at least one."""
+    """Returns the JSON of each number; there is at least one."""
     return _encode([_finite(logprob) for logprob in logprobs])[1:-1].split(b",")
 
 
@@ -210,20 +210,20 @@ def _finite(logprob: float) -> float:
 
 @lru_cache(NUM_CACHED)
 def _chat_frame(data: bytes) -> tuple[bytes, bytes]:
-    """The JSON of a token in a chat, before and behind its number."""
+    """Returns the JSON of a token in a chat, before and after its number."""
     end = b',"bytes":' + _encode(list(data)) + b"}"
     return b'{"token":' + _decoded(data) + b',"logprob":', end
 
 
 @lru_cache(NUM_CACHED)
 def _decoded(data: bytes) -> bytes:
-    """The JSON of a token's text."""
+    """Returns the JSON of a token's text."""
     return _encode(data.decode(errors="replace"))
 
 
 @lru_cache(NUM_CACHED)
 def _spelled(data: bytes) -> bytes:
-    """The same. Bytes that are not valid text are spelled, so that names differ."""
+    """Returns the same, but bytes that are not valid text are escaped, so that names differ."""
     try:
         return _encode(data.decode())
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""A bound on the characters per token, which needs no tokenising.
+"""A bound on the characters per token, found without tokenising.
 
 Pure: reads the parts of a tokenizer. The bound holds only if no text can vanish, so only these
-parts are accepted. With any other part there is no bound:
+parts are accepted. If there is any other part, there is no bound:
 
     normalizer      NFC, NFD, Lowercase, ByteLevel, Prepend, Replace of a string by one as long
     pre-tokenizer   ByteLevel, Metaspace, Digits, Split that keeps its separators
@@ -26,7 +26,7 @@ _Part = Mapping[str, Any]
 
 
 def chars_per_token(tokenizer: Tokenizer) -> int | None:
-    """The most characters that one token stands for; None if there is no bound."""
+    """Returns the maximum number of characters of one token; None if there is no bound."""
     normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
     splitters = list(_parts(tokenizer.pre_tokenizer, "pretokenizers"))
     added = tokenizer.get_added_tokens_decoder().values()
@@ -43,7 +43,7 @@ def chars_per_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _shortens_little(normalizer: _Part) -> bool:
-    """True if the normalizer shortens a text no more than NFC does."""
+    """True if the normalizer shortens a text at most as much as NFC does."""
     if normalizer["type"] == "Replace":
         replaced = normalizer["pattern"].get("String")
         return replaced is not None and len(normalizer["content"]) >= len(replaced)
@@ -59,7 +59,7 @@ def _keeps_all(splitter: _Part) -> bool:
 def _knows_all_bytes(
     tokenizer: Tokenizer, parts: Collection[_Part], vocab: Collection[str]
 ) -> bool:
-    """True if no run of characters becomes a single unknown token."""
+    """True if a run of characters never becomes a single unknown token."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return False
@@ -69,7 +69,7 @@ def _knows_all_bytes(
 
 
 def _parts(part: Any, members: str) -> Iterator[_Part]:
-    """A normalizer or pre-tokenizer, or the members of a sequence of them."""
+    """Returns a normalizer or pre-tokenizer, or the members if it is a sequence."""
     if part is not None:
         yield from _flattened(msgspec.json.decode(part.__getstate__()), members)
 

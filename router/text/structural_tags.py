@@ -11,8 +11,9 @@ Pure. A format is one of these; others are refused by name:
     {"type": "tags_with_separator", "tags": [tag, …], "separator": "…"}
     {"type": "triggered_tags", "triggers": ["…", …], "tags": [tag, …]}
 
-The last two may have `at_least_one` and `stop_after_first`. Triggered tags stand in free text. It
-ends where a trigger comes: then a tag must follow that begins so. They come last.
+The last two may have `at_least_one` and `stop_after_first`. Triggered tags stand in free text,
+which ends at a trigger: then one of the tags that begin with the trigger must follow. Triggered
+tags must be the last part.
 
 Source: xgrammar, structural tags.
 """
@@ -42,7 +43,7 @@ _OF_STRUCTURE = frozenset({"begin", "schema", "end"})
 
 
 def newer_form(value: Mapping[str, Any], param: str) -> dict[str, Any]:
-    """The format that an older structural tag, with `structures` and `triggers`, stands for."""
+    """Returns the format for an older structural tag with `structures` and `triggers`."""
     structures = value.get("structures")
     if not isinstance(structures, list):
         raise InvalidRequest(f"{param}.structures must be a list", param=f"{param}.structures")
@@ -57,14 +58,14 @@ def newer_form(value: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 
 def grammar_of_tag(form: object, param: str) -> str:
-    """The grammar in Lark. Raises InvalidRequest, which names the part."""
+    """Returns the grammar in Lark. Raises InvalidRequest with the name of the part."""
     rules: list[str] = []
     start = _expression(form, param, rules, is_last=True)
     return "\n".join([f"start: {start}", *rules])
 
 
 def _expression(form: object, param: str, rules: list[str], *, is_last: bool) -> str:
-    """An expression for a format, whose rules are added to `rules`."""
+    """Returns an expression for a format; its rules are added to `rules`."""
     if len(rules) >= MAX_PARTS:
         raise InvalidRequest(f"{param}: more than {MAX_PARTS} parts", param=param)
     if not isinstance(form, dict):
@@ -108,7 +109,7 @@ def _expression(form: object, param: str, rules: list[str], *, is_last: bool) ->
 def _separated(
     tags: list[object], separator: str, form: Mapping[str, object], param: str, rules: list[str]
 ) -> str:
-    """Tags with a text between them."""
+    """Returns tags with a text between them."""
     parts = [
         _expression(_tag(each, f"{param}.tags[{i}]"), f"{param}.tags[{i}]", rules, is_last=False)
         for i, each in enumerate(tags)
@@ -126,7 +127,7 @@ def _triggered(
     param: str,
     rules: list[str],
 ) -> str:
-    """Free text, in which a trigger leads to the rest of a tag that begins with it."""
+    """Returns free text in which a trigger leads to the rest of a tag that begins with it."""
     ways: dict[str, list[str]] = {}
     for i, trigger in enumerate(triggers):
         if not isinstance(trigger, str) or not trigger:
@@ -157,14 +158,14 @@ def _triggered(
 
 
 def _tag(form: object, param: str) -> dict[str, Any]:
-    """A tag of a list, whose `type` may be missing. Raises InvalidRequest."""
+    """Returns a tag of a list; its `type` may be missing. Raises InvalidRequest."""
     if not isinstance(form, dict) or not isinstance(form.get("begin"), str):
         raise InvalidRequest(f"{param} must be a tag", param=param)
     return {"type": "tag", **form}
 
 
 def _check_names(form: Mapping[str, object], known: frozenset[str], param: str) -> None:
-    """Raises InvalidRequest, which names the first field that means nothing here."""
+    """Raises InvalidRequest with the name of the first unknown field."""
     unknown = next((name for name in form if name not in known), None)
     if unknown is not None:
         where = f"{param}.{unknown}"
@@ -179,13 +180,13 @@ def _flag(form: Mapping[str, object], name: str, param: str) -> bool:
 
 
 def _lead(end: str, rules: list[str]) -> str:
-    """A rule for text up to the first end mark, the mark included."""
+    """Returns a rule for text up to and including the first end mark."""
     escaped = re.escape(end).replace("/", "\\/").replace("\\\n", "\\n")
     return _rule(rules, f"/(?s:.*){escaped}/", attributes="[lazy]")
 
 
 def _content(content: object, end: str, param: str, rules: list[str]) -> str:
-    """The content of a tag up to its end; free text ends at the first end mark."""
+    """Returns the content of a tag up to its end; free text ends at the first end mark."""
     if isinstance(content, Mapping) and content.get("type") == "any_text":
         _check_names(content, _NAMES["any_text"], f"{param}.content")
         return _lead(end, rules)

@@ -1,14 +1,14 @@
-"""Turns the fields about the form of an answer into one grammar.
+"""Converts the fields about the form of an answer to one grammar.
 
-Pure: fields of a body in, a `Structure` or an InvalidRequest that names the field out. A request
-may have one of these: OpenAI's `response_format`, vLLM's `structured_outputs`, its older `guided_*`
-fields, SGLang's `regex`, `ebnf` and `json_schema`. It may have tools besides.
+Pure: fields of a body in, a `Structure` or an InvalidRequest with the field's name out. A request
+may use one of these: OpenAI's `response_format`, vLLM's `structured_outputs`, its older `guided_*`
+fields, SGLang's `regex`, `ebnf` and `json_schema`. It may also have tools.
 
-Tool calls have the form of the model's family (`router.text.forms`). With `tool_choice` "auto" an
-answer may come instead of calls, which follows the other field if there is one. Any text may be an
-answer otherwise, and in most forms come before calls; nothing follows them. So a grammar becomes a
-part of another one: schemas and expressions as one rule, a grammar in Lark or EBNF with rules of
-its own, which get names that no other part has.
+Tool calls have the form of the model's family (`router.text.forms`). With `tool_choice` "auto", an
+answer may come instead of calls, and follows the field if there is one. Otherwise the answer may be
+any text, and in most forms text may also precede calls; no text follows calls. So a grammar becomes
+a part of another one: schemas and expressions become one rule. A grammar in Lark or EBNF keeps its
+rules, under names that no other part uses.
 
 Sources: OpenAI API reference, chat completions; vLLM, structured outputs and tool calling;
 NousResearch, Hermes function calling; llguidance, docs/syntax.md (lazy lexemes, special tokens).
@@ -49,7 +49,7 @@ MAX_LOOSENED_LEN = 32 * 2**10  # characters of a schema that may be enforced in 
 Json = Any
 Fields = Mapping[str, Json]
 
-# vLLM's older fields and SGLang's, and the kind of grammar that each holds.
+# vLLM's older fields and SGLang's fields, with the kind of grammar of each.
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -59,7 +59,7 @@ _GUIDED = {
     "ebnf": "grammar",
     "json_schema": "json",
 }
-_ANY_JSON = "$$ANY$$"  # SGLang's word for any value
+_ANY_JSON = "$$ANY$$"  # SGLang's notation for any value
 FIELDS = ("response_format", "structured_outputs", *_GUIDED, "tools", "tool_choice")
 _NAMES = frozenset(FIELDS)
 
@@ -67,10 +67,10 @@ _NAMES = frozenset(FIELDS)
 class Structure(msgspec.Struct, frozen=True):
     """The grammar of an answer and the tools that it may call.
 
-    `param` names the field of the grammar. `parts` are the fields and grammars that it is made of;
-    if it cannot be followed, one of them is the reason. `tools` are for the chat template, as the
-    client wrote them. With `calling`, the answer may hold calls of them. `unheld` names places of
-    schemas that the grammar does not follow.
+    `param` names the field of the grammar. `parts` are the fields and grammars from which it is
+    made; if it cannot be followed, one of them is the reason. `tools` are for the chat template, as
+    the client wrote them. With `calling`, the answer may contain calls of these tools. `unheld`
+    names places of schemas that the grammar does not enforce.
     """
 
     grammar: Grammar | None = None
@@ -82,11 +82,11 @@ class Structure(msgspec.Struct, frozen=True):
     offer: ToolOffer | None = None
 
     def all_parts(self) -> tuple[GrammarPart, ...]:
-        """The parts and the grammars of tools. Only a refused grammar needs the latter."""
+        """The parts, and the grammars of tools. Tools' grammars are read only after a refusal."""
         return self.parts + (() if self.offer is None else self.offer.parts(_dumped))
 
     def loosened(self, functions: Sequence[str]) -> "Structure":
-        """The same with looser rules for these functions' arguments. Raises InvalidRequest."""
+        """Returns it with looser rules for these functions' arguments. Raises InvalidRequest."""
         assert self.offer is not None
         unheld = tuple(name for name in self.unheld if not name.startswith("tools["))
         return _offered(self.offer.loosened(functions), self.parts, unheld)
@@ -98,13 +98,13 @@ def structure_of(
     token_of: Callable[[str], int | None] = lambda text: None,
     form: CallForm = HERMES,
 ) -> Structure:
-    """Returns the structure that the fields of a body ask for. Raises InvalidRequest.
+    """Returns the structure that the fields of a body request. Raises InvalidRequest.
 
-    `token_of` gives the id of an added token, which in some models is the mark around calls, and
-    `form` the way in which the model writes them.
-    The gateway's grammar checker decides whether the grammar can be followed.
+    `token_of` returns the id of an added token, which in some models is the mark around calls.
+    `form` is the way in which the model writes calls. The gateway's grammar checker decides whether
+    the grammar can be followed.
     """
-    if _NAMES.isdisjoint(fields):  # as nearly always
+    if _NAMES.isdisjoint(fields):  # the usual case
         return Structure()
     asked = [name for name in _GUIDED if fields.get(name) is not None]
     asked += [n for n in ("response_format", "structured_outputs") if _asks(fields.get(n))]
@@ -118,7 +118,7 @@ def structure_of(
 
 
 def _answer(name: str, fields: Fields) -> Structure:
-    """The structure of an answer that calls nothing."""
+    """Returns the structure of an answer without calls."""
     if name == "json_schema" and fields[name] == _ANY_JSON:
         return Structure(Grammar(GrammarKind.JSON_SCHEMA, "{}"), name)
     if name == "response_format":
@@ -129,7 +129,7 @@ def _answer(name: str, fields: Fields) -> Structure:
 
 
 def _behind_channel(answer: Structure, token_of: Callable[[str], int | None]) -> Structure:
-    """The same for a model with channels: the grammar holds for the final message only."""
+    """Returns it for a model with channels: the grammar applies only to the final message."""
     if answer.grammar is None or missing_mark(token_of) is not None:
         return answer
     source = final_grammar(_rules(answer), token_of)
@@ -179,7 +179,7 @@ def _response_format(value: Json) -> Structure:
     asked = Structure(_grammar("json", schema, where, strict=bool(strict)), where)
     is_long = asked.grammar is None or len(asked.grammar.source) > MAX_LOOSENED_LEN
     is_whole = strict or is_long or not isinstance(schema, dict) or can_be_held(schema)
-    if is_whole or is_endless(schema):  # no answer satisfies an endless schema: it is refused
+    if is_whole or is_endless(schema):  # no answer can satisfy an endless schema, so it is refused
         return asked
     source, unheld = lenient_grammar(schema)
     return Structure(Grammar(GrammarKind.LARK, source), where, unheld=named_places(where, unheld))
@@ -200,7 +200,7 @@ def _structural_tag(value: Fields, param: str) -> Structure:
 def _structured_outputs(value: Json) -> Structure:
     param = "structured_outputs"
     given = {k: v for k, v in object_at(value, param).items() if v is not None and v is not False}
-    given.pop("disable_fallback", None)  # there is one backend, so no other to fall back on
+    given.pop("disable_fallback", None)  # there is only one backend, so no fallback
     strict = given.pop("disable_additional_properties", False)
     if strict not in (True, False) or (strict and "json" not in given):
         where = f"{param}.disable_additional_properties"
@@ -222,7 +222,7 @@ def _structured_outputs(value: Json) -> Structure:
 
 
 def _grammar(kind: str, value: Json, param: str, *, strict: bool = False) -> Grammar:
-    """The grammar of one of vLLM's kinds. If `strict`, objects of a schema have no other keys."""
+    """Returns a grammar of one of vLLM's kinds. If `strict`, objects have no other keys."""
     match kind, value:
         case "json", dict() if strict:
             check_nesting_at(value, param)
@@ -301,7 +301,7 @@ def _any_of(choices: Sequence[str]) -> str:
 
 
 def _dumped_json(value: Json, param: str) -> str:
-    """A client's value as JSON. Raises InvalidRequest if it is nested too deeply."""
+    """Returns a client's value as JSON. Raises InvalidRequest if it is nested too deeply."""
     check_nesting_at(value, param)
     return _dumped(value)
 
@@ -325,7 +325,7 @@ _SCHEMA = "%json"
 
 
 def answer_rules(grammar: Grammar) -> AnswerRules:
-    """The grammar as an expression and its rules. Raises GrammarError for bad EBNF or JSON."""
+    """Returns a grammar as expression and rules. Raises GrammarError for bad EBNF or JSON."""
     source = grammar.source
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
@@ -338,11 +338,11 @@ def answer_rules(grammar: Grammar) -> AnswerRules:
 
 
 def _checked(source: str) -> str:
-    """The text of a schema, so that nothing but JSON stands in its place."""
+    """Returns a schema as text that can only be read as JSON."""
     try:
         return json.dumps(json.loads(source), ensure_ascii=False)
     except (ValueError, RecursionError):
-        return "false"  # is refused, as the schema itself is
+        return "false"  # refused, like the schema itself
 
 
 def _own(name: str) -> str:
@@ -350,7 +350,7 @@ def _own(name: str) -> str:
 
 
 def _renamed(lark: str, names: dict[str, str]) -> str:
-    """The grammar with renamed rules; texts, expressions and schemas stay unchanged."""
+    """Returns the grammar with renamed rules; texts, expressions and schemas stay unchanged."""
     parts, depth = list[str](), 0
     for found in LARK_TOKEN.finditer(lark):
         token = found[0]

@@ -4,14 +4,13 @@ The template runs in a sandbox, with the names that templates for transformers e
 `raise_exception`, `strftime_now`, `tojson`, the special tokens, and the `generation` tag. That tag
 marks text for training and has no effect here.
 
-What a checkpoint's templates are called, which one writes a prompt, and how a final message is
-continued is as in transformers (`PreTrainedTokenizerBase.get_chat_template`,
-`utils/chat_template_utils.py`).
+Template names, the choice of a prompt's template, and the continuation of a final message are as in
+transformers (`PreTrainedTokenizerBase.get_chat_template`, `utils/chat_template_utils.py`).
 
 A client sends the arguments of earlier tool calls as the model wrote them: JSON in a text, which
-may be empty, cut short, or no object. Most templates take a mapping, which they write as JSON or
-item by item. Others insert the text unchanged. A template does not declare its form, so each form
-is tried.
+may be empty, cut short, or not an object. Most templates expect a mapping, which they write as JSON
+or item by item. Others insert the text unchanged. A template does not declare its form, so each
+form is tried.
 """
 
 import json
@@ -30,9 +29,9 @@ from engine.errors import CheckpointError, InvalidRequest
 from router.inbox.json_values import decode_value
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
-# Variables that a client cannot set in another way than by their fields.
+# Variables that a client can set only through their request fields.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-THINKING = "message.thinking"  # in the source of a template of gpt-oss
+THINKING = "message.thinking"  # in the source of gpt-oss's template
 # Marks the end of a continued message. If a template strips texts, the blank is lost.
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Exceptions that a template may raise for unexpected messages.
@@ -48,7 +47,7 @@ _TEMPLATE_FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What a client may choose of a rendering; `variables` are the template's own."""
+    """The client's options of a rendering; `variables` are the template's own."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -61,7 +60,7 @@ DEFAULT_OPTIONS = TemplateOptions()
 class ChatTemplate:
     """A compiled template; `special_tokens` are variables such as `bos_token`.
 
-    `names` are the variables that it reads, so that fields that it does not know can be refused.
+    `names` are the variables that the template reads, so that unknown fields can be refused.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -69,7 +68,7 @@ class ChatTemplate:
         try:
             environment = _environment()
             self._template = environment.from_string(source)
-            self._template.globals = dict(self._template.globals)  # no chain of maps
+            self._template.globals = dict(self._template.globals)  # avoids a chain of maps
             self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error
@@ -77,7 +76,7 @@ class ChatTemplate:
         self._own_names = {*RESERVED, *self._special_tokens, *environment.globals}
 
     def check_variables(self, names: Iterable[str]) -> None:
-        """Raises InvalidRequest if a client's variable would hide one of the server's."""
+        """Raises InvalidRequest if a client's variable would hide a variable of the server."""
         taken = sorted(self._own_names.intersection(names))
         if taken:
             param = f"chat_template_kwargs.{taken[0]}"
@@ -104,7 +103,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         options: TemplateOptions,
     ) -> str:
-        """The prompt, with the arguments of earlier calls in the first form that does not fail."""
+        """Returns the prompt, with earlier calls' arguments in the first form that succeeds."""
         faults: list[str] = []
         for form in argument_forms(messages):
             try:
@@ -123,12 +122,12 @@ class ChatTemplate:
 class ChatTemplates:
     """The templates of a checkpoint by name, and the choice among them.
 
-    With tools, `tool_use` writes the prompt if there is one; else `default` does. Templates of
-    other names are never used, and so not compiled.
+    With tools, `tool_use` writes the prompt if there is such a template, otherwise `default`.
+    Templates with other names are never used, and so not compiled.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Raises CheckpointError for a template that does not compile."""
+        """Raises CheckpointError if a template does not compile."""
         self._names = sorted(sources)
         used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
         self.source = "\n".join(used.values())  # all templates that are used
@@ -138,11 +137,11 @@ class ChatTemplates:
 
     @property
     def has_default(self) -> bool:
-        """True if a chat without tools can be written."""
+        """True if there is a template for chats without tools."""
         return DEFAULT in self._templates
 
     def choose(self, *, with_tools: bool) -> ChatTemplate:
-        """The template of a prompt with or without tools. Raises InvalidRequest."""
+        """Returns the template for a prompt with or without tools. Raises InvalidRequest."""
         name = TOOL_USE if with_tools and TOOL_USE in self._templates else DEFAULT
         if name not in self._templates:
             shown = ", ".join(self._names)
@@ -152,9 +151,9 @@ class ChatTemplates:
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its reasoning under the name that gpt-oss's template reads.
+    """Returns the message with its reasoning under the name that gpt-oss's template reads.
 
-    Beside tool calls that template takes either reasoning or a text, which it writes alike.
+    Beside tool calls, that template accepts either reasoning or a text, and writes both alike.
     """
     reasoning = message.get("reasoning_content")
     if not reasoning or (message.get("tool_calls") and message.get("content")):
@@ -163,10 +162,11 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_end(text: str, content: str) -> str:
-    """The rendered text up to the tag behind the final message, without what the template adds.
+    """Returns the rendered text up to the tag after the final message, without the template's
+    ending.
 
-    A template that strips the message has taken the tag's blank: then blanks end no prompt. Raises
-    InvalidRequest if the template does not write the message.
+    If a template strips the message, the tag's blank is gone; then no prompt ends with blanks.
+    Raises InvalidRequest if the template does not write the message.
     """
     tag = _TAG.strip()
     at = text.rfind(tag)
@@ -177,7 +177,7 @@ def _without_end(text: str, content: str) -> str:
 
 
 def shown_end(prompt: str, content: str) -> str:
-    """The end of an open message that the prompt shows; templates may strip blanks."""
+    """Returns the end of an open message in the prompt; templates may strip blanks."""
     return max(_common_end(prompt, content), _common_end(prompt, content.rstrip()), key=len)
 
 
@@ -193,7 +193,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements inside the block."""
+        """Returns the statements inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -223,14 +223,14 @@ def _tojson(value: object, **options: Any) -> str:
 
 Message = Mapping[str, Any]
 Call = Mapping[str, Any]
-Form = Callable[[Any], Any]  # takes arguments as the client sent them
+Form = Callable[[Any], Any]  # converts arguments from the client's form
 
 
 def argument_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yields the messages with their calls' arguments decoded, then as mappings, then as texts.
 
-    Text that is no JSON stays a text in the first form, and is an empty mapping in the second.
-    Messages without calls come once. Raises ApiError for arguments that are too large.
+    Text that is not JSON stays a text in the first form, and is an empty mapping in the second.
+    Messages without calls are yielded once. Raises ApiError for arguments that are too large.
     """
     if not any(message.get("tool_calls") for message in messages):
         yield messages
@@ -254,7 +254,7 @@ def _call(call: Call, form: Form) -> Call:
 
 
 def _decoded(arguments: Any) -> Any:
-    """The value of JSON in a text; another text stays. An empty text is an empty mapping."""
+    """Returns the value of JSON in a text; other text stays. Empty text is an empty mapping."""
     if arguments is None:
         return {}
     if not isinstance(arguments, str):

@@ -1,8 +1,8 @@
 """The bytes of each token, which need not be whole characters.
 
-Log-probabilities are reported per token, so tokens must have different texts. Decoding a token
-alone gives the same replacement character for many of them. The meaning of a token's name depends
-on the tokenizer's decoder:
+Log-probabilities are reported per token, so tokens must have different texts. Many tokens, decoded
+alone, give the same replacement character. The meaning of a token's name depends on the tokenizer's
+decoder:
 
     ByteLevel     each letter of the name stands for one byte (GPT-2's table)
     ByteFallback  `<0xE2>` is one byte; other names are text with another character for spaces
@@ -33,7 +33,7 @@ class TokenBytes:
         self._spelled = [pair for decoder in decoders for pair in _replacement(decoder)]
 
     def __call__(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text."""
+        """Returns the bytes that the token adds to a text."""
         if (content := self._added.get(token_id)) is not None:
             return content.encode()
         name = self._tokenizer.id_to_token(token_id)
@@ -51,10 +51,10 @@ class TokenBytes:
 
 
 class ByteTable(dict[int, bytes]):
-    """The bytes of each token under a ByteLevel decoder, filled on demand.
+    """The bytes of each token under a ByteLevel decoder, computed on demand.
 
-    Each letter of a name stands for a byte. If one letter does not, the name stands for itself, as
-    in the decoder. This holds for added tokens too.
+    Each letter of a name stands for a byte. If any letter does not, the name is taken literally, as
+    in the decoder. This applies to added tokens too.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -70,20 +70,20 @@ class ByteTable(dict[int, bytes]):
 
 
 def byte_table(tokenizer: Tokenizer) -> ByteTable | None:
-    """The table of a tokenizer whose texts are the bytes of their tokens; None for others."""
+    """Returns the table of a tokenizer whose texts are the bytes of their tokens; else None."""
     decoder = _decoder_of(tokenizer)
     is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
     return ByteTable(tokenizer) if is_byte_level else None
 
 
 def _decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The decoder as in `tokenizer.json`, from its pickled state, without the vocabulary."""
+    """Returns the decoder as in `tokenizer.json`, from its pickled state, without vocabulary."""
     decoder = tokenizer.decoder
     return None if decoder is None else msgspec.json.decode(decoder.__getstate__())
 
 
 def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A decoder, or the members of a sequence of them."""
+    """Returns a decoder, or the members if it is a sequence."""
     if decoder is None:
         return
     if decoder["type"] != "Sequence":
@@ -93,7 +93,7 @@ def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _replacement(decoder: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Pairs of a spelling in names and its meaning in text, mostly for spaces."""
+    """Returns pairs of a spelling in names and its meaning in text, mostly for spaces."""
     if decoder["type"] == "Metaspace":
         yield decoder["replacement"], " "
     if decoder["type"] == "Replace" and "String" in decoder["pattern"]:
@@ -101,7 +101,7 @@ def _replacement(decoder: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _letters() -> Iterator[tuple[str, bytes]]:
-    """GPT-2 writes printable bytes as they are, the others as letters from 256 on."""
+    """Maps letters to bytes: GPT-2 keeps printable bytes, others are letters from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = count(256)
     for byte in range(256):

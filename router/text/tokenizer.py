@@ -1,13 +1,13 @@
 """The text side of a checkpoint: tokenizer, chat template, tokens that end an answer.
 
-Reads `tokenizer.json`, which is needed, and `tokenizer_config.json`, the files of chat templates,
+Reads `tokenizer.json`, which is required, and `tokenizer_config.json`, the files of chat templates,
 `generation_config.json` and `config.json`, if present. It uses only `tokenizers`, so the gateway
 needs neither torch nor transformers.
 
-`Tokenizer.encode` holds the interpreter lock for seconds if a text is long, and every stream of the
-gateway waits. `encode_batch_fast` releases it. By default it encodes in threads of its own, where a
-short text would wait behind long ones. With TOKENIZERS_PARALLELISM=false it uses the caller's
-thread.
+For a long text, `Tokenizer.encode` holds the interpreter lock for seconds, and every stream of the
+gateway waits. `encode_batch_fast` releases the lock. By default it encodes in its own threads,
+where a short text would wait behind long ones. With TOKENIZERS_PARALLELISM=false it uses the
+caller's thread.
 """
 
 import os
@@ -44,11 +44,11 @@ from router.text.prompt_length import chars_per_token
 from router.text.templates import DEFAULT, DEFAULT_OPTIONS, ChatTemplates, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
 
-LONGEST_CUT = 2**18  # characters, and tokens, of a text that is truncated or only counted
-LONGEST_TOKEN = 64  # characters; assumed if a tokenizer has no bound, as spaces may vanish
+LONGEST_CUT = 2**18  # characters and tokens of a text that is truncated or only counted
+LONGEST_TOKEN = 64  # characters; used if a tokenizer has no bound, as spaces may vanish
 
-PREFIX, SUFFIX = "prefix", "suffix"  # places of the two texts in a prompt
-# The prompts of models that fill in text, by family: tokens, and the places of the texts.
+PREFIX, SUFFIX = "prefix", "suffix"  # positions of the two texts in a prompt
+# The prompts of fill-in-the-middle models, by family: tokens, and positions of the texts.
 FILL_IN_FORMS = (
     # Qwen2.5-Coder, CodeGemma
     ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),
@@ -62,7 +62,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 class TextModel:
-    """Text to token ids and back. Safe to use from several threads."""
+    """Converts text to token ids and back. Safe to use from several threads."""
 
     def __init__(  # noqa: PLR0913 - all but the first have defaults
         self,
@@ -70,13 +70,13 @@ class TextModel:
         *,
         templates: ChatTemplates | None = None,
         eos_token_ids: tuple[int, ...] = (),
-        vocab_size: int | None = None,  # the model's; None: the tokenizer's
+        vocab_size: int | None = None,  # of the model; None: of the tokenizer
         file: Path | None = None,
         defaults: SamplingDefaults = NO_DEFAULTS,
-        forms: AnswerForms | None = None,  # None: only forms that tokens alone show
-        embedding: Embedding | None = None,  # for a model that gives no text
+        forms: AnswerForms | None = None,  # None: only forms recognised by tokens alone
+        embedding: Embedding | None = None,  # for an embedding model
     ) -> None:
-        """`file` is the tokenizer's file, for which another process compiles grammars."""
+        """`file` is the tokenizer's file, from which another process compiles grammars."""
         added = tokenizer.get_added_tokens_decoder().items()
         num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self.vocab_size = num_tokens if vocab_size is None else min(num_tokens, vocab_size)
@@ -127,7 +127,7 @@ class TextModel:
         return self._encode(text, context_len, "messages", added=added, may_exceed=may_exceed)
 
     def spellings(self, word: str) -> list[list[int]]:
-        """The token ids of a word inside a text and behind a space, as vLLM bans words."""
+        """Returns the token ids of a word inside a text and after a space, as vLLM bans words."""
         texts = (word, " " + word.lstrip())
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in found if encoding.ids]
@@ -139,13 +139,13 @@ class TextModel:
 
     @property
     def templates(self) -> ChatTemplates:
-        """The chat templates. Raises InvalidRequest if the model has none."""
+        """Returns the chat templates. Raises InvalidRequest if the model has none."""
         if self._templates is None:
             raise InvalidRequest("this model has no chat template", param="messages")
         return self._templates
 
     def encode_between(self, prefix: Sequence[int], suffix: str, context_len: int) -> list[int]:
-        """The prompt of a text to be written between two others, in the model's own form.
+        """Returns the prompt for filling in a text between two others, in the model's own form.
 
         Raises InvalidRequest if the model was not trained for it.
         """
@@ -154,7 +154,7 @@ class TextModel:
             message = "suffix is not supported: this model has no tokens to fill in text with"
             raise ApiError(message, param="suffix", code="unsupported_parameter")
         behind = self._encode(suffix, context_len, "suffix", added=False)
-        # What begins every text, such as <s>, comes before the form and not inside it.
+        # Tokens that begin every text, such as <s>, come before the form and not inside it.
         lead = self._leading_ids
         num_lead = len(lead) if list(prefix[: len(lead)]) == lead else 0
         texts = {PREFIX: prefix[num_lead:], SUFFIX: behind}
@@ -165,7 +165,7 @@ class TextModel:
 
     @cached_property
     def _fill_in_form(self) -> tuple[int | str, ...] | None:
-        """The first form whose tokens the model has: token ids and places of texts."""
+        """Returns the first form whose tokens the model has: token ids and positions of texts."""
         places = {PREFIX: PREFIX, SUFFIX: SUFFIX}
         for form in FILL_IN_FORMS:
             parts = [places.get(part, self._tokenizer.token_to_id(part)) for part in form]
@@ -175,7 +175,7 @@ class TextModel:
 
     @cached_property
     def _leading_ids(self) -> list[int]:
-        """The special tokens that the tokenizer puts before every text."""
+        """Returns the special tokens that the tokenizer puts before every text."""
         encoding = self._tokenizer.encode("x", add_special_tokens=True)
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return [token_id for token_id, _ in takewhile(lambda pair: pair[1], marked)]
@@ -189,7 +189,7 @@ class TextModel:
         added: bool,
         may_exceed: bool = False,
     ) -> list[int]:
-        """Encodes a text; if too long, refuses it before encoding or before making ids objects."""
+        """Encodes a text; refuses a long text before encoding or before ids become objects."""
         self._check_length(text, context_len, param, may_exceed=may_exceed)
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=added)
         if may_exceed and len(encoding) > max(context_len, LONGEST_CUT):
@@ -231,23 +231,23 @@ class TextModel:
         return text
 
     def names_of(self, token_ids: Sequence[int]) -> list[str]:
-        """The tokens as the vocabulary has them; empty where it has none."""
+        """Returns the tokens as in the vocabulary; empty texts for unknown ids."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     @cached_property
     def bytes_of(self) -> Callable[[int], bytes]:
-        """The bytes that each token stands for."""
+        """Returns the bytes of each token."""
         return lru_cache(NUM_CACHED)(TokenBytes(self._tokenizer))
 
     def added_token_id(self, content: str) -> int | None:
-        """The id of the added token with this text, or None."""
+        """Returns the id of the added token with this text, or None."""
         return self._added_ids.get(content)
 
     @cached_property
     def vocabulary(self) -> NativeVocabulary | None:
-        """The bytes of all tokens in C++; None if the text of a token depends on others.
+        """Returns the bytes of all tokens in C++; None if a token's text depends on other tokens.
 
-        Raises BuildError where there is no C++.
+        Raises BuildError if the C++ library is missing.
         """
         if self._byte_table is None:
             return None
@@ -263,8 +263,8 @@ class TextModel:
     ) -> Detokenizer:
         """Returns the decoder of an answer.
 
-        Special tokens are hidden, except those `shown`, or if it `shows_all`. A decoder that needs
-        the bytes of tokens alone keeps what it must in `state`.
+        Special tokens are hidden, except those in `shown`, or unless it `shows_all`. A decoder that
+        needs only the bytes of tokens keeps its state in `state`.
         """
         hidden_ids = frozenset() if shows_all else self._hidden_ids
         if shown:
@@ -283,10 +283,11 @@ def load_text_model(
     has_defaults: bool = True,
     parsers: tuple[str, str] = (AUTO, AUTO),
 ) -> TextModel:
-    """Reads a checkpoint's directory. Raises CheckpointError, naming the file.
+    """Reads a checkpoint's directory. Raises CheckpointError with the name of the file.
 
-    `chat_template` replaces the checkpoint's. With `has_defaults`, so does its sampling the API's.
-    `parsers` are the names of the forms of calls and of reasoning; ConfigError if unknown.
+    `chat_template` replaces the checkpoint's. With `has_defaults`, the checkpoint's sampling
+    replaces the API's defaults. `parsers` are the names of the forms of calls and of reasoning;
+    ConfigError if a name is unknown.
     """
     tokenizer = _load_tokenizer(directory / "tokenizer.json")
     config = _tokenizer_config(directory)
@@ -323,7 +324,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _tokenizer_config(directory: Path) -> Config:
-    """The file of that name, or what special_tokens_map.json says instead; both may be missing."""
+    """Returns tokenizer_config.json, or else special_tokens_map.json; {} if both are missing."""
     names = ("tokenizer_config.json", "special_tokens_map.json")
     found = (directory / name for name in names if (directory / name).is_file())
     path = next(found, None)
@@ -331,7 +332,7 @@ def _tokenizer_config(directory: Path) -> Config:
 
 
 def _special_tokens(config: Config) -> Iterator[tuple[str, str]]:
-    """`bos_token` and the like, which are strings or objects with a `content`."""
+    """Returns `bos_token` and similar ones, which are strings or objects with a `content`."""
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str):
@@ -339,7 +340,7 @@ def _special_tokens(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
-    """All end-of-text ids in the checkpoint's files, in the order found."""
+    """Returns all end-of-text ids in the checkpoint's files, in the order found."""
     ids: list[int | None] = []
     for name in ("generation_config.json", "config.json"):
         value = _ends(directory / name)
@@ -349,7 +350,7 @@ def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tu
 
 
 def _ends(path: Path) -> int | list[int] | None:
-    """The ids that a file names; None without it. Raises CheckpointError if they are none."""
+    """Returns the ids that a file names; None without any. Raises CheckpointError if invalid."""
     if not path.is_file():
         return None
     value = load_config(path).get("eos_token_id")
@@ -360,7 +361,7 @@ def _ends(path: Path) -> int | list[int] | None:
 
 
 def _vocab_size(directory: Path) -> int | None:
-    """The vocabulary size in the configuration of the model or of its text part."""
+    """Returns the vocabulary size in the configuration of the model or of its text part."""
     path = directory / "config.json"
     config = load_config(path) if path.is_file() else {}
     text = config.get("text_config")

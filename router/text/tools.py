@@ -1,8 +1,9 @@
-"""Turns the tools of a request into one grammar, which also has the answers without a call.
+"""Converts the tools of a request to one grammar, which also allows the answers without a call.
 
-A tool with `strict: true` is held to its schema, whatever `tool_choice` says. So is any tool that
-must be called, if its schema can be followed. All other arguments come in any order and spelling,
-and their schemas are enforced as far as possible. A header of the answer names the other parts.
+A tool with `strict: true` follows its schema exactly, whatever `tool_choice` says. So does any tool
+that must be called, if its schema can be followed. All other arguments come in any order and
+spelling, and their schemas are enforced as far as possible. A header of the answer names the places
+that are not enforced.
 """
 
 import re
@@ -24,7 +25,7 @@ from router.text.forms.calling import (
 )
 
 MAX_TOOLS = 128
-MAX_NAMED = 16  # places that a header names
+MAX_NAMED = 16  # places that a header lists
 MAX_PLACE_LEN = 120
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -33,7 +34,7 @@ Json = Any
 
 
 class GrammarPart(NamedTuple):
-    """A field and its grammar. If it has a `function`, a looser grammar may replace this one."""
+    """A field and its grammar. If it has a `function`, a looser grammar may replace it."""
 
     param: str
     grammar: Grammar
@@ -52,12 +53,12 @@ class ToolOffer:
     answer: AnswerRules = ANY_TEXT
 
     def grammar(self) -> CallGrammar:
-        """The grammar of calls and answers. Raises InvalidRequest."""
+        """Returns the grammar of calls and answers. Raises InvalidRequest."""
         answer = ANY_TEXT if self.calling.at_least_one else self.answer
         return self.form.grammar(self.calling, self.token_of, answer)
 
     def sayable(self) -> "ToolOffer":
-        """The same, with looser rules for tools that are not strict, if the form needs them."""
+        """Returns it with looser rules for tools that are not strict, if the form needs them."""
         spare = self.calling.held - self.strict
         try:
             self.grammar()
@@ -66,7 +67,7 @@ class ToolOffer:
         return self
 
     def parts(self, source_of: Callable[[Json], str]) -> tuple[GrammarPart, ...]:
-        """The grammar of each function's arguments; `source_of` writes a schema."""
+        """Returns the grammar of each function's arguments; `source_of` writes a schema."""
         places = self._places()
         parts = list[GrammarPart]()
         for name, schema in self.calling.functions.items():
@@ -81,13 +82,13 @@ class ToolOffer:
         return tuple(parts)
 
     def named(self, unheld: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-        """The places that are not enforced, in characters that a header allows."""
+        """Returns the places that are not enforced, in characters that a header allows."""
         places = self._places()
         found = [each for name, at in unheld for each in named_places(places[name], [at])]
         return tuple(found[:MAX_NAMED])
 
     def loosened(self, names: Sequence[str]) -> "ToolOffer":
-        """The same with looser rules for these functions: first lenient ones, then any object."""
+        """Returns it with looser rules for these functions: first lenient ones, then any object."""
         calling = self.calling
         free = calling.free | (frozenset(names) - calling.held)
         return replace(
@@ -102,7 +103,7 @@ class ToolOffer:
 
 
 def named_places(param: str, places: Sequence[str]) -> tuple[str, ...]:
-    """Places of a schema, in characters that a header allows."""
+    """Returns places of a schema, in characters that a header allows."""
     found = (param + quote(place, safe=".[]$_-", errors="replace") for place in places)
     return tuple(dict.fromkeys(place[:MAX_PLACE_LEN] for place in found))[:MAX_NAMED]
 
@@ -117,7 +118,7 @@ class AllowedTools:
 
 
 def allowed_tools(fields: Mapping[str, Json]) -> AllowedTools | None:
-    """The tools of a body; None if the answer calls no tools. Raises InvalidRequest."""
+    """Returns the tools of a body; None if the answer calls no tools. Raises InvalidRequest."""
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     if tools is not None and not isinstance(tools, list):
         raise InvalidRequest("tools must be a list", param="tools")
@@ -156,13 +157,13 @@ def _chosen(choice: Json) -> str | None:
 
 
 def _functions(tools: Json) -> dict[str, Json]:
-    """The schemas of the tools' arguments, by name."""
+    """Returns the schemas of the tools' arguments, by name."""
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS}", param="tools")
     functions: dict[str, Json] = {}
     for i, tool in enumerate(tools):
         param = f"tools[{i}]"
-        check_nesting_at(tool, param)  # the chat template writes all of it
+        check_nesting_at(tool, param)  # the chat template writes the whole schema
         if object_at(tool, param).get("type") != "function":
             raise InvalidRequest(f"{param}.type must be 'function'", param=f"{param}.type")
         function = object_at(tool.get("function"), f"{param}.function")
@@ -188,7 +189,7 @@ def _arguments(function: Mapping[str, Json], param: str) -> Json:
 
 
 def object_at(value: Json, param: str) -> Mapping[str, Json]:
-    """A client's object. Raises InvalidRequest for another value."""
+    """Returns a client's object. Raises InvalidRequest for any other value."""
     if not isinstance(value, dict):
         raise InvalidRequest(f"{param} must be an object", param=param)
     return value

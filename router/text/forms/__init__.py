@@ -1,1 +1,1 @@
-"""How families of models write reasoning and tool calls, and parsers of what they wrote."""
+"""How model families write reasoning and tool calls, and the parsers of both."""

@@ -1,11 +1,11 @@
-"""The seam of call forms: what a form must know of tools, and what it gives.
+"""The interface of call forms: what a form gets to know about tools, and what it returns.
 
-A form is the way in which a family of models writes tool calls. It gives a grammar, which allows
+A form is the way in which a family of models writes tool calls. It returns a grammar, which allows
 only calls of the tools, and a parser of such answers. Forms whose calls begin with a mark allow any
-text before it. In others an answer that begins like a call of a tool is one.
+text before the mark. In other forms, an answer that begins like a call of a tool is a call.
 
-Arguments of a `held` tool satisfy its schema, in the order and spelling of the compiler. Arguments
-of other tools come in any order and spelling, and satisfy what `LenientSchema` can enforce.
+Arguments of a `held` tool follow its schema exactly, in the order and spelling of the compiler.
+Arguments of other tools come in any order and spelling, and satisfy what `LenientSchema` enforces.
 """
 
 import json
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 from router.text.forms.deltas import AnswerParser
 from router.text.forms.lenient import RULES, LenientSchema
 
-TokenOf = Callable[[str], int | None]  # the id of an added token with this text
-NAME = r"[a-zA-Z0-9_.-]+"  # a function's, in regular expressions
-MAX_ARGUMENTS_LEN = 64 * 2**10  # characters of all lenient rules; a grammar has a bound too
-MAX_SCHEMAS_LEN = 128 * 2**10  # characters of the schemas that are read for them
+TokenOf = Callable[[str], int | None]  # returns the id of an added token with this text
+NAME = r"[a-zA-Z0-9_.-]+"  # regular expression of a function's name
+MAX_ARGUMENTS_LEN = 64 * 2**10  # total characters of lenient rules; a grammar has a limit too
+MAX_SCHEMAS_LEN = 128 * 2**10  # characters of the schemas from which they are made
 _CONTROL = re.compile(r"[%\x7f-\x9f]")
 
 
@@ -32,12 +32,12 @@ class Calling:
     functions: Mapping[str, Any]
     at_least_one: bool
     at_most_one: bool
-    held: frozenset[str] = frozenset()  # whose arguments follow their schema exactly
-    free: frozenset[str] = frozenset()  # whose arguments may be any object
+    held: frozenset[str] = frozenset()  # tools whose arguments follow their schema exactly
+    free: frozenset[str] = frozenset()  # tools whose arguments may be any object
 
 
 class AnswerRules(NamedTuple):
-    """An answer without calls: an expression, and the rules that the expression needs."""
+    """The grammar of an answer without calls: an expression, and the rules that it needs."""
 
     expression: str = "TEXT"
     rules: tuple[str, ...] = ()
@@ -62,17 +62,17 @@ ANY_TEXT = AnswerRules()
 
 
 class CallForm(Protocol):
-    """One way to write calls."""
+    """One way of writing calls."""
 
     @property
     def name(self) -> str:
-        """vLLM's name of its parser."""
+        """vLLM's name for this form's parser."""
         ...
 
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """The grammar of calls, or else of an answer. Raises InvalidRequest."""
+        """Returns the grammar of calls and answers. Raises InvalidRequest."""
         ...
 
     def parser(self, calling: Calling, rng: random.Random) -> AnswerParser:
@@ -81,24 +81,24 @@ class CallForm(Protocol):
 
     @property
     def marks(self) -> Sequence[str]:
-        """Added tokens that the parser must see."""
+        """The added tokens that the parser must see."""
         ...
 
 
 def literal(text: str) -> str:
-    """A string literal of Lark, with JSON's escapes; directives begin with '%'."""
+    """Returns a Lark string literal, with JSON's escapes; directives begin with '%'."""
     quoted = json.dumps(text, ensure_ascii=False)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
 
 
 def mark(text: str, token_of: TokenOf) -> str:
-    """A mark in Lark. One that is an added token must be written as a token."""
+    """Returns a mark in Lark. If the mark is an added token, it must be written as a token."""
     token_id = token_of(text)
     return literal(text) if token_id is None else f"<[{token_id}]>"
 
 
 def text_before(text: str, token_of: TokenOf) -> tuple[str, list[str]]:
-    """An expression for any text up to a mark, the mark included, and the rules that it needs."""
+    """Returns an expression for any text up to and including a mark, and the rules it needs."""
     token_id = token_of(text)
     if token_id is not None:
         return f"TEXT <[{token_id}]>", []
@@ -107,7 +107,7 @@ def text_before(text: str, token_of: TokenOf) -> tuple[str, list[str]]:
 
 
 def start(calls: str, calling: Calling, answer: AnswerRules, *, begin: str, before: str) -> str:
-    """The first rule of a form whose calls follow the mark `begin`, which any text may precede."""
+    """Returns the first rule of a form whose calls follow the mark `begin`, after any text."""
     if calling.at_least_one:
         return f"start: {begin} {calls}"
     if answer.is_any_text:
@@ -116,7 +116,7 @@ def start(calls: str, calling: Calling, answer: AnswerRules, *, begin: str, befo
 
 
 def unlike_calls(begins: str, answer: AnswerRules) -> tuple[str, list[str]]:
-    """An expression for an answer that begins unlike a call, if any text will do."""
+    """Returns an expression for an answer that does not begin like a call, if any text may."""
     if not answer.is_any_text:
         return answer.expression, []
     return "ANSWER", [f"ANSWER: TEXT & ~/{begins}(?s:.*)/"]
@@ -130,17 +130,17 @@ class Room:
     rules: int = MAX_ARGUMENTS_LEN
 
     def holds(self, schema: Any) -> bool:
-        """Takes room for one more schema. Returns False if there was too little."""
+        """Uses budget for one more schema. Returns False if there was too little."""
         self.schemas -= len(json.dumps(schema))
         return self.schemas >= 0
 
     def holds_rules(self, rules: Sequence[str]) -> bool:
-        """Takes room for these rules. Returns False if there was too little."""
+        """Uses budget for these rules. Returns False if there was too little."""
         self.rules -= sum(map(len, rules))
         return self.rules >= 0
 
     def for_schema(self, schema: Any, prefix: str) -> LenientSchema | None:
-        """The rules of a schema, if there is room."""
+        """Returns the rules of a schema, if there is budget."""
         if not self.holds(schema):
             return None
         lenient = LenientSchema(schema, prefix)
@@ -155,7 +155,7 @@ class ArgumentRules(NamedTuple):
 
 
 def arguments(calling: Calling) -> ArgumentRules:
-    """The rules of arguments that are one JSON object."""
+    """Returns the rules of arguments that are one JSON object."""
     rules, unheld = list(RULES), list[tuple[str, str]]()
     room = Room()
     for i, (name, schema) in enumerate(calling.functions.items()):
@@ -173,5 +173,5 @@ def arguments(calling: Calling) -> ArgumentRules:
 
 
 def any_call(calling: Calling) -> str:
-    """An expression for one call of any function, of the rules `call_I`."""
+    """Returns an expression for one call of any function, made of the rules `call_I`."""
     return " | ".join(f"call_{i}" for i in range(len(calling.functions)))

@@ -1,4 +1,4 @@
-"""Chooses the forms of a model: by the operator, or by what its chat template and tokens show."""
+"""Chooses the forms of a model: set by the operator, or found by its chat template and tokens."""
 
 import random
 from collections.abc import Mapping
@@ -43,33 +43,33 @@ THINKING_FORMS = {
     for form in (ThinkingForm("deepseek_r1", always_thinks=True), ThinkingForm("qwen3"))
 }
 OTHER_NAMES = {"deepseek_v3.1": "deepseek_v31", "llama3": "llama3_json", "qwen25": "hermes"}
-OPENAI_GPT_OSS = "openai_gptoss"  # vLLM's name of gpt-oss's reasoning
+OPENAI_GPT_OSS = "openai_gptoss"  # vLLM's name of gpt-oss's reasoning parser
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForms:
-    """The forms of one model. gpt-oss writes both in messages of its own."""
+    """The forms of one model. gpt-oss uses its own messages for both reasoning and calls."""
 
     calls: CallForm
     thinking: ThinkingForm | None = None
 
     @property
     def is_harmony(self) -> bool:
-        """True if every answer must be parsed, since it has marks around all of its text."""
+        """True if every answer must be parsed, since all its text is between marks."""
         return self.calls is HARMONY
 
 
 class AnswerParsing(NamedTuple):
-    """What parses the answers to one request."""
+    """The parsing of the answers to one request."""
 
     forms: AnswerForms
-    calling: Calling | None  # None: no tools are called
+    calling: Calling | None  # None: no tools can be called
     is_thinking: bool | None = False
-    splits_reasoning: bool = True  # else reasoning is part of the text
+    splits_reasoning: bool = True  # False: reasoning stays a part of the text
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Added tokens that the parser must see."""
+        """The added tokens that the parser must see."""
         marks: tuple[str, ...] = ()
         if self.calling is not None or self.forms.is_harmony:
             marks = tuple(self.forms.calls.marks)
@@ -92,9 +92,9 @@ class AnswerParsing(NamedTuple):
 def forms_of(
     template: str | None, token_of: TokenOf, *, calls: str = AUTO, thinking: str = AUTO
 ) -> AnswerForms:
-    """The forms of a model with this chat template. Raises ConfigError for unknown names.
+    """Returns the forms of a model with this chat template. Raises ConfigError for unknown names.
 
-    A model that shows no form gets Hermes', which the grammar makes any model write.
+    If no form is recognised, Hermes is used, which the grammar makes any model write.
     """
     source = template or ""
     form = HERMES
@@ -120,7 +120,7 @@ def _named(name: str, forms: Mapping[str, FormT], setting: str) -> FormT:
 
 
 def _found(source: str, token_of: TokenOf) -> CallForm:
-    """The call form that a chat template shows."""
+    """Returns the call form that a chat template uses."""
     if "<|channel|>" in source and "<|message|>" in source:
         return HARMONY
     if "<function=" in source and "<parameter=" in source:

@@ -1,4 +1,4 @@
-"""What parsers make of an answer's text, and the parsers' common interface."""
+"""The output of answer parsers, and the parsers' common interface."""
 
 import random
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ MAX_HEAD_LEN = 1024  # characters of a head, and between values; no grammar allo
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More text for the user."""
+    """Further text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thinks before it answers."""
+    """Further reasoning of the model, before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The call at `index` is of this tool."""
+    """The call at `index` has begun; it is a call of this tool."""
 
     index: int
     id: str
@@ -33,7 +33,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of the call at `index`, which are a JSON object."""
+    """Further arguments of the call at `index`, which are a JSON object."""
 
     index: int
     text: str
@@ -43,32 +43,32 @@ Delta = Content | Reasoning | CallBegun | CallArguments
 
 
 class AnswerParser(Protocol):
-    """Parses one answer as it arrives. What it returns depends on the text, not on its pieces."""
+    """Parses one answer as it arrives. Its output depends on the text, not on how it is split."""
 
     @property
     def num_calls(self) -> int:
-        """Calls begun."""
+        """The number of calls so far."""
         ...
 
     @property
     def is_reasoning(self) -> bool:
-        """True if the text that comes now belongs to the reasoning."""
+        """True if the text that comes now is reasoning."""
         ...
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes more text of the answer and returns what it makes certain."""
+        """Adds text of the answer and returns the deltas that are now certain."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns what was held back, at the end of the answer.
+        """Returns the held text at the end of the answer.
 
-        Of an answer that `is_cut`, the begin of a mark is not shown.
+        If the answer `is_cut`, the beginning of a mark is not shown.
         """
         ...
 
 
 def new_call(rng: random.Random, index: int, name: str) -> CallBegun:
-    """The begin of a call, with an id of its own."""
+    """Returns the beginning of a call, with a new id."""
     return CallBegun(index, f"call_{rng.getrandbits(96):024x}", name)
 
 
@@ -76,7 +76,7 @@ def first_mark(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
     """Splits a growing text at the first of the marks.
 
     Returns the text that is certainly before any mark, the mark or None, and the rest. Without a
-    mark, the rest is the longest end of the text that may begin one.
+    mark, the rest is the longest suffix that may begin a mark.
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     if found:
@@ -90,15 +90,15 @@ def first_mark(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """The same deltas without empty ones."""
+    """Returns the deltas without empty ones."""
     return [delta for delta in deltas if isinstance(delta, CallBegun) or delta.text]
 
 
 class JsonEnd:
     """Finds the end of a JSON value that comes in pieces; reads each piece once.
 
-    A grammar makes the value valid, so only braces, brackets and quotes matter. It ends with the
-    brace, bracket or quote that closes it, and so must be an object, an array or a string.
+    A grammar makes the value valid, so only braces, brackets and quotes matter. The value ends with
+    its closing brace, bracket or quote, so it must be an object, an array or a string.
     """
 
     def __init__(self) -> None:
@@ -108,11 +108,11 @@ class JsonEnd:
 
     @property
     def is_new(self) -> bool:
-        """True if nothing of the value has come."""
+        """True if no part of the value has come."""
         return self._depth == 0 and not self._in_string
 
     def find(self, text: str) -> int | None:
-        """The length of this piece's part of the value; None if the value goes on."""
+        """Returns the length of the value's part in this piece; None if the value continues."""
         for at, char in enumerate(text):
             if self._in_string:
                 if self._is_escaped:

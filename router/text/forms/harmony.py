@@ -45,7 +45,7 @@ _TEXT = r"TEXT: /(?s:.*)/"
 
 
 class Harmony:
-    """Reasoning and calls of gpt-oss."""
+    """The form of gpt-oss, for reasoning and calls."""
 
     name = "openai"
     marks = _MARKS
@@ -53,7 +53,7 @@ class Harmony:
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """Reasoning, then a call, or an answer if none is required. Raises InvalidRequest."""
+        """Reasoning, then a call, or an answer if no call is required. Raises InvalidRequest."""
         if (missing := missing_mark(token_of)) is not None:
             raise InvalidRequest(f"tools: this model has no token {missing}", param="tools")
         held = arguments(calling)
@@ -76,25 +76,25 @@ class Harmony:
 
 
 def missing_mark(token_of: TokenOf) -> str | None:
-    """The first mark that is no token of the model; None: it can write messages."""
+    """Returns the first mark that is not a token of the model; None if it can write messages."""
     return next((mark for mark in _MARKS if token_of(mark) is None), None)
 
 
 def final_grammar(answer: AnswerRules, token_of: TokenOf) -> str:
-    """The grammar of reasoning and then an answer, also one without any mark."""
+    """Returns the grammar of reasoning and an answer, or of an answer without any mark."""
     ways = f"{_final(answer, token_of)} | {_thought(token_of)}"
     first = f"start: {_said(token_of)} ({ways}) | {answer.expression}"
     return "\n".join([first, _TEXT, "edge: / /?", *answer.rules])
 
 
 def _said(token_of: TokenOf) -> str:
-    """Messages before the last one: reasoning, and what is said before calls."""
+    """The messages before the last one: reasoning, and text before calls."""
     channel, message, begin, end = (mark(m, token_of) for m in _MARKS[:4])
     return f'({channel} ("analysis" | "commentary") {message} TEXT {end} {begin} "assistant")*'
 
 
 def _thought(token_of: TokenOf) -> str:
-    """Reasoning in which an answer ends. Without this a model could only write on to its limit."""
+    """Reasoning in which an answer may end. Otherwise a model could only write up to its limit."""
     channel, message = (mark(m, token_of) for m in _MARKS[:2])
     return f'{channel} "analysis" {message} TEXT'
 
@@ -106,7 +106,7 @@ def _final(answer: AnswerRules, token_of: TokenOf) -> str:
 
 
 def _written_call(name: str, token_of: TokenOf) -> str:
-    """The head of a call: its recipient comes behind the channel, or before it."""
+    """The head of a call: its recipient comes after the channel, or before it."""
     channel, message = (mark(m, token_of) for m in _MARKS[:2])
     kind = f'(edge {mark(CONSTRAIN, token_of)}? "json")?'
     to, where = literal(f"to=functions.{name}"), '("commentary" | "analysis")'
@@ -114,15 +114,15 @@ def _written_call(name: str, token_of: TokenOf) -> str:
 
 
 class HarmonyParser:
-    """Parses one answer of gpt-oss, also one without tools."""
+    """Parses one answer of gpt-oss, with or without tools."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._pending = ""
         self._in_head = True
-        self._is_begin = True  # no head has come
+        self._is_begin = True  # no head has come yet
         self._channel = ""
-        self._is_call = False  # the message that comes now
+        self._is_call = False  # whether the present message is a call
         self.num_calls = 0
 
     @property
@@ -131,7 +131,7 @@ class HarmonyParser:
         return not self._in_head and self._channel == "analysis"
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes more text of the answer and returns what it makes certain."""
+        """Adds text of the answer and returns the deltas that are now certain."""
         self._pending += text
         deltas: list[Delta] = []
         while (more := self._head() if self._in_head else self._body()) is not None:
@@ -139,7 +139,7 @@ class HarmonyParser:
         return merged(deltas)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns what was held back; a head that was cut is not shown."""
+        """Returns the held text; a head that was cut is not shown."""
         rest, self._pending = self._pending, ""
         if self._in_head and (not self._is_begin or any(mark in rest for mark in _MARKS)):
             return []
@@ -152,7 +152,7 @@ class HarmonyParser:
             return []
         if found is None:
             if len(self._pending) > MAX_HEAD_LEN:
-                self._in_head = False  # no message of this form: all of it is an answer
+                self._in_head = False  # not a message of this form: all of it is an answer
                 return []
             return None
         self._pending, self._in_head, self._is_begin = rest, False, False
@@ -180,6 +180,6 @@ class HarmonyParser:
 
 
 def _may_be_head(text: str) -> bool:
-    """True if a text begins like the head of a message, as far as it has come."""
+    """True if a text, as far as it has come, begins like the head of a message."""
     text = text.lstrip()
     return any(text.startswith(begin) or begin.startswith(text) for begin in _HEADS)

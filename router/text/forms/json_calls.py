@@ -1,4 +1,4 @@
-"""Forms whose arguments are JSON behind a head that names the function."""
+"""Forms whose arguments are JSON, after a head that names the function."""
 
 import json
 import re
@@ -30,7 +30,7 @@ _TEXT = r"TEXT: /(?s:.*)/"
 
 
 def _head(before: str, key: str) -> re.Pattern[str]:
-    """The begin of an object of a name and arguments, up to the latter."""
+    """Returns the beginning of an object with a name and arguments, up to the arguments."""
     return re.compile(rf'{before}\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"{key}"\s*:\s*')
 
 
@@ -58,7 +58,7 @@ class Hermes(JsonCallForm):
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """Text, then calls, which nothing follows."""
+        """Text, then calls; no text follows the calls."""
         begin, end = (mark(each, token_of) for each in self.marks)
         before, rules = text_before(self.opening, token_of)
         more = "" if calling.at_most_one else f" (edge {begin} body)*"
@@ -71,7 +71,7 @@ class Hermes(JsonCallForm):
 
 
 class Llama(JsonCallForm):
-    """{"name": "f", "parameters": {…}}, several parted by `; `, perhaps behind `<|python_tag|>`.
+    """{"name": "f", "parameters": {…}}, several separated by `; `, perhaps after `<|python_tag|>`.
 
     Source: Meta, Llama 3.1 and 3.2 prompt formats, custom tools in JSON.
     """
@@ -94,7 +94,7 @@ class Llama(JsonCallForm):
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """Calls, or text that does not begin like one."""
+        """Calls, or text that does not begin like a call."""
         tag = mark(self.opening, token_of)
         more = "" if calling.at_most_one else f' (edge ";" edge ({any_call(calling)}))*'
         calls = f"{tag}? ({any_call(calling)}){more}"
@@ -221,7 +221,7 @@ class DeepSeek(JsonCallForm):
 
 
 class DeepSeekFenced(DeepSeek):
-    """The same with `function` before the name, and arguments in a Markdown fence.
+    """The form of DeepSeek with `function` before the name, and arguments in a Markdown fence.
 
     Source: the chat templates of DeepSeek-V3 and DeepSeek-R1.
     """
@@ -240,7 +240,7 @@ class DeepSeekFenced(DeepSeek):
 def _grammar(
     first: str, rules: Sequence[str], calling: Calling, key: str | None = None
 ) -> CallGrammar:
-    """The grammar of a form; with a key, its calls are objects of a name and arguments."""
+    """Returns the grammar of a form; with a key, its calls are objects of a name and arguments."""
     objects = [] if key is None else _objects(calling, key)
     held = arguments(calling)
     lines = dict.fromkeys([first, _TEXT, *rules, *objects, *held.rules])
@@ -248,7 +248,7 @@ def _grammar(
 
 
 def _beside_json(first: str, rules: Sequence[str], calling: Calling) -> CallGrammar:
-    """Calls beside an answer that may begin like one: both are JSON, of the compiler's lexemes."""
+    """Calls beside an answer that may begin like a call: both are JSON in the same lexemes."""
     lines, unheld = list[str](), list[tuple[str, str]]()
     for i, (name, schema) in enumerate(calling.functions.items()):
         definitions = {word: schema[word] for word in _DEFINITIONS if word in schema}
@@ -269,12 +269,13 @@ def _beside_json(first: str, rules: Sequence[str], calling: Calling) -> CallGram
 
 
 def _objects(calling: Calling, key: str) -> list[str]:
-    """Rules of calls that are an object. If the arguments come first, they are of any function.
+    """Returns rules of calls that are an object. If the arguments come first, any function's may
+    come.
 
-    The begin of an object is one lexeme. So it ends where text that may come instead is ruled out:
-    the longest lexeme wins, and text could be longer than a brace.
+    The beginning of an object is one lexeme. So it ends where text that may come instead is ruled
+    out: the longest lexeme wins, and text could be longer than a brace.
 
-    A call that must come begins in one spelling: the model says nothing there that could be lost.
+    A required call begins in a single spelling: there the model makes no choice that could be lost.
     """
     if calling.at_least_one:
         return [

@@ -1,8 +1,8 @@
-"""Parses calls whose arguments are JSON behind a head that names the function.
+"""Parses calls whose arguments are JSON, after a head that names the function.
 
 Several forms share this parser. A form has regular expressions for the head before the arguments
-and for the tail after them. Arguments are passed on as they come. Some models write the name after
-the arguments; then these wait for the name.
+and for the tail after them. Arguments are passed on as they come. If a model writes the name after
+the arguments, these wait for the name.
 """
 
 import random
@@ -25,7 +25,7 @@ from router.text.forms.deltas import (
 
 
 class JsonCallParser:
-    """Parses one answer of such a form."""
+    """Parses one answer in a form with JSON arguments."""
 
     def __init__(
         self, form: "JsonCallForm", rng: random.Random, functions: Collection[str] = ()
@@ -34,16 +34,16 @@ class JsonCallParser:
         self._rng = rng
         self._begin = form.begin_of(functions)
         self._pending = ""  # not reported yet
-        self._is_begin = True  # nothing but blanks has come
+        self._is_begin = True  # only blanks have come so far
         self._in_calls = False
         self._end: JsonEnd | None = None  # set while arguments come
-        self._tail = False  # the tail of a call comes now
+        self._tail = False  # the tail of a call comes next
         self._unnamed: list[str] | None = None  # arguments that wait for their function's name
         self.num_calls = 0
         self.is_reasoning = False
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes more text of the answer and returns what it makes certain."""
+        """Adds text of the answer and returns the deltas that are now certain."""
         self._pending += text
         deltas: list[Delta] = [] if self._in_calls else self._content()
         while self._in_calls and (more := self._step()) is not None:
@@ -51,7 +51,7 @@ class JsonCallParser:
         return merged(deltas)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the text that might have begun a mark, unless a call was cut."""
+        """Returns the held text, which might have begun a mark, unless a call was cut."""
         rest, self._pending = self._pending, ""
         return [] if self._in_calls or is_cut else merged([Content(rest)])
 
@@ -74,7 +74,7 @@ class JsonCallParser:
         return [Content(text)]
 
     def _step(self) -> list[Delta] | None:
-        """Takes the next part of a call; None if more text is needed."""
+        """Parses the next part of a call; None if more text is needed."""
         if self._end is not None:
             return self._arguments(self._end)
         if self._unnamed is not None:
@@ -117,7 +117,7 @@ class JsonCallParser:
         return [] if self._unnamed is not None else [CallArguments(self.num_calls - 1, text)]
 
     def _name(self, unnamed: Sequence[str]) -> list[Delta] | None:
-        """Takes the name that follows arguments, and what ends the call."""
+        """Parses the name after the arguments, and the end of the call."""
         assert self._form.named_tail is not None
         found = self._form.named_tail.match(self._pending)
         if found is None:
@@ -129,13 +129,13 @@ class JsonCallParser:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """Tells calls without a mark from other text by their begin."""
+    """Distinguishes calls without a mark from other text by their beginning."""
 
     pattern: re.Pattern[str]
-    compact: Sequence[str]  # all possible begins, without blanks
+    compact: Sequence[str]  # all possible beginnings, without blanks
 
     def is_call(self, text: str) -> bool | None:
-        """True if an answer with this begin is a call, None if it may become one."""
+        """True if an answer with this beginning is a call, None if it may become a call."""
         if self.pattern.match(text):
             return True
         compact = "".join(text.split())
@@ -144,7 +144,7 @@ class CallBegin:
 
 @dataclass(frozen=True)
 class JsonCallForm:
-    """What the parser knows of a form. A call without a mark may only begin an answer."""
+    """The properties of a form for the parser. A call without a mark may only begin an answer."""
 
     name: ClassVar[str]
     head: ClassVar[re.Pattern[str]]
@@ -155,7 +155,7 @@ class JsonCallForm:
     marks: ClassVar[Sequence[str]] = ()
 
     def begin_of(self, functions: Collection[str]) -> CallBegin | None:
-        """The begin of calls without a mark; None: they always have one."""
+        """The beginning of calls without a mark; None if calls always have a mark."""
         return None
 
     def parser(self, calling: Calling, rng: random.Random) -> JsonCallParser:

@@ -1,7 +1,7 @@
-"""Turns a schema into a lenient grammar: keys in any order, any spelling, what can be enforced.
+"""Converts a schema to a lenient grammar: keys in any order, any spelling, if it can be enforced.
 
-For arguments of tools without `strict`, if no tool must be called: a model may write keys in any
-order, blanks anywhere, and characters with or without escapes. All this is kept.
+Used for arguments of tools without `strict`, if no tool must be called. A model may write keys in
+any order, blanks anywhere, and characters with or without escapes. All this is accepted.
 
     object     named keys in any order and each once, all required ones, other keys if allowed
     array      items, and their number
@@ -13,7 +13,7 @@ order, blanks anywhere, and characters with or without escapes. All this is kept
 Other keywords are not enforced; `unheld` lists their places. The grammar never forbids a value that
 the schema allows.
 
-Keys spell letters and digits as they are, so that no other key passes for a named one.
+In keys, letters and digits must not be escaped, so that no other key passes for a named one.
 
 Source: JSON Schema 2020-12; RFC 8259; llguidance, docs/parametric.md.
 """
@@ -28,8 +28,8 @@ from engine.errors import GrammarError
 from engine.grammar.disjoint import Disjointness, names_in
 from engine.grammar.json_schemas import COMPACT, MAX_EXACT_INT, followed
 
-MAX_RULES = 1000  # for one schema
-MAX_STEPS = 300  # in the proof that alternatives exclude each other
+MAX_RULES = 1000  # rules per schema
+MAX_STEPS = 300  # steps of the proof that alternatives exclude each other
 MAX_INSIDE = 64  # depth of nested values
 MAX_MARKED = 62  # keys of one object that are counted; a rule's parameter has 64 bits
 MAX_REPEATS = 1000  # items and characters that are counted
@@ -41,16 +41,16 @@ _HEX = "[0-9a-fA-F]"
 _PAIR = rf"\\u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"
 _PLAIN, _SHORT = r'[^"\\\x00-\x1f]', r'\\["\\\/bfnrt]'
 _CHAR = rf"{_PLAIN}|{_SHORT}|\\u([0-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}})|{_PAIR}"
-# Without escapes of letters and the like, so that keys can be told apart.
+# Without escapes of letters and the like, so that keys can be distinguished.
 _KEY_CHAR = (
     rf"{_PLAIN}|{_SHORT}|\\u(00[0189a-fA-F]{_HEX}|0[1-9a-fA-F]{_HEX}{{2}}|"
     rf"[1-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}})|{_PAIR}"
 )
 _INTEGER = "-?(0|[1-9][0-9]*)"
 BLANKS = r"( |\r?\n( {0,8}|\t{0,2}))"
-RULES = [  # that all schemas of one grammar share
+RULES = [  # shared by all schemas of a grammar
     "gap: GAP?",
-    r"GAP: / |\r?\n( {0,40}|\t{0,10})/",  # compact or indented: endless blanks are no progress
+    r"GAP: / |\r?\n( {0,40}|\t{0,10})/",  # compact or indented: endless blanks would be no progress
     "edge: EDGE?",
     f"EDGE: /{BLANKS}/",  # around the parts of a call
     f'STRING: /"({_CHAR})*"/',
@@ -63,7 +63,7 @@ RULES = [  # that all schemas of one grammar share
     'any_pair: STRING gap ":" gap anything',
 ]
 _JSON = {"null": '"null"', "boolean": '"true" | "false"', "string": "STRING"}
-_PYTHON = {  # the same where values are written as Python does
+_PYTHON = {  # the same for values written as in Python
     "null": '"None" | "null"',
     "boolean": '"True" | "False" | "true" | "false"',
     "string": "STRING | PYTHON_STRING",
@@ -96,18 +96,18 @@ _UNHELD = {
     *("prefixItems", "additionalItems", "contains", "uniqueItems"),
     *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
 }
-# With these values the keywords demand nothing.
+# Keywords with these values require nothing.
 _NO_DEMAND: tuple[Json, ...] = (None, False, 0, [], {})
 
 
 class LenientSchema:
-    """The rules of one schema, whose names begin with `prefix`; `start` is an expression."""
+    """The rules of one schema, with names that begin with `prefix`; `start` is an expression."""
 
     def __init__(self, schema: Json, prefix: str, *, is_python: bool = False) -> None:
         self._texts = _PYTHON if is_python else _JSON
         self._known = Disjointness(schema, max_steps=MAX_STEPS)
         self._prefix = prefix
-        self._named: dict[int, tuple[Json, str]] = {}  # rules by the schemas that they stand for
+        self._named: dict[int, tuple[Json, str]] = {}  # schemas and their rules, by id
         self._inside = 0  # depth of the value that is being read
         self.rules: list[str] = []
         self.unheld: list[str] = []
@@ -116,7 +116,7 @@ class LenientSchema:
             self.rules, self.unheld, self.start = [], [""], "any_object"
 
     def _value(self, schema: Json, at: str) -> str:
-        """An expression for the values of a schema: a rule of its own, which repeats share."""
+        """Returns an expression for a schema's values: a rule, shared by repeated schemas."""
         if not isinstance(schema, dict) or self._inside > MAX_INSIDE or self._is_full:
             if not isinstance(schema, bool):
                 self._record(at)
@@ -124,7 +124,7 @@ class LenientSchema:
         if id(schema) in self._named:
             return self._named[id(schema)][1]
         name = f"{self._prefix}_{len(self._named)}"
-        self._named[id(schema)] = (schema, name)  # kept alive, or its identity might come again
+        self._named[id(schema)] = (schema, name)  # kept alive, as its id could be reused
         self._inside += 1
         self.rules.append(f"{name}: {self._alternatives(schema, at)}")
         self._inside -= 1
@@ -154,7 +154,7 @@ class LenientSchema:
         return self._by_type(schema, at)
 
     def _is_only(self, schema: Schema, keyword: str) -> bool:
-        """True if a list of one schema is all that a schema demands."""
+        """True if the schema requires only a list with one schema."""
         parts = schema.get(keyword)
         others = set().union(
             *_BY_TYPE.values(), {"$ref", "anyOf", "oneOf", "enum", "const", "type"}
@@ -163,7 +163,7 @@ class LenientSchema:
         return alone and not others & schema.keys()
 
     def _referred(self, reference: Json, at: str) -> str:
-        """The rule of what a reference leads to, past others that only refer."""
+        """Returns the rule of a reference's target, past targets that only refer further."""
         target = self._known.target(reference)
         for _ in range(8):
             if not isinstance(target, dict) or "$ref" not in target:
@@ -175,7 +175,7 @@ class LenientSchema:
         return self._value(target, f"{at}.$ref")
 
     def _branches(self, schema: Schema, keyword: str, at: str) -> str | None:
-        """The alternatives, if they are all that a schema demands besides a type."""
+        """Returns the alternatives, if the schema requires nothing else but a type."""
         branches = schema[keyword]
         demands = set().union(*_BY_TYPE.values(), {"enum", "const", "anyOf", "oneOf"}) - {keyword}
         if not isinstance(branches, list) or demands & schema.keys():
@@ -225,7 +225,7 @@ class LenientSchema:
         return self._scalar(kind, schema, at)
 
     def _scalar(self, kind: str, schema: Schema, at: str) -> str:
-        """A text or a number. llguidance compiles keywords other than lengths."""
+        """Returns a text or a number. llguidance compiles keywords other than lengths."""
         held = {name: schema[name] for name in schema if name in _BY_TYPE[kind]}
         held = {name: value for name, value in held.items() if value is not None}
         if kind == "string" and not held.keys() - {"minLength", "maxLength"}:
@@ -237,11 +237,11 @@ class LenientSchema:
         return self._texts.get(kind, kind.upper())
 
     def _followed(self, kind: str, held: Schema, at: str) -> Schema:
-        """The keywords that the compiler can follow together, found one by one."""
+        """Returns the keywords that the compiler supports together, found one by one."""
         known: dict[str, Json] = {}
         for name, value in held.items():
             if name in _BOUNDS and type(value) in (int, float) and abs(value) <= MAX_EXACT_INT:
-                known[name] = value  # as nearly always
+                known[name] = value  # the usual case
                 continue
             try:
                 followed({"type": kind, **known, name: value})
@@ -252,7 +252,7 @@ class LenientSchema:
         return known
 
     def _bounds(self, schema: Schema, least: str, most: str, at: str) -> tuple[int, int | None]:
-        """Both bounds of a repetition. Unusable ones are noted, and then there are none."""
+        """Returns both bounds of a repetition. Unusable bounds are recorded and then ignored."""
         low, high = schema.get(least) or 0, schema.get(most)
         counts = [each for each in (low, high) if each is not None]
         if not all(type(each) is int and 0 <= each <= MAX_REPEATS for each in counts):
@@ -276,7 +276,7 @@ class LenientSchema:
     # ------------------------------------------------------------ objects
 
     def _object(self, schema: Schema, at: str) -> str:
-        """All keys in any order. Bit i of the parameter is set once key i has come."""
+        """Returns all keys in any order. Bit i of the parameter is set once key i has come."""
         properties = schema.get("properties")
         if not isinstance(properties, dict):
             properties = {}
@@ -299,7 +299,7 @@ class LenientSchema:
         return self._members(pairs, min(len(set(required)), MAX_MARKED), other is not None)
 
     def _members(self, pairs: Sequence[str], num_required: int, is_open: bool) -> str:  # noqa: FBT001
-        """An object of these pairs, of which the first are required and the last may repeat."""
+        """Returns an object of these pairs; the first are required and the last may repeat."""
         if not pairs:
             return '"{" gap "}"'
         marked = min(len(pairs) - is_open, MAX_MARKED)
@@ -341,13 +341,13 @@ def _times(least: int, most: int | None) -> str:
 
 
 def lenient_grammar(schema: Json) -> tuple[str, Sequence[str]]:
-    """The grammar of one value, and the places that the grammar does not enforce."""
+    """Returns the grammar of one value, and the places that the grammar does not enforce."""
     found = LenientSchema(schema, "v")
     return "\n".join([f"start: {found.start}", *RULES, *found.rules]), found.unheld
 
 
 def can_be_held(schema: Json) -> bool:
-    """True if the schema's own rules let it be compiled."""
+    """True if the rules of the schema itself can be compiled."""
     try:
         followed(schema)
     except GrammarError:
@@ -356,7 +356,7 @@ def can_be_held(schema: Json) -> bool:
 
 
 def key_of(text: str) -> str:
-    """A key in Lark, in each spelling but escapes of letters and digits."""
+    """Returns a key in Lark, in each spelling except escapes of letters and digits."""
     return f'/"{_NOT_PLAIN.sub(lambda found: _spellings(found[0]), text)}"/'
 
 
@@ -381,7 +381,7 @@ def _any_case(code: str) -> str:
 
 
 def _constant(value: Json) -> str:
-    """An expression for one value."""
+    """Returns an expression for one value."""
     match value:
         case str():
             return key_of(value)

@@ -1,4 +1,4 @@
-"""Calls as a list of calls in Python. The parser turns values into JSON, one by one."""
+"""Calls as a list of Python calls. The parser converts values to JSON, one by one."""
 
 import ast
 import json
@@ -67,7 +67,7 @@ class Pythonic:
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """A list of calls, or text that does not begin like one."""
+        """A list of calls, or text that does not begin like a call."""
         more = "" if calling.at_most_one else f' (edge "," edge ({any_call(calling)}))*'
         first_call = " | ".join(f"FIRST_{i} rest_{i}" for i in range(len(calling.functions)))
         calls = f'({first_call}){more} edge "]"'
@@ -80,7 +80,7 @@ class Pythonic:
         for i, (name, found) in enumerate(all_found):
             unheld += [(name, place) for place in found.unheld]
             members = found.begin(f"members_{i}")
-            # One lexeme, which ends where other text is ruled out: the longest lexeme wins.
+            # One lexeme; it ends where other text is ruled out, as the longest lexeme wins.
             lines.append(rf"FIRST_{i}: /\[{BLANKS}?{re.escape(name)}{BLANKS}?\(/")
             lines.append(f'call_{i}: {literal(name)} edge "(" rest_{i}')
             lines.append(f'rest_{i}: edge {members} edge ")"')
@@ -133,7 +133,7 @@ class PythonicParser:
         self._rng = rng
         self._begin = begin
         self._pending = ""
-        self._is_begin = True  # it is not known whether calls come
+        self._is_begin = True  # unknown whether calls come
         self._in_calls = False
         self._in_call = False
         self._num_values = 0
@@ -143,7 +143,7 @@ class PythonicParser:
         self.is_reasoning = False
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes more text of the answer and returns what it makes certain."""
+        """Adds text of the answer and returns the deltas that are now certain."""
         self._pending += text
         if self._is_begin:
             is_call = self._begin.is_call(self._pending)
@@ -159,7 +159,7 @@ class PythonicParser:
         return merged(deltas)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the text that might have begun a mark, unless a call was cut."""
+        """Returns the held text, which might have begun a mark, unless a call was cut."""
         rest, self._pending = self._pending, ""
         return [] if self._in_calls or is_cut else merged([Content(rest)])
 
@@ -195,7 +195,7 @@ class PythonicParser:
 
 
 class _PythonEnd:
-    """Finds the comma or parenthesis behind a value that comes in pieces."""
+    """Finds the comma or parenthesis after a value that comes in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -223,7 +223,7 @@ class _PythonEnd:
 
 
 def _json_of_python(text: str) -> str:
-    """A value as JSON; what is neither JSON nor a Python literal stays a text."""
+    """Converts a value to JSON; a value that is neither JSON nor a Python literal stays a text."""
     for read in (json.loads, ast.literal_eval):
         try:
             return json.dumps(read(text.strip()), ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Qwen3-Coder's form of calls: XML with unquoted texts. The parser turns values into JSON."""
+"""The call form of Qwen3-Coder: XML with unquoted texts. The parser converts values to JSON."""
 
 import json
 import random
@@ -45,7 +45,7 @@ from router.text.forms.written_values import (
 )
 
 _KEY = r"[^>\s]+"
-MAX_TEXT_LEN = 1000  # characters that are counted
+MAX_TEXT_LEN = 1000  # counted characters of a text
 _XML_KEY = re.compile(_KEY)
 _RULES = [rf"ANY_KEY: /<parameter={_KEY}>/", r"any_value[lazy]: /(?s:.*)<\/parameter>/"]
 # Keywords that cannot be enforced on a text without quotes.
@@ -95,7 +95,7 @@ class QwenCoder:
 
 
 def _xml_arguments(calling: Calling, name: str, place: str) -> WrittenArguments:
-    """The arguments of one function. Raises InvalidRequest for what was promised and is no rule."""
+    """Returns one function's arguments. Raises InvalidRequest if a strict one has no rule."""
     schema, is_held = calling.functions[name], name in calling.held
     keys, rules, unheld = dict[str, str](), list[str](), list[str]()
     for j, (key, one) in enumerate(properties_of(schema, name, is_held=is_held).items()):
@@ -119,7 +119,7 @@ def _xml_arguments(calling: Calling, name: str, place: str) -> WrittenArguments:
 
 
 class _XmlValue:
-    """The rules of one value with the end mark: a text without quotes, other values as JSON."""
+    """The rules of one value with its end mark: a text without quotes, other values as JSON."""
 
     def __init__(
         self, key: str, schema: Any, root: Mapping[str, Any], place: str, *, is_held: bool
@@ -145,14 +145,14 @@ class _XmlValue:
         is_short = all(type(n) is int and 0 <= n <= MAX_TEXT_LEN for n in (least, most or 0))
         if kinds == {"string"} and (least or most) and not is_short:
             self._refuse(key, "maxLength" if most else "minLength")
-        elif kinds == {"string"} and (least or most):  # so short a text is one line
+        elif kinds == {"string"} and (least or most):  # a text with length bounds is one line
             self.rules.append(f"TEXT_{self._place}: /[^\\n<]{{{least},{most}}}/")
             return f"/\\n/? TEXT_{self._place} {end}"
         self.rules.append(f"text_{self._place}[lazy]: /(?s:.*)<\\/parameter>/")
         return f"text_{self._place} edge"
 
     def _refuse(self, key: str, word: str) -> None:
-        """Names a keyword that is not held. Raises InvalidRequest if it was promised."""
+        """Records a keyword that is not enforced. Raises InvalidRequest if the tool is strict."""
         if self._is_held:
             message = f"tools: {key}: this model's calls cannot be held to {word!r} of a text"
             raise InvalidRequest(message, param="tools")
@@ -185,14 +185,14 @@ class QwenCoderParser:
         self._pending = ""
         self._in_calls = False
         self._schema: Mapping[str, Any] | None = None  # set while a call comes
-        self._num_values = 0  # values of this call so far
-        self._kinds: frozenset[str] | None = None  # types of the value that comes; None: no value
-        self._is_first = False  # nothing of this value has come
+        self._num_values = 0  # values of the present call so far
+        self._kinds: frozenset[str] | None = None  # types of the present value; None: no value
+        self._is_first = False  # no text of this value has come
         self.num_calls = 0
         self.is_reasoning = False
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes more text of the answer and returns what it makes certain."""
+        """Adds text of the answer and returns the deltas that are now certain."""
         self._pending += text
         deltas: list[Delta] = []
         if not self._in_calls:
@@ -204,7 +204,7 @@ class QwenCoderParser:
         return merged(deltas)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the text that might have begun a mark, unless a call was cut."""
+        """Returns the held text, which might have begun a mark, unless a call was cut."""
         rest, self._pending = self._pending, ""
         return [] if self._in_calls or is_cut else merged([Content(rest)])
 
@@ -234,10 +234,10 @@ class QwenCoderParser:
         return [self._arguments(head + ('"' if self._kinds == {"string"} else ""))]
 
     def _value(self, kinds: frozenset[str]) -> list[Delta] | None:
-        """A text is passed on as it comes, any other value once it is whole.
+        """Passes on a text as it comes, and any other value once it is complete.
 
-        One line break after the begin mark is not part of a value, and neither is one before the
-        end mark.
+        One line break after the start mark is not a part of the value, nor is one before the end
+        mark.
         """
         if self._is_first and self._pending:
             self._pending, self._is_first = self._pending.removeprefix("\n"), False
@@ -261,7 +261,7 @@ def _escaped(text: str) -> str:
 
 
 def _json_of(text: str, kinds: frozenset[str]) -> str:
-    """A value as JSON; what is none of these types stays a text."""
+    """Converts a value to JSON; a value of none of these types stays a text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """Reasoning between two marks, before the answer: DeepSeek-R1, Qwen3 and many others.
 
-The begin mark may be in the prompt already, since some chat templates end with it. Others write an
-empty reasoning into the prompt if none is wanted. So the end of the prompt decides, and then the
-begin of the answer.
+The start mark may already be in the prompt, since some chat templates end with it. Other templates
+write an empty reasoning into the prompt if no reasoning is wanted. So the end of the prompt decides
+first, and then the beginning of the answer.
 
 Sources: the chat templates of DeepSeek-R1 and Qwen3; vLLM, reasoning outputs.
 """
@@ -16,7 +16,7 @@ BEGIN, END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ThinkingForm:
-    """How a model marks its reasoning; one that `always_thinks` may leave out the begin mark."""
+    """How a model marks its reasoning; a model that `always_thinks` may omit the start mark."""
 
     name: str
     always_thinks: bool = False
@@ -32,18 +32,18 @@ class ThinkingForm:
 
 
 class ThinkingParser:
-    """Takes reasoning out of an answer; `inner` parses the rest."""
+    """Separates reasoning from an answer; `inner` parses the rest."""
 
     def __init__(self, inner: AnswerParser, *, is_thinking: bool | None) -> None:
         self._inner = inner
         self._pending = ""
-        self._may_begin = is_thinking is not False  # a begin mark may come
-        self._is_thinking = is_thinking  # None: not known yet
-        self._is_blank = False  # only blanks have come since the reasoning ended
+        self._may_begin = is_thinking is not False  # a start mark may come
+        self._is_thinking = is_thinking  # None: unknown so far
+        self._is_blank = False  # only blanks have come since the end of the reasoning
 
     @property
     def num_calls(self) -> int:
-        """Calls begun."""
+        """The number of calls so far."""
         return self._inner.num_calls
 
     @property
@@ -52,7 +52,7 @@ class ThinkingParser:
         return self._is_thinking is True
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes more text of the answer and returns what it makes certain."""
+        """Adds text of the answer and returns the deltas that are now certain."""
         if self._is_thinking is False:
             return self._answer(text)
         self._pending += text
@@ -70,7 +70,7 @@ class ThinkingParser:
         return merged(deltas)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns what was held back; of a mark that was cut, nothing."""
+        """Returns the held text; a mark that was cut is not shown."""
         rest, self._pending = self._pending, ""
         if self._is_thinking is True:
             return [] if is_cut else merged([Reasoning(rest)])
@@ -78,7 +78,7 @@ class ThinkingParser:
         return merged([*deltas, *self._inner.finish(is_cut=is_cut)])
 
     def _find_begin(self) -> bool:
-        """Decides whether the answer begins with the mark; False if more text is needed."""
+        """Decides whether the answer begins with the start mark; False if more text is needed."""
         begin = self._pending.lstrip()
         if BEGIN.startswith(begin) and begin != BEGIN:
             return False
@@ -98,15 +98,15 @@ class ThinkingParser:
 
 
 class PlainParser:
-    """Shows all text: for answers that call no tools."""
+    """Shows all text; for answers that call no tools."""
 
     num_calls = 0
     is_reasoning = False
 
     def feed(self, text: str) -> list[Delta]:
-        """The text itself."""
+        """Returns the text itself."""
         return [Content(text)] if text else []
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Nothing is held back."""
+        """Returns nothing, as no text is held."""
         return []

@@ -11,7 +11,7 @@ from router.text.forms.calling import Calling, Room
 from router.text.forms.lenient import MAX_MARKED
 
 MAX_SCHEMAS = 100  # subschemas read to find the types of one value
-# Keywords about all arguments together, which rules for single arguments cannot enforce.
+# Keywords about all arguments together; rules for single arguments cannot enforce them.
 OF_WHOLE = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "minProperties")
 
 
@@ -23,14 +23,14 @@ class WrittenArguments:
     rules: Sequence[str]
     unheld: Sequence[str]
     required: Sequence[str]
-    other: str | None = None  # an expression for a key that the schema does not name
+    other: str | None = None  # an expression for keys that the schema does not name
 
     def begin(self, name: str) -> str:
-        """An expression for all arguments by the rules of this name."""
+        """Returns an expression for all arguments, using the rules of this name."""
         return f"{name}::0x0" if self.keys or self.other else '""'
 
     def members(self, name: str, between: str = "") -> list[str]:
-        """Rules `NAME` for all arguments in any order, each once; required ones must come."""
+        """Returns rules `NAME` for all arguments in any order; each once, required ones always."""
         if not self.keys and not self.other:
             return list(self.rules)
         keys = [*self.required, *(key for key in self.keys if key not in self.required)]
@@ -53,7 +53,7 @@ class WrittenArguments:
 def written(
     calling: Calling, arguments_of: Callable[[str, str], WrittenArguments], free: str
 ) -> Iterator[tuple[str, WrittenArguments]]:
-    """The arguments of each function, by name. Without room for a schema, `free` is the rule."""
+    """Returns each function's arguments, by name. Without budget, a function's rule is `free`."""
     room = Room()
     for i, (name, schema) in enumerate(calling.functions.items()):
         is_read = name in calling.held or (name not in calling.free and room.holds(schema))
@@ -64,14 +64,14 @@ def written(
 
 
 def is_open(schema: Mapping[str, Any]) -> bool:
-    """True if a function takes arguments that its schema does not name."""
+    """True if a function accepts arguments that its schema does not name."""
     return schema.get("additionalProperties", True) is not False
 
 
 def properties_of(schema: Mapping[str, Any], name: str, *, is_held: bool) -> dict[str, Any]:
-    """The arguments of a function by name.
+    """Returns the arguments of a function by name.
 
-    Raises InvalidRequest for what such forms cannot hold to, if it was promised.
+    Raises InvalidRequest if the tool is strict and such forms cannot enforce its schema.
     """
     found = schema.get("properties") or {}
     unknown = set(names_in(schema.get("required"))) - set(found)
@@ -82,7 +82,7 @@ def properties_of(schema: Mapping[str, Any], name: str, *, is_held: bool) -> dic
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A property's schema, behind references within the document."""
+    """Returns a property's schema, after following references within the document."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -95,23 +95,23 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def as_json(schema: Any, root: Mapping[str, Any]) -> str:
-    """A property's schema in Lark, with the definitions that it may refer to."""
+    """Returns a property's schema in Lark, with the definitions to which it may refer."""
     return "%json " + json.dumps(with_definitions(schema, root), ensure_ascii=False)
 
 
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """A property's schema as a document of its own."""
+    """Returns a property's schema as a separate document."""
     whole = dict(schema) if isinstance(schema, dict) else {}
     return whole | {name: root[name] for name in ("$defs", "definitions") if name in root}
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a property's value may have, in the words of `types_of`."""
+    """Returns the types that a property's value may have, as named by `types_of`."""
     return _kinds_of(schema, root, {})
 
 
 def _kinds_of(schema: Any, root: Mapping[str, Any], found: dict[int, Any]) -> frozenset[str]:
-    """The same; each schema is read once, and may have any type until it has been read."""
+    """Does the same, reading each schema once; until it is read, it may have any type."""
     known = resolved(schema, root)
     if id(known) in found:
         kinds: frozenset[str] = found[id(known)][1]

@@ -1,1 +1,1 @@
-"""Text of many streams in one call of C++."""
+"""Makes the text of many streams in one call of C++."""

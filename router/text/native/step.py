@@ -1,8 +1,9 @@
-"""Takes the tokens of many answers at once, and sends the chunks of their streams.
+"""Handles the tokens of many answers in one call, and sends the chunks of their streams.
 
-It does what `router.text.detokenizer` and `router.gateway.answers.stream` do one by one. It decodes
-tokens, escapes for JSON, and puts the constant parts of a chunk around the text. In tests these two
-are the slow twin. Only the bytes of a token are needed, so it is for ByteLevel tokenizers.
+It does the work of `router.text.detokenizer` and `router.gateway.answers.stream` for many answers
+at once. It decodes tokens, escapes the text for JSON, and adds the constant parts of a chunk. In
+tests these two modules are the slow twin. Only the bytes of each token are used, so it supports
+only ByteLevel tokenizers.
 """
 
 import ctypes
@@ -15,11 +16,11 @@ from typing import Protocol
 from engine.native.library import library
 from router.text.native.structs import NativeSeries, NativeText, TakenFrame
 
-REST = 3  # numbers of a rest in C++: the place of its addition, where it begins, where it ends
+REST = 3  # numbers per rest in C++: index of its addition, start, end
 
 
 class GapSeries(Protocol):
-    """A series of a histogram whose numbers are in arrays, which never move."""
+    """A series of a histogram; its numbers are in arrays that never move."""
 
     @property
     def bounds(self) -> "array[float]":
@@ -28,22 +29,22 @@ class GapSeries(Protocol):
 
     @property
     def counts(self) -> "array[int]":
-        """Values by bucket."""
+        """The counts by bucket."""
         ...
 
     @property
     def total(self) -> "array[float]":
-        """The sum of all values."""
+        """The sum of all observed values."""
         ...
 
 
 class NativeVocabulary:
-    """The bytes of each token in C++, for one tokenizer; they are put there on demand."""
+    """The bytes of each token of one tokenizer, in C++; tokens are added on demand."""
 
     def __init__(
         self, bytes_by_id: Mapping[int, bytes], size: int, special: frozenset[int]
     ) -> None:
-        """For ids below `size`. Raises BuildError."""
+        """Supports ids below `size`. Raises BuildError."""
         self._library = library()
         self._bytes_by_id = bytes_by_id
         self._special = special
@@ -53,14 +54,14 @@ class NativeVocabulary:
         self._library.baton_vocabulary_close(self.handle)
 
     def learn(self, token_id: int) -> None:
-        """Puts the bytes of a token there."""
+        """Adds the bytes of a token."""
         data = self._bytes_by_id[token_id]
         special = token_id in self._special
         self._library.baton_vocabulary_put(self.handle, token_id, data, len(data), special)
 
 
 class BatchedText:
-    """One answer whose tokens can be taken in steps. `state` is shared with the slow path."""
+    """One answer whose tokens may be handled in steps. `state` is shared with the slow path."""
 
     __slots__ = ("_end_ids", "_gaps", "_kept", "address", "state", "vocabulary")
 
@@ -75,10 +76,10 @@ class BatchedText:
         gaps: GapSeries,
         shows_special: bool,
     ) -> None:
-        """`frame` comes before and behind the text, which is a JSON string.
+        """`frame` has the bytes before and after the text, which is a JSON string.
 
-        Tokens of `end_ids` are not shown behind `min_tokens` tokens. The seconds between two steps
-        count in `gaps`.
+        Tokens of `end_ids` are not shown after `min_tokens` tokens. The seconds between two steps
+        are counted in `gaps`.
         """
         self.state = state
         self.vocabulary = vocabulary
@@ -89,7 +90,7 @@ class BatchedText:
             gaps.counts.buffer_info()[0],
             gaps.total.buffer_info()[0],
         )
-        self._kept = (frame, gaps)  # C++ reads them
+        self._kept = (frame, gaps)  # C++ reads them, so they must stay alive
         state.vocabulary = vocabulary.handle
         state.before, state.after = frame
         state.before_len, state.after_len = map(len, frame)
@@ -102,11 +103,11 @@ class BatchedText:
 
 @dataclass(frozen=True, slots=True)
 class FrameTaken:
-    """The part of a worker's frame that went to streams."""
+    """The part of a worker's frame that was passed to streams."""
 
     num_tokens: int
-    left: Sequence[int]  # the places of messages that did not
-    rests: Sequence[tuple[int, bytes]]  # numbers of streams with what could not be sent at once
+    left: Sequence[int]  # positions of the other messages
+    rests: Sequence[tuple[int, bytes]]  # numbers of streams, with their unsent bytes
 
 
 class TextSteps:
@@ -132,10 +133,11 @@ class TextSteps:
         came_s: Sequence[float],
         sockets: Sequence[int],
     ) -> list[tuple[int, bytes]]:
-        """Takes the next tokens of answers, with the times at which they came.
+        """Handles the next tokens of answers, with the times at which they came.
 
-        Sends the chunk of each answer to its socket, in order, unless that is negative. Without
-        text there is none. Returns the places of answers with what could not be sent at once.
+        Sends the chunk of each answer to its socket, in order; nothing is sent to a negative
+        socket. Without text there is no chunk. Returns the indices of answers with the bytes that
+        could not be sent at once.
         """
         num_answers = len(texts)
         addresses = array("Q", [text.address for text in texts])
@@ -181,11 +183,12 @@ class TextSteps:
     def take_frame(
         self, frame: bytes, now_s: float, learn: Callable[[int, int], None]
     ) -> FrameTaken | None:
-        """Takes what a worker's frame has for open streams; None if there is nothing.
+        """Handles the tokens of open streams in a worker's frame; None if it has none.
 
-        `learn` puts a token, the second argument, into the vocabulary with this handle.
+        `learn` adds a token, its second argument, to the vocabulary with this handle.
 
-        Nothing else may wait for the sockets of streams: see `router.gateway.answers.batching`.
+        No other data may be waiting for the sockets of streams: see
+        `router.gateway.answers.batching`.
         """
         told, take = self._told, self._library.baton_text_frame
         while not take(self._handle, frame, len(frame), now_s, ctypes.byref(told)):

@@ -15,7 +15,7 @@ class NativeSeries(Structure):
 
 
 class NativeText(Structure):
-    """The state of one answer's text, as `router.text.detokenizer.TextState`, and its chunks."""
+    """The state of one answer's text, as in `router.text.detokenizer.TextState`, and its chunks."""
 
     _fields_ = (
         ("vocabulary", c_void_p),
@@ -37,7 +37,7 @@ class NativeText(Structure):
 
     @property
     def rest(self) -> bytes:
-        """The begin of an incomplete character."""
+        """The first bytes of an incomplete character."""
         return bytes(self.rest_bytes[: self.rest_len]) if self.rest_len else b""
 
     @rest.setter
@@ -47,13 +47,13 @@ class NativeText(Structure):
 
 
 class TakenFrame(Structure):
-    """What was done with a worker's frame."""
+    """The result of handling a worker's frame."""
 
     _fields_ = (
         ("num_messages", c_int64),
         ("num_taken", c_int64),
         ("num_tokens", c_int64),
-        ("taken", POINTER(c_void_p)),  # by message; None: not taken
+        ("taken", POINTER(c_void_p)),  # by message; None: not handled
         ("num_rests", c_int64),
         ("rests", POINTER(c_int64)),
         ("out", c_void_p),
