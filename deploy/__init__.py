@@ -1,1 +1,1 @@
-"""Wiring: the command, the launchers, the worker host, Ray. Nothing imports this floor."""
+"""Wiring: the command, the launchers, the worker host, Ray. No other package imports this one."""

@@ -96,7 +96,7 @@ from router.gateway.metrics.families import CompleteFamilies
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**10
-MAX_STEPS = 200  # from the history, in one answer
+MAX_STEPS = 200  # most steps of the history in one answer
 CLOSE_TIMEOUT_S = 5.0
 LIMITS = EdgeLimits(
     max_connections=256, max_connections_per_address=256, max_bodies_bytes=16 * 2**20
@@ -285,7 +285,7 @@ class _Pages:
         return _json(200, DifferencesAnswer(tuple((await self._declared(request)).differences)))
 
     async def declare(self, request: Request) -> Response:
-        """Carries out what is declared, all of it or nothing."""
+        """Applies a declaration completely, or not at all."""
         declared = await self._declared(request)
         orders = [
             await self._update(each) if isinstance(each, UpdateBody) else each
@@ -346,7 +346,7 @@ class _Pages:
         return self._order(request, SetPlanner((await _body(request, PlannerBody)).mode))
 
     async def metrics(self, _: Request) -> Response:
-        """The controller's metrics for Prometheus; gateways have them too."""
+        """Returns the controller's metrics for Prometheus. Gateways export these metrics too."""
         page = generate_latest(CompleteFamilies(self._controller.metrics()))
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -354,14 +354,14 @@ class _Pages:
         return _json(200, openapi(importlib.metadata.version("baton-serve")))
 
     def _order(self, request: Request, *orders: Order) -> Response:
-        """Carries out orders. The answer has the steps that follow from them.
+        """Carries out orders. The answer has the steps that follow from the orders.
 
-        With `preview=1` a copy of the machine gets them, and the answer is what they would do.
+        With `preview=1` a copy of the machine gets the orders, and the answer lists their effects.
         """
         if _asks_preview(request):
             return self._preview(orders)
         request.state.order = orders[0] if len(orders) == 1 else orders
-        if len(orders) > 1:  # if one is refused, none is carried out
+        if len(orders) > 1:  # if one order is refused, none is carried out
             self._preview(orders)
         history = self._controller.machine.history
         before = history[-1].number if history else 0
@@ -370,7 +370,7 @@ class _Pages:
         return self._answer(202, since=before)
 
     def _preview(self, orders: Sequence[Order]) -> Response:
-        """Raises OrderRefused if one of them would be refused."""
+        """Returns the effects that orders would have. Raises OrderRefused if one is invalid."""
         controller, now_s = self._controller, self._clock.now_s()
         machine = copy.deepcopy(controller.machine)
         effects: list[PoolEffect] = []
@@ -472,7 +472,7 @@ class _Pages:
 
 
 def _effect(effect: PoolEffect) -> str | None:
-    """An effect as a line for people; None for what a preview does not show."""
+    """Returns an effect as a line of text; None for effects that a preview does not show."""
     match effect:
         case StartWorker(worker_id, role, _, version):
             return f"start {worker_id} as {role.value} of {version.name}"
@@ -493,7 +493,7 @@ def _step(step: HistoryStep, now_s: float) -> StepInfo:
 
 
 def _asks_preview(request: Request) -> bool:
-    """True if nothing may be changed. Such a call is not in the audit log."""
+    """True if the call must not change anything. Such a call is not in the audit log."""
     preview = msgspec.convert(request.query_params.get("preview", "0"), Flag, strict=False)
     if preview:
         request.state.is_preview = True

@@ -1,8 +1,8 @@
 """The audit log: one line for each order that came with the admin key, carried out or refused.
 
-It says who ordered what, from where, and with which result; the line's time is when. Previews
-order nothing, and are left out. Orders with a wrong key are warnings of the ordinary log, which is
-bounded: a client without the key cannot fill a file.
+A line has the time, the client's address, the order and its result. Previews change nothing, and
+are left out. Orders with a wrong key are warnings of the ordinary log, which is bounded: a client
+without the key cannot fill a file.
 """
 
 from starlette.requests import Request
@@ -13,7 +13,7 @@ MAX_CALLER_CHARS = 200
 
 
 def record_order(request: Request, order: object | None, status: int, refusal: str = "") -> None:
-    """Writes the line of a call; without an `order` its body was not understood."""
+    """Writes the audit line of a call. `order` is None if the body could not be decoded."""
     caller = request.headers.get(CALLER_HEADER, "")[:MAX_CALLER_CHARS]
     fields = {
         "who": "admin",
@@ -29,5 +29,5 @@ def record_order(request: Request, order: object | None, status: int, refusal: s
 
 
 def address_of(request: Request) -> str:
-    """The address of the client, or of the gateway that passes its order on."""
+    """Returns the address of the client, or of the gateway that forwards the client's order."""
     return request.client.host if request.client is not None else ""

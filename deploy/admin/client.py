@@ -1,4 +1,4 @@
-"""A client of the operator's API, which finds the deployment on this machine by itself."""
+"""A client of the operator's API. It finds the deployment on this machine by itself."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from deploy.base.run_dir import AdminAccess, announced, ended, remove, run_direc
 from engine.errors import BatonError, ConfigError
 
 TIMEOUT_S = 10.0
-UPDATE_TIMEOUT_S = 120.0  # the hub may be asked first for the commit of a branch
+UPDATE_TIMEOUT_S = 120.0  # the controller may first ask the hub for the commit of a branch
 
 T = TypeVar("T")
 
@@ -48,9 +48,9 @@ def find_deployment(
 ) -> tuple[str, str]:
     """Returns the URL and key of the API: as given, or of a deployment on this machine.
 
-    `name` is a deployment's name, or the port of its gateway or of this API. Without a name or a
-    URL there must be only one deployment, and none may have ended without saying so: an order meant
-    for that one would go to another. Who names a deployment has seen this. Raises ConfigError.
+    `name` is a deployment's name, or the port of its gateway or of this API. Without a name or URL
+    there must be exactly one deployment, and no file of a crashed deployment: an order for the
+    crashed one would go to the other. With a name, such files do not matter. Raises ConfigError.
     """
     if url is not None and key is not None and name is None:
         return url, key
@@ -119,13 +119,13 @@ class AdminClient:
     def logs(
         self, service: str | None, lines: int | None = None, after: str | None = None
     ) -> LogsAnswer:
-        """Returns lines that services kept: the last, or what came later. Raises AdminError."""
+        """Returns the last kept log lines, or the lines after a cursor. Raises AdminError."""
         asked = {"service": service, "lines": lines, "after": after}
         query = urlencode({name: value for name, value in asked.items() if value is not None})
         return self._ask("GET", f"/v1/logs?{query}", LogsAnswer)
 
     def set_pools(self, counts: Mapping[str, int], version: str | None = None) -> PoolsAnswer:
-        """Orders numbers of workers, by default of the current version. Raises AdminError."""
+        """Orders the numbers of workers, by default of the current version. Raises AdminError."""
         return self._ask("POST", "/v1/pools", PoolsAnswer, {**counts, "version": version})
 
     def order(self, worker_id: str, what: str, body: Any = None) -> PoolsAnswer:
@@ -146,13 +146,13 @@ class AdminClient:
         return self._ask("POST", "/v1/versions", PoolsAnswer, wanted, timeout_s=UPDATE_TIMEOUT_S)
 
     def differences(self, body: Declaration) -> tuple[Difference, ...]:
-        """Returns what is declared otherwise than it runs. Raises AdminError."""
+        """Returns the settings whose declared and running values differ. Raises AdminError."""
         wanted, path = msgspec.to_builtins(body), "/v1/config/differences"
         answer = self._ask("POST", path, DifferencesAnswer, wanted, timeout_s=UPDATE_TIMEOUT_S)
         return answer.differences
 
     def declare(self, body: Declaration) -> PoolsAnswer:
-        """Orders all that is declared and needs no restart. Raises AdminError."""
+        """Orders all declared changes that need no restart. Raises AdminError."""
         wanted = msgspec.to_builtins(body)
         return self._ask("POST", "/v1/config", PoolsAnswer, wanted, timeout_s=UPDATE_TIMEOUT_S)
 
@@ -178,16 +178,16 @@ class AdminClient:
         return self._ask("GET", "/v1/stores", StoresAnswer).stores
 
     def drop_stores(self, body: DropBody, *, preview: bool = False) -> list[str]:
-        """Lets stores forget all blocks, or only says which. Raises AdminError."""
+        """Makes stores drop all blocks; in a preview, only names the stores. Raises AdminError."""
         path = f"/v1/stores/drop?preview={int(preview)}"
         return self._ask("POST", path, DropAnswer, msgspec.to_builtins(body)).stores
 
     def give(self, path: str, body: object = None) -> PoolsAnswer:
-        """Gives any order. Raises AdminError."""
+        """Sends an order to any path. Raises AdminError."""
         return self._ask("POST", path, PoolsAnswer, body)
 
     def preview(self, path: str, body: object = None) -> PreviewAnswer:
-        """Returns what an order would do at once; nothing is changed. Raises AdminError."""
+        """Returns the immediate effects of an order without giving it. Raises AdminError."""
         return self._ask("POST", f"{path}?preview=1", PreviewAnswer, body)
 
     def _ask(

@@ -1,4 +1,4 @@
-"""Reads what a file declares of a deployment: a TOML file of `baton serve`, or baton.yaml."""
+"""Reads the declaration of a deployment: a TOML file of `baton serve`, or baton.yaml."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from engine.config import Config, load_config, read_toml
 
 
 def read_declaration(path: Path) -> Declaration:
-    """Returns the settings that the file names. The environment does not count.
+    """Returns the settings in the file. Environment variables are ignored.
 
     Raises ConfigError.
     """

@@ -1,13 +1,14 @@
-"""What a file declares beside what runs, and the orders that carry it out. Pure.
+"""Compares a declaration with the running deployment, and returns the orders to apply it. Pure.
 
-A file declares what it says; what it leaves out is as it runs. There are three kinds of settings:
+Settings that the file omits keep their running values. There are three kinds of settings:
 
-- of a version: `model`, `gateway.model_name` and `[worker]`. Another version takes over. The same
-  holds for `[models.NAME]` and a version of that model; only one version takes over at a time.
-- of the controller: pools, `[planner]`, `[update]`, and `LIVE_POOLS`. They change at once.
-- the rest is read at the start of a process, so it needs a restart.
+- of a version: `model`, `gateway.model_name` and `[worker]`. A changed setting makes a new version,
+  which takes over. The same holds for `[models.NAME]` and a version of that model. Only one version
+  takes over at a time.
+- of the controller: pools, `[planner]`, `[update]`, and `LIVE_POOLS`. These change at once.
+- all other settings are read at the start of a process, so changing them needs a restart.
 
-While the planner is on, it decides on the pools: declared numbers hold at the start only.
+While the planner is on, it sets the pools: the declared numbers apply only at the start.
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ LIVE_POOLS = (
     *("drain_timeout_s", "update_timeout_s", "inexact_after_s"),
 )
 _COUNTS = tuple(role.value for role in SERVING_ROLES)
-# Unset, Baton chooses a value at its start, and that one runs.
+# If unset, Baton chooses these values at its start, and they keep running.
 _CHOSEN = (
     *("gateway.model_name", "gateway.processes", "admin.key"),
     *(f"pools.{name}" for name in _COUNTS),
@@ -39,10 +40,10 @@ _CHOSEN = (
 
 
 class Declared:
-    """A declaration beside a running deployment. Raises ConfigError if it cannot be."""
+    """A declaration and the running deployment. Raises ConfigError if it cannot be applied."""
 
     def __init__(self, body: Declaration, started: Config, intent: Intent) -> None:
-        """`started` is the configuration in force, whatever version is the current one."""
+        """`started` is the configuration in force, independent of the current version."""
         self._body = body
         self._intent = intent
         self._current = intent.current
@@ -132,7 +133,7 @@ class Declared:
         )
 
     def _adjusted(self, keys: list[str]) -> LiveSettings:
-        """Returns the running sections with these keys as declared."""
+        """Returns the running sections with the declared values of these keys."""
         names = LiveSettings.__struct_fields__
         sections: dict[str, Any] = {name: getattr(self._running, name) for name in names}
         for key in keys:
@@ -154,7 +155,7 @@ class Declared:
 
 
 def _running(started: Config, intent: Intent) -> Config:
-    """Returns the configuration with what the intent says of the same settings."""
+    """Returns the configuration with the intent's values of the same settings."""
     current = intent.current
     counts = {role.value: current.pools.of(role) for role in SERVING_ROLES}
     replace = msgspec.structs.replace
@@ -169,9 +170,9 @@ def _running(started: Config, intent: Intent) -> Config:
 
 
 def _as_it_runs(name: str, started: ModelConfig, intent: Intent) -> ModelConfig:
-    """Returns what was declared of a model at the start, with what operators changed since."""
+    """Returns a model's declaration at the start, with the operators' later changes."""
     current = intent.of_line(name)[0]
-    is_first = current.name == first_name(name)  # its model is in the operator's words
+    is_first = current.name == first_name(name)  # the model name is as the operator wrote it
     pools = current.pools if current.asleep is None else current.asleep.pools
     return msgspec.structs.replace(
         started,
@@ -184,7 +185,7 @@ def _as_it_runs(name: str, started: ModelConfig, intent: Intent) -> ModelConfig:
 def _of_model(
     name: str, running: ModelConfig | None, declared: ModelConfig
 ) -> Iterator[Difference]:
-    """Yields the differences of a model beside the main one."""
+    """Yields the differences of a model other than the main model."""
     if running is None:
         yield Difference(f"{MODELS}.{name}", None, declared.model, RESTART)
         return

@@ -1,4 +1,4 @@
-"""Answers questions for log lines: checks them, and merges what the nodes answered."""
+"""Answers queries for log lines: checks a query, and merges the answers of the nodes."""
 
 import asyncio
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ NumLines = Annotated[int, msgspec.Meta(ge=0, le=MAX_LINES)]
 
 
 async def answer_logs(controller: PoolController, asked: Mapping[str, str]) -> LogsAnswer:
-    """Returns lines as asked for in a URL's query. Raises OrderRefused and MsgspecError."""
+    """Returns the lines for a URL's query. Raises OrderRefused and MsgspecError."""
     number = msgspec.convert(asked.get("lines", str(DEFAULT_LINES)), NumLines, strict=False)
     service = asked.get("service") or None
     try:
@@ -52,7 +52,7 @@ async def answer_logs(controller: PoolController, asked: Mapping[str, str]) -> L
 
 
 def _check_known(service: str, controller: PoolController, read: LogPieces) -> None:
-    """Raises OrderRefused if there is no such service, with the names that are near."""
+    """Raises OrderRefused, with similar names, if there is no such service."""
     machine = controller.machine
     services = {*map(str, machine.workers), *machine.gateways, *machine.stores, CONTROLLER}
     known = sorted({*read.known, *services})

@@ -22,7 +22,7 @@ from engine.control import (
 )
 from engine.messages import Role
 
-RESTART = "a restart"  # what changes a setting that no order does
+RESTART = "a restart"  # the way to change a setting that no order changes
 Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 Weight = Annotated[int, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
 
@@ -54,9 +54,9 @@ class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str | None = None
-    of: str | None = None  # the model beside the main one that it is a version of
+    of: str | None = None  # the name of a model in [models]; None: the main model
     model: str | None = None
-    model_name: str | None = None  # in the API
+    model_name: str | None = None  # the model's name in the API
     worker: dict[str, Any] | None = None
     pools: PoolCounts | None = None
     weight: Weight | None = None
@@ -121,7 +121,7 @@ class PlannerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerInfo(WorkerSummary, frozen=True, kw_only=True):
-    """A worker. It reports `role`; `target` is the wanted role."""
+    """A worker. `role` is the role that it reports; `target` is the wanted role."""
 
     state: WorkerState
     state_s: float  # time in this state
@@ -131,7 +131,7 @@ class WorkerInfo(WorkerSummary, frozen=True, kw_only=True):
     running_seqs: int
     open_leases: int
     free_blocks: int  # including cached ones
-    facts: WorkerFacts | None = None  # None while it does not run
+    facts: WorkerFacts | None = None  # None while the worker does not run
 
 
 class GatewayInfo(GatewaySummary, frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class StepInfo(msgspec.Struct, frozen=True):
     subject: str
     what: str
     why: str
-    role: Role | None = None  # the worker's, where the text does not say it
+    role: Role | None = None  # the worker's role, if the text does not contain it
 
 
 class PlannerInfo(msgspec.Struct, frozen=True):
@@ -180,7 +180,7 @@ class DecisionInfo(msgspec.Struct, frozen=True):
     why_refused: str
     summary: str  # the decision as one line
     reasons: tuple[str, ...]
-    model: str = ""  # beside the main one
+    model: str = ""  # a model in [models]; empty: the main model
 
 
 class PlannerAnswer(msgspec.Struct, frozen=True):
@@ -229,7 +229,7 @@ class PoolsAnswer(msgspec.Struct, frozen=True):
     planner: PlannerInfo
     troubles: tuple[str, ...]
     counters: dict[str, int]
-    steps: list[StepInfo]  # the latest ones of the history
+    steps: list[StepInfo]  # the latest steps of the history
 
     @property
     def state(self) -> str:
@@ -274,15 +274,15 @@ class RequestsAnswer(msgspec.Struct, frozen=True):
 
 
 class LogsAnswer(msgspec.Struct, frozen=True):
-    """Log lines that services kept, in order of time, as under `logs.format = "json"`.
+    """Log lines that services kept, in order of time, in the form of `logs.format = "json"`.
 
-    `after` asks for what comes next. `has_more`: there is more to get at once.
+    `after` is the cursor for the next query. `has_more`: more lines are available now.
     """
 
     lines: list[dict[str, Any]]
     after: str
     has_more: bool
-    overwritten: list[str]  # services that wrote more than is kept, since the answer before
+    overwritten: list[str]  # services that have lost lines since the last answer
     silent: list[str]  # nodes that did not answer
 
 
@@ -290,38 +290,38 @@ class StoreTier(msgspec.Struct, frozen=True):
     """A tier of a store. A `fault` says why it is not used, a `shortage` why it is too small."""
 
     medium: str
-    num_blocks: int  # that can be found
+    num_blocks: int  # blocks that can be found
     max_blocks: int
     num_bytes: int
     max_bytes: int
-    offered_blocks: int  # prompts' blocks that were found here first: hits
+    offered_blocks: int  # hits: prompts' blocks that this tier was the first to have
     fault: str | None
     shortage: str | None = None
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
-    """A store of KV. What it reports itself is 0 or empty while it `is_connected` not.
+    """A store of KV. The fields that it reports itself are 0 or empty unless `is_connected`.
 
     `counters` are since the start of its process, by "name", "name:reason" or "name:medium_reason".
     """
 
     name: str
     version: str
-    node: str  # empty on a single machine
+    node: str  # its node; empty on a single machine
     state: StoreState
     is_connected: bool
-    pid: int | None  # its process's
+    pid: int | None  # of its process
     address: str | None
     block_size: int  # tokens of a block
     block_bytes: int
     tiers: list[StoreTier]
-    num_peers: int  # workers and other stores that it follows
+    num_peers: int  # workers and other stores whose blocks it tracks
     num_leases: int
-    num_new: int  # blocks that workers cached and it has not looked at yet
-    num_starts: int  # starts of its process; more than 1: it ended by itself
+    num_new: int  # blocks that workers cached and that it has not examined yet
+    num_starts: int  # starts of its process; more than 1: the process crashed
     counters: dict[str, float]
-    prefixes: list[PrefixUse]  # offered most often
-    why: str = ""  # it ended or did not start, while it does not run
+    prefixes: list[PrefixUse]  # the prefixes that are offered most often
+    why: str = ""  # the reason why it does not run
 
 
 class StoresAnswer(msgspec.Struct, frozen=True):
@@ -331,7 +331,7 @@ class StoresAnswer(msgspec.Struct, frozen=True):
 
 
 class DropBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The stores that forget all blocks: of one version, by default the current one, or of all."""
+    """The stores that drop all blocks: of one version (default: the current one) or of all."""
 
     version: str | None = None
     every_version: bool = False
@@ -450,7 +450,7 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ("get", "/v1/planner", "The planner and its decisions", None, PlannerAnswer, []),
     ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
 ]
-_PREVIEWS = {PoolsAnswer: PreviewAnswer, DropAnswer: DropAnswer}  # by the answer to an order
+_PREVIEWS = {PoolsAnswer: PreviewAnswer, DropAnswer: DropAnswer}  # order's answer to preview's
 _ERRORS = {
     "400": "not a valid request",
     "401": "no key, or a wrong one",
@@ -483,7 +483,7 @@ def openapi(version: str) -> dict[str, Any]:
 
 
 def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
-    """Adds the settings that `worker` may hold. They have no defaults: omitted settings stay."""
+    """Adds the settings of `worker`. These have no defaults: omitted settings stay."""
     _, parts = msgspec.json.schema_components([WorkerConfig], ref_template=_REF)
     properties = parts.pop("WorkerConfig")["properties"]
     for setting in properties.values():

@@ -1,4 +1,4 @@
-"""Stores of KV for the operator: what each holds, and the order to forget it."""
+"""Stores of KV for the operator: their contents, and the order to drop all blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _SILENT = StoreReport(0, [], 0, 0, 0, 0, {}, [])
 
 @dataclass(frozen=True, slots=True)
 class DropStores:
-    """An operator's order: these stores forget all blocks."""
+    """An operator's order: these stores drop all blocks."""
 
     names: tuple[str, ...]
 
@@ -26,10 +26,10 @@ def stores_of(controller: PoolController) -> list[StoreInfo]:
 
 
 def chosen_stores(controller: PoolController, body: DropBody) -> DropStores:
-    """Returns the stores that the body means.
+    """Returns the stores that the body selects.
 
-    Raises OrderRefused: 400 if it contradicts itself, 404 if there is no such version or store, 409
-    if one of the stores has no session. Nothing is dropped then.
+    Raises OrderRefused: 400 if the body contradicts itself, 404 if there is no such version or
+    store, 409 if one of the stores has no session. Then no blocks are dropped.
     """
     machine = controller.machine
     if body.version is not None and body.every_version:
@@ -52,7 +52,7 @@ def chosen_stores(controller: PoolController, body: DropBody) -> DropStores:
 
 
 def drop(controller: PoolController, order: DropStores) -> None:
-    """Tells the stores. Raises OrderRefused if a session ended just now."""
+    """Sends the order to the stores. Raises OrderRefused if a session has just ended."""
     links = controller.sessions.store_links
     missed = [name for name in order.names if not links[name].tell(DropBlocks())]
     if missed:
@@ -65,7 +65,7 @@ def _store(controller: PoolController, name: str) -> StoreInfo:
     report = heard or _SILENT
     link, state = controller.sessions.store_links.get(name), store.state
     if heard is None and state is StoreState.SERVING and not (link is None or link.is_late):
-        state = StoreState.STARTING  # its first report is on the way
+        state = StoreState.STARTING  # its first report has not arrived yet
     return StoreInfo(
         name=name,
         version=store.version.name,

@@ -22,10 +22,10 @@ def order_of(
 ) -> AddVersion:
     """Returns the order for an update. Omitted fields are as in the current version.
 
-    `device_of` gives the kind of device of workers with a configuration.
+    `device_of` returns the kind of device of workers with a configuration.
 
-    Without a weight the version takes over. If the model names a branch, this asks the hub for its
-    commit, so call it in a thread. Raises ConfigError.
+    Without a weight the version takes over. If the model names a branch, this function asks the
+    hub for the branch's commit, so call it in a thread. Raises ConfigError.
     """
     current = _current_of(body.of or MAIN_LINE, intent)
     worker = _changed(current.worker, body.worker or {})
@@ -62,7 +62,7 @@ def order_of(
 
 
 def pools_of(counts: PoolCounts | None, otherwise: Pools) -> Pools:
-    """Returns the given counts, with 0 for omitted roles; `otherwise` if there are none."""
+    """Returns the given counts, with 0 for omitted roles. Without counts, `otherwise`."""
     if counts is None:
         return otherwise
     return Pools(counts.prefill or 0, counts.decode or 0, counts.mixed or 0)

@@ -1,1 +1,1 @@
-"""What all rooms of `deploy` share: launch specs, run folder, defaults and small tools."""
+"""Code that all folders of `deploy` share: launch specs, run folder, defaults, small tools."""

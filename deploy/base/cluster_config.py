@@ -1,4 +1,4 @@
-"""`baton.yaml`: what a cluster serves, and the file of Ray that describes the cluster.
+"""`baton.yaml`: the model and settings of a cluster, and Ray's file that describes the cluster.
 
     cluster: onprem.yaml       a file for `ray up`, relative to this one; or
     address: auto              a running Ray cluster, in Ray's notation
@@ -54,7 +54,7 @@ def load_up_config(path: Path) -> UpConfig:
         wrong.append(f"{path}: give one of `cluster` and `address`")
     if wrong:
         raise ConfigError("\n".join(wrong))
-    pools_of(config.pools)  # raises if these pools cannot serve
+    pools_of(config.pools)  # raises ConfigError if these pools cannot serve
     cluster = None if given.cluster is None else (path.parent / given.cluster).expanduser()
     return UpConfig(cluster, given.address, given.model, config)
 
@@ -71,7 +71,7 @@ def read_cluster(path: Path) -> dict[str, Any]:
 
 
 def num_nodes_of(cluster: Mapping[str, Any]) -> int:
-    """Counts the nodes that a file for `ray up` starts at once, the head included."""
+    """Returns the number of nodes that `ray up` starts at once, the head included."""
     if cluster["provider"]["type"] == "local":
         return 1 + int(cluster.get("min_workers", len(cluster["provider"].get("worker_ips", []))))
     types = cluster.get("available_node_types", {})
@@ -79,7 +79,7 @@ def num_nodes_of(cluster: Mapping[str, Any]) -> int:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a mapping. Raises ConfigError."""
+    """Reads a YAML file that has a mapping. Raises ConfigError."""
     try:
         import yaml  # comes with Ray
     except ImportError as error:
@@ -96,7 +96,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _blanks(value: Any) -> Any:
-    """Yields the placeholders in angle brackets that are left in a cluster file."""
+    """Yields the placeholders in angle brackets that a cluster file still has."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):

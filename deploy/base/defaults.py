@@ -1,4 +1,4 @@
-"""Defaults of commands: the models, and one worker of each role. Imports little."""
+"""Defaults of commands: the models, and one worker of each role. Quick to import."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ BUNDLED_DRAFT = BUNDLED_MODEL.with_name("draft")
 def pools_of(config: PoolsConfig | ModelConfig, room: int | None = None) -> Pools:
     """Returns the configured numbers of workers. Raises ConfigError if they cannot serve.
 
-    If none is configured and there is `room` for one worker only, it does both.
+    If none is configured and there is `room` for only one worker, that worker is mixed.
     """
     given = (config.prefill, config.decode, config.mixed)
     mixed = 1 if room == 1 and given == (None, None, 0) else config.mixed

@@ -1,11 +1,11 @@
-"""The GPUs of this machine: which there are, and which worker has which.
+"""Finds the GPUs of this machine, and assigns them to workers.
 
-They are found without CUDA, which must not be initialised where workers are forked. `nvidia-smi`
-names them; without it, as in some containers, their device files are counted.
-`CUDA_VISIBLE_DEVICES` limits them as CUDA itself reads it.
+GPUs are found without CUDA, which must not be initialised in a process that forks workers.
+`nvidia-smi` lists the GPUs. Without `nvidia-smi`, as in some containers, their device files are
+counted. `CUDA_VISIBLE_DEVICES` limits the GPUs in the same way as in CUDA itself.
 
-A worker gets whole GPUs, or a part of one that it shares with workers of the same machine. It sees
-no others. Its successor of the same name gets the same ones if they are free.
+A worker gets whole GPUs, or a part of one GPU that it shares with workers of the same machine. It
+sees no other GPUs. A successor of the same name gets the same GPUs if they are free.
 """
 
 import importlib.util
@@ -23,25 +23,25 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 QUERY = "--query-gpu=uuid,name,memory.total,driver_version"
 TOOL_TIMEOUT_S = 10.0
 _DEVICE_FILE = re.compile(r"nvidia\d+")
-_LEAST_PART = 1e-6  # smaller rests of a GPU are rounding
+_LEAST_PART = 1e-6  # smaller free parts of a GPU are rounding errors
 
 
 class HostGpu(msgspec.Struct, frozen=True):
-    """A GPU. `name` means it in CUDA_VISIBLE_DEVICES; `about` describes it."""
+    """A GPU. `name` is its name in CUDA_VISIBLE_DEVICES; `about` describes it."""
 
     name: str
     about: str = ""
 
 
 class FoundGpus(msgspec.Struct, frozen=True):
-    """The GPUs that workers can have, or the reason why there is none."""
+    """The GPUs that workers can use, or the reason why there is none."""
 
     gpus: tuple[HostGpu, ...] = ()
     why_none: str = ""
 
 
 def find_gpus(environment: Mapping[str, str]) -> FoundGpus:
-    """Looks for GPUs that the installed torch can use. Initialises nothing."""
+    """Finds GPUs that the installed torch can use. Does not initialise CUDA."""
     found = _all_gpus()
     seen = tuple(visible(found.gpus, environment.get(VISIBLE)))
     if not seen:
@@ -76,7 +76,7 @@ def visible(gpus: Sequence[HostGpu], variable: str | None) -> Iterator[HostGpu]:
         return
     taken: set[str] = set()
     for name in (part.strip() for part in variable.split(",")):
-        if name.startswith("MIG-"):  # a part of a GPU, which `nvidia-smi` lists elsewhere
+        if name.startswith("MIG-"):  # a part of a GPU: not in this list of `nvidia-smi`
             gpu = HostGpu(name)
         elif name.isdecimal():
             if int(name) >= len(gpus):
@@ -94,7 +94,7 @@ def visible(gpus: Sequence[HostGpu], variable: str | None) -> Iterator[HostGpu]:
 
 
 def parse_smi(text: str) -> tuple[HostGpu, ...]:
-    """Reads what `nvidia-smi` answers to QUERY."""
+    """Parses the answer of `nvidia-smi` to QUERY."""
     lines = [line.split(",", 1) for line in text.splitlines() if line.startswith("GPU-")]
     return tuple(HostGpu(line[0].strip(), line[-1].strip()) for line in lines)
 
@@ -121,17 +121,17 @@ def _all_gpus() -> FoundGpus:
 
 
 class GpuBooks:
-    """Which worker has which GPUs. Not safe to use from several threads at once."""
+    """The assignment of GPUs to workers. Not thread-safe."""
 
     def __init__(self, found: FoundGpus) -> None:
         self.found = found
         self._names = [gpu.name for gpu in found.gpus]
         self._free = dict.fromkeys(self._names, 1.0)
-        self._taken: dict[str, tuple[Sequence[str], float]] = {}  # by worker; the part of each
+        self._taken: dict[str, tuple[Sequence[str], float]] = {}  # by worker: GPUs, and its part
         self._last: dict[str, Sequence[str]] = {}
 
     def take(self, worker: str, num_gpus: float) -> tuple[str, ...]:
-        """Returns GPUs for a worker, by the names for CUDA_VISIBLE_DEVICES.
+        """Assigns GPUs to a worker. Returns their names in CUDA_VISIBLE_DEVICES.
 
         Raises ConfigError if too few are free.
         """
@@ -139,7 +139,7 @@ class GpuBooks:
         part = min(num_gpus, 1.0)
         last = self._last.get(worker, ())
         fit = [name for name in self._names if self._free[name] > part - _LEAST_PART]
-        # GPUs of its predecessor first, then GPUs with the least left.
+        # The predecessor's GPUs first, then the GPUs with the smallest free part.
         fit.sort(key=lambda name: (name not in last, self._free[name]))
         num = max(1, round(num_gpus))
         if len(fit) < num:
@@ -152,13 +152,13 @@ class GpuBooks:
         return taken
 
     def give_back(self, worker: str) -> None:
-        """Frees the GPUs of a worker that has ended. Does nothing if it has none."""
+        """Frees the GPUs of a worker that has ended. Does nothing if the worker has none."""
         taken, part = self._taken.pop(worker, ((), 0.0))
         for name in taken:
             self._free[name] = min(1.0, self._free[name] + part)
 
     def room(self, num_gpus: float) -> int:
-        """Returns how many workers fit in all if each takes `num_gpus`."""
+        """Returns the total number of workers that fit if each takes `num_gpus`."""
         return num_that_fit(len(self._names), num_gpus)
 
     def _there(self) -> str:
@@ -169,7 +169,7 @@ class GpuBooks:
 
 
 def num_that_fit(num_gpus: int, each: float) -> int:
-    """Returns for how many workers `num_gpus` suffice. No worker gets parts of two GPUs."""
+    """Returns the number of workers that fit on `num_gpus`. No worker gets parts of two GPUs."""
     if each >= 1:
         return int(num_gpus / each)
     return num_gpus * int(1 / each + _LEAST_PART)

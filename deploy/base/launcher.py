@@ -24,9 +24,9 @@ from deploy.logs.reading import LogPieces, LogsQuery, read_pieces
 from engine.control import Pools
 
 ServiceReady = WorkerReady | GatewayReady | StoreReady
-STOP_TIMEOUT_S = 30.0  # for a service to stop; a gateway's drain time comes on top
-CUT_TIMEOUT_S = 10.0  # the same after `stop_draining`
-LOOK_EVERY_S = 0.2  # how often a stop looks for `stop_draining`
+STOP_TIMEOUT_S = 30.0  # for a service to stop; for a gateway, its drain time is added
+CUT_TIMEOUT_S = 10.0  # for a service to stop after `stop_draining`
+LOOK_EVERY_S = 0.2  # interval at which a stop checks for `stop_draining`
 
 
 class Launcher(Protocol):
@@ -41,38 +41,38 @@ class Launcher(Protocol):
         ...
 
     def room(self, num_gpus: float) -> int:
-        """Returns how many workers fit now if each takes `num_gpus`. Nodes may come and go.
+        """Returns how many workers fit now if each takes `num_gpus`. The number of nodes may vary.
 
-        Quick enough to be asked every second.
+        Quick enough to be called every second.
         """
         ...
 
     def scarce(self, num_gpus: float) -> str:
-        """Describes what sets that limit, for an operator."""
+        """Describes the resource that limits `room`, for an operator."""
         ...
 
     def keep_places(self, names: Collection[str]) -> None:
         """Keeps the reservations of these dead workers, which will be started again.
 
         Gives up the reservations of all other dead workers. Quick if there are none. Does nothing
-        where no place is reserved.
+        if the launcher reserves no places.
         """
         return
 
     def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
-        """Asks for nodes until `num_workers` fit in all. `room` tells what has come.
+        """Asks for nodes until a total of `num_workers` fit. `room` shows the nodes that came.
 
         `wanted` gives the roles, and may add up to less than `num_workers` for now. Each call
-        replaces the one before; 0 workers withdraws it. Does nothing on a single machine.
+        replaces the last request; 0 workers withdraw it. Does nothing on a single machine.
         """
         return
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        """Starts a worker and waits until it listens. On ConfigError nothing is left of it."""
+        """Starts a worker and waits until it listens. After ConfigError no process is left."""
         ...
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
-        """Starts a gateway and waits until it listens. On ConfigError nothing is left of it."""
+        """Starts a gateway and waits until it listens. After ConfigError no process is left."""
         ...
 
     def nodes(self) -> Sequence[str]:
@@ -95,13 +95,13 @@ class Launcher(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """Returns how often each fault of the launcher's own was overcome, by name."""
+        """Returns how often the launcher has recovered from each fault of its own, by name."""
         return {}
 
     def health(self) -> Mapping[str, bool]:
-        """Returns which parts that services depend on are alive, by name. Never waits for them.
+        """Returns True or False (dead) for each part that services depend on. Never waits.
 
-        Empty where there are none, as for plain processes.
+        Empty if there are no such parts, as for plain processes.
         """
         return {}
 
@@ -110,16 +110,16 @@ class Launcher(Protocol):
         return read_pieces(Path(folder), query)
 
     def dead(self) -> dict[str, str]:
-        """Returns services that ended by themselves since the last call, with how each ended.
+        """Returns the services that ended by themselves since the last call, and how each ended.
 
         Their names are free again.
         """
         ...
 
     def close(self) -> None:
-        """Stops all services. Nothing of them is left on return."""
+        """Stops all services. No process of them is left on return."""
         ...
 
     def stop_draining(self) -> None:
-        """Makes `close` stop waiting for answers. May be called from another thread, or before."""
+        """Makes `close` stop waiting for answers. Any thread may call this, even before `close`."""
         ...

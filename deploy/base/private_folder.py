@@ -1,9 +1,9 @@
 """Folders of a running deployment, and the removal of folders that dead deployments left.
 
 Only its user may enter a folder. While the deployment runs, it holds a lock on a file in it. The
-kernel frees the lock when the process ends, however it ends. So a folder whose lock is free belongs
-to a dead deployment. The next start removes it, and ends processes that still hold a file of it:
-a gateway that was stopped when its deployment died would keep the port for ever.
+kernel frees the lock when the process ends or is killed. So a folder whose lock is free belongs to
+a dead deployment. The next start removes the folder, and kills processes that still have a file of
+it open. Otherwise a gateway that was paused when its deployment died would keep the port for ever.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 PREFIX = "baton-"
 LOCK = "alive"
-GRACE_S = 2.0  # in which a process of a dead deployment may end by itself
+GRACE_S = 2.0  # time for a process of a dead deployment to end by itself
 KILLED_WITHIN_S = 5.0
-RAY = "/ray/core/src/ray/"  # in the path of each program of Ray
+RAY = "/ray/core/src/ray/"  # part of the path of each program of Ray
 
 
 class PrivateFolder:
@@ -36,7 +36,7 @@ class PrivateFolder:
     def open(self) -> None:
         """Makes the folder. Raises OSError."""
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # Locked before it has its name: a start at the same time must not find it free.
+        # The file is locked before it gets its name: a concurrent start must not find it unlocked.
         partial = self.path / f".{LOCK}"
         self._lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -48,17 +48,17 @@ class PrivateFolder:
         os.close(self._lock)
 
     def leave(self) -> None:
-        """Lets the folder stay for who looks for errors in it. No start removes it."""
+        """Keeps the folder for debugging. Later starts do not remove it."""
         (self.path / LOCK).unlink(missing_ok=True)
         os.close(self._lock)
 
 
 def sweep(parent: Path | None = None) -> list[Path]:
-    """Removes what dead deployments of this user left. Returns their folders."""
+    """Removes the folders of this user's dead deployments, and returns them."""
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     swept = []
     for lock in sorted(parent.glob(f"{PREFIX}*/{LOCK}")):
-        with contextlib.suppress(OSError), _held(lock) as is_free:  # it has gone meanwhile
+        with contextlib.suppress(OSError), _held(lock) as is_free:  # the folder has gone meanwhile
             if is_free:
                 end_users_of(lock.parent, grace_s=GRACE_S)
                 _remove(lock.parent)
@@ -69,19 +69,20 @@ def sweep(parent: Path | None = None) -> list[Path]:
 def end_users_of(folder: Path, *, grace_s: float = 0.0, only_helpers: bool = False) -> None:
     """Kills services and processes of Ray that hold a file of the folder open.
 
-    Each has `grace_s` to end by itself. `only_helpers`: only Python children of this process.
+    Each process has `grace_s` to end by itself. `only_helpers`: only this process's Python
+    children.
     """
     with contextlib.ExitStack() as stack:
-        found: dict[int, int] = {}  # descriptors of processes, and their ids
+        found: dict[int, int] = {}  # process ids by pidfd
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended or belongs to another user
+            with contextlib.suppress(OSError):  # the process has ended or belongs to another user
                 pid = int(process.name)
                 if only_helpers and not _is_helper(process):
                     continue
                 if pid != os.getpid() and _uses(process, folder):
                     pidfd = os.pidfd_open(pid)
                     stack.callback(os.close, pidfd)
-                    if _uses(process, folder):  # still the same process
+                    if _uses(process, folder):  # the id was not reused
                         found[pidfd] = pid
         left = _left(list(found), grace_s)
         for pidfd in left:
@@ -94,7 +95,7 @@ def end_users_of(folder: Path, *, grace_s: float = 0.0, only_helpers: bool = Fal
 
 @contextlib.contextmanager
 def _held(lock: Path) -> Iterator[bool]:
-    """Holds the lock of another deployment if it is free. Raises OSError."""
+    """Locks another deployment's lock file if it is free. Yields True then. Raises OSError."""
     if lock.parent.lstat().st_uid != os.getuid() or lock.parent.is_symlink():
         yield False
         return
@@ -131,7 +132,7 @@ def _is_python(process: Path) -> bool:
 
 
 def _left(pidfds: list[int], timeout_s: float) -> list[int]:
-    """Waits for processes to end. Returns the processes that still run."""
+    """Waits for processes to end. Returns those that still run after the timeout."""
     poll = select.poll()
     left = set(pidfds)
     for pidfd in pidfds:
@@ -149,7 +150,7 @@ def _left(pidfds: list[int], timeout_s: float) -> list[int]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder, or logs that it stays."""
+    """Removes a folder, or logs that it could not be removed."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         log.warning("%s cannot be removed", folder)

@@ -24,7 +24,7 @@ class AdminAccess(msgspec.Struct, frozen=True):
     key: str
     pid: int  # the process that serves the admin API
     url: str = ""  # where clients send requests
-    name: str = ""  # given by the operator
+    name: str = ""  # the name that the operator gave, if any
 
 
 def run_directory(environment: Mapping[str, str]) -> Path:
@@ -37,10 +37,10 @@ def run_directory(environment: Mapping[str, str]) -> Path:
 
 
 def log_folder(name: str | None, node: str = "") -> Path | None:
-    """Returns where services keep their log lines. The folder may not exist yet.
+    """Returns the folder in which services keep their log lines. It may not exist yet.
 
-    A relative name is one below this machine's run directory, with a folder for each node: nodes
-    of a cluster may have other directories, or share a machine.
+    A relative name is below this machine's run directory, with a folder for each node: nodes of a
+    cluster may have other run directories, or share a machine.
     """
     if name is None or Path(name).is_absolute():
         return None if name is None else Path(name)
@@ -48,7 +48,7 @@ def log_folder(name: str | None, node: str = "") -> Path | None:
 
 
 def announce(directory: Path, access: AdminAccess) -> Path:
-    """Writes the file. It replaces files of ended deployments with the same URL.
+    """Writes the file of a deployment. Removes files of ended deployments with the same URL.
 
     Returns its path. Raises ConfigError if another user can change it.
     """
@@ -58,7 +58,7 @@ def announce(directory: Path, access: AdminAccess) -> Path:
         _check_private(directory)
         path.unlink(missing_ok=True)
         same = (each for each in ended(directory) if each.url == access.url)
-        remove(directory, same)  # this one replaces them
+        remove(directory, same)  # replaced by the new file
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with open(os.open(path, flags, 0o600), "wb") as file:
             file.write(msgspec.json.encode(access))
@@ -76,7 +76,7 @@ def announced(directory: Path) -> list[AdminAccess]:
 
 
 def ended(directory: Path) -> list[AdminAccess]:
-    """Returns deployments that left their file behind. Raises ConfigError as `announced`."""
+    """Returns dead deployments whose file still exists. Raises ConfigError like `announced`."""
     return [each for each in _all(directory) if not _is_alive(each.pid)]
 
 
@@ -112,7 +112,7 @@ def _check_private(directory: Path) -> None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except PermissionError:  # it belongs to another user
+    except PermissionError:  # the process belongs to another user
         return True
     except ProcessLookupError:
         return False

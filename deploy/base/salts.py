@@ -1,9 +1,9 @@
-"""The secret that keys the hashes of blocks, where blocks outlive their deployment.
+"""The secret under which blocks are hashed, kept if blocks outlive their deployment.
 
-Tenants' salts are derived from a secret (`engine.net.trust`). Usually that is the deployment's own,
-which is new at each start. Blocks on disk and objects are found again only with the same secret, so
-it is kept in a file, by default beside the blocks on disk. Who reads the file can test guesses of
-prompts against hashes of blocks, so only its owner may.
+Tenants' salts are derived from a secret (`engine.net.trust`). Usually that is the deployment's own
+secret, which is new at each start. Blocks on disk and in object stores are found again only with
+the same secret. So the secret is kept in a file, by default beside the blocks on disk. A reader of
+the file could test guesses of prompts against block hashes, so only its owner may read it.
 """
 
 import os
@@ -20,7 +20,7 @@ _SECRET = re.compile(r"[0-9a-f]{64}")
 
 
 def kept_salts(config: StoreConfig) -> str | None:
-    """Returns the kept secret, made now if there is none; None if the deployment's own is used.
+    """Returns the kept secret, made if necessary; None if the deployment's own secret is used.
 
     Raises ConfigError if the file cannot be made or used, or if other users can read it.
     """
@@ -45,7 +45,7 @@ def _path_of(config: StoreConfig) -> Path | None:
 
 
 def _make(path: Path) -> None:
-    """Makes the file as a whole: another process may do so at the same time, and the first wins."""
+    """Makes the file atomically. If another process makes it at the same time, the first wins."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

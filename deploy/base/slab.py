@@ -1,9 +1,9 @@
-"""The memory of a store: a slab of blocks and a table of what they are, without names.
+"""The memory of a store: a slab of blocks and a table of their headers, without file names.
 
-Both are memfds that the keeper holds, so they outlive the store's process. The table has a header
+Both are memfds of the keeper process, so they outlive the store's process. The table has a header
 for each slot, as on disk (`kvtransfer.store.disk.format`). A header is cleared before its slot is
-written to, and written after the block is there. So after `kill -9` at any moment a header that is
-whole names a block that is whole. Payloads have no checksum here: memory does not tear.
+written to, and written after the block. So after `kill -9` at any moment, a complete header belongs
+to a complete block. Payloads have no checksum here, since writes to memory do not tear.
 """
 
 import logging
@@ -30,16 +30,16 @@ from kvtransfer.store.disk.uring import header_checksums
 
 log = logging.getLogger(__name__)
 
-LEAST_BLOCK_BYTES = 4096  # the table has room for as many blocks of this size
+LEAST_BLOCK_BYTES = 4096  # the table has a header for each block of this size in the slab
 
 
 def table_bytes(slab_bytes: int) -> int:
-    """Returns the size of the table for a slab. Pages that are not written to take no memory."""
+    """Returns the size of the table for a slab. Unwritten pages take no memory."""
     return slab_bytes // LEAST_BLOCK_BYTES * HEADER_BYTES
 
 
 class StoreSlab:
-    """The slots of one identity in the slab. One thread calls everything."""
+    """The slots of one identity in the slab. One thread calls all methods."""
 
     def __init__(
         self, slab: SharedMemory, table: SharedMemory, *, identity: bytes, block_bytes: int
@@ -69,7 +69,7 @@ class StoreSlab:
         return found
 
     def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None) -> None:
-        """Notes that a slot holds a block, which is there already."""
+        """Writes the header of a slot. The block must be in the slot already."""
         unsealed = unsealed_header(
             self._geometry, slot, block_hash=block, parent=parent, sequence=self._next_sequence
         )
@@ -78,18 +78,18 @@ class StoreSlab:
         self._slots[block] = slot
 
     def clear(self, block: BlockHash) -> None:
-        """Notes that a block is no longer there, before its slot is written to."""
+        """Clears the header of a block, before its slot is written to."""
         slot = self._slots.pop(block, None)
         if slot is not None:
             self._write(slot, EMPTY)
 
     @property
     def slots(self) -> Mapping[BlockHash, BlockId]:
-        """The blocks that the table names."""
+        """The slot of each block in the table."""
         return self._slots
 
     def close(self) -> None:
-        """Lets go of the memory; its keeper still has it."""
+        """Unmaps the memory, which the keeper still holds."""
         del self._table, self._headers
         self.pool.close()
 

@@ -1,4 +1,4 @@
-"""Specs with which workers and gateways start, and their answers once they listen."""
+"""The specs that start workers, gateways and stores, and their answers once they listen."""
 
 import msgspec
 
@@ -13,47 +13,47 @@ from engine.control import FIRST_VERSION, Members
 from engine.devices.settings import WorkerSettings
 from engine.messages import EventsAddress, Role, WorkerId
 
-READY_TIMEOUT_S = 300.0  # from spec to ready; a fetch of the model comes on top
-SLOWEST_BYTES_PER_S = 100e6  # at which a model may be read; a large one has a longer start
+READY_TIMEOUT_S = 300.0  # from spec to ready, without the fetch of the model
+SLOWEST_BYTES_PER_S = 100e6  # assumed speed of reading a model: a large model may start for longer
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """Everything that a worker is started with."""
+    """The parameters of a worker's start."""
 
     worker_id: WorkerId
     role: Role
-    model: str  # as `model_source` reads it
+    model: str  # in a form that `model_source` reads
     config: WorkerSettings
     token: str
     threads: int
-    memory_bytes: int | None = None  # for all workers of the machine; None: all that is available
+    memory_bytes: int | None = None  # for all workers of the machine; None: all available memory
     num_workers: int = 1  # workers that share this memory
-    kept_bytes: int = 0  # the part of this memory that a store will take
+    kept_bytes: int = 0  # the part of `memory_bytes` that a store will take
     host: str = "127.0.0.1"
     logs: LogsConfig = LogsConfig()
-    log_folder: str | None = None  # as `run_dir.log_folder` takes it; None: no lines are kept
+    log_folder: str | None = None  # argument of `run_dir.log_folder`; None: no lines are kept
     version: str = FIRST_VERSION
-    num_gpus: float = 0.0  # whole ones, or a part of one
-    # What it sees of its machine's GPUs, as CUDA_VISIBLE_DEVICES names them. None: its environment
-    # says so, which Ray has set.
+    num_gpus: float = 0.0  # whole GPUs, or a part of one GPU
+    # The GPUs that the worker sees, by their names in CUDA_VISIBLE_DEVICES. None: Ray has set this
+    # variable in the worker's environment.
     gpus: tuple[str, ...] | None = None
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """What a worker computes with and how its KV moves, as chosen at its start."""
+    """The device, kernels and transports of a worker, as chosen at its start."""
 
     device: str  # cpu or cuda
-    kernels: str  # kind of processor or GPU, and how steps run
+    kernels: str  # kind of processor or GPU, and the way steps run
     weights: str
     kv_format: str
     kv_bytes: int
     attention: str
     captured_steps: int
-    transports: tuple[str, ...]  # by which others can read its KV
-    fallbacks: dict[str, int] = {}  # parts that it does without
+    transports: tuple[str, ...]  # transports by which others can read its KV
+    fallbacks: dict[str, int] = {}  # optional parts that are missing here
 
     def __str__(self) -> str:
-        """All of it in one line."""
+        """Returns all facts in one line."""
         steps = f", {self.captured_steps} captured steps" if self.captured_steps else ""
         without = f"; without {', '.join(sorted(self.fallbacks))}" if self.fallbacks else ""
         return (
@@ -71,29 +71,29 @@ class WorkerReady(msgspec.Struct, frozen=True):
     context_len: int
     num_blocks: int
     block_bytes: int
-    start_s: float  # from its spec until it listened
+    start_s: float  # time from its spec until it listened
     version: str = FIRST_VERSION
     max_len: int = 0  # tokens of one request: the context, or less if KV memory is smaller
-    # Whether logits of a sequence do not depend on the batch; measured for this model and format.
+    # True if a sequence's logits do not depend on the batch; measured for this model and format.
     is_batch_invariant: bool = True
     facts: WorkerFacts | None = None  # None for a worker without a runner
 
 
 class GatewaySpec(msgspec.Struct, frozen=True):
-    """Everything that a gateway is started with."""
+    """The parameters of a gateway's start."""
 
-    members: Members  # at the time of the start
+    members: Members  # the members at the time of the start
     gateway: GatewayConfig
     router: RouterConfig
     token: str
     logs: LogsConfig = LogsConfig()
-    log_folder: str | None = None  # as of a worker
+    log_folder: str | None = None  # as in `WorkerSpec`
     name: str = "gateway"
     process: int = 0  # its number among the processes that share the port
     siblings: str | None = None  # a directory, if several processes share the port
-    ports: str | None = None  # a directory where listening sockets are handed on; None: it listens
-    control_host: str = "127.0.0.1"  # where the controller reaches it
-    salts: str | None = None  # the secret of tenants' salts; None: the token
+    ports: str | None = None  # a directory for passing listening sockets; None: it listens itself
+    control_host: str = "127.0.0.1"  # the host at which the controller reaches it
+    salts: str | None = None  # the secret of tenants' salts; None: the token is used
 
 
 class GatewayReady(msgspec.Struct, frozen=True):
@@ -103,15 +103,15 @@ class GatewayReady(msgspec.Struct, frozen=True):
     model_name: str
     pid: int
     control: str = ""  # address for the controller
-    drain_timeout_s: float = 0.0  # its stop may take this long
+    drain_timeout_s: float = 0.0  # longest time for its stop
     grpc_port: int | None = None  # None: it does not serve gRPC
 
 
 class StoreSpec(msgspec.Struct, frozen=True):
-    """Everything that a store is started with."""
+    """The parameters of a store's start."""
 
     name: str
-    members: Members  # at the time of the start
+    members: Members  # the members at the time of the start
     config: StoreConfig
     token: str
     version: str = FIRST_VERSION  # the model whose blocks it keeps
@@ -119,11 +119,11 @@ class StoreSpec(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     node: str = ""  # the cluster's node that it runs on
     logs: LogsConfig = LogsConfig()
-    log_folder: str | None = None  # as of a worker
+    log_folder: str | None = None  # as in `WorkerSpec`
 
 
 class StoreReady(msgspec.Struct, frozen=True):
-    """A store's answer once it listens. Its addresses stay if its process is started again."""
+    """A store's answer once it listens. Its addresses stay the same if its process restarts."""
 
     address: str  # for gateways
     control: str  # for the controller
@@ -133,15 +133,15 @@ class StoreReady(msgspec.Struct, frozen=True):
 
 
 class Fetching(msgspec.Struct, frozen=True, tag=True):
-    """Says that the service fetches its model now. Sent only if there is something to fetch."""
+    """The service fetches its model now. Sent only if the model must be fetched."""
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """Says that the model is on this machine, and the service starts now."""
+    """The model is on this machine now, and the service starts."""
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True):
-    """Says that the start may take so long. Sent only if that is more than READY_TIMEOUT_S."""
+    """The start may take this many seconds. Sent only if that exceeds READY_TIMEOUT_S."""
 
     limit_s: float
 
@@ -149,9 +149,9 @@ class Starting(msgspec.Struct, frozen=True, tag=True):
 class BlockEventsAnswer(msgspec.Struct, frozen=True):
     """CURVE keys in Z85 and addresses for a subscriber to block events.
 
-    Each worker has an address where it publishes and one where it answers
-    (`engine.worker.block_events`). The keys open block events only. Each start of the deployment
-    makes new keys.
+    Each worker has one address at which it publishes events and one at which it answers queries
+    (`engine.worker.block_events`). The keys give access to block events only. Each start of the
+    deployment makes new keys.
     """
 
     curve_serverkey: str

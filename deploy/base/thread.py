@@ -1,6 +1,6 @@
-"""Runs a service on an event loop in a thread of its own.
+"""Runs a service on its own event loop in its own thread.
 
-So the same code runs in a plain process, in a Ray actor and in a test.
+So the same code can run in a plain process, in a Ray actor and in a test.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from engine.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
-NEW_OBJECTS = 20_000  # before the garbage collector looks at them
+NEW_OBJECTS = 20_000  # allocations between two garbage collections
 
 T = TypeVar("T", covariant=True)
 U = TypeVar("U")
 
 
 class LateStart(ConfigError):
-    """A service takes too long to open. It may only be slow."""
+    """A service did not open in time. It may just be slow."""
 
 
 class LoopService(Protocol[T]):
@@ -36,11 +36,11 @@ class LoopService(Protocol[T]):
     drain_timeout_s: float = 0.0  # `close` may wait this long for running work
 
     async def open(self) -> T:
-        """Starts the service. Returns what its clients need to know."""
+        """Starts the service. Returns the data that its clients need."""
         ...
 
     def stop_draining(self) -> None:
-        """Lets a running `close` wait no longer. Does nothing if it never waits."""
+        """Makes a running `close` stop waiting. Does nothing if `close` never waits."""
         return
 
     async def close(self) -> None:
@@ -49,7 +49,7 @@ class LoopService(Protocol[T]):
 
 
 class ServiceThread(Generic[T]):
-    """A service in a thread of its own, with its own event loop."""
+    """A service in its own thread, with its own event loop."""
 
     def __init__(
         self, service: LoopService[T], name: str, *, open_timeout_s: float = READY_TIMEOUT_S
@@ -82,7 +82,7 @@ class ServiceThread(Generic[T]):
             raise
 
     def stop_draining(self) -> None:
-        """Lets a running close wait no longer. Signal handlers may call this."""
+        """Makes a running `close` stop waiting. Signal handlers may call this."""
         self._loop.call_soon_threadsafe(self._service.stop_draining)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class ServiceThread(Generic[T]):
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        """Runs the loop. Ends the process if the loop fails, as nothing would serve any more."""
+        """Runs the loop. Ends the process if the loop fails, since the service would be dead."""
         try:
             self._loop.run_forever()
         except BaseException as error:
@@ -103,12 +103,12 @@ class ServiceThread(Generic[T]):
 
 
 def freeze_heap() -> None:
-    """Hides all present objects from the garbage collector, and lets it run less often.
+    """Exempts all present objects from garbage collection, and makes collections less frequent.
 
-    A process calls this once its service has started. A full collection visits every object, for
-    tens of milliseconds. Modules, tokenizer and model are never garbage. vLLM and SGLang do the
-    same after their warm-up. By default a collection follows each 700 new objects. A request makes
-    about as many, and hardly any of them is garbage in a cycle.
+    A process calls this once its service has started. A full collection visits every object, which
+    takes tens of milliseconds. Modules, tokenizer and model are never garbage. vLLM and SGLang do
+    the same after their warm-up. By default a collection runs after every 700 new objects. A
+    request makes about 700 objects, and hardly any of them is garbage in a cycle.
     """
     gc.collect()
     gc.freeze()

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from engine.errors import BatonError
 
-MAX_HISTORY = 1000  # lines
+MAX_HISTORY = 1000  # lines that the history file keeps
 COMMANDS = {
     "/help": "shows this list",
     "/system [TEXT]": "sets the system message, or removes it",
@@ -46,7 +46,7 @@ class ChatClient:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The body of a request for the next answer, without `stream`."""
+        """Returns the body of a request for the next answer, without `stream`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return {"model": self._model, "messages": [*system, *self.messages], **self.options}
 
@@ -139,7 +139,7 @@ class ChatCommands:
         raise ChatRefused(f"{name} is no command; /help lists them")
 
     def last_question(self) -> str:
-        """Takes the last question and its answer back. Raises ChatRefused."""
+        """Removes the last question and its answer; returns the question. Raises ChatRefused."""
         while self.client.messages:
             last = self.client.messages.pop()
             if last["role"] == "user":
@@ -148,7 +148,7 @@ class ChatCommands:
 
 
 def _assigned(words: list[str]) -> dict[str, Any]:
-    """Reads NAME=VALUE; a value that is no JSON is a text. Raises ChatRefused."""
+    """Parses NAME=VALUE. A value that is not JSON is taken as a text. Raises ChatRefused."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -182,26 +182,26 @@ def _save(request: Mapping[str, Any], name: str) -> str:
 
 
 def history_file(environment: Mapping[str, str]) -> Path:
-    """Returns where earlier lines are kept."""
+    """Returns the file that keeps earlier lines."""
     state = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "baton" / "chat_history"
 
 
 @contextlib.contextmanager
 def line_editing(path: Path) -> Iterator[None]:
-    """Edits lines, and keeps them in a file that only its user can read. Nothing in a pipe."""
+    """Enables line editing, and a history file that only its user can read. Not in a pipe."""
     if not sys.stdin.isatty():
         yield
         return
-    import readline  # it changes how a terminal behaves
+    import readline  # imported here, since it changes how a terminal behaves
 
     readline.set_history_length(MAX_HISTORY)
-    with contextlib.suppress(OSError):  # there is none yet, or it cannot be read
+    with contextlib.suppress(OSError):  # the file does not exist yet, or cannot be read
         readline.read_history_file(path)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # the conversation is over: lines are lost at most
+        with contextlib.suppress(OSError):  # at worst, the history is lost
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
             readline.write_history_file(path)
@@ -230,7 +230,7 @@ def converse(client: ChatClient, console: Console) -> None:
 
 
 def _answer(client: ChatClient, text: str, console: Console) -> None:
-    """Prints an answer as it comes. Ctrl-C ends the answer, and takes the question back."""
+    """Prints an answer while it arrives. Ctrl-C cancels the answer and removes the question."""
     try:
         for piece in client.ask(text):
             console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)

@@ -67,7 +67,7 @@ def check_command(config: ConfigFile = None) -> None:
 
 
 def configured(path: Path | None) -> Config:
-    """Reads what a deployment with this file would have in force. Raises ConfigError."""
+    """Returns the configuration that a deployment with this file would use. Raises ConfigError."""
     if path is not None and path.suffix in (".yaml", ".yml"):
         return load_up_config(path).config
     return load_config(path, os.environ, {})

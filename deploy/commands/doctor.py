@@ -1,7 +1,7 @@
-"""`baton doctor`: what this machine has, what Baton would use of it, and why not the rest.
+"""`baton doctor`: the parts of this machine, those that Baton would use, and why not the others.
 
-Each probe reads the system and returns findings. None imports torch, Ray or NIXL, and none changes
-anything. A worker may still find out more: that a driver does not fit, for one.
+Each probe reads the system and returns findings. No probe imports torch, Ray or NIXL, or changes
+anything. A worker may still find other faults, for example a driver of the wrong version.
 """
 
 import importlib.metadata
@@ -33,27 +33,27 @@ from engine.errors import BatonError
 from engine.native.build import cache_folder, find_compiler, is_built
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
-SPARE_FILES = 512  # descriptors of a gateway beside its connections
+SPARE_FILES = 512  # descriptors that a gateway needs beside its connections
 LEAST_DISK_BYTES = 2**30
 GIB = 2**30
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class Verdict(StrEnum):
-    """What a finding means for a deployment."""
+    """The meaning of a finding for a deployment."""
 
     USED = "used"
-    UNUSED = "unused"  # it is missing or not needed; Baton serves without
+    UNUSED = "unused"  # missing or not needed; Baton serves without it
     WRONG = "wrong"  # a deployment with this configuration would not start, or would fail
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked for."""
+    """The result of one check."""
 
     name: str
     verdict: Verdict
     found: str
-    why: str = ""  # it is not used, or what to do
+    why: str = ""  # the reason why it is not used, or what to do
 
 
 def doctor(config: ConfigFile = None, *, as_json: AsJson = False) -> None:
@@ -65,7 +65,7 @@ def doctor(config: ConfigFile = None, *, as_json: AsJson = False) -> None:
 
 
 def diagnose(config: Config) -> list[Finding]:
-    """Returns the findings of all probes. A probe that the system refuses is a finding too."""
+    """Returns the findings of all probes. If a probe raises OSError, that is a finding too."""
     found: list[Finding] = []
     for probe in PROBES:
         try:
@@ -119,7 +119,7 @@ def descriptors(soft: int, hard: int, connections: int) -> Finding:
 
 
 def store_disk(folder: Path, wanted: int) -> Finding:
-    """Judges the directory of a store's blocks, which may hold `wanted` bytes."""
+    """Judges the directory of a store's blocks, which may grow to `wanted` bytes."""
     name = "store.disk"
     top = next(path for path in (folder, *folder.parents) if path.exists())
     if not top.is_dir() or not os.access(top, os.W_OK | os.X_OK):
@@ -134,7 +134,7 @@ def store_disk(folder: Path, wanted: int) -> Finding:
 
 
 def store_memory(wanted: int, available: int) -> Finding:
-    """Judges the memory of a store, which is taken as blocks come."""
+    """Judges the memory of a store, which is allocated as blocks come."""
     found = f"{wanted / GIB:.1f} GiB wanted, {available / GIB:.1f} GiB available"
     if available >= wanted:
         return Finding("store.memory_mib", Verdict.USED, found)
@@ -161,7 +161,7 @@ def huge_pages(setting: str) -> Finding:
 
 
 def gpus(config: Config, found: FoundGpus) -> Iterator[Finding]:
-    """Judges the GPUs, and tells what workers would compute on and with which defaults."""
+    """Judges the GPUs, and reports the device and the defaults of workers."""
     device = choose_device(config.worker.device, config.pools, has_gpus=bool(found.gpus))
     is_used = device is DeviceKind.CUDA
     if not found.gpus:

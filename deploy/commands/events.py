@@ -1,4 +1,4 @@
-"""`baton events`: what happened to the pools, and what the planner decided, in order of time."""
+"""`baton events`: the steps of the pools and the planner's decisions, in order of time."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ class EventLine(msgspec.Struct, frozen=True):
     """A step of the pools (a flip, death, join or version) or a decision of the planner."""
 
     kind: Literal["step", "decision"]
-    number: int  # counts its kind
+    number: int  # number of the step, or of the decision
     age_s: float
     subject: str
     what: str
@@ -33,7 +33,7 @@ class EventLine(msgspec.Struct, frozen=True):
 
 
 class PoolEvents:
-    """Merges answers into events, and yields none twice."""
+    """Merges answers into events, and yields each event once."""
 
     def __init__(self) -> None:
         self.last_step = 0

@@ -19,7 +19,7 @@ from router.access.keys import KeyRecord, hash_of, new_key, with_key, without_ke
 from router.access.limits import KeyLimits
 
 DEFAULT_FILE = Path("~/.baton/keys.json")
-SHOWN_HASH = 8  # characters: enough to tell keys apart, useless to an attacker
+SHOWN_HASH = 8  # shown characters: enough to distinguish keys, useless to an attacker
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 keys_app = typer.Typer(

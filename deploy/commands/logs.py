@@ -45,7 +45,7 @@ def logs_command(
 
 
 def log_line(line: Mapping[str, Any]) -> str:
-    """Returns a line in rich's markup. All that a terminal would act upon is escaped."""
+    """Returns a line in rich's markup. Terminal control characters are escaped."""
     told = {name: escaped(str(value)) for name, value in line.items() if name != "exception"}
     level = told.get("level", "")
     style = _STYLES.get(level, "default")
@@ -62,7 +62,7 @@ def log_line(line: Mapping[str, Any]) -> str:
 
 
 def _later(client: AdminClient, service: str | None, after: str) -> Iterator[LogsAnswer]:
-    """Yields what comes, until Ctrl-C or the end of the deployment."""
+    """Yields later answers until Ctrl-C or the end of the deployment."""
     pause, has_more = threading.Event(), False
     while True:
         if not has_more:

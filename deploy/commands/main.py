@@ -31,13 +31,13 @@ from engine.errors import BatonError, ConfigError
 
 
 class LateCommand(NamedTuple):
-    """A command that is imported only when it is asked for."""
+    """A command that is imported only when it is called."""
 
     target: str  # "module:attribute"
-    help: str  # its line in lists of commands, which import nothing
+    help: str  # its line in lists of commands, for which nothing is imported
 
 
-# Their import takes longer than most other commands run. `bench` is a floor of its own and may be
+# Importing these takes longer than most other commands run. `bench` is another package and may be
 # absent.
 LATE_COMMANDS = {
     "serve": LateCommand(
@@ -77,9 +77,9 @@ def _app_of(command: Callable[..., None]) -> typer.Typer:
 
 
 class _Commands(TyperGroup):
-    """The subcommands, the late ones included.
+    """The subcommands, including the late commands.
 
-    The types are click's. Some versions of typer carry a click of their own.
+    The types are from click. Some versions of typer include their own copy of click.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -109,7 +109,7 @@ class _Commands(TyperGroup):
 
     @contextmanager
     def _listing(self) -> Iterator[None]:
-        """Imports no late command inside."""
+        """Lists late commands inside this context without importing them."""
         self._only_lists = True
         try:
             yield
@@ -179,10 +179,10 @@ def version() -> None:
 def check_texts(arguments: Iterable[str], environment: Mapping[str, str]) -> None:
     """Raises ConfigError for an argument or a setting in the environment that is not UTF-8.
 
-    Python keeps such bytes as surrogates, which no message and no file can hold.
+    Python keeps such bytes as surrogates, which cannot be encoded in messages or files.
     """
     for number, argument in enumerate(arguments, start=1):
-        if not _is_utf8(argument):  # it may be a key, so it is not shown
+        if not _is_utf8(argument):  # the argument may be a key, so it is not shown
             raise ConfigError(f"argument {number} is not valid UTF-8")
     for name, value in environment.items():
         if name.startswith(ENVIRONMENT_PREFIX) and not _is_utf8(name + value):

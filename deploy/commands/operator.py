@@ -137,9 +137,9 @@ def follow(
     wait: bool,
     check: Callable[[PoolsAnswer], None] = lambda _: None,
 ) -> None:
-    """Prints each step as it is made, until no change is under way. Ctrl-C undoes nothing.
+    """Prints each step as it happens, until the pools are settled. Ctrl-C undoes nothing.
 
-    At the end `check` raises AdminError if the result is not what was ordered.
+    At the end `check` raises AdminError if the result differs from the order.
     """
     for step in _steps(client, answer, wait=wait):
         output.step(step)

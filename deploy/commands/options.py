@@ -1,7 +1,7 @@
-"""Options that several subcommands share, and the connection that the operator's options lead to.
+"""Options that several subcommands share, and the connection to the admin API that they select.
 
-Errors have one place too: a subcommand raises a BatonError, and `deploy.commands.main.main` prints
-it in one line and exits with status 1.
+A subcommand raises a BatonError, and `deploy.commands.main.main` prints it in one line and exits
+with status 1.
 """
 
 import re
@@ -18,7 +18,7 @@ from deploy.commands.views import Output
 from deploy.logs.lines import CONTROLLER
 from engine.errors import BatonError, ConfigError
 
-Names = Callable[[PoolsAnswer], Iterable[tuple[str, str]]]  # each with a description
+Names = Callable[[PoolsAnswer], Iterable[tuple[str, str]]]  # yields (name, description)
 
 AdminUrl = Annotated[
     str | None,
@@ -46,16 +46,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for programs")
 Prefill = Annotated[int | None, typer.Option(help="prefill workers")]
 Decode = Annotated[int | None, typer.Option(help="decode workers")]
 Mixed = Annotated[int | None, typer.Option(help="workers that do both")]
-COMPLETES_WITHIN_S = 2.0  # for each word that a shell completes
+COMPLETES_WITHIN_S = 2.0  # time limit for each completion in a shell
 
 
 def _completions(context: typer.Context, incomplete: str, of: Names) -> list[tuple[str, str]]:
-    """Asks the deployment that the options so far name. Without an answer there are none."""
+    """Asks the selected deployment for completions. Without an answer, returns an empty list."""
     url, key, name = (context.params.get(each) for each in ("admin_url", "admin_key", "deployment"))
     try:
         with connect(url, key, name) as client:
             found = list(of(client.pools(timeout_s=COMPLETES_WITHIN_S)))
-    except BatonError:  # a shell that completes a word has no place for a reason
+    except BatonError:  # a shell cannot show the reason during completion
         return []
     return [(word, about) for word, about in found if word.startswith(incomplete)]
 
@@ -118,8 +118,8 @@ def operates(
 ) -> Callable[[Callable[..., None]], None]:
     """Registers a command whose first parameters are a client of the admin API and an output.
 
-    The command has the options that lead to the client, and `--json`. Group options hold for its
-    subcommands too. A group itself is called only without a subcommand.
+    The command has the options that select the client, and `--json`. A group's options apply to its
+    subcommands too. The group itself is called only without a subcommand.
     """
 
     def declare(command: Callable[..., None]) -> None:
@@ -154,7 +154,7 @@ def operates(
 
 
 def parse_seconds(text: str) -> float:
-    """Reads a length of time: 90, 90s, 1.5m, 1h. Raises ConfigError."""
+    """Parses a duration: 90, 90s, 1.5m, 1h. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smh]?)", text)
     if found is None:
         raise ConfigError(f"{text!r} is no length of time: write 90, 90s, 1.5m or 1h")
@@ -164,9 +164,9 @@ def parse_seconds(text: str) -> float:
 def parse_numbers(
     texts: Iterable[str], form: str, names: Sequence[str] | None = None
 ) -> dict[str, int]:
-    """Reads numbers by name from texts like "prefill=3". Raises ConfigError.
+    """Parses numbers by name from texts like "prefill=3". Raises ConfigError.
 
-    `form` shows the two parts, such as "ROLE=NUMBER". `names` are the allowed ones; None: any.
+    `form` shows the two parts, such as "ROLE=NUMBER". `names` are the allowed names; None: any.
     """
     numbers: dict[str, int] = {}
     for text in texts:

@@ -43,13 +43,13 @@ from engine.config import (
 from engine.errors import ConfigError
 from engine.native.build import built_library, is_built
 
-JSON_COLUMNS = 2000  # no line of ours is as long, and so none is broken
-LOOK_EVERY_S = 0.1  # how often a stop looks for signals
+JSON_COLUMNS = 2000  # longer than any line of ours, so that no line is broken
+LOOK_EVERY_S = 0.1  # interval at which a stop checks for signals
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
 
 def parse_tokens(text: str) -> int:
-    """Reads a number of tokens such as 4096, 4k, 4K or 1.5m. Raises ConfigError.
+    """Parses a number of tokens such as 4096, 4k, 4K or 1.5m. Raises ConfigError.
 
     As with vLLM, k and m are powers of 1000, K and M are powers of 1024.
     """
@@ -140,7 +140,7 @@ def serve(
     if model == BUNDLED and not has_draft and settings["worker.speculate"] in WITH_DRAFT:
         settings["worker.draft_model"] = str(BUNDLED_DRAFT)
     tree = load_config(config, os.environ, settings)
-    as_json = tree.logs.format is LogFormat.JSON  # else the console prints them
+    as_json = tree.logs.format is LogFormat.JSON  # otherwise the console prints them
     configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
     remove_environment(os.environ)
     manager = ServiceManager(os.environ)
@@ -171,9 +171,9 @@ def without_keys(command: Sequence[str]) -> list[str]:
 
 
 def start_again(command: Sequence[str], keys: Sequence[str]) -> NoReturn:
-    """Becomes this command with the keys in its environment, which other users cannot read.
+    """Executes this command again with the keys in its environment, which other users cannot read.
 
-    They can read every process's command line. Ray keeps it as well, in its table of jobs.
+    Other users can read every process's command line. Ray also stores it in its table of jobs.
     """
     environment = {**os.environ, "BATON_GATEWAY__API_KEY": msgspec.json.encode(keys).decode()}
     os.execve(sys.executable, list(command), environment)
@@ -185,8 +185,8 @@ def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
     if places is not None:
         raise ConfigError("--places needs --launcher process")
     nursery = Nursery()
-    with suppress(OSError):  # the launcher tries again, and reports it
-        nursery.open(*SERVICES)  # so it imports while Ray starts; it has no token of Ray
+    with suppress(OSError):  # the launcher tries again, and reports the error
+        nursery.open(*SERVICES)  # so it imports while Ray starts; it has no Ray token
     own_ray.prepare(os.environ)
     try:
         from deploy.ray.launcher import OwnRayLauncher
@@ -201,8 +201,8 @@ def run(
 ) -> int:
     """Opens the deployment, prints its news until a signal, and closes it.
 
-    Returns the exit status: 0, or 128 plus the number of a signal that came before it served, or
-    that came while it waited for answers.
+    Returns the exit status: 0, or 128 plus a signal's number if the signal came before the
+    deployment served or while `close` waited for answers.
     """
     try:
         signals.interrupt()
@@ -221,7 +221,7 @@ def run(
     is_serving, as_json = True, deployment.config.logs.format is LogFormat.JSON
 
     def tell(line: str) -> None:
-        if is_serving and not as_json:  # it is in the log
+        if is_serving and not as_json:  # in JSON, the log has this line
             console.print(escape(line), highlight=False, soft_wrap=True)
 
     deployment.on_news = tell
@@ -239,7 +239,7 @@ def run(
 
 
 def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int | None:
-    """Closes the deployment. Returns the signal that cut it short, if there was one."""
+    """Closes the deployment. Returns the signal that cut the wait for answers short, if any."""
     num_answers = deployment.num_answers()
     if num_answers != 0:
         how_many = "answers are" if num_answers is None else f"{num_answers} answers"

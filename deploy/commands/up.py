@@ -1,7 +1,7 @@
 """`baton up`, `baton status` and `baton down`: Baton on a Ray cluster; and `baton apply`.
 
-What a file declares counts. `up` and `apply` carry out what runs otherwise, and name what needs a
-restart; then the exit status is 3.
+`up` and `apply` change a running deployment to the settings in a file. They name the settings that
+need a restart; then the exit status is 3.
 """
 
 from collections.abc import Sequence
@@ -72,16 +72,16 @@ def apply_command(
     output.show(lambda: found, differences_table, watch=False)
     left: Sequence[Difference] = found
     before: Sequence[Difference] = ()
-    while left != before and any(each.order != RESTART for each in left):  # one version each time
+    while left != before and any(each.order != RESTART for each in left):  # one version per round
         follow(client, output, client.declare(declared), wait=wait)
         before, left = left, client.differences(declared) if wait else left
     _end(output, left, was_ordered=not wait)
 
 
 def _end(output: Output, left: Sequence[Difference], *, was_ordered: bool = False) -> None:
-    """Exits with status 3 if something needs a restart. Raises ConfigError for other things left.
+    """Exits with status 3 if settings need a restart. Raises ConfigError for other differences.
 
-    `was_ordered`: the orders were only given, and what follows from them is not awaited.
+    `was_ordered`: the orders were only given, and their effects are not awaited.
     """
     missed = [each.key for each in left if each.order != RESTART]
     if missed and not was_ordered:

@@ -173,11 +173,10 @@ def abort_command(
 
 
 def read_update(path: Path, of: str | None = None) -> UpdateBody:
-    """Reads what a configuration file says of a version: worker settings, pools, model, name.
+    """Reads the settings of a version from a configuration file: worker, pools, model, name.
 
-    `of` names a model in `[models]`; without it the main one is meant. Fields that the file leaves
-    out stay None. The rest of the file belongs to the deployment and is ignored. Raises
-    ConfigError.
+    `of` names a model in `[models]`; without it the main model is read. Fields that the file omits
+    stay None. The rest of the file belongs to the deployment and is ignored. Raises ConfigError.
     """
     if path.suffix in (".yaml", ".yml"):
         up, tree = load_up_config(path), read_yaml(path)
@@ -203,7 +202,7 @@ def _body_of_model(path: Path, config: Config, name: str) -> UpdateBody:
 
 
 def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
-    """`tree` is the parsed file that `config` was made from."""
+    """Returns the fields that the file sets. `config` was made from the parsed file `tree`."""
     pools = config.pools
     said = pools.mixed or not (pools.prefill is None and pools.decode is None)
     counts = PoolCounts(pools.prefill, pools.decode, pools.mixed) if said else None
@@ -213,7 +212,7 @@ def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
 
 
 def versions_table(answer: PoolsAnswer) -> Table:
-    """Returns a row for each version: state, model, workers there and wanted, weight."""
+    """Returns a row for each version: state, model, present and wanted workers, weight."""
     title = "versions"
     if answer.taking_over is not None:
         title += f": {answer.taking_over} takes over"
@@ -251,7 +250,7 @@ def _state(version: VersionInfo) -> str:
 def _follow(
     client: AdminClient, output: Output, answer: PoolsAnswer, name: str, *, wait: bool
 ) -> None:
-    """Follows the steps. Raises AdminError if the version is gone at the end."""
+    """Prints the steps until the end. Raises AdminError if the version is gone then."""
 
     def check(seen: PoolsAnswer) -> None:
         if all(version.name != name for version in seen.versions):
@@ -261,7 +260,7 @@ def _follow(
 
 
 def _shares(text: str) -> list[int]:
-    """Reads numbers between commas. Raises ConfigError."""
+    """Parses numbers separated by commas. Raises ConfigError."""
     try:
         return [int(each) for each in text.split(",") if each.strip()]
     except ValueError as error:

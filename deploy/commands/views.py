@@ -29,17 +29,17 @@ from engine.control import SERVING_ROLES, Pools, with_role
 
 WATCH_EVERY_S = 1.0
 PIPE_COLUMNS = 1000
-DIFFERS = 3  # exit status; 1 is an error, 2 a wrong command line
-NUM_STEPS = 8  # last steps shown below the tables
-FIRST_SESSION_S = 3.0  # at most, from a worker's start to the controller's session with it
-NUM_DECISIONS = 8  # last decisions of the planner
+DIFFERS = 3  # exit status for differences; 1 is an error, 2 a wrong command line
+NUM_STEPS = 8  # number of last steps shown below the tables
+FIRST_SESSION_S = 3.0  # longest time from a worker's start to the controller's session with it
+NUM_DECISIONS = 8  # number of last decisions of the planner that are shown
 
 
 T = TypeVar("T")
 
 
 def differences_table(found: Sequence[Difference]) -> Table:
-    """Returns a row for each setting that is declared otherwise than it runs."""
+    """Returns a row for each setting whose declared and running values differ."""
     columns = ("setting", "running", "declared", "changed by")
     table = table_of("declared beside running", columns, ())
     for each in found:
@@ -49,11 +49,11 @@ def differences_table(found: Sequence[Difference]) -> Table:
 
 
 class Output:
-    """Prints answers as tables for people, or as JSON for programs: one document a line."""
+    """Prints answers as tables for people, or as JSON for programs: one document per line."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        # A pipe has no width: names are whole there, each row on one line.
+        # A pipe has no width: each row is on one line, with complete names.
         self._console = console = Console()
         if not console.is_terminal and "COLUMNS" not in os.environ:
             self._console = Console(width=PIPE_COLUMNS)
@@ -91,11 +91,11 @@ class Output:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Prints a remark to standard error, beside what programs read."""
+        """Prints a remark to standard error, apart from the output for programs."""
         typer.echo(text, err=True)
 
     def differences(self, found: Sequence[Difference]) -> None:
-        """Prints what a file declares otherwise. Exit status 3 if there is something."""
+        """Prints the differences of a file. Exits with status 3 if there are any."""
         if self.as_json:
             self.json(found)
         elif found:
@@ -130,7 +130,7 @@ def pools_view(answer: PoolsAnswer) -> Group:
 
 
 def planner_view(answer: PlannerAnswer) -> Group:
-    """Returns what the planner needs now, then its last decisions with their reasons."""
+    """Returns the planner's present proposal, then its last decisions with their reasons."""
     wanted = answer.wanted
     lines: list[str | Padding] = [
         f"[bold]planner {answer.planner.mode}[/bold]; wanted now: {_counts(wanted)}",
@@ -155,8 +155,8 @@ def table_of(
 ) -> Table:
     """Returns an empty table with columns of texts, then of numbers.
 
-    On a narrow terminal only the columns in `wraps` are wrapped: operators type the other names
-    again, so those stay whole.
+    On a narrow terminal only the columns in `wraps` are wrapped. Operators type the names in other
+    columns again, so these names stay on one line.
     """
     table = Table(
         title=title,
@@ -256,7 +256,7 @@ def step_line(step: StepInfo) -> str:
 
 
 def deployment_lines(config: Config, url: str, admin_url: str) -> Iterator[str]:
-    """Yields a line about store, speculation, dashboard and the operators' API."""
+    """Yields one line each about store, speculation, dashboard and the operators' API."""
     store = config.store
     if store.is_on:
         disk = f", {store.disk_gib:g} GiB at most in {store.disk}" if store.disk else ""

@@ -1,14 +1,14 @@
-"""Keeps what operators ordered, so that it outlives controller and gateways together.
+"""Stores the operators' intent, so that it survives the loss of the controller and all gateways.
 
-Gateways know the intent too, and tell it to the next controller. The store is for the case in which
-none is left: `kill -9` of everything, a reboot, a cluster whose gateways all died.
+Gateways know the intent too, and send it to the next controller. The store is for the case that no
+gateway is left: `kill -9` of everything, a reboot, a cluster whose gateways all died.
 
-1. Each change is written at once, in a thread, and again every second until it succeeds.
-2. A controller that starts reads it. The newer of the store's and the gateways' intent counts, by
-   the version of the members. Nothing older than the store beats it.
-3. What was stored under another declaration (model, settings, pools at the start) is dropped: the
-   operator has changed the command or the file since, and that is newer.
-4. An orderly stop removes it.
+1. Each change is written at once, in a thread. A failed write is repeated every second.
+2. A controller that starts reads the stored intent. The newer of the stored intent and the
+   gateways' intent counts, by the version of the members.
+3. An intent that was stored under another declaration (model, settings, pools at the start) is
+   dropped: the operator has changed the command or the file since then.
+4. An orderly stop removes the stored intent.
 
 A store that cannot be read or written is counted and reported, and never stops a deployment.
 """
@@ -36,17 +36,17 @@ from engine.errors import BatonError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # the record's
+FORMAT = 1  # version of the record's format
 RETRY_EVERY_S = 1.0
-MAX_NAME = 100  # characters of a file's name
+MAX_NAME = 100  # most characters of a file's name
 
 
 class BadIntents(BatonError):
-    """What the store holds cannot be used; the text says why."""
+    """The stored record cannot be used; the text says why."""
 
 
 class KeptIntent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The intent, the version of the members that carried it, and what it was ordered under."""
+    """The intent, the version of the members that contained it, and the declaration's digest."""
 
     format: int
     declared: str
@@ -60,7 +60,7 @@ class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def declared_by(plan: ControllerPlan) -> str:
-    """Returns a digest of what the operator declared: model, settings and pools at the start."""
+    """Returns a digest of the operator's declaration: model, settings and pools at the start."""
     config = plan.config
     told = msgspec.json.encode([plan.first_versions, config.pools, config.update, config.planner])
     return hashlib.sha256(told).hexdigest()
@@ -73,7 +73,7 @@ def encode_kept(kept: KeptIntent) -> bytes:
 
 
 def decode_kept(record: bytes) -> KeptIntent:
-    """Reads a record. Raises BadIntents."""
+    """Decodes a record. Raises BadIntents."""
     try:
         sealed = msgspec.json.decode(record, type=_Sealed)
         told = bytes(sealed.kept)
@@ -88,25 +88,25 @@ def decode_kept(record: bytes) -> KeptIntent:
 
 
 def latest(kept: KeptIntent | None, heard: Members | None) -> Members | None:
-    """Returns the newer of what is stored and what gateways know, as members without workers."""
+    """Returns the newer of the stored and the gateways' members; stored ones have no workers."""
     if kept is None or (heard is not None and heard.version >= kept.version):
         return heard
     return Members(kept.version, (), kept.intent)
 
 
 class IntentStore(Protocol):
-    """Where one record is kept. All calls may block, and run in a thread."""
+    """A place for one record. All calls may block, and run in a thread."""
 
     def read(self) -> bytes | None:
         """Returns the record, or None if there is none. Raises OSError or BadIntents."""
         ...
 
     def write(self, record: bytes) -> None:
-        """Replaces the record wholly or not at all. Raises OSError or BadIntents."""
+        """Replaces the record atomically. Raises OSError or BadIntents."""
         ...
 
     def remove(self) -> None:
-        """Removes the record, if there is one. Later writes do nothing.
+        """Removes the record, if it exists. Later writes do nothing.
 
         Raises OSError or BadIntents.
         """
@@ -114,13 +114,13 @@ class IntentStore(Protocol):
 
 
 class IntentFile:
-    """A file that is replaced as a whole, and is on the disk when `write` returns."""
+    """A file that is replaced atomically, and is on the disk when `write` returns."""
 
     def __init__(self, path: Path) -> None:
         """Other users must not be able to write to its directory."""
         self.path = path
         self._is_removed = False
-        self._lock = threading.Lock()  # a write may still run in a thread when the end comes
+        self._lock = threading.Lock()  # a write may still run in a thread during `remove`
 
     def __str__(self) -> str:
         return str(self.path)
@@ -167,10 +167,10 @@ class IntentFile:
 
 
 def orders_path(plan: ControllerPlan, environment: Mapping[str, str]) -> Path | None:
-    """Returns the file of a deployment of this machine: the next one of the same name has the same.
+    """Returns the file of a deployment of this machine. Later deployments of its name use it again.
 
-    None if it has neither a name nor a port of its own. The folder is systemd's $STATE_DIRECTORY,
-    else $BATON_RUN_DIR, else `baton` in $XDG_STATE_HOME or in ~/.local/state.
+    None if the deployment has neither a name nor a fixed port. The folder is systemd's
+    $STATE_DIRECTORY, else $BATON_RUN_DIR, else `baton` in $XDG_STATE_HOME or in ~/.local/state.
     """
     admin, gateway = plan.config.admin, plan.config.gateway
     if admin.name is None and not gateway.port:
@@ -186,7 +186,7 @@ def orders_path(plan: ControllerPlan, environment: Mapping[str, str]) -> Path | 
 
 
 def remove_orders(store: IntentStore) -> None:
-    """Removes the record at an orderly end, so that the next start is as declared."""
+    """Removes the record at an orderly end, so that the next start uses the declaration."""
     try:
         store.remove()
     except (OSError, BadIntents) as error:
@@ -205,20 +205,20 @@ class IntentKeeper:
         report: Callable[[str], None],
         handle: Callable[[PoolEvent], None],
     ) -> None:
-        """Without a store nothing is kept."""
+        """Without a `store` nothing is kept."""
         self.counters: Counter[str] = Counter()
         self.store = store
         self._declared = declared
         self._tasks = tasks
         self._report = report
         self._handle = handle
-        self._wanted: KeptIntent | None = None  # the latest one
+        self._wanted: KeptIntent | None = None  # the latest intent, to be written
         self._written: KeptIntent | None = None
-        self.has_replaced = False  # what was stored before is gone, or is about to be
+        self.has_replaced = False  # True once an earlier record is replaced, or will be
         self._changed = asyncio.Event()
 
     async def read(self) -> KeptIntent | None:
-        """Returns what was stored under the same declaration, or None."""
+        """Returns the intent that was stored under the same declaration, or None."""
         if self.store is None:
             return None
         try:
@@ -235,7 +235,7 @@ class IntentKeeper:
         return kept
 
     def record(self, members: Members) -> None:
-        """Has an intent written soon, if it is another one."""
+        """Queues the members' intent to be written, if it has changed."""
         wanted, intent = self._wanted, members.intent
         if self.store is not None and (wanted is None or wanted.intent != intent):
             self._wanted = KeptIntent(FORMAT, self._declared, members.version, intent)

@@ -1,7 +1,7 @@
 """The protocol of the controller's sessions: one with each worker, gateway and store.
 
-A link dials until its task is cancelled, so a peer that was cut off comes back. The controller is
-always the client, so no peer needs to know its address.
+A link dials again until its task is cancelled, so a peer that was cut off is reconnected. The
+controller is always the client, so no peer needs to know the controller's address.
 """
 
 import asyncio
@@ -64,8 +64,8 @@ ANSWER_TIMEOUT_S = 2.0
 RETRY_EVERY_S = 1.0
 REPORT_STALE_S = 5.0  # gateways report once a second
 SILENCE_S = 5.0  # a worker or store that sends nothing for this long counts as lost
-GATEWAY_SILENCE_S = 2.0  # shorter: clients wait at a gateway, and losing its session moves nothing
-FIRST_REPORT_S = 3.0  # from the start of a gateway or store to its first report, at most
+GATEWAY_SILENCE_S = 2.0  # shorter, since clients wait and no sequence is moved for it
+FIRST_REPORT_S = 3.0  # longest time from a gateway's or store's start to its first report
 
 
 class _Session(Protocol):
@@ -84,7 +84,7 @@ class _Session(Protocol):
 
     @abstractmethod
     def lost(self, reason: str) -> None:
-        """Notes that the session is over."""
+        """Handles the end of the session."""
         ...
 
 
@@ -130,10 +130,10 @@ class WorkerLink(_Session):
         self._controller_id = controller_id
         self._on_event = on_event
         self._client: SessionClient | None = None
-        self.info: Welcome | None = None  # from its latest handshake
+        self.info: Welcome | None = None  # from the worker's latest handshake
 
     def set_role(self, role: Role) -> None:
-        """Sends a role. If there is no session, the machine sends it in the next one."""
+        """Sends a role. Without a session, the machine sends the role in the next session."""
         if self._client is not None:
             try:
                 self._client.post(encode_frame([SetRole(role)]))
@@ -172,32 +172,32 @@ class WorkerLink(_Session):
 
 
 class StoreLink(_Session):
-    """Sends a store the members and orders, and keeps its latest report."""
+    """Sends members and orders to a store, and keeps the store's latest report."""
 
     def __init__(self, name: str, *, clock: Clock, members: Callable[[], Members | None]) -> None:
-        """`members` returns the present ones."""
+        """`members` returns the present members."""
         self._name = name
         self._clock = clock
         self._members = members
         self._client: SessionClient | None = None
         self.report: StoreReport | None = None
-        self.retired = asyncio.Event()  # the store has said that it is retired
+        self.retired = asyncio.Event()  # set once the store has reported that it is retired
         self._reported_s = 0.0
-        self._due_s = clock.now_s() + FIRST_REPORT_S  # when a report must be there
+        self._due_s = clock.now_s() + FIRST_REPORT_S  # deadline of the next report
 
     @property
     def is_late(self) -> bool:
-        """True if there should be a report by now."""
+        """True if a report is overdue."""
         return self.fresh_report is None and self._clock.now_s() >= self._due_s
 
     @property
     def fresh_report(self) -> StoreReport | None:
-        """The latest report; None if it is too old, or there is no session."""
+        """Returns the latest report; None if it is too old, or without a session."""
         is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
         return None if is_old else self.report
 
     def tell(self, message: Members | DropBlocks | RetireStore) -> bool:
-        """Sends a message. Returns False if there is no session; members are sent again later."""
+        """Sends a message. Returns False without a session. Members are sent again later."""
         if self._client is None:
             return False
         try:
@@ -231,7 +231,7 @@ class StoreLink(_Session):
                     self.retired.set()
 
     def lost(self, reason: str) -> None:
-        """Forgets the report. The store's keeper or launcher starts it again."""
+        """Drops the report. The store's keeper or launcher restarts the store."""
         log.info("the session with %s is over: %s", self._name, reason)
         self._client = None
         self.report = None
@@ -239,7 +239,7 @@ class StoreLink(_Session):
 
 
 class GatewayLink(_Session):
-    """Sends a gateway the members, and keeps its latest report."""
+    """Sends members to a gateway, and keeps the gateway's latest report."""
 
     silence_s = GATEWAY_SILENCE_S
 
@@ -259,14 +259,14 @@ class GatewayLink(_Session):
         self._client: SessionClient | None = None
         self._questions = count()
         self._answers: dict[int, asyncio.Future[RequestList]] = {}
-        self.heard: GatewayWelcome | None = None  # from the latest handshake
+        self.heard: GatewayWelcome | None = None  # from the gateway's latest handshake
         self.report: GatewayReport | None = None
         self._reported_s = 0.0
-        self._due_s = clock.now_s() + FIRST_REPORT_S  # when a report must be there
+        self._due_s = clock.now_s() + FIRST_REPORT_S  # deadline of the next report
 
     @property
     def is_late(self) -> bool:
-        """True if there should be a report by now."""
+        """True if a report is overdue."""
         return self.report is None and self._clock.now_s() >= self._due_s
 
     @property
@@ -276,7 +276,7 @@ class GatewayLink(_Session):
 
     @property
     def fresh_report(self) -> GatewayReport | None:
-        """The latest report; None if it is too old to plan by."""
+        """Returns the latest report; None if it is too old for planning."""
         is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
         return None if is_old else self.report
 
@@ -285,7 +285,7 @@ class GatewayLink(_Session):
         self._post(members)
 
     def tell_news(self, news: PoolNews | ClusterNews) -> None:
-        """Sends news. Without a session they are dropped: the next ones come in a second."""
+        """Sends news. Without a session the news are dropped: the next news follow in a second."""
         self._post(news)
 
     async def requests(self) -> RequestList | None:
@@ -301,7 +301,7 @@ class GatewayLink(_Session):
             del self._answers[question]
 
     async def shake_hands(self, client: SessionClient) -> None:
-        """Asks which members the gateway knows."""
+        """Says hello, and receives the members that the gateway knows."""
         await client.send(encode_control([ControllerHello(CONTROL_VERSION)]))
         frame = await client.receive()
         match decode_from_gateway(frame) if frame is not None else []:
@@ -334,7 +334,7 @@ class GatewayLink(_Session):
                         answer.set_result(message)
 
     def lost(self, reason: str) -> None:
-        """Forgets the report. After the next handshake the members are sent again."""
+        """Drops the report. After the next handshake the members are sent again."""
         log.info("the session with a gateway is over: %s", reason)
         self._client = None
         self.report = None

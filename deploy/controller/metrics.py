@@ -1,11 +1,11 @@
-"""What the controller measures, for Prometheus: pools, services, the planner, and what runs them.
+"""The controller's metrics for Prometheus: pools, services, planner, and the launcher's parts.
 
-Gateways export these families on their own /metrics, as they get them once a second. So a scraper
-needs no admin key, and one target shows the whole deployment. The operator's API has them too, for
-the time when no gateway answers.
+Gateways receive these families once a second and export them on their own /metrics. So a scraper
+needs no admin key, and one target shows the whole deployment. The operator's API also exports them,
+for times in which no gateway answers.
 
-A series exists from the first scrape on, with the value 0: Prometheus sees no increase in a series
-that begins with 1.
+A series exists from the first scrape on, with the value 0. If a series started with 1, Prometheus
+would see no increase.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from router.gateway.metrics.collectors import counter_of
 
 _COSTLY = frozenset(WorkerState) - {
     WorkerState.WAITING
-}  # states in which a worker's place is taken
+}  # states in which a worker occupies its place
 _process = ProcessCollector(namespace="baton_controller", registry=None)
 
 
@@ -38,9 +38,9 @@ def controller_families(
     price_per_hour: float | None,
     stores: Mapping[str, StoreReport | None],
 ) -> Iterator[Metric]:
-    """All that the controller knows. `price_per_hour` is one worker's.
+    """Yields all metrics of the controller. `price_per_hour` is the price of one worker.
 
-    `stores` are the fresh reports of stores of KV; None: there is none at present.
+    `stores` has the fresh report of each store of KV, or None if it has no fresh report.
     """
     yield from _services(machine)
     if machine.stores:
@@ -67,7 +67,7 @@ def controller_families(
 
 
 def _services(machine: PoolMachine) -> Iterator[Metric]:
-    """Workers and gateways by state, and the failures of each."""
+    """Yields workers and gateways by state, and their failures."""
     workers = GaugeMetricFamily(
         "baton_pool_workers", "Workers by state", labels=["version", "role", "state"]
     )
@@ -103,7 +103,7 @@ def _services(machine: PoolMachine) -> Iterator[Metric]:
 
 
 def _stores(machine: PoolMachine, reports: Mapping[str, StoreReport | None]) -> Iterator[Metric]:
-    """The stores by state, and what each said of itself."""
+    """Yields the stores by state, and the metrics in their reports."""
     by_state = GaugeMetricFamily(
         "baton_pool_stores", "Stores of KV by state", labels=["version", "state"]
     )
@@ -141,7 +141,7 @@ def _stores(machine: PoolMachine, reports: Mapping[str, StoreReport | None]) -> 
 
 
 def _tiers(reports: Mapping[str, StoreReport]) -> Iterator[Metric]:
-    """The tiers of each store: how large they are, how full, and whether they work."""
+    """Yields the size, the use and the state of each store's tiers."""
     labels = ["store", "medium"]
     families = {
         name: GaugeMetricFamily(f"baton_store_{name}", text, labels=labels)
@@ -168,7 +168,7 @@ def _tiers(reports: Mapping[str, StoreReport]) -> Iterator[Metric]:
 
 
 def _state(machine: PoolMachine) -> Iterator[Metric]:
-    """The state of the pools as a whole."""
+    """Yields the state of the pools as a whole."""
     for name, text, value in (
         ("settled", "1 if everything is as wanted and no change is under way", machine.is_settled),
         ("max_workers", "The most workers that there can be", machine.limits.max_workers),
@@ -180,7 +180,7 @@ def _state(machine: PoolMachine) -> Iterator[Metric]:
 
 
 def _canary(machine: PoolMachine) -> Iterator[Metric]:
-    """What a version that takes over has served in the present step, beside the others."""
+    """Yields the requests of a version that takes over, and of the others, in the present step."""
     standing = machine.canary
     verdicts = GaugeMetricFamily(
         "baton_canary_verdict",

@@ -1,6 +1,6 @@
-"""The news of the pools that the controller sends to gateways, for people who look at them.
+"""The news of the pools, which the controller sends to gateways for the dashboard and operators.
 
-Pure: a function of the machine, the planner and what is known of processes.
+Pure: a function of the machine, the planner and the answers of started processes.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from engine.control import (
 from engine.messages import WorkerId
 
 MAX_STEPS, MAX_DECISIONS, MAX_WORKERS = 200, 50, 2000
-MAX_TEXT = 500  # characters of a reason
+MAX_TEXT = 500  # most characters of a reason
 
 
 def news_of(  # noqa: PLR0913 - all that the news are about
@@ -78,14 +78,14 @@ def news_of(  # noqa: PLR0913 - all that the news are about
 
 
 def ready_of(worker: PoolWorker, workers: Mapping[WorkerId, WorkerReady]) -> WorkerReady | None:
-    """Returns what the worker's process said of itself; None while it does not run."""
+    """Returns the answer of the worker's process at its start; None while it does not run."""
     return None if worker.address is None else workers.get(worker.worker_id)
 
 
 def worker_fields(
     machine: PoolMachine, worker: PoolWorker, ready: WorkerReady | None
 ) -> dict[str, Any]:
-    """Returns the fields of a `WorkerSummary`. `ready` is what its process said of itself."""
+    """Returns the fields of a `WorkerSummary`. `ready` is the answer of the worker's process."""
     restarts = machine.restarts
     return {
         "worker_id": worker.worker_id,

@@ -1,4 +1,4 @@
-"""All that a controller is started with, and the specs of services that follow from it."""
+"""The parameters of a controller's start, and the specs of services that follow from them."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -15,32 +15,32 @@ from engine.control import FIRST_VERSION, SERVING_ROLES, Intent, Members, Pools,
 from engine.devices.settings import choose_device, gpus_of_worker
 from engine.messages import Role
 
-CORES_FOR_TWO_GATEWAYS = 4  # with fewer, a second gateway takes its time from the workers
-STORE = "store.sqlite"  # beside the directory of siblings
+CORES_FOR_TWO_GATEWAYS = 4  # with fewer cores, a second gateway would slow the workers
+STORE = "store.sqlite"  # a file beside the directory of siblings
 
 
 def gateway_processes(gateway: GatewayConfig, cores: int) -> int:
-    """Returns how many gateways a machine runs: as configured, or as its cores allow."""
+    """Returns the number of gateways of a machine: as configured, or by its number of cores."""
     if gateway.processes is not None:
         return gateway.processes
     return 1 if cores < CORES_FOR_TWO_GATEWAYS else 2
 
 
 class ControllerPlan(msgspec.Struct, frozen=True):
-    """All that a controller is started with. Its JSON starts a controller again."""
+    """The parameters of a controller's start. A successor is started from the plan's JSON."""
 
-    model: str  # as `model_source` reads it
+    model: str  # in a form that `model_source` reads
     config: Config
     pools: Pools  # at the first start; later starts use what the operator ordered
     token: str
-    cores: int  # on the machine where workers run, for their threads
+    cores: int  # cores of the workers' machine, for their threads
     siblings: str | None = None  # a directory, if several gateways share a port
     ports: str | None = None  # a directory where gateways get listening sockets from each other
-    log_folder: str | None = None  # where services keep their lines, as in `WorkerSpec`
-    memory_bytes: int | None = None  # for workers, seen at the start; None: each worker looks
+    log_folder: str | None = None  # folder of log lines, as in `WorkerSpec`
+    memory_bytes: int | None = None  # for workers, measured once; None: each worker measures
     others: tuple[Version, ...] = ()  # the first versions of other models
-    has_gpus: bool = False  # where workers start
-    salts: str | None = None  # the secret of tenants' salts; None: the token
+    has_gpus: bool = False  # True if workers start on machines with GPUs
+    salts: str | None = None  # the secret of tenants' salts; None: the token is used
 
     @property
     def first_versions(self) -> tuple[Version, ...]:
@@ -58,7 +58,7 @@ class ControllerPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_gpus(self) -> float:
-        """Returns the GPUs that each worker takes, of whichever version."""
+        """Returns the number of GPUs of each worker, the same for all versions."""
         pools = self.config.pools
         return max(
             gpus_of_worker(pools, version.device, config.tp * config.pp)
@@ -87,7 +87,7 @@ class ControllerPlan(msgspec.Struct, frozen=True):
     def worker_spec(self, wanted: StartWorker, num_workers: int) -> WorkerSpec:
         """Returns the spec of a worker; `num_workers` share the machine's cores.
 
-        Spares need memory too, but no cores. They hold KV as decode workers do.
+        Spares need memory for KV, like decode workers, but no cores.
         """
         version = wanted.version
         role = Role.DECODE if wanted.role is Role.DRAINED else wanted.role
@@ -130,7 +130,7 @@ class ControllerPlan(msgspec.Struct, frozen=True):
     ) -> GatewaySpec:
         """Returns the spec of a gateway, which shares the ports of `others` if there are any."""
         gateway = self.config.gateway
-        if gateway.store is None and self.siblings is not None:  # else each would keep its own
+        if gateway.store is None and self.siblings is not None:  # else each has its own
             store = Path(self.siblings).with_name(STORE)
             gateway = msgspec.structs.replace(gateway, store=str(store))
         if others:

@@ -1,4 +1,4 @@
-"""Starts and stops of services: each in a task, until its outcome is an event."""
+"""Starts and stops services. Each runs in a task, and its outcome becomes an event."""
 
 import asyncio
 import logging
@@ -42,11 +42,11 @@ from engine.messages import WorkerId
 log = logging.getLogger(__name__)
 
 RETRY_STOP_EVERY_S = 1.0
-RETIRE_TIMEOUT_S = 5.0  # for a store to say that it is retired; it reports once a second
+RETIRE_TIMEOUT_S = 5.0  # longest wait for a store to report that it is retired
 
 
 class PoolServices:
-    """Asks the launcher for starts and ends, and keeps the answer of each running service."""
+    """Orders starts and stops from the launcher, and keeps the answer of each running service."""
 
     machine: PoolMachine  # set before the first effect
 
@@ -68,10 +68,10 @@ class PoolServices:
         self._sessions = sessions
         self._tasks = tasks
         self._handle = handle
-        self._starts: dict[WorkerId, asyncio.Task[None]] = {}  # the latest one of each name
+        self._starts: dict[WorkerId, asyncio.Task[None]] = {}  # the latest start of each name
 
     def adopt(self, found: Mapping[str, ServiceReady]) -> None:
-        """Takes over services that run already."""
+        """Takes over services that are already running."""
         for name, ready in found.items():
             if isinstance(ready, WorkerReady):
                 self.workers[WorkerId(name)] = ready
@@ -81,7 +81,7 @@ class PoolServices:
                 self.gateways[name] = ready
 
     def found(self, gateways: Collection[str]) -> Found | None:
-        """Returns what ran already, with those of the gateways that are still wanted."""
+        """Returns the services that were already running; of the gateways, only wanted ones."""
         members = tuple(
             Member(name, ready.address, ready.version, ready.context_len)
             for name, ready in self.workers.items()
@@ -119,23 +119,23 @@ class PoolServices:
             plan = self._plan.under(self.machine.intent)
             spec = plan.worker_spec(wanted, max(self.machine.intent.most_workers, 1))
             ready = await self._tasks.in_start_thread(self._launcher.start_worker, spec)
-        except Exception as error:  # whatever the reason, the machine tries again
+        except Exception as error:  # the machine tries again after any error
             waits = self._may_have_place_later(error)
             reason = await self._clean_up(worker_id, error, is_final=not waits)
             self._handle(WorkerStartFailed(worker_id, start, reason, waits))
             return
         worker = self.machine.workers.get(worker_id)
         if worker is None or worker.start != start or worker.state is not WorkerState.STARTING:
-            await self._end(worker_id, by_force=True)  # it was stopped while it started
+            await self._end(worker_id, by_force=True)  # the worker was stopped during its start
             return
         self.workers[worker_id] = ready
         self._handle(WorkerStarted(worker_id, start, ready.address, ready.context_len))
         self._sessions.dial_worker(worker_id, ready.address)
 
     async def _stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
-        """Ends a worker and waits for its start: the start may make a process after the end.
+        """Ends a worker and waits for its start, which may make a process even after the end.
 
-        Only then the name is free for another start.
+        Only after that is the name free for another start.
         """
         await self._end(worker_id, by_force=by_force)
         while (start := self._starts.get(worker_id)) is not None and not start.done():
@@ -165,10 +165,10 @@ class PoolServices:
         try:
             spec = self._plan.store_spec(wanted, self.machine.members)
             ready = await self._tasks.in_thread(self._launcher.start_store, spec)
-        except Exception as error:  # as with workers; serving goes on without it
+        except Exception as error:  # as with workers; requests are served without the store
             self._handle(StoreFailed(name, await self._clean_up(name, error, is_final=False)))
             return
-        if name not in self.machine.stores:  # its version was over meanwhile
+        if name not in self.machine.stores:  # its version has ended meanwhile
             await self._end(name, by_force=True)
             return
         self.stores[name] = ready
@@ -189,7 +189,7 @@ class PoolServices:
         self._handle(StoreStopped(name))
 
     async def _end(self, name: str, *, by_force: bool) -> None:
-        """Tries until no process of the service is left."""
+        """Retries until no process of the service is left."""
         while True:
             try:
                 await self._tasks.in_thread(lambda: self._launcher.stop(name, by_force=by_force))
@@ -204,10 +204,10 @@ class PoolServices:
         return isinstance(error, NoPlace) and pools.max_workers is not None
 
     async def _clean_up(self, name: str, error: Exception, *, is_final: bool) -> str:
-        """Ends what a failed start may have left. Returns the reason of the failure."""
+        """Ends processes that a failed start may have left. Returns the reason of the failure."""
         reason, first = str(error) or repr(error), self.first_failure
         if is_final and first is not None and not first.done():
             first.set_result(reason)
-        if not isinstance(error, ConfigError):  # a part of it may still run
+        if not isinstance(error, ConfigError):  # a process may still run
             await self._end(name, by_force=True)
         return reason

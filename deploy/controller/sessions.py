@@ -36,7 +36,7 @@ from engine.net.trust import Secret
 class PoolSessions:
     """Dials workers and gateways, and turns their messages into events.
 
-    Before `begin`, gateways are only asked which members they know.
+    Before `begin`, gateways are only asked for the members that they know.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class PoolSessions:
         self._tasks = tasks
         self._handle = handle
         self._machine: PoolMachine | None = None
-        self._dialling: dict[str, asyncio.Task[None]] = {}  # by worker or gateway
-        self._cluster: ClusterNews | None = None  # the latest that were sent
-        self._informed: set[str] = set()  # gateways that have them
+        self._dialling: dict[str, asyncio.Task[None]] = {}  # by name of the service
+        self._cluster: ClusterNews | None = None  # the latest news that were sent
+        self._informed: set[str] = set()  # gateways that have received `_cluster`
 
     async def adopt(self, gateways: Mapping[str, GatewayReady]) -> Members | None:
-        """Dials gateways that run. Returns the newest members that they know."""
+        """Dials running gateways. Returns the newest members that a gateway knows."""
         waits: list[asyncio.Task[object]] = []
         for name, ready in gateways.items():
             heard = asyncio.Event()
@@ -76,7 +76,7 @@ class PoolSessions:
         return max(members, key=lambda each: each.version, default=None)
 
     def begin(self, machine: PoolMachine) -> None:
-        """Connects gateways to the machine: it gets their events, they get its members."""
+        """Connects gateways to the machine: it gets their events, and they get its members."""
         self._machine = machine
 
     def dial_worker(self, worker_id: WorkerId, address: str) -> None:
@@ -119,7 +119,7 @@ class PoolSessions:
     # ------------------------------------------------------------ to workers and gateways
 
     def set_role(self, worker_id: WorkerId, role: Role) -> None:
-        """Sends a worker its role. If it has no session, the machine sends it again later."""
+        """Sends a role to a worker. Without a session, the machine sends the role again later."""
         if (link := self.links.get(worker_id)) is not None:
             link.set_role(role)
 
@@ -131,7 +131,7 @@ class PoolSessions:
             store.tell(members)
 
     def tell_news(self, news: PoolNews, cluster: ClusterNews) -> None:
-        """Sends news to all gateways, those for people only where they are not known yet."""
+        """Sends `news` to all gateways, and `cluster` to gateways that lack it."""
         is_new, self._cluster = cluster != self._cluster, cluster
         informed = set() if is_new else self._informed
         for name, gateway in self.gateway_links.items():
@@ -143,7 +143,7 @@ class PoolSessions:
     # ------------------------------------------------------------ from workers and gateways
 
     def reports(self, names: Iterable[str]) -> list[GatewayReport | None]:
-        """Returns the fresh report of each gateway; None if it has none."""
+        """Returns the fresh report of each gateway; None for a gateway without one."""
         links = (self.gateway_links.get(name) for name in names)
         return [None if link is None else link.fresh_report for link in links]
 
@@ -156,7 +156,7 @@ class PoolSessions:
         }
 
     def store_reports(self) -> dict[str, StoreReport | None]:
-        """Returns the fresh report of each store; None if it has none."""
+        """Returns the fresh report of each store; None for a store without one."""
         return {name: link.fresh_report for name, link in self.store_links.items()}
 
     def infos(self) -> dict[WorkerId, Welcome]:
@@ -164,7 +164,7 @@ class PoolSessions:
         return {name: link.info for name, link in self.links.items() if link.info is not None}
 
     async def requests(self) -> tuple[int, list[tuple[str, RequestInfo]]]:
-        """Returns how many requests are served, and the oldest of each gateway with its name.
+        """Returns the number of requests in service, and each gateway's oldest ones with its name.
 
         Raises OrderRefused if a gateway does not answer in time.
         """
@@ -200,10 +200,10 @@ class PoolSessions:
         known = None if link.heard is None else link.heard.members
         counts = known is not None and (known.version >= members.version or self._machine.is_guess)
         if known is not None and counts and known != members:
-            self._handle(Overtaken(known))  # which publishes to all gateways
+            self._handle(Overtaken(known))  # the machine then publishes to all gateways
         else:
             link.welcome(members)
-        self._handle(GatewayHeard(name))  # last: after it the intent is no guess any more
+        self._handle(GatewayHeard(name))  # last, since after it the intent counts as certain
 
     def _on_gateway_event(self, event: PoolEvent) -> None:
         """Passes an event to the machine. A session that `hang_up` ended does not count as lost."""
@@ -220,9 +220,9 @@ class PoolSessions:
             task.cancel()
 
     async def _keep(self, address: str, link: WorkerLink | GatewayLink | StoreLink) -> None:
-        """Dials again after each end of the session, and after a bug.
+        """Dials again after each end of the session, and after a bug in this code.
 
-        Otherwise a healthy worker would be stopped for the bug.
+        Otherwise a healthy worker would be stopped because of the bug.
         """
         while True:
             try:

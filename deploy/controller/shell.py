@@ -1,9 +1,9 @@
 """The shell of the pools: sessions, a launcher, and the machine between them.
 
-One asyncio loop, in the process of `baton serve` or in a Ray actor. The controller may
-be killed at any time, and another one goes on. The new one finds workers and gateways through the
-launcher. It asks the gateways for the last members and the operator's intent, and the workers for
-their roles. Requests never wait for the controller.
+The shell runs on one asyncio loop, in the process of `baton serve` or in a Ray actor. The
+controller may be killed at any time, and another controller takes over. The new one finds workers
+and gateways through the launcher. It asks the gateways for the last members and the operator's
+intent, and the workers for their roles. Requests never wait for the controller.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from engine.messages import WorkerId
 from engine.net.trust import Secret
 from router.gateway.metrics.families import encode_metrics
 
-# Each start has deadlines of its own: workers start first, then gateways.
+# Each start has its own deadlines: workers start first, then gateways.
 OPEN_TIMEOUT_S = FETCH_TIMEOUT_S + 3 * READY_TIMEOUT_S
 WATCH_EVERY_S = 1.0
 SETTLE_EVERY_S = 0.05
@@ -68,7 +68,7 @@ class PoolController:
         report: Callable[[str], None],
         store: IntentStore | None = None,
     ) -> None:
-        """`store` keeps what operators order. Without it gateways alone do."""
+        """`store` keeps the operators' orders. Without it, only gateways keep them."""
         self._plan = plan
         self._launcher = launcher
         self._clock = clock
@@ -94,19 +94,19 @@ class PoolController:
         self.workers: Mapping[WorkerId, WorkerReady] = self._services.workers
         self.gateways: Mapping[str, GatewayReady] = self._services.gateways
         self.stores: Mapping[str, StoreReady] = self._services.stores
-        self._health: Mapping[str, bool] = {}  # what the launcher depends on, and if it lives
-        self._asked_for: tuple[int, Pools] | None = None  # room, of this launcher
+        self._health: Mapping[str, bool] = {}  # the launcher's parts: True if alive
+        self._asked_for: tuple[int, Pools] | None = None  # the latest call of `ask_for`
         self._is_closing = False
-        self._is_restored = False  # the pools begin with stored orders
+        self._is_restored = False  # True if the pools started with stored orders
         self._epoch_s = unix_time_s() - clock.now_s()  # the Unix time at which the clock was 0
         self.admin_url = ""  # the operator's API, once it listens
 
     # ------------------------------------------------------------ life
 
     async def open(self) -> None:
-        """Finds what runs and starts the rest. Returns once clients are served.
+        """Finds running services and starts the others. Returns once clients are served.
 
-        Raises ConfigError if a service cannot be started at all on a first start.
+        Raises ConfigError if a service fails to start at the first start of the deployment.
         """
         room = await self._tasks.in_thread(self._find_room, self._plan.config.pools)
         found = await self._tasks.in_thread(self._launcher.running)
@@ -165,13 +165,13 @@ class PoolController:
         return known
 
     async def close(self) -> None:
-        """Ends the sessions. Workers and gateways go on."""
+        """Ends the sessions. Workers and gateways keep running."""
         self._is_closing = True
         await self._tasks.close(HANDSHAKE_TIMEOUT_S)
 
     @property
     def stored_own(self) -> bool:
-        """True if the store has what this controller began with, and no earlier orders."""
+        """True if the stored record is this controller's initial intent, not earlier orders."""
         return self._intents.has_replaced and not self._is_restored
 
     def _limits(self, room: RoomSeen) -> PoolLimits:
@@ -188,7 +188,7 @@ class PoolController:
         )
 
     def _tell_found(self) -> None:
-        """Reports to the machine what ran already, and dials the workers."""
+        """Reports the services that were running to the machine, and dials the workers."""
         if (found := self._services.found(self.machine.gateways)) is not None:
             self._handle(found)
         for name, link in self.sessions.gateway_links.items():
@@ -208,12 +208,12 @@ class PoolController:
                 raise ConfigError(failure.result() + self._hint())
 
     def _hint(self) -> str:
-        """Returns how to start without stored orders, if they are used."""
+        """Returns a hint how to start without stored orders, if stored orders are used."""
         if not self._is_restored:
             return ""
         return f" (with orders stored in {self._intents.store}; remove it to start as declared)"
 
-    # ------------------------------------------------------------ orders and questions
+    # ------------------------------------------------------------ orders and queries
 
     def order(self, order: Order) -> None:
         """Carries out an order. Raises OrderRefused with the reason."""
@@ -223,7 +223,7 @@ class PoolController:
 
     @property
     def config(self) -> Config:
-        """The configuration in force: what operators changed counts more than the start's."""
+        """Returns the configuration in force: operators' changes override the start's settings."""
         return self._plan.under(self.machine.intent).config
 
     def device_of(self, worker: WorkerConfig) -> DeviceKind:
@@ -249,7 +249,7 @@ class PoolController:
         return await self._tasks.in_thread(self._launcher.read_logs, folder, query)
 
     def metrics(self) -> list[Metric]:
-        """Returns all that is measured here, as it is now."""
+        """Returns the present values of all metrics."""
         return list(
             controller_families(
                 self.machine,
@@ -263,7 +263,7 @@ class PoolController:
 
     @property
     def url(self) -> str:
-        """Returns where clients send requests; empty before the first gateway has started."""
+        """Returns the URL for clients; empty before the first gateway has started."""
         return next((ready.url for ready in self.gateways.values()), "")
 
     # ------------------------------------------------------------ events and effects
@@ -289,7 +289,7 @@ class PoolController:
     # ------------------------------------------------------------ time and room
 
     async def _watch(self) -> None:
-        """Looks every second for services that ended, and lets time pass. Survives any bug."""
+        """Checks for ended services and sends a tick every second. Survives any bug."""
         while True:
             await pause(WATCH_EVERY_S)
             try:
@@ -302,15 +302,15 @@ class PoolController:
                 self._tasks.record_bug(error)
 
     async def _watch_room(self) -> None:
-        """Asks for nodes, and looks for nodes that come and go.
+        """Asks for nodes, and watches for nodes that join or leave.
 
-        A cluster may give no answer for long. Only this task waits for it.
+        A cluster may take long to answer. Only this task waits for the answer.
         """
         while True:
             await pause(WATCH_EVERY_S)
             try:
                 workers = self.machine.workers
-                # Before all found workers have told their roles, no place may be given up.
+                # No place may be given up before all found workers have reported their roles.
                 if all(worker.target is not None for worker in workers.values()):
                     names = [str(worker_id) for worker_id in workers]
                     await self._tasks.in_thread(self._launcher.keep_places, names)
@@ -325,7 +325,7 @@ class PoolController:
                 self._tasks.record_bug(error)
 
     async def _tell_news(self) -> None:
-        """Sends all gateways the metrics, and news for people, every second. Survives any bug."""
+        """Sends metrics and news to all gateways every second. Survives any bug."""
         while True:
             try:
                 self._health = await self._tasks.in_thread(self._launcher.health)
@@ -350,7 +350,7 @@ class PoolController:
         )
 
     def _find_room(self, pools: PoolsConfig) -> RoomSeen:
-        """Returns the configured limit, or the launcher's."""
+        """Returns the configured limit of workers, or the launcher's."""
         if pools.max_workers is not None:
             return RoomSeen(pools.max_workers, MAX_WORKERS)
         num_gpus = self._plan.num_gpus
@@ -358,7 +358,7 @@ class PoolController:
         return RoomSeen(room, f"{self._launcher.scarce(num_gpus)} ({MAX_WORKERS})")
 
     async def _ask_for_room(self) -> None:
-        """Asks the launcher for nodes if the planner's wish has changed."""
+        """Asks the launcher for nodes if the planner's wanted number has changed."""
         if self.planning.room_for is None:
             return
         wanted = self.planning.room_for, self.machine.intent.all_pools

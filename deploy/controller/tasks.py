@@ -1,4 +1,4 @@
-"""Tasks and threads of the controller. A bug in one does not end the others."""
+"""Tasks and threads of the controller. A bug in one task does not end the others."""
 
 import asyncio
 import logging
@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
-MAX_THREADS = 64  # calls of the launcher at once, each over in minutes
-MAX_STARTS = 256  # starts of workers at once; each may take hours if it fetches a model
+MAX_THREADS = 64  # concurrent calls of the launcher, each at most minutes long
+MAX_STARTS = 256  # concurrent starts of workers; a start with a fetch may take hours
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ class ControllerTasks:
         self.num_bugs = 0
         self._report = report
         self._tasks: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(MAX_THREADS, "launch")  # threads start when used
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "launch")  # threads are started on demand
         self._start_threads = ThreadPoolExecutor(MAX_STARTS, "start")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -32,12 +32,12 @@ class ControllerTasks:
         return task
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Returns the result of a blocking call. Starts of workers do not delay it."""
+        """Returns the result of a blocking call, which starts of workers do not delay."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, _called, function, *arguments)
 
     async def in_start_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Returns the result of a worker's start."""
+        """Returns the result of a worker's start, run in the threads for starts."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._start_threads, _called, function, *arguments)
 
@@ -48,7 +48,7 @@ class ControllerTasks:
         self._report(f"the controller has a bug: {error!r}")
 
     async def close(self, timeout_s: float) -> None:
-        """Cancels all tasks and waits for them. Threads end by themselves."""
+        """Cancels all tasks and waits for their ends. Threads end by themselves."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -64,7 +64,7 @@ class ControllerTasks:
 
 
 def _called(function: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function. SystemExit becomes RuntimeError, as it would end the loop of all tasks."""
+    """Calls a function. Turns SystemExit, which would end the event loop, into RuntimeError."""
     try:
         return function(*arguments)
     except SystemExit as error:
@@ -72,5 +72,5 @@ def _called(function: Callable[..., T], *arguments: Any) -> T:
 
 
 async def pause(seconds: float) -> None:
-    """Waits, without any work."""
+    """Waits for `seconds`."""
     await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=seconds)

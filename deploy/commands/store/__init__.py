@@ -1,1 +1,1 @@
-"""`baton store`: what the stores of KV hold, and the orders for them."""
+"""`baton store`: the contents of the stores of KV, and orders to the stores."""

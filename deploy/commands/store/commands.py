@@ -32,7 +32,7 @@ store_app = typer.Typer(help="Stores of KV, which keep prefixes beyond their wor
 
 
 class WarmAnswer(msgspec.Struct, frozen=True):
-    """What `baton store warm` tells programs."""
+    """The JSON answer of `baton store warm`."""
 
     computed: WarmedPrompts
     kept: list[KeptTokens]
@@ -91,7 +91,7 @@ def warm_command(  # noqa: PLR0913 - a command's options
     Status 1 if a prompt failed, or the stores are not done in time.
     """
     timeout_s = parse_seconds(timeout)
-    num_prompts = sum(1 for _ in read_prompts(file))  # a wrong line is found before any is sent
+    num_prompts = sum(1 for _ in read_prompts(file))  # finds invalid lines before sending
     if not num_prompts:
         raise ConfigError(f"{file} has no prompt")
     if not client.stores():

@@ -25,7 +25,7 @@ class WarmPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def path(self) -> str:
-        """The endpoint that takes it."""
+        """The path of the endpoint for this prompt."""
         return "/v1/completions" if self.messages is None else "/v1/chat/completions"
 
     def body(self, model: str) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class WarmPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_prompts(path: Path) -> Iterator[WarmPrompt]:
-    """Yields the prompts of a file; empty lines are left out. Raises ConfigError with the line."""
+    """Yields the prompts of a file; empty lines are skipped. Raises ConfigError with the line."""
     decoder = msgspec.json.Decoder(WarmPrompt)
     try:
         with path.open("rb") as file:

@@ -9,15 +9,15 @@ from rich.table import Table
 from deploy.admin.schema import StoreInfo, StoreTier
 from deploy.commands.views import table_of
 
-NUM_PREFIXES = 5  # for each store
-ROOT_CHARS = 12  # characters of a prefix's hash
+NUM_PREFIXES = 5  # shown prefixes of each store
+ROOT_CHARS = 12  # shown characters of a prefix's hash
 GIB, MIB = 2**30, 2**20
 _COUNTS = ("taken_blocks", "dropped_blocks", "written_blocks", "loaded_blocks", "evicted_blocks")
 _FAULTS = ("failed_loads", "failed_writes", "dropped_writes", "fallbacks")
 
 
 def stores_view(stores: Sequence[StoreInfo]) -> Group | Table:
-    """Returns a row for each tier, then what each store has done, and its top prefixes."""
+    """Returns a row for each tier, then the counters and the top prefixes of each store."""
     texts = ("store", "version", "node", "state", "tier")
     table = table_of("stores", texts, ("blocks", "size", "full", "hits"))
     for store in stores:
@@ -33,12 +33,12 @@ def stores_view(stores: Sequence[StoreInfo]) -> Group | Table:
 
 
 def size_text(num_bytes: float) -> str:
-    """Returns a size for people, in MiB or GiB."""
+    """Returns a size as text in MiB or GiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def totals_of(counters: Mapping[str, float]) -> dict[str, float]:
-    """Returns the counts by name, without tiers and reasons."""
+    """Returns the sums of the counters by name, over tiers and reasons."""
     totals: dict[str, float] = {}
     for key, number in counters.items():
         name = key.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Has prompts computed, and waits until the stores have taken in their blocks."""
+"""Sends prompts to be computed, and waits until the stores have pulled their blocks."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,19 +15,19 @@ from deploy.commands.store.prompts import WarmPrompt
 from engine.clock import Clock
 
 POLL_EVERY_S = 0.5
-QUIET_S = 3.0  # stores report once a second: so long nothing may be new, and nothing taken
-MAX_ERRORS = 5  # that are told
+QUIET_S = 3.0  # time without new and without pulled blocks; stores report every second
+MAX_ERRORS = 5  # reported errors
 
 Pause = Callable[[float], object]
 
 
 class WarmedPrompts(msgspec.Struct, frozen=True):
-    """What was computed. `errors` are the first ones."""
+    """The counts of computed prompts. `errors` are the first errors."""
 
     num_prompts: int
     num_failed: int
     prompt_tokens: int
-    cached_tokens: int  # found in caches
+    cached_tokens: int  # tokens that were found in caches
     errors: list[str]
 
 
@@ -39,7 +39,7 @@ class KeptTokens(msgspec.Struct, frozen=True):
 
 
 class _Tally:
-    """What has been computed so far. Shared by threads."""
+    """The counts so far. Shared by threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class _Tally:
 def compute(
     client: httpx.Client, prompts: Iterable[WarmPrompt], *, model: str, num_at_once: int
 ) -> WarmedPrompts:
-    """Sends each prompt as a request for one token, `at_once` together. Failures are counted."""
+    """Sends each prompt as a request for one token, `num_at_once` at a time. Counts failures."""
     left, lock, tally = iter(prompts), threading.Lock(), _Tally()
     is_over = threading.Event()
 
@@ -106,9 +106,9 @@ def _ask(client: httpx.Client, prompt: WarmPrompt, model: str, tally: _Tally) ->
 def until_taken(
     ask: Callable[[], Sequence[StoreInfo]], *, clock: Clock, pause: Pause, timeout_s: float
 ) -> Sequence[StoreInfo]:
-    """Waits until no store has anything new to take, and none has taken anything for a moment.
+    """Waits until no store has new blocks to pull, and no store has pulled blocks for `QUIET_S`.
 
-    Raises AdminError if that is not so in time, or no store is left.
+    Raises AdminError if the stores do not become quiet in time, or no store is left.
     """
     begun_s = quiet_s = clock.now_s()
     before: object = None
@@ -129,7 +129,7 @@ def until_taken(
 
 
 def kept_by(stores: Sequence[StoreInfo]) -> list[KeptTokens]:
-    """Returns how many tokens the tiers of each store hold now."""
+    """Returns the number of tokens in each tier of each store."""
     return [
         KeptTokens(
             each.name, {tier.medium: tier.num_blocks * each.block_size for tier in each.tiers}
