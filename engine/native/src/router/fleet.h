@@ -1,8 +1,8 @@
-// Each worker's load, and the place of the next request: one call decides and reserves. The rule is
-// that of router/policies/slo.py, which explains it.
+// Keeps each worker's load, and places requests: one call decides and reserves. The rule is the one
+// explained in router/policies/slo.py.
 //
-// Arrays are by slot and in chunks of 64, each with a lower bound of its minimum. A chunk that cannot
-// hold the answer is skipped.
+// Arrays are indexed by slot, in chunks of 64, each with a lower bound of its minimum. A chunk
+// whose bound excludes the best worker is skipped.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
 constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
 
-// Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
+// Costs of a class of workers, in seconds: n tokens, p of them cached; k blocks; b sequences.
 struct Costs {
   double prefill, prefill_per_token, prefill_per_square;  // A + B(n-p) + C(n²-p²)
   double decode, decode_per_seq, decode_per_token;        // D + E·b + F·kv
@@ -34,9 +34,9 @@ struct Costs {
   }
 };
 
-// What workers have in common beside costs. Workers of one group hold the same blocks for the same
-// prompt; a worker that pulls may take them from others of its group. A fluid worker has one role, and
-// also takes whole requests: prompts may make its steps `stretch` times as long.
+// Properties that workers share beside costs. Workers of one group hold the same blocks for the
+// same prompt; a worker that pulls may pull them from others of its group. A fluid worker has one
+// role, but also takes whole requests: prompts may make its steps `stretch` times as long.
 struct Kind {
   int32_t costs, group;
   int32_t prefills, decodes, pulls, is_fluid;
@@ -51,15 +51,15 @@ struct Rule {
 };
 
 struct Request {
-  int64_t num_tokens;    // to prefill
-  int64_t final_tokens;  // predicted for the end of the answer, prompt included
-  int64_t max_tokens;    // longest possible sequence
+  int64_t num_tokens;    // number of tokens to prefill
+  int64_t final_tokens;  // predicted final length, prompt included
+  int64_t max_tokens;    // maximum length of the sequence
   double now_s;
   double tpot_bound_s, wait_bound_s;  // infinite: no bound
-  double offer_s;                     // longest wait for a computing worker's offer of a prefix
-  double queued;                      // other requests that wait, for each worker that prefills
-  double queued_s;                    // that these are predicted to take
-  double busy;                        // share of its time that prompts lately took
+  double offer_s;                     // maximum wait for the offer of a worker that computes
+  double queued;                      // other waiting requests, per worker that prefills
+  double queued_s;                    // predicted seconds of these, per worker that prefills
+  double busy;                        // share of time lately spent on prompts
   int64_t may_pull;
 };
 
@@ -68,20 +68,20 @@ enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
 struct Decision {
   int32_t status, prefill, decode, source;
   int32_t matched_blocks, pulled_blocks;  // cached there, and to be pulled from the source
-  int32_t medium;                         // of the source: 0 for memory
-  double wait_s, ttft_s, tpot_s;  // wait_s: until the first prefill worker is ready, if none is
-  double load_s;                  // until the source has read what it lacks in memory
-  double slowdown;                // so many times as long as alone the prompt takes
+  int32_t medium;                         // medium of the source; 0: memory
+  double wait_s, ttft_s, tpot_s;  // wait_s: until the prefill worker, or the first, is ready
+  double load_s;                  // until the source has read the blocks missing in its memory
+  double slowdown;                // factor by which decoding there slows the prompt down
 };
 
-// The work that is assigned to a worker.
+// The work of a worker.
 struct Load {
-  double ready_at_s = 0;  // when all its prompts are computed
-  double behind_s = 0;    // lower bound, from now: prompts behind the first
-  int64_t running = 0;    // sequences that decode, or will
-  int64_t tokens = 0;     // of their contexts, half-way through their growth
-  int64_t blocks = 0;     // of their contexts at their ends
-  int64_t decoding = 0;   // of `running`, those that decode already
+  double ready_at_s = 0;  // time at which all its prompts are computed
+  double behind_s = 0;    // lower bound from now: prompts after the first
+  int64_t running = 0;    // sequences that decode or will decode
+  int64_t tokens = 0;     // context tokens, half-way through the growth
+  int64_t blocks = 0;     // KV blocks at the predicted ends
+  int64_t decoding = 0;   // number of `running` that decode already
   int64_t decoding_tokens = 0;
 };
 
@@ -95,8 +95,8 @@ struct Worker {
   Load load;
 };
 
-// Keeps blocks for others, and computes nothing: it is no worker here. The index knows it by a slot
-// for each medium, of which the first names it.
+// A store keeps blocks for workers and computes nothing, so it is not a worker here. The index has
+// a slot for each of its media; the slot of the first medium identifies the store.
 struct Store {
   int32_t group;
   int32_t slots[kMedia];
@@ -136,8 +136,8 @@ struct Choice {
   }
 };
 
-// The most blocks of the present prompt that can be pulled from one medium, and the least time in
-// which a holder of so many offers them and has read them.
+// The maximum number of blocks of the present prompt that can be pulled from one medium. Also the
+// minimum time in which a holder of that many blocks offers and reads them.
 struct Best {
   uint32_t depth = 0;
   double answers_s = 0, load_s = 0;
@@ -149,8 +149,8 @@ struct Group {
   Best best[kMedia];
 };
 
-// A store, with what it holds of the present prompt. If a faster medium has as much, a medium counts
-// as empty.
+// A store, with the blocks of the present prompt on each medium. A medium counts as empty if a
+// faster medium has as many.
 struct Shelves {
   Store store{};
   bool is_live = false;
@@ -178,7 +178,7 @@ class Fleet {
     }
   }
 
-  // Its number; none if there are too many.
+  // The number of the kind; none if there are too many kinds.
   int32_t add_kind(const Kind& kind) {
     if (kinds_.size() == kMaxKinds) return kNone;
     kinds_.push_back(kind);
@@ -275,7 +275,7 @@ class Fleet {
       return;
     }
     if (should_wait(decision, prefill)) return;
-    if (kind_at(prefill.slot).decodes) {  // it decodes what it prefills
+    if (kind_at(prefill.slot).decodes) {  // a mixed worker decodes what it prefills
       decode.slot = prefill.slot;
       decode.cost = tpot_s(prefill.slot);
     } else if (gains_if_lent(prefill.slot, decode)) {
@@ -317,31 +317,31 @@ class Fleet {
   // By slot, in whole chunks.
   std::vector<double> ready_at_;  // of prefill workers; infinite: not a prefill worker
   std::vector<double> behind_;
-  std::vector<double> tpot_;            // of the present batch; infinite: it takes no sequence
+  std::vector<double> tpot_;            // with the present batch; infinite: takes no sequence
   std::vector<int64_t> room_;           // blocks
-  std::vector<double> local_ready_at_;  // of fluid decode workers; infinite: it is none
+  std::vector<double> local_ready_at_;  // of fluid decode workers; infinite: another worker
   std::vector<uint8_t> kind_of_;
   // By chunk.
   std::vector<double> least_ready_at_, least_tpot_, least_local_ready_at_;
-  std::vector<int32_t> kind_in_;  // kind of all workers of the chunk; none: they differ
+  std::vector<int32_t> kind_in_;  // kind of all workers in the chunk; none: they differ
   std::vector<uint64_t> mixed_, locals_, rest_;
   std::vector<uint64_t> lenders_;  // prefill workers that decode
   std::vector<Group> groups_;
   std::vector<Shelves> shelves_;
-  std::vector<int32_t> shelves_at_;    // by slot: the number of its store
-  std::vector<uint64_t> store_slots_;  // the same as bits
+  std::vector<int32_t> shelves_at_;    // by slot: index of its store
+  std::vector<uint64_t> store_slots_;  // the slots of stores as bits
   size_t num_stores_ = 0;
-  // Of the present decision.
-  std::vector<int32_t> found_;  // stores that hold some of the prompt
-  int num_media_ = 1;           // without stores only memory
+  // State of the present decision.
+  std::vector<int32_t> found_;  // stores that hold blocks of the prompt
+  int num_media_ = 1;           // without stores there is only memory
   const Request* request_ = nullptr;
   int64_t need_blocks_ = 0;
   double wait_bound_s_ = 0;
   Match match_;
-  double added_[kMaxKinds] = {};  // by kind: the request's addition to a worker's TPOT
-  bool spares_ = true;            // mixed workers that decode are not delayed for too long
+  double added_[kMaxKinds] = {};  // by kind: seconds that the request adds to the TPOT
+  bool spares_ = true;            // leaves out mixed workers that would be delayed too long
   bool lends_ = false;            // no decode worker could take the request
-  int64_t num_spared_ = 0;        // workers not taken for that reason
+  int64_t num_spared_ = 0;        // workers left out for that reason
 
   size_t num_chunks() const { return least_ready_at_.size(); }
 
@@ -389,7 +389,7 @@ class Fleet {
     kind_in_[chunk] = found;
   }
 
-  // What joins the figures of a chunk's workers.
+  // Combines the figures of a chunk's workers.
   void load_added(size_t chunk, double* added) const {
     const int32_t kind = kind_in_[chunk];
     if (kind != kNone) return void(std::fill_n(added, kChunk, added_[kind]));
@@ -418,19 +418,19 @@ class Fleet {
     return pace_s(slot);
   }
 
-  // The slowdown, and without a bound on their pace the sequences that wait for the prompt.
+  // The slowdown; without a TPOT bound, plus the number of sequences that wait for the prompt.
   double weight(Slot slot) const {
     const bool delays = kind_at(slot).is_fluid && request_->tpot_bound_s == kInf;
     return slowdown(slot) + (delays ? static_cast<double>(workers_[slot].load.decoding) : 0);
   }
 
-  // A step of all that decodes there, or will.
+  // Seconds of a step of all sequences that decode or will decode there.
   double pace_s(Slot slot) const {
     const Load& load = workers_[slot].load;
     return step_s(slot, load.running, load.tokens);
   }
 
-  // A step of what decodes there now.
+  // Seconds of a step of the sequences that decode there now.
   double present_step_s(Slot slot) const {
     const Load& load = workers_[slot].load;
     return load.decoding == 0 ? 0 : step_s(slot, load.decoding, load.decoding_tokens);
@@ -442,7 +442,7 @@ class Fleet {
            costs.decode_per_token * static_cast<double>(tokens);
   }
 
-  // How many times as long a prompt takes, because of what decodes beside it.
+  // The factor by which decoding on the worker lengthens a prompt.
   double slowdown(Slot slot) const {
     const Kind& kind = kind_at(slot);
     const double pace = present_step_s(slot);
@@ -490,7 +490,7 @@ class Fleet {
 
   int64_t blocks_for(int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
 
-  // Holds until Python reports the worker's new load.
+  // Reserves until Python reports the worker's new load.
   void reserve(const Decision& decision, double work_s) {
     Load& prefill = workers_[decision.prefill].load;
     const bool is_idle = prefill.ready_at_s <= request_->now_s && prefill.behind_s == 0;
@@ -531,27 +531,27 @@ class Fleet {
   // Context tokens that the request adds, half-way through its growth.
   int64_t context_tokens() const { return (request_->num_tokens + request_->final_tokens) / 2; }
 
-  // By which the request makes a step longer.
+  // Seconds by which the request lengthens a step.
   double added_s(const Costs& costs) const {
     return costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens());
   }
 
   double tpot_s(Slot slot) const { return tpot_[slot] + added_s(costs_[kind_at(slot).costs]); }
 
-  // The same of a prefill worker that would decode.
+  // Seconds per token if a prefill worker decoded the request.
   double lent_tpot_s(Slot slot) const {
     return pace_s(slot) + added_s(costs_[kind_at(slot).costs]);
   }
 
-  // The time per token after joining, with what this costs the sequences there. With a bound on
-  // their pace it costs them nothing that counts.
+  // The seconds per token after joining, plus the slowdown of the sequences there. With a TPOT
+  // bound their slowdown is not counted.
   double token_price_s(Slot slot, double tpot) const {
     if (request_->tpot_bound_s < kInf) return tpot;
     const auto running = static_cast<double>(workers_[slot].load.running);
     return tpot + running * added_s(costs_[kind_at(slot).costs]);
   }
 
-  // Whether all of an answer comes sooner where its prompt is computed.
+  // True if the whole answer comes sooner from the worker that computes the prompt.
   bool gains_if_lent(Slot slot, const Choice& decode) const {
     if (!may_be_lent(slot)) return false;
     const double tpot = lent_tpot_s(slot);
@@ -563,8 +563,8 @@ class Fleet {
     return (there - here) * tokens_to_come() > loss;
   }
 
-  // For how many of its steps a token counts there, with what prompts come. Without a bound these
-  // take `slowdown` times as long, and those behind them wait.
+  // The factor on a step's price there, given the expected prompts. Without a TPOT bound, prompts
+  // take `slowdown` times as long, and the prompts behind them wait.
   double lend_ratio(double slowdown) const {
     const double busy = request_->busy, idle = 1 - busy;
     if (idle <= 0) return kInf;
@@ -572,7 +572,7 @@ class Fleet {
     return rule_.lend_ratio / idle * (1 + rule_.prompt_weight * slowed);
   }
 
-  // Whether a prefill worker has room to decode the request, and keeps the bound.
+  // True if a prefill worker has room to decode the request, and keeps the TPOT bound.
   bool may_be_lent(Slot slot) const {
     const Kind& kind = kind_at(slot);
     const Load& load = workers_[slot].load;
@@ -583,7 +583,7 @@ class Fleet {
     return tpot > 0 && is_kept(tpot);
   }
 
-  // Seconds of prompts that a worker does not compute while it decodes this; infinite if it may not.
+  // Prompt seconds that a worker loses by decoding the request; infinite if it may not decode.
   double delay_s(Slot slot) const {
     if (!may_be_lent(slot)) return kInf;
     const Costs& costs = costs_[kind_at(slot).costs];
@@ -591,12 +591,12 @@ class Fleet {
     return (begun + added_s(costs)) * (request_->busy * tokens_to_come());
   }
 
-  // By which one of equal lenders is chosen: the fullest while prompts come, or else the quickest.
+  // Breaks ties among lenders: prefers the fullest while prompts come, or else the quickest.
   double preference(Slot slot) const {
     return request_->busy > 0 ? lent_tpot_s(slot) : -lent_tpot_s(slot);
   }
 
-  // The prefill worker that loses least by decoding the request.
+  // Chooses the prefill worker that loses least by decoding the request.
   Choice choose_lender() {
     Choice choice;
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
@@ -615,8 +615,8 @@ class Fleet {
     return static_cast<double>(std::max<int64_t>(tokens, 1));
   }
 
-  // Whether a prompt, rather than be slowed down by what a prefill worker decodes, waits for another
-  // worker. The time that it would take there brings those behind it in the queue forward.
+  // True if the prompt should wait for another worker, because decoding on this one slows it down.
+  // The time that it would take here is a gain for the prompts behind it in the queue.
   bool should_wait(Decision& decision, const Choice& prefill) {
     const Kind& kind = kind_at(prefill.slot);
     if (kind.decodes || slowdown(prefill.slot) <= 1) return false;
@@ -632,13 +632,13 @@ class Fleet {
     return true;
   }
 
-  // No decode worker has room, or none keeps the bound.
+  // Records why the request is refused: no decode worker has room, or none keeps the TPOT bound.
   void refuse(Decision& decision, const Choice& decode) const {
     decision.status = decode.cost == kInf ? kNoRoom : kTooSlow;
     if (decode.cost < kInf) decision.wait_s = has_open_local() ? 0 : soonest_s();
   }
 
-  // Whether the bound is kept. It means nothing if no token follows the first one.
+  // True if the TPOT bound is kept, or if no token can follow the first one.
   bool is_kept(double tpot) const {
     return tpot <= request_->tpot_bound_s || request_->max_tokens <= request_->num_tokens + 1;
   }
@@ -654,19 +654,19 @@ class Fleet {
     return std::max(load.ready_at_s - request_->now_s, load.behind_s);
   }
 
-  // Whether a worker has memory for the prompt, or for the whole answer if it also decodes it.
+  // True if a worker has memory for the prompt, or for the whole answer if it also decodes.
   bool could_prefill(const Kind& kind) const {
     const int64_t tokens = kind.decodes ? request_->max_tokens : request_->num_tokens;
     return blocks_for(tokens) <= kind.num_blocks;
   }
 
-  // Whether sequences that decode there would wait too long for so much work.
+  // True if the sequences that decode there would wait too long for `work_s` of prompts.
   bool is_in_the_way(Slot slot, double work_s) const {
     return workers_[slot].load.running > 0 && tpot_[slot] + work_s > request_->tpot_bound_s;
   }
 
-  // Time from ready to the first token, with so many blocks cached. `medium`: that from which more
-  // are pulled, or none.
+  // Seconds to the first token once the worker is ready, with `depth` blocks cached. `medium` is
+  // set to the medium from which further blocks are pulled, or to none.
   double work_s(const Kind& kind, uint32_t depth, int32_t* medium) const {
     const Costs& costs = costs_[kind.costs];
     const auto n = static_cast<double>(request_->num_tokens);
@@ -691,7 +691,7 @@ class Fleet {
     return work_s(kind, depth, &medium);
   }
 
-  // Offers workers by what they hold of the prompt, one by one or all of the same depth at once.
+  // Offers workers by their cached blocks of the prompt: singly, or all of equal depth at once.
   template <class One, class All>
   void offer_by_depth(One one, All all) {
     const std::vector<uint64_t>* rest = nullptr;
@@ -701,7 +701,7 @@ class Fleet {
     all(rest, 0);
   }
 
-  // With `spares`, leaves out mixed workers whose sequences it would delay.
+  // With `spares`, leaves out mixed workers whose sequences the prompt would delay.
   Choice choose_prefill(bool spares = true) {
     spares_ = spares;
     num_spared_ = 0;
@@ -711,7 +711,7 @@ class Fleet {
     return choice;
   }
 
-  // A fluid decode worker that prefills by itself, sooner than `limit`.
+  // Chooses a fluid decode worker that prefills locally, sooner than `limit`.
   Choice choose_local(double limit) {
     Choice choice;
     choice.cost = limit;
@@ -721,7 +721,7 @@ class Fleet {
     return choice;
   }
 
-  // Like `offer_all`. What decodes there makes it only worse than the bound of a chunk.
+  // Like `offer_all`. Decoding there only makes a worker worse than its chunk's bound.
   void offer_locals(const std::vector<uint64_t>* bits, uint32_t depth, Choice& choice) {
     double least_added = kInf;
     for (const Kind& kind : kinds_) {
@@ -749,17 +749,17 @@ class Fleet {
     const double wait = wait_s(held.slot);
     if (!could_prefill(kind) || wait > wait_bound_s_ || !can_decode(held.slot)) return;
     const double cost = wait + work_s(kind, held.depth) * weight(held.slot);
-    if (choice.ties == 0 && cost >= choice.cost) return;  // as good as the limit
+    if (choice.ties == 0 && cost >= choice.cost) return;  // no better than the limit
     choice.offer(cost, held.slot, held.depth, random_);
   }
 
-  // Whether a local prefill is better than to wait, for this request and those behind it in the queue.
+  // True if local prefill beats waiting, for this request and those behind it in the queue.
   bool is_quicker(const Choice& local, double without) const {
     const double work = work_s(kind_at(local.slot), local.depth);
     return local.cost - request_->queued * work < without;
   }
 
-  // The price of a prompt that waits for a prefill worker, while none has time; infinite if one has.
+  // The price of waiting for a prefill worker while all are busy; infinite if one has time.
   double without(int64_t num_spared) {
     if (num_spared > 0 || has_open_prefill()) return kInf;
     wait_bound_s_ = kInf;
@@ -768,7 +768,7 @@ class Fleet {
     return cost;
   }
 
-  // Whether a prefill worker has time for the request, and a mixed one also room.
+  // True if a prefill worker has time for the request; a mixed worker must also have room.
   bool has_open_prefill() const {
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
       if (ready_at_[slot] == kInf || wait_s(slot) > wait_bound_s_) continue;
@@ -778,7 +778,7 @@ class Fleet {
     return false;
   }
 
-  // The index may know others.
+  // True for the slot of a worker here; the index may have other slots.
   bool is_known(Slot slot) const { return slot < workers_.size() && workers_[slot].kind != kNone; }
 
   void find_best() {
@@ -804,8 +804,8 @@ class Fleet {
     if (!request_->may_pull) num_media_ = 0;
   }
 
-  // Finds what stores hold, and lets groups know of what is better than what they have. A store
-  // answers at once.
+  // Finds the blocks that stores hold, and updates the best holders of each group. A store answers
+  // at once.
   void find_stores() {
     for (const int32_t number : found_) std::fill_n(shelves_[number].depth, kMedia, 0u);
     found_.clear();
@@ -846,7 +846,7 @@ class Fleet {
     }
   }
 
-  // A store reads its lower media at the same time, each for what the faster ones lack.
+  // A store reads its lower media in parallel, each for the blocks missing on faster media.
   static void price_loads(Shelves& shelves) {
     uint32_t above = shelves.depth[0];
     double load_s = shelves.load_s[0] = 0;
@@ -873,7 +873,7 @@ class Fleet {
     return soonest;
   }
 
-  // Visits the workers of the group that hold most in memory, until told to stop.
+  // Visits the group's workers that hold most in memory, until `visit` returns false.
   template <class Visit>
   void each_holder(const Group& group, Visit visit) const {
     const uint32_t depth = group.best[0].depth;
@@ -916,7 +916,7 @@ class Fleet {
     choice.offer(wait + work * weight(slot) + delay, slot, held.depth, random_);
   }
 
-  // Whether a mixed worker could not decode the request, or should not be delayed by it.
+  // True if a mixed worker could not decode the request, or would be delayed too long.
   bool is_unable(Slot slot, double work) {
     if (!can_decode(slot)) return true;
     if (!spares_ || !is_in_the_way(slot, work)) return false;
@@ -924,7 +924,7 @@ class Fleet {
     return true;
   }
 
-  // The workers with these bits, or all, hold so many blocks each.
+  // Offers the workers with these bits, or all workers; each holds `depth` blocks.
   void offer_all(const std::vector<uint64_t>* bits, uint32_t depth, Choice& choice) {
     double least_added = kInf;
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
@@ -964,7 +964,7 @@ class Fleet {
     });
   }
 
-  // Mixed workers that must not be taken.
+  // Mixed workers that must not be chosen, as bits.
   uint64_t unable(size_t chunk) {
     uint64_t found = 0;
     for (uint64_t rest = mixed_[chunk]; rest; rest &= rest - 1) {
@@ -975,7 +975,7 @@ class Fleet {
     return found;
   }
 
-  // Whether a decode worker that may prefill has room.
+  // True if a decode worker that may prefill has room.
   bool has_open_local() const {
     for (size_t i = 0; i < locals_.size(); ++i) {
       for (uint64_t rest = locals_[i]; rest; rest &= rest - 1) {
@@ -985,7 +985,7 @@ class Fleet {
     return false;
   }
 
-  // Time until a worker has little enough work; infinite if there is none.
+  // Seconds until a worker's backlog is within the bound; infinite if there is no worker.
   double soonest_s() const {
     double soonest = kInf;
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
@@ -999,9 +999,9 @@ class Fleet {
 
   // ------------------------------------------------------------------ both
 
-  // Visits chunks by their lower bounds, lowest first, until no other can hold a cheaper worker. Among
-  // equal bounds it starts at a random chunk, so that ties are spread. A bound below the floor counts
-  // as the floor.
+  // Visits chunks by their lower bounds, lowest first, until no other chunk can hold a cheaper
+  // worker. Among equal bounds it starts at a random chunk, so that ties are spread. A bound below
+  // the floor counts as the floor.
   template <class CostOf, class Visit>
   void each_chunk(const std::vector<double>& bounds, double floor, const Choice& choice,
                   CostOf cost_of, Visit visit) {
@@ -1069,7 +1069,7 @@ class Fleet {
     return work * decision.slowdown;
   }
 
-  // A random one of the workers and stores that hold most and can answer first.
+  // Chooses at random among the workers and stores that hold most and can answer first.
   int32_t source(int32_t number, int32_t medium) {
     const Group& group = groups_[number];
     const Best& best = group.best[medium];

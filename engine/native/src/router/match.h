@@ -1,4 +1,4 @@
-// How many leading blocks of a prompt each worker holds, for all workers in one walk.
+// Finds how many leading blocks of a prompt each worker holds, for all workers in one walk.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace baton {
 
 struct Held {
   Slot slot;
-  uint32_t depth;  // blocks
+  uint32_t depth;  // number of leading blocks
 };
 
 // Workers that hold the same number of blocks, as bits.
@@ -22,7 +22,7 @@ struct Layer {
 class Match {
  public:
   std::vector<Held> few;    // one by one
-  std::vector<Layer> many;  // the shallowest first; only the first `num_many` count
+  std::vector<Layer> many;  // shallowest first; only the first `num_many` are valid
   size_t num_many = 0;
 
   void find(Table& table, const uint8_t* hashes, int64_t count) {
@@ -68,8 +68,8 @@ class Match {
     }
   }
 
-  // Returns whether any worker is left. Workers that drop out hold `depth_` blocks. If all would drop
-  // out, they stay, and are counted at the end.
+  // Returns true if any worker is left. Workers that drop out hold `depth_` blocks. If all would
+  // drop out, they stay, and are counted at the end.
   bool keep_of_list(const Crowds& crowds, Owners owners) {
     size_t kept = 0;
     for (size_t i = 0; i < list_.size(); ++i) {
@@ -116,7 +116,7 @@ class Match {
     return true;
   }
 
-  // A few workers among many are cheaper one by one.
+  // A few workers among many are cheaper to handle one by one.
   void put_aside(const std::vector<uint64_t>& bits) {
     uint32_t count = 0;
     for (uint64_t word : bits) count += std::popcount(word);

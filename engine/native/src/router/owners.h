@@ -104,10 +104,10 @@ struct Crowd {
   }
 };
 
-// All crowds. Sets are changed through it: a crowd belongs to one entry of the table.
+// All crowds. Sets are changed only through this class: a crowd belongs to one table entry.
 class Crowds {
  public:
-  uint32_t num_slots = 0;  // ever in use: the length of a row of bits
+  uint32_t num_slots = 0;  // slots ever used: the length of a row of bits
 
   const Crowd& of(Owners owners) const { return crowds_[owners >> 16]; }
 
@@ -126,7 +126,7 @@ class Crowds {
     for (int i = 0; i < count; ++i) visit(inline_slot(owners, i));
   }
 
-  // The set with `slot`, which was not in it.
+  // Returns the set with `slot` added; the slot was not in it.
   Owners with(Owners owners, Slot slot) {
     if (is_crowd(owners)) {
       crowds_[owners >> 16].insert(slot, num_slots);
@@ -143,7 +143,7 @@ class Crowds {
     return made;
   }
 
-  // The set without `slot`, which was in it.
+  // Returns the set with `slot` removed; the slot was in it.
   Owners without(Owners owners, Slot slot) {
     if (is_crowd(owners)) {
       crowds_[owners >> 16].erase(slot, num_slots);

@@ -1,5 +1,5 @@
-// The functions that Python calls through ctypes: see library.py. Callers hold Python's global lock,
-// so no two threads call at once.
+// The functions that Python calls through ctypes: see library.py. Callers hold Python's global
+// lock, so no two threads call at once.
 #include "fleet.h"
 #include "match.h"
 #include "table.h"
@@ -13,7 +13,7 @@ struct Index {
   Match match;
 };
 
-// All of a decision but the hashes. Converting an argument costs more than filling a field.
+// Input and result of a decision, without hashes. Filling a field is cheaper than an argument.
 struct Call {
   Fleet* fleet;
   int64_t num_hashes;
@@ -60,7 +60,7 @@ int64_t baton_index_num_bytes(void* index) { return static_cast<Index*>(index)->
 
 int32_t baton_index_is_sound(void* index) { return static_cast<Index*>(index)->table.is_sound(); }
 
-// `found` gets slot and blocks of each worker that holds any. It must have room for all workers.
+// `found` gets slot and number of blocks of each worker that holds any. It needs room for all.
 int64_t baton_index_longest(void* index, const uint8_t* hashes, int64_t count, int32_t* found) {
   auto& [table, match] = *static_cast<Index*>(index);
   match.find(table, hashes, count);

@@ -1,10 +1,10 @@
 // Blocks by hash, each with its owners: open addressing in 4,096 shards of their own size.
 //
-// An entry is 16 bytes, and at most three quarters of a shard are in use. Growth moves one shard. So
-// memory is 21 to 43 bytes a block, and a caller never waits for more than one shard.
+// An entry is 16 bytes, and at most three quarters of a shard are in use. Growth moves one shard.
+// So memory is 21 to 43 bytes a block, and a caller never waits for more than one shard.
 //
-// Clearing a worker only notes the epoch. A shard that was not swept since is stale: an owner in it
-// counts only if it was not cleared after the shard was swept.
+// Clearing a worker only records the epoch. A shard that was not swept since is stale: one of its
+// owners counts only if that owner was not cleared after the shard was swept.
 #pragma once
 
 #include <cassert>
@@ -122,7 +122,7 @@ class Table {
     return total + static_cast<int64_t>(cleared_.capacity() * 12 + free_slots_.capacity() * 4);
   }
 
-  // Whether every entry can be found, and all counts are right.
+  // Returns true if every entry can be found, and all counts are right.
   // Sweeps everything.
   bool is_sound() {
     std::vector<int64_t> held(cleared_.size());
@@ -152,7 +152,7 @@ class Table {
   std::vector<int64_t> num_held_;
   std::vector<Slot> free_slots_;
 
-  // Mixed with a seed, so that no client can send prompts whose blocks all go to one shard.
+  // Mixes the key with a seed, so that clients cannot send prompts whose blocks share a shard.
   uint64_t key_at(const uint8_t* hashes, int64_t i) const {
     uint64_t key;
     std::memcpy(&key, hashes + i * kHashBytes, sizeof key);

@@ -1,4 +1,4 @@
-// Reads the frames of workers as far as they are tokens: MessagePack, as `engine.messages` encodes
+// Reads the tokens in the frames of workers: MessagePack, as `engine.messages` encodes
 // `list[ToGateway]`. Messages of other kinds are skipped.
 #pragma once
 
@@ -7,10 +7,10 @@
 #include <string_view>
 #include <vector>
 
-// One message of a frame. `is_plain`: it is `Tokens` with token ids and nothing else.
+// One message of a frame. `is_plain`: the message is `Tokens` with only token ids.
 struct FrameMessage {
   std::string_view seq_id;
-  int64_t first_id = 0;  // its place in `FrameParser::ids`
+  int64_t first_id = 0;  // index of its first id in `FrameParser::ids`
   int64_t num_ids = 0;
   bool is_plain = false;
 };
@@ -18,9 +18,9 @@ struct FrameMessage {
 class FrameParser {
  public:
   std::vector<FrameMessage> messages;
-  std::vector<int64_t> ids;  // of all messages
+  std::vector<int64_t> ids;  // token ids of all messages
 
-  // False if this is no list of maps, or breaks off.
+  // Returns false if the frame is not a list of maps, or is truncated.
   bool read(std::string_view frame) {
     messages.clear();
     ids.clear();
@@ -68,7 +68,7 @@ class FrameParser {
     return true;
   }
 
-  // Takes the value of another field of `Tokens` if it is the default.
+  // Skips the value of another field of `Tokens` if it is the default, or else returns false.
   bool take_default(std::string_view name) {
     const std::string_view before = left_;
     uint64_t value = 0;
@@ -80,7 +80,7 @@ class FrameParser {
     return false;
   }
 
-  // Takes the begin of a value if it is of this kind. `value`: its length, or the number itself.
+  // Reads the head of a value of this kind. `value` gets its length, or the number itself.
   bool begins(Kind kind, uint64_t& value) {
     const std::string_view before = left_;
     if (head(value) == kind) return true;
@@ -100,7 +100,7 @@ class FrameParser {
     return true;
   }
 
-  // Takes the first bytes of a value; of OTHER all of it. `value` is as in `begins`.
+  // Reads the first bytes of a value; for OTHER, all of it. `value` is as in `begins`.
   Kind head(uint64_t& value) {
     value = 0;
     if (left_.empty()) return OTHER;
@@ -126,7 +126,7 @@ class FrameParser {
     }
   }
 
-  // Takes a big-endian number.
+  // Reads a big-endian number.
   bool number(size_t num_bytes, uint64_t& value) {
     if (left_.size() < num_bytes) return false;
     for (size_t i = 0; i < num_bytes; ++i) value = value << 8 | static_cast<uint8_t>(left_[i]);
@@ -134,7 +134,7 @@ class FrameParser {
     return true;
   }
 
-  // Takes a whole value.
+  // Skips a whole value.
   bool skip(int depth) {
     if (left_.empty() || depth > MAX_DEPTH) return false;
     const auto first = static_cast<uint8_t>(left_[0]);

@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::string_view REPLACEMENT = "\xef\xbf\xbd";
 
-// The bytes of each token, by id. They are put when they are first needed.
+// The bytes of each token, by id. They are added when they are first needed.
 class Vocabulary {
  public:
   explicit Vocabulary(int64_t size) : tokens_(static_cast<size_t>(size)) {}
@@ -54,7 +54,7 @@ class Vocabulary {
   std::string bytes_;
 };
 
-// One series of a histogram. A value counts in the first bucket whose bound is not below it.
+// One series of a histogram. A value is counted in the first bucket whose bound is not below it.
 struct Series {
   const double* bounds;
   int64_t num_bounds;
@@ -70,7 +70,7 @@ struct Series {
 // Mirrors `NativeText` of structs.py.
 struct Text {
   const Vocabulary* vocabulary;
-  const char* before;  // of a chunk, up to its text
+  const char* before;  // the part of a chunk before its text
   int64_t before_len;
   const char* after;
   int64_t after_len;
@@ -83,7 +83,7 @@ struct Text {
   double last_s;
   int32_t shows_special;
   int32_t rest_len;
-  uint8_t rest[4];  // the begin of a character
+  uint8_t rest[4];  // the first bytes of an incomplete character
 
   bool hides(int64_t id) const {
     return num_tokens > min_tokens &&
@@ -130,15 +130,15 @@ Lead lead_of(uint8_t first) {
           static_cast<uint8_t>(first == 0xf4 ? 0x8f : 0xbf)};
 }
 
-// True for the first two bytes of a surrogate, which is no character. Python's decoder waits for the
-// third byte all the same.
+// True for the first two bytes of a surrogate, which is not a character. Python's decoder still
+// waits for the third byte.
 bool is_open_surrogate(std::string_view bytes) {
   return bytes.size() == 2 && bytes[0] == '\xed' && (bytes[1] & 0xe0) == 0xa0;
 }
 
-// Adds bytes of UTF-8 to a JSON string. What begins no character, or breaks one off, becomes one
-// replacement character, as Python's decoder does it. Returns the length of an incomplete character
-// at the end, which is not added.
+// Adds bytes of UTF-8 to a JSON string. Bytes that start no character, or a truncated character,
+// become one replacement character, as in Python's decoder. Returns the length of an incomplete
+// character at the end, which is not added.
 size_t add_text(std::string_view bytes, std::string& out) {
   size_t at = 0;
   while (at < bytes.size()) {
@@ -170,14 +170,15 @@ size_t add_text(std::string_view bytes, std::string& out) {
   return 0;
 }
 
-// What is left of the chunk of addition `place`: a range of the output. Mirrors `REST` of step.py.
+// The unsent rest of the chunk of addition `place`: a range of the output. Mirrors `REST` of
+// step.py.
 struct Rest {
   int64_t place, begin, end;
 };
 
 struct Lane;
 
-// What was done with a frame. Mirrors `TakenFrame` of structs.py.
+// The result of handling a frame. Mirrors `TakenFrame` of structs.py.
 struct TakenFrame {
   int64_t num_messages;
   int64_t num_taken;         // of these
@@ -185,26 +186,26 @@ struct TakenFrame {
   const Lane* const* taken;  // by message; null: not taken
   int64_t num_rests;
   const Rest* rests;   // what sockets did not take at once, by the numbers of lanes
-  const char* out;     // what they are ranges of
-  int64_t unknown_id;  // a token whose bytes are to be put first; else -1
+  const char* out;     // the output of which `rests` are ranges
+  int64_t unknown_id;  // a token whose bytes must be added first; else -1
   const Vocabulary* unknown_vocabulary;
 };
 
-// The kernel's number of a socket, which no other one ever has; 0: it is closed, or has none.
+// The kernel's unique number of a socket (its cookie); 0: the socket is closed, or has no number.
 uint64_t cookie_of(int32_t socket) {
   uint64_t cookie = 0;
   socklen_t size = sizeof cookie;
   return ::getsockopt(socket, SOL_SOCKET, SO_COOKIE, &cookie, &size) ? 0 : cookie;
 }
 
-// A stream that gets its tokens from the frames of its worker. When its connection has closed, its
-// descriptor may be another connection's before Python hears of that: the cookie tells.
+// A stream that gets its tokens from the frames of its worker. After its connection has closed, its
+// descriptor may belong to another connection before Python is told. The cookie reveals that.
 struct Lane {
   Text* text;
   int32_t socket;
   uint64_t cookie;
   int64_t number;       // Python's
-  int64_t held_in = 0;  // the last frame with other news of the sequence
+  int64_t held_in = 0;  // the last frame with another message of the sequence
 
   int32_t own_socket() const { return cookie_of(socket) == cookie ? socket : -1; }
 };
@@ -221,7 +222,7 @@ struct Step {
   std::unordered_map<std::string, Lane, Hash, std::equal_to<>> lanes;  // by sequence id
   FrameParser frame;
   int64_t num_frames = 0;
-  std::vector<const Lane*> taken;  // of the present frame, by message; null: Python has to take it
+  std::vector<const Lane*> taken;  // of the present frame, by message; null: left to Python
   std::vector<Rest> rests;
 
   const Lane* lane_at(int64_t place) const { return taken[static_cast<size_t>(place)]; }
@@ -264,8 +265,8 @@ struct Step {
     escaped.clear();
   }
 
-  // Sends a range of the output, as far as the socket takes it at once. Returns the range's rest.
-  // The sender of the rest learns of an error.
+  // Sends a range of the output, as far as the socket takes it at once. Returns the unsent range.
+  // An error shows when the rest is sent.
   Rest send(int64_t place, int64_t begin, int64_t end, int32_t socket) const {
     if (socket < 0 || begin == end) return {place, begin, end};
     const ssize_t sent = ::send(socket, out.data() + begin, static_cast<size_t>(end - begin),
@@ -289,11 +290,11 @@ void baton_vocabulary_put(void* vocabulary, int64_t id, const char* bytes, int64
   static_cast<Vocabulary*>(vocabulary)->put(id, {bytes, static_cast<size_t>(length)}, is_special);
 }
 
-// Takes the next tokens of `count` texts: text i gets the next lengths[i] of `ids`, at times_s[i].
-// Its chunk is sent to sockets[i], unless that is negative, or took less than a chunk before. Without
-// text there is no chunk. What was not sent is listed in `rests`, which has room for all, as ranges of
-// the output that `begin` is set to. Returns the place in `ids` of a token whose bytes are not known yet, and then nothing is done;
-// else -1.
+// Adds the next tokens of `count` texts: text i gets the next lengths[i] of `ids`, at times_s[i].
+// Its chunk is sent to sockets[i], unless that is negative, or did not take all of an earlier
+// chunk. Without text there is no chunk. Unsent bytes are listed in `rests`, which has room for
+// all, as ranges of the output; `begin` is set to its start. Returns -1. If the bytes of a token
+// are not known yet, nothing is done, and the index of the token in `ids` is returned.
 int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
                         const double* times_s, int64_t count, const int64_t* ids, int32_t* sockets,
                         Rest* rests, int64_t* num_rests, const char** begin) {
@@ -321,7 +322,7 @@ int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
 }
 
 // Opens a lane: from now on the tokens of this sequence in frames go to the text and its socket.
-// Returns 0 if the socket is closed, or the kernel does not number it.
+// Returns 0 if the socket is closed, or if the kernel gives it no number.
 int32_t baton_lane_open(Step* step, const char* seq_id, int64_t length, Text* text, int32_t socket,
                         int64_t number) {
   const uint64_t cookie = cookie_of(socket);
@@ -336,8 +337,8 @@ void baton_lane_close(Step* step, const char* seq_id, int64_t length) {
   if (found != step->lanes.end()) step->lanes.erase(found);
 }
 
-// Takes from a worker's frame what is plain tokens of open lanes, and sends their chunks. Mirrors
-// `TakenFrame` of structs.py. Returns 0 if it took nothing, as if the frame had not come.
+// Handles the plain tokens of open lanes in a worker's frame, and sends their chunks. Mirrors
+// `TakenFrame` of structs.py. Returns 0 if it handled none; then nothing has changed.
 int32_t baton_text_frame(Step* open, const char* data, int64_t length, double now_s,
                          TakenFrame* told) {
   Step& step = *open;
