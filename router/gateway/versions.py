@@ -1,4 +1,4 @@
-"""Chooses the version of the model that serves a request.
+"""Chooses the model version that serves a request.
 
 A version has its own workers, router, tokenizer and fingerprint, so its KV can never reach another
 version. The choice is made once, before anything is computed. A request ends in the version in

@@ -5,7 +5,7 @@ from types import TracebackType
 
 
 class LightTaskGroup(asyncio.TaskGroup):
-    """asyncio's group, whose frame would hold the error that it raises.
+    """A TaskGroup of asyncio without the reference from its frame to the error that it raises.
 
     Such a cycle keeps the bodies and answers of all frames in the traceback, until a garbage
     collection. It arises whenever a task fails, and whenever a client leaves.
@@ -17,13 +17,13 @@ class LightTaskGroup(asyncio.TaskGroup):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits for all tasks. Raises as asyncio's group does."""
+        """Waits for all tasks. Raises the same errors as asyncio's group."""
         try:
             await super().__aexit__(kind, error, traceback)
         except BaseException as raised:
             raised.__traceback__ = traceback if raised is error else None
             raise
         finally:
-            # The frame that has this group may be in the traceback of its own task's error.
+            # The frame that holds this group may be in the traceback of a task's error.
             self._parent_task = None
             del error, traceback

@@ -45,7 +45,7 @@ from router.policies.sharing import with_leader
 
 HEDGE_LEAST_S = 1.0  # seconds; predictions on a busy machine are less exact than this
 HEDGE_SHARE = 0.05  # second attempts as a share of all placements, at most
-HEDGE_BURST = 8.0  # second attempts that may be started at once after a quiet time
+HEDGE_BURST = 8.0  # second attempts that can be saved up
 
 
 class Placing:

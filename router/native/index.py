@@ -24,7 +24,7 @@ from engine.worker.blocks import BlockHash
 
 
 class TooManyWorkers(BatonError):
-    """The index has more workers than it can tell apart."""
+    """The index has no free slot for another worker."""
 
 
 class PrefixIndex:

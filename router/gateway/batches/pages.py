@@ -49,7 +49,7 @@ Handler = Callable[[HttpRequest, Tenant], Awaitable[Response]]
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When a file is deleted: this long after it was made."""
+    """The time after its creation at which a file is deleted."""
 
     anchor: str
     seconds: int

@@ -23,7 +23,7 @@ Stall = tuple[float, float]  # start and end of a period without a token
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A stage of a request in one lane: the router's, or a worker's."""
+    """A stage of a request in one row of the timeline: the router's, or a worker's."""
 
     lane: str
     stage: str
@@ -32,9 +32,9 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """Where the time of a request went, in seconds. Routing and hidden transfers are left out."""
+    """The seconds of a request by stage. Routing and hidden transfers are left out."""
 
-    queued_s: float = 0.0  # waits for a worker, in a worker, and for KV
+    queued_s: float = 0.0  # waiting for a worker, in a worker, and for KV
     prefill_s: float = 0.0
     decode_s: float = 0.0
     stalled_s: float = 0.0
@@ -146,7 +146,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class EndedRequest(msgspec.Struct, frozen=True):
-    """One answer that is over. `missed` names the stage that broke a bound; empty if none did."""
+    """One ended answer. `missed` names the stage that broke a bound; empty if none did."""
 
     number: int
     id: str  # the id that the client knows
@@ -154,9 +154,9 @@ class EndedRequest(msgspec.Struct, frozen=True):
     version: str
     tenant: str
     outcome: str
-    reason: str  # why it failed, or the finish reason
+    reason: str  # reason of the failure, or the finish reason
     received_s: float
-    e2e_s: float  # to its last token
+    e2e_s: float  # seconds to its last token
     ttft_s: float | None
     tpot_s: float | None
     prompt_tokens: int
@@ -190,12 +190,12 @@ class RunningAnswer(Protocol):
 
     @property
     def last_s(self) -> float:
-        """The time of its last tokens; 0 before the first."""
+        """The time of the latest tokens; 0 before the first token."""
         ...
 
 
 class RunningChoice(NamedTuple):
-    """One answer, with the id that its client knows and the version that gives it."""
+    """One answer, with the client's id of the request and the version that answers it."""
 
     shown_id: str
     version: str
@@ -203,7 +203,7 @@ class RunningChoice(NamedTuple):
 
 
 class RunningRequest(msgspec.Struct, frozen=True):
-    """One answer that is not over. Its timeline is None while no router has it."""
+    """One running answer. Its timeline is None while its request is at no router."""
 
     id: str
     request_id: RequestId
@@ -219,7 +219,7 @@ class RunningRequest(msgspec.Struct, frozen=True):
 
 
 class Hits(msgspec.Struct):
-    """Tokens of prompts, by where they came from. `infinite`: a cache that forgets nothing."""
+    """Prompt tokens by source. `infinite`: the cached tokens of a cache that never evicts."""
 
     prompt_tokens: int = 0
     local: int = 0  # cached in the worker that prefilled
@@ -232,23 +232,23 @@ class Totals(msgspec.Struct):
 
     ended: int = 0
     good: int = 0  # finished within bounds
-    unbounded: int = 0  # finished, and no bound was set for them
+    unbounded: int = 0  # finished without any bound
     prompt_tokens: int = 0
     answer_tokens: int = 0
     missed: dict[str, int] = {}
 
 
 class TimeSpread(msgspec.Struct, frozen=True):
-    """The middle and the slow end of several times, in seconds."""
+    """The median and the 95th percentile of several times, in seconds."""
 
     p50_s: float
     p95_s: float
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One second: requests that wait and run at its end, and requests that ended or came in it.
+    """One second: requests that wait and run at its end, and requests that ended or arrived in it.
 
-    `ttft` is about answers that began, `tpot` about answers that go on; None without such answers.
+    `ttft` covers answers that began, `tpot` running answers; None without such answers.
     """
 
     number: int
@@ -259,9 +259,9 @@ class Sample(msgspec.Struct, frozen=True):
     good: int
     unbounded: int
     prompt_tokens: int  # in requests that ended
-    answer_tokens: int  # sent, of all requests
+    answer_tokens: int  # sent to clients, over all requests
     missed: dict[str, int]
     ttft: TimeSpread | None = None
     tpot: TimeSpread | None = None
-    waiting_s: float = 0.0  # the longest time for which a request waits for its first token
-    num_stalled: int = 0  # answers that began and stand still
+    waiting_s: float = 0.0  # longest present wait for a first token
+    num_stalled: int = 0  # answers that began and now stall

@@ -90,7 +90,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
 
 
 class Severed(msgspec.Struct, frozen=True):
-    """A pair of workers between which no KV is sent now."""
+    """Two workers between which no KV is sent for now, after a failed pull."""
 
     source: WorkerId
     sink: WorkerId
@@ -98,7 +98,7 @@ class Severed(msgspec.Struct, frozen=True):
 
 
 class ServedCard(msgspec.Struct, frozen=True):
-    """A version as this gateway serves it. `missing` is the reason why it cannot, or None."""
+    """A version at this gateway. `missing` is why it cannot be served; None if it can."""
 
     name: str
     models: tuple[str, ...]
@@ -108,15 +108,15 @@ class ServedCard(msgspec.Struct, frozen=True):
     max_len: int
     fingerprint: str
     missing: str | None
-    ended: int = 0  # requests, since the start of the process
-    failed: int = 0  # among the ended
-    late: int = 0  # among the ended, beyond the bounds
+    ended: int = 0  # ended requests since the start of the process
+    failed: int = 0  # ended requests that failed
+    late: int = 0  # ended requests that missed their bounds
 
 
 class Count(msgspec.Struct, frozen=True):
-    """How often something happened since the start."""
+    """The number of times that an event happened since the start of the process."""
 
-    where: str  # router, workers or pools
+    where: str  # the part that counts: router, workers or pools
     event: str
     reason: str
     number: float
@@ -124,7 +124,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class ProcessPart(msgspec.Struct, frozen=True):
-    """What only one gateway process knows, of another than the one that answers."""
+    """The part of the state that only one other gateway process knows."""
 
     process: str
     started_s: float
@@ -143,21 +143,21 @@ class ProcessPart(msgspec.Struct, frozen=True):
 
 
 class DashboardState(msgspec.Struct, frozen=True):
-    """All that is shown. An event has only newer requests and samples, and changed news."""
+    """The whole state. An event has only newer requests and samples, and changed news."""
 
     epoch_s: float
     now_s: float
     baton: str
-    process: str | None  # its name among processes that share a port
-    started_s: float  # Unix time: nothing before it is known
+    process: str | None  # name of this process among those that share a port
+    started_s: float  # Unix time of the process's start
     health: PoolHealth
-    pools: list[PoolCount] | None  # None: no controller has told what is wanted
+    pools: list[PoolCount] | None  # None: no controller has sent the wanted sizes
     can_order: bool
-    has_controller: bool  # one reported lately
+    has_controller: bool  # a controller reported lately
     missing: str | None
     bounds: Bounds
     queue: int
-    queue_s: float  # predicted for one worker to compute
+    queue_s: float  # predicted seconds for one worker to compute the queue
     in_flight: int
     totals: Totals
     hits: Hits
@@ -174,7 +174,7 @@ class DashboardState(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """How far a subscriber has seen the rings."""
+    """The numbers of the latest entries that a subscriber has received."""
 
     requests: int = 0
     samples: int = 0

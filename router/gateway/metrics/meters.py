@@ -446,7 +446,7 @@ class ChoiceMeter:
         metrics = self._metrics
         ttft_s = timeline.prefill_queue_s + timeline.prefill_compute_s
         if timeline.attempts > 1:
-            return  # the decision is not that of the first attempt alone
+            return  # several attempts: the decision predicts only the last
         for name, predicted_s, true_s, histogram in (
             ("ttft", decision.predicted_ttft_s, ttft_s, metrics.predicted_ttft),
             ("tpot", decision.predicted_tpot_s, tpot_s, metrics.predicted_tpot),

@@ -23,7 +23,7 @@ class Health(Struct):
 
 
 class Readiness(Struct):
-    """Whether requests can be served, and if not, why; and what is broken beside."""
+    """States if requests can be served, or else the reason; and lists other broken parts."""
 
     status: Literal["ready", "not ready"]
     reason: str | UnsetType = UNSET

@@ -405,13 +405,13 @@ PromptScore = list[dict[str, PromptCandidate] | None]
 
 
 class PromptDetails(msgspec.Struct):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class CompletionDetails(msgspec.Struct):
-    """Of the answer's tokens: reasoning, and the tokens that speculation proposed."""
+    """Details of the answer's tokens: reasoning, and tokens that speculation proposed."""
 
     accepted_prediction_tokens: int | UnsetType = UNSET
     rejected_prediction_tokens: int | UnsetType = UNSET

@@ -95,7 +95,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`stream_options`. Padding against observers of lengths is not made."""
+    """`stream_options`. Padding that hides lengths from observers is not supported."""
 
     include_obfuscation: Literal[False] | None = None
 

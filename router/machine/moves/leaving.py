@@ -53,7 +53,7 @@ class Departures:
         """Tells sources to stop the sequences whose turn it is.
 
         The copied sequences of a worker leave together, when all are copied or enough of them are.
-        Those that left before must run again first.
+        The sequences that left before must first run at their targets.
         """
         moves = self._state.moves
         num_leaving = Counter(moves.on_their_way())
