@@ -38,7 +38,7 @@ def unharmed(plan: ChaosPlan, *, must_affect: bool = True) -> ChaosRun:
 
 def test_a_short_storm_of_faults_harms_no_request():
     kinds = (FaultKind.KILL, FaultKind.FLIP, FaultKind.GATEWAY)
-    for seed in (1, 2, 3):  # in a storm so short, each fault may miss all requests
+    for seed in (1, 2, 3):  # a storm this short may miss all requests with each fault
         plan = ChaosPlan(
             num_requests=84, rate_per_s=12.0, every_s=4.0, kinds=kinds, seed=seed, store_mib=64
         )

@@ -1,4 +1,4 @@
-"""What end-to-end tests of a session have in common ends with it."""
+"""Ends the fixtures that all end-to-end tests of a session share."""
 
 import os
 import sys

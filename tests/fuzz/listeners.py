@@ -130,7 +130,7 @@ _ASKS = {"kv": [encode(Hold("l", 0, 0))], "asked": [b"", encode_number(0)]}
 
 
 def _has_stream(control: str, address: str) -> bool:
-    """True if a sink gets a stream on which its read is heard."""
+    """True if a sink gets a stream on which its read is answered."""
     link = SealedLink()
     with (
         zmq.Context() as context,

@@ -69,7 +69,7 @@ class Worker:
                 return event
 
     def lease(self, name: str, blocks: list[int], ready: int | None = None) -> LeaseRef:
-        """Opens a lease on `blocks`, of which the first `ready` are computed."""
+        """Opens a lease on `blocks`; the first `ready` blocks are computed."""
         self.endpoint.perform(OpenLease(LeaseId(name), len(blocks)))
         self.grow(name, blocks if ready is None else blocks[:ready])
         return LeaseRef(LeaseId(name), self.address, len(blocks))

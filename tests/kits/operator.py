@@ -1,4 +1,4 @@
-"""What tests of a running deployment use as its operator and as its client."""
+"""An operator and a client of a running deployment, for tests."""
 
 import os
 import subprocess

@@ -125,8 +125,8 @@ class PoolWorld:
         self.ended: dict[str, list[int]] = {}  # the sums, by version
         self.hung: dict[str, int] = {}  # answers that hang, by version
         self.longest_len: dict[str, int] = {}  # by version
-        self.probes: dict[str, str | None] = {}  # what gateways found, by version
-        self.missing: dict[str, str] = {}  # what gateways lack for a version
+        self.probes: dict[str, str | None] = {}  # results of the gateways' probes, by version
+        self.missing: dict[str, str] = {}  # why gateways cannot serve a version
         self.silent: set[str] = set()  # gateways
         self.hanging: set[str] = set()  # gateways that are never reached
         self.fails: list[str] = []  # reasons why the next starts fail
@@ -167,7 +167,7 @@ class PoolWorld:
             self.feed(PoolTick())
 
     def pass_quietly(self, seconds: float) -> None:
-        """Lets time pass in which nothing is reported and no tick comes."""
+        """Advances the time without reports and without ticks."""
         assert not self.queue
         self.now_s += seconds
 

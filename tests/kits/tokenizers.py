@@ -28,7 +28,9 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """As Llama 2 has it: words begin with ▁, what is not in the vocabulary falls back to bytes."""
+    """Makes a tokenizer like Llama 2's: words begin with ▁, and text outside the vocabulary
+    falls back to bytes.
+    """
     words = ["<s>", "</s>", "<unk>", "▁", "▁a", "b", "▁the"]
     names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {name: i for i, name in enumerate(names)}

@@ -376,7 +376,7 @@ class Rig:
         return list(self.core.handle(event, self.now_s))
 
     def arrive(self, name: str, prompt, token=SAMPLED, **fields) -> None:
-        """Lets a sequence come, be pulled, and get its first token."""
+        """Submits a sequence, pulls its KV, and delivers its first token."""
         self.take(decode(name, prompt, **fields))
         self.step()
         self.take(pull_done(name))

@@ -58,7 +58,8 @@ class Gateway:
     index: PrefixMap = field(default_factory=PrefixMap)
     batches: list[Numbered] = field(default_factory=list)  # on their way
     asks: list[AskBatches | AskSnapshot] = field(default_factory=list)  # the last one, or none
-    answer: list[Numbered] = field(default_factory=list)  # in order, its end left out
+    # The answer's pieces in order, without the end.
+    answer: list[Numbered] = field(default_factory=list)
     is_answered: bool = False
     is_unconfirmed: bool = False
 
@@ -134,7 +135,7 @@ class TellingWorker(RuleBasedStateMachine):
     @precondition(lambda self: self.num_steps > 12)
     @rule()
     def restart(self):
-        """Restarts the worker; gateways forget it and open new sessions."""
+        """Restarts the worker; gateways drop its state and open new sessions."""
         self.num_steps = 0
         self.start()
 
@@ -179,7 +180,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1), num=st.integers(1, 4))
     def deliver_answer(self, gateway, num):
-        """Delivers pieces of an answer, which come over a stream: in order."""
+        """Delivers pieces of an answer in order, as a stream does."""
         for _ in range(num):
             self.deliver_piece(self.gateways[gateway])
 

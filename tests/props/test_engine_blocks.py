@@ -30,7 +30,7 @@ class Block:
     """A block in the twin."""
 
     holds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    content: BlockHash | None = None  # by which a match finds it
+    content: BlockHash | None = None  # the hash by which a match finds it
     mark: str = "ordinary"
     idle_since: int = 0  # blocks handed out before it was cached without a holder
 

@@ -97,7 +97,7 @@ class Source:
     def __init__(self, world: "World", name: str, identity: Identity) -> None:
         self.world = world
         self.identity = identity
-        self.ended: deque[LeaseEnded] = deque()  # as reported to the worker's core
+        self.ended: deque[LeaseEnded] = deque()  # ends that were reported to the worker's core
         self.address = f"fake://{name}"
         self.name = name
         self.num_lives = 0
@@ -177,7 +177,7 @@ class Source:
             self.send_queued()
 
     def send_queued(self) -> None:
-        """Sends the blocks that waited for a buffer, if their lease still goes on."""
+        """Sends the blocks that waited for a buffer, if their lease is still open."""
         process = self.process
         while process.queued:
             read = process.queued.pop(0)
@@ -355,7 +355,7 @@ class World:
         self.loses_word: Callable[[], bool] = lambda: False
         self.busy = False  # blocks wait at their sources
         self.letters: list[Letter] = []
-        self.connections: dict[bytes, Connection] = {}  # by peer, also former ones
+        self.connections: dict[bytes, Connection] = {}  # connections by peer, former ones included
         self._numbers = itertools.count()
         self.sources: dict[str, Source] = {}
         for i, identity in enumerate(sources):
@@ -599,7 +599,7 @@ def test_blocks_that_wait_until_their_lease_is_over_are_not_sent():
     pull.sink.start(pull, [0])
     world.deliver_all()
     source.revoke("lease")
-    world.letters.clear()  # the sink is not told
+    world.letters.clear()  # the sink is not informed
     world.keep_busy(busy=False)
     world.run_down()
     assert isinstance(pull.ends[0], PullFailed)

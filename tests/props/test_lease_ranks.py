@@ -164,7 +164,7 @@ class RankedWorld:
             assert isinstance(report, PullDone) or set(report.arrived) <= set(good)
 
     def settle(self) -> None:
-        """Takes in the ends of parts, after all effects that came with them."""
+        """Handles the ends of parts, after all effects of the same events."""
         for sink, ranked in self.ranked.items():
             while sink.ended:
                 _, end = sink.ended.popleft()

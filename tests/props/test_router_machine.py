@@ -435,7 +435,7 @@ class World:
         self.publish_of(store, hash_blocks(request.token_ids, LAYOUT.block_size, request.salt), rng)
 
     def publish_next(self, prompt: list[int], rng: random.Random) -> None:
-        """Lets a store say that it keeps the prompt that comes next."""
+        """Makes a store report that it keeps the next prompt."""
         stores = [worker for worker in self.workers.values() if worker.role is Role.STORE]
         salt = salt_of(f"r{len(self.clients)}")
         if stores:
@@ -592,7 +592,7 @@ class Requests(RuleBasedStateMachine):
 
     @initialize(names=st.sets(st.sampled_from(NAMES)), seed=st.integers(0, 2**32))
     def begin(self, names, seed):
-        self.rng = random.Random(seed)  # for fake workers only
+        self.rng = random.Random(seed)  # random numbers of fake workers only
         self.world = World()
         for name in sorted(names):
             self.world.join(name)
@@ -845,7 +845,7 @@ def test_fluid_workers_take_and_give_back_work_without_changing_a_token(monkeypa
     for seed in range(2):
         for names in (("f0", "l0", "l1"), ("f0", "d0")):
             counted += day_of_lending(random.Random(seed), *names).machine.counters
-        names = ("f0", "f1", "f2", "d0")  # of which few keep the bound
+        names = ("f0", "f1", "f2", "d0")  # only few of these workers keep the bound
         counted += day_of_lending(random.Random(seed), *names, tpot_s=0.45).machine.counters
     for reason in ("prefilled by a decode worker", "decoded by an idle prefill worker"):
         assert counted["placed", f"least TTFT, {reason}"] > 2, counted
@@ -897,7 +897,8 @@ def test_deaths_of_either_end_of_a_balancing_move_change_no_token(monkeypatch):
         counted += world.machine.counters
     assert counted["ended", "finished"] > 300
     assert counted["moved", BALANCED] > 20
-    assert counted["balance", "called off"] > 15  # the target died, or its copy did not come
+    # Reasons: the target died, or its copy did not arrive.
+    assert counted["balance", "called off"] > 15
     assert counted["retried", "worker lost"] > 300
     assert counted["moved", ROLE_CHANGED] + counted["moved", DRAINED] > 0
     for reason in ("copy failed", "copy late"):

@@ -56,7 +56,7 @@ STOPS = ((), (3,), (1, 5))
 MAX_SUFFIX_LEN = 5
 MAX_ANSWER_LEN = 10  # with a stem and a suffix it fits into the smallest pool
 SECONDS = (0.3, 1.0, 4.0, 7.0)
-NUM_EVENTS = 300  # in a run
+NUM_EVENTS = 300  # number of events in a run
 SEARCHED_RUNS = seeds(200)  # for rare events; a search ends at the first one
 PREFIX_EVENTS = (
     "prefix_offers:held",
@@ -168,7 +168,7 @@ class Traffic:
             gateway.stop_waiting(ask)
 
     def lose_gateway(self, which: int, num_arriving: int) -> None:
-        """Replaces a gateway; its clients do not come back."""
+        """Replaces a gateway; its clients do not reconnect."""
         self.cluster.lose(self.gateways[which], num_arriving)
         self.gateways[which] = self._new_gateway()
 
@@ -308,7 +308,7 @@ def _remove_the_aborted_prefix(self, seq_id):
 
 
 def _count_all_as_pulled(self, ended):
-    """Takes a failed prefix pull for done."""
+    """Treats a failed prefix pull as done."""
     return _end_pull(self, PullDone(ended.seq_id, "shm"))
 
 
@@ -364,7 +364,7 @@ def _draft_as_if_nothing_was_banned(self):
 
 
 def _take_all_that_was_accepted(self, seq, row, result):
-    """Takes tokens behind a stop too."""
+    """Accepts tokens behind a stop too."""
     tokens = _extend(self, seq, row, result)
     tokens.token_ids[:] = result.token_ids
     return tokens

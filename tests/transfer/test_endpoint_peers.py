@@ -80,7 +80,7 @@ class RawSource:
         self._router.send_multipart([self._peer, frame, *payload])
 
     def bring_to_read(self, sink: Worker) -> None:
-        """Lets a pull of two blocks, into 10 and 11, come to its first Read."""
+        """Advances a pull of two blocks, into 10 and 11, to its first Read."""
         sink.hold("s", self.lease)
         sink.start("s", [(0, 10), (1, 11)])
         attach = self.expect(Attach)

@@ -1,4 +1,6 @@
-"""A worker of several ranks behaves as one: each order reaches all ranks, each end comes once."""
+"""A worker of several ranks behaves like one rank: each order reaches all ranks, each end is
+reported once.
+"""
 
 import threading
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Sealed streams: records come whole and in order or not at all, to the sink that asked."""
+"""Sealed streams: the sink that asked gets records whole and in order, or not at all."""
 
 import itertools
 import select
@@ -164,7 +164,7 @@ def sealed_bytes(*notes, lanes=1):
 
 
 def heard(raw, key=KEY, lanes=1):
-    """Returns what a sink's stream makes of some bytes, after which the connection ends."""
+    """Returns what a sink's stream reads from these bytes, after which the connection ends."""
     ours, theirs = socket.socketpair()
     ours.settimeout(0)
     hears = SealedStream(ours, key, is_source=False, others=-1, lanes=lanes)

@@ -17,7 +17,7 @@ class Forbidden(Exception):
 
 
 class HeavyImports(MetaPathFinder):
-    """Makes heavy libraries absent, as they are where only the core is installed."""
+    """Hides heavy libraries, as if only the core were installed."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname.partition(".")[0] in HEAVY:

@@ -99,7 +99,7 @@ def load(monkeypatch):
 
 
 def sent_at_their_times(run):
-    """True if each request left as long after the one before as it was due, lateness aside."""
+    """True if the gaps between sent requests equal the planned gaps, lateness aside."""
     left_s = [(one.due_s, one.delay_s, answer.sent_s) for one, answer in run.answered]
     return all(
         later[2] - earlier[2]

@@ -24,7 +24,7 @@ def test_a_batch_answers_each_prompt_whole_and_streamed(client):
 
 
 def test_a_prompt_is_scored_alone_as_before_an_answer(client):
-    """As evaluations do it: with no token, or with one that they drop."""
+    """Evaluations request no token, or one token that they drop."""
     options = {"prompt": PROMPTS[:2], "echo": True, "logprobs": 1, "model": MODEL, "temperature": 0}
     alone = client.completions.create(max_tokens=0, **options)
     before = client.completions.create(max_tokens=1, **options)

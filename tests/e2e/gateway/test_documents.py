@@ -36,7 +36,7 @@ PROGRAMS = [  # clients' programs
 
 
 def said(command: list[str], typed: str = "", **environment: str) -> str:
-    """What a command prints, given this input; it must succeed."""
+    """Runs a command with this input; returns what it prints. It must succeed."""
     done = subprocess.run(
         command,
         env={**os.environ, "COLUMNS": "200", **environment},

@@ -245,7 +245,9 @@ def bearer(key: bytes) -> bytes:
 
 
 def finished_streams(url: str, key: str, num_running: int = MAX_STREAMS) -> list[bool]:
-    """Tells which short requests are answered, each over its own connection, beside long ones."""
+    """Returns the short requests that are answered while long ones run; each has its own
+    connection.
+    """
     headers = {"authorization": f"Bearer {key}"}
     long = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     short = {"prompt": "a", "max_tokens": 1}

@@ -222,7 +222,8 @@ async def test_a_long_message_is_refused():
 
 
 MANY_INPUTS = b"\x2a\x00" * 4_000_000
-KEPT_BYTES = 100 * 2**20  # by gRPC's buffers; each message parsed would take 360 MB
+# Most memory that gRPC's buffers may keep; each parsed message would take 360 MB.
+KEPT_BYTES = 100 * 2**20
 
 
 def resident_bytes():
@@ -328,7 +329,7 @@ async def test_each_request_is_a_line_of_the_access_log(lines):
 
 
 def sorted_as_told(lines):
-    """The two lines of a stream may come in any order: the refused request first."""
+    """Sorts the two lines of a stream, which come in any order: the refused request first."""
     first, *two, third, fourth, fifth = lines
     return first, *sorted(two, key=lambda line: -line["status"]), third, fourth, fifth
 

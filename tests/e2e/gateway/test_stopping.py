@@ -72,7 +72,7 @@ class Command:
         return asked
 
     def _read(self, max_tokens: int, begun: "queue.SimpleQueue[None]") -> str:
-        """Returns the text of a stream, at its end; tells when its first event has come."""
+        """Reads a stream to its end and returns its text; signals the first event."""
         body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         url = f"{self.url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=WAIT_S) as answer:

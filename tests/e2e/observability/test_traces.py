@@ -61,7 +61,7 @@ def test_a_request_is_a_trace_and_a_line(collector, tmp_path, monkeypatch):
         body = {"model": ready.model_name, "prompt": "yo", "max_tokens": 4, "ignore_eos": True}
         asked = httpx.post(f"{ready.url}/v1/completions", json=body, headers=headers, timeout=30)
     finally:
-        running.close()  # which sends what is left
+        running.close()  # closing sends the remaining data
     assert asked.status_code == 200
     assert asked.headers["traceparent"].startswith(f"00-{TRACE}-")
     path, request = got.get(timeout=10)

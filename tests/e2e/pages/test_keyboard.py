@@ -76,7 +76,7 @@ def test_tab_reaches_everything_and_focus_is_seen(tabs, url, path):
     async def check():
         async with page_of(tabs, url, path) as page:
             if path == "/dashboard":
-                await page.press("p")  # paused, so that nothing comes or goes
+                await page.press("p")  # paused, so that nothing changes
             await page.run(STOPS)
             for _ in range(await page.run("window.stops.length") + 3):
                 await page.press("Tab")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Debian's packa
 
 AXE = "axe-core@4.14.1"
 RULES = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']}"
-SEEN = {  # what a page shows once it works
+SEEN = {  # texts that a working page shows
     "/": "document.querySelector('#ready').textContent.includes('Ready')",
     "/dashboard": "document.querySelectorAll('#workers tbody tr').length == 6"
     " && document.querySelectorAll('#requests tbody tr').length > 3"

@@ -113,8 +113,8 @@ def ask_in_time(url: str, version: str) -> int:
 def test_canary_that_is_late_ends_itself_and_no_stream_is_lost_or_changed(
     served, admin, run_dir, tmp_path
 ):
-    """Its worker decodes one sequence at a time. What comes beside a stream waits, and all is late:
-    by how much does not depend on how long the stream takes.
+    """The canary's worker decodes one sequence at a time. Other requests wait beside a stream, and
+    all are late: by how much does not depend on how long the stream takes.
     """
     whole = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()
     [current] = [version.name for version in admin.pools().versions]

@@ -17,7 +17,7 @@ from deploy.ray.files import CONSTRAINTS
 from engine.config import PoolsConfig
 from engine.control import Pools
 
-pytestmark = pytest.mark.ray  # which brings yaml along
+pytestmark = pytest.mark.ray  # Ray's dependencies include yaml
 
 FOLDER = Path(deploy.__file__).parent / "cluster"
 KUBERNETES = Path(deploy.__file__).parent / "kubernetes"

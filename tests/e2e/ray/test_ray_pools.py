@@ -89,7 +89,7 @@ def check_logs(admin: AdminClient, url: str, *, dead: int) -> None:
 
 
 def told_of_a_request(admin: AdminClient, url: str) -> bool:
-    """Sends a request with an id. Returns true if a worker has told of one with that id.
+    """Sends a request with an id. Returns True if a worker has logged a request with that id.
 
     Lines of a kind are bounded (`deploy.logs.lines`), so the requests before may have used them up.
     """

@@ -200,7 +200,7 @@ def test_requests_go_on_while_the_gcs_restarts_from_redis(machine, key):
     expected = ask(machine, key, 40)
     (gcs,), (keeper,) = of(machine, "gcs/gcs_server"), of(machine, "deploy.ray.gcs_keeper")
     actors = set(of(machine, "ray::_"))
-    send(machine, signal.SIGSTOP, keeper)  # so that it is dead for a while
+    send(machine, signal.SIGSTOP, keeper)  # so that it appears dead for a while
     send(machine, signal.SIGKILL, gcs)
     clock = MonotonicClock()
     end_s = clock.now_s() + DEAD_S

@@ -127,7 +127,7 @@ def opened_context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
 
 
 def trusted_client(socket: "zmq.Socket[bytes]") -> None:
-    """What another indexer is given: three keys, set before it connects."""
+    """Sets the three keys that another indexer gets before it connects."""
     mine = client_keys(SECRET, Channel.BLOCK_EVENTS)
     socket.set(zmq.CURVE_SERVERKEY, server_keys(SECRET, Channel.BLOCK_EVENTS).public)
     socket.set(zmq.CURVE_PUBLICKEY, mine.public)

@@ -98,7 +98,7 @@ async def reported(r: Router, name: str, by_worker: dict[str, int]) -> None:
 
 
 async def told(r: Router, worker_id: str, token_ids: Sequence[int]) -> None:
-    """Waits until events of a worker have told the gateway of all blocks of these tokens."""
+    """Waits until block events have reported all blocks of these tokens to the gateway."""
     hashes = hash_blocks(token_ids, BLOCK_SIZE)
 
     def num_known() -> int:

@@ -74,7 +74,7 @@ def test_a_store_that_is_lost_is_not_told_and_hears_again_when_it_is_back():
 
 
 def told(router: Router, store: ScriptedWorker) -> bool:
-    """Tells a store that is connected; true once its latest session has heard that."""
+    """Sends a message to a connected store; True once its latest session has received it."""
     if router.store_block_size() is not None:
         router.tell_stores(END)
     return END in heard(store)

@@ -51,7 +51,7 @@ def with_another_secret(one: "zmq.Socket[bytes]", channel: Channel) -> None:
 
 
 def without_keys(one: "zmq.Socket[bytes]", channel: Channel) -> None:
-    """As any ZeroMQ client is by default."""
+    """Connects without keys, like any ZeroMQ client by default."""
 
 
 @contextmanager

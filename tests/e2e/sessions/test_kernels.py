@@ -1,4 +1,4 @@
-"""Workers that compute with different kernels are told by metrics, `/ready` and the controller."""
+"""Metrics, `/ready` and the controller report workers that compute with different kernels."""
 
 import httpx
 

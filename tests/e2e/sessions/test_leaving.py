@@ -1,4 +1,4 @@
-"""A service that is told to end while it starts leaves at once, with all that it started."""
+"""A service that is asked to end while it starts ends at once, with all that it started."""
 
 import contextlib
 import os
@@ -60,7 +60,7 @@ def test_a_worker_that_loads_its_model_leaves_at_once_with_its_ranks(
 
 
 def _reads(fifo, writers):
-    """Tells if a process reads the FIFO, which then goes on without an end."""
+    """Returns True if a process reads the FIFO; the FIFO then never ends."""
     with contextlib.suppress(OSError):
         writers.append(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
     return bool(writers)

@@ -71,7 +71,7 @@ async def dialled(
 
 
 async def outcome(address: str, claim: bytes) -> bytes:
-    """What a server says to a claim: all of it, up to the end of the connection."""
+    """Returns a server's whole answer to a claim, up to the end of the connection."""
     async with dialled(address) as (_, reader, writer):
         writer.write(claim)
         said = await reader.read()

@@ -228,7 +228,7 @@ class Relay:
 
 @contextlib.asynccontextmanager
 async def cut_off(session: sessions.Session) -> AsyncIterator[SessionClient]:
-    """A client that has been answered; from then on nothing comes through, either way."""
+    """A client that has been answered; afterwards no data passes in either direction."""
     server = SessionServer(session, SECRET, silence_s=0.5)
     address = await server.open()
     relay = Relay(address)

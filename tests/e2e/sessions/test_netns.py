@@ -41,7 +41,7 @@ def network() -> Iterator[tuple[NetworkPlace, NetworkPlace]]:
 
 
 def echo(server: socket.socket) -> None:
-    """Until it is closed: says what it is told, to one connection."""
+    """Serves one connection until it is closed: echoes all received data."""
     with suppress(OSError):
         connection, _ = server.accept()
         with connection:

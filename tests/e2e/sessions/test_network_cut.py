@@ -57,7 +57,7 @@ def test_a_link_cut_in_the_middle_of_pulls_costs_time_but_no_token_and_no_block(
     answers: dict[tuple[int, ...], list[int]] = {}
 
     async def ask_at_once(r: Router, seed: int, num_prompts: int = NUM_PROMPTS) -> None:
-        """Asks prompts that are new; every answer must come in time."""
+        """Sends new prompts at once; every answer must come in time."""
         prompts = _prompts(seed, num_prompts)
         requests = [_request(f"{seed}-{i}", prompt) for i, prompt in enumerate(prompts)]
         async with asyncio.timeout(DEADLINE_S):
@@ -85,7 +85,7 @@ def test_a_link_cut_in_the_middle_of_pulls_costs_time_but_no_token_and_no_block(
             async with asyncio.timeout(HEALED_WITHIN_S):
                 for seed in count(2):
                     await ask_at_once(r, seed, num_prompts=1)
-                    if link.carried_bytes() > much:  # KV comes from the other side again
+                    if link.carried_bytes() > much:  # KV is pulled from the other side again
                         break
             await _all_clean(r)
 

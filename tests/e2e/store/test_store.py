@@ -170,7 +170,7 @@ def test_prefixes_outlive_workers_the_store_and_the_deployment(lent, run_dir, tm
         until_kept(served, blocks, "disk")
         answers = [ask(served.url, prompt) for prompt in inputs]
         assert [tokens for tokens, _ in answers] == expected["greedy"]
-        # The first one comes from the disk. By then it is known what is quicker for the others.
+        # The first prefix comes from the disk. After that, the faster way for the others is known.
         assert answers[0][1] == whole
 
         def loaded() -> float:

@@ -42,7 +42,7 @@ def config(formats: Formats, transport: Transport) -> WorkerConfig:
 
 
 def serve(running: Workers, at_once: int) -> tuple[list[list[int]], str]:
-    """The answers to all prompts, and the fingerprint that comes with them."""
+    """Returns the answers to all prompts, and the fingerprint in the answers."""
 
     async def run() -> tuple[list[list[int]], str]:
         async with router(running) as r:

@@ -203,7 +203,7 @@ def test_a_rank_that_hangs_ends_its_worker_even_without_work(tmp_path_factory):
         [(worker, ready)] = running.ready.items()
         [rank] = children_of(ready.pid)
         os.kill(rank, signal.SIGSTOP)
-        assert ended(rank, deadline_s=10.0)  # by the kernel, when its worker had ended
+        assert ended(rank, deadline_s=10.0)  # killed by the kernel when its worker had ended
         assert ended(ready.pid)
         assert worker not in running.live
 

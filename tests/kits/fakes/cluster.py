@@ -191,7 +191,7 @@ class FakeCluster:
         inbox.append(FromGateway(gateway_id, message))  # type: ignore[arg-type]
 
     def _learn(self, token_ids: list[int]) -> None:
-        """Notes the contents of the blocks of a token sequence, by hash."""
+        """Records the contents of a token sequence's blocks, by hash."""
         kvs = kvs_of(token_ids)
         for i, block_hash in enumerate(hash_blocks(token_ids, BLOCK_SIZE)):
             self.block_contents[block_hash] = kvs[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]

@@ -17,7 +17,7 @@ from kvtransfer.device.cuda_driver import DeviceCopy, DriverError, SharedAddress
 from kvtransfer.memory import Blocks, PrivatePool, SharedPool
 
 LATE_BY = 3  # questions until a copy is made
-_shared: dict[bytes, int] = {}  # what the devices of this process share, by handle
+_shared: dict[bytes, int] = {}  # memory that the devices of this process share, by handle
 
 
 class LateDriver:

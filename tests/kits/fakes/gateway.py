@@ -123,7 +123,7 @@ class FakeGateway:
             self._prefill(ask, None)
 
     def stop_waiting(self, ask: Ask) -> None:
-        """Goes on without the offer of a prefix, which has not come in time."""
+        """Continues without the offer of a prefix, which did not come in time."""
         if ask.waits_for_offer:
             assert ask.seq_id is not None
             assert ask.route.holder is not None
@@ -250,7 +250,9 @@ class FakeGateway:
             self._end_attempt(ask)
 
     def _check_order(self, ask: Ask, message: object) -> None:
-        """Messages of one attempt come in order, and only tokens come more than once."""
+        """Asserts that messages of one attempt come in order, and only token messages
+        repeatedly.
+        """
         kind = type(message)
         needed: dict[type, set[type]] = {
             PrefillDone: {PrefillStarted},

@@ -211,7 +211,7 @@ class FakeRunner:
             self.memory[block] = [(kv, kv) for kv in garbage]
 
     def launch(self, plan: BatchPlan) -> "FakeStep":
-        """Notes a step."""
+        """Records a step."""
         assert len(self._in_flight) <= self.overlaps, "the last step has not ended"
         assert self.overlaps or not any(row.is_pending for row in plan.rows)
         step = FakeStep(self, plan)
@@ -223,7 +223,7 @@ class FakeRunner:
         return self.launch(plan).result()
 
     def end(self, step: "FakeStep") -> BatchResult:
-        """Computes every row from memory as it was before the step, then writes."""
+        """Computes every row from the memory before the step, then writes."""
         assert self._in_flight.popleft() is step, "steps end in the order of their launch"
         plan = step.plan
         results, writes = self.compute(plan)

@@ -83,8 +83,8 @@ class StoreRig:
         self.new_policy = new_policy
         self.num_slots, self.num_places = num_slots, num_places
         self.now_s = 0.0
-        self.memory: dict[int, BlockHash] = {}  # what slots really hold
-        self.table: dict[BlockHash, int] = {}  # what a new process would believe
+        self.memory: dict[int, BlockHash] = {}  # the actual contents of slots
+        self.table: dict[BlockHash, int] = {}  # the contents that a new process would assume
         # What places of lower tiers really hold, and what a new process would believe.
         self.disks: dict[Medium, dict[int, BlockHash]] = {medium: {} for medium in LOWER_MEDIA}
         self.headers: dict[Medium, dict[int, tuple[BlockHash, BlockHash | None]]] = {
@@ -95,7 +95,7 @@ class StoreRig:
         self.prompts: list[list[int]] = []
         self.num_lives = 0
         self.num_asked = 0
-        self.counted: Counter[str] = Counter()  # by machines of earlier lives
+        self.counted: Counter[str] = Counter()  # counts of machines of earlier lives
         self.begin()
 
     # ------------------------------------------------------------ lives

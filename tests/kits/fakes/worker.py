@@ -181,8 +181,8 @@ class FakeWorker:
         self.decode, self.prefill, self.offers = parts.decode, parts.prefill, parts.offers
         self.inbox: deque[Event] = deque()
         self.in_flight: deque[FakeStep] = deque()
-        self._early: list[object] = []  # what each row of the first of them will yield
-        self.stuck: set[str] = set()  # the parts that stand still: see PARTS
+        self._early: list[object] = []  # the results that each row of the first step will have
+        self.stuck: set[str] = set()  # the parts that are stopped: see PARTS
 
     def take_event(self) -> None:
         self._perform(self.core.handle(self.inbox.popleft(), self._cluster.now_s))

@@ -20,7 +20,7 @@ from engine.worker.batch import Row
 
 OTHER_SECTION = KVSection(num_layers=1, num_kv_heads=1, head_dim=6)
 LAYER = 1
-NOT_A_NUMBER = 0xFF  # a byte of which floats of every format, repeated, are NaN
+NOT_A_NUMBER = 0xFF  # floats of every format are NaN if all their bytes have this value
 
 # How much worse than the nearest code, relative to max |x|, a stored element may be: rounding of a
 # reciprocal may pick the other code at a tie, and a bf16 step one bit apart.

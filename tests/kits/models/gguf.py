@@ -14,7 +14,7 @@ BYTES |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not i
 
 @dataclass
 class Contents:
-    """What a file says. Tensors are (type, dimensions from the outermost one, bytes)."""
+    """The contents of a file. Tensors are (type, dimensions from the outermost one, bytes)."""
 
     values: dict[str, object] = field(default_factory=dict)
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)

@@ -395,7 +395,7 @@ class Pools:
     def _on_handed_over(
         self, seq_id: SeqId, lease: LeaseRef | None, num_draft_tokens: int | None
     ) -> None:
-        if lease is None:  # it has come a moment ago, and is not decoded yet
+        if lease is None:  # it has just arrived, and is not decoded yet
             self._stay(seq_id)
             return
         self.num_moves[num_draft_tokens is None] += 1

@@ -95,7 +95,7 @@ def answer(text: str) -> list[Update]:
 
 
 class Never:
-    """A step of a script that never comes."""
+    """A step of a script that is never reached."""
 
 
 class FakeRouter:
@@ -123,7 +123,7 @@ class FakeRouter:
         self.moved: list[MovedKv] = []
         self.events: dict[tuple[str, str], int] = {}
         self.store_block: int | None = None  # tokens of a block in its stores; None: it has none
-        self.told: list[StoreHint] = []  # to its stores
+        self.told: list[StoreHint] = []  # hints sent to its stores
 
     def submit(self, request: Request, sink: Sink) -> Handle:
         number = len(self.requests)

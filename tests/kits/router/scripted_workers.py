@@ -118,7 +118,8 @@ class ScriptedWorker:
         assert isinstance(hello, Hello)
         self.hellos.append(hello)
         session = Session(line)
-        self.sessions.append(session)  # first: a test goes on as soon as the router has joined
+        # First of all, because a test continues as soon as the router has joined.
+        self.sessions.append(session)
         greeting = [self.welcome] if self.greeting is None else self.greeting
         if greeting:
             await session.say(*greeting)
@@ -208,7 +209,7 @@ def request(name: str = "r", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: in
 
 
 class Reader:
-    """A sink that puts all that comes into a queue."""
+    """A sink that puts all received items into a queue."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Update | Exception] = asyncio.Queue()

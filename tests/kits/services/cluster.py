@@ -214,7 +214,7 @@ def request(
 
 
 async def ask(r: Router, req: Request, on_tokens: Callable[[int], None] = lambda _: None) -> Answer:
-    """Follows a request to its end; `on_tokens` sees how many tokens have come."""
+    """Follows a request to its end; `on_tokens` is called with the number of received tokens."""
     answer = Answer()
     async with asyncio.timeout(DEADLINE_S):
         async for update in updates_of(r, req):

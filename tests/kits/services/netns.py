@@ -194,7 +194,7 @@ class RelayedLink:
                 self._deliver()
 
     def _take(self, end: int) -> None:
-        """Takes all packets that one end has sent."""
+        """Removes and returns all packets that one end has sent."""
         while True:
             try:
                 packet = os.read(end, MAX_PACKET_BYTES)

@@ -21,7 +21,7 @@ from tests.kits.services.processes import descendants_of
 # Generous, since a wait ends by its event: others may compute on the same cores.
 START_TIMEOUT_S = 250.0
 STOP_TIMEOUT_S = 120.0
-WAIT_S = 120.0  # for what a server does within a moment
+WAIT_S = 120.0  # deadline for actions that take a server a moment
 STEADY_S = 2.0  # workers report once a second
 MARK = "BATON_TEST_MARK"
 BATON = (sys.executable, "-m", "deploy.commands.main")
@@ -36,8 +36,8 @@ class Served:
     url: str
     process: "subprocess.Popen[bytes]"
     mark: str
-    num_blocks: int  # in all workers; to be set where workers join
-    printed: str = ""  # until it served
+    num_blocks: int  # blocks of all workers; must be set if workers join
+    printed: str = ""  # output before it served
     grpc: str = ""  # its address, if it serves gRPC
     run_dir: str = ""  # where it is announced, if the test chose that
 
@@ -89,7 +89,7 @@ def poll_until(
 
 
 def metrics(url: str) -> dict[str, float]:
-    """Every sample, by its name and labels as they are written."""
+    """Returns every sample, by its name and labels in the written form."""
     lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
     samples = (line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in samples}
@@ -162,7 +162,7 @@ def serve(
 
 
 def _served(process, mark: str) -> Served:
-    """Reads what the command prints until the URL comes."""
+    """Reads the command's output up to its URL."""
     clock = MonotonicClock()
     end_s = clock.now_s() + START_TIMEOUT_S
     printed = b""

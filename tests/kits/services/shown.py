@@ -71,7 +71,7 @@ class ShownPools:
         return {WorkerId(name): each.role for name, each in found if each.version == "v1"}
 
     def news(self) -> ClusterNews:
-        """What the controller would tell now."""
+        """Returns the news that the controller would send now."""
         world = self._world
         ready = {name: WorkerReady("", 1, 1000, NUM_BLOCKS, 1, 0.0) for name in self.roles}
         return news_of(

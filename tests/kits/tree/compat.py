@@ -19,7 +19,7 @@ TestT = TypeVar("TestT", bound=Callable[..., object])
 
 
 def like(server: str, file: str, *names: str) -> Callable[[TestT], TestT]:
-    """Marks a test that stands for these tests of another server."""
+    """Marks a test that covers the same behaviour as these tests of another server."""
     assert server in ("vllm", "sglang")
     assert file.endswith(".py")
     assert names
@@ -39,7 +39,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A test here, and the one that it stands for."""
+    """A test here, and the other server's test that it corresponds to."""
 
     server: str
     file: str

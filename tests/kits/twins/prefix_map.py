@@ -41,7 +41,7 @@ class PrefixMap:
         self._num_blocks.pop(worker_id, None)
 
     def record(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Notes leading blocks of a prompt that a worker holds. Unknown workers are ignored."""
+        """Records leading blocks of a prompt that a worker holds. Unknown workers are ignored."""
         held = self._held.get(worker_id)
         if held is None:
             return
@@ -52,11 +52,11 @@ class PrefixMap:
             held.popitem(last=False)
 
     def stored(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Notes a worker's event: it holds these blocks."""
+        """Records a worker's event: it holds these blocks."""
         self.record(worker_id, hashes)
 
     def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Notes a worker's event: it no longer holds these blocks."""
+        """Records a worker's event: it no longer holds these blocks."""
         self.retract(worker_id, hashes)
 
     def cleared(self, worker_id: WorkerId) -> None:
@@ -65,7 +65,7 @@ class PrefixMap:
             self._held[worker_id].clear()
 
     def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Notes that a worker was asked for these blocks and does not hold them."""
+        """Records that a worker was asked for these blocks and does not hold them."""
         held = self._held.get(worker_id)
         if held is None:
             return

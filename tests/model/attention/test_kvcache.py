@@ -46,7 +46,7 @@ def lines(num_bytes):
 
 
 class Text:
-    """Offsets in a record, from the text of `engine.layout` alone."""
+    """Computes offsets in a record from the documentation of `engine.layout` alone."""
 
     def __init__(self, layout):
         self.layout = layout

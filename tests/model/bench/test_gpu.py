@@ -64,7 +64,7 @@ def test_everything_runs_on_a_cpu_and_is_reported(tmp_path, capsys):
         assert report.value(name) > 0
     printed = capsys.readouterr().out
     assert "0 failures" in printed
-    assert "goals" not in printed  # what a CPU reaches is no matter
+    assert "goals" not in printed  # the speed of a CPU does not matter
 
 
 def test_sections_without_time_are_listed_as_skipped(capsys):

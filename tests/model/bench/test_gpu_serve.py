@@ -33,7 +33,8 @@ def answer(*tokens):
     ("tokens", "expected"),
     [
         (("a", "b", "d"), None),
-        (("a", "c", "x"), (1, pytest.approx(0.1))),  # what follows another token is another answer
+        # Tokens after a different token belong to a different answer.
+        (("a", "c", "x"), (1, pytest.approx(0.1))),
         (("b", "b", "d"), (0, pytest.approx(2.9))),
         (("a", "x", "d"), (1, float("inf"))),
         (("a", "b"), (2, float("inf"))),

@@ -1,4 +1,4 @@
-"""What the largest step takes is measured once, before KV memory is sized."""
+"""The memory of the largest step is measured once, before KV memory is sized."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_a_runner_tells_what_its_device_needs():
     )
     runner.open()
     assert [needs.device for needs in told] == [DeviceNeeds(USE, 7)]
-    assert runner.warm_up() > 0  # the trial has left the model as it was
+    assert runner.warm_up() > 0  # the trial has not changed the model
     assert runner.kv_address % 64 == 0
     runner.close()
 

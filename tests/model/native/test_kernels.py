@@ -90,7 +90,7 @@ def test_an_int8_layer_computes_exactly_with_rounded_weights_and_activations(tea
 
 
 def rounded(x):
-    """Whole numbers up to 127 and a scale for each row, in fp64."""
+    """Rounds to whole numbers up to 127 with a scale for each row, in fp64."""
     scale = x.abs().amax(1, keepdim=True) / 127
     whole = torch.round(x * (127 / x.abs().amax(1, keepdim=True)))
     return whole.double(), scale.double()

@@ -46,7 +46,7 @@ def native_sampler(logits, choices):
 
 
 def choices_of_seeds(kind, **others):
-    """The same choice with every seed."""
+    """Returns the same choice with every seed."""
     values = {name: getattr(kind, name) for name in kind.__struct_fields__ if name != "seed"}
     for seed in range(NUM_SAMPLES):
         yield TokenChoice(Sampling(seed=seed, **values), POSITION, **others)

@@ -17,7 +17,7 @@ INF = math.inf
 
 
 def plain_logprobs(logits, token_id, num_top):
-    """The same in plain Python, one row."""
+    """Computes the same for one row in plain Python."""
     best = max(logits)
     log_total = best + math.log(math.fsum(math.exp(x - best) for x in logits))
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:num_top]

@@ -41,5 +41,5 @@ def test_moving_a_sequence_any_number_of_times_changes_no_token(runners, expecte
     assert pools.num_moves.total() > NUM_REQUESTS
     # Copies are of use. How many blocks they save varies: how much is drafted depends on time.
     assert pools.num_found > pools.num_pulled / 2
-    # The draft model had not seen all of some: it goes on from there, and drafts all the same.
+    # The draft model had not seen all tokens of some rows: it catches up, and drafts as usual.
     assert pools.num_moves[False] > 0

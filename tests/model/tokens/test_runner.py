@@ -101,7 +101,8 @@ def prompts(count):
 
 @cache
 def opened(path, **options):
-    options.setdefault("weights", WeightFormat.FP32)  # what transformers' own answers are made with
+    # Transformers' own answers are computed in fp32.
+    options.setdefault("weights", WeightFormat.FP32)
     runner = TorchRunner(path, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **options)
     runner.open()
     return runner

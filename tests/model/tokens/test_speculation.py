@@ -268,7 +268,7 @@ PROPOSERS = {
 @pytest.mark.parametrize("company", ["of all kinds", "without grammars"])
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_proposals_change_neither_tokens_nor_logprobs(pair, plain, name, company):
-    """In common batches with each other's prompts, which come in chunks.
+    """Batches contain decode rows and chunks of other prompts.
 
     If a client follows a grammar, more of a step is Python.
     """
@@ -442,7 +442,7 @@ def test_catching_up_proposes_the_same_as_seeing_each_token(pair):
 
 
 def test_scored_tokens_have_the_ranks_of_softmax(pair):
-    """Whole or in chunks, the last of which chooses a token too."""
+    """Prompts are scored whole, or in chunks of which the last one also chooses a token."""
     tokens = prompt(6)
     whole, chunked = tables(2)
     row = Row("a", tokens, 0, whole, SAMPLINGS["nucleus"], scored=tokens[1:], num_top=3)

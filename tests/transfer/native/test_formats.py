@@ -100,7 +100,9 @@ def test_a_token_that_is_not_finite_spoils_no_other(to, odd):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_share_of_the_heads_is_converted_on_its_way(size):
-    """Whole records of fp32 at the source, each rank's own of int8 at the sinks, and back."""
+    """The source has whole records in fp32, each rank of the sink its own records in int8; and
+    the reverse.
+    """
     shapes = (KVSection(2, 4, 16), KVSection(1, 8, 6))
     whole = KVLayout(3, KVFormat.FP32, shapes)
     records = records_of(np.random.default_rng(2), 5, whole)

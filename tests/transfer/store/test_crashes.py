@@ -72,7 +72,7 @@ def check(before, told, whole):
 
 
 class Recorder:
-    """Takes down all writes of the engine in Python: the file, the offset and the bytes."""
+    """Records all writes of the engine in Python: the file, the offset and the bytes."""
 
     def __init__(self, monkeypatch):
         self.writes = []
@@ -101,7 +101,7 @@ def recorded_history(directory, slots):
 
 
 def replay(directory, writes):
-    """Makes files as they are after only these writes, each of (name, offset, bytes)."""
+    """Makes the files that result from these writes, each (name, offset, bytes)."""
     with opened(directory, num_slots=2):
         pass  # allocates
     for name, offset, content in writes:

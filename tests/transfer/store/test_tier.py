@@ -1,4 +1,4 @@
-"""Blocks that are written to disk are read as they were, by either engine, also after a restart."""
+"""Blocks on disk are read back unchanged, by either engine, also after a restart."""
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ def test_operations_on_one_slot_take_place_in_order(tmp_path, engine):
         reasons = [done.reason for done in polled(tier, 5, 0.0)]
         settle(tier, lambda: "clears" in tier.counters)
         assert np.array_equal(old, content_of(hash_of(1)))
-        # `forget` holds from its call on: a read that has not begun by then is refused.
+        # `forget` takes effect at once: a read that has not begun by then is refused.
         assert reasons[:3] == [None, None, None]
         assert set(reasons[3:]) <= {None, "not_held"}
     with opened(tmp_path, engine) as (_, blocks):

@@ -22,7 +22,7 @@ CLOCK = MonotonicClock()
 
 
 def new_tier(directory, engine="threads", *, block_bytes=4096, num_slots=8, **tuning):
-    """A tier that is not open, with two slots a slab unless told otherwise."""
+    """Makes a tier that is not open, by default with two slots per slab."""
     stride_bytes = -(-block_bytes // 4096) * 4096
     tuning = {"slab_bytes": 2 * stride_bytes, **tuning}
     return DiskTier(
@@ -59,7 +59,7 @@ def content_of(block_hash, block_bytes=4096):
 
 
 def shifted(row, shift):
-    """The same bytes at an address that lies `shift` bytes behind a multiple of 4096."""
+    """Returns the same bytes at an address that lies `shift` bytes behind a multiple of 4096."""
     memory = np.zeros(len(row) + 8192, np.uint8)
     start = -memory.ctypes.data % 4096 + shift
     memory[start : start + len(row)] = row
@@ -94,7 +94,9 @@ def write(tier, slot, block_hash, *, block_bytes=4096, parent=None, now_s=0.0):
 
 
 def read(tier, slot, block_hash, *, block_bytes=4096, now_s=0.0):
-    """Reads a block: its bytes, or the reason why not. Then the row must be as it was."""
+    """Reads a block; returns its bytes, or the reason of the failure. After a failure the row
+    must be unchanged.
+    """
     row = np.full(block_bytes, 7, np.uint8)
     request = DiskRead(slot, block_hash, row)
     assert tier.read([request], now_s) == 1

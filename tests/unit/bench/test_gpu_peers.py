@@ -30,7 +30,7 @@ DECODES = '{"decode_s": 0.25}'
 
 
 def measured(tmp_path, program, *, budget_s=1000.0):
-    """What a peer whose Python is this program leaves behind."""
+    """Measures a peer whose Python is this program; returns the results."""
     python = tmp_path / "python"
     python.write_text(program)
     python.chmod(0o755)

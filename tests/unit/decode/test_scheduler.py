@@ -653,7 +653,7 @@ def test_prompts_wait_for_a_held_step_too():
 
 
 def hold_copy(r: Rig, name: str, prompt, **fields) -> None:
-    """Lets a copy come and be pulled."""
+    """Submits a copy and pulls its KV."""
     r.take(copy(name, prompt, **fields))
     r.step()
     r.take(pull_done(name))
@@ -738,7 +738,7 @@ def test_copies_of_a_lost_gateway_are_released():
 def test_no_sequence_waits_or_is_preempted_while_a_copy_is_held(events):
     r = rig(num_blocks=6, max_running=9)
     alive: dict[str, bool] = {}  # by sequence id: True for a complete copy
-    waiting: set[str] = set()  # that are no copies, for memory
+    waiting: set[str] = set()  # sequences, without copies, that wait for memory
 
     def step() -> None:
         effects = r.step()

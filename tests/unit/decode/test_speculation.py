@@ -79,7 +79,7 @@ class KnownRunner:
         self.texts = texts
         self.acceptance = acceptance
         self.spent_ms = 0.0
-        self.plain_ms = 0.0  # that these tokens would have taken in steps of one token
+        self.plain_ms = 0.0  # time that these tokens would have taken in steps of one token
         self.lengths: Counter[int] = Counter()  # draft lengths
         self._rng = random.Random(seed)
 
@@ -240,7 +240,7 @@ def test_a_fair_draft_costs_nothing_in_a_full_batch():
 @pytest.mark.parametrize("mode", [Speculate.NGRAM, Speculate.AUTO])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_random_matches_cost_less_than_three_percent(mode, batch):
-    noise = Texts(vocab_size=12)  # so few that runs of two are always found
+    noise = Texts(vocab_size=12)  # a vocabulary so small that runs of two tokens always match
     bench = Bench(mode, LAPTOP, batch=batch, acceptance=0.02, texts=noise)
     assert bench.gain(1000) >= 0.97
 

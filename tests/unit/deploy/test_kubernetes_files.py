@@ -86,7 +86,7 @@ def test_every_value_has_its_place():
 
 
 def rendered(folder: Path) -> dict[str, dict[str, Any]]:
-    """What kustomize makes of a deployment, by kind and name."""
+    """Returns kustomize's output for a deployment, by kind and name."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     for name in ("keys.json", "prometheus.key", "redis.password"):

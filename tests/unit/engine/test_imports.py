@@ -1,4 +1,4 @@
-"""What modules load: the core no torch, transformers or Ray; only gateways gRPC."""
+"""The imports of modules: the core loads no torch, transformers or Ray; only gateways load gRPC."""
 
 import subprocess
 import sys

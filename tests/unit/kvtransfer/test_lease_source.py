@@ -230,7 +230,9 @@ def test_a_release_ends_the_lease_and_is_confirmed_with_the_number_of_the_pull()
 
 
 def test_a_release_that_is_repeated_late_ends_no_later_lease():
-    """A sink repeats a Release until it is confirmed, so one may come after the confirmation."""
+    """A sink repeats a Release until it is confirmed, so a Release may arrive after the
+    confirmation.
+    """
     source = held(7)
     source.receive(SINK, Release("l", 5), 1.0)
     source.open("m", 4, 1.0)
@@ -503,7 +505,7 @@ def test_early_messages_are_bounded(monkeypatch):
 
 
 def test_a_rank_that_needs_no_bytes_holds_the_lease_and_reads_nothing():
-    """Its heads come from another rank of the source, which holds them too."""
+    """Another rank of the source, which holds the same heads, sends them."""
     heads = KVLayout(16, KVFormat.BF16, (KVSection(1, 1, 64),))
     one, other = (Identity("model 1", heads, shard, group=PAIR) for shard in PAIR)
     source = SourceMachine(

@@ -1,4 +1,4 @@
-"""Transfer messages arrive as they were sent; invalid ones are refused."""
+"""Transfer messages are decoded unchanged; invalid messages are refused."""
 
 import random
 

@@ -151,7 +151,7 @@ def test_cached_blocks_of_a_lease_are_ready_at_once():
 
 
 def compute(r: Rig, name: str, prompt) -> None:
-    """Lets a prompt come and be computed at once."""
+    """Submits a prompt that is computed at once."""
     r.take(prefill(name, prompt))
     while r.step():
         pass

@@ -1,4 +1,4 @@
-"""What users of instructor do. Argument: the URL of the API."""
+"""A program as users of instructor write it. Argument: the URL of the API."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What users of langchain-openai do. Argument: the URL of the API."""
+"""A program as users of langchain-openai write it. Argument: the URL of the API."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What users of litellm do. Argument: the URL of the API."""
+"""A program as users of litellm write it. Argument: the URL of the API."""
 
 import asyncio
 import sys

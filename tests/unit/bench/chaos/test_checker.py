@@ -127,7 +127,7 @@ def test_connection_broken_long_after_a_gateway_death_is_a_lost_request():
 @pytest.mark.parametrize(
     ("lasted_s", "sent_s", "broke_s", "end"),
     [
-        (4.0, 2.0, 4.0, RequestEnd.LOST),  # it goes on where it stood
+        (4.0, 2.0, 4.0, RequestEnd.LOST),  # the answer continues after the break
         (4.0, 2.0, 7.1, RequestEnd.LOST),
         (LONG_SILENCE_S, 2.0, 2.9, RequestEnd.LOST),
         (LONG_SILENCE_S, 2.0, 8.0, RequestEnd.LOST),

@@ -154,7 +154,7 @@ def test_no_fault_takes_the_last_working_worker_of_a_pool(kind):
         {"state": "starting"},
         {"is_connected": False},
         {"role": Role.DRAINED, "target": Role.DRAINED, "state": "drained"},
-        {"role": Role.PREFILL},  # it was told to decode, and does not yet
+        {"role": Role.PREFILL},  # it was ordered to decode, but does not decode yet
     ):
         other = worker("d1", Role.DECODE, **changes)
         assert candidates(kind, pools(P0, P1, D0, other), held=()) == ["p0", "p1"]
@@ -224,7 +224,7 @@ def test_the_rarest_kind_goes_first_and_a_kill_is_nothing_else():
 
 
 class SeenDeployment:
-    """A deployment that looks as it is said to."""
+    """A deployment with a given state."""
 
     pid = 99
 
@@ -289,7 +289,7 @@ class LaterClock:
 
 
 class StubbornDeployment:
-    """Takes orders; its one worker does what it did at first and nothing else."""
+    """Accepts orders, but its only worker never changes."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self._worker = P0

@@ -1,4 +1,6 @@
-"""A run of `bench chaos` fails for what its faults did, and for faults that did not come."""
+"""A run of `bench chaos` fails for the damage of its faults, and for planned faults that did not
+occur.
+"""
 
 from dataclasses import replace
 

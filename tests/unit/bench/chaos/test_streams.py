@@ -1,4 +1,4 @@
-"""What `bench chaos` keeps of a stream: also what should not have come."""
+"""`bench chaos` keeps all of a stream, even data that should not have been sent."""
 
 import json
 

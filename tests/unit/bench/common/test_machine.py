@@ -7,7 +7,7 @@ from bench.common import machine
 
 @pytest.fixture
 def outputs(monkeypatch):
-    """What commands print, by their first two words; a command not in it fails."""
+    """Maps commands, by their first two words, to their output; other commands fail."""
     table = {}
     monkeypatch.setattr(machine, "_output", lambda *command: table.get(command[:2]))
     return table

@@ -1,4 +1,4 @@
-"""What `baton bench engine` runs, and which options it refuses."""
+"""The jobs of `baton bench engine`, and the options that it refuses."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How a round of jobs goes through all engines."""
+"""A round of jobs is run by all engines."""
 
 from dataclasses import replace
 

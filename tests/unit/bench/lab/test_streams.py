@@ -144,7 +144,7 @@ def arriving(send, arrivals, streams=(b"stream",)):
 
 
 def test_prompts_arrive_without_waiting_for_each_other_until_streams_end():
-    """The streams end when three prompts are open, none of which is answered before."""
+    """The streams end while three prompts are open and unanswered."""
     open_prompts, enough = [], asyncio.Event()
 
     async def send(body):

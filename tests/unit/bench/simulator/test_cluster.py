@@ -294,7 +294,7 @@ def test_aborted_pull_releases_its_lease():
     transfers.open(source, LeaseId("a"))
     transfers.hold(sink, SeqId("a"), ref("a", 3))
     transfers.abort(sink, SeqId("a"))
-    transfers.grow(LeaseId("a"), 1)  # the source has not heard of it
+    transfers.grow(LeaseId("a"), 1)  # the source has not received it yet
     future.run()
     assert source.heard == [LeaseEnded("a", "released")]
     assert sink.heard == [PullFailed(SeqId("a"), "aborted", ())]

@@ -155,8 +155,8 @@ def test_a_recording_is_read_as_a_trace(tmp_path):
     assert a == TraceRequest(0.0, 9, 5, a.block_ids)
     assert a.block_ids[:2] == b.block_ids[:2]  # eight tokens
     assert len({*a.block_ids, *b.block_ids, *left.block_ids, *waits.block_ids}) == 3 + 1 + 2 + 1
-    assert (left.arrived_s, left.output_len) == (2.0, 4)  # what it has seen
-    assert waits.output_len == 6  # what it asked for
+    assert (left.arrived_s, left.output_len) == (2.0, 4)  # the tokens that it has received
+    assert waits.output_len == 6  # the tokens that it requested
 
 
 def test_broken_recording_is_an_error_with_its_record(tmp_path):

@@ -1,4 +1,4 @@
-"""The operator's pages of stores: what they hold, and the order to forget it."""
+"""The operator's pages of stores: their contents, and the order to drop them."""
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ REPORT = StoreReport(
 
 
 class FakeLink:
-    """A session with a store that reports, and keeps what it is told."""
+    """A session with a store: it reports, and records the messages to the store."""
 
     def __init__(self, report: StoreReport | None) -> None:
         self.fresh_report = report

@@ -1,4 +1,4 @@
-"""What `baton serve` prints about its workers and gateway once they run."""
+"""The lines that `baton serve` prints about its workers and gateway once they run."""
 
 from io import StringIO
 from types import SimpleNamespace

@@ -52,7 +52,7 @@ GATEWAY = {"gateway": GatewayReady("http://127.0.0.1:80", "m", 7, "gateway:1")}
 
 
 class SetClock:
-    """A clock that stands still unless it is set."""
+    """A clock that only moves when it is set."""
 
     at_s = 0.0
 

@@ -1,4 +1,4 @@
-"""What operators ordered outlives controller and gateways; a store that fails stops nothing."""
+"""Orders of operators survive the controller and the gateways; a failing store stops nothing."""
 
 import asyncio
 import errno
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
 
 
 class FakeStore:
-    """Holds one record. Fails as often as it is told."""
+    """Holds one record. Fails a given number of times."""
 
     def __init__(self, record: bytes | None = None, failures: int = 0) -> None:
         self.record = record
@@ -147,7 +147,7 @@ class FakeStore:
 
 
 class KeeperWorld:
-    """A keeper, its store and what it told."""
+    """A keeper, its store and its messages."""
 
     def __init__(self, store: FakeStore) -> None:
         self.told: list[str] = []

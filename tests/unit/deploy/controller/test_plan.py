@@ -1,4 +1,4 @@
-"""How many gateways run, and what they are started with."""
+"""The number of gateways, and the options that they are started with."""
 
 import msgspec
 import pytest

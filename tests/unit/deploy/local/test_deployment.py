@@ -1,4 +1,4 @@
-"""What is wrong with a model's small files is told before any process starts."""
+"""Errors in a model's small files are reported before any process starts."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What systemd is told of a deployment that serves and stops."""
+"""The messages to systemd from a deployment that serves and stops."""
 
 from deploy.local.service_manager import ServiceManager
 

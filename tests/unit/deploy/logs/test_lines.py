@@ -1,4 +1,4 @@
-"""What a log line says: its process, the request worked for, and the same as JSON."""
+"""The contents of a log line: the process and the request, as text and as JSON."""
 
 import asyncio
 import json

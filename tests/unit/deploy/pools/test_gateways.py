@@ -1,4 +1,4 @@
-"""Gateways that die, hang or come back."""
+"""Gateways that die, hang or restart."""
 
 from deploy.pools.events import (
     Died,

@@ -1,4 +1,4 @@
-"""Workers whose kernels differ are told."""
+"""Workers whose kernels differ are reported."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a worker's process uses of the machine."""
+"""The resources of the machine that a worker's process uses."""
 
 from deploy.worker.process_facts import cpu_s, process_gauges
 from router.gateway.metrics.workers import GAUGE_TEXTS

@@ -42,7 +42,7 @@ class Worker:
         return self.watch.check(self.now_s)
 
     def hang(self, seconds: int) -> list[StillStepping | None]:
-        """Returns the reports of each second while a step goes on."""
+        """Returns the reports of each second during a step."""
         return [self.check() for _ in range(seconds)]
 
 

@@ -173,7 +173,7 @@ def test_what_cannot_be_rewritten_is_refused_by_name_and_place(schema, message):
 
 
 def doubling(levels):
-    """Definitions of which each names the next one twice."""
+    """Returns definitions that each refer to the next one twice."""
     defs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return {"$defs": {**defs, f"d{levels}": {"type": "string"}}}
 

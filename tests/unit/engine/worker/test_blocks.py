@@ -20,7 +20,7 @@ def hashes(name: str, num_blocks: int):
 
 
 def allocate_full(pool: BlockPool, name: str, num_blocks: int):
-    """Takes blocks for a sequence and fills them."""
+    """Allocates blocks for a sequence and fills them."""
     taken = pool.allocate(num_blocks)
     for block, block_hash in zip(taken, hashes(name, num_blocks), strict=True):
         pool.set_hash(block, block_hash)

@@ -1,4 +1,4 @@
-"""What gateways pass on of their clients' sessions reaches the policy of every tier."""
+"""Session hints that gateways forward reach the policy of every tier."""
 
 import pytest
 

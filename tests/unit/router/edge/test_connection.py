@@ -383,7 +383,7 @@ CHUNKED = request(b"").replace(b"content-length: 0", b"transfer-encoding: chunke
 
 
 async def answered(app, *inputs):
-    """What a connection sends for input that comes in a few reads."""
+    """Returns what a connection sends for input that arrives in a few reads."""
     written = []
     connection, transport = connect("a", written, app)
     for data in inputs:

@@ -65,7 +65,7 @@ def test_backend_has_its_limit_and_all_peers():
     shm = by_name()["shm/64KiB"]
     assert shm.runs == pytest.approx((2, 4, 3))
     assert (shm.value, shm.unit) == (pytest.approx(3), "GiB/s")
-    assert shm.limit == pytest.approx(4)  # in C, whose median is the better one
+    assert shm.limit == pytest.approx(4)  # the limit is the way in C, whose median is better
     assert shm.of_limit == pytest.approx(0.75)
     assert shm.peers == {"mooncake": Peer(pytest.approx(0.5), pytest.approx(6))}
     zmq = by_name()["zmq/64KiB"]

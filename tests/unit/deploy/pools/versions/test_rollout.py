@@ -1,4 +1,4 @@
-"""Versions of the model come, take over and go; each request keeps its workers to its end."""
+"""Versions of the model start, take over and leave; each request keeps its workers to its end."""
 
 import random
 

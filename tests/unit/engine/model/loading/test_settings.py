@@ -1,4 +1,4 @@
-"""A wrong value of config.json is told in one sentence, before any model is made."""
+"""A wrong value in config.json is reported in one sentence, before any model is made."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the table of returns learns, against numbers that can be computed by hand."""
+"""The table of returns is compared with numbers that are computed by hand."""
 
 import math
 from itertools import pairwise

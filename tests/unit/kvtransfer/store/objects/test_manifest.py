@@ -1,4 +1,4 @@
-"""A manifest is read as it was written, or refused with a reason."""
+"""A manifest is read back unchanged, or refused with a reason."""
 
 import struct
 

@@ -1,4 +1,6 @@
-"""While a long answer is made the loop goes on: each of its passes makes a short part at most."""
+"""The event loop keeps running while a long answer is encoded: each pass encodes a short part at
+most.
+"""
 
 import asyncio
 import struct

@@ -1,4 +1,4 @@
-"""How answers come, as looks once a second show it."""
+"""The arrival of answers, sampled once a second."""
 
 from types import SimpleNamespace
 

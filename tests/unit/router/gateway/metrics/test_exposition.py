@@ -1,4 +1,4 @@
-"""What /metrics shows of answers, workers and the router."""
+"""The metrics of answers, workers and the router."""
 
 import msgspec
 import pytest
@@ -189,7 +189,7 @@ def test_predictions_and_their_errors_are_exported():
 
 
 def decided(**changes):
-    """A timeline whose stages from the placement on come to 0.75 s, and the decision behind it."""
+    """Returns a timeline whose stages after the placement sum to 0.75 s, and its decision."""
     fields = {"predicted_ttft_s": 0.5, "predicted_tpot_s": 4.0, **changes}
     decision = Decision("slo", "why", "p0", "d0", num_candidates=1, num_matched_tokens=0, **fields)
     return msgspec.structs.replace(
