@@ -20,7 +20,7 @@ settings.load_profile("baton")
 
 
 def _absent(mark: str) -> str | None:
-    """Returns the package that tests with this mark need and that is missing, or None."""
+    """Returns why tests with this mark cannot run here, or None."""
     absent = [name for name in NEEDS.get(mark, ()) if importlib.util.find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)} not installed"

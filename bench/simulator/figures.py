@@ -3,7 +3,7 @@
 latencies_of    latencies of one request
 RequestTally    columns of latencies, and counts
 GapSketch       gaps between tokens: their mean, and percentiles of a bounded error
-InfiniteCache   a prefix cache that never forgets, and the share of each prompt that it held
+InfiniteCache   a prefix cache that never evicts, and the share of each prompt that it held
 """
 
 import math

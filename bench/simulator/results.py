@@ -7,7 +7,7 @@ bounds of its paper too: TTFT 30 s, and TBT 100, 200 and 300 ms. DistServe's goo
 simulations: see `goodput`.
 
 Prefix hits are prompt tokens that were found cached or pulled, of all prompt tokens.
-`infinite_cache` is the share that a cache which never forgets would have had.
+`infinite_cache` is the share that a cache that never evicts would have had.
 
 Stores are reported by medium. A hit of a store is a prompt token that it leased to a worker, as a
 share of all prompt tokens, and counts where the block was when it was asked for. Reads, evictions

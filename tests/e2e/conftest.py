@@ -1,4 +1,4 @@
-"""Ends the fixtures that all end-to-end tests of a session share."""
+"""End-to-end tests end the fixtures that they share with their session."""
 
 import os
 import sys

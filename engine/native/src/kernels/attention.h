@@ -97,26 +97,26 @@ struct LoadTokens {
   }
 };
 
-// Of the queries that are weighed together: what is subtracted from scores, and the factors of the
-// sums so far, or at first their exponents.
+// For queries that are weighed together: the numbers that are subtracted from their scores, and the
+// factors of their sums so far (at first the exponents of these factors).
 struct Peaks {
   alignas(64) float origins[kLanes] = {}, fades[kLanes] = {};
 };
 
 // A thread's working memory for int8 KV.
 struct WholeScratch {
-  bool few;            // K and V are multiplied in registers
-  bool many;           // AMX multiplies, see ManyScratch
-  const Task* next;    // whose first tokens are requested at the end; or null
+  bool few;            // few queries: K and V are multiplied in registers
+  bool many;           // many queries: AMX multiplies, see ManyScratch
+  const Task* next;    // the next task, whose first tokens are prefetched at the end; or null
   uint8_t* queries;    // blocks of queries as pack_whole writes them, or few as pack_query does
-  float* query_steps;  // what 1 stands for in each query's numbers
+  float* query_steps;  // the value of one unit in each query's numbers
   int32_t query_offsets[kWholeRows];  // of few queries: see few_scores
   int8_t* keys;                       // [kTile / kPanel][cols / 4][kPanel][4]
   int8_t* values;                     // [padded / kPanel][kTile / 4][kPanel][4]
 };
 
 #if BATON_AMX
-// The same for many queries.
+// A thread's working memory for int8 KV and many queries.
 struct ManyScratch {
   SixteenQueries* sixteens;
   uint8_t* queries;  // panels, one for each sixteen
@@ -398,7 +398,7 @@ class Attention {
     const uint8_t *values[kTile / kLanes], *later_values[kTile / kLanes];
   };
 
-  // The same for R queries and int8 KV: the same bits.
+  // Does the same for R queries and int8 KV. The bits are those of the path for many queries.
   template <int R>
   void walk_few(const Batch& batch, const Task& task, int layer, const Scoring& scoring, int end,
                 int oldest, int partition, Partial& p, const WholeScratch& whole) const {
@@ -418,7 +418,8 @@ class Attention {
                      static_cast<__mmask16>((1u << present) - 1)};
     };
     const int ahead = std::min(kTilesAhead * kTile, round_up(end - begin, kTile));
-    const auto find_later = [&](int first) {  // of this task, else of the next
+    // Finds later tokens of this task, else of the next one.
+    const auto find_later = [&](int first) {
       if (first < end || whole.next == nullptr) return find(task, first, end);
       const Task& next = *whole.next;
       const int start = oldest_of(batch, next, scoring) / kTile * kTile;
@@ -464,7 +465,7 @@ class Attention {
       }
     };
     if (begin >= stop) return;  // the window begins after this partition
-    // The next tile's scores are computed while one's weights wait for each other.
+    // The next tile's scores are computed while this tile's weights depend on one another.
     score(begin, tiles[0]);
     weigh_tile(tiles[0]);
     for (int tile = begin, i = 0; tile < stop; tile += kTile, i ^= 1) {
@@ -518,7 +519,7 @@ class Attention {
 #pragma GCC unroll 2
       for (int v = 1; v < kVecs; ++v) most = max(most, s[v]);
       const float old = p.peaks[i + r], peak = std::max(old, max_lanes(most));
-      peaks.origins[r] = peak == kMinusInfinity ? 0.0f : peak;  // if nothing is seen so far
+      peaks.origins[r] = peak == kMinusInfinity ? 0.0f : peak;  // no token was seen so far
       peaks.fades[r] = old - peaks.origins[r];
       p.peaks[i + r] = peak;
     }
@@ -724,7 +725,8 @@ class Attention {
     return whole.queries + block * whole_bytes(whole_cols_);
   }
 
-  // What 1 stands for if x [n] is rounded to numbers, and its inverse. n is a multiple of kLanes.
+  // The value of one unit if x [n] is rounded to whole numbers, and its inverse. n is a multiple of
+  // kLanes.
   static float inverse_step(const float* x, int n, float& step) {
     Vec most = zeros();
     for (int d = 0; d < n; d += kLanes) most = max(most, abs(load(x + d)));
@@ -889,7 +891,7 @@ class Attention {
     return many;
   }
 
-  // walk for many queries and int8 KV: the same bits.
+  // Walks the context for many queries and int8 KV. The bits are those of the other paths.
   void walk_many(const Batch& batch, const Task& task, int layer, const Scoring& scoring,
                  const float* q, int end, int oldest, int partition, Partial& p,
                  float* scratch) const {
@@ -1007,7 +1009,7 @@ class Attention {
       most[t % 2] = max(most[t % 2], score);
     }
     const Vec peak = max(most[0], most[1]);
-    // Nothing may have been seen so far.
+    // Possibly no token was seen so far.
     const Vec origin = where_less(fill(kMinusInfinity), peak, peak, zeros());
     const Vec fade = exp(sub(old, origin));
     Vec largest = zeros();

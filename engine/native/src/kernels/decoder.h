@@ -18,7 +18,7 @@ enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 
 // Mirrored in structs.py, as are the following two.
 struct Layer {
-  Weight qkv[3];  // one for all, or one each
+  Weight qkv[3];  // one matrix for all three, or one for each
   Weight output;
   Weight gate;
   Weight up;
@@ -26,11 +26,11 @@ struct Layer {
   const float* input_norm;
   const float* query_norm;           // [head_dim] or null
   const float* key_norm;             // [head_dim] or null
-  const float* post_attention_norm;  // of attention's output; or null
+  const float* post_attention_norm;  // norm of attention's output; or null
   const float* feed_forward_norm;
-  const float* post_feed_forward_norm;  // of the feed-forward layer's output; or null
+  const float* post_feed_forward_norm;  // norm of the feed-forward layer's output; or null
   Scoring scoring;
-  int32_t rope;  // index among the model's
+  int32_t rope;  // index of the layer's rope in the model
   int32_t num_qkv;
 };
 
@@ -453,7 +453,7 @@ class Decoder {
   Cache cache_;
   Attention attention_;
   int query_size_, kv_size_;
-  Laid laid_;  // of the present pass, as are the following three
+  Laid laid_;  // state of the present pass, like the following three
   const Batch* batch_ = nullptr;
   const int64_t* token_ids_ = nullptr;
   const Wanted* wanted_ = nullptr;

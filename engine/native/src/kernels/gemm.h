@@ -106,7 +106,7 @@ struct Ahead {
   const char* first;
   int step;  // bytes
 
-  // `next` is read in so many steps of `step_bytes`.
+  // `next` is read in steps of `step_bytes`.
   Ahead(const void* next, int steps, int step_bytes, int block, int blocks)
       : step((step_bytes + blocks - 1) / blocks) {
     first = static_cast<const char*>(next) + static_cast<size_t>(steps) * step * block;
@@ -252,7 +252,7 @@ inline void with_rows(int rows, F f) {
   }
 }
 
-// The same for a whose rows lie `lda` apart, and fp32 weights `ldw` apart.
+// Does the same for `a` with rows `lda` apart, and fp32 weights `ldw` apart.
 inline void multiply_float(const float* a, size_t lda, int rows, const float* panel, size_t ldw,
                            int cols, float* c, size_t ldc, bool accumulate) {
   with_rows<kMaxRows>(rows, [&](auto r) {
@@ -277,7 +277,7 @@ struct Columns {
   int begin, end;
 };
 
-// How far on the next panel is, and which of how many blocks of rows is multiplied.
+// The place of the next panel, the index of the present block of rows, and the number of blocks.
 struct Turn {
   ptrdiff_t panels_on;
   int block, blocks;
@@ -313,7 +313,7 @@ BATON_INLINE TileRow finished(const Weight& w, int panel, const int32_t* sums, i
   return row;
 }
 
-// The same from the sums of a product of floats' parts.
+// Computes the same from the sums of products of floats' parts.
 BATON_INLINE TileRow finished(const Weight&, int, const float* sums, int r, float) {
   TileRow row;
 #pragma GCC unroll 2
@@ -345,7 +345,7 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
   const int count = columns.end - columns.begin;
   const float* a = x.values + start + static_cast<size_t>(columns.begin) * rows;
   const size_t before = at + static_cast<size_t>(columns.begin) * kPanel;
-  const int bytes = w.kind == kFp32 ? 4 : w.kind == kBf16 ? 2 : 1;  // of an element
+  const int bytes = w.kind == kFp32 ? 4 : w.kind == kBf16 ? 2 : 1;  // bytes of an element
   const char* raw = static_cast<const char*>(w.panels) + before * bytes;
   const Ahead next(raw + turn.panels_on * kPanel * w.padded_cols * bytes, count, kPanel * bytes,
                    turn.block, turn.blocks);
@@ -526,7 +526,7 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
       }
 }
 
-// The same for one matrix and this thread's share of its panels.
+// Does the same for one matrix and this thread's share of its panels.
 template <class Consume>
 inline void linear_tiles(const Weight& w, const Rows& x, int rows, int thread, int threads,
                          float* scratch, Consume consume) {
@@ -543,7 +543,8 @@ inline int panel_columns(const Weight& w, int panel) {
 // the row's scale.
 template <class Put>
 [[gnu::noinline]] inline float round_to_bytes(const Weight& w, const float* x, Put put) {
-  Vec most[4] = {zeros(), zeros(), zeros(), zeros()};  // so that none waits for the last
+  // Four maxima, so that no step depends on the one before.
+  Vec most[4] = {zeros(), zeros(), zeros(), zeros()};
   int i = 0;
   for (; i + 4 * kLanes <= w.cols; i += 4 * kLanes)
 #pragma GCC unroll 4

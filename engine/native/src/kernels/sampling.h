@@ -226,7 +226,7 @@ class Sampler {
   // Leaves in kept_ the k highest logits, in any order.
   void keep_highest(int k) {
     float padded[kGroup];
-    float beaten = -kInfinity;  // k logits that were kept are no lower
+    float beaten = -kInfinity;  // at least k of the kept logits are not below this one
     size_t count = 0;
     kept_.resize(2 * static_cast<size_t>(k) + kGroup);
     for (int start = 0; start < vocab_; start += kGroup) {
@@ -400,7 +400,7 @@ class Sampler {
   std::vector<float> kept_;
   std::vector<double> masses_;
 
-  // Of the present row:
+  // State of the present row:
   const float* logits_ = nullptr;
   const Draw* draw_ = nullptr;
   float best_ = 0, least_ = 0;

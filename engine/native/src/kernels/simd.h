@@ -24,7 +24,7 @@
 namespace baton {
 
 constexpr int kLanes = 16;
-constexpr uint32_t kSqrtHalfBits = 0x3F3504F3;  // of the float nearest to sqrt(1/2)
+constexpr uint32_t kSqrtHalfBits = 0x3F3504F3;  // bits of the float nearest to sqrt(1/2)
 
 #if BATON_AVX512
 
@@ -87,7 +87,7 @@ BATON_INLINE __m256i bytes_as_words(Vec x, int b) {  // byte b of each lane in 1
 BATON_INLINE __m256 low_half(Vec x) { return _mm512_castps512_ps256(x); }
 BATON_INLINE __m256 high_half(Vec x) { return _mm512_extractf32x8_ps(x, 1); }
 
-using Words = __m512i;  // sixteen times 32 bits
+using Words = __m512i;  // sixteen words of 32 bits
 BATON_INLINE Words fill_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 BATON_INLINE Words load_words(const void* p) { return _mm512_loadu_si512(p); }
 BATON_INLINE void store_words(void* p, Words x) { _mm512_storeu_si512(p, x); }
@@ -123,7 +123,7 @@ BATON_INLINE Vec interleave_high(Vec a, Vec b) { return _mm512_unpackhi_ps(a, b)
 BATON_INLINE Vec low_pairs(Vec a, Vec b) { return _mm512_shuffle_ps(a, b, 0x44); }
 BATON_INLINE Vec high_pairs(Vec a, Vec b) { return _mm512_shuffle_ps(a, b, 0xEE); }
 
-using Doubles = __m512d;  // eight of fp64
+using Doubles = __m512d;  // eight fp64 numbers
 BATON_INLINE Doubles fill_fp64(double x) { return _mm512_set1_pd(x); }
 BATON_INLINE Doubles load_fp64(const double* p) { return _mm512_loadu_pd(p); }
 BATON_INLINE void store_fp64(double* p, Doubles x) { _mm512_storeu_pd(p, x); }
@@ -358,7 +358,7 @@ BATON_INLINE Doubles exp2_shifted(Doubles x) {
 
 #endif
 
-// The sum of the lanes, in one fixed order.
+// Returns the sum of the lanes, in one fixed order.
 BATON_INLINE float sum_lanes(Vec x) {
   __m256 eight = _mm256_add_ps(low_half(x), high_half(x));
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

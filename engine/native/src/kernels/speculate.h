@@ -30,7 +30,7 @@ struct Choices {
 // Rows of a verification for which a draft model proposes tokens first.
 struct Drafting {
   const int32_t* rows;    // [num_rows]: their indices, in the draft model's order
-  const int32_t* counts;  // [num_rows]: as in Proposals
+  const int32_t* counts;  // [num_rows]: see Proposals
   float* logits;          // [num_rows, vocab]: memory to work in
   int32_t num_rows;
   int32_t unused;
@@ -85,7 +85,7 @@ class Chooser {
 
   Team& team_;
   size_t vocab_;
-  std::vector<Sampler> samplers_;  // one a thread
+  std::vector<Sampler> samplers_;  // one for each thread
   const std::vector<Ask>* asks_ = nullptr;
   const float* logits_ = nullptr;
   int64_t* tokens_ = nullptr;

@@ -234,14 +234,14 @@ BATON_INLINE void exchange_quarters(float* sums) {
 }
 
 // sums [R, padded] = fades [R] * sums + weights [R, 16 * groups] times V, for 64 dimensions from
-// `first` on; `steps`: what 1 stands for in each row of weights, which lie `apart`. Requests as much
-// of V at `next`.
+// `first` on; `steps` has the value of one unit in each row of weights; rows lie `apart`.
+// Prefetches an equal part of V at `next`.
 template <int R>
 __attribute__((noinline)) void few_values(const uint8_t* weights, const float* steps,
                                           const float* fades, const uint8_t* const* tokens,
                                           const uint8_t* const* next, int apart, int groups,
                                           int cols, int first, float* to, int padded) {
-  constexpr int kVecs = R <= 2 ? 4 : 2;  // whose sums stay in registers
+  constexpr int kVecs = R <= 2 ? 4 : 2;  // vectors whose sums stay in registers
 #pragma GCC unroll 2
   for (int half = 0; half < 4; half += kVecs) {
     Words sums[2 * R][kVecs];
@@ -299,7 +299,7 @@ __attribute__((noinline)) void few_values(const uint8_t* weights, const float* s
 constexpr int kManyBytes = 2 * kLanes * kWord;  // lower and upper bytes of sixteen queries' words
 
 struct alignas(64) SixteenQueries {
-  float steps[kLanes];      // what 1 stands for in each query's numbers
+  float steps[kLanes];      // the value of one unit in each query's numbers
   int32_t offsets[kLanes];  // see pack_query
   int32_t ends[kLanes];     // one beyond the last token that each query sees
   float peaks[kLanes], totals[kLanes];
@@ -309,7 +309,7 @@ struct alignas(64) SixteenQueries {
 template <int kTokens>
 struct alignas(64) SixteenWeights {
   uint8_t numbers[kLanes][2 * kTokens];  // lower bytes, then upper ones
-  float steps[kLanes];                   // what 1 stands for
+  float steps[kLanes];                   // the value of one unit
   float fades[kLanes];                   // factors of the sums so far
 };
 

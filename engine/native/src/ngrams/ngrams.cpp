@@ -46,7 +46,7 @@ class Sequence {
   }
 
  private:
-  // How many tokens before both places are the same, up to `most`.
+  // Counts the equal tokens before both places, up to `most`.
   int common(int place, int other, int most) const {
     int size = 0;
     while (size < most && size < place && tokens_[place - 1 - size] == tokens_[other - 1 - size])

@@ -67,8 +67,9 @@ enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
 
 struct Decision {
   int32_t status, prefill, decode, source;
-  int32_t matched_blocks, pulled_blocks;  // cached there, and to be pulled from the source
-  int32_t medium;                         // medium of the source; 0: memory
+  // Blocks cached at the worker, and blocks to pull from the source.
+  int32_t matched_blocks, pulled_blocks;
+  int32_t medium;                 // medium of the source; 0: memory
   double wait_s, ttft_s, tpot_s;  // wait_s: until the prefill worker, or the first, is ready
   double load_s;                  // until the source has read the blocks missing in its memory
   double slowdown;                // factor by which decoding there slows the prompt down
@@ -315,7 +316,8 @@ class Fleet {
   std::vector<Kind> kinds_;
   std::vector<Worker> workers_;
   // By slot, in whole chunks.
-  std::vector<double> ready_at_;  // of prefill workers; infinite: not a prefill worker
+  // Time at which a prefill worker is ready; infinite: not a prefill worker.
+  std::vector<double> ready_at_;
   std::vector<double> behind_;
   std::vector<double> tpot_;            // with the present batch; infinite: takes no sequence
   std::vector<int64_t> room_;           // blocks
@@ -1048,7 +1050,7 @@ class Fleet {
     return false;
   }
 
-  // Returns the seconds of prefill.
+  // Returns the seconds of the prefill.
   double fill(Decision& decision, const Choice& prefill, const Choice& decode) {
     const Kind& kind = kind_at(prefill.slot);
     int32_t medium;

@@ -185,7 +185,7 @@ struct TakenFrame {
   int64_t num_tokens;        // of those
   const Lane* const* taken;  // by message; null: not taken
   int64_t num_rests;
-  const Rest* rests;   // what sockets did not take at once, by the numbers of lanes
+  const Rest* rests;   // chunks that sockets did not accept at once, by lane number
   const char* out;     // the output of which `rests` are ranges
   int64_t unknown_id;  // a token whose bytes must be added first; else -1
   const Vocabulary* unknown_vocabulary;
@@ -352,7 +352,7 @@ int32_t baton_text_frame(Step* open, const char* data, int64_t length, double no
     const auto found = step.lanes.find(message.seq_id);
     Lane* lane = found == step.lanes.end() ? nullptr : &found->second;
     if (lane && !message.is_plain) lane->held_in = step.num_frames;
-    if (lane && lane->held_in == step.num_frames) lane = nullptr;  // Python has to see the order
+    if (lane && lane->held_in == step.num_frames) lane = nullptr;  // Python has to keep the order
     step.taken.push_back(lane);
     if (!lane) continue;
     ++told->num_taken;

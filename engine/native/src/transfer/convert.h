@@ -19,7 +19,7 @@ namespace baton {
 enum Format : int32_t { kFp32 = 0, kBf16 = 1, kFp8 = 2, kInt8 = 3, kInt4 = 4 };
 
 constexpr int kScaleBytes = 4;
-constexpr uint32_t kMagnitude = 0x7FFFFFFF;  // all of a float but its sign
+constexpr uint32_t kMagnitude = 0x7FFFFFFF;  // all bits of a float but its sign
 
 // The place of one section in records of one format; mirrored in structs.py.
 struct Heads {

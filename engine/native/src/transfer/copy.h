@@ -89,14 +89,14 @@ struct Copies {
            });
   }
 
-  // Whether the bytes of each of the sink's records are written in ascending order, none twice.
+  // True if the bytes of each of the sink's records are written in ascending order, none twice.
   bool ascend_in_records() const {
     for (int64_t p = 1; p < num_pieces; ++p)
       if (pieces[p].sink_offset < pieces[p - 1].sink_offset + pieces[p - 1].num_bytes) return false;
     return true;
   }
 
-  // The same for all of the sink.
+  // True if the same holds for the whole sink.
   bool ascend_at_sink() const { return sink.ids == nullptr && ascend_in_records(); }
 
   template <class Seen>

@@ -58,11 +58,11 @@ enum Kind : int32_t { kRead = 0, kWrite = 1, kClear = 2 };
 
 // These three are mirrored in structs.py.
 struct DiskFiles {
-  int64_t stride_bytes;  // of slots: a multiple of kAlignment
+  int64_t stride_bytes;  // distance of slots: a multiple of kAlignment
   int64_t payload_bytes;
   int32_t table_fd;
   int32_t done_fd;  // an eventfd that is signalled when there are outcomes
-  int32_t depth;    // reads and writes under way at once
+  int32_t depth;    // most concurrent reads and writes
 };
 
 struct DiskOperation {
@@ -70,15 +70,15 @@ struct DiskOperation {
   int64_t offset;        // of the slot in its slab
   int64_t table_offset;  // of its header in the table
   uint8_t* row;
-  uint64_t checksum;  // that a read expects
+  uint64_t checksum;  // the checksum that a read expects
   int32_t slab_fd;
   Kind kind;
-  Header header;  // that a write leaves, without checksums
+  Header header;  // the header that a write leaves, without checksums
 };
 
 struct DiskOutcome {
   uint64_t tag;
-  uint64_t checksum;  // of what was written
+  uint64_t checksum;  // checksum of the written payload
   int64_t error;      // 0, an errno, or one of those below
 };
 
@@ -239,7 +239,7 @@ class DiskEngine {
       prepare_payload(flight);
     }
     request(flight);
-    // What follows takes the processor's time: let the disk begin.
+    // The next step needs processor time, so the disk is started first.
     ring_.enter(0);
   }
 
@@ -255,7 +255,7 @@ class DiskEngine {
     flight.checksum = disk_checksum(flight.bytes, num_bytes);
   }
 
-  // Asks the kernel for what is missing.
+  // Submits the missing rest to the kernel.
   void request(const Flight& flight) {
     const DiskOperation& operation = flight.operation;
     ring_.push(operation.kind == kRead ? IORING_OP_READ : IORING_OP_WRITE, operation.slab_fd,
@@ -319,7 +319,7 @@ class DiskEngine {
   std::vector<int32_t> idle_;  // flights; of the engine's thread, once it runs
   std::thread thread_;
 
-  std::mutex mutex_;  // of all below
+  std::mutex mutex_;  // guards all fields below
   std::deque<DiskOperation> arrivals_;
   std::deque<DiskOutcome> outcomes_;
   std::unordered_set<uint64_t> cancelled_;

@@ -35,14 +35,14 @@ struct Cipher {
               const uint8_t* nonce, const uint8_t* key);
 };
 
-// How far a call came; mirrored in stream.py.
+// The state in which a call ended; mirrored in stream.py.
 enum class Stop : int32_t {
-  kBlocked = 0,  // until the connection is ready
+  kBlocked = 0,  // the call must be repeated when the connection is ready
   kDone = 1,     // all is sent
   kMore = 2,     // the budget is used up
-  kNote = 3,     // a note has come
+  kNote = 3,     // a note has arrived
   kLost = 4,     // the connection
-  kBad = 5,      // what came is not the peer's next message
+  kBad = 5,      // the received bytes are not the peer's next message
 };
 
 enum class Kind : uint32_t { kNote = 1, kPart = 2 };
@@ -69,13 +69,13 @@ inline bool wait_for(int fd, int16_t events, int others) {
   return poll(ready, 2, kMaxMs) > 0 && ready[0].revents != 0;
 }
 
-// Lets a connection count as readable from so many bytes on. To be woken costs its sender as much as to
-// send tens of KiB.
+// Makes a connection count as readable only when this number of bytes has arrived. A wake-up costs
+// the sender as much as sending tens of KiB.
 class LowMark {
  public:
   explicit LowMark(int fd) : fd_(fd) {}
 
-  // Returns whether that is a change.
+  // Returns true if that is a change.
   bool set(int64_t num_bytes) {
     const int wanted = static_cast<int>(std::clamp<int64_t>(num_bytes, 1, kMostBytes));
     if (wanted == now_) return false;
@@ -185,7 +185,7 @@ class Sender {
   Numbered box_;
   Position at_;
   std::unique_ptr<uint8_t[]> staged_{new uint8_t[kStagedBytes]};  // sealed
-  int64_t begin_ = 0, end_ = 0;                                   // of what is not sent
+  int64_t begin_ = 0, end_ = 0;                                   // range of the unsent bytes
 };
 
 // What one call received; mirrored in stream.py.
@@ -256,7 +256,7 @@ class Receiver {
     return (count - at_.record) * records.record_bytes - at_.offset - (end_ - begin_);
   }
 
-  // Takes the next message, which is whole.
+  // Opens the next message, which has arrived completely.
   Stop take(const Records& records, int64_t count, Received* received) {
     if (!is_expected(records, count)) return Stop::kBad;
     const auto [kind, num_bytes] = beginning();
@@ -282,7 +282,7 @@ class Receiver {
   Numbered box_;
   Position at_;
   std::unique_ptr<uint8_t[]> staged_{new uint8_t[kStagedBytes]};
-  int64_t begin_ = 0, end_ = 0;  // of what was not taken
+  int64_t begin_ = 0, end_ = 0;  // range of the bytes that were not consumed
 };
 
 // Both directions of a connection, of which `is_source` says this end.

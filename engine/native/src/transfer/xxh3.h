@@ -50,7 +50,7 @@ class Xxh3 {
     std::memcpy(lanes_, kInitialLanes, sizeof lanes_);
   }
 
-  // All bytes before `there` have arrived and stay: takes in the blocks that they complete.
+  // All bytes before `there` have arrived and stay: hashes the blocks that they complete.
   void advance(const uint8_t* there) {
     for (; next_ + kBlockBytes <= there && next_ + kBlockBytes < end_; next_ += kBlockBytes) {
       accumulate(next_, kBlockStripes, kSecret);
@@ -140,7 +140,7 @@ class Xxh3 {
   }
 
   Lanes lanes_[kNumVectors];
-  const uint8_t* next_;  // the first byte that is not taken in
+  const uint8_t* next_;  // the first byte that is not hashed yet
   const uint8_t* end_;
   int64_t num_bytes_;
 };
