@@ -28,7 +28,7 @@ class RouterClients:
         self._clients: dict[RequestId, _Client] = {}
         self._arrived: dict[RequestId, Request] = {}  # arrived in this turn of the loop
         self._num_left_seqs = 0  # the machine's count at the last check
-        self._end: Failed | None = None  # the outcome of all requests, after `cut`
+        self._end: Failed | None = None  # set by `cut`: the outcome of all requests
 
     def submit(self, request: Request, sink: Sink) -> Handle:
         """Starts a request; its answer goes to `sink`."""

@@ -152,7 +152,7 @@ async def ask(port: RequestPort, request: Request) -> Update:
 
 
 class RouterPort(RouterStatus, RequestPort, Protocol):
-    """A router as the HTTP side uses it."""
+    """The interface of a router for the HTTP side."""
 
     def capacity_tokens(self) -> int | None:
         """The length of the longest request that workers could hold; None while unknown."""

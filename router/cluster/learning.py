@@ -155,7 +155,7 @@ class PromptLoad:
     def __init__(self) -> None:
         self._seconds = 0.0
         self._noted_s = 0.0
-        self._compute_s = self._num_computed = self._num_cached = 0.0  # recent sums
+        self._compute_s = self._num_computed = self._num_cached = 0.0  # decaying sums
 
     def record(self, seconds: float, now_s: float, *, num_computed: int, num_cached: int) -> None:
         """Adds a prompt: `num_computed` tokens took `seconds`, `num_cached` were cached."""

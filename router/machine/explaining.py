@@ -34,7 +34,7 @@ RoomFor = Callable[[Need, float], Candidates | Busy | Impossible]
 
 
 class Explaining:
-    """Adds the candidates to decisions."""
+    """Adds the compared candidates to decisions."""
 
     def __init__(self, state: RouterState, room_for: RoomFor) -> None:
         self._state = state

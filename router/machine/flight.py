@@ -72,9 +72,9 @@ class Attempt(msgspec.Struct):
     decode_started_s: float | None = None
     kept_by: WorkerId | None = None  # the worker that keeps its KV; None: all its workers
     is_moved: bool = False  # continues an attempt that ran at another decode worker
-    is_lent: bool = False  # a prefill worker decodes it
+    is_lent: bool = False  # a prefill worker decodes the sequence
     move: Move | None = None
-    decision: Decision | None = None  # None if it is moved
+    decision: Decision | None = None  # None for an attempt after a move
     hedge_after_s: float | None = None  # from the prompt's sending; None: no second attempt
     hedge_due_s: float | None = None  # time at which a second attempt is started
 
@@ -167,7 +167,7 @@ class Flight:
     prefix_pull_s: float | None = None
     move_pull_s: float | None = None
     workers: tuple[str, str] = ("", "")
-    decision: Decision | None = None  # for the latest placement
+    decision: Decision | None = None  # of the latest placement
     kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # left cached by lost attempts
     limits: Limits = field(init=False)  # limits of the request, with its effective TPOT bound
     hashes: PrefixHashes = field(init=False)

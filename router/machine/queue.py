@@ -67,7 +67,7 @@ class _Tenant:
             heapify(self.ranked)
 
     def first(self) -> RequestId:
-        """Returns the request of least rank."""
+        """Returns the tenant's request with the least rank."""
         while True:
             rank, request_id = self.ranked[0]
             waiter = self.waiting.get(request_id)

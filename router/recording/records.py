@@ -85,7 +85,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """An event with other effects than recorded, and both lists of effects as JSON."""
+    """An event whose effects differ from the recorded ones, with both lists of effects as JSON."""
 
     number: int  # the number of the record, from 1
     kind: str

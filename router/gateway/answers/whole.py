@@ -139,7 +139,7 @@ class WholeAnswer(AnswerWriter):
         return choice
 
     def _add_prompts(self, places: Sequence[Any], prompts: Sequence[tuple[Entry, ...]]) -> None:
-        """Adds ids and scores of prompts as vLLM: to a chat, or to each choice of a completion.
+        """Adds ids and scores of prompts where vLLM does: to a chat, or to a completion's choices.
 
         They are null if the client did not ask for them.
         """

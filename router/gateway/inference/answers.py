@@ -88,7 +88,7 @@ class StreamedInference(AnswerWriter):
 
     @property
     def is_full(self) -> bool:
-        """Always true: a message is sent only when gRPC takes it."""
+        """Always true: each message waits until gRPC accepts it."""
         return True
 
     def write(self, piece: AnswerPiece) -> None:

@@ -105,7 +105,7 @@ class InferenceServer:
         self._stops_draining.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Takes no more calls, waits for running calls, and cancels them after the timeout."""
+        """Accepts no more calls, waits for running calls, and cancels them after the timeout."""
         if self._following is None:
             return
         self._closing.set()

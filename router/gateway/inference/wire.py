@@ -1,4 +1,4 @@
-"""Bounds what a ModelInferRequest costs, by its tags on the wire, before it is parsed. Pure.
+"""Limits the cost of a ModelInferRequest before parsing, by its tags on the wire. Pure.
 
 protobuf makes an object of at least 90 bytes for each nested message, which may have two bytes on
 the wire. Parsing is one call, during which no other thread runs. So the tags of all messages and

@@ -394,7 +394,7 @@ class ShownChoice(msgspec.Struct, kw_only=True):
 
 
 class PromptCandidate(msgspec.Struct):
-    """A token in a place of the prompt."""
+    """A candidate token at a position of the prompt."""
 
     logprob: float
     rank: int | None

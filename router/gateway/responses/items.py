@@ -78,7 +78,7 @@ class ItemBody(msgspec.Struct):
 
 
 class ForeignItem(ItemBody):
-    """An item that is kept as it came."""
+    """An item that is stored unchanged."""
 
     raw: Raw = Raw()
 

@@ -70,7 +70,7 @@ NOT_MOVED = "not moved in time"
 
 
 class Moving:
-    """Changes roles, tries stranded sequences again, and finds new targets for lost ones."""
+    """Changes roles, retries stranded sequences, and finds new targets when a target is lost."""
 
     def __init__(self, state: RouterState, ends: Ends, placing: Placing) -> None:
         self._state = state
@@ -131,7 +131,7 @@ class Moving:
         return self.copying.copy_next(now_s)
 
     def move_all(self, now_s: float) -> list[RouterEffect]:
-        """Tries stranded sequences again, oldest first, and starts the copies whose turn it is.
+        """Retries stranded sequences, oldest first, and starts the copies whose turn it is.
 
         A long sequence does not block shorter ones. A sequence that needs at least as much as one
         that just found no room is skipped.
