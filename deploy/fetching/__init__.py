@@ -1,1 +1,1 @@
-"""Fetches models from where they are published, and keeps them in a folder of this machine."""
+"""Fetches models from hubs, object stores and packages, into a folder of this machine."""

@@ -1,8 +1,8 @@
 """The cache of fetched models: locks, free space, and folders that never change.
 
-1. Take a lock on the version. If its folder exists by now, use it.
-2. Download to `….partial`. Complete files are kept for the next attempt if the source can tell.
-3. Rename it to its final name.
+1. Take a lock on the version. If its folder exists by now, use that folder.
+2. Download to `….partial`. Complete files are kept for the next attempt, if the source allows it.
+3. Rename the folder to its final name.
 
 Only files that Baton reads are downloaded: safetensors, configuration, tokenizer, and the files of
 `FOLDERS`. None of them can be run as code.
@@ -26,17 +26,17 @@ from engine.ownership import make_folder
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS = ("*.safetensors",)
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
-# The folders inside a model that are read, with the pattern of their files.
+# The folders of a model that are read, each with the pattern of its files.
 FOLDERS = {"additional_chat_templates": "*.jinja", "1_Pooling": CONFIG}
-UNUSED = ("consolidated*.safetensors", "adapter_*")  # second copies in the author's own format
-SPARE_BYTES = 64 * 2**20  # left free on the disk
+UNUSED = ("consolidated*.safetensors", "adapter_*")  # copies in the author's own format
+SPARE_BYTES = 64 * 2**20  # bytes that stay free on the disk
 FETCH_TIMEOUT_S = 4 * 3600.0  # deadline of a download
 
 Report = Callable[[str], None]
 
 
 class Parts(Enum):
-    """The wanted files of a model. A gateway needs no weights."""
+    """A selection of a model's files. A gateway needs no weights."""
 
     ALL = auto()
     TEXT = auto()
@@ -56,7 +56,7 @@ class RemoteVersion:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
+        """The total size of all files."""
         return sum(self.files.values())
 
 
@@ -113,7 +113,7 @@ def stored(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock among all processes that share the cache. It ends with the process."""
+    """Holds a lock among all processes that share the cache. It is freed if the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -129,7 +129,7 @@ def storing(source: str, folder: Path) -> Iterator[None]:
 
 
 def require_space(source: str, num_bytes: int, folder: Path) -> None:
-    """Raises ConfigError if the disk has no room for `num_bytes` more."""
+    """Raises ConfigError if the disk has no room for `num_bytes` more bytes."""
     free_bytes = shutil.disk_usage(folder).free
     if num_bytes + SPARE_BYTES > free_bytes:
         raise ConfigError(
@@ -163,7 +163,7 @@ def _size_of(folder: Path) -> int:
 
 
 def library(package: str, source: str, *, extra: str) -> Any:
-    """Returns the package. Raises ConfigError, naming what installs it."""
+    """Imports a package. Raises ConfigError with the extra that installs it."""
     try:
         import_module(f"{package}.errors" if package == "huggingface_hub" else f"{package}.core")
         return import_module(package)
@@ -172,5 +172,5 @@ def library(package: str, source: str, *, extra: str) -> Any:
 
 
 def missing(source: str, why: str, extra: str) -> ConfigError:
-    """Says which extra of Baton installs what a source needs."""
+    """Returns an error that names the extra of Baton to install for a source."""
     return ConfigError(f"{source}: needs `pip install 'baton-serve[{extra}]'` ({why})")

@@ -1,8 +1,8 @@
-"""Makes a folder from which a GGUF file is served: files made from its metadata, and a link to it.
+"""Makes a folder to serve a GGUF file from: files from its metadata, and a link to the GGUF file.
 
 The folder is `cache/gguf/NAME-KEY`. `engine.gguf.describing` makes its files. If a file of the same
-name lies beside the GGUF file, that one is copied instead. KEY is a hash over the identity of all
-these files and over the code that makes them, so a folder never changes.
+name exists beside the GGUF file, that file is copied instead. KEY is a hash over the identity of
+all these files and over the code that makes them, so a folder never changes.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def _make(file: Path, own: Iterable[Path], there: Path) -> None:
 
 
 def only_gguf(folder: Path) -> Path | None:
-    """Returns the folder's GGUF file; None without one. Raises CheckpointError if it has more."""
+    """Returns the folder's GGUF file, or None. Raises CheckpointError if there are several."""
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
         raise CheckpointError(f"{folder}: {len(files)} *.gguf files: only one is allowed")

@@ -37,7 +37,7 @@ class Hub:
         return stored(str(self._model), version, folder, parts, report, download=self._download)
 
     def version(self, folder: Path | None) -> RemoteVersion:
-        """Asks for the revision's commit. `folder` may hold other versions of the model."""
+        """Asks the hub for the revision's commit. `folder` may have other versions of the model."""
         hub, model = self._library, self._model
         try:
             info = hub.HfApi(endpoint=self._endpoint).model_info(
@@ -53,7 +53,7 @@ class Hub:
             raise ConfigError(
                 f"{model}: the hub has no such public model; set HF_TOKEN if it is private"
             ) from error
-        # Other failures have the types of its HTTP library, which differs between major versions.
+        # Other failures have types of the HTTP library, which differs between the hub's versions.
         except Exception as error:
             why = f"{one_line(error)}{_cached_commits(folder, model)}"
             raise ConfigError(f"{model}: the hub cannot be asked: {why}") from error
@@ -67,11 +67,11 @@ class Hub:
             allow_patterns=[_literal(name) for name in version.files],
             endpoint=self._endpoint,
         )
-        shutil.rmtree(to / ".cache", ignore_errors=True)  # its notes on complete files
+        shutil.rmtree(to / ".cache", ignore_errors=True)  # records of complete files
 
 
 def _cached_commits(folder: Path | None, model: HubModel) -> str:
-    """Names the commits that are available without the hub."""
+    """Returns a text with the commits that are available without the hub."""
     if folder is None:
         return ""
     commits = [path.name for path in sorted(folder.glob("*")) if COMMIT.fullmatch(path.name)]
@@ -81,5 +81,5 @@ def _cached_commits(folder: Path | None, model: HubModel) -> str:
 
 
 def _literal(name: str) -> str:
-    """Returns a pattern that matches this name only."""
+    """Returns a pattern that matches only this name."""
     return re.sub(r"([*?[])", r"[\1]", name)

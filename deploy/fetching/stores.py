@@ -64,7 +64,7 @@ class ObjectStore:
         return RemoteVersion(hashlib.sha256(repr(seen).encode()).hexdigest()[:40], wanted)
 
     def _inner_name(self, name: str) -> str:
-        """The name of a file inside the model's folder."""
+        """Returns the name of a file relative to the model's folder."""
         return name.lstrip("/").removeprefix(self._root.strip("/") + "/")
 
     def _download(self, version: RemoteVersion, to: Path) -> None:
@@ -83,6 +83,6 @@ def _slug(url: str) -> str:
 
 
 def _version_of(entry: Mapping[str, Any]) -> str:
-    """Returns the field that changes with a file's contents. Its name differs among stores."""
+    """Returns a value that changes with a file's contents. Its field differs between stores."""
     keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
     return next((f"{key}={entry[key]}" for key in keys if entry.get(key) is not None), "")

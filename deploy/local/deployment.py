@@ -36,7 +36,7 @@ from engine.model.loading.files import check_files
 
 log = logging.getLogger(__name__)
 
-COUNT_TIMEOUT_S = 1.0  # for a count of the answers; then the stop goes on without it
+COUNT_TIMEOUT_S = 1.0  # longest wait for a count of the answers during a stop
 
 Report = Callable[[str], None]
 
@@ -54,7 +54,7 @@ def plan_of(
 ) -> ControllerPlan:
     """Checks model, pools and formats before anything starts. Raises ConfigError.
 
-    `num_gpus`: all GPUs that workers can have.
+    `num_gpus`: the number of all GPUs that workers can use.
     """
     plan = ControllerPlan(
         model=pinned(model),
@@ -91,8 +91,8 @@ def plan_of(
 def check_models(plan: ControllerPlan, report: Report) -> None:
     """Fetches the first models and checks their small files. Raises ConfigError.
 
-    The fetch has no deadline here, unlike in a start of a worker. Workers and gateways would find
-    the same errors later.
+    The fetch has no deadline here, unlike in a worker's start. Without this check, workers and
+    gateways would raise the same errors later.
     """
     cache = default_cache(os.environ)
     for version in plan.first_versions:
@@ -118,7 +118,7 @@ def check_gpus(plan: ControllerPlan, found: FoundGpus) -> None:
 
 
 def _version_of(name: str, model: ModelConfig, plan: ControllerPlan) -> Version:
-    """Returns the first version of a model beside the main one. Raises ConfigError."""
+    """Returns the first version of a model in [models]. Raises ConfigError."""
     return Version(
         name=first_name(name),
         model=pinned(model.model),
@@ -131,7 +131,7 @@ def _version_of(name: str, model: ModelConfig, plan: ControllerPlan) -> Version:
 
 
 def _with_gateways(plan: ControllerPlan) -> ControllerPlan:
-    """Settles how many gateways run, as this machine's cores allow."""
+    """Sets the number of gateways by this machine's number of cores."""
     number = gateway_processes(plan.config.gateway, plan.cores)
     gateway = msgspec.structs.replace(plan.config.gateway, processes=number)
     config = msgspec.structs.replace(plan.config, gateway=gateway)
@@ -150,19 +150,19 @@ class Deployment:
         fallback: str | None = None,
     ) -> None:
         self._launcher = launcher
-        self._model = str(model)  # in the forms of `model_source`
+        self._model = str(model)  # in a form that `model_source` reads
         self._fallback = fallback  # the model to serve if `model` cannot be fetched
-        self.why_fallback: str | None = None  # a sentence, if the fallback is served
+        self.why_fallback: str | None = None  # the reason as a sentence, if the fallback is served
         self.config = config
-        self.on_news: Report = lambda _: None  # called with news, in another thread
-        self._shared: PrivateFolder | None = None  # by gateway processes
+        self.on_news: Report = lambda _: None  # called with news, on another thread
+        self._shared: PrivateFolder | None = None  # shared by gateway processes
         self._ports: list[PortHolder] = []
-        self._store: IntentStore | None = None  # is removed at the end
+        self._store: IntentStore | None = None  # its record is removed at an orderly end
         self._thread: ServiceThread[str] | None = None
-        self._end_of_lines: Callable[[], None] | None = None  # ends that lines are kept
+        self._end_of_lines: Callable[[], None] | None = None  # call it to stop keeping log lines
 
     def open(self) -> GatewayReady:
-        """Starts everything; returns when it serves. After a ConfigError nothing is left."""
+        """Starts all services; returns once they serve. After a ConfigError no process is left."""
         try:
             return self._open()
         except BaseException:
@@ -171,21 +171,21 @@ class Deployment:
             raise
 
     def close(self) -> None:
-        """Stops everything, even if the controller does not close in time."""
+        """Stops all services, even if the controller does not close in time."""
         thread, self._thread = self._thread, None
         shared, self._shared = self._shared, None
         ports, self._ports = self._ports, []
         store, self._store = self._store, None
         end_of_lines, self._end_of_lines = self._end_of_lines, None
         with ExitStack() as stack:
-            if store is not None:  # the end is in order: the next start is as declared
+            if store is not None:  # an orderly end: the next start uses the declaration
                 stack.callback(remove_orders, store)
             if shared is not None:
                 stack.callback(shared.close)
             if end_of_lines is not None:
                 stack.callback(end_of_lines)
             stack.callback(self._launcher.close)
-            for port in ports:  # so that new clients are refused while answers end
+            for port in ports:  # new clients are refused while answers finish
                 stack.callback(port.close)
             if thread is not None:
                 stack.callback(thread.close)
@@ -225,7 +225,7 @@ class Deployment:
         check_gpus(plan, found)
         plan = _with_gateways(plan)
         check_models(plan, self._tell)
-        for left in sweep():  # also what keeps the port
+        for left in sweep():  # also ends processes that keep the port
             log.warning("a deployment ended without an order: its folder %s is removed", left)
         plan = self._keep_lines(self._share_port(plan))
         self._launcher.open()
@@ -240,14 +240,14 @@ class Deployment:
         try:
             self.admin_url = self._thread.open()
         except BaseException:
-            if self.controller.stored_own:  # else the next start would go on with a failed one's
+            if self.controller.stored_own:  # else the next start would use its record
                 self._store = store
             raise
         self._store = store
         return self.gateways[0]
 
     def _served_model(self) -> str:
-        """Fetches the model and returns its name; the fallback's if it cannot be fetched."""
+        """Fetches the model and returns its name, or the fallback's name if the fetch fails."""
         if self._fallback is None:
             return self._model
         try:
@@ -259,14 +259,14 @@ class Deployment:
         return self._model
 
     def _hold(self, port_name: str, host: str, port: int) -> None:
-        """Listens, and hands the socket to gateways. Raises ConfigError if the port is taken."""
+        """Listens on a port for the gateways. Raises ConfigError if the port is taken."""
         assert self._shared is not None
         holder = PortHolder(self._shared.path, port_name)
         holder.hold(listen_on(host, port))
         self._ports.append(holder)
 
     def _keep_lines(self, plan: ControllerPlan) -> ControllerPlan:
-        """Keeps the log lines of all processes in one folder. Returns the plan with it."""
+        """Keeps the log lines of all processes in one folder. Returns the plan with that folder."""
         assert self._shared is not None
         folder = self._shared.path / "logs"
         source = LogSource(CONTROLLER, plan.config.logs, folder)
@@ -274,7 +274,7 @@ class Deployment:
         return msgspec.structs.replace(plan, log_folder=str(folder))
 
     def _share_port(self, plan: ControllerPlan) -> ControllerPlan:
-        """Listens for all gateways. Returns the plan with the places where they meet."""
+        """Listens for all gateways. Returns the plan with the folders that gateways share."""
         shared = PrivateFolder()
         try:
             shared.open()

@@ -32,9 +32,9 @@ T = TypeVar("T")
 class ProcessLauncher(Launcher):
     """Runs every service as a child of a nursery.
 
-    `shared` is a nursery that other launchers use too; `close` leaves it alone. `place_of` puts
-    services into network namespaces, each with a nursery of its own. `look` finds GPUs; a worker
-    gets its own before its process begins, and loses them when it has ended.
+    `shared` is a nursery that other launchers use too; `close` does not end it. `place_of` puts
+    services into network namespaces, each with its own nursery. `look` finds GPUs. GPUs are
+    assigned to a worker before its process starts, and freed after the process has ended.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class ProcessLauncher(Launcher):
         self._place_of = place_of or (lambda kind, name: None)
         self._placed: dict[ServicePlace, Nursery] = {}
         self._processes: list[ServiceProcess] = []
-        self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start is over
+        self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start has ended
         self._is_closed = False
         self._stops_draining = threading.Event()
         self._check = look
-        self._gpus: GpuBooks | None = None  # made when they are first asked for
+        self._gpus: GpuBooks | None = None  # made on first use
         self._books = threading.Lock()  # guards the collections and flags above
 
     @property
     def processes(self) -> list[ServiceProcess]:
-        """A copy of the present list. Other threads may start and end processes meanwhile."""
+        """Returns a copy of the present list, which other threads may change meanwhile."""
         with self._books:
             return list(self._processes)
 
     def open(self) -> None:
-        """Starts the nursery, which begins to import what services need. Raises ConfigError."""
+        """Starts the nursery, which imports the services' modules. Raises ConfigError."""
         try:
             self._nursery.open(*SERVICES)
         except OSError as error:
@@ -74,7 +74,7 @@ class ProcessLauncher(Launcher):
         return self._gpu_books().found
 
     def room(self, num_gpus: float) -> int:
-        """Returns for how many workers the GPUs suffice; without, the cores, but `LEAST_ROOM`."""
+        """Returns how many workers the GPUs, or else the cores (but `LEAST_ROOM`), suffice for."""
         if num_gpus:
             return self._gpu_books().room(num_gpus)
         return max(LEAST_ROOM, len(os.sched_getaffinity(0)))
@@ -108,7 +108,7 @@ class ProcessLauncher(Launcher):
                 spec,
                 gateway=gateway,
                 control_host=place.address,
-                ports=None,  # they are sockets of another network
+                ports=None,  # these sockets are in another network namespace
             )
         process = ServiceProcess(spec.name, "gateway", self._nursery_of(place))
         return self._start(process, spec, GatewayReady)
@@ -149,7 +149,7 @@ class ProcessLauncher(Launcher):
         return {name: f"{name} ended with {status}" for name, status in how.items()}
 
     def close(self) -> None:
-        """Stops all gateways at once, then all workers, then all stores. Later starts fail."""
+        """Stops all gateways together, then all workers, then all stores. Later starts fail."""
         with self._books:
             self._is_closed = True
         try:
@@ -164,7 +164,7 @@ class ProcessLauncher(Launcher):
                     nursery.close()
 
     def stop_draining(self) -> None:
-        """Makes stopping processes end their answers at once."""
+        """Makes stopping gateways cut their answers off."""
         self._stops_draining.set()
 
     def _gpu_books(self) -> GpuBooks:
@@ -202,7 +202,7 @@ class ProcessLauncher(Launcher):
         try:
             ready = process.start(spec, ready_type)
         except Exception as error:
-            if not isinstance(error, ConfigError):  # after a ConfigError it ends by itself
+            if not isinstance(error, ConfigError):  # after a ConfigError the process ends by itself
                 process.kill()
             process.stop(self._stops_draining)
             self._remove(process)
@@ -215,7 +215,7 @@ class ProcessLauncher(Launcher):
 
     def _end(self, process: ServiceProcess, *, by_force: bool) -> None:
         is_over = self._starting.get(process)
-        if is_over is not None:  # the thread that starts it sees its end and cleans up
+        if is_over is not None:  # the starting thread sees the end and cleans up
             process.kill()
             is_over.wait(STOP_TIMEOUT_S)
         elif by_force:
@@ -224,11 +224,11 @@ class ProcessLauncher(Launcher):
         self._remove(process)
 
     def _remove(self, process: ServiceProcess) -> None:
-        with self._books, contextlib.suppress(ValueError):  # another thread removed it
+        with self._books, contextlib.suppress(ValueError):  # another thread has removed it
             self._processes.remove(process)
             self._give_back(process)
 
     def _give_back(self, process: ServiceProcess) -> None:
-        """Frees the GPUs of an ended worker. `_books` is held."""
+        """Frees the GPUs of an ended worker. The caller holds `_books`."""
         if process.kind == "worker" and self._gpus is not None:
             self._gpus.give_back(process.name)

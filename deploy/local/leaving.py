@@ -2,7 +2,7 @@
 
 `sys.exit` waits for threads that load or fetch a model, which may take minutes. Then it frees all
 modules and objects, which takes a second if torch or Ray is loaded. `os._exit` waits for nothing,
-but a compiler that such a thread started would go on.
+but does not stop a compiler that such a thread has started.
 """
 
 import atexit
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-MAX_ROUNDS = 20  # a process that is about to be killed may start another one
+MAX_ROUNDS = 20  # repeated, since a process may fork just before it is killed
 
 
 def leave(*_: object) -> NoReturn:
-    """Kills all descendants of this process and ends it, with status 0. A handler of signals."""
+    """Signal handler: kills all descendants of this process and ends it with status 0."""
     kill_descendants()
     os._exit(0)
 
@@ -27,7 +27,7 @@ def end(status: int) -> NoReturn:
     """Ends this process once its services are closed. Runs the functions registered with atexit."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader has gone, or it is closed
+        with contextlib.suppress(OSError, ValueError):  # closed, or its reader has gone
             stream.flush()
     os._exit(status)
 
@@ -44,7 +44,7 @@ def kill_descendants() -> None:
 
 
 def _descendants() -> Iterator[int]:
-    """All descendants that run now, children first. Zombies are left out."""
+    """Yields all running descendants, children first, without zombies."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,23 +1,24 @@
-"""The parent's side of the nursery: a process that imports what services need and forks them.
+"""The parent's side of the nursery, a process that imports the services' modules and forks them.
 
-Nearly all of a worker's start is the import of torch and transformers, seconds of CPU. The nursery
-(`deploy.local.nursery_main`) pays for them once. The launcher and the nursery share a socket pair:
+Most of a worker's start is the import of torch and transformers, which takes seconds of CPU. The
+nursery (`deploy.local.nursery_main`) imports them once. Launcher and nursery share a socket pair:
 
     request   the kind of service and three descriptors: the child's standard input, its standard
               output, and one end of another socket pair, for news of this child. Without
-              descriptors it is a hint: the nursery imports what that kind needs when it is idle
+              descriptors it is a hint: the idle nursery imports the modules of that kind
     close     `CLOSE_WORD`: the launcher stops in order
-    news      ChildStarted with a descriptor of the child, or ChildRefused; at its end ChildEnded
+    news      ChildStarted with a descriptor of the child, or ChildRefused; at the child's end
+              ChildEnded
 
-A child is watched and killed through its pidfd, which never comes to mean another process. If the
-nursery dies, only the exit statuses of its children are lost: the children go on, and the next
-request starts a new nursery. If the launcher dies, the nursery ends, and each child ends because
-its standard input does. If the launcher died without closing the nursery, the nursery logs that:
-the launcher's process may have been killed. A child that is asked to stop reads `STOP_WORD` first,
-so it knows whether workers still compute the answers that it holds.
+A child is watched and killed through its pidfd, which never refers to another process. If the
+nursery dies, only the exit statuses of its children are lost: the children keep running, and the
+next request starts a new nursery. If the launcher dies, the nursery ends, and each child ends at
+the end of its standard input. If the launcher died without closing the nursery, the nursery logs
+that the launcher's process may have been killed. A child that is asked to stop reads `STOP_WORD`
+before the end of its input. So the child can tell if workers still compute its answers.
 
-Why not `multiprocessing.forkserver`: it takes all children for dead when it dies, imports the
-parent's main module into each child, and ignores failed preloads.
+Why not `multiprocessing.forkserver`: when it dies, it reports all children as dead. It also imports
+the parent's main module into each child, and ignores failed preloads.
 """
 
 import contextlib
@@ -40,16 +41,16 @@ from engine.socket_child import start_with_socket
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-SEND_TIMEOUT_S = 10.0  # a request waits in the socket while the nursery still imports
-REAPED_WITHIN_S = 5.0  # from a child's end until the nursery has collected its exit status
+SEND_TIMEOUT_S = 10.0  # a request waits in the socket while the nursery imports
+REAPED_WITHIN_S = 5.0  # longest time from a child's end until the nursery has its exit status
 MAX_NEWS_BYTES = 4096
-SERVICES = ("worker", "gateway")  # what each deployment starts, in this order
-CLOSE_WORD = b"close"  # instead of the kind of a service
-STOP_WORD = b"stop\n"  # ends a child's standard input; without it the parent has died
+SERVICES = ("worker", "gateway")  # kinds that each deployment starts, in this order
+CLOSE_WORD = b"close"  # sent instead of a kind of service
+STOP_WORD = b"stop\n"  # last input of a child that is asked to stop; without it the parent died
 
 
 class ChildStarted(msgspec.Struct, frozen=True, tag=True):
-    """The child runs. A pidfd of it comes along."""
+    """The child runs. The message carries a pidfd of the child."""
 
     pid: int
 
@@ -74,7 +75,7 @@ class NoChild(BatonError):
 
 
 class Child:
-    """A process that a nursery forks. Methods may be called from any thread, also while one waits.
+    """A process that a nursery forks. Any thread may call methods, even while another one waits.
 
     `stdin` and `stdout` are the parent's ends of the child's pipes.
     """
@@ -82,7 +83,7 @@ class Child:
     def __init__(self, *, stdin: BinaryIO, stdout: BinaryIO, news: socket.socket) -> None:
         self.stdin = stdin
         self.stdout = stdout
-        self.exit_status: int | None = None  # known after the end, if the nursery was alive then
+        self.exit_status: int | None = None  # known after the end, if the nursery was alive
         self._news = news
         self._pid: int | None = None
         self._pidfd: int | None = None
@@ -92,7 +93,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id of the started child."""
+        """The process id of the started child."""
         assert self._pid is not None
         return self._pid
 
@@ -111,7 +112,7 @@ class Child:
                     self._pid, self._pidfd = pid, descriptors[0]
                     if not self._is_wanted:
                         _send(self._pidfd, signal.SIGKILL)
-            case ChildStarted():  # the child ends when `close` ends its standard input
+            case ChildStarted():  # `close` ends its standard input, and so the child
                 raise NoChild("its descriptor did not come: too many are open here")
             case ChildRefused(why):
                 raise NoChild(why)
@@ -145,13 +146,13 @@ class Child:
 
     def hang_up(self) -> None:
         """Asks the child to stop, and ends its standard input."""
-        with contextlib.suppress(BrokenPipeError):  # the child died before it read everything
+        with contextlib.suppress(BrokenPipeError):  # the child died before it had read all input
             if not self.stdin.closed:
                 self.stdin.write(STOP_WORD)
             self.stdin.close()
 
     def close(self) -> None:
-        """Closes the pipes and descriptors. A child that still runs can no longer be reached."""
+        """Closes the pipes and descriptors. A running child can no longer be reached then."""
         self.hang_up()
         self.stdout.close()
         with self._lock:
@@ -194,14 +195,14 @@ class Child:
 
 
 class Forks(Protocol):
-    """Gives children: a nursery, or a port of one that belongs to another process."""
+    """A source of children: a nursery, or the port of another process's nursery."""
 
     def fork(self, kind: str) -> Child:
-        """Asks for a child, which becomes a service of that kind. Raises OSError."""
+        """Requests a child, which becomes a service of that kind. Raises OSError."""
         ...
 
     def give_up(self) -> None:
-        """Kills a nursery that does not answer. The next request starts another one."""
+        """Kills a nursery that does not answer. The next request starts a new nursery."""
         ...
 
 
@@ -240,22 +241,22 @@ class Nursery(Forks):
         self._entered = entered
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._has_children = False  # has been asked for some
+        self._has_children = False  # True once children have been requested
         self._lock = threading.Lock()
 
     def open(self, *kinds: str) -> None:
-        """Starts the process, which imports meanwhile what these kinds need. Raises OSError."""
+        """Starts the process, which imports the modules of these kinds. Raises OSError."""
         with self._lock:
             asked = self._opened()
             for kind in kinds:
                 asked.send(kind.encode())
 
     def fork(self, kind: str) -> Child:
-        """Asks for a child, which becomes a service of that kind. Raises OSError."""
+        """Requests a child, which becomes a service of that kind. Raises OSError."""
         return ask_for_child(kind, self.pass_on)
 
     def pass_on(self, kind: bytes, descriptors: Sequence[int]) -> None:
-        """Sends a request for a child, perhaps of another process. Raises OSError."""
+        """Forwards a request for a child, perhaps of another process. Raises OSError."""
         with self._lock:
             self._has_children = True
             asked = self._opened()
@@ -263,19 +264,19 @@ class Nursery(Forks):
             socket.send_fds(asked, [kind], descriptors)
 
     def give_up(self) -> None:
-        """Kills a nursery that does not answer. The next request starts another one."""
+        """Kills a nursery that does not answer. The next request starts a new nursery."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
 
     def close(self) -> None:
-        """Ends the nursery. Children go on until their standard input ends."""
+        """Ends the nursery. Children keep running until their standard input ends."""
         with self._lock:
             self._close()
 
     def _opened(self) -> socket.socket:
-        """Returns the socket of a running nursery."""
+        """Returns the socket of a running nursery; starts one if necessary."""
         if self._process is not None and self._process.poll() is not None:
             self.num_lost += 1
             log.warning(
@@ -292,15 +293,15 @@ class Nursery(Forks):
     def _close(self) -> None:
         if self._process is None or self._socket is None:
             return
-        with contextlib.suppress(OSError):  # it has ended, or its socket is full of requests
+        with contextlib.suppress(OSError):  # the nursery has ended, or its socket is full
             self._socket.settimeout(0.0)
             self._socket.send(CLOSE_WORD)
         self._socket.close()
-        if not self._has_children:  # a start that fails need not wait for its imports
+        if not self._has_children:  # a failed start need not wait for the imports
             self._process.kill()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # it still imports
+        except subprocess.TimeoutExpired:  # still importing
             self._process.kill()
             self._process.wait()
         self._process = self._socket = None

@@ -1,15 +1,14 @@
-"""The nursery: a process that imports what services need and forks them.
+"""The nursery: a process that imports the services' modules and forks the services.
 
 `python -m deploy.local.nursery_main FD` runs it; FD is its end of a socket pair. The messages are
-described in `deploy.local.nursery`. A child runs `deploy.local.process_main`, in a session of its
-own.
+described in `deploy.local.nursery`. A child runs `deploy.local.process_main`, in its own session.
 
-A fork copies one thread, and every lock in its present state. So a nursery imports and does nothing
-else: it starts no second thread, makes no object of grpc, ZeroMQ or torch, and touches no GPU.
-Before each fork it checks that no other thread runs and CUDA is not initialised, or else refuses.
+A fork copies one thread, and every lock in its present state. So a nursery only imports: it starts
+no second thread, makes no object of grpc, ZeroMQ or torch, and uses no GPU. Before each fork it
+checks that no other thread runs and CUDA is not initialised. Otherwise it refuses the fork.
 
-Children share the hash seed, addresses, and the state of numpy's and torch's generators. Values
-that must differ come from `os.urandom`; `random` seeds itself again after a fork.
+Children inherit the same hash seed, addresses, and states of numpy's and torch's generators. Values
+that must differ come from `os.urandom`; `random` reseeds itself after a fork.
 """
 
 import contextlib
@@ -37,13 +36,13 @@ LAST_LINE = "error: process %d, which ran the deployment, ended without a word: 
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[[str], None]  # imports what a kind of service needs. May raise ImportError
+Prepare = Callable[[str], None]  # imports the modules of a kind of service. May raise ImportError
 
 
 def main() -> int:
     """Runs until the parent's socket ends. In a child, runs the service and returns its status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # services ignore it too
-    # OpenBLAS starts its threads when numpy is imported; the few small products here need none.
+    # OpenBLAS starts threads when numpy is imported. The small products here need no threads.
     os.environ[OPENBLAS_THREADS] = "1"
     kind = fork_until_closed(socket.socket(fileno=int(sys.argv[1])), import_services)
     if kind is None:
@@ -54,7 +53,7 @@ def main() -> int:
 
 
 def import_services(kind: str) -> None:
-    """Imports what services of a kind need. A gateway needs no torch, which may be absent."""
+    """Imports the modules of a kind of service. A gateway needs no torch, which may be absent."""
     import deploy.local.process_main  # noqa: F401
     from deploy.services.build import import_service
 
@@ -69,7 +68,7 @@ def fork_until_closed(requests: socket.socket, prepare: Prepare) -> str | None:
     """Forks a child for each request. Returns the kind in a child, None when the socket ends.
 
     The garbage collector is off here: collections would take a fifth of the imports' time. In a
-    child it skips all inherited objects, since a collection writes to each one, which would copy
+    child, it skips all inherited objects: a collection writes to each object, which would copy
     every shared page.
     """
     gc.disable()
@@ -100,14 +99,14 @@ def _request(kind: str, descriptors: list[int]) -> _Request:
 
 
 class _Children:
-    """The forked children that have not ended. Leaving the context in a child closes all of it."""
+    """The forked children that have not ended. Leaving the context in a child closes sockets."""
 
     def __init__(self, requests: socket.socket, prepare: Prepare) -> None:
         self._requests = requests
         self._prepare = prepare
-        self._news: dict[int, socket.socket] = {}  # by descriptor of the child
-        self._expected: list[str] = []  # kinds to import, the next one last
-        self._poll = select.poll()  # no epoll: a fork would share it
+        self._news: dict[int, socket.socket] = {}  # by the child's pidfd
+        self._expected: list[str] = []  # kinds to import, the next kind last
+        self._poll = select.poll()  # not epoll, which a fork would share
         self._poll.register(requests, select.POLLIN)
 
     def __enter__(self) -> "_Children":
@@ -147,7 +146,7 @@ class _Children:
         return kind.decode(), descriptors
 
     def _import(self, kind: str) -> None:
-        """Imports ahead of a request, which is refused if this fails."""
+        """Imports the modules of a kind in advance. If this fails, requests are refused."""
         try:
             self._prepare(kind)
         except ImportError as error:
@@ -188,11 +187,11 @@ class _Children:
 
 
 class UnsafeFork(BatonError):
-    """A fork would copy what must not be copied."""
+    """A fork would copy threads or CUDA state, which must not be copied."""
 
 
 def _check_fork() -> None:
-    """Raises UnsafeFork."""
+    """Raises UnsafeFork if another thread runs or CUDA is initialised."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise UnsafeFork(f"{threads} threads run where services are forked; an import started them")
@@ -202,7 +201,7 @@ def _check_fork() -> None:
 
 
 def _become(request: _Request) -> None:
-    """Gives the child the session, pipes and name of a process of its own."""
+    """Gives the child its own session, pipes and process name."""
     os.setsid()
     os.dup2(request.stdin, sys.stdin.fileno())
     os.dup2(request.stdout, sys.stdout.fileno())

@@ -1,8 +1,8 @@
-"""Lets other processes of this user ask a nursery for children: actors of Ray do.
+"""Lets other processes of this user, such as Ray actors, request children from a nursery.
 
-The owner of the nursery listens at a Unix socket in a private folder and passes requests on. Pipes
-and news go directly between the child and the process that asked. A connection carries one request,
-as `deploy.local.nursery` describes it, or `GIVE_UP`.
+The owner of the nursery listens at a Unix socket in a private folder and forwards requests. Pipes
+and news go directly between the child and the requesting process. A connection carries one request,
+as described in `deploy.local.nursery`, or `GIVE_UP`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _PEER = struct.Struct("iII")  # process, user and group id: ucred in unix(7)
 
 
 class NurseryPort:
-    """The owner's side: a thread passes requests on, from `open` to `close`."""
+    """The owner's side: a thread forwards requests, from `open` to `close`."""
 
     def __init__(self, nursery: Nursery, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class NurseryPort:
 
     def close(self) -> None:
         """Refuses later requests."""
-        with contextlib.suppress(OSError):  # it has never listened
+        with contextlib.suppress(OSError):  # the socket has never listened
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -66,7 +66,7 @@ class NurseryPort:
             with asks:
                 try:
                     self._pass_on(asks)
-                except OSError as error:  # who asked sees its sockets end
+                except OSError as error:  # the requester sees its sockets close
                     log.warning("a request for a process is refused: %s", error)
 
     def _pass_on(self, asks: socket.socket) -> None:
@@ -86,7 +86,7 @@ class NurseryPort:
 
 
 class DistantNursery(Forks):
-    """The side of a process that asks. `path` is the port's."""
+    """The requester's side. `path` is the path of the port's socket."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -96,8 +96,8 @@ class DistantNursery(Forks):
         return ask_for_child(kind, self._send)
 
     def give_up(self) -> None:
-        """Has the owner kill a nursery that does not answer."""
-        with contextlib.suppress(OSError):  # the owner has ended, and with it the nursery
+        """Asks the owner to kill a nursery that does not answer."""
+        with contextlib.suppress(OSError):  # the owner and its nursery have ended
             self._send(GIVE_UP, [])
 
     def _send(self, request: bytes, descriptors: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
 """A hook of the process launcher: which network namespace each service runs in.
 
-By default every service runs where the launcher runs. A `PlaceOf` sends a service somewhere else
-and tells the service the address it is reached at there. Chaos tests use it to put each worker into
-a namespace that can be cut off (`bench/chaos/placed.py`). `baton serve --launcher process
---places MODULE:FUNCTION` loads it: the function takes no argument and returns the `PlaceOf`.
+By default every service runs in the launcher's namespace. A `PlaceOf` returns another namespace for
+a service, with the address at which the service is reached there. Chaos tests put each worker into
+a namespace that can be cut off (`bench/chaos/placed.py`). `baton serve --launcher process --places
+MODULE:FUNCTION` loads a hook: the function takes no argument and returns the `PlaceOf`.
 """
 
 import importlib
@@ -23,12 +23,12 @@ class ServicePlace(Protocol):
         ...
 
     def entered(self) -> AbstractContextManager[None]:
-        """Moves the calling thread, and every process it starts, into the namespace meanwhile."""
+        """Moves the calling thread, and processes that it starts, into the namespace."""
         ...
 
 
-# From the kind ("worker" or "gateway") and the name of a service to its place. None: the launcher's
-# own. A worker that is started again has the name, and so the place, of the one before it.
+# Maps the kind ("worker" or "gateway") and the name of a service to its place. None: the launcher's
+# namespace. A restarted worker keeps its name, and so its place.
 PlaceOf = Callable[[str, str], ServicePlace | None]
 
 

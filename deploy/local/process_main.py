@@ -2,14 +2,14 @@
 
 The nursery's children run it too (`deploy.local.nursery_main`).
 
-The spec comes as one line of JSON on standard input, so that no secret shows in a process list. The
-answer goes as one line to standard output. If the model has to be fetched, `Fetching` and `Fetched`
-come before it. `Starting` comes before the answer if the model is large.
+The spec comes as one line of JSON on standard input, so that no secret appears in a process list.
+The answer is one line on standard output. If the model has to be fetched, `Fetching` and `Fetched`
+come before the answer. If the model is large, `Starting` comes before the answer.
 
-Standard input stays open. When the word to stop comes, or SIGTERM, the process stops, even during a
-download. SIGTERM ends a start at once, with the ranks and compilers that it has begun. A gateway
-finishes its answers first; a second SIGTERM ends them at once. When standard input ends without
-that word, the parent has died, and workers with it: answers end at once too.
+Standard input stays open. The process stops on `STOP_WORD` or SIGTERM, even during a download.
+SIGTERM ends a start at once, with the ranks and compilers that the start has launched. A gateway
+finishes its answers first; a second SIGTERM cuts them off. If standard input ends without
+`STOP_WORD`, the parent and the workers have died, so answers are cut off too.
 """
 
 import logging
@@ -37,7 +37,7 @@ from engine.errors import BatonError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5  # how often a download looks for the end of standard input
+LOOK_EVERY_S = 0.5  # interval at which a download checks standard input
 
 
 class StartRefusal(msgspec.Struct, frozen=True):
@@ -49,9 +49,9 @@ class StartRefusal(msgspec.Struct, frozen=True):
 def main(kind: str) -> int:
     """Runs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
-    signal.signal(signal.SIGTERM, leave)  # until the service runs
+    signal.signal(signal.SIGTERM, leave)  # in force until the service runs
     spec = sys.stdin.buffer.readline()
-    if spec in (b"", STOP_WORD):  # the parent has given it up
+    if spec in (b"", STOP_WORD):  # the parent has given up this start
         return 0
     limit_gpus(kind, spec, os.environ)
     service, source = service_of(kind, spec)
@@ -79,7 +79,7 @@ def main(kind: str) -> int:
     try:
         _answer(ready)
         is_orphan = sys.stdin.buffer.readline() != STOP_WORD
-    except BrokenPipeError:  # it died during the start
+    except BrokenPipeError:  # the parent died during the start
         is_orphan = True
     except _Stop:
         is_orphan = False
@@ -92,7 +92,7 @@ def main(kind: str) -> int:
 
 
 def limit_gpus(kind: str, spec: bytes, environment: MutableMapping[str, str]) -> None:
-    """Lets a worker see its own GPUs only. CUDA reads the variable when it is first used."""
+    """Makes only its own GPUs visible to a worker. CUDA reads the variable on first use."""
     if kind == "worker":
         gpus = msgspec.json.decode(spec, type=WorkerSpec).gpus
         if gpus is not None:
@@ -104,7 +104,7 @@ class _Stop(BaseException):
 
 
 class _Stopping:
-    """The handler of SIGTERM: the first stops the service, later ones end its answers at once."""
+    """The handler of SIGTERM: the first stops the service, later ones cut its answers off."""
 
     def __init__(self, thread: ServiceThread[object]) -> None:
         self.has_begun = False
@@ -119,7 +119,7 @@ class _Stopping:
 
 
 def _fetch_while_wanted(kind: str, spec: bytes) -> None:
-    """Fetches the model; ends the process if standard input ends first. Raises ConfigError."""
+    """Fetches the model. Ends the process if standard input ends during it. Raises ConfigError."""
     fetched: Future[None] = Future()
 
     def run() -> None:

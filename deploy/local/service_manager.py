@@ -1,7 +1,7 @@
-"""Tells the service manager that started this process how it fares: systemd's `sd_notify`.
+"""Reports the state of this process to its service manager: systemd's `sd_notify`.
 
-systemd gives the socket in `$NOTIFY_SOCKET` to services of `Type=notify`. Without that variable
-nothing is sent. Protocol: sd_notify(3), one datagram of lines `NAME=value`.
+systemd sets `$NOTIFY_SOCKET` for services of `Type=notify`. Without that variable nothing is sent.
+Protocol: sd_notify(3), one datagram of lines `NAME=value`.
 """
 
 import logging
@@ -15,7 +15,7 @@ TIMEOUT_S = 1.0
 
 
 def send_datagram(address: str, message: bytes) -> None:
-    """Sends one datagram to a Unix socket; `@` begins an abstract name. Raises OSError."""
+    """Sends a datagram to a Unix socket; `@` marks an abstract name. Raises OSError."""
     name = "\0" + address[1:] if address.startswith("@") else address
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
         sender.settimeout(TIMEOUT_S)
@@ -23,23 +23,23 @@ def send_datagram(address: str, message: bytes) -> None:
 
 
 class ServiceManager:
-    """The other end of the socket, if there is one."""
+    """The service manager's socket, if there is one."""
 
     def __init__(
         self,
         environment: MutableMapping[str, str],
         send: Callable[[str, bytes], None] = send_datagram,
     ) -> None:
-        """Takes the variable out of `environment`: child processes do not speak for this one."""
+        """Removes the variable from `environment`, so that child processes do not use it."""
         self._address = environment.pop(VARIABLE, "")
         self._send = send
 
     def serving(self, url: str) -> None:
-        """The deployment serves: the unit is started."""
+        """Reports that the deployment serves, so the unit counts as started."""
         self._tell(f"READY=1\nSTATUS=serving at {url}")
 
     def stopping(self) -> None:
-        """The deployment lets answers end, then stops."""
+        """Reports that the deployment finishes its answers and stops."""
         self._tell("STOPPING=1\nSTATUS=letting answers end")
 
     def _tell(self, lines: str) -> None:

@@ -1,8 +1,8 @@
 """Runs a service as a child of a nursery; the child runs `deploy.local.process_main`.
 
-A start sends the spec as one line of JSON and reads the answer as another one. If the model has to
-be fetched first, the child says so, and fetching has a deadline of its own. For a large model the
-child also says how long its start may take.
+A start sends the spec as one line of JSON and reads the answer as another line. If the model has to
+be fetched first, the child reports that, and the fetch has its own deadline. For a large model, the
+child also reports how long its start may take.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from deploy.local.nursery import Child, Forks, NoChild
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
-FORK_TIMEOUT_S = 120.0  # most of it is the nursery's imports from a cold disk
+FORK_TIMEOUT_S = 120.0  # mostly for the nursery's imports from a cold disk
 LOOK_FOR_END_S = 60.0
 
 _FETCHING = msgspec.json.encode(Fetching()) + b"\n"
 _FETCHED = msgspec.json.encode(Fetched()) + b"\n"
-_STARTING = msgspec.json.encode(Starting(0.0)).partition(b",")[0]  # its type comes first
+_STARTING = msgspec.json.encode(Starting(0.0)).partition(b",")[0]  # the type is first
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class ServiceProcess:
     def __init__(self, name: str, kind: str, nursery: Forks) -> None:
         self.name = name
         self.kind = kind
-        self.ready: Any = None  # the service's answer, once it has started
+        self.ready: Any = None  # the service's answer after its start
         self._nursery = nursery
         self._child: Child | None = None
         self._is_wanted = True
@@ -58,7 +58,7 @@ class ServiceProcess:
                 if not self._is_wanted:
                     raise ConfigError(f"{self.name} was stopped before it started")
                 self._child = child = self._nursery.fork(self.kind)
-        except (OSError, RuntimeError) as error:  # no memory, descriptors, processes or threads
+        except (OSError, RuntimeError) as error:  # out of memory, descriptors, processes or threads
             raise ConfigError(f"{self.name} cannot be started: {error}") from error
         line = self._ask(child, msgspec.json.encode(spec) + b"\n")
         try:
@@ -76,7 +76,7 @@ class ServiceProcess:
         return self._child is not None and self._child.is_running()
 
     def await_end(self) -> None:
-        """Returns when the started process has ended, which may take for ever."""
+        """Waits for the end of the started process, without a timeout."""
         assert self._child is not None
         while True:
             with contextlib.suppress(TimeoutError):
@@ -91,7 +91,7 @@ class ServiceProcess:
         return "unknown" if status is None else status
 
     def kill(self) -> None:
-        """Kills the process. A start that is under way fails."""
+        """Kills the process. A running start fails."""
         with self._lock:
             self._is_wanted = False
             if self._child is not None:
@@ -100,7 +100,7 @@ class ServiceProcess:
     def stop(self, stop_draining: threading.Event) -> None:
         """Asks the process to stop by closing its standard input; kills it after a deadline.
 
-        If `stop_draining` is set, the deadline is shorter and a gateway ends its answers at once.
+        If `stop_draining` is set, the deadline is shorter and a gateway cuts its answers off.
         """
         child = self._child
         if child is None:
@@ -139,7 +139,7 @@ class ServiceProcess:
             with self._deadline(limit_s, child, "start"):
                 line = child.stdout.readline()
         if not line:
-            with contextlib.suppress(TimeoutError):  # it may only have closed its output
+            with contextlib.suppress(TimeoutError):  # only its output may be closed
                 child.wait(STOP_TIMEOUT_S)
             raise ConfigError(
                 f"{self.name} ended while starting ({explain_status(self.exit_status)})"
@@ -158,7 +158,7 @@ class ServiceProcess:
         watchdog = threading.Timer(timeout_s, end)
         watchdog.start()
         try:
-            with contextlib.suppress(OSError):  # the child died before it read everything
+            with contextlib.suppress(OSError):  # the child died before it had read all input
                 yield
         finally:
             watchdog.cancel()
@@ -167,7 +167,7 @@ class ServiceProcess:
 
 
 def _ends_within(timeout_s: float, child: Child, stop_draining: threading.Event) -> bool:
-    """Waits for the child's end. On `stop_draining`, repeats SIGTERM: it may not listen yet."""
+    """Waits for the child's end. On `stop_draining`, repeats SIGTERM in case one is missed."""
     clock = MonotonicClock()
     end_s = clock.now_s() + timeout_s
     is_cut = False

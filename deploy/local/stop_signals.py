@@ -1,8 +1,8 @@
 """SIGINT and SIGTERM for a command that starts services and has to end them.
 
 While services start, the first signal raises an exception, so that the start is undone. A signal
-that came before the start raises at its begin. All others are queued for the command to wait for:
-the end itself is never interrupted.
+from before the start raises the exception as soon as the start begins. All other signals are queued
+for the command to wait for: the end itself is never interrupted.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ class StopAsked(BaseException):
 
 
 class StopSignals:
-    """Receives the signals of this process. To be used in the main thread."""
+    """Receives the signals of this process. Use it in the main thread."""
 
     def __init__(self) -> None:
         self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # safe to use in a signal handler
         self._raises = False
 
     def install(self) -> None:
-        """Takes over both signals and queues them. To be called before anything is started."""
+        """Handles both signals by queueing them. Call it before anything is started."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
     def interrupt(self) -> None:
-        """From now on the first signal raises StopAsked. One that waits already raises it here."""
+        """From now on the first signal raises StopAsked. A queued signal raises it here."""
         self._raises = True
         with contextlib.suppress(queue.Empty):
             number = self._came.get_nowait()
@@ -42,7 +42,7 @@ class StopSignals:
             raise StopAsked(number)
 
     def keep(self) -> None:
-        """Queues signals from now on instead of raising them."""
+        """From now on, queues signals instead of raising StopAsked."""
         self._raises = False
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -59,5 +59,5 @@ class StopSignals:
 
 
 def exit_status(number: int) -> int:
-    """Returns the exit status that shells give a command ended by this signal."""
+    """Returns the exit status by which shells report a command ended by this signal."""
     return 128 + number

@@ -1,17 +1,17 @@
-"""Logging that clients cannot flood, forge or stretch.
+"""Logging that clients cannot flood, forge or blow up.
 
 The *kind* of a record is its logger, its level and its message without arguments. At most
-`MOST_OF_A_KIND` records of a kind are written in a period. After it, one line counts the records
-that were left out, and shows the last of them. A record is one line: control characters are
-escaped, and long texts are cut. Lines of a traceback are indented, so none looks like a record.
+`MOST_OF_A_KIND` records of a kind are written in a period. After the period, one line counts the
+omitted records and shows the last of them. A record is one line: control characters are escaped,
+and long texts are cut. Lines of a traceback are indented, so that they do not look like records.
 
-A line names its process: the worker, the gateway or the controller. It ends with the id of the
-request if one is worked for (`engine.log_context`). As JSON a line is one object with the fields
-`time`, `level`, `process`, `pid`, `logger` and `message`; `request` and `exception` where there is
-one, and further fields of lines that have them.
+A line names its process: the worker, the gateway or the controller. If the line belongs to a
+request, it ends with the request's id (`engine.log_context`). In JSON a line is one object with the
+fields `time`, `level`, `process`, `pid`, `logger` and `message`. `request`, `exception` and further
+fields are present if the line has them.
 
-Lines of requests (`ACCESS`) and of orders (`AUDIT`) are complete: those of requests and the file of
-orders know no bound on their number. The same holds for news of the pools (`NEWS`).
+The number of lines is not bounded for requests (`ACCESS`), for the file of orders (`AUDIT`), and
+for news of the pools (`NEWS`).
 
 A process with a log folder keeps its lines there too (`deploy.logs.ring`), for `baton logs`.
 """
@@ -42,11 +42,11 @@ from engine.log_context import ACCESS, AUDIT, NEWS, REQUEST
 
 log = logging.getLogger(__name__)
 
-CONTROLLER = "controller"  # the name of its process in lines
+CONTROLLER = "controller"  # the controller process's name in lines
 MOST_OF_A_KIND = 10
 PERIOD_S = 10.0
-AUDIT_MODE = 0o600  # the file of orders names people and models
-MAX_KINDS = 256  # further kinds share one
+AUDIT_MODE = 0o600  # private, since the file of orders names people and models
+MAX_KINDS = 256  # further kinds share one count
 MAX_MESSAGE_CHARS = 2000
 MAX_TRACEBACK_CHARS = 20_000
 
@@ -62,7 +62,7 @@ class _Period:
     begin_s: float
     num_written: int = 0
     num_left_out: int = 0
-    last: str = ""  # the message of the last record that was left out
+    last: str = ""  # the message of the last omitted record
 
 
 class LogBound:
@@ -72,7 +72,7 @@ class LogBound:
         self._periods: dict[Kind, _Period] = {}
 
     def admits(self, kind: Kind, message: str, now_s: float) -> bool:
-        """Counts a record. Returns true if it is to be written."""
+        """Counts a record. Returns true if the record is to be written."""
         if kind not in self._periods and len(self._periods) >= MAX_KINDS:
             kind = OTHERS
         period = self._periods.setdefault(kind, _Period(now_s))
@@ -84,12 +84,12 @@ class LogBound:
         return False
 
     def ended(self, now_s: float) -> list["LeftOut"]:
-        """Ends periods that are over. Returns a count for each kind with records left out."""
+        """Ends expired periods. Returns a count for each kind with omitted records."""
         over = [kind for kind, p in self._periods.items() if now_s - p.begin_s >= PERIOD_S]
         return self._take(over)
 
     def rest(self) -> list["LeftOut"]:
-        """Ends all periods, with the same result."""
+        """Ends all periods. Returns the same counts as `ended`."""
         return self._take(list(self._periods))
 
     def _take(self, kinds: list[Kind]) -> list["LeftOut"]:
@@ -102,7 +102,7 @@ class LeftOut(NamedTuple):
 
     kind: Kind
     number: int
-    last: str  # the message of the last one
+    last: str  # the message of the last omitted record
 
 
 class LogSource(msgspec.Struct, frozen=True):
@@ -110,8 +110,8 @@ class LogSource(msgspec.Struct, frozen=True):
 
     name: str
     logs: LogsConfig = LogsConfig()
-    folder: Path | None = None  # where its latest lines are kept; None: nowhere
-    tells_news: bool = False  # news of the pools go to standard error as lines
+    folder: Path | None = None  # the folder that keeps its latest lines, if any
+    tells_news: bool = False  # True if news of the pools are written to standard error
 
 
 class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -130,14 +130,14 @@ class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
             now_s = self._clock.now_s()
             self._tell(self._bound.ended(now_s))
             is_admitted = self._bound.admits(_kind_of(record), record.getMessage(), now_s)
-        except Exception:  # as in `StreamHandler`: a log line must not break its caller
+        except Exception:  # as in `StreamHandler`: logging must not break its caller
             self.handleError(record)
             return
         if is_admitted:
             self._write(record)
 
     def close(self) -> None:
-        """Writes how many records were left out."""
+        """Writes the counts of omitted records."""
         self.acquire()
         try:
             self._tell(self._bound.rest())
@@ -169,12 +169,12 @@ class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
 class RecordFile(logging.handlers.WatchedFileHandler):
     """Appends lines to a file that may be rotated.
 
-    A line that cannot be written, as on a full disk, is told in the log instead of its caller. The
-    log bounds how often.
+    If a line cannot be written, for example on a full disk, the log reports that, and the caller
+    gets no error. The number of such reports is bounded like that of other records.
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
-        """A file that this makes has `mode`, less the process's umask; another keeps its own."""
+        """A new file gets `mode`, less the process's umask; an existing file keeps its mode."""
         self._file_mode = mode
         super().__init__(path, encoding="utf-8")
 
@@ -184,10 +184,10 @@ class RecordFile(logging.handlers.WatchedFileHandler):
         return TextIOWrapper(open(file, "ab"), encoding=self.encoding)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line, or logs why it cannot be written."""
+        """Writes a line, or logs the reason of a failure."""
         try:
             super().emit(record)
-        except OSError:  # the file cannot be opened again
+        except OSError:  # the file cannot be reopened
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -196,7 +196,7 @@ class RecordFile(logging.handlers.WatchedFileHandler):
 
 
 class OneLineFormatter(logging.Formatter):
-    """Escapes and cuts the text of records. Each line names the process, if that has a name."""
+    """Escapes and cuts the text of records. Each line names the process, if it has a name."""
 
     def __init__(self, process: str = "") -> None:
         name = f" {process}".replace("%", "%%") if process else ""
@@ -216,7 +216,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Makes one JSON object of a record. All its characters are ASCII."""
+    """Formats a record as one JSON object of ASCII characters."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -243,9 +243,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """Yields a text in pieces of whole lines that a pipe takes whole or not at all, if they can be.
+    """Yields a text in pieces of whole lines, if possible small enough for atomic writes to a pipe.
 
-    So a process that is killed, or whose pipe is full, leaves no part of a line.
+    So a process that is killed, or whose pipe is full, leaves no partial line.
     """
     piece, num_bytes = "", 0
     for line in text.splitlines(keepends=True):
@@ -259,15 +259,15 @@ def pieces_of(text: str) -> Iterator[str]:
 
 
 def escaped(text: str) -> str:
-    """Escapes the characters that a terminal or a line reader would act upon."""
+    """Escapes the characters that control a terminal or end a line."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def configure_logging(source: LogSource, clock: Clock) -> None:
-    """Makes all loggers write one line a record to standard error, and to a log folder.
+    """Makes all loggers write one line per record to standard error and to the log folder.
 
-    Lines of requests and orders also go where the configuration says. Raises ConfigError if one of
-    their files cannot be opened.
+    Lines of requests and orders also go to the configured files. Raises ConfigError if one of these
+    files cannot be opened.
     """
     logs = source.logs
     bounded = BoundedHandler(clock, formatter_of(source))
@@ -296,9 +296,9 @@ def configure_logging(source: LogSource, clock: Clock) -> None:
 
 
 def keep_lines(source: LogSource) -> Callable[[], None]:
-    """Keeps the lines of this process in the source's folder too. Returns what ends this.
+    """Also keeps this process's lines in the source's folder. Returns a function that stops this.
 
-    A process whose logging is not configured keeps its news only. Without a usable folder nothing
+    A process whose logging is not configured keeps only its news. Without a usable folder nothing
     is kept; that is logged.
     """
     assert source.folder is not None
@@ -333,13 +333,13 @@ def controller_logs(logs: LogsConfig, *, tells_news: bool = True) -> LogSource:
 
 
 class NewsStream(io.TextIOBase):
-    """A stream for a console: each line that is printed becomes a line of the log."""
+    """A stream for a console: each printed line becomes a line of the log."""
 
     def __init__(self) -> None:
         self._begun = ""
 
     def write(self, text: str) -> int:
-        """Logs the lines that are complete."""
+        """Logs the complete lines, and buffers the rest."""
         *lines, self._begun = f"{self._begun}{text}".split("\n")
         for line in filter(None, map(str.strip, lines)):
             NEWS.info("%s", line)
@@ -347,14 +347,14 @@ class NewsStream(io.TextIOBase):
 
 
 def formatter_of(source: LogSource) -> logging.Formatter:
-    """Returns what makes lines of a process's records."""
+    """Returns the formatter of a process's records."""
     if source.logs.format is LogFormat.JSON:
         return JsonFormatter(source.name)
     return OneLineFormatter(source.name)
 
 
 def _give(logger: logging.Logger, handlers: list[logging.Handler]) -> None:
-    """Replaces the handlers of a logger. Without a handler of its own it is disabled for INFO."""
+    """Replaces the handlers of a logger. Without own handlers the logger is disabled for INFO."""
     for old in logger.handlers[:]:
         logger.removeHandler(old)
         old.close()
@@ -364,7 +364,7 @@ def _give(logger: logging.Logger, handlers: list[logging.Handler]) -> None:
 
 
 def _open_file(setting: str, file: str, mode: int = 0o666) -> logging.Handler:
-    """Opens a file to append to; it is opened again after a rotation. Raises ConfigError."""
+    """Opens a file to append to. It is reopened after a rotation. Raises ConfigError."""
     try:
         return RecordFile(Path(file).expanduser(), mode)
     except OSError as error:
@@ -376,7 +376,7 @@ def _kind_of(record: logging.LogRecord) -> Kind:
 
 
 def _cut(text: str, most: int) -> str:
-    """Keeps the beginning and the end."""
+    """Returns the beginning and the end of a text that is too long."""
     if len(text) <= most:
         return text
     half = most // 2

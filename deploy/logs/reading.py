@@ -1,8 +1,8 @@
-"""Reads the latest log lines of services from their rings, and what has come since.
+"""Reads the latest log lines of services from their rings, and later lines.
 
-`read_pieces` reads bytes where the rings are, which may be another node. `merged` makes lines of
-them, in order of time. A *cursor* says for each ring how far it has been read. A caller gets it
-with an answer and gives it back for what came after. Each answer is bounded; so is each ring.
+`read_pieces` reads bytes on the node that has the rings. `merged` turns the bytes into lines, in
+order of time. A *cursor* has the read position of each ring. A caller gets a cursor with each
+answer, and sends it back to get later lines. The size of each answer and of each ring is bounded.
 """
 
 import base64
@@ -20,9 +20,9 @@ from deploy.logs.ring import MAX_LINE_BYTES, RingFile, rings
 from engine.errors import ConfigError
 
 DEFAULT_LINES = 100
-MAX_LINES = 5000  # in one answer to a question without a cursor
-READ_BYTES = 4 * 2**20  # from all rings of a node, at once
-LEAST_READ_BYTES = 2 * MAX_LINE_BYTES  # from each ring; more than one line
+MAX_LINES = 5000  # most lines in the answer to a query without a cursor
+READ_BYTES = 4 * 2**20  # most bytes of one read from all rings of a node
+LEAST_READ_BYTES = 2 * MAX_LINE_BYTES  # fewest bytes to read per ring: more than one line
 MAX_CURSOR_BYTES = 2**20
 TORN = "[the end of this line is lost] "
 
@@ -31,32 +31,32 @@ Position = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class RingPlace(msgspec.Struct, frozen=True, array_like=True):
-    """A place in a ring: all lines before it have been read."""
+    """A position in a ring. All lines before it have been read."""
 
     generation: Position
     offset: Position
 
 
 class LogsQuery(msgspec.Struct, frozen=True):
-    """A question for lines: the last ones, or those after the places of a cursor."""
+    """A query for the last lines, or for the lines after a cursor's positions."""
 
-    service: str | None = None  # None: all
-    lines: int = DEFAULT_LINES  # the last ones; without meaning if there are `places`
+    service: str | None = None  # None: all services
+    lines: int = DEFAULT_LINES  # number of last lines; ignored if there are `places`
     places: dict[str, RingPlace] | None = None
 
 
 class RingPiece(msgspec.Struct, frozen=True):
-    """Bytes of one ring, from the beginning of a line to the end of one."""
+    """Bytes of one ring, in whole lines."""
 
     service: str
     text: bytes
     end: RingPlace
-    is_overwritten: bool = False  # lines after the given place were lost before they were read
+    is_overwritten: bool = False  # lines after the given position were overwritten unread
     has_more: bool = False
 
 
 class LogPieces(msgspec.Struct, frozen=True):
-    """What all nodes answered. A ring of another node has the key NAME@NODE."""
+    """The answers of all nodes. A ring of another node has the key NAME@NODE."""
 
     pieces: dict[str, RingPiece]
     known: list[str]  # all services with a ring
@@ -70,7 +70,7 @@ def read_pieces(folder: Path, query: LogsQuery) -> LogPieces:
     most = max(READ_BYTES // max(len(chosen), 1), LEAST_READ_BYTES)
     pieces = {}
     for name, files in chosen.items():
-        with contextlib.suppress(OSError):  # the ring has just gone on; the next answer has it
+        with contextlib.suppress(OSError):  # files have just changed: read next time
             if query.places is None:
                 pieces[name] = _tail(name, files, min(query.lines, MAX_LINES), most)
             else:
@@ -79,19 +79,19 @@ def read_pieces(folder: Path, query: LogsQuery) -> LogPieces:
 
 
 def merged(pieces: Iterable[RingPiece], most: int | None = None) -> list[dict[str, Any]]:
-    """Returns the lines of all pieces in order of time, or the last of them."""
+    """Returns the lines of all pieces in order of time; at most the last `most`."""
     lines = [line for piece in pieces for line in _lines(piece)]
     lines.sort(key=lambda line: str(line["time"]))
     return lines if most is None else lines[max(len(lines) - most, 0) :]
 
 
 def cursor_of(places: Mapping[str, RingPlace]) -> str:
-    """Returns places as text that fits into a URL."""
+    """Encodes positions as text for a URL."""
     return base64.urlsafe_b64encode(zlib.compress(msgspec.json.encode(places))).decode()
 
 
 def places_of(cursor: str) -> dict[str, RingPlace]:
-    """Returns the places of a cursor. Raises ConfigError if it is none."""
+    """Decodes the positions of a cursor. Raises ConfigError if it is invalid."""
     try:
         packed = base64.b64decode(cursor.encode("ascii"), altchars=b"-_", validate=True)
         text = zlib.decompressobj().decompress(packed, MAX_CURSOR_BYTES)
@@ -110,7 +110,7 @@ def _tail(name: str, files: list[RingFile], num_lines: int, most: int) -> RingPi
         complete = part[: part.rfind(b"\n") + 1]
         if end is None:
             end = RingPlace(file.generation, begin + len(complete))
-        if begin:  # it begins within a line
+        if begin:  # the part begins within a line
             complete = complete[complete.find(b"\n") + 1 :]
         text = complete + text
         if begin or text.count(b"\n") >= num_lines:
@@ -120,7 +120,7 @@ def _tail(name: str, files: list[RingFile], num_lines: int, most: int) -> RingPi
 
 
 def _rest(name: str, files: list[RingFile], place: RingPlace | None, most: int) -> RingPiece:
-    """Reads a ring from a place on."""
+    """Reads a ring from a position on."""
     known = {file.generation for file in files}
     first = RingPlace(files[0].generation, 0)
     is_overwritten = place is not None and place.generation not in known
@@ -130,7 +130,7 @@ def _rest(name: str, files: list[RingFile], place: RingPlace | None, most: int) 
         begin = at.offset if file.generation == at.generation else 0
         part = _read(file, begin, most - len(text))
         end = part.rfind(b"\n") + 1
-        if not end and len(part) > MAX_LINE_BYTES:  # no line is so long
+        if not end and len(part) > MAX_LINE_BYTES:  # longer than any line
             end = len(part)
         text += part[:end]
         at = RingPlace(file.generation, begin + end)
@@ -148,7 +148,7 @@ def _read(file: RingFile, begin: int, num_bytes: int) -> bytes:
 
 
 def _last_lines(text: bytes, number: int) -> bytes:
-    """Returns the last lines of a text that ends with a line's end."""
+    """Returns the last `number` lines of a text that ends with a newline."""
     at = len(text)
     for _ in range(number + 1):
         at = text.rfind(b"\n", 0, at)
@@ -158,7 +158,7 @@ def _last_lines(text: bytes, number: int) -> bytes:
 
 
 def _lines(piece: RingPiece) -> Iterable[dict[str, Any]]:
-    """Yields lines as objects. A piece of a line, left by a process that was killed, is marked."""
+    """Yields lines as objects. A partial line of a killed process is marked."""
     time = ""
     for raw in piece.text.splitlines():
         if not raw:

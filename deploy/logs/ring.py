@@ -1,12 +1,12 @@
 """Keeps the latest log lines of a process in its deployment's log folder, within bounds.
 
-Each service has a *ring*: at most two files, `NAME.GENERATION.log`. Lines are JSON, one object
-each, appended in one call. A full file is followed by one of the next generation, and the file
-before it is removed. A service that is started again appends to the ring of the one before it, so
-the last lines of a dead process stay.
+Each service has a *ring*: at most two files, `NAME.GENERATION.log`. Each line is one JSON object,
+appended in one call. When a file is full, a file of the next generation is started, and the older
+file is removed. A restarted service appends to the ring of its predecessor, so the last lines of a
+dead process stay.
 
-A line that cannot be written, as on a full disk, is counted. The next line that can be written is
-followed by the count. Nothing waits for a disk beyond the call itself.
+A line that cannot be written, for example on a full disk, is counted. The count is written after
+the next successful line. Beyond the write call itself, nothing waits for a disk.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-FILE_BYTES = 2 * 2**20  # each of the two files
+FILE_BYTES = 2 * 2**20  # size limit of each of the two files
 MAX_LINE_BYTES = 32 * 2**10
-MAX_RINGS = 256  # in a folder; those not written for longest are removed
+MAX_RINGS = 256  # most rings in a folder; the least recently written ones are removed
 SUFFIX = ".log"
 
 
@@ -81,11 +81,11 @@ class LogRing(logging.Handler):
         self._file_bytes = file_bytes
         self._fd: int | None = None
         self._generation = 0
-        self._is_torn = False  # the last line was written in part
+        self._is_torn = False  # True if the last line was written only in part
         self._num_lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps a record, or counts it. Never raises, and never logs: others keep the line too."""
+        """Keeps a record, or counts it. Never raises or logs: other handlers have the line too."""
         try:
             line = bounded_line(self.format(record))
         except Exception:  # as in `StreamHandler`: a log line must not break its caller
@@ -99,7 +99,7 @@ class LogRing(logging.Handler):
             self._num_lost += 1
 
     def close(self) -> None:
-        """Closes the file, which stays."""
+        """Closes the file. The file stays on disk."""
         self.acquire()
         try:
             self._let_go()
@@ -112,7 +112,7 @@ class LogRing(logging.Handler):
         data = line.encode("ascii", "backslashreplace") + b"\n"
         fd = self._opened()
         facts = os.fstat(fd)
-        if facts.st_nlink == 0:  # another process of this name has gone on to later files
+        if facts.st_nlink == 0:  # another process of this name writes to later files
             self._let_go()
             fd = self._opened()
         elif facts.st_size and facts.st_size + len(data) > self._file_bytes:
@@ -131,12 +131,12 @@ class LogRing(logging.Handler):
             self._generation = files[-1].generation if files else 1
             self._fd = self._open(self._generation)
             size = os.fstat(self._fd).st_size
-            # A process that was killed may have left a part of a line.
+            # A killed process may have left a partial line.
             self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         return self._fd
 
     def _next_file(self) -> int:
-        """Goes on to the next file, and removes all but the one before it."""
+        """Starts the next file, and removes all files before the previous one."""
         self._let_go()
         self._generation += 1
         self._fd = self._open(self._generation)
@@ -157,7 +157,7 @@ class LogRing(logging.Handler):
             self._fd = None
 
     def _tell_lost(self) -> None:
-        """Writes how many lines were lost. Raises OSError."""
+        """Writes the number of lost lines. Raises OSError."""
         text = "%d lines could not be kept: no room, or no folder, for them"
         args = (self._num_lost,)
         told = logging.LogRecord(__name__, logging.WARNING, "", 0, text, args, None)
@@ -166,7 +166,7 @@ class LogRing(logging.Handler):
 
 
 def bounded_line(line: str) -> str:
-    """Returns a line, or a shorter one in place of a line that is too long for a ring."""
+    """Returns a line, shortened if it is too long for a ring."""
     if len(line) <= MAX_LINE_BYTES:
         return line
     told: Mapping[str, object] = json.loads(line)
@@ -178,12 +178,12 @@ def bounded_line(line: str) -> str:
 
 
 def quoted_name(name: str) -> str:
-    """Returns a service's name as part of a file's name."""
+    """Returns a service's name, quoted for a file name."""
     return quote(name, safe="")
 
 
 def _remove_old_rings(folder: Path, own: str) -> None:
-    """Removes the rings that were not written for longest, if there would be too many."""
+    """Removes the least recently written rings, if there would be too many."""
     found = rings(folder)
     found.pop(own, None)
     if len(found) < MAX_RINGS:
@@ -198,5 +198,5 @@ def _remove_old_rings(folder: Path, own: str) -> None:
 def _written_s(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # it was removed just now
+    except OSError:  # the file has just been removed
         return 0.0
