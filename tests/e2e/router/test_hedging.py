@@ -19,7 +19,6 @@ from tests.kits.services.cluster import ask, prompts, request, router, workers
 pytestmark = pytest.mark.torch
 
 SMALL = WorkerConfig(kv_mib=24, chunk_tokens=16, max_batch_tokens=32, max_running=8)
-SLOW = "prefill-0"  # the first in ties
 RUNS_S, STANDS_S = 0.005, 2.0  # delays of this process let it run longer
 COSTS = WorkerCosts(PrefillCost(0.0, 1e-4), DecodeCost(0.01, 0.0, 0.0), PullCost(0.0, 0.0, 1e9))
 
@@ -52,13 +51,17 @@ def test_prompt_of_a_slow_worker_is_computed_by_another():
 
     async def run() -> None:
         config = RouterConfig(silence_s=15.0)  # a busy machine must not look silent
-        async with router(running, config, estimates=Estimates(COSTS)) as r:
-            async with slowed(running.ready[SLOW].pid):
+        async with router(running, config, estimates=Estimates(COSTS), natively=True) as r:
+            first = await ask(r, request("first", prompt, max_tokens=1, sampling=sampling))
+            assert first.timeline is not None
+            cached_at = first.timeline.prefill_worker  # so the next such prompt goes there again
+            assert cached_at is not None
+            async with slowed(running.ready[cached_at].pid):
                 slow = await ask(r, request("slow", prompt, max_tokens=20, sampling=sampling))
             counters = r.counters()
             assert isinstance(slow.outcome, Finished)
             assert slow.timeline is not None
-            assert slow.timeline.prefill_worker == "prefill-1"
+            assert {cached_at, slow.timeline.prefill_worker} == {"prefill-0", "prefill-1"}
             assert slow.timeline.attempts == 1
             assert (counters["hedge", "begun"], counters["hedge", "won"]) == (1, 1)
             assert not any(name in ("worker lost", "retried") for name, _ in counters)
