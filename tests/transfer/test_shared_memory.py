@@ -28,7 +28,7 @@ def pool():
     pool.close()
 
 
-def test_a_mapped_pool_shows_what_is_written_to_it(pool):
+def test_writes_are_visible_in_a_mapped_pool(pool):
     mapped = map_offer(pool.offer(), NUM_BLOCKS, BLOCK_BYTES)
     pool.blocks[3] = 7
     assert mapped.shape == (NUM_BLOCKS, BLOCK_BYTES)

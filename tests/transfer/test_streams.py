@@ -326,7 +326,7 @@ def test_reads_reach_the_source(ends):
     [b"nonsense", encode(MaySeal()), encode(Data("l", [], 0)), encode(Data("l", [0, 1, 2], 0))],
     ids=["nonsense", "no Data", "no blocks", "too many"],
 )
-def test_a_source_that_sends_other_notes_is_told(ends, note):
+def test_a_source_that_sends_other_notes_is_reported(ends, note):
     ends.admit_and_connect()
     stream = ends.source._lines[SINK].stream
     stream.note(note)

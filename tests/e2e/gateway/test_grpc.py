@@ -65,7 +65,7 @@ async def status_of(call):
 
 
 @in_time
-async def test_states_and_models_are_told():
+async def test_states_and_models_are_reported():
     router = FakeRouter()
     async with inference(router) as client:
         assert (await client.ServerLive(pb.ServerLiveRequest())).live
@@ -197,7 +197,7 @@ async def test_refused_requests_say_why(request_, code, words):
 
 
 @in_time
-async def test_ignored_fields_are_told():
+async def test_ignored_fields_are_reported():
     async with inference(FakeRouter()) as client:
         response = await client.ModelInfer(request_of(sampling_parameters={"colour": "red"}))
         assert response.parameters[IGNORED].string_param == "colour"
@@ -409,7 +409,7 @@ async def test_tls_uses_the_certificate_and_follows_its_change(tmp_path):
 
 
 @in_time
-async def test_a_taken_port_is_told():
+async def test_a_taken_port_is_reported():
     first, stranger = server_of(FakeRouter()), server_of(FakeRouter())
     try:
         port = await first.open("127.0.0.1", 0)

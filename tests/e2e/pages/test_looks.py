@@ -181,7 +181,7 @@ MUTING = """
 """
 
 
-def test_gateway_that_says_nothing_is_told_from_one_that_is_idle(tabs, url):
+def test_silent_gateway_is_distinguished_from_an_idle_one(tabs, url):
     async def check():
         async with tabs.blank() as page:
             await page.call("Page.addScriptToEvaluateOnNewDocument", source=MUTING)

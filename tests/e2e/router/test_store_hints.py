@@ -29,7 +29,7 @@ def heard(worker: ScriptedWorker) -> list[StoreHint]:
     return [message for message in worker.received if isinstance(message, StoreHint)]
 
 
-def test_every_store_hears_hints_in_order_and_no_worker_does():
+def test_every_store_gets_hints_in_order_and_no_worker_gets_any():
     async def test() -> None:
         worker = ScriptedWorker()
         stores = [ScriptedWorker(name, Role.STORE) for name in ("s0", "s1")]

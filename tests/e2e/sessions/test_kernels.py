@@ -17,7 +17,7 @@ KERNELS = {
 TROUBLE = "differ: worker-2 with cpu avx2 fused, the others with cpu avx512 fused"
 
 
-def test_kernels_that_differ_are_told_everywhere(tmp_path, monkeypatch):
+def test_different_kernels_are_reported_everywhere(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path))
     config = Config(gateway=GatewayConfig(port=0), pools=PoolsConfig(mixed=3))
     running = Deployment(NullWorkers(NURSERY, kernels=KERNELS), model=BUNDLED_MODEL, config=config)

@@ -54,7 +54,7 @@ def test_the_port_is_free_after_all_have_closed_it(holder: PortHolder):
         socket.create_connection(address, 1.0)
 
 
-def test_a_taken_port_and_a_holder_that_is_gone_are_told(holder: PortHolder, tmp_path: Path):
+def test_a_taken_port_and_a_missing_holder_are_reported(holder: PortHolder, tmp_path: Path):
     with take_socket(holder.path) as gateway:
         port = gateway.getsockname()[1]
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):

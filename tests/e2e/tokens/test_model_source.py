@@ -206,7 +206,7 @@ def test_a_store_folder_is_fetched_and_changed_versions_coexist(tmp_path):
     assert (other / "config.json").read_text() == "{ }"
 
 
-def test_a_store_in_memory_gives_what_was_put_there(tmp_path):
+def test_a_store_in_memory_returns_stored_values(tmp_path):
     import fsspec
 
     files = fsspec.filesystem("memory")

@@ -22,7 +22,7 @@ def bytes_at(address, shape):
 
 
 @pytest.mark.parametrize(("source", "to"), PAIRS)
-def test_converted_records_are_those_of_the_host(source, to):
+def test_converted_records_equal_the_host_s(source, to):
     layout = KVLayout(16, source, SECTIONS)
     records = fill(layout, 0).numpy()
     expected = convert(records, layout, to)

@@ -211,7 +211,7 @@ def test_flashinfer_plans_a_batch_once_and_reads_the_record_by_its_strides(scori
     way.close()
 
 
-def test_ways_know_what_they_cannot_attend():
+def test_ways_refuse_rows_that_they_cannot_attend():
     softcap, window = Scoring(0.3, softcap=1.0), Scoring(0.3, window=9)
     taken = {
         way.name: [way.takes(128, scoring) for scoring in (Scoring(0.3), window, softcap)]
@@ -235,7 +235,7 @@ def test_what_is_not_installed_is_no_candidate():
 # ------------------------------------------------------------ the choice
 
 
-def test_the_fastest_of_those_that_work_is_chosen():
+def test_the_fastest_working_candidate_is_chosen():
     def fail():
         raise RuntimeError("no kernel image")
 

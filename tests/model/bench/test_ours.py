@@ -33,7 +33,7 @@ def open_engine(checkpoint, weights, kv_format):
     return OurEngine(options_of(fixed + limits), weights, kv_format)
 
 
-def test_answers_are_those_of_transformers(ours, checkpoint):
+def test_answers_equal_transformers_answers(ours, checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     found = ours.generate(PROMPTS, NUM_STEPS)
     for prompt, answer in zip(PROMPTS, found["answers"], strict=True):

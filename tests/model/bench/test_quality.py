@@ -39,7 +39,7 @@ def windows() -> list[list[int]]:
     return torch.randint(0, 256, (3, 40), generator=generator).tolist()
 
 
-def test_perplexity_is_that_of_the_model_itself(checkpoint, windows):
+def test_perplexity_equals_the_model_s_own(checkpoint, windows):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     ids = torch.tensor(windows)
     with torch.inference_mode():
@@ -59,7 +59,7 @@ def test_a_coarser_format_errs_more(checkpoint, windows):
     assert len(errors) == len(order)
 
 
-def test_the_attention_error_is_that_of_the_outputs(checkpoint, windows, monkeypatch):
+def test_the_attention_error_is_the_error_of_the_outputs(checkpoint, windows, monkeypatch):
     """Where outputs over every other cache are 1.25 times too large, the error is 25 %."""
     real = quality.torch_attention.attend
     exact = []

@@ -69,7 +69,7 @@ def split_into_shards(path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kv_shape_is_that_of_the_model(kind, tmp_path_factory):
+def test_the_kv_shape_is_the_model_s(kind, tmp_path_factory):
     properties = COMMON | KINDS[kind]
     loaded = load_tiny(tiny_checkpoint(tmp_path_factory, kind))
     assert loaded.layout.sections == (

@@ -71,7 +71,7 @@ def embed(path, *, weights=WeightFormat.FP32, chunk=16):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_embeddings_are_those_of_transformers(kind, tmp_path_factory):
+def test_embeddings_equal_those_computed_by_transformers(kind, tmp_path_factory):
     path = embedding_checkpoint(tmp_path_factory, kind)
     for length, state in zip(LENGTHS, embed(path), strict=True):
         np.testing.assert_allclose(state, expected(path, prompt(length)), rtol=0, atol=2e-5)

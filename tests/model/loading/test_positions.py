@@ -66,7 +66,7 @@ ROPES = [  # parameters, max_position_embeddings, and the context without and wi
 
 @pytest.mark.parametrize(("rope", "named", "alone", "longest"), ROPES)
 @pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling", "type"])
-def test_the_context_is_what_rotary_embeddings_make_of_it(rope, named, alone, longest, style):
+def test_rotary_embeddings_determine_the_context_length(rope, named, alone, longest, style):
     rope = dict(rope)
     if style == "type":
         rope["type"] = rope.pop("rope_type")

@@ -51,7 +51,7 @@ def test_a_real_step_is_computed(loaded):
     assert meter.num_calls == 1
 
 
-def test_a_runner_tells_what_its_device_needs():
+def test_a_runner_reports_the_memory_that_its_device_needs():
     told = []
     runner = TorchRunner(
         BUNDLED_MODEL,
@@ -93,7 +93,7 @@ def test_weights_that_go_straight_to_a_device_are_the_same():
 
 
 @pytest.mark.gpu
-def test_a_gpu_counts_what_a_call_holds():
+def test_a_gpu_counts_the_memory_that_a_call_holds():
     meter = CudaMeter(torch.device("cuda:0"))
     kept = []
     before = meter.read()

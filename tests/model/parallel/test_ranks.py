@@ -73,7 +73,7 @@ def answers_of_one(path):
         ("phi3", 2, 1, 1),  # attention on every rank
     ],
 )
-def test_greedy_tokens_are_those_of_one_rank(tmp_path_factory, processes, kind, tp, pp, ep):
+def test_ranks_choose_the_greedy_tokens_of_one_rank(tmp_path_factory, processes, kind, tp, pp, ep):
     path = tiny_checkpoint(tmp_path_factory, kind)
     with processes.runner(path, tp=tp, pp=pp, ep=ep, num_blocks=NUM_BLOCKS, **FP32) as runner:
         assert answers(runner) == answers_of_one(path)
@@ -89,7 +89,7 @@ def test_ranks_hold_their_share_of_heads_and_layers(tmp_path_factory, processes)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_embeddings_are_those_of_one_rank(tmp_path_factory, processes, tp, pp):
+def test_ranks_give_the_embeddings_of_one_rank(tmp_path_factory, processes, tp, pp):
     path = tmp_path_factory.mktemp("models") / "embedding"
     save_checkpoint(path, COMMON | KINDS["qwen3"])
     make_embedding(path)

@@ -440,7 +440,7 @@ def test_the_oldest_segments_are_deleted_and_the_bound_holds(tmp_path, make):
     assert errors(tier) == {}
 
 
-def test_a_lower_bound_deletes_what_is_there(url, make):
+def test_a_reduced_bound_deletes_excess_objects(url, make):
     first = make(url)
     for number in range(5):
         put(first, number)

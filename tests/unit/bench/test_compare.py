@@ -43,7 +43,7 @@ def test_failures_are_worse_and_the_clients_own_figures_only_differ():
     assert [*verdicts(of(1.0), of(9.0)).values()] == ["worse", "differs", "differs"]
 
 
-def test_single_runs_are_told():
+def test_single_runs_are_reported():
     assert are_single(report(ttft=[1.0]), report(ttft=[2.0]))
     assert not are_single(report(ttft=[1.0]), report(ttft=[2.0, 3.0]))
 

@@ -28,7 +28,7 @@ def test_all_that_is_lacking_is_collected():
     assert needed(["a"], needs, have=("torch",), known=of_another_system) == ["a", "b", "c"]
 
 
-def test_installed_packages_tell_what_they_need():
+def test_installed_packages_report_their_requirements():
     assert "idna" in needs_of("anyio")
     assert needs_of("no-such-package") == []
 

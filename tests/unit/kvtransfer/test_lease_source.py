@@ -145,7 +145,7 @@ def test_opening_a_lease_sends_nothing():
     assert source.num_leases == 1
 
 
-def test_only_the_holder_hears_of_new_blocks():
+def test_only_the_holder_is_informed_of_new_blocks():
     source = machine(SINK)
     source.open("l", 4, 0.0)
     assert source.grow("l", (7, 8), 0.0) == []
@@ -363,7 +363,7 @@ def test_each_rank_of_a_sink_reads_its_own_share():
         assert source.may_send(read)
 
 
-def test_all_holders_hear_of_new_blocks():
+def test_all_holders_are_informed_of_new_blocks():
     source = held_by_both(7)
     ready = Ready("l", 1, [8])
     assert source.grow("l", (8,), 0.0) == [SendToSink(FIRST, ready), SendToSink(SECOND, ready)]
@@ -450,7 +450,7 @@ def test_a_rank_that_does_not_come_in_time_lets_the_lease_expire():
     ],
     ids=["revoke", "bad read", "bad message"],
 )
-def test_an_end_is_told_to_all_holders(end, reason):
+def test_all_holders_are_informed_of_an_end(end, reason):
     told = [SendToSink(peer, Ended("l", reason)) for peer in (FIRST, SECOND)]
     assert end(held_by_both(7)) == [LeaseEnded("l", reason), *told]
 

@@ -64,7 +64,7 @@ def test_requests_fit_a_small_context():
         ([GOOD, Update((5, 7), DONE)], r"answered by \[5, 6\], and again by \[5, 7\]"),
     ],
 )
-def test_what_is_wrong_is_told(answers, says):
+def test_what_is_wrong_is_reported(answers, says):
     import re
 
     assert re.search(says, probe(Port(*answers)))

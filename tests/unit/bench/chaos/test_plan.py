@@ -92,7 +92,7 @@ def test_kv_moves_over_the_network_only_where_that_is_to_be_cut():
     assert config_of(replace(PLAN, kinds=(FaultKind.KILL,)))["kv_transport"] == Transport.AUTO
 
 
-def test_a_victim_is_drawn_from_all_who_may_be_hit():
+def test_a_victim_is_drawn_from_all_candidates():
     def hit(draw: float) -> str | None:
         return chosen(Fault(0.0, FaultKind.KILL, draw), ["a", "b", "c"])
 

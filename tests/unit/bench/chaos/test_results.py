@@ -57,7 +57,7 @@ def test_run_with_harm_fails(harmed):
     assert not has_passed(results(harmed))
 
 
-def test_a_fault_that_failed_is_told_of_and_fails_the_run():
+def test_a_failed_fault_is_reported_and_fails_the_run():
     failed = replace(RUN.injected[1], failure="not serving as decode in 20 s")
     run = replace(RUN, injected=(*RUN.injected, failed))
     assert not has_passed(results(run))

@@ -69,7 +69,7 @@ def test_errors_in_a_stream_are_failures():
     assert read(b"data: {nonsense\n\n").failure is not None
 
 
-def test_a_broken_connection_is_told_from_a_refusal():
+def test_a_broken_connection_is_distinguished_from_a_refusal():
     reader = StreamReader(sent_s=1.0)
     reader.feed(text(0, "a"), 2.0)
     lost = reader.fail("reset by peer", 3.0)

@@ -46,7 +46,7 @@ def test_a_prefill_does_the_attention_of_its_tokens_one_by_one(length):
     assert together.attention_flops == sum(work.attention_flops for work in one_by_one)
 
 
-def test_least_time_is_that_of_the_bottleneck():
+def test_least_time_is_the_bottleneck_s_time():
     by_memory = Work(matrix_flops=1e6, attention_flops=1e6, read_bytes=1e6)
     by_compute = replace(by_memory, matrix_flops=1e8)
     assert least_time_s(by_memory, CEILINGS, "fp32") == 1.0

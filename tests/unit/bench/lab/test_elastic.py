@@ -58,7 +58,7 @@ def test_load_depends_only_on_its_seed():
     assert writing.block_ids[:32] == tuple(range(32))
 
 
-def test_reactions_are_those_of_the_slowest_change():
+def test_reactions_are_measured_at_the_slowest_change():
     turns = TurningLoad(3, 10.0)
     decisions = [
         decision(0.0, 4, 7),  # before any turn

@@ -42,7 +42,7 @@ RUNS = [
 ]
 
 
-def test_each_p99_stands_beside_the_one_it_is_held_against():
+def test_each_p99_has_its_peer():
     found = {result.name: result for result in results(RUNS)}
     assert found["itl_p99/idle"].value == pytest.approx(20)
     assert found["itl_p99/idle"].runs == pytest.approx((10, 20, 30))
@@ -55,7 +55,7 @@ def test_each_p99_stands_beside_the_one_it_is_held_against():
     ]
 
 
-def test_prompts_and_cpu_are_told_for_each_arm():
+def test_prompts_and_cpu_are_reported_for_each_arm():
     idle, apart = figures_of(run(IDLE, 0.01)), figures_of(run(APART, 0.01))
     assert "ttft" not in idle
     values = {

@@ -36,7 +36,7 @@ def test_a_gap_that_goes_on_when_the_order_comes_counts_as_one_of_its_own():
     assert moved.calm_gap_s == pytest.approx(0.02)
 
 
-def test_streams_that_stayed_or_ended_first_are_told_apart():
+def test_streams_that_stayed_are_distinguished_from_streams_that_ended_first():
     figures = figures_of(run(stream(gap_s=0.1), stream(gap_s=0.02, pull_s=None)))
     assert (figures["moved"].value, figures["not_moved"].value) == (1, 1)
     assert figures["ended_first"].value == 0

@@ -112,7 +112,7 @@ def test_a_loader_sends_each_prompt_when_the_one_before_is_answered_until_all_st
     assert len(others) == len(server.prompts) <= 6
 
 
-def test_a_prompt_that_fails_is_told_and_the_load_goes_on():
+def test_a_failed_prompt_is_reported_and_the_load_continues():
     _, others = beside(FakeServer(num_prompts=3, fails=(b"prompt 1",)), num_loaders=1)
     assert Failure("http_500", "prompt 1") in others
     assert len(others) >= 4

@@ -149,7 +149,7 @@ def test_the_roofline_is_near_the_measured_profiles(profile, model, ranks):
     )
 
 
-def test_kv_memory_is_what_the_weights_leave():
+def test_kv_memory_is_the_memory_that_the_weights_leave():
     eight = worker()
     left = 0.9 * (141e9 - 2 * QWEN3_8B.num_weights)
     assert eight.kv_tokens == pytest.approx(left / (144 * 1024), abs=128)

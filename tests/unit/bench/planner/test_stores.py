@@ -104,7 +104,7 @@ def test_no_stores_are_tried_where_they_cannot_be_judged(ask):
     assert plan_of(ask, steps=False).stores == ()
 
 
-def test_price_of_a_store_is_that_of_its_memory_and_disk():
+def test_price_of_a_store_is_the_price_of_its_memory_and_disk():
     assert StorePrices(0.5, 0.25).usd_per_hour(StoreSizes(4, 8)) == 4.0
     with pytest.raises(ConfigError):
         StorePrices(-1.0, 0.0)

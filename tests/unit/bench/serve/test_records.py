@@ -58,7 +58,7 @@ def test_clients_and_slots_are_divided_among_processes():
     assert share_of(plan, 0).load.concurrency_limit is None
 
 
-def test_a_tally_counts_what_is_in_flight():
+def test_a_tally_counts_requests_in_flight():
     counts = [0.0] * NUM_COUNTS
     tally = Tally(counts, SLO)
     for outcome in (QUICK, FAILED):

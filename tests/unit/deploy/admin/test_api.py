@@ -252,7 +252,7 @@ def test_what_is_declared_is_carried_out_and_the_rest_is_named():
     assert [each["key"] for each in after.json()["differences"]] == ["router.seed"]
 
 
-def test_of_what_is_declared_all_or_nothing_is_carried_out():
+def test_a_declaration_is_carried_out_completely_or_not_at_all():
     controller = FakeController(Pools(2, 1))
     intent = controller.machine.intent
     body = {"settings": {"update": {"hold_s": 3.0}, "pools": {"decode": 30}}}
@@ -487,7 +487,7 @@ def test_version_that_cannot_serve_is_refused_before_any_start(body, reason):
     assert reason in answer.json()["error"]["message"]
 
 
-def test_a_preview_tells_what_an_order_would_do_and_changes_nothing():
+def test_a_preview_shows_the_changes_of_an_order_and_changes_nothing():
     controller = FakeController(Pools(1, 1))
     before = controller.machine.intent
     answer = ask("POST", "/v1/pools?preview=1", {"decode": 2}, controller=controller)

@@ -40,7 +40,7 @@ def declared(model: str | None = None, **settings) -> Declared:
     return Declared(Declaration(model, settings), STARTED, INTENT)
 
 
-def test_what_a_file_leaves_out_is_as_it_runs():
+def test_keys_missing_from_a_file_keep_their_running_values():
     assert declared().differences == []
     same = declared(
         "/m",
@@ -128,7 +128,7 @@ def test_what_cannot_be_declared_is_refused(settings, complaint):
         declared(**settings)
 
 
-def test_a_file_is_read_with_only_what_it_says(tmp_path: Path, monkeypatch):
+def test_a_file_is_read_without_defaults_or_environment(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("BATON_WORKER__KV_MIB", "7")
     path = tmp_path / "baton.toml"
     path.write_text('[pools]\ndecode = 2\n[worker]\nstep_timeout_s = "none"\n')

@@ -100,7 +100,7 @@ def test_without_stores_the_list_is_empty():
     ("body", "names"),
     [({}, {"store-v1", "store-v1@n2"}), ({"version": "v1"}, {"store-v1", "store-v1@n2"})],
 )
-def test_stores_of_a_version_are_told_to_drop_all(body, names):
+def test_stores_of_a_version_are_ordered_to_drop_all(body, names):
     controller = WithStores()
     answer = asked_to_drop(controller, body)
     assert answer.status_code == 202, answer.text
@@ -108,7 +108,7 @@ def test_stores_of_a_version_are_told_to_drop_all(body, names):
     assert controller.told() == names
 
 
-def test_stores_of_every_version_are_told():
+def test_stores_of_every_version_are_reported():
     controller = WithStores()
     controller.links["store-v2@n2"].fresh_report = REPORT
     assert asked_to_drop(controller, {"every_version": True}).status_code == 202

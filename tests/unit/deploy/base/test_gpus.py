@@ -35,7 +35,7 @@ def test_the_tools_lines_are_read():
         ("MIG-1/2/0", ["MIG-1/2/0"]),
     ],
 )
-def test_the_environment_limits_what_is_seen(variable, names):
+def test_the_environment_limits_the_visible_devices(variable, names):
     assert [gpu.name for gpu in visible(THREE.gpus, variable)] == names
 
 

@@ -94,7 +94,7 @@ def test_check_names_every_error_once(toml):
         ("[worker]\nkv_mib = -1\n", r"worker\.kv_mib"),
     ],
 )
-def test_check_names_what_is_wrong(toml, text, said):
+def test_check_names_the_fault(toml, text, said):
     done = invoke("check", "-c", toml(text))
     assert done.exit_code == 1
     assert isinstance(done.exception, ConfigError)

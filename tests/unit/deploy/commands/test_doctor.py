@@ -128,7 +128,7 @@ def test_huge_pages_are_a_hint(setting, verdict):
     assert huge_pages(setting).verdict is verdict
 
 
-def test_without_a_store_nothing_of_it_is_looked_for(monkeypatch):
+def test_without_a_store_its_needs_are_not_checked(monkeypatch):
     monkeypatch.setattr(doctor, "PROBES", (doctor._store,))
     [found] = diagnose(Config())
     assert (found.name, found.verdict) == ("store", Verdict.UNUSED)

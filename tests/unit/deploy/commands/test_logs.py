@@ -85,7 +85,7 @@ def test_without_lines_people_learn_how_to_get_more(run):
     assert run(FakeLogs(answer()), "--json")[0].stdout == ""
 
 
-def test_following_asks_for_what_came_and_pauses_only_if_that_is_all(run):
+def test_following_pauses_only_when_all_lines_were_read(run):
     client = FakeLogs(
         answer("one", after="a"),
         answer("two", after="b", has_more=True),

@@ -47,7 +47,7 @@ def plan(**changes: object) -> ControllerPlan:
     )
 
 
-def test_record_returns_what_was_stored():
+def test_record_returns_the_stored_value():
     assert decode_kept(encode_kept(KEPT)) == KEPT
 
 
@@ -168,7 +168,7 @@ class KeeperWorld:
             self.is_stored.set()
 
 
-async def test_each_change_is_written_and_failures_are_told_and_tried_again(monkeypatch):
+async def test_each_change_is_written_and_failures_are_reported_and_retried(monkeypatch):
     monkeypatch.setattr(intents, "RETRY_EVERY_S", 0.001)
     store = FakeStore(failures=2)
     world = KeeperWorld(store)
@@ -199,7 +199,7 @@ async def test_each_change_is_written_and_failures_are_told_and_tried_again(monk
         ),
     ],
 )
-async def test_what_cannot_be_used_is_told_and_never_fatal(store, told, count):
+async def test_unusable_records_are_reported_and_never_fatal(store, told, count):
     world = KeeperWorld(store)
     assert await world.keeper.read() is None
     assert len(world.told) == len(told)

@@ -41,7 +41,7 @@ def test_a_gateway_has_time_for_its_first_report_and_none_after_its_session():
     assert link.is_late
 
 
-def test_a_silent_gateway_is_told_within_three_seconds():
+def test_a_silent_gateway_is_reported_within_three_seconds():
     silence = Silence(0.0)
     silence.broken()
     now_s = silence.check(0.0)

@@ -174,7 +174,7 @@ def test_files_are_private_under_any_umask(shop):
     assert not [path for path in (folder, *folder.iterdir()) if path.stat().st_mode & 0o22]
 
 
-def test_pips_own_words_are_told(shop):
+def test_pips_own_message_is_shown(shop):
     message = "pypi:gone==1.0: pip cannot fetch it: No matching distribution found for gone==1.0"
     assert refusal(shop, name="gone") == message
 
@@ -190,7 +190,7 @@ def test_pips_own_words_are_told(shop):
         ("", "it says nothing"),
     ],
 )
-def test_the_reason_of_a_failure_is_told_in_one_line(stderr, why, shop):
+def test_the_reason_of_a_failure_is_one_line(stderr, why, shop):
     shop.pip = lambda arguments, _: subprocess.CompletedProcess(arguments, 1, "", stderr)
     assert refusal(shop) == f"pypi:tiny==1.0: pip cannot fetch it: {why}"
 

@@ -251,7 +251,7 @@ def named(name: str, num_gpus: float = 1.0) -> WorkerSpec:
     return msgspec.structs.replace(WORKER, worker_id=WorkerId(name), num_gpus=num_gpus)
 
 
-def test_each_worker_is_told_its_gpu_and_gives_it_back_when_it_ends(tmp_path):
+def test_each_worker_gets_its_gpu_and_frees_it_when_it_ends(tmp_path):
     script = f"read spec; echo $spec >> {tmp_path}/specs; echo '{LISTENS}'; exec cat"
     launcher, close = gpu_launcher(script, "GPU-a", "GPU-b")
     try:

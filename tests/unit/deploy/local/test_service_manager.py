@@ -3,7 +3,7 @@
 from deploy.local.service_manager import ServiceManager
 
 
-def test_service_manager_is_told_of_start_and_stop():
+def test_service_manager_is_notified_of_start_and_stop():
     sent = []
     environment = {"NOTIFY_SOCKET": "/run/notify", "HOME": "/"}
     manager = ServiceManager(environment, lambda *datagram: sent.append(datagram))

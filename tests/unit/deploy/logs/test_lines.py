@@ -138,7 +138,7 @@ def test_settings_have_a_section():
     assert (logs.level, logs.format, logs.access) == ("info", "json", "-")
 
 
-def test_lines_that_cannot_be_written_are_told_in_the_log(tmp_path, capsys):
+def test_lines_that_cannot_be_written_are_reported_in_the_log(tmp_path, capsys):
     folder = tmp_path / "logs"
     folder.mkdir()
     configure_logging(

@@ -155,7 +155,7 @@ def test_following_gets_each_line_once_over_restarts_and_new_files(folder, ring)
     assert told == [f"line {i}" for i in range(number)]
 
 
-def test_following_tells_that_lines_were_overwritten(folder, ring):
+def test_following_reports_overwritten_lines(folder, ring):
     writer = ring("worker-1", file_bytes=2000)
     say(writer, "first")
     places = ends(ask(folder))
@@ -262,7 +262,7 @@ def _as_before():
 
 
 @pytest.mark.usefixtures("_as_before")
-def test_a_configured_process_keeps_what_it_logs(folder, capsys):
+def test_a_configured_process_keeps_its_log(folder, capsys):
     source = LogSource("gateway", LogsConfig(access="-"), folder)
     configure_logging(source, MonotonicClock())
     logging.getLogger("x").warning("a warning")

@@ -50,7 +50,7 @@ def test_pools_that_are_split_in_different_ways_are_no_trouble():
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.MIXED])
-def test_splits_that_differ_among_workers_of_the_same_work_are_told(role):
+def test_splits_that_differ_among_workers_of_the_same_work_are_reported(role):
     prefill = worker("p0", ONE, role=Role.PREFILL)
     there = [worker("d0", TWO), worker("d1", TWO), worker("d2", ONE, role=role)]
     decode, *more = kernel_troubles([prefill, *there])

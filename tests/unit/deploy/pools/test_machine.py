@@ -264,7 +264,7 @@ def test_pools_converge_to_what_is_wanted_after_any_events(first, script, config
     assert world.machine.is_settled
 
 
-def test_dead_part_of_ray_is_told_until_it_runs_again():
+def test_dead_part_of_ray_is_reported_until_it_runs_again():
     world = settled()
     world.feed(PartsSeen({"gcs": True, "raylet": True}))
     assert world.machine.is_settled

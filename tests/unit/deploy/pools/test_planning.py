@@ -303,7 +303,7 @@ def test_room_is_asked_for_all_models_together():
     assert world.machine.intent.num_wanted == 8
 
 
-def test_memory_and_slots_are_those_of_the_workers():
+def test_memory_and_slots_are_taken_from_the_workers():
     world = World(Pools(3, 1), with_rules(RULES, tpot_s=None))
     decision = world.tick(replace(WRITING, num_decoding=128))
     assert decision.after == Pools(2, 2)

@@ -66,7 +66,7 @@ def test_a_start_that_fails_soon_is_tried_again_soon():
     assert waits[-2:] == pytest.approx([7, LAST_RESTART_S])
 
 
-def test_a_service_that_dies_once_it_runs_is_not_hurried():
+def test_a_service_that_dies_after_its_start_is_not_restarted_at_once():
     restarts = Restarts()
     waits = []
     for _ in range(5):

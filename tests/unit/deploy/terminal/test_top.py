@@ -220,7 +220,7 @@ async def test_order_is_given_only_after_its_preview_is_confirmed(deployment):
 @pytest.mark.parametrize(
     ("order", "answer"), [("drain nobody", "no worker is called nobody"), ("flip", "write flip")]
 )
-async def test_refused_order_is_told(deployment, order, answer):
+async def test_refused_order_is_reported(deployment, order, answer):
     app = Top(deployment)
     async with app.run_test(size=(140, 30)) as pilot:
         await until(pilot, lambda: len(table(app)) == 2)

@@ -129,12 +129,12 @@ def on_gpu(*, weights: int = 16 * GIB, others: int = 0, peak: int = 2 * GIB, **m
     )
 
 
-def test_kv_gets_what_the_fraction_leaves_on_a_gpu():
+def test_kv_gets_the_memory_that_the_fraction_leaves_on_a_gpu():
     left = int(0.9 * H200) - 16 * GIB - CONTEXT_BYTES - 2 * GIB - CAPTURED_BYTES
     assert on_gpu() == left // DEVICE_PAGE_BYTES * DEVICE_PAGE_BYTES
 
 
-def test_two_workers_share_a_gpu_whichever_comes_first():
+def test_two_workers_share_a_gpu_in_any_order():
     alone = on_gpu(part=0.5)
     beside = on_gpu(part=0.5, others=int(0.45 * H200))
     assert alone == beside

@@ -78,7 +78,7 @@ def accepts(source, text):
         ('root ::= "a"\r\n  | "b" # c\r\n', ["a", "b"], ["c"]),
     ],
 )
-def test_answers_are_those_of_the_grammar(source, good, bad):
+def test_answers_follow_the_grammar(source, good, bad):
     assert is_ebnf(source)
     assert [text for text in good if not accepts(source, text)] == []
     assert [text for text in bad if accepts(source, text)] == []

@@ -41,7 +41,7 @@ def test_the_last_id_of_a_banned_sequence_does_not_follow_the_others():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_masks_are_those_of_the_definition(seed):
+def test_masks_equal_the_definition(seed):
     rng = random.Random(seed)
     banned = tuple(
         tuple(rng.choices(range(4), k=rng.randint(2, 3))) for _ in range(rng.randint(1, 4))

@@ -143,7 +143,7 @@ def test_prompts_of_one_length_do_not():
     assert estimates.prefill_s(P0, 1000, 0) == pytest.approx(10.0)
 
 
-def test_steps_that_a_worker_tells_of_teach_the_pace_of_its_class():
+def test_reported_steps_teach_the_costs_of_the_worker_s_class():
     truth = DecodeCost(0.01, 1e-4, 1e-6)
     estimates = Estimates()
     steps = [

@@ -98,7 +98,7 @@ def test_decision_has_reasons_and_predictions():
     assert other.predicted_ttft_s >= chosen.predicted_ttft_s
 
 
-def test_candidates_are_told_for_a_bounded_share_of_the_decisions():
+def test_candidates_are_reported_for_a_bounded_share_of_the_decisions():
     driver = Predicting(*(f"{pool}{i}" for pool in "pd" for i in range(10)))
     for number in range(20):
         driver.request(f"r{number}")

@@ -40,7 +40,7 @@ def test_of_one_tenant_requests_are_served_in_order_of_arrival(queue):
     assert len(queue) == 0
 
 
-def test_of_one_tenant_the_least_rank_comes_first(queue):
+def test_within_a_tenant_the_lowest_rank_comes_first(queue):
     for name, rank in (("b", 2.0), ("c", 3.0), ("a", 1.0)):
         put(queue, name, rank=rank)
     queue.rank("c", 1.5)

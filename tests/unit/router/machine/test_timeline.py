@@ -137,7 +137,7 @@ def test_an_attempt_lost_after_the_second_token_changes_nothing_before_it():
     )
 
 
-def test_each_attempt_is_told_with_its_workers_and_times():
+def test_each_attempt_is_reported_with_its_workers_and_times():
     driver = Driver("p0", "d0", "d1")
     driver.ask(max_tokens=20)
     driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=1)
@@ -156,7 +156,7 @@ def test_each_attempt_is_told_with_its_workers_and_times():
     assert end.timeline.stays == (lost, Stay("p0", "d1", 5.5, 6.5, ended_s=7.5))
 
 
-def test_of_many_attempts_the_latest_are_told():
+def test_the_latest_of_many_attempts_are_reported():
     driver = Driver("p0", "d0", max_attempts=2 * MAX_STAYS)
     driver.ask()
     for number in range(MAX_STAYS + 3):

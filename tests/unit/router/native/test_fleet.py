@@ -477,7 +477,7 @@ def test_an_idle_decode_worker_takes_a_prompt_that_would_wait():
 
 
 @pytest.mark.parametrize(("bound_s", "slowdown"), [(None, 4 / 3), (0.5, 2.0), (0.3, 6.0)])
-def test_a_prompt_takes_longer_beside_what_decodes(bound_s, slowdown):
+def test_a_prompt_takes_longer_beside_decoding_sequences(bound_s, slowdown):
     """A step takes a quarter of a second, and a prompt a third of that."""
     cluster = cluster_of("p0", "l0", costs=QUICK)
     decode_one(cluster, "l0")

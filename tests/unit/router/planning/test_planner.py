@@ -253,7 +253,7 @@ def test_without_any_report_nothing_is_decided():
     assert plans[-1].is_held
 
 
-def test_an_operator_s_edit_is_where_it_goes_on_from():
+def test_the_planner_continues_from_an_operator_s_edit():
     planner, load = Planner(RULES), seen(6.0, 20)
     for second in range(20):
         planner.decide(load, pools(8, 8), float(second))

@@ -268,7 +268,7 @@ def test_a_frame_that_breaks_off_is_left_to_python(frame, end):
     assert text.state.num_tokens == 0
 
 
-def test_a_lane_returns_what_does_not_fit():
+def test_a_lane_returns_the_bytes_that_do_not_fit():
     bytes_by_id = {0: b"a" * 2**22, 1: b"b"}
     vocabulary, batch = NativeVocabulary(bytes_by_id, 2, frozenset()), TextSteps()
     text = bare_text(vocabulary)

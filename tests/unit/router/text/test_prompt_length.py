@@ -53,7 +53,7 @@ class Watched:
 
 @pytest.mark.parametrize("name", BOUNDED)
 @given(text=TEXTS)
-def test_no_token_stands_for_more_characters(name, text):
+def test_no_token_has_more_characters(name, text):
     tokenizer = BOUNDED[name]
     longest = chars_per_token(tokenizer)
     assert longest is not None

@@ -139,7 +139,7 @@ def test_what_is_missing_is_told_and_has_no_result():
     ]
 
 
-def test_noise_that_hides_a_goal_is_told():
+def test_noise_that_hides_a_goal_is_reported():
     quiet = results(MEASURED)
     assert warnings(MEASURED, quiet) == []
     runs = (*MEASURED.streams.runs[:2], gaps("again", 0.03))

@@ -152,7 +152,7 @@ def warm(monkeypatch, tmp_path, *, status=200, text='{"prompt": "a"}\n{"prompt":
     return invoke("warm", str(tmp_path / "prompts"), "--url", "http://g", "--json")
 
 
-def test_warming_tells_what_was_computed_and_what_is_kept(admin, monkeypatch, tmp_path):
+def test_warming_reports_computed_and_kept_tokens(admin, monkeypatch, tmp_path):
     done = warm(monkeypatch, tmp_path)
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)

@@ -36,7 +36,7 @@ def test_every_prompt_is_computed_once():
     assert (done.prompt_tokens, done.cached_tokens) == (200, 80)
 
 
-def test_so_many_are_under_way_and_no_more():
+def test_concurrency_is_limited():
     lock, together = threading.Lock(), threading.Barrier(4)
     running, most = 0, 0
 
@@ -129,6 +129,6 @@ def test_the_wait_ends_at_its_deadline(changes, reason):
     assert 20.0 <= waiting.time_s <= 21.0
 
 
-def test_kept_tokens_are_told_by_tier():
+def test_kept_tokens_are_reported_by_tier():
     [kept] = kept_by([STORE])
     assert kept.by_tier == {"host": 48, "disk": 128}

@@ -53,7 +53,7 @@ def test_each_share_of_a_canary_is_held():
     assert names(world) == ["v2"]
 
 
-def test_what_is_thought_of_a_canary_is_told_from_its_probe_to_its_last_share():
+def test_the_verdict_on_a_canary_is_reported_from_its_probe_to_its_last_share():
     world = watched(v2=(1, 0, 0))
     assert world.machine.canary.verdict is CanaryVerdict.NOT_PROBED
     assert world.machine.canary.begun_s is None

@@ -116,7 +116,7 @@ def test_idle_model_gives_way_to_one_that_is_asked_for():
     assert any("tiny-v1 falls asleep: small-v1 needs its room" in line for line in world.told)
 
 
-def test_busy_model_gives_no_way_and_the_lack_of_room_is_told():
+def test_busy_model_keeps_its_workers_and_the_lack_of_room_is_reported():
     world = two_models(max_workers=4)
     world.requests["tiny-v1"] = world.requests["small-v1"] = 1
     world.run(60)

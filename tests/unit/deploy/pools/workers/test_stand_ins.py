@@ -70,7 +70,7 @@ def test_troubles_name_the_formats_that_keep_others_from_standing_in():
     assert "no other worker has its KV format: int8" in told
 
 
-def test_after_a_while_a_worker_of_another_format_stands_in_and_that_is_told():
+def test_after_a_while_a_worker_of_another_format_stands_in_and_that_is_reported():
     world = settled(Pools(2, 1), APART)
     world.start_s = 30
     kill(world, "decode")

@@ -155,7 +155,7 @@ def test_an_input_is_cut_if_asked():
     assert bytes(request.token_ids) == b"aaa" + b"b" * 60
 
 
-def test_unknown_fields_are_told():
+def test_unknown_fields_are_reported():
     reply = ask(served(), input="a", whim=1)
     assert reply.headers["x-baton-ignored"] == "whim"
 

@@ -76,7 +76,7 @@ def text_of(token_ids):
     return bytes(token for token in token_ids if token != EOS).decode()
 
 
-def test_stores_hear_the_blocks_of_the_best_result():
+def test_stores_get_the_blocks_of_the_best_result():
     fake = router()
     fake.store_block = 2
     assert complete(fake, BEAMS, x_baton_session="s").status == 200

@@ -54,7 +54,7 @@ async def test_a_file_is_kept_listed_read_and_deleted() -> None:
             assert (reply.status, reply.json()["error"]["code"]) == (404, "file_not_found")
 
 
-async def test_full_disk_is_told_to_the_client_and_the_log(
+async def test_full_disk_is_reported_to_the_client_and_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(*_: Any) -> None:

@@ -310,7 +310,7 @@ async def shown_metrics(app: Any) -> str:
     return (await fetch(app, "GET", "/metrics")).body.decode()
 
 
-async def test_a_cancelled_batch_keeps_what_was_answered() -> None:
+async def test_a_cancelled_batch_keeps_its_answers() -> None:
     router = FirstAnswers()
     async with batch_app(router) as app:
         made = await create(app, await upload(app, file_of(*LINES)))
@@ -330,7 +330,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered() -> None:
         assert reply.status == 409
 
 
-async def test_a_batch_expires_with_what_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expired_batch_keeps_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     router = FirstAnswers()
     async with batch_app(router) as app:
         made = await create(app, await upload(app, file_of(*LINES)), completion_window="1s")

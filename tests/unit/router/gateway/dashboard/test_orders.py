@@ -71,7 +71,7 @@ def test_a_wrong_key_waits_and_calls_are_bounded(monkeypatch):
         send(desk)
 
 
-def test_a_controller_that_is_gone_is_told(monkeypatch):
+def test_a_controller_that_is_gone_is_reported(monkeypatch):
     async def gone(*_):
         raise orders.httpx.ConnectError("refused")
 

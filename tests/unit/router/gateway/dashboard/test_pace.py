@@ -49,7 +49,7 @@ def test_the_time_for_each_token_is_measured_since_the_last_look():
     assert check(paces, 12.0, answer(11, 12.0)).tpot.p50_s == pytest.approx(0.1)
 
 
-def test_an_answer_that_stands_still_is_told_by_its_silence():
+def test_a_stalled_answer_is_detected_by_its_silence():
     paces = Paces()
     check(paces, 11.0, answer(5, 11.0))
     assert check(paces, 12.0, answer(5, 11.0)).num_stalled == 0

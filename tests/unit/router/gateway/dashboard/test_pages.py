@@ -160,7 +160,7 @@ def test_counts_tell_trouble_from_ordinary_events():
     assert not counts[-1].is_trouble
 
 
-def test_a_running_request_is_told_with_its_stages():
+def test_a_running_request_is_reported_with_its_stages():
     async def check():
         router = FakeRouter([Update(token_ids=(104,)), Never()])
         own = parts(router)

@@ -93,7 +93,7 @@ def test_cancelled_and_background_requests_do_not_count():
     assert len(recent.requests) == 2
 
 
-def test_a_sample_has_what_ended_since_the_one_before():
+def test_a_sample_has_the_requests_that_ended_since_the_last_sample():
     recent = RecentRequests(BOUNDS)
     recent.record(ended())
     recent.record(ended(timeline=line(queue_s=5.0)))

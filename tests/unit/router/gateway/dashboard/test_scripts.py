@@ -227,7 +227,7 @@ def test_the_worst_of_all_gateways_is_shown(node):
     assert (whole["in_flight"], whole["queue"], whole["queue_s"]) == (3, 6, 1.5)
 
 
-def test_samples_of_gateways_are_added_and_the_slower_times_are_told(node):
+def test_samples_of_gateways_are_added_and_the_slower_times_are_reported(node):
     slow, fast = {"p50_s": 2.0, "p95_s": 3.0}, {"p50_s": 0.1, "p95_s": 9.0}
     one = {**SAMPLE, "ended": 3, "good": 1, "missed": {"queue": 2}, "ttft": slow}
     two = {**SAMPLE, "ended": 1, "missed": {"queue": 1}, "ttft": fast, "waiting_s": 4.0}

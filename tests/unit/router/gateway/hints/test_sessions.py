@@ -73,7 +73,7 @@ def expected(text, num_tokens, **fields):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stores_hear_the_blocks_of_prompt_and_answer_but_not_of_the_last_token(stream):
+def test_stores_get_the_blocks_of_prompt_and_answer_without_the_last_token(stream):
     router = a_router(answer(" and more"))
     assert ask(router, {"stream": stream}, x_baton_keep_s="60").status == 200
     whole = PROMPT + " and more"  # the token behind it, which ends the text, has no KV
@@ -111,7 +111,7 @@ def test_hashes_are_those_of_the_tenants_salt():
 
 
 @pytest.mark.parametrize("end", [Failed("lost"), Cancelled()], ids=repr)
-def test_an_answer_that_failed_after_its_first_token_is_told_too(end):
+def test_an_answer_that_failed_after_its_first_token_is_reported_too(end):
     router = a_router([tokens("ab"), Update(outcome=end)])
     ask(router)
     assert router.told == [expected(PROMPT + "a", len(PROMPT) + 1)]
@@ -126,7 +126,7 @@ def test_an_answer_without_a_token_is_not_told(last):
     assert router.told == []
 
 
-def test_a_client_that_leaves_in_the_middle_is_told_of():
+def test_a_client_that_leaves_in_the_middle_is_reported():
     router = a_router([tokens("ab"), Never()])
 
     async def run():
@@ -150,7 +150,7 @@ def test_a_stop_string_ends_the_answer_as_any_other_end():
 
 
 @pytest.mark.parametrize("fields", [{"n": 3}, {"n": 1, "best_of": 3}])
-def test_of_several_choices_the_first_is_told(fields):
+def test_the_first_of_several_choices_is_reported(fields):
     router = a_router(answer("first"), answer("second"), answer("third"))
     ask(router, fields | {"seed": 1})
     leader = next(request for request in router.requests if request.leader is None)
@@ -158,7 +158,7 @@ def test_of_several_choices_the_first_is_told(fields):
     assert router.told == [expected(PROMPT + "first", len(PROMPT) + 5)]
 
 
-def test_each_prompt_of_a_batch_is_told():
+def test_each_prompt_of_a_batch_is_reported():
     router = a_router()
     prompts = ["the first one", "another prompt"]
     ask(router, {"prompt": prompts})
@@ -173,7 +173,7 @@ def test_a_conversation_of_less_than_a_block_is_not_told():
     assert router.told == []
 
 
-def test_the_answer_to_a_prompt_alone_is_told_by_its_prompt():
+def test_the_answer_to_a_single_prompt_is_known_by_its_prompt():
     router = a_router([tokens("a", outcome=STOP)])
     ask(router, {"max_tokens": 0, "echo": True})
     assert router.told == [expected(PROMPT, len(PROMPT))]

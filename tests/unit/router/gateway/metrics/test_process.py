@@ -6,7 +6,7 @@ from engine.clock import MonotonicClock
 from router.gateway.metrics.process import ProcessMeter
 
 
-def test_a_process_shows_what_it_uses():
+def test_a_process_reports_its_memory_and_cpu():
     names = {family.name for family in ProcessMeter(MonotonicClock()).families()}
     assert names >= {
         "process_cpu_seconds",

@@ -133,7 +133,7 @@ def test_at_most_sixteen_names_are_told_each_cut():
     assert all(len(name) == 64 for name in names)
 
 
-def test_of_a_long_body_the_first_unknown_name_is_told():
+def test_the_first_unknown_name_of_a_long_body_is_reported():
     padding = "x" * SHORT_BODY_BYTES
     body = {"prompt": "yo", "first`one": 1, "second": padding}
     reply = post(make_app(FakeRouter()), "/v1/completions", body)
@@ -169,7 +169,7 @@ def test_values_are_shown_short():
 
 
 @pytest.mark.parametrize("asked_for", [{"prompt": "x" * CONTEXT_LEN}, {"max_tokens": 63}])
-def test_an_overflow_is_told_in_words_that_clients_know(asked_for):
+def test_an_overflow_is_reported_in_words_that_clients_know(asked_for):
     error = complete(FakeRouter(), asked_for).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert f"maximum context length is {CONTEXT_LEN} tokens" in error["message"]

@@ -163,7 +163,7 @@ def test_events_can_be_followed_again_from_any_number():
     with_client(app_of(FakeRouter()), use)
 
 
-def test_a_follower_of_a_cancelled_response_is_told():
+def test_a_follower_of_a_cancelled_response_is_reported():
     router = FakeRouter([tokens("a"), Never()])
 
     async def use(client):

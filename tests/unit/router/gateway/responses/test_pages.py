@@ -513,7 +513,7 @@ def test_an_answer_that_cannot_be_kept_is_given_all_the_same():
     assert samples(app)["baton_responses_total"][(("event", "not_kept"),)] == 2
 
 
-def test_fields_without_a_meaning_are_told():
+def test_fields_without_a_meaning_are_reported():
     reply = post(app_of(FakeRouter()), PATH, {"input": "yo", "nonsense": 1})
     assert reply.status == 200
     assert reply.headers["x-baton-ignored"] == "nonsense"

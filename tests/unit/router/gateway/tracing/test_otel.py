@@ -110,7 +110,7 @@ def test_a_malformed_context_begins_a_trace_of_its_own(sent):
     assert traced.spans()["cmpl"].parent is None
 
 
-def test_a_failure_is_an_error_and_a_refusal_is_told():
+def test_a_failure_is_an_error_and_a_refusal_is_reported():
     failed = Traced(steps=[Update(outcome=Failed("it broke"), timeline=TIMELINE)])
     post(failed.app, PATH, BODY)
     assert not failed.spans()["cmpl"].status.is_ok

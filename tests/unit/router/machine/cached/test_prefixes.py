@@ -88,7 +88,7 @@ def test_one_of_two_workers_keeps_a_prompt():
     assert set(kept) == {"p0", "d0"}
 
 
-def test_both_workers_hear_that_a_prompt_recurs(monkeypatch):
+def test_both_workers_learn_that_a_prompt_is_likely_reused(monkeypatch):
     driver, noted = Driver("p0", "d0"), []
 
     def record(hashes):

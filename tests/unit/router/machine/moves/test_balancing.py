@@ -274,7 +274,7 @@ def test_what_it_took_is_lent_and_may_go_back_at_once():
     assert fluid.counted("moved", "lent") == 1
 
 
-def test_a_prompt_sends_back_what_was_lent_if_prompts_take_much_of_the_time():
+def test_a_prompt_sends_back_lent_sequences_if_prompts_take_much_of_the_time():
     fluid = lent_sequence()
     fluid.machine._placing._load.record(5.0, fluid.now_s, num_computed=1, num_cached=0)
     fluid.ask("next", max_tokens=1)
@@ -295,7 +295,7 @@ def test_prompts_that_were_placed_together_send_it_back_too():
     assert [worker for worker, _ in sent(effects, Decode)] == ["d0"]
 
 
-def test_a_prompt_leaves_what_was_lent_where_it_gains_more():
+def test_a_prompt_leaves_a_lent_sequence_where_it_gains_more():
     fluid = lent_sequence()
     fluid.ask("next", max_tokens=1)
     assert not sent(fluid.say("p1", PrefillStarted("next.0", 0, None)), OfferPrefix)
