@@ -37,14 +37,14 @@ CLOSING = set('"}],')  # such tokens consist of these
 
 
 class Matcher(Protocol):
-    """The place of one text in a schema."""
+    """The state of a schema along one text."""
 
     def mask(self) -> np.ndarray:
         """The tokens that may come next: uint32 [words], a bit for each id."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Takes a token that the mask allows."""
+        """Advances by a token that the mask allows."""
         ...
 
 
@@ -80,7 +80,7 @@ class Judge:
             begin_s = time.perf_counter()
             opened = self._compiler.compile(schema)
             opened().mask()
-        except Exception as error:  # whatever an engine raises for what it does not follow
+        except Exception as error:  # engines raise different errors for unsupported schemas
             return {"refused": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
         compile_s = time.perf_counter() - begin_s
         masks_us: list[float] = []

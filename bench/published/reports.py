@@ -9,7 +9,7 @@ import msgspec
 from bench.common.report import Report, from_json, to_json
 from engine.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]  # the repository's
+ROOT = Path(__file__).resolve().parents[2]  # root of the repository
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -22,7 +22,7 @@ def read_reports(folder: Path = RESULTS) -> Mapping[str, Report]:
 
 
 def read_report(path: Path) -> Report:
-    """One report. Raises ConfigError if it cannot be published: see `fault_of`."""
+    """Reads one report. Raises ConfigError if it cannot be published: see `fault_of`."""
     data = path.read_bytes()
     try:
         report = from_json(data)
@@ -36,7 +36,7 @@ def read_report(path: Path) -> Report:
 
 
 def fault_of(report: Report) -> str | None:
-    """The reason why a report cannot be published, or None.
+    """Returns why a report cannot be published, or None.
 
     Its figures must come from a commit, which a reader can check out and measure again.
     """

@@ -46,12 +46,12 @@ class Document:
 
 
 def standard_library() -> Path:
-    """Folder that holds the running interpreter's standard library."""
+    """Returns the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def documents(root: Path) -> Iterator[Document]:
-    """Every file below `root` as one document, each followed by the dialogues made from it."""
+    """Yields every file below `root` as one document, followed by the dialogues made from it."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root).as_posix()
         if any(part in relative for part in SKIPPED_DIRS):

@@ -39,7 +39,7 @@ from engine.worker.blocks import BlockId
 
 BLOCK_SIZE = 16
 GIB = 2**30
-ATTENTION_WINDOWS = 4  # plain torch is slow here, and the error varies little
+ATTENTION_WINDOWS = 4  # few windows, as plain torch is slow here and the error varies little
 
 Window = list[int]
 
@@ -53,7 +53,9 @@ class QualitySetting:
 
     @property
     def name(self) -> str:
-        """The setting in names of results: the KV format, the weights, or both, if not fp32."""
+        """Returns the setting's name in results: the KV format, the weights, or both, if not
+        fp32.
+        """
         if self.weights is WeightFormat.FP32:
             return f"kv_{self.kv_format}"
         kv = "" if self.kv_format is KVFormat.FP32 else f"_kv_{self.kv_format}"
@@ -73,23 +75,23 @@ SETTINGS = (
 class Scores:
     """A model's predictions along the windows."""
 
-    log_likelihood: float  # mean, natural logarithm
+    log_likelihood: float  # mean natural log-likelihood
     choices: torch.Tensor  # [num_predictions] int64: the most likely token of each position
 
     @property
     def perplexity(self) -> float:
-        """Perplexity of the predicted tokens."""
+        """Returns the perplexity of the predicted tokens."""
         return math.exp(-self.log_likelihood)
 
     def agreement(self, other: "Scores") -> float:
-        """Share of positions at which both choose the same token."""
+        """Returns the share of positions at which both choose the same token."""
         return float((self.choices == other.choices).float().mean())
 
 
 def measure(
     checkpoint: Path, windows: Sequence[Window], *, threads: int, say: Say = say_nothing
 ) -> tuple[Result, ...]:
-    """All results, in the order of the table above."""
+    """Returns all results, in the order of the table above."""
     torch.set_num_threads(threads)
     say("attention over each KV format")
     figures = capacities(checkpoint) | attention_errors(checkpoint, windows[:ATTENTION_WINDOWS])
@@ -105,7 +107,7 @@ def measure(
 def held_out_windows(
     tokenizer_file: Path, *, num_windows: int, window_len: int, seed: int
 ) -> list[Window]:
-    """Windows of the held-out text, drawn without repetition."""
+    """Returns windows of the held-out text, drawn without repetition."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     texts = [
         document.text
@@ -120,7 +122,7 @@ def held_out_windows(
 
 
 def figures_of(setting: QualitySetting, scores: Scores, exact: Scores) -> dict[str, Figure]:
-    """The cost of a setting relative to fp32 weights and KV."""
+    """Returns the cost of a setting relative to fp32 weights and KV."""
     change = scores.perplexity / exact.perplexity - 1
     return {
         f"perplexity/{setting.name}": Figure(scores.perplexity, ""),
@@ -130,7 +132,7 @@ def figures_of(setting: QualitySetting, scores: Scores, exact: Scores) -> dict[s
 
 
 def capacities(checkpoint: Path) -> dict[str, Figure]:
-    """Tokens of KV in a GiB, by format."""
+    """Returns the tokens of KV per GiB, by format."""
     sections = load(checkpoint, kv_format=KVFormat.FP32, block_size=BLOCK_SIZE).layout.sections
     layouts = {form: KVLayout(BLOCK_SIZE, form, sections) for form in KVFormat}
     return {
@@ -140,11 +142,12 @@ def capacities(checkpoint: Path) -> dict[str, Figure]:
 
 
 def attention_errors(checkpoint: Path, windows: Sequence[Window]) -> dict[str, Figure]:
-    """The error of attention over each KV format but fp32."""
+    """Returns the error of attention over each KV format but fp32."""
     loaded = load(checkpoint, kv_format=KVFormat.FP32, block_size=BLOCK_SIZE)
     sections, num_tokens = loaded.layout.sections, max(map(len, windows))
     caches = {form: _cache(KVLayout(BLOCK_SIZE, form, sections), num_tokens) for form in KVFormat}
-    squares = dict.fromkeys(KVFormat, 0.0)  # differences squared; for fp32, outputs squared
+    # Sums of squared differences; for fp32, of squared outputs.
+    squares = dict.fromkeys(KVFormat, 0.0)
 
     def attend(  # noqa: PLR0913 (the seam of all implementations)
         query: torch.Tensor,
@@ -181,7 +184,7 @@ def attention_errors(checkpoint: Path, windows: Sequence[Window]) -> dict[str, F
 def score(
     checkpoint: Path, setting: QualitySetting, windows: Sequence[Window], *, threads: int
 ) -> Scores:
-    """Predictions of the engine, as a worker would hold its weights and KV."""
+    """Returns the engine's predictions, with weights and KV in the formats of a worker."""
     loaded = load(checkpoint, kv_format=setting.kv_format, block_size=BLOCK_SIZE)
     engine = CpuForward(loaded, setting.weights, threads=threads)
     cache = _cache(loaded.layout, max(map(len, windows)))
@@ -204,6 +207,6 @@ def _cache(layout: KVLayout, num_tokens: int) -> KVCache:
 
 
 def _row(token_ids: Window, cache: KVCache) -> Row:
-    """A window that has all blocks of the cache to itself."""
+    """Returns a row over one window that uses all blocks of the cache."""
     table = [BlockId(i) for i in range(cache.num_blocks)]
     return Row(SeqId("window"), token_ids, 0, table, None)

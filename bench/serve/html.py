@@ -40,7 +40,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere }
 
 
 def spans_of(run: LoadRun) -> list[RequestSpan]:
-    """The run's requests on its own clock. A failed request ends as it begins."""
+    """Returns the run's requests on the run's clock. A failed request ends when it begins."""
     return [_span(one) for one in run.outcomes]
 
 
@@ -92,7 +92,7 @@ def page_of(
 
 
 def _sweep(report: Report) -> list[str]:
-    """The share within bounds by rate, if the load was a sweep."""
+    """Shows the share within bounds by rate, if the load was a sweep."""
     shares = {
         float(one.name.removeprefix(SHARE_AT)): one.value
         for one in report.results
@@ -189,7 +189,7 @@ STAGE_COLOURS = ("#0072b2", "#cc79a7", "#f0e442", "#009e73", "#d55e00", "#8c6bb1
 
 
 def slowest_of(run: LoadRun) -> list[tuple[RequestOutcome, Answer]]:
-    """The answers that took longest from their due time, the slowest first."""
+    """Returns the answers that took longest from their due time, the slowest first."""
     ordered = sorted(run.answered, key=lambda pair: -(pair[0].delay_s + pair[1].e2e_s))
     return ordered[:NUM_SLOWEST]
 
@@ -208,7 +208,7 @@ def timelines_of(run: LoadRun) -> list[str]:
 
 
 def _legend(colours: Mapping[str, str]) -> str:
-    """What the colours of the bars mean."""
+    """Explains the colours of the bars."""
     own = {
         "from the due time to sending": "#999",
         "until the first token": "#e69f00",

@@ -1,4 +1,4 @@
-"""What a gateway's metrics say of the stores that it knows."""
+"""Reads samples of stores from a gateway's metrics."""
 
 import re
 
@@ -27,12 +27,12 @@ def store_samples(text: str) -> dict[str, float]:
 
 
 def num_slots(samples: dict[str, float]) -> float:
-    """Slots of memory in any state."""
+    """Returns the number of memory slots in any state."""
     return sum(samples.get(f"slots:{state}", 0.0) for state in STATES)
 
 
 async def read_store_samples(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Asks a gateway. Empty if it does not answer, or knows no store."""
+    """Requests a gateway's samples; empty if it does not answer, or knows no store."""
     try:
         async with session.get(f"{url}/metrics") as response:
             return store_samples(await response.text())

@@ -38,7 +38,7 @@ class Chances:
 
 
 NO_CHANCES = Chances()
-IN_A_ROW = 16  # decode steps, on average
+IN_A_ROW = 16  # average number of consecutive decode steps that are drawn together
 
 
 def pace(cores: int | None, demand: float) -> float:
@@ -51,9 +51,9 @@ class _Step:
     """A running step and its remaining work."""
 
     left_s: float
-    demand: float  # cores
+    demand: float  # cores that the step wants
     on_end: Callable[[], None]
-    planned_s: float | None = None  # its end, if no other step begins or ends before
+    planned_s: float | None = None  # its planned end, valid until another step begins or ends
 
 
 class Crowd:
@@ -68,9 +68,10 @@ class Crowd:
         self._rng = Random(chances.seed)
         self._places: dict[str, int] = {}  # index of each worker in `chances.decode`
         self._steps: dict[str, _Step] = {}
-        self._settled_s = 0.0  # the time for which `left_s` holds
+        self._settled_s = 0.0  # the time at which `left_s` held
         self.varies = bool(chances)  # True if messages are delayed at random
-        self.watches = hardware.cores is not None or self.varies  # each single step
+        # True if each step is simulated by itself.
+        self.watches = hardware.cores is not None or self.varies
 
     def begin(
         self, worker_id: str, step: StepPrice, seconds: float, on_end: Callable[[], None]
@@ -125,7 +126,7 @@ class Crowd:
     def _on_end(self, planned: tuple[str, _Step, float]) -> None:
         worker_id, step, end_s = planned
         if self._steps.get(worker_id) is not step or step.planned_s != end_s:
-            return  # its end was planned anew
+            return  # the end was planned anew
         self._settle()
         del self._steps[worker_id]
         self._plan_ends()

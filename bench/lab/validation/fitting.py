@@ -43,11 +43,11 @@ from engine.worker.costs import PrefillCost, PullCost
 
 STEPS_TOGETHER = 16
 LEAST_SAMPLES = 8
-FAR_OFF = 0.15  # as a share; samples that are further off count less
+FAR_OFF = 0.15  # relative deviation; samples with a larger one count less
 NUM_REFITS = 6
-ALWAYS_OFF = 0.5  # share of the median that is added to each deviation
+ALWAYS_OFF = 0.5  # share of the median deviation that is added to each deviation
 INSTANTLY = 1e18  # bytes/s
-LONG_S = 1e4  # before and after the recording, when nothing ran
+LONG_S = 1e4  # seconds before and after the recording, in which nothing ran
 
 Interval = tuple[float, float]
 Matrix = NDArray[np.float64]
@@ -333,7 +333,7 @@ def _pull(recordings: Sequence[RecordedRun]) -> PullCost:
 
 
 def _latency_s(recordings: Sequence[RecordedRun]) -> float:
-    """Returns half of the least round trip of a prompt to an idle worker, but for outliers."""
+    """Returns half of the least round trip of a prompt to an idle worker, without outliers."""
     ways = [
         started_s - attempt.sent_s
         for told in recordings
@@ -368,7 +368,7 @@ def _delays(
                 and attempt.done_s is not None
             ):
                 seconds = attempt.decode_started_s - attempt.done_s
-                # the next prompt may have begun by then
+                # by then the next prompt may have begun
                 firsts.append((busy.number(attempt.done_s + latency_s), seconds))
     return _table(prompts, 2 * latency_s), _table(firsts, 2 * latency_s)
 
@@ -381,7 +381,7 @@ def _unevenness(samples: Sequence[CostSample], cost: Sequence[float]) -> tuple[f
 
 
 def _table(observed: Sequence[tuple[int, float]], usual_s: float) -> tuple[tuple[float, ...], ...]:
-    """Returns rows by number; rows with few entries also get the entries of the row before."""
+    """Returns the rows in order; a row with few entries also gets those of the row before."""
     rows: list[tuple[float, ...]] = []
     for number in range(max((number for number, _ in observed), default=-1) + 1):
         row = tuple(max(seconds - usual_s, 0.0) for n, seconds in observed if n == number)

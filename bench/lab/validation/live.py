@@ -34,11 +34,11 @@ from router.port import ask
 from router.recording.records import records_of
 from router.service import Router
 
-START_TIMEOUT_S = 120.0  # for a worker, with its model
+START_TIMEOUT_S = 120.0  # time in which a worker must load its model
 READY_TIMEOUT_S = 30.0
-ANSWER_TIMEOUT_S = 600.0  # from the last arrival to the last answer
+ANSWER_TIMEOUT_S = 600.0  # time between the last arrival and the last answer
 JOIN_POLL_S = 0.02
-MIN_TOKEN, MAX_TOKEN = 5, 4096  # the bundled model's; smaller ids are special
+MIN_TOKEN, MAX_TOKEN = 5, 4096  # ids of the bundled model; smaller ids are special tokens
 
 
 class DeploymentFailed(BatonError):

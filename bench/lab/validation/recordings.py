@@ -49,7 +49,7 @@ class RecordedAttempt:
     """One placement of a request, as the gateway heard of it; all times are the gateway's."""
 
     seq_id: SeqId
-    num_tokens: int  # to be prefilled
+    num_tokens: int  # tokens to prefill
     hands_over: bool
     prefill_worker: WorkerId
     sent_s: float
@@ -79,7 +79,7 @@ class DecodeStep:
 
     @property
     def num_context(self) -> int:
-        """Tokens that all rows read."""
+        """Returns the number of context tokens that all rows read."""
         return sum(self.rows.values())
 
 
@@ -94,7 +94,7 @@ class RecordedRun:
     gateway_cpu_s: float = 0.0
 
     def note(self, recorded: Recorded) -> None:
-        """Takes in the next line of the recording."""
+        """Handles the next line of the recording."""
         now_s = recorded.now_s
         match recorded.event:
             case WorkerJoined(info):
@@ -195,7 +195,7 @@ class _Delivered(msgspec.Struct):
 
 
 class _Outcome(msgspec.Struct):
-    reason: FinishReason | None = None  # only if it finished
+    reason: FinishReason | None = None  # set only if the request finished
 
 
 class _Ended(msgspec.Struct):

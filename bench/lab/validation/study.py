@@ -55,8 +55,8 @@ from engine.config import DeviceKind, PoolsConfig, RouterConfig, WorkerConfig
 from engine.devices.settings import WorkerSettings, resolve
 from router.machine.machine import RouterMachine
 
-QUICK_REQUESTS = 25  # in each run, instead of all: they come in about 5 s
-KV_MIB = 256  # for each worker: nothing is evicted
+QUICK_REQUESTS = 25  # requests of each quick run: they arrive in about 5 s
+KV_MIB = 256  # KV memory per worker, so large that nothing is evicted
 NUM_WARM_UP = 8
 STRETCH = PoolsConfig().stretch  # pools are fluid, as by default
 
@@ -159,7 +159,7 @@ class ValidationStudy(Experiment):
 
 
 def fitted_config(one: SplitComparison) -> dict[str, Scalar]:
-    """Returns what was fitted for one split, by its name."""
+    """Returns the fitted values of one split, by name."""
     fitted = one.fitted
     parts: dict[str, Scalar] = {
         "latency_s": fitted.latency_s,
