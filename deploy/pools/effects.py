@@ -18,7 +18,7 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """End a worker's process, `by_force` if it cannot be asked. `WorkerStopped` answers it."""
+    """End a worker's process; kill it if `by_force`. `WorkerStopped` answers this effect."""
 
     worker_id: WorkerId
     by_force: bool
@@ -57,7 +57,7 @@ class StartStore:
 
 @dataclass(frozen=True, slots=True)
 class StopStore:
-    """End a store. `StoreStopped` answers it. If its version `is_over`, its blocks go too."""
+    """End a store. `StoreStopped` answers it. If its version `is_over`, its blocks are deleted."""
 
     name: str
     is_over: bool

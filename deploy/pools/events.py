@@ -13,7 +13,7 @@ from engine.messages import LoadReport, Role, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Everything that ran when the controller started. The rest may be started.
+    """The services that ran when the controller started. Other services may now be started.
 
     The role of each worker comes later, with `Connected`.
     """
@@ -45,7 +45,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStartFailed:
-    """A worker did not start, and no process of it is left."""
+    """A worker did not start. No process of the worker is left."""
 
     worker_id: WorkerId
     start: int
@@ -62,7 +62,7 @@ class WorkerStopped:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A worker or a gateway ended without being told to."""
+    """A worker or a gateway ended without an order to stop."""
 
     name: str
     how: str
@@ -172,7 +172,7 @@ class StoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class StoreStopped:
-    """Nothing of a store is left."""
+    """A store has ended. No process of the store is left."""
 
     name: str
 
@@ -196,7 +196,7 @@ class Overtaken:
 
 @dataclass(frozen=True, slots=True)
 class RoomSeen:
-    """The number of workers that there can be now, and what limits it."""
+    """The number of workers that fit now, and the resource that limits it."""
 
     max_workers: int
     why: str
@@ -209,7 +209,7 @@ class PoolTick:
 
 @dataclass(frozen=True, slots=True)
 class PartsSeen:
-    """Whether each part is alive that services depend on, by name: `Launcher.health`."""
+    """The parts that services depend on, by name: True if alive. See `Launcher.health`."""
 
     alive: Mapping[str, bool]
 
@@ -223,7 +223,7 @@ class StoresSeen:
 
 @dataclass(frozen=True, slots=True)
 class OrdersStored:
-    """The latest orders are stored; or else, `trouble` says why not."""
+    """The latest orders are stored, or could not be stored because of `trouble`."""
 
     trouble: str | None
 

@@ -22,7 +22,7 @@ def formats_of(version: Version) -> Mapping[Role, KVFormat]:
     return _formats_of(version.worker, version.device)
 
 
-@lru_cache(maxsize=64)  # every step of the pools asks, of the few versions there are
+@lru_cache(maxsize=64)  # called in every step of the pools, for few versions
 def _formats_of(config: WorkerConfig, device: DeviceKind) -> Mapping[Role, KVFormat]:
     formats = {role: config_of(role, config, device).kv_dtype for role in SERVING_ROLES}
     return MappingProxyType(formats)
@@ -31,8 +31,8 @@ def _formats_of(config: WorkerConfig, device: DeviceKind) -> Mapping[Role, KVFor
 def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
     """Returns the settings with which workers of that role start. Raises ConfigError.
 
-    `tp`, `pp` and `ep` become the role's own, `kv_dtype` the format of its pool.
-    `decode_kv_dtype` stays, so a worker can refuse a role whose format is not its own.
+    `tp`, `pp` and `ep` become those of the role, and `kv_dtype` the format of its pool.
+    `decode_kv_dtype` stays, so that a worker can refuse a role with another format.
     """
     settings = resolve(config, device)
     kv_dtype = settings.kv_dtype
@@ -48,8 +48,8 @@ def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSet
 def stretch_of(config: WorkerConfig, device: DeviceKind, pools: PoolsConfig) -> float | None:
     """Returns the stretch of fluid workers; None if each pool keeps to its role.
 
-    Pools are fluid only if KV that is computed where it is used has the same bits as KV that is
-    handed over: in one format, by workers that are split into ranks in the same way.
+    Pools are fluid only if locally computed KV has the same bits as handed-over KV. That holds for
+    one format, and for workers that are split into ranks in the same way.
     """
     settings = resolve(config, device)
     ends = {settings.kv_dtype, settings.decode_kv_dtype or settings.kv_dtype}

@@ -1,6 +1,6 @@
 """Starts gateways, and stops gateways without a session.
 
-A part of the machine of the pools (`deploy.pools.machine`), and as pure:
+A pure part of the machine of the pools (`deploy.pools.machine`):
 
     waiting ──> starting ──> serving ──> stopping: no session for too long
        ^            │           │            │
@@ -8,9 +8,9 @@ A part of the machine of the pools (`deploy.pools.machine`), and as pure:
 
 Each start and each end is answered by an event. Gateways' reports are kept here too.
 
-A gateway without a session may be stopped, stuck or cut off. Its answers go on if it comes back, so
-it is ended late where all gateways accept from one socket and another one serves. Its answers are
-lost with it, and are counted.
+A gateway without a session may be paused, stuck or cut off. If it comes back, its answers continue.
+So it is stopped late if all gateways accept from one socket and another gateway serves. Stopping it
+loses its answers, which are counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,18 +29,18 @@ from deploy.pools.restarts import Restarts
 from deploy.pools.wanted import PoolHistory
 from engine.control import GatewayReport, VersionReport
 
-GATEWAY_UNREACHABLE_S = 8.0  # without a session; short, because clients wait at the gateway
-# The same while others take all new connections: only its own answers wait for it.
+GATEWAY_UNREACHABLE_S = 8.0  # longest time without a session; short, because clients wait
+# The same if other gateways accept all new connections: then only its own answers wait.
 GATEWAY_PATIENCE_S = 30.0
 
 
 class GatewayState(StrEnum):
     """The stage of a gateway's life."""
 
-    WAITING = "waiting"  # is started when its restart is due
+    WAITING = "waiting"  # to be started when its restart is due
     STARTING = "starting"
     SERVING = "serving"
-    STOPPING = "stopping"  # by force: it had no session
+    STOPPING = "stopping"  # killed, because it had no session
 
 
 class Gateways:
@@ -59,11 +59,11 @@ class Gateways:
         `shares_socket`: all gateways accept connections from one socket.
         """
         self.states = dict.fromkeys(names, GatewayState.WAITING)
-        self.have_served = False  # at least one of them
-        self._silent_since_s: dict[str, float] = {}  # when a session ended
-        self._reports: dict[str, GatewayReport] = {}  # the latest ones
-        self._lost: set[str] = set()  # gateways that had a session, and have none now
-        self._num_requests: dict[str, int] = {}  # by the last reports, also of gateways without one
+        self.have_served = False  # True once any gateway has served
+        self._silent_since_s: dict[str, float] = {}  # time of the end of the session
+        self._reports: dict[str, GatewayReport] = {}  # the latest reports
+        self._lost: set[str] = set()  # gateways whose session has ended
+        self._num_requests: dict[str, int] = {}  # by the last report, kept after the session's end
         self._restarts = restarts
         self._history = history
         self._shares_socket = shares_socket
@@ -74,12 +74,12 @@ class Gateways:
         return all(state is GatewayState.SERVING for state in self.states.values())
 
     def reports_of(self, version: str) -> list[VersionReport]:
-        """Returns what gateways report of a version of the model."""
+        """Returns the gateways' reports about a version of the model."""
         said = (report.versions.get(version) for report in self._reports.values())
         return [each for each in said if each is not None]
 
     def reports_on(self, members_version: int) -> list[GatewayReport | None]:
-        """Returns each started gateway's report; None if it has not heard these members yet."""
+        """Returns each started gateway's report; None if it lacks these members."""
         said = [
             self._reports.get(name)
             for name, state in self.states.items()
@@ -91,13 +91,13 @@ class Gateways:
         ]
 
     def serve(self, name: str, now_s: float) -> None:
-        """Notes that a gateway listens."""
+        """Records that a gateway listens."""
         self.states[name] = GatewayState.SERVING
         self._restarts.started(name, now_s)
         self.have_served = True
 
     def heard(self, name: str) -> None:
-        """Notes that a gateway has a session."""
+        """Records that a gateway has a session."""
         self._silent_since_s.pop(name, None)
         self._lost.discard(name)
 
@@ -113,7 +113,7 @@ class Gateways:
     def start(self, now_s: float) -> Iterator[PoolEffect]:
         """Starts the gateways that are due.
 
-        The first one starts alone: it chooses the port that the others share.
+        The first gateway starts alone: it chooses the port that the others share.
         """
         for name, state in self.states.items():
             if state is GatewayState.WAITING and self._restarts.is_due(name, now_s):
@@ -124,7 +124,7 @@ class Gateways:
                 return
 
     def sweep(self, now_s: float) -> Iterator[PoolEffect]:
-        """Stops the gateways that had no session for too long."""
+        """Stops the gateways that have had no session for too long."""
         for name, since_s in list(self._silent_since_s.items()):
             is_lost_alone = self._shares_socket and name in self._lost and self._others_serve(name)
             patience_s = GATEWAY_PATIENCE_S if is_lost_alone else GATEWAY_UNREACHABLE_S
@@ -137,7 +137,7 @@ class Gateways:
                 yield StopGateway(name)
 
     def on_started(self, event: GatewayStarted, now_s: float) -> Iterator[PoolEffect]:
-        """Notes a start. From now on a session is expected."""
+        """Records a start. From now on a session is expected."""
         again = self._restarts.num_failed(event.name) > 0
         self.serve(event.name, now_s)
         self._silent_since_s[event.name] = now_s
@@ -146,11 +146,11 @@ class Gateways:
         )
 
     def on_failed(self, event: GatewayFailed, now_s: float) -> Iterator[PoolEffect]:
-        """Tries again later."""
+        """Schedules another start."""
         yield from self._lose(event.name, f"did not start: {event.reason}", now_s)
 
     def on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
-        """Starts the gateway again later. If it was being stopped, `GatewayStopped` follows."""
+        """Schedules another start. If the gateway was being stopped, `GatewayStopped` follows."""
         if self.states[event.name] is not GatewayState.STOPPING:
             yield from self._lose(event.name, event.how, now_s)
 
@@ -162,7 +162,7 @@ class Gateways:
             yield self._history.record(now_s, event.name, "cannot be reached", event.reason)
 
     def on_stopped(self, event: GatewayStopped, now_s: float) -> Iterator[PoolEffect]:
-        """Starts the gateway again later."""
+        """Schedules another start."""
         if self.states.get(event.name) is GatewayState.STOPPING:
             yield from self._lose(event.name, "was stopped", now_s)
 

@@ -1,11 +1,11 @@
-"""The kernels that workers compute with, and workers whose kernels differ from the others'.
+"""The kernels of workers, and troubles with workers whose kernels differ.
 
-The same sums in another order differ in their last bits. So a worker with other CPU features or
-another kind of GPU may choose another token than the rest, if two are nearly equally likely.
+Sums in another order differ in their last bits. So a worker with other CPU features or another kind
+of GPU may choose another token than the other workers, if two tokens are nearly equally likely.
 
-Pools may be split into ranks in different ways on purpose: all prompts are computed with one split
-then, and all answers with the other. Workers that do the same work must have the same split, and
-workers of one split the same kernels.
+The two pools may be split into ranks in different ways on purpose. Then all prompts are computed
+with one split, and all answers with the other. Workers that do the same work must have the same
+split, and workers of the same split must have the same kernels.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ def kernel_troubles(workers: Iterable[PoolWorker]) -> tuple[str, ...]:
 def _difference(
     what: str, workers: Sequence[PoolWorker], value_of: Callable[[PoolWorker], str]
 ) -> list[str]:
-    """A sentence that names the workers which are not of the most usual kind, if there are any."""
+    """Returns a sentence with the workers that differ from the most common kind, if any."""
     counts = Counter(map(value_of, workers))
     if len(counts) < 2:
         return []

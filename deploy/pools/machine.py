@@ -1,7 +1,7 @@
-"""Decides what is started, flipped, drained and stopped to give the pools their wanted size.
+"""Decides which services to start, flip, drain and stop to give the pools their wanted size.
 
-Pure: `handle(event, now_s)` returns effects. The machine knows what is wanted, what was seen, and
-what it asked for. It does not know how processes are started or how sessions work. Its parts:
+Pure: `handle(event, now_s)` returns effects. The machine knows the intent, the observed facts, and
+its own orders. It does not know how processes are started or how sessions work. Its parts:
 
 - `wanted`, `history`: the operator's intent and the limits; the steps and counters
 - `workers.registry`: the record of each worker; `workers.sightings`: facts and deadlines;
@@ -19,8 +19,8 @@ The life of a worker:
                                         draining ──> drained (stays if the operator wants it)
                                             └──────> stopping ──> gone
 
-Every wait has a deadline. A flip without an answer is given up. A worker that does not become idle
-is stopped anyway. A worker without a session is stopped by force.
+Every wait has a deadline. A flip without an answer is abandoned. A worker that does not become idle
+in time is stopped anyway. A worker without a session is killed.
 """
 
 from collections import Counter
@@ -90,7 +90,7 @@ from deploy.pools.workers.stand_ins import stand_in_troubles
 from engine.control import MAIN_LINE, Intent, Members, Version, VersionReport, by_number
 from engine.messages import Role, WorkerId
 
-MAX_TROUBLES = 8  # sentences at a time
+MAX_TROUBLES = 8  # most sentences at a time
 
 
 class PoolMachine:
@@ -107,7 +107,7 @@ class PoolMachine:
     ) -> None:
         """`version` is the version of the last members that an earlier controller published.
 
-        `is_guess`: an earlier controller ran, and no gateway could tell its intent yet.
+        `is_guess`: an earlier controller ran, and no gateway has reported its intent yet.
         """
         self.members = Members(version, (), intent)
         self.restarts = Restarts(limits.pools.steady_s)
@@ -126,8 +126,8 @@ class PoolMachine:
         self.workers: Mapping[WorkerId, PoolWorker] = workers.by_id
         self.gateways: Mapping[str, GatewayState] = self._gateways.states
         self.dead_parts: tuple[str, ...] = ()  # dead dependencies, such as Ray's GCS
-        self._unstored: str | None = None  # why the latest orders are not stored
-        self.history = history.steps  # the latest ones, oldest first
+        self._unstored: str | None = None  # reason why the latest orders are not stored
+        self.history = history.steps  # the latest steps, oldest first
         self.counters = history.counters  # how often each kind of trouble happened
         self._sightings = WorkerSightings(workers, self.wanted, self.restarts, history)
         self._moves = WorkerMoves(workers, self.wanted, history)
@@ -175,10 +175,10 @@ class PoolMachine:
         }
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolEffect]:
-        """Returns the effects of an event. Raises OrderRefused; then nothing has changed.
+        """Returns the effects of an event. Raises OrderRefused, without any change.
 
-        A load that ends no drain and no move asks for nothing. Each worker reports its load every
-        second, and a tick comes as often: what time makes due waits for it.
+        A load that ends no drain and no move has no further effects. Each worker reports its load
+        every second, and a tick comes as often. Work that becomes due with time waits for the tick.
         """
         effects: list[PoolEffect] = list(self._handlers[type(event)](event, now_s))
         if isinstance(event, LoadSeen) and not effects:
@@ -204,12 +204,12 @@ class PoolMachine:
 
     @property
     def is_guess(self) -> bool:
-        """True if a gateway may still know better what is wanted."""
+        """True if a gateway may still report another intent."""
         return self.wanted.is_guess
 
     @property
     def limits(self) -> PoolLimits:
-        """The highest number of workers, and deadlines."""
+        """The limits and deadlines of the pools."""
         return self.wanted.limits
 
     @property
@@ -236,12 +236,12 @@ class PoolMachine:
         return self._scene().serving(name)
 
     def reports_of(self, name: str) -> list[VersionReport]:
-        """Returns what gateways report of a version."""
+        """Returns the gateways' reports about a version."""
         return self._gateways.reports_of(name)
 
     @property
     def canary(self) -> CanaryStanding | None:
-        """How the version that takes over serves; None if none can be given up any more."""
+        """The standing of the version that takes over; None if no version can be aborted."""
         return self._updates.canary
 
     def validate(self) -> None:
@@ -288,7 +288,7 @@ class PoolMachine:
         yield from part.on_died(event, now_s)
 
     def _on_nodes(self, event: NodesSeen, _: float) -> Iterator[PoolEffect]:
-        """Nodes come and go, and their stores with them."""
+        """Updates the list of nodes and their stores."""
         self._stores.nodes = event.nodes
         yield from ()
 
@@ -298,9 +298,9 @@ class PoolMachine:
         yield from ()
 
     def _on_overtaken(self, event: Overtaken, now_s: float) -> Iterator[PoolEffect]:
-        """Takes over an earlier controller's intent, if ours is a guess.
+        """Takes over an earlier controller's intent, if our intent is a guess.
 
-        Publishes our members under a higher number: gateways ignore any other.
+        Publishes our members under a higher number, since gateways ignore lower ones.
         """
         theirs, ours = event.members, self.members
         takes = self.is_guess and theirs.intent != self.intent
@@ -315,7 +315,7 @@ class PoolMachine:
             yield Publish(self.members)
 
     def _on_room(self, event: RoomSeen, now_s: float) -> Iterator[PoolEffect]:
-        """Nodes come and go. Workers that run are not stopped because of it."""
+        """Updates the limit of workers. Running workers are not stopped because of it."""
         most, before = event.max_workers, self.limits.max_workers
         self.wanted.limit(most, event.why)
         if most != before:
@@ -323,7 +323,7 @@ class PoolMachine:
             yield self._history.record(now_s, "pools", what, f"before, {before}")
 
     def troubles(self) -> tuple[str, ...]:
-        """Returns what is broken or limited now, a sentence each, while requests are served."""
+        """Returns sentences about what is broken or limited now while requests are served."""
         dead = (
             f"{part} of Ray is dead: no service can be started or stopped"
             for part in self.dead_parts
@@ -341,7 +341,7 @@ class PoolMachine:
         return (*found[:MAX_TROUBLES], *more)
 
     def _on_parts(self, event: PartsSeen, now_s: float) -> Iterator[PoolEffect]:
-        """Notes which parts have died or run again. Requests do not need them."""
+        """Records which parts have died or run again. Requests do not need these parts."""
         dead = tuple(name for name, is_alive in event.alive.items() if not is_alive)
         for name in dead:
             if name not in self.dead_parts:
@@ -354,7 +354,7 @@ class PoolMachine:
         self.dead_parts = dead
 
     def _on_orders_stored(self, event: OrdersStored, now_s: float) -> Iterator[PoolEffect]:
-        """Tells when orders cannot be stored, and when they can again."""
+        """Reports when orders cannot be stored, and when they can be stored again."""
         before, self._unstored = self._unstored, event.trouble
         if before is None and event.trouble is not None:
             yield self._history.record(now_s, "pools", event.trouble)

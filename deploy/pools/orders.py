@@ -9,7 +9,7 @@ from engine.messages import Role, WorkerId
 
 
 class OrderRefused(BatonError):
-    """An order that cannot be carried out; it has changed nothing. `status` is an HTTP status."""
+    """An order that was refused and has changed nothing. `status` is an HTTP status."""
 
     def __init__(self, reason: str, *, status: int = 409) -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Takes all work from a worker. It keeps running until it is flipped or stopped."""
+    """Takes all work from a worker. The worker keeps running until it is flipped or stopped."""
 
     worker_id: WorkerId
 
@@ -56,7 +56,7 @@ class SetPlanner:
 
 @dataclass(frozen=True, slots=True)
 class Adjust:
-    """Changes settings that the controller alone uses."""
+    """Changes settings that only the controller uses."""
 
     settings: LiveSettings
 
@@ -65,22 +65,22 @@ class Adjust:
 class AddVersion:
     """Adds a version beside the present ones. With `takes_over` it then replaces them.
 
-    It first gets the shares of new requests of `canary`, per cent, and each lasts `hold_s`. None:
-    as configured.
+    `canary` are the shares of new requests that the version gets first, in per cent. Each share is
+    held for `hold_s`. None: as configured.
     """
 
     version: Version
     takes_over: bool
     canary: tuple[int, ...] | None = None
     hold_s: float | None = None
-    allows_shorter: bool = False  # sequences than other versions have served
+    allows_shorter: bool = False  # it may hold shorter sequences than other versions
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Brings the version back that was replaced last, or the version named `name`.
+    """Brings back the version that was replaced last, or the version named `name`.
 
-    While a version takes over, that is given up.
+    A running takeover of another version is aborted.
     """
 
     name: str | None = None

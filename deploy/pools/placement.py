@@ -1,9 +1,9 @@
 """Chooses the node on which a worker starts, and counts how many workers fit. Pure: no Ray.
 
 A worker takes GPUs and, if configured, one unit of a custom resource of its role. The cluster files
-call these resources `prefill_node` and `decode_node`. A node offers as many units as it may have
-workers of that role. The resource decides where a role *starts*, if there is room. A flipped worker
-stays where it is, and its successor takes the same place.
+call these resources `prefill_node` and `decode_node`. The units of a node are the number of workers
+of that role that may start there. The resource decides where a role *starts*, if there is room. A
+flipped worker stays on its node, and its successor takes the same place.
 
 Resources that other programs use are not known here. Ray makes the final choice.
 """
@@ -19,8 +19,8 @@ from engine.control import SERVING_ROLES, Pools
 from engine.errors import ConfigError
 from engine.messages import Role
 
-LEAST_ROOM = 4  # workers, also with fewer cores: they then share the cores
-HARDLY_ANYTHING = {"CPU": 0.001}  # for workers that need nothing: the least that Ray reserves
+LEAST_ROOM = 4  # number of workers that always fit: with fewer cores they share cores
+HARDLY_ANYTHING = {"CPU": 0.001}  # Ray's smallest reservation, for workers without needs
 
 
 class NoPlace(ConfigError):
@@ -29,7 +29,7 @@ class NoPlace(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A live node and its amount of each resource, used or not."""
+    """A live node and its total amount of each resource, used or not."""
 
     node_id: str
     address: str
@@ -52,7 +52,7 @@ class NodePlacement:
 
     num_gpus: float = 0.0
     prefill_resource: str | None = None
-    decode_resource: str | None = None  # mixed workers use it too
+    decode_resource: str | None = None  # also the resource of mixed workers
     spread: Spread = Spread.PACK
 
     @classmethod
@@ -86,7 +86,7 @@ class NodePlacement:
         """Returns how many workers fit in all, including those that run."""
         usable = self.usable(nodes)
         most = sum(self._holds(node) for node in usable)
-        if not self.num_gpus:  # cores can be shared, but more workers than cores are no use
+        if not self.num_gpus:  # cores can be shared, but more workers than cores are useless
             most = min(most, max(LEAST_ROOM, int(_total(usable, "CPU"))))
         return int(most)
 
@@ -97,8 +97,8 @@ class NodePlacement:
     def scarce(self, nodes: Iterable[Node]) -> str:
         """Returns the resources that limit the number of workers, as a sentence for operators.
 
-        Custom resources and GPUs of all nodes are listed, also of nodes without a worker. Cores are
-        listed only of nodes where a worker may start.
+        It lists custom resources and GPUs of all nodes, even of nodes without a worker. It lists
+        the cores only of nodes on which a worker may start.
         """
         there = list(nodes)
         usable = self.usable(there)
@@ -115,8 +115,8 @@ class NodePlacement:
     def choose(self, role: Role, nodes: Iterable[Node], places: Sequence[Place]) -> str | None:
         """Returns the node for one more worker; None if no node has room.
 
-        PACK takes the node with the most workers. SPREAD takes the node with the fewest of the
-        role, then the fewest in all. Without GPUs both prefer nodes with more cores than workers.
+        PACK chooses the node with the most workers. SPREAD chooses the node with the fewest workers
+        of the role, then the fewest of all. Without GPUs both prefer nodes with idle cores.
         """
         needs = self.needs(role)
 
@@ -143,14 +143,14 @@ class NodePlacement:
             role = min(SERVING_ROLES, key=lambda role: _share(counts[role], wanted.of(role)))
             counts[role] += 1
             more.append(role)
-        core = {} if self.num_gpus else {"CPU": 1.0}  # as `room` counts
+        core = {} if self.num_gpus else {"CPU": 1.0}  # consistent with `room`
         return [{**self.needs(role), **core} for role in (*roles, *more)[:num_workers]]
 
     def _resource(self, role: Role) -> str | None:
         return self.prefill_resource if role is Role.PREFILL else self.decode_resource
 
     def _holds(self, node: Node) -> float:
-        """Returns how many workers of any roles a node holds; infinity if they only need cores."""
+        """Returns the number of workers that fit on a node; infinity if they only need cores."""
         names = {self.prefill_resource, self.decode_resource}
         most = math.inf
         if None not in names:
@@ -169,7 +169,7 @@ def nodes_to_start_on(
     """Returns the nodes for the first workers, of `num_gpus` each. Raises ConfigError if they do
     not all fit.
 
-    `max_workers` may count on nodes that come later: then one worker of each role must fit.
+    If `max_workers` includes nodes that come later, only one worker of each role must fit.
     """
     placement = NodePlacement.of(config, num_gpus)
     there = list(there)
@@ -187,7 +187,7 @@ def nodes_to_start_on(
 
 
 def _has_room(node: Node, needs: Mapping[str, float], places: Sequence[Place]) -> bool:
-    """True if a node has room beside its present workers, which all take the same amounts."""
+    """True if a node has room for one more worker. All workers take the same amounts."""
     here = [place for place in places if place.node_id == node.node_id]
     return all(
         _units(node.has, name, each) > sum(name in place.takes for place in here)
@@ -200,7 +200,7 @@ def _how_many(has: Mapping[str, float], needs: Mapping[str, float]) -> int:
 
 
 def _units(has: Mapping[str, float], name: str, each: float) -> int:
-    """Returns for how many workers a resource suffices. No worker gets parts of two GPUs."""
+    """Returns the number of workers that a resource suffices for. No worker spans part GPUs."""
     there = has.get(name, 0.0)
     if name == "GPU" and each < 1:
         return int(there) * int(1 / each)
@@ -208,7 +208,7 @@ def _units(has: Mapping[str, float], name: str, each: float) -> int:
 
 
 def _share(there: int, wanted: int) -> float:
-    """Returns the share of the wanted workers that is there; infinity if none is wanted."""
+    """Returns the share of wanted workers that exist; infinity if none is wanted."""
     return there / wanted if wanted else math.inf
 
 

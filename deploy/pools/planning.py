@@ -1,18 +1,18 @@
 """Connects the planner to live pools: its input, the orders that follow, and a record of them.
 
-`router.planning.planner` computes how many workers each pool should have, from all gateways'
-reports. A proposal that changes something becomes an order, like an operator's. Which worker is
-then flipped, started or retired is chosen by `deploy.pools.workers.reconcile`.
+`router.planning.planner` computes the number of workers of each pool from all gateways' reports. A
+proposal with a change becomes an order, like an operator's order. `deploy.pools.workers.reconcile`
+then chooses the worker to flip, start or retire.
 
-Each model has a planner of its own, with the same bounds, and they share the room.
+Each model has its own planner. All planners have the same bounds, and share the room.
 
-An operator may give orders while the planner is on. The planner goes on from there, and takes
-nothing back before its cool-down is over. The cool-down begins anew when the controller starts or
-the planner is switched on, because earlier orders are not known then.
+An operator may give orders while the planner is on. The planner continues from the new pools, and
+does not undo an order before its cool-down is over. The cool-down restarts when the controller
+starts or the planner is switched on, because earlier orders are unknown then.
 
-If the planner wants more workers than there is room for, the launcher must ask for more room:
-`room_for`, at most `pools.max_workers`. The request is taken back once the planner is off, also if
-an earlier controller made it.
+If the planner wants more workers than fit, the launcher must ask for more room: `room_for`, at most
+`pools.max_workers`. The request is withdrawn once the planner is off, even if an earlier controller
+made it.
 """
 
 from collections import Counter, deque
@@ -42,7 +42,7 @@ _PRESENT = (WorkerState.SERVING, WorkerState.FLIPPING)
 class DecisionOutcome(StrEnum):
     """The result of a proposal."""
 
-    DONE = "done"  # ordered; the history of the pools shows what follows
+    DONE = "done"  # ordered; the history of the pools shows the steps
     ONLY_TOLD = "only told"  # in a dry run
     REFUSED = "refused"
 
@@ -53,12 +53,12 @@ class DecisionKind(StrEnum):
     FLIP = "flip"  # workers take other roles
     GROW = "grow"
     SHRINK = "shrink"
-    ROOM = "room"  # only another number of nodes is asked for
+    ROOM = "room"  # only the requested number of nodes changes
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerDecision:
-    """A proposal that would change something.
+    """A proposal that would change pools or room.
 
     `num_workers` is the wanted total. If `after` has fewer, there is no room for the rest yet.
     """
@@ -101,7 +101,7 @@ class PlannerDecision:
 
     @property
     def what(self) -> tuple[object, ...]:
-        """The content without time and reasons, to recognise a repetition."""
+        """The content without time and reasons, to detect a repetition."""
         pools = self.before, self.after, self.num_workers
         return self.mode, *pools, self.outcome, self.why_refused
 
@@ -111,7 +111,7 @@ def rules_of(config: Config) -> PlannerRules:
     bounds, router = msgspec.structs.asdict(config.planner), config.router
     limits = (bounds["max_workers"], config.pools.max_workers)
     if None not in limits:
-        bounds["max_workers"] = min(limits)  # never ask for room beyond it
+        bounds["max_workers"] = min(limits)  # the planner never asks for more room
     return PlannerRules(**bounds, ttft_s=router.slo_ttft_s, tpot_s=router.slo_tpot_s)
 
 
@@ -129,23 +129,23 @@ class Planning:
     ) -> None:
         """`order` raises OrderRefused. `max_workers` of all roles bounds the room asked for.
 
-        `took_over`: an earlier controller ran, and may have asked for room.
+        `took_over`: an earlier controller ran, and may have requested room.
         """
         self._machine = machine
         self._rules = rules
         self._order = order
         self._max_workers = max_workers
         self._may_have_asked = took_over and rules.max_workers is not None
-        self._planners: dict[str, Planner] = {}  # by line; empty while it is off
-        self._needs: dict[str, int] = {}  # workers of each line, if the planner asks for room
+        self._planners: dict[str, Planner] = {}  # by line; empty while planning is off
+        self._needs: dict[str, int] = {}  # wanted workers by line, if its planner asks for room
         self._num_decisions = 0
-        self.reasons: tuple[str, ...] = ()  # for the latest proposal, also if nothing changes
-        self.room_for: int | None = None  # workers of all roles; None: ask for nothing
+        self.reasons: tuple[str, ...] = ()  # of the latest proposal, even without a change
+        self.room_for: int | None = None  # workers of all roles; None: no request
         self.decisions: deque[PlannerDecision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[tuple[DecisionKind, DecisionOutcome]] = Counter()
 
     def follow(self, rules: PlannerRules, max_workers: int | None) -> None:
-        """Plans by these rules from now on. If they are other ones, observations begin anew."""
+        """Plans by these rules from now on. Changed rules reset the observations."""
         if (rules, max_workers) != (self._rules, self._max_workers):
             self._rules, self._max_workers = rules, max_workers
             self._remove()
@@ -166,7 +166,7 @@ class Planning:
         workers: Mapping[WorkerId, Welcome],
         now_s: float,
     ) -> list[PlannerDecision]:
-        """Returns the decisions that are new. The shell calls this about once a second.
+        """Returns the new decisions. The shell calls this about once a second.
 
         `reports` has an entry for each gateway, None if it is silent. `workers` are the workers'
         introductions.
@@ -200,7 +200,7 @@ class Planning:
         """Returns the reasons of the proposal for a line, and the decision if it is new."""
         versions = self._machine.intent.of_line(line)
         why_not = _why_not_planned(versions)
-        if why_not is not None:  # observations before it say nothing about the time after it
+        if why_not is not None:  # earlier observations do not apply afterwards
             self._planners.pop(line, None)
             return (f"nothing: {why_not}",), None
         seen = [report.seen[line] for report in reports if report and line in report.seen]
@@ -244,7 +244,7 @@ class Planning:
         return self._kept(decision) if decision.changes_something else None
 
     def _ask_for_room(self, line: str, num_workers: int) -> None:
-        """Asks for the room that all models need, as far as the planner has decided."""
+        """Requests the room for all models for which a planner has decided."""
         intent = self._machine.intent
         self._needs[line] = num_workers
         wanted = {each: sum(v.pools.total for v in intent.of_line(each)) for each in self._lines()}
@@ -267,9 +267,9 @@ class Planning:
         return DecisionOutcome.DONE, ""
 
     def _kept(self, decision: PlannerDecision) -> PlannerDecision | None:
-        """Records a decision. Returns None if it only repeats the last one.
+        """Records a decision. Returns None if it repeats the last decision.
 
-        A refused or dry-run proposal comes again each second. An order is always new.
+        A refused or dry-run proposal repeats each second. An order is always new.
         """
         is_order = decision.outcome is DecisionOutcome.DONE and decision.after != decision.before
         of_model = (each for each in reversed(self.decisions) if each.model == decision.model)
@@ -287,7 +287,7 @@ def _is_split(pools: Pools) -> bool:
 
 
 def _why_not_planned(versions: Sequence[Version]) -> str | None:
-    """Returns why the pools of a line cannot be planned now; None if they can."""
+    """Returns the reason why a line cannot be planned now; None if it can."""
     current = versions[0]
     if current.asleep is not None:
         return "it sleeps"
@@ -308,9 +308,9 @@ def pools_of(
     *,
     num_gateways: int,
 ) -> planner.PoolSizes:
-    """Returns a version's pools as the planner sees them.
+    """Returns a version's pools as input of the planner.
 
-    A worker that was ordered but is not there is changing.
+    A worker that was ordered but does not exist yet counts as changing.
     """
     wanted = current.pools
     known = [worker for worker in machine.workers.values() if worker.version == current.name]

@@ -1,14 +1,14 @@
 """Starts a store of KV on each node for each version, and stops the stores of removed versions.
 
-A part of the machine of the pools (`deploy.pools.machine`), and as pure:
+A pure part of the machine of the pools (`deploy.pools.machine`):
 
     waiting ──> starting ──> serving ──> stopping ──> gone: its version, or its node
        ^            │           │
        └────────────┴───────────┘   start failed, or its keeper died
 
-A store that fails does not keep requests from being served, so nothing waits for it. A version that
-sleeps keeps its stores. KV never crosses versions, so neither does a store: when a version is over,
-its stores stop, and their space is free.
+Requests are served even if a store fails, so no other service waits for a store. A sleeping version
+keeps its stores. KV is never shared between versions, so each store belongs to one version. When a
+version is removed, its stores stop, and their space is freed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ class StoreState(StrEnum):
 
 @dataclass(slots=True)
 class PoolStore:
-    """A store that is wanted, or not gone yet."""
+    """A store that is wanted, or has not ended yet."""
 
     version: Version
     node: str
@@ -46,7 +46,7 @@ class PoolStore:
 
 
 def store_name(version: str, node: str) -> str:
-    """Returns the name of a version's store on a node; a machine alone has no name."""
+    """Returns the name of a version's store on a node. A single machine has no node name."""
     return f"store-{version}@{node[:NODE_CHARS]}" if node else f"store-{version}"
 
 
@@ -123,12 +123,12 @@ class Stores:
             yield StopStore(name, is_over)
 
     def found(self, name: str, version: Version, node: str, address: str, now_s: float) -> None:
-        """Takes over a store that runs already."""
+        """Takes over a store that is already running."""
         self.by_name[name] = PoolStore(version, node, StoreState.SERVING, address)
         self._restarts.started(name, now_s)
 
     def on_started(self, event: StoreStarted, now_s: float) -> Iterator[PoolEffect]:
-        """Notes a start."""
+        """Records a start."""
         store = self.by_name.get(event.name)
         if store is None:
             return
@@ -140,17 +140,17 @@ class Stores:
         )
 
     def on_failed(self, event: StoreFailed, now_s: float) -> Iterator[PoolEffect]:
-        """Tries again later."""
+        """Schedules another start."""
         yield from self._lose(event.name, f"did not start: {event.reason}", now_s)
 
     def on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
-        """Starts the store again later."""
+        """Schedules another start."""
         store = self.by_name.get(event.name)
         if store is not None and store.state is not StoreState.STOPPING:
             yield from self._lose(event.name, event.how, now_s)
 
     def on_stopped(self, event: StoreStopped, now_s: float) -> Iterator[PoolEffect]:
-        """Forgets a store that was stopped."""
+        """Removes a stopped store."""
         if event.name in self.by_name:
             self._remove(event.name)
             yield self._history.record(now_s, event.name, "has stopped")

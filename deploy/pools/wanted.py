@@ -8,7 +8,7 @@ from engine.config import PoolsConfig, UpdateConfig
 from engine.control import HistoryStep, Intent, LiveSettings
 from engine.messages import Role
 
-MAX_WORKERS = "see pools.max_workers"  # why there can be no more
+MAX_WORKERS = "see pools.max_workers"  # reason of the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,11 @@ class PoolLimits:
     """Limits and deadlines of the pools."""
 
     max_workers: int
-    why_no_more: str = ""  # than `max_workers`
+    why_no_more: str = ""  # the reason of `max_workers`
     pools: PoolsConfig = field(default_factory=PoolsConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
-    idle_s: Mapping[str, float] = field(default_factory=dict)  # by line; then it falls asleep
-    gateways_share_socket: bool = False  # so others take the connections of a silent one
+    idle_s: Mapping[str, float] = field(default_factory=dict)  # by line
+    gateways_share_socket: bool = False  # then other gateways take a silent one's connections
     has_stores: bool = False  # one store of KV for each version on each node
 
 
@@ -28,15 +28,15 @@ class PoolLimits:
 class Wanted:
     """The intent and the limits that all parts of the machine share.
 
-    The intent is a guess if an earlier controller left services and no gateway could tell its
-    intent. A gateway that is heard later replaces the guess, unless an order came first.
+    The intent is a guess if an earlier controller left services and no gateway has reported its
+    intent. A later gateway's report replaces the guess, unless an order came first.
     """
 
     intent: Intent
     limits: PoolLimits
     is_guess: bool = False
-    is_unconfirmed: bool = False  # no gateway has told an earlier controller's intent yet
-    followed: LiveSettings | None = None  # the settings that the limits come from
+    is_unconfirmed: bool = False  # True until a gateway has reported an intent
+    followed: LiveSettings | None = None  # the settings that the limits were taken from
 
     def follow(self) -> None:
         """Takes limits from the intent if an operator has changed their settings."""
@@ -45,11 +45,11 @@ class Wanted:
             return
         pools, self.followed = live.pools, live
         self.limits = replace(self.limits, pools=pools, update=live.update)
-        if pools.max_workers is not None:  # else the room that is seen next counts
+        if pools.max_workers is not None:  # otherwise the next `RoomSeen` sets the limit
             self.limit(pools.max_workers, MAX_WORKERS)
 
     def limit(self, max_workers: int, why: str) -> None:
-        """Sets how many workers there can be, and why not more."""
+        """Sets the largest number of workers, and the reason of this limit."""
         self.limits = replace(self.limits, max_workers=max_workers, why_no_more=why)
 
 
@@ -57,7 +57,7 @@ MAX_STEPS_KEPT = 1000
 
 
 class PoolHistory:
-    """The latest steps in order, and how often each kind of trouble happened."""
+    """The latest steps in order, and the number of troubles by kind."""
 
     def __init__(self) -> None:
         self.steps: deque[HistoryStep] = deque(maxlen=MAX_STEPS_KEPT)

@@ -1,1 +1,1 @@
-"""The processes of a worker that spans several devices, and what they say to one another."""
+"""The processes of a worker that spans several devices, and their messages."""

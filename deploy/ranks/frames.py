@@ -1,4 +1,4 @@
-"""Messages between rank 0 and another rank: MessagePack behind its length, over a socket pair."""
+"""Messages between rank 0 and another rank: MessagePack with a length prefix on a socket pair."""
 
 import contextlib
 import socket
@@ -21,36 +21,36 @@ IDLE_S = 1.0
 
 
 class RankSpec(msgspec.Struct, frozen=True, tag=True):
-    """Everything that a rank is started with. The socket of its steps comes along."""
+    """The parameters of a rank's start. The message carries the socket for steps."""
 
     place: RankPlace
     worker: WorkerSpec
-    directory: str  # the model's
+    directory: str  # of the model
     rendezvous: str  # the file through which the ranks find each other
 
 
 class RankJoins(msgspec.Struct, frozen=True, tag=True):
-    """A rank has started and goes to meet the others."""
+    """A rank has started and joins the rendezvous."""
 
 
 class RankOpened(msgspec.Struct, frozen=True, tag=True):
-    """A rank has its part of the model."""
+    """A rank has loaded its part of the model."""
 
     pid: int
 
 
 class RankRefused(msgspec.Struct, frozen=True, tag=True):
-    """A rank does not start."""
+    """A rank's start failed."""
 
     reason: str
-    is_config: bool  # the operator's fault, as a ConfigError is
+    is_config: bool  # True if the operator can fix it (ConfigError)
 
 
 class OpenTransfer(msgspec.Struct, frozen=True, tag=True):
     """Open the transfer endpoint."""
 
     incarnation: Incarnation
-    identity: Identity  # this rank's
+    identity: Identity  # of this rank
 
 
 class TransferOpened(msgspec.Struct, frozen=True, tag=True):
@@ -66,8 +66,8 @@ class TransferRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankCounters(msgspec.Struct, frozen=True, tag=True):
-    """Counters since the start, of opening and endpoint: a sign of life, each second and with each
-    report.
+    """Counters of opening and endpoint since the start. Sent as a sign of life each second, and
+    with each report.
     """
 
     counters: dict[str, float]
@@ -93,7 +93,7 @@ class FrameSocket:
     def __init__(
         self, connection: socket.socket, *, on_idle: Callable[[], None] | None = None
     ) -> None:
-        """`on_idle` is called in each second in which nothing comes. May raise, for `receive`."""
+        """`on_idle` is called after each second without a message. `receive` raises its errors."""
         self._connection = connection
         self._on_idle = on_idle
         if on_idle is not None:
@@ -102,13 +102,13 @@ class FrameSocket:
         self._lock = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Sends a message. Raises OSError if the other end is gone or does not read."""
+        """Sends a message. Raises OSError if the other end has closed or does not read."""
         body = _encode(message)
         with self._lock:
             self._connection.sendall(LENGTH.pack(len(body)) + body)
 
     def receive(self) -> bytes | None:
-        """Waits for a message; None if the other end is gone. Raises ProtocolError."""
+        """Waits for a message; None if the other end has closed. Raises ProtocolError."""
         head = self._read(LENGTH.size)
         if head is None:
             return None
@@ -118,8 +118,8 @@ class FrameSocket:
         return self._read(num_bytes)
 
     def close(self) -> None:
-        """Ends the connection. A thread that waits in `receive` gets None."""
-        with contextlib.suppress(OSError):  # the other end is gone already
+        """Closes the connection. A thread that waits in `receive` gets None."""
+        with contextlib.suppress(OSError):  # the other end has closed already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

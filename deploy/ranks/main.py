@@ -1,13 +1,13 @@
 """A rank of a worker as a process: `python -m deploy.ranks.main DESCRIPTOR`.
 
-It holds its part of the model and of each block of KV. Two sockets come from rank 0:
+A rank holds its part of the model and of each block of KV. Two sockets come from rank 0:
 
     steps    packed passes, which the main thread computes
-    frames   first the spec; then orders for the transfer endpoint and what it reports, on a thread
+    frames   first the spec; then orders to the transfer endpoint and its reports, on a thread
 
-When the frames end, rank 0 has ended, and so does this process: at once, also while it loads its
-part or waits for another rank. The kernel kills it then even if it is stopped. Signals that a
-terminal or a service manager sends to a whole group are for rank 0.
+When the frames socket closes, rank 0 has ended. Then this process ends at once, even while it loads
+its part or waits for another rank. If this process is paused, the kernel kills it. Signals that a
+terminal or a service manager sends to a whole process group are for rank 0 only.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ from kvtransfer.memory import Pool
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LAST_WORDS_S = 2.0  # a rank that fails because rank 0 has ended learns of that so soon
+LAST_WORDS_S = 2.0  # a rank that fails because rank 0 has ended notices the end within this time
 
 _decode = msgspec.msgpack.Decoder(ToRank).decode
 
@@ -63,10 +63,10 @@ class RankTransfers:
         self._spec = spec
         self._frames = frames
         self._endpoint: TransferEndpoint | None = None
-        self._has_ended = threading.Event()  # never set: the process ends instead
-        # Set before rank 0 is told that this rank has opened.
+        self._has_ended = threading.Event()  # never set, since the process ends instead
+        # Set before `RankOpened` is sent to rank 0.
         self.pool: Pool | None = None
-        self.opening: Mapping[str, float] = {}  # counters of it
+        self.opening: Mapping[str, float] = {}  # counters of the opening
 
     def serve(self) -> None:
         """Performs orders until rank 0 ends; then ends the process."""
@@ -107,8 +107,8 @@ class RankTransfers:
         self._frames.send(TransferOpened(address))
 
     def show_life(self) -> None:
-        """Tells rank 0 each second that this process is not stopped, until rank 0 ends."""
-        with contextlib.suppress(OSError):  # `serve` learns of the end too
+        """Sends a sign of life to rank 0 each second, until rank 0 ends."""
+        with contextlib.suppress(OSError):  # `serve` also notices the end
             while not self._has_ended.wait(IDLE_S):
                 self._send_counters()
 
@@ -149,11 +149,11 @@ def main(descriptor: int) -> int:
     try:
         _compute(spec, transfers, frames, socket.socket(fileno=descriptors[0]))
     except BatonError as error:
-        with contextlib.suppress(OSError):  # rank 0 refuses too, and has ended
+        with contextlib.suppress(OSError):  # rank 0 has failed too, and has ended
             frames.send(RankRefused(str(error), isinstance(error, ConfigError)))
         return 1
     except BaseException as error:
-        thread.join(LAST_WORDS_S)  # if rank 0 has ended, this process ends meanwhile
+        thread.join(LAST_WORDS_S)  # if rank 0 has ended, this process ends during the wait
         die(error)
     return 0
 
@@ -163,7 +163,7 @@ def _compute(
 ) -> None:
     """Opens this rank's part and computes until rank 0 ends."""
     worker = spec.worker
-    import_torch(worker.threads)  # takes seconds, in which rank 0 may end
+    import_torch(worker.threads)  # takes seconds; rank 0 may end during it
     from engine.model.parallel.steps import StepChannel
 
     group = group_of(worker, spec.place, spec.rendezvous)

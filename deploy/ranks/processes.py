@@ -1,7 +1,7 @@
-"""The other ranks of a worker, as rank 0 sees them: processes that it starts and that end with it.
+"""Rank 0's view of the other ranks of a worker: processes that rank 0 starts and that end with it.
 
-A worker is as much as all of its ranks. If one dies, the worker dies: its streams go on elsewhere,
-as after any death of a worker.
+If one rank dies, the whole worker dies. Its streams continue on other workers, as after any death
+of a worker.
 """
 
 import logging
@@ -48,10 +48,10 @@ from kvtransfer.messages import Identity
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 30.0  # for a rank to open its transfer endpoint
-SEND_TIMEOUT_S = 30.0  # a rank that reads no steps and no orders for so long has failed
+SEND_TIMEOUT_S = 30.0  # a rank that reads no steps or orders for this time has failed
 STOP_TIMEOUT_S = 5.0
-STATUS_TIMEOUT_S = 0.5  # a process that closes its socket has ended by then
-REASON_TIMEOUT_S = 2.0  # a rank because of which others fail has said or shown it by then
+STATUS_TIMEOUT_S = 0.5  # time for a process to end after it has closed its socket
+REASON_TIMEOUT_S = 2.0  # time for the rank that caused other failures to report its own
 
 _decode = msgspec.msgpack.Decoder(FromRank).decode
 
@@ -61,7 +61,7 @@ class RankDied(BatonError):
 
 
 class RankEndpoint:
-    """Rank 0's end of one other rank: a `RemoteEndpoint`, and the answers to its start."""
+    """Rank 0's connection to another rank: a `RemoteEndpoint`, and the answers to its start."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class RankEndpoint:
         failures: "queue.SimpleQueue[BatonError]",
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """`failures` gets the reason if the rank does not start. Later it counts as dead if it is
-        silent for more than `silent_s`. None: it never does.
+        """`failures` gets the reason if the rank does not start. After its start, the rank counts
+        as dead if it is silent for more than `silent_s`. None: silence is allowed.
         """
         self.rank = rank
         self._process = process
@@ -94,21 +94,21 @@ class RankEndpoint:
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
 
     def listen(self, spec: RankSpec) -> None:
-        """Sends the rank its spec and starts to listen. Raises OSError."""
+        """Sends the spec to the rank, and starts to receive its messages. Raises OSError."""
         self._frames.send(spec)
         self._thread.start()
 
     def await_joining(self, timeout_s: float) -> None:
-        """Returns when the rank goes to meet the others. Raises ConfigError, RankDied."""
+        """Waits until the rank joins the rendezvous. Raises ConfigError, RankDied."""
         assert isinstance(self._answer(timeout_s), RankJoins)
 
     def await_start(self, timeout_s: float) -> None:
-        """Returns when the rank has its part of the model. Raises ConfigError, RankDied."""
+        """Waits until the rank has its part of the model. Raises ConfigError, RankDied."""
         assert isinstance(self._answer(timeout_s), RankOpened)
         self._has_started = True
 
     def serve_as(self, config: EndpointConfig, identity: Identity) -> None:
-        """Sets what `open` asks for."""
+        """Sets the parameters that `open` sends."""
         self._request = OpenTransfer(config.incarnation, identity)
 
     def open(
@@ -124,7 +124,7 @@ class RankEndpoint:
         return answer.address
 
     def perform(self, order: TransferOrder) -> None:
-        """Sends an order. If the rank is gone, the thread that listens says so."""
+        """Sends an order. If the rank is gone, the receiving thread reports that."""
         try:
             self._frames.send(order)
         except OSError as error:
@@ -132,7 +132,7 @@ class RankEndpoint:
             self._frames.close()
 
     def counters(self) -> Mapping[str, float]:
-        """Returns the endpoint's counters, as they were with its last report."""
+        """Returns the endpoint's counters from the rank's last message."""
         return self._counters
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class RankEndpoint:
         return answer
 
     def _fail(self, failure: BatonError) -> None:
-        """Notes the reason why the rank does not start."""
+        """Records the reason why the rank does not start."""
         self._answers.put(failure)
         self._failures.put(failure)
 
@@ -169,7 +169,7 @@ class RankEndpoint:
                     self._fail(kind(f"rank {self.rank}: {message.reason}"))
                 else:
                     self._answers.put(message)
-        except Exception as error:  # a hung rank; no message of a rank is wrong
+        except Exception as error:  # a hung rank; ranks send no invalid messages
             self._on_death(error)
             raise
         died = RankDied(f"rank {self.rank} has ended{self._exit_status()}")
@@ -182,13 +182,13 @@ class RankEndpoint:
             self._on_death(died)
 
     def _check(self) -> None:
-        """Notes a second without a message. Raises RankDied if there were too many."""
+        """Counts a second without a message. Raises RankDied if there were too many."""
         silent_s = self._silence.check(self._clock.now_s())
         if self._has_started and self._silent_s is not None and silent_s > self._silent_s:
             raise RankDied(f"rank {self.rank} hangs: it has been silent for {silent_s:.0f} s")
 
     def _exit_status(self) -> str:
-        """How the process ended, in brackets; empty if it has only closed its socket."""
+        """Returns the exit status in brackets; empty if the process has only closed its socket."""
         try:
             return f" ({explain_status(self._process.wait(STATUS_TIMEOUT_S))})"
         except subprocess.TimeoutExpired:
@@ -219,7 +219,7 @@ class RankProcesses:
 
     def start(self) -> None:
         """Starts the processes, which load their parts. Raises OSError."""
-        # Memory without a name, so that nothing is left behind, however the processes end.
+        # A memfd has no name, so no file is left behind if the processes are killed.
         self._rendezvous = os.memfd_create("baton-ranks")
         rendezvous = f"/proc/{os.getpid()}/fd/{self._rendezvous}"
         steps: list[socket.socket] = []
@@ -247,7 +247,7 @@ class RankProcesses:
             self.endpoints.append(endpoint)
 
     def await_joining(self) -> None:
-        """Returns when all ranks go to meet this one, so that none is waited for in vain.
+        """Waits until all ranks join the rendezvous, so that rank 0 does not wait for a dead rank.
 
         Raises ConfigError, RankDied.
         """
@@ -255,14 +255,14 @@ class RankProcesses:
             endpoint.await_joining(READY_TIMEOUT_S)
 
     def await_start(self) -> None:
-        """Returns when all ranks have their parts. Raises ConfigError, RankDied."""
+        """Waits until all ranks have their parts. Raises ConfigError, RankDied."""
         for endpoint in self.endpoints:
             endpoint.await_start(READY_TIMEOUT_S)
 
     def reason_of(self, error: Exception) -> Exception:
-        """The reason why rank 0 does not open: `error`, or the error of the rank that failed first.
+        """Returns why rank 0 failed: `error`, or the error of the rank that failed first.
 
-        When a rank ends, operations of the others fail. Such an error says nothing to an operator.
+        When a rank ends, operations of the others fail. Those errors do not help an operator.
         """
         try:
             failure = self._failures.get(timeout=REASON_TIMEOUT_S)
@@ -281,7 +281,7 @@ class RankProcesses:
         return self.endpoints
 
     def close(self) -> None:
-        """Ends the processes: kindly, then by force."""
+        """Asks the processes to end, then kills them."""
         self.feed.close()
         for endpoint in self.endpoints:
             endpoint.close()
@@ -298,6 +298,6 @@ class RankProcesses:
 
 
 def _bound_sends(connection: socket.socket) -> None:
-    """Lets a send fail that takes too long; receives may wait for ever."""
+    """Sets a timeout for sends. Receives may wait without limit."""
     timeval = struct.pack("ll", int(SEND_TIMEOUT_S), 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -1,10 +1,10 @@
 """Judges a version that takes over by the requests that it has served. Pure.
 
-A version is given up if more of its requests fail than `update.max_failed`, and more than twice the
-share of the other versions. The same holds if more of its answers are late, beyond `router.slo_*`,
-than of the others by `update.max_late`. An answer that hangs counts as late before it ends. Both
-shares count from the begin of the present step, so that all versions have had the same load, and
-only from `update.min_requests` on.
+A version is aborted if the share of its failed requests exceeds `update.max_failed` and twice the
+share of the other versions. It is also aborted if its share of late answers (beyond `router.slo_*`)
+exceeds the others' share by `update.max_late`. A hanging answer counts as late before it ends. Both
+shares count from the begin of the present step, so that all versions have had the same load. They
+are judged only from `update.min_requests` requests on.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from engine.control import CanaryVerdict, EndedCounts, GatewayReport
 
 @dataclass(frozen=True, slots=True)
 class CanaryStanding:
-    """How a version serves in the present step. `begun_s` is None before its first request."""
+    """The results of a version in the present step. `begun_s`: None before its first request."""
 
     verdict: CanaryVerdict
     begun_s: float | None
@@ -29,7 +29,7 @@ ByGateway = tuple[EndedCounts, ...]  # in the order of the gateways' names
 
 
 def tally(reports: Iterable[GatewayReport | None], names: Iterable[str]) -> ByGateway:
-    """Sums over these versions what each gateway reports."""
+    """Returns each gateway's reported counts, summed over these versions."""
     wanted = set(names)
     return tuple(
         _total(
@@ -42,13 +42,13 @@ def tally(reports: Iterable[GatewayReport | None], names: Iterable[str]) -> ByGa
 
 
 def hung_of(reports: Iterable[GatewayReport | None], names: Iterable[str]) -> int:
-    """Sums the answers of these versions that hang now."""
+    """Returns the number of answers of these versions that hang now."""
     versions = [{} if report is None else report.versions for report in reports]
     return sum(said[name].num_hung for name in names for said in versions if name in said)
 
 
 def between(before: ByGateway, now: ByGateway) -> EndedCounts:
-    """Sums what has ended between two tallies. A gateway that is new counts from its start."""
+    """Returns the requests that ended between two tallies. A new gateway counts from its start."""
     return _total(
         each.since(was) for was, each in zip_longest(before, now, fillvalue=EndedCounts())
     )
@@ -69,7 +69,7 @@ def fault_of(
     rules: UpdateConfig,
     hung: tuple[int, int] = (0, 0),
 ) -> str | None:
-    """Returns why the new version is to be given up; None if nothing speaks against it yet.
+    """Returns the reason to abort the new version; None if there is none yet.
 
     `hung` counts the answers that hang now, of the new version and of the others.
     """
@@ -95,14 +95,14 @@ def fault_of(
 
 
 class CanaryWatch:
-    """Counts from the begin of a step: a share of requests that a version has."""
+    """Counts results since the begin of a step, in which a version has a fixed share."""
 
     def __init__(self, rules: UpdateConfig) -> None:
         self.rules = rules
         self._step: tuple[str, int] | None = None  # the version and its weight
         self._begun_s = 0.0
         self._before: tuple[ByGateway, ByGateway] = ((), ())
-        self._ended = (EndedCounts(), EndedCounts())  # in the step, as it was seen last
+        self._ended = (EndedCounts(), EndedCounts())  # counts of the step at the last check
 
     def remove(self) -> None:
         """Ends the step: an earlier attempt of the same name does not count for the next one."""
@@ -110,7 +110,7 @@ class CanaryWatch:
 
     @property
     def standing(self) -> CanaryStanding:
-        """What was seen last."""
+        """The results at the last check."""
         if self._step is None:
             return CanaryStanding(
                 CanaryVerdict.NOT_PROBED, None, own=EndedCounts(), others=EndedCounts()
@@ -128,7 +128,7 @@ class CanaryWatch:
         now_s: float,
         hung: tuple[int, int] = (0, 0),
     ) -> str | None:
-        """Returns why the version is to be given up, by what ended in this step or hangs now."""
+        """Returns the reason to abort the version, from ended and hanging requests of the step."""
         if step != self._step:
             self._step, self._begun_s, self._before = step, now_s, (new, others)
         before_new, before_others = self._before

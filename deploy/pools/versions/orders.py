@@ -29,7 +29,7 @@ def weighed(intent: Intent, order: SetWeights) -> Intent:
 
 
 def added(intent: Intent, order: AddVersion, room: int) -> Intent:
-    """Adds a version. With `takes_over` it starts with the least pools and a rollout begins."""
+    """Adds a version. With `takes_over` it starts with the smallest pools, and a rollout begins."""
     not_rolling(intent)
     version = order.version
     if not version.name or len(version.name) > MAX_NAME_LEN or not version.name.isprintable():
@@ -65,14 +65,14 @@ def added(intent: Intent, order: AddVersion, room: int) -> Intent:
 
 
 def _with(intent: Intent, version: Version) -> Intent:
-    """Adds a version behind the others of its line."""
+    """Adds a version after the others of its line."""
     place = max(n for n, each in enumerate(intent.versions) if each.line == version.line) + 1
     there = intent.versions
     return replace(intent, versions=(*there[:place], version, *there[place:]))
 
 
 def former(intent: Intent, name: str | None) -> Version:
-    """Returns the version that was replaced last, or the version `name`, as it was declared."""
+    """Returns the version that was replaced last, or the version `name`, with its declaration."""
     not_rolling(intent)
     found = [each for each in intent.former if name in (None, each.name)]
     if not found:
@@ -108,7 +108,7 @@ def _check_room(intent: Intent, newcomer: Version, first: Pools, room: int) -> N
 
 
 def finished(intent: Intent, name: str, pools: Pools | None, room: int) -> Intent:
-    """Lets a version replace all others."""
+    """Starts a rollout in which a version replaces all others."""
     not_rolling(intent)
     version = known(intent, name)
     if version.is_leaving:
@@ -148,7 +148,7 @@ def aborted(intent: Intent, name: str) -> Intent:
 
 
 def _given_back(intent: Intent, rollout: Rollout) -> Intent:
-    """Undoes a rollout as far as the other versions still run; their lost workers come back."""
+    """Undoes a rollout for the versions that still run; they get their lost workers back."""
     lost = [
         was
         for was in rollout.before
@@ -183,7 +183,7 @@ def resized(intent: Intent, name: str, pools: Pools) -> Intent:
 def moved(intent: Intent, worker: PoolWorker, role: Role) -> Intent:
     """Takes a worker from its pool and adds one to the pool of `role`.
 
-    During a rollout only workers of the new version may move. Its final pools change alike.
+    During a rollout only workers of the new version may move. Its final pools change too.
     """
     version, rollout, is_now = _staying(intent, worker.version), intent.rollout, worker.target
     assert is_now is not None

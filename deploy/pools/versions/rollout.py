@@ -38,20 +38,20 @@ from engine.control import (
 from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 
-MAX_FORMER = 4  # versions that a rollback can choose among
+MAX_FORMER = 4  # former versions that a rollback can choose from
 MAX_VERSIONS = 4  # per line; each has a router, a tokenizer and series of metrics in each gateway
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The latest facts about workers and gateways.
+    """The latest facts about workers and gateways, for the next step of a rollout.
 
     `reports` has an entry for each gateway: None if its report predates the present members.
     """
 
     workers: Mapping[WorkerId, PoolWorker]
     reports: Sequence[GatewayReport | None]
-    room: int  # for workers that are to serve
+    room: int  # most workers that can serve
 
     def serving(self, name: str) -> Counter[Role | None]:
         """Counts the workers of a version that serve, by role."""
@@ -82,7 +82,7 @@ class Scene:
         )
 
     def fault_of_probes(self, name: str) -> str | None:
-        """Returns what gateways found wrong with a version; None while one has not probed it."""
+        """Returns the fault that probes of a version found; None until all gateways probed it."""
         said = [None if r is None else r.versions.get(name) for r in self.reports]
         probes = [None if each is None else each.probe for each in said]
         if None in probes:
@@ -90,7 +90,7 @@ class Scene:
         return next((probe for probe in probes if probe), "")
 
     def longest_len(self, names: Collection[str]) -> int:
-        """Returns the longest sequence of these versions that runs or ran lately, in tokens."""
+        """Returns the longest current or recent sequence of these versions, in tokens."""
         lens = (
             said.longest_len
             for report in self.reports
@@ -101,7 +101,7 @@ class Scene:
         return max(lens, default=0)
 
     def most_len(self, version: Version) -> int | None:
-        """Returns the longest sequence that a version can hold; None while that is not known."""
+        """Returns the longest sequence that a version can hold; None while unknown."""
         own = [w for w in self.workers.values() if w.version == version.name and w.decodes()]
         if not own or any(worker.load is None for worker in own):
             return None
@@ -110,7 +110,7 @@ class Scene:
         return min([blocks * version.worker.block_size, *contexts])
 
     def is_asked_for(self, name: str) -> bool:
-        """True if a gateway has a request of a version, also one that waits for workers."""
+        """True if a gateway has a request of a version, even one that waits for workers."""
         return any(
             report is not None
             and (said := report.versions.get(name)) is not None
@@ -119,7 +119,7 @@ class Scene:
         )
 
     def num_ended(self, name: str) -> int:
-        """Counts the requests of a version that have ended, over the gateways that are heard."""
+        """Returns the number of ended requests of a version, from gateways with a report."""
         return sum(
             said.num_ended
             for report in self.reports
@@ -137,7 +137,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStep:
-    """A new intent, and the step that operators read."""
+    """A new intent, and the text of the step for operators."""
 
     intent: Intent
     subject: str
@@ -158,7 +158,7 @@ def least(pools: Pools) -> Pools:
 
 
 def next_change(intent: Intent, scene: Scene, *, has_held: bool = True) -> RolloutStep | None:
-    """Returns the next step; None while there is none. `has_held`: the canary's share has."""
+    """Returns the next step, or None. `has_held`: the canary's share was held long enough."""
     return _gone(intent, scene) or _over(intent, scene) or _rolled(intent, scene, has_held=has_held)
 
 
@@ -222,7 +222,7 @@ def ended(intent: Intent) -> Intent:
 def _canary(
     intent: Intent, to: Version, others: Sequence[Version], *, has_held: bool
 ) -> RolloutStep | None:
-    """Before step 2: a share of requests that is held for a while."""
+    """Before step 2: gives the version a share of requests that is held for a while."""
     rollout = intent.rollout
     assert rollout is not None
     share, *later = rollout.canary
@@ -241,7 +241,7 @@ def _canary(
 
 
 def _shared(intent: Intent, to: Version, others: Sequence[Version]) -> RolloutStep | None:
-    """Step 2: the share of requests."""
+    """Step 2: raises the version's share of requests."""
     staying = [v for v in others if not v.is_leaving]
     if not staying:
         return None
@@ -271,7 +271,7 @@ def _scaled(parts: Mapping[str, int], total: int) -> Iterator[tuple[str, int]]:
 
 
 def _grown(intent: Intent, to: Version, others: Sequence[Version], room: int) -> RolloutStep | None:
-    """Step 3: one more worker."""
+    """Step 3: gives the version one more worker."""
     assert intent.rollout is not None
     lacking = {role: intent.rollout.pools.of(role) - to.pools.of(role) for role in SERVING_ROLES}
     role = max(SERVING_ROLES, key=lambda each: lacking[each])
@@ -303,7 +303,7 @@ def _grown(intent: Intent, to: Version, others: Sequence[Version], room: int) ->
 
 
 def without(pools: Pools, role: Role, other: Role = Role.DRAINED) -> Pools | None:
-    """Moves one worker from `role` to `other`, or away; None if too few would be left."""
+    """Moves one worker from `role` to `other`, or out of the pools; None if too few remain."""
     try:
         return pools.moved(role, other).check()
     except ConfigError:
@@ -311,7 +311,7 @@ def without(pools: Pools, role: Role, other: Role = Role.DRAINED) -> Pools | Non
 
 
 def _alone(intent: Intent, to: Version, others: Sequence[Version]) -> RolloutStep | None:
-    """Step 4: all new requests."""
+    """Step 4: gives the version all new requests."""
     names = [version.name for version in others if not version.is_leaving]
     if not names:
         return None
@@ -330,7 +330,7 @@ def with_weights(intent: Intent, weights: Mapping[str, int]) -> Intent:
 
 
 def named(intent: Intent, name: str) -> Version:
-    """Returns the version of that name, which must be there."""
+    """Returns the version of that name, which must exist."""
     version = intent.version(name)
     assert version is not None
     return version

@@ -1,13 +1,13 @@
 """Puts models without requests to sleep, and wakes them for the next request. Pure.
 
-A model with `idle_s` has no workers while it sleeps. Gateways go on to list it, and hold its
+A model with `idle_s` has no workers while it sleeps. Gateways still list the model, and hold its
 requests. A version falls asleep in two cases:
 
 1. It has had no request for `idle_s`.
-2. Another model is to wake, and there is no room for its workers. Of the models without a running
-   request, the one that was used least lately gives way.
+2. Another model must wake, and there is no room for its workers. Then the least recently used model
+   without a running request falls asleep.
 
-It wakes when a gateway reports a request. During an update of a model it stays awake.
+A version wakes when a gateway reports a request. During an update, a model stays awake.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ from engine.control import NO_WORKERS, Asleep, Intent, Version
 
 @dataclass(slots=True)
 class _Use:
-    """When a version was last seen in use, and how many of its requests had ended then."""
+    """The time of a version's last use, and the number of its ended requests at that time."""
 
     at_s: float
     num_ended: int
 
 
 class ModelSleep:
-    """Remembers when each model was used."""
+    """Records the last use of each model, and lets models sleep and wake."""
 
     def __init__(self, workers: PoolWorkers, wanted: Wanted, history: PoolHistory) -> None:
         self._workers = workers
@@ -39,7 +39,7 @@ class ModelSleep:
         self._waiting: str | None = None  # a version that lacks room to wake
 
     def check(self, told: Intent, scene: Scene, now_s: float) -> Iterator[PoolEffect]:
-        """Changes one version at most. Gateways must have been told of the last change before."""
+        """Changes at most one version. Gateways must have received the previous change."""
         intent, self._waiting = self._wanted.intent, None
         versions = [each for line in self._wanted.limits.idle_s for each in self._able(line)]
         self._record_use(versions, scene, now_s)
@@ -65,7 +65,7 @@ class ModelSleep:
             yield f"{self._waiting} is asked for and cannot wake: {most}{why}"
 
     def _able(self, line: str) -> Iterator[Version]:
-        """Yields the version of a line, unless another one is taking its place."""
+        """Yields the version of a line, unless a rollout is replacing it."""
         own, rollout = self._wanted.intent.of_line(line), self._wanted.intent.rollout
         is_rolling = rollout is not None and any(version.name == rollout.to for version in own)
         if len(own) == 1 and not is_rolling:
@@ -77,7 +77,7 @@ class ModelSleep:
             num_ended = scene.num_ended(version.name)
             use = before.get(version.name) or _Use(now_s, num_ended)
             is_used = scene.is_asked_for(version.name) or num_ended != use.num_ended
-            # It is idle from its waking on, and not before a gateway can take requests.
+            # Idle time starts when the version wakes, and only once a gateway can take requests.
             if is_used or version.asleep is not None or not scene.reports:
                 use = _Use(now_s, num_ended)
             self._used[version.name] = use

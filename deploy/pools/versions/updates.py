@@ -1,4 +1,4 @@
-"""Carries out orders about versions, drives rollouts step by step, and gives up hopeless ones."""
+"""Carries out orders about versions, drives rollouts, and aborts rollouts that cannot succeed."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ _COMING = (WorkerState.WAITING, WorkerState.STARTING, WorkerState.JOINING)
 
 
 class VersionUpdates:
-    """Owns the time for which a rollout has made no step."""
+    """Handles versions. Owns the time since the last step of a rollout."""
 
     def __init__(
         self, workers: PoolWorkers, wanted: Wanted, restarts: Restarts, history: PoolHistory
@@ -32,7 +32,7 @@ class VersionUpdates:
         self._restarts = restarts
         self._history = history
         self._canary = CanaryWatch(wanted.limits.update)
-        self._stalled_s = 0.0  # fetches of a model do not count
+        self._stalled_s = 0.0  # without the time of fetches
         self._swept_s: float | None = None
 
     # ------------------------------------------------------------ orders
@@ -57,7 +57,7 @@ class VersionUpdates:
             yield self._history.record(now_s, name, f"has weight {weight}", "ordered")
 
     def finish(self, order: Finish, now_s: float) -> Iterator[PoolEffect]:
-        """Lets a version replace all others."""
+        """Starts a rollout in which a version replaces all others."""
         room = self._workers.room()
         self._set(orders.finished(self._wanted.intent, order.name, order.pools, room))
         yield self._history.record(now_s, order.name, "takes over from all others", "ordered")
@@ -67,7 +67,7 @@ class VersionUpdates:
         yield from self._abort(order.name, "ordered", now_s)
 
     def rollback(self, order: Rollback, now_s: float) -> Iterator[PoolEffect]:
-        """Lets a former version take over again, or gives up the one that takes over."""
+        """Lets a former version take over again, or aborts the running takeover."""
         intent = self._wanted.intent
         rollout = intent.rollout
         if rollout is not None and order.name in (None, current_beside(intent, rollout).name):
@@ -93,7 +93,7 @@ class VersionUpdates:
     # ------------------------------------------------------------ progress
 
     def roll(self, told: Intent, scene: Scene, now_s: float) -> Iterator[PoolEffect]:
-        """Makes one step at most. Gateways must have been told of it before the next one."""
+        """Makes at most one step. The next step needs gateways that have received this one."""
         intent = self._wanted.intent
         if len(intent.versions) == 1 and intent.rollout is None:
             return
@@ -111,20 +111,20 @@ class VersionUpdates:
 
     @property
     def canary(self) -> CanaryStanding | None:
-        """How the version that takes over serves; None if none can be given up any more."""
+        """The standing of the version that takes over; None if no version can be aborted."""
         intent = self._wanted.intent
         return self._canary.standing if _may_be_given_up(intent) else None
 
     def _judge(self, intent: Intent, scene: Scene, now_s: float) -> tuple[str | None, bool | None]:
-        """Returns why the version that takes over is to be given up, and if its share has held.
+        """Returns the reason to abort the version that takes over, and if its share has held.
 
-        It is judged while another version could still take its requests back. None: it
-        was not probed yet, or its workers have not reported how much they can hold.
+        It is judged while another version could still take its requests back. The second value is
+        None before it was probed, or before its workers have reported their longest sequence.
         """
         rollout = intent.rollout
         if rollout is None or not _may_be_given_up(intent):
             return None, True
-        self._canary.rules = self._wanted.limits.update  # an operator may have changed them
+        self._canary.rules = self._wanted.limits.update  # an operator may have changed the rules
         to = named(intent, rollout.to)
         others = [each.name for each in intent.of_line(to.line) if each is not to]
         if None in scene.reports:
@@ -147,7 +147,7 @@ class VersionUpdates:
     def _too_short(
         intent: Intent, scene: Scene, others: list[str]
     ) -> tuple[str | None, bool | None]:
-        """Returns why a version cannot serve the sequences that others serve, or served lately."""
+        """Returns the reason if a version cannot hold the others' current and recent sequences."""
         rollout = intent.rollout
         assert rollout is not None
         to = named(intent, rollout.to)
@@ -164,7 +164,7 @@ class VersionUpdates:
         ), True
 
     def sweep(self, now_s: float) -> Iterator[PoolEffect]:
-        """Gives up a rollout that makes no step, and new versions that cannot start."""
+        """Aborts a rollout that makes no progress, and new versions that cannot start."""
         passed_s = 0.0 if self._swept_s is None else now_s - self._swept_s
         self._swept_s = now_s
         yield from self._give_up_rollout(passed_s, now_s)
@@ -174,10 +174,10 @@ class VersionUpdates:
         intent, timeout_s = self._wanted.intent, self._wanted.limits.pools.update_timeout_s
         rollout = intent.rollout
         if rollout is None or current_beside(intent, rollout).is_over:
-            return  # it goes, and the next one becomes current
+            return  # it is removed, and the next one becomes current
         to = rollout.to
         if any(version.is_leaving for version in intent.versions):
-            self._stalled_s = 0.0  # running requests may take their time
+            self._stalled_s = 0.0  # running requests have no deadline here
         elif not self._fetches(to):
             self._stalled_s += passed_s
         why = self._why_hopeless(to)
@@ -209,9 +209,9 @@ class VersionUpdates:
                 yield from self._abort(version.name, why, now_s)
 
     def _fetches(self, name: str) -> bool:
-        """True if a worker of a version may be fetching the model; a fetch has its own deadline.
+        """True if a worker of a version may be fetching the model. A fetch has its own deadline.
 
-        A worker that ran before has the model already.
+        A worker that has run before has the model already.
         """
         version = self._wanted.intent.version(name)
         return (
@@ -226,7 +226,7 @@ class VersionUpdates:
         )
 
     def _why_hopeless(self, name: str) -> str | None:
-        """Returns why a version cannot start: a worker that does not serve fails repeatedly."""
+        """Returns why a version cannot start: a worker that does not serve keeps failing."""
         for worker in self._workers.by_id.values():
             comes = worker.state in _COMING
             if worker.version == name and comes and self._restarts.is_looping(worker.worker_id):

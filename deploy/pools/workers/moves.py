@@ -38,7 +38,7 @@ class WorkerMoves:
         yield from self.workers.start_due(now_s)
 
     def _next_move(self, now_s: float) -> PoolMove | None:
-        """Chooses a move. Workers of unknown versions stay until a gateway has been heard.
+        """Chooses a move. Workers of unknown versions stay until a gateway has reported its intent.
 
         That gateway may know their versions, and they may be the only workers that serve.
         """
@@ -49,7 +49,7 @@ class WorkerMoves:
             workers = {name: w for name, w in all_workers.items() if w.version in names}
         most = self.wanted.limits.max_workers - (len(all_workers) - len(workers))
         num_spares = self.wanted.limits.pools.spares
-        if self.wanted.intent.rollout is not None:  # it needs the room
+        if self.wanted.intent.rollout is not None:  # a rollout needs the room
             num_spares = min(num_spares, sum(w.is_spare for w in workers.values()))
         after_s = self.wanted.limits.pools.inexact_after_s
         long_dead = {

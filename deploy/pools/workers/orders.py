@@ -78,7 +78,7 @@ class WorkerOrders:
         yield self.history.record(now_s, "pools", "have other settings", "ordered")
 
     def _take_out(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
-        """Drains a worker, and wants one worker less in its pool."""
+        """Drains a worker, and reduces the wanted size of its pool by one."""
         self.wanted.intent = versions.moved(self.wanted.intent, worker, Role.DRAINED)
         if worker.state in (WorkerState.WAITING, WorkerState.STARTING):
             worker.target = Role.DRAINED
@@ -101,7 +101,7 @@ class WorkerOrders:
         limits, kept = self.wanted.limits, self.workers.kept()
         others = (each for each in self.wanted.intent.versions if each is not version)
         of_others = sum(each.pools.total for each in others)
-        # After the loss of a node there may be more workers than room: they may still change roles.
+        # After the loss of a node, workers may exceed the room. They may still change roles.
         grows = pools.total > version.pools.total
         if grows and pools.total + of_others + len(kept) > limits.max_workers:
             beside = f" beside {', '.join(kept)}, drained," if kept else ""
@@ -145,5 +145,5 @@ def _check_takes_orders(worker: PoolWorker, role: Role) -> None:
 
 
 def counts_text(pools: Pools) -> str:
-    """Returns the number of workers of each role, as operators write it."""
+    """Returns the number of workers of each role, in the form of the command line."""
     return " ".join(f"{role}={pools.of(role)}" for role in SERVING_ROLES)

@@ -1,4 +1,4 @@
-"""Chooses the next move that brings the pools closer to what is wanted. Pure.
+"""Chooses the next move that brings the pools closer to the wanted pools. Pure.
 
 Moves in this order; each only if there is none of the kinds before it:
 
@@ -51,23 +51,23 @@ class TakeSpare:
 
 @dataclass(frozen=True, slots=True)
 class BeginSpare:
-    """Start a worker that waits to take another one's place."""
+    """Start a spare worker, which waits to replace another worker."""
 
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """Make a worker mixed: no other one of its version does what `role` does."""
+    """Make a worker mixed: no other worker of its version does the work of `role`."""
 
     worker_id: WorkerId
     role: Role
-    is_exact: bool = True  # its KV has the format of that role's workers
+    is_exact: bool = True  # True if its KV format is that of the role's workers
 
 
 @dataclass(frozen=True, slots=True)
 class RestartNow:
-    """Start a dead worker at once: none can stand in for the workers of `role`."""
+    """Start a dead worker at once: no worker can stand in for the workers of `role`."""
 
     worker_id: WorkerId
     role: Role
@@ -108,12 +108,12 @@ PoolMove = TakeSpare | BeginSpare | StandIn | RestartNow | Drop | FlipTo | Begin
 
 @dataclass(frozen=True, slots=True)
 class _FleetRules:
-    """The limits of moves. A worker keeps its KV format; each role needs its own."""
+    """The limits of moves. A worker keeps its KV format, and each role requires one format."""
 
     formats: Mapping[Role, KVFormat]
-    has_room: bool  # for one more worker
-    num_spares: int  # wanted of this version
-    long_dead: Collection[WorkerId]  # another KV format may stand in for them
+    has_room: bool  # True if one more worker fits
+    num_spares: int  # wanted spares of this version
+    long_dead: Collection[WorkerId]  # dead workers that another KV format may stand in for
 
     def can_become(self, worker: PoolWorker, role: Role) -> bool:
         """True if a worker could be flipped to that role, now or later."""
@@ -132,11 +132,11 @@ def next_move(
 ) -> PoolMove | None:
     """Returns the next move; None if there is nothing to do now.
 
-    `num_spares` are wanted of the first version that stays. If all workers of a pool are in
-    `long_dead`, one with another KV format may stand in for them.
+    `num_spares` is the wanted number of spares of the first version that stays. If all workers of
+    a pool are in `long_dead`, a worker with another KV format may stand in for them.
     """
     if any(worker.target is None for worker in workers.values()):
-        return None  # a found worker tells its role soon: until then it may fill any pool
+        return None  # a found worker reports its role soon: until then it may belong to any pool
     there = {version.name for version in versions if version.has_workers}
     for worker in workers.values():
         if worker.version not in there and (move := _clear(worker)) is not None:
@@ -158,7 +158,7 @@ def next_move(
 
 
 def _clear(worker: PoolWorker) -> PoolMove | None:
-    """Chooses the next move for a worker that its version needs no more; None while it goes."""
+    """Returns the next move for a worker that is no longer needed; None while it is leaving."""
     match worker.state:
         case WorkerState.WAITING:
             return Drop(worker.worker_id)
@@ -172,7 +172,7 @@ def _clear(worker: PoolWorker) -> PoolMove | None:
 
 
 class _Fleet:
-    """Finds which pools of a version have too many workers, and which too few."""
+    """Finds the pools of a version with too many workers, and those with too few."""
 
     def __init__(
         self, workers: Mapping[WorkerId, PoolWorker], version: Version, rules: _FleetRules
@@ -195,7 +195,7 @@ class _Fleet:
 
     @property
     def lacks_room(self) -> bool:
-        """True if a worker is missing that only wants room."""
+        """True if a worker is missing only for lack of room."""
         num_flips = self._num_to_be_flipped(self._lacking())
         return not self._rules.has_room and sum(self._missing.values()) > num_flips
 
@@ -223,7 +223,7 @@ class _Fleet:
         return min(able, key=_number, default=None)
 
     def _keep_spares(self) -> PoolMove | None:
-        """Starts a missing spare, or ends one that is too many."""
+        """Starts a missing spare, or retires a surplus spare."""
         missing = self._rules.num_spares - len(self._spares)
         if missing > 0:
             calm = all(w.has_run and w.state not in AWAY for w in self._workers.values())
@@ -287,7 +287,7 @@ class _Fleet:
         return [role for role, count in self._missing.items() if count]
 
     def _surplus(self) -> list[PoolWorker]:
-        """Returns all workers of pools that have too many."""
+        """Returns all workers of the pools with a surplus."""
         return [w for role, count in self._excess.items() if count for w in self._pool[role]]
 
     def _num_to_be_flipped(self, roles: Iterable[Role]) -> int:
@@ -316,12 +316,12 @@ def _number(worker: PoolWorker) -> tuple[str, int, str]:
 
 
 def takes_last(worker: PoolWorker, role: Role, workers: Iterable[PoolWorker]) -> bool:
-    """True if its version could not prefill, or not decode, if the worker took that role."""
+    """True if the role change would leave the version without prefill or without decode."""
     return last_that(worker, role, workers) is not None
 
 
 def last_that(worker: PoolWorker, role: Role, workers: Iterable[PoolWorker]) -> str | None:
-    """Returns what its version could not do if the worker took that role: a verb, or None."""
+    """Returns the verb that the version could no longer do after the role change, or None."""
     others = [
         other
         for other in workers

@@ -11,15 +11,15 @@ from engine.messages import LoadReport, Role, WorkerId
 class WorkerState(StrEnum):
     """The stage of a worker's life."""
 
-    WAITING = "waiting"  # does not run; is started when its restart is due
+    WAITING = "waiting"  # does not run; to be started when its restart is due
     STARTING = "starting"
     JOINING = "joining"  # runs, but has no session with the controller yet
     SERVING = "serving"
-    FLIPPING = "flipping"  # was told its new role and has not confirmed it
-    DRAINING = "draining"  # was told to drain, and still holds work
-    DRAINED = "drained"  # holds no work; stays so until the operator orders something else
+    FLIPPING = "flipping"  # has been sent a new role and has not confirmed it
+    DRAINING = "draining"  # has been ordered to drain, and still has work
+    DRAINED = "drained"  # has no work; stays so until another order
     STOPPING = "stopping"
-    SPARE = "spare"  # only shown: a spare that is drained
+    SPARE = "spare"  # only for display: a drained spare
 
 
 RUNNING = (
@@ -36,66 +36,66 @@ class PoolWorker:
     """The controller's record of a worker."""
 
     worker_id: WorkerId
-    target: Role | None  # its wanted role; DRAINED if it is to go; None: found, role not known yet
-    since_s: float  # when it entered its state
+    target: Role | None  # wanted role; DRAINED if it leaves; None: found, role unknown
+    since_s: float  # time at which it entered its state
     state: WorkerState = WorkerState.WAITING
     version: str = FIRST_VERSION
-    context_len: int = 0  # tokens; 0 until it runs
-    start: int = 0  # the number of its latest start
-    address: str | None = None  # None while it does not run
-    role: Role | None = None  # as it last reported
+    context_len: int = 0  # tokens; 0 until the worker runs
+    start: int = 0  # number of its latest start
+    address: str | None = None  # None while the worker does not run
+    role: Role | None = None  # the role that it reported last
     kv_format: KVFormat | None = None
-    kernels: str = ""  # what computes there, as it last reported
+    kernels: str = ""  # the kernels that it reported last
     load: LoadReport | None = None
     is_connected: bool = False
-    lost_s: float | None = None  # when its session ended; None while it has one
-    died_s: float | None = None  # when it last ended by itself; None once it serves again
+    lost_s: float | None = None  # end of its session; None while it has a session
+    died_s: float | None = None  # time of its last death; None once it serves again
     failures: int = 0  # ends and failed starts in a row
-    restarts_now: bool = False  # its next start does not wait
-    leaves: bool = False  # is stopped once it is drained
-    is_spare: bool = False  # its target is DRAINED: it waits to take the place of a dead worker
-    refuses: set[Role] = field(default_factory=set)  # roles that it did not take
-    has_run: bool = False  # so its model is on its machine
-    moves_since_s: float | None = None  # since this flip, sequences that decode here move away
+    restarts_now: bool = False  # True if its next start does not wait
+    leaves: bool = False  # True if it is stopped once drained
+    is_spare: bool = False  # its target is DRAINED: it waits to replace a dead worker
+    refuses: set[Role] = field(default_factory=set)  # roles that it has refused
+    has_run: bool = False  # True if its machine has the model
+    moves_since_s: float | None = None  # time of the flip since which decoding sequences move away
 
     @property
     def runs(self) -> bool:
-        """True if its process listens and was not told to stop."""
+        """True if its process listens and has not been ordered to stop."""
         return self.state in RUNNING
 
     @property
     def is_ready_spare(self) -> bool:
-        """True if it can take another worker's place at once."""
+        """True if the worker can replace another worker at once."""
         return self.is_spare and self.is_connected and self.state is WorkerState.DRAINED
 
     @property
     def shown_state(self) -> WorkerState:
-        """Its state as people see it."""
+        """The state to display."""
         return WorkerState.SPARE if self.is_ready_spare else self.state
 
     @property
     def shown_role(self) -> Role | None:
-        """Its role as people see it: until it runs, the one that it will have."""
+        """The role to display: until the worker runs, its future role."""
         return self.role or self.target
 
     def order(self) -> tuple[int, tuple[str, int, str]]:
-        """Key that sorts workers for people: by role, then by number."""
+        """The key that sorts workers for display: by role, then by number."""
         return by_role(self.shown_role, self.worker_id)
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that it holds, by its last report."""
+        """The number of its sequences, by its last report."""
         return 0 if self.load is None else self.load.waiting_seqs + self.load.running_seqs
 
     @property
     def num_leaving_seqs(self) -> int:
-        """Sequences that decode here although its role does not decode: they are moved away."""
+        """The number of sequences that decode here against its role, and are moved away."""
         decodes = self.role is None or self.role.decodes
         return 0 if self.load is None or decodes else self.load.decode_seqs
 
     @property
     def is_idle(self) -> bool:
-        """True if it holds no sequence, no lease and no pull."""
+        """True if the worker has no sequence, no lease and no pull."""
         load = self.load
         return load is not None and not (
             load.waiting_seqs or load.running_seqs or load.open_leases or load.in_flight_blocks
@@ -103,15 +103,15 @@ class PoolWorker:
 
     @property
     def work_tokens(self) -> int:
-        """Its work: tokens of prompts to compute, and of contexts that it decodes."""
+        """The tokens of prompts to compute, plus the tokens of decoding contexts."""
         return 0 if self.load is None else self.load.prompt_tokens + self.load.context_tokens
 
     def prefills(self) -> bool:
-        """True if it computes prompts now, and its wanted role does too."""
+        """True if both its present role and its wanted role compute prompts."""
         return self._serves() and _both(self.role, self.target, "prefills")
 
     def decodes(self) -> bool:
-        """True if it generates tokens now, and its wanted role does too."""
+        """True if both its present role and its wanted role generate tokens."""
         return self._serves() and _both(self.role, self.target, "decodes")
 
     def _serves(self) -> bool:

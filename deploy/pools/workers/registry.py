@@ -19,8 +19,8 @@ class PoolWorkers:
 
     def __init__(self, wanted: Wanted, restarts: Restarts, history: PoolHistory) -> None:
         self.by_id: dict[WorkerId, PoolWorker] = {}
-        self.took_over = False  # an earlier controller left workers: any that serve are enough
-        self.waits_for_nodes = False  # some workers need nodes that come later: the same
+        self.took_over = False  # after an earlier controller: any serving workers are enough
+        self.waits_for_nodes = False  # some workers need later nodes: as with `took_over`
         self._wanted = wanted
         self._restarts = restarts
         self._history = history
@@ -29,7 +29,7 @@ class PoolWorkers:
     # ------------------------------------------------------------ questions
 
     def starting(self, worker_id: WorkerId, start: int) -> PoolWorker | None:
-        """Returns the worker if this is its latest start and it has not ended."""
+        """Returns the worker if `start` is its latest start and has not ended."""
         worker = self.by_id.get(worker_id)
         if worker is None or worker.state is not WorkerState.STARTING or worker.start != start:
             return None
@@ -43,7 +43,7 @@ class PoolWorkers:
         return worker
 
     def members(self) -> tuple[Member, ...]:
-        """Returns the workers that run, in the order of their names."""
+        """Returns the running workers in the order of their names."""
         return tuple(
             Member(worker.worker_id, worker.address, worker.version, worker.context_len)
             for worker in sorted(self.by_id.values(), key=lambda w: by_number(w.worker_id))
@@ -51,20 +51,20 @@ class PoolWorkers:
         )
 
     def listed(self) -> list[str]:
-        """Returns all workers with their roles, sorted for people."""
+        """Returns texts of all workers with their roles, sorted for display."""
         workers = sorted(self.by_id.values(), key=PoolWorker.order)
         return [with_role(worker.worker_id, worker.shown_role) for worker in workers]
 
     def kept(self) -> list[WorkerId]:
-        """Returns the workers that the operator drained and wants to keep running."""
+        """Returns the workers that the operator drained and that keep running."""
         return [worker.worker_id for worker in self.by_id.values() if self._is_kept(worker)]
 
     def room(self) -> int:
-        """Returns how many workers can serve: the limit without the workers kept drained."""
+        """Returns how many workers can serve: the limit less the drained workers that are kept."""
         return self._wanted.limits.max_workers - len(self.kept())
 
     def serve_enough(self) -> bool:
-        """True if gateways may start: on a first start, only once all wanted workers serve."""
+        """True if gateways may start. At a first start, all wanted workers must serve before."""
         workers = self.by_id.values()
         if self.took_over or self.waits_for_nodes:
             return any(w.prefills() for w in workers) and any(w.decodes() for w in workers)
@@ -106,7 +106,7 @@ class PoolWorkers:
         worker.state, worker.since_s = state, now_s
 
     def flip(self, worker: PoolWorker, role: Role, why: str, now_s: float) -> Iterator[PoolEffect]:
-        """Tells a worker its new role."""
+        """Sends a new role to a worker."""
         self._history.counters["flips"] += 1
         what = f"is flipped from {worker.role} to {role}"
         yield self._history.record(now_s, worker.worker_id, what, why)
@@ -115,7 +115,7 @@ class PoolWorkers:
         yield SetWorkerRole(worker.worker_id, role)
 
     def give_up_flip(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
-        """Leaves a worker its present role. Another worker takes the role that is missing."""
+        """Keeps a worker in its present role. Another worker takes the missing role."""
         if worker.state is not WorkerState.FLIPPING:
             return
         assert worker.target is not None
@@ -128,7 +128,7 @@ class PoolWorkers:
         self.enter(worker, WorkerState.DRAINED if drained else WorkerState.SERVING, now_s)
 
     def drain(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
-        """Tells a worker to finish or hand over its work and to take no more."""
+        """Orders a worker to finish or hand over its work, and to accept no more work."""
         self._history.counters["drains"] += 1
         yield self._history.record(now_s, worker.worker_id, "is drained of its work", why)
         worker.target = Role.DRAINED
@@ -142,7 +142,7 @@ class PoolWorkers:
         return StopWorker(worker.worker_id, by_force=by_force)
 
     def lose(self, worker: PoolWorker, how: str, now_s: float) -> Iterator[PoolEffect]:
-        """Notes that a wanted worker ended. It waits for its next start."""
+        """Records that a wanted worker ended. The worker waits for its next start."""
         worker_id = worker.worker_id
         outlook = self._restarts.record_end(worker_id, now_s, how)
         yield self._history.record(now_s, worker_id, how, outlook, role=worker.target)
@@ -158,7 +158,7 @@ class PoolWorkers:
         )
 
     def restart_now(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
-        """Lets a worker that died start again at once."""
+        """Makes the next start of a dead worker due now."""
         worker.restarts_now = True
         self._restarts.restart_now(worker.worker_id, now_s)
         self._history.counters["hurried starts"] += 1
@@ -167,7 +167,7 @@ class PoolWorkers:
     def troubles(self) -> Iterator[str]:
         """Yields a sentence for each worker that did not start or keeps ending, until it runs.
 
-        One that died once is back within seconds: the steps tell of it.
+        A worker that died once is back within seconds, and is shown only in the steps.
         """
         for worker_id, worker in self.by_id.items():
             why = self._restarts.why(worker_id)
@@ -195,6 +195,6 @@ class PoolWorkers:
             assert worker.moves_since_s is None or worker.role is Role.PREFILL
 
     def _free_name(self) -> WorkerId:
-        """A name says no role: a flip would make it wrong."""
+        """Returns an unused name. It contains no role, since a flip would make it wrong."""
         names = (WorkerId(f"worker-{number}") for number in count())
         return next(name for name in names if name not in self.by_id)

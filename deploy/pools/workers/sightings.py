@@ -1,4 +1,4 @@
-"""Handles facts about workers: starts, ends, sessions, roles, loads; and their deadlines."""
+"""Handles facts about workers (starts, ends, sessions, roles, loads), and their deadlines."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from deploy.pools.workers.registry import NOT_STARTED, PoolWorkers
 from engine.control import Member
 from engine.messages import Role, WorkerId
 
-FLIP_TIMEOUT_S = 10.0  # a worker answers between two steps
-UNREACHABLE_S = 30.0  # a worker without a session for this long is stopped by force
+FLIP_TIMEOUT_S = 10.0  # longest wait for a flip; a worker answers between two steps
+UNREACHABLE_S = 30.0  # a worker without a session for this time is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class WorkerSightings:
         yield self.history.record(now_s, worker.worker_id, what, role=worker.target)
 
     def on_start_failed(self, event: WorkerStartFailed, now_s: float) -> Iterator[PoolEffect]:
-        """Tries again later."""
+        """Schedules another start."""
         worker = self.workers.starting(event.worker_id, event.start)
         if worker is not None:
             self.workers.waits_for_nodes |= event.waits_for_node
             yield from self.workers.lose(worker, f"{NOT_STARTED}{event.reason}", now_s)
 
     def on_stopped(self, event: WorkerStopped, now_s: float) -> Iterator[PoolEffect]:
-        """Forgets a worker that was not wanted; starts a wanted worker again."""
+        """Removes an unwanted worker; schedules another start of a wanted worker."""
         worker = self.workers.by_id.get(event.worker_id)
         if worker is None or worker.state is not WorkerState.STOPPING:
             return
@@ -75,7 +75,7 @@ class WorkerSightings:
             yield from self.workers.lose(worker, "was stopped", now_s)
 
     def on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
-        """Starts a wanted worker again later; forgets any other worker."""
+        """Schedules another start of a wanted worker; removes any other worker."""
         worker = self.workers.by_id.get(WorkerId(event.name))
         if worker is None or not worker.runs:
             return
@@ -87,7 +87,7 @@ class WorkerSightings:
             yield from self.workers.lose(worker, event.how, now_s)
 
     def on_connected(self, event: Connected, now_s: float) -> Iterator[PoolEffect]:
-        """Takes a worker into its pool, and sends its role again if it reports another one."""
+        """Adds a worker to its pool, and sends its role again if it reports another role."""
         worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
@@ -113,7 +113,7 @@ class WorkerSightings:
             why = f"it came back as {worker.role}"
             yield from self.workers.flip(worker, worker.target, why, now_s)
             return
-        if worker.state is WorkerState.FLIPPING:  # it missed the order: its deadline begins anew
+        if worker.state is WorkerState.FLIPPING:  # it missed the order, so its deadline restarts
             self.workers.enter(worker, WorkerState.FLIPPING, now_s)
         yield SetWorkerRole(worker.worker_id, worker.target)
 
@@ -134,14 +134,14 @@ class WorkerSightings:
             return
         before = worker.role
         _record_role(worker, event.role, now_s)
-        worker.load = None  # the last report was about the role before
+        worker.load = None  # the last report was for the previous role
         if event.role is worker.target:
             if worker.state is WorkerState.FLIPPING:
                 took_s = now_s - worker.since_s
                 self.workers.enter(worker, WorkerState.SERVING, now_s)
                 what = f"is {event.role} now, {took_s:.1f} s"
                 yield self.history.record(now_s, worker.worker_id, what)
-        elif worker.state is WorkerState.SERVING:  # another program set it
+        elif worker.state is WorkerState.SERVING:  # another program set the role
             worker.target = event.role
             if event.role is Role.DRAINED:
                 self.workers.enter(worker, WorkerState.DRAINING, now_s)
@@ -151,7 +151,7 @@ class WorkerSightings:
             yield from self.workers.give_up_flip(worker, "the worker refuses it", now_s)
 
     def on_load(self, event: LoadSeen, now_s: float) -> Iterator[PoolEffect]:
-        """Ends a drain, or the moves after a flip, once the worker holds no such work."""
+        """Ends a drain, or the moves after a flip, once the worker's load shows no such work."""
         worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
@@ -193,7 +193,7 @@ class WorkerSightings:
             yield self.workers.end(worker, now_s)
 
     def _drains_too_long(self, worker: PoolWorker, waited_s: float) -> bool:
-        """A drained worker that keeps running has no deadline."""
+        """True if a drain exceeds its deadline. A worker that is kept after the drain has none."""
         drains = worker.state is WorkerState.DRAINING and worker.leaves
         return drains and waited_s >= self.wanted.limits.pools.drain_timeout_s
 

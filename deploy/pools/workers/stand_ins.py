@@ -1,14 +1,14 @@
-"""Which worker does the work of a pool whose workers have all died. Pure.
+"""Chooses the worker that replaces a pool whose workers have all died. Pure.
 
     KV formats are equal     the least loaded worker of another pool becomes mixed at once
-    they differ              the dead workers are started again at once, each once: a start after
+    KV formats differ        the dead workers are started again at once, each once: a start after
                              the first failure does not wait. After `pools.inexact_after_s` a
-                             worker of another format becomes mixed all the same, if it can: its
-                             tokens may differ from theirs
+                             worker of another format becomes mixed nevertheless, if it can. Its
+                             tokens may differ from those of the dead workers
     there is no such worker  the dead workers are started again at once
 
-Once one of them serves again, the mixed worker gets its role back. `stand_in_troubles` says in a
-sentence which of these is the case.
+Once a worker of the pool serves again, the mixed worker returns to its role. `stand_in_troubles`
+describes the present case in a sentence.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ _DUTIES = (Role.DECODE, Role.PREFILL)
 def dead_pools(workers: Iterable[PoolWorker]) -> dict[Role, list[PoolWorker]]:
     """Returns the workers of a version that have died, for each role that no other one serves.
 
-    Workers that never ran are no reason: a deployment begins with such.
+    Workers that have never run do not count, since a deployment starts with such workers.
     """
     found = {}
     all_workers = list(workers)
