@@ -1,4 +1,4 @@
-"""Services as Ray actors: started, pinged, stopped. Ray carries no request and no KV.
+"""Runs services as Ray actors: starts, pings and stops them. No request or KV goes through Ray.
 
 Only files of this folder import ray. Its files `up`, `config`, `files`, `leftovers` and
 `gcs_keeper` do not: they must work where Ray is not imported.
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 ADOPT_TIMEOUT_S = 10.0
 NODE_CHARS = 16
-KILLED_WITHIN_S = 2.0  # by Ray; then by a signal
-NURSERY = b"deploy.local.nursery_main"  # in the command line of its children
+KILLED_WITHIN_S = 2.0  # time for Ray to kill an actor, before we send a signal
+NURSERY = b"deploy.local.nursery_main"  # part of the command line of the nursery's children
 
 
 def node_name() -> str:
@@ -52,7 +52,7 @@ class ServiceActor:
     """The actor: hosts one service. Specs and answers are JSON bytes; Ray pickles none of ours."""
 
     def __init__(self, kind: str, spec: bytes, nursery: str | None) -> None:
-        """`nursery`: the port of one on this machine, whose child runs the service."""
+        """`nursery`: the port of a nursery on this machine, whose child runs the service."""
         self._kind = kind
         self._spec = spec
         self._ready = b""
@@ -99,7 +99,7 @@ class ServiceActor:
         self._hosting.stop()
 
     def stop_draining(self) -> None:
-        """Makes `stop` wait for nothing."""
+        """Makes `stop` stop waiting for answers."""
         self._hosting.stop_draining()
 
     def ping(self) -> None:
@@ -134,7 +134,7 @@ class ServiceActors:
 
     @property
     def names(self) -> set[str]:
-        """Names of all actors, also of actors that still start."""
+        """The names of all actors, including actors that are still starting."""
         return set(self._hosted)
 
     def ready(self) -> dict[str, ServiceReady]:
@@ -161,7 +161,7 @@ class ServiceActors:
         return ready
 
     def stop(self, name: str, *, by_force: bool) -> None:
-        """Ends an actor. By force, or while it still starts, it is not asked to stop."""
+        """Ends an actor. With `by_force`, or during its start, the actor is killed at once."""
         hosted = self._hosted.get(name)
         if hosted is not None and not by_force:
             self._await_stops({name: hosted})
@@ -188,10 +188,10 @@ class ServiceActors:
             try:
                 ray.get(hosted.ping)
                 hosted.ping = hosted.actor.ping.remote()
-            except ray.exceptions.ActorUnavailableError:  # it may be back in a moment
+            except ray.exceptions.ActorUnavailableError:  # the actor may be available again soon
                 hosted.ping = hosted.actor.ping.remote()
             except ray.exceptions.RayError as error:
-                if self._hosted.get(name) is hosted:  # no other thread has stopped it meanwhile
+                if self._hosted.get(name) is hosted:  # not stopped by another thread meanwhile
                     if isinstance(error, ray.exceptions.ActorDiedError):
                         del self._hosted[name]  # Ray has ended it and freed its name
                         self._end_child(hosted)
@@ -237,7 +237,7 @@ class ServiceActors:
             actor = actor_class.options(name=name, **chosen).remote(kind, encoded, self.nursery)
             self._hosted[name] = hosted = _Hosted(actor, kind)
             answer, error = b"", ""
-            # The actor may never get its place, so this wait has a deadline of its own.
+            # The actor may never get its place, so this wait has its own deadline.
             ray.get(actor.ping.remote(), timeout=READY_TIMEOUT_S)
             if has_to_fetch(kind, encoded):
                 error = ray.get(actor.fetch.remote(), timeout=FETCH_TIMEOUT_S)
@@ -289,13 +289,13 @@ class ServiceActors:
             self._drop(name)
 
     def _end_child(self, hosted: _Hosted) -> None:
-        """Ends what a dead actor may leave. It ends by itself, unless it is stopped or hangs."""
+        """Ends a dead actor's child. The child ends by itself, unless it is paused or hangs."""
         if self.nursery is not None and hosted.ready is not None:
             with _ended_after(hosted.ready.pid, at_once=True):
                 pass
 
     def _drop(self, name: str) -> None:
-        """Forgets an actor and kills it, so that its name is free again."""
+        """Removes an actor and kills it, so that its name is free again."""
         hosted = self._hosted.pop(name, None)
         if hosted is None:
             return
@@ -309,7 +309,7 @@ class ServiceActors:
 
 @contextmanager
 def _ended_after(pid: int, *, at_once: bool) -> Iterator[None]:
-    """Returns from the block when a service of this machine has ended; by force if Ray is slow.
+    """Waits at the end of the block until a local service has ended; kills it if Ray is slow.
 
     Ray asks a process to end. One that is stopped does not hear it, and keeps its ports. Once its
     raylet is dead, Ray can ask no process. A child of a nursery is killed `at_once`: Ray asks only
@@ -330,14 +330,14 @@ def _ended_after(pid: int, *, at_once: bool) -> Iterator[None]:
             log.info("Ray did not end process %d in %g s: it is killed", pid, KILLED_WITHIN_S)
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             _has_ended(pidfd)
-    except ProcessLookupError:  # it has ended by itself just now
+    except ProcessLookupError:  # the process has just ended by itself
         pass
     finally:
         os.close(pidfd)
 
 
 def _has_ended(pidfd: int) -> bool:
-    """Waits a little for the end of a process."""
+    """Waits a short time for the end of a process. Returns true if it has ended."""
     return bool(select.select([pidfd], [], [], KILLED_WITHIN_S)[0])
 
 

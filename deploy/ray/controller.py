@@ -36,11 +36,11 @@ from engine.log_context import NEWS
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 120.0  # the drain time of gateways comes on top
+STOP_TIMEOUT_S = 120.0  # for a stop, without the drain time of gateways
 ASK_TIMEOUT_S = 10.0
 DECLARE_TIMEOUT_S = READY_TIMEOUT_S + UPDATE_TIMEOUT_S
 RETRY_EVERY_S = 0.5
-READY_WITHIN_S = 10.0  # then the caller asks again
+READY_WITHIN_S = 10.0  # timeout of one call of `ready`, which the caller repeats
 REOPEN_AFTER_S = 1.0
 
 
@@ -97,12 +97,12 @@ class _ControllerActor:
         return self._asked(lambda client: _reachable(client.pools()))
 
     def differences(self, declared: bytes) -> tuple[bytes, str]:
-        """Returns what a declaration, as JSON, has otherwise; or the error."""
+        """Returns the differences of a declaration (JSON), or the error."""
         body = msgspec.json.decode(declared, type=Declaration)
         return self._asked(lambda client: client.differences(body))
 
     def declare(self, declared: bytes) -> tuple[bytes, str]:
-        """Orders what a declaration, as JSON, has otherwise. Returns the pools or the error."""
+        """Orders the changes of a declaration (JSON). Returns the pools or the error."""
         body = msgspec.json.decode(declared, type=Declaration)
         return self._asked(lambda client: _reachable(client.declare(body)))
 
@@ -196,13 +196,13 @@ def controller_pools() -> PoolsAnswer | None:
 
 
 def controller_differences(declared: Declaration) -> tuple[Difference, ...]:
-    """Returns what is declared otherwise than it runs. Raises ConfigError."""
+    """Returns the settings whose declared and running values differ. Raises ConfigError."""
     answer = _answer(_controller().differences, DECLARE_TIMEOUT_S, msgspec.json.encode(declared))
     return msgspec.json.decode(answer, type=tuple[Difference, ...])
 
 
 def controller_declare(declared: Declaration) -> PoolsAnswer:
-    """Orders what is declared otherwise than it runs. Raises ConfigError."""
+    """Orders the declared changes. Raises ConfigError."""
     answer = _answer(_controller().declare, DECLARE_TIMEOUT_S, msgspec.json.encode(declared))
     return msgspec.json.decode(answer, type=PoolsAnswer)
 

@@ -35,7 +35,7 @@ from deploy.ray.up import ANSWER, ClusterNode, HeadAnswer, Status
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 
-SETTLE_TIMEOUT_S = 4 * 3600.0  # a version may fetch its model
+SETTLE_TIMEOUT_S = 4 * 3600.0  # long, since a version may fetch its model
 SETTLE_EVERY_S = 1.0
 
 
@@ -93,12 +93,12 @@ def act(verb: str, address: str, file: Path | None) -> Status:
 
 
 def carry_out(declared: Declaration) -> Status:
-    """Carries out what is declared otherwise than it runs, and waits. Raises ConfigError."""
+    """Applies the declared changes and waits until they are done. Raises ConfigError."""
     found = left = controller_differences(declared)
     before: tuple[Difference, ...] = ()
     clock, pause = MonotonicClock(), threading.Event()
     end_s = clock.now_s() + SETTLE_TIMEOUT_S
-    while left != before and any(each.order != RESTART for each in left):  # one version each time
+    while left != before and any(each.order != RESTART for each in left):  # one version per round
         answer: PoolsAnswer | None = controller_declare(declared)
         while answer is not None and not answer.settled and clock.now_s() < end_s:
             pause.wait(SETTLE_EVERY_S)

@@ -47,8 +47,8 @@ from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-LOGS_TIMEOUT_S = 6.0  # for nodes to answer; clients of the admin API wait 10 s
-CONTROLLER = "controller"  # the name of the one actor that is no service
+LOGS_TIMEOUT_S = 6.0  # longest wait for nodes; clients of the admin API wait 10 s
+CONTROLLER = "controller"  # the name of the only actor that is not a service
 ON_HEAD = {"resources": {"node:__internal_head__": 0.001}}  # Ray gives each head one of these
 
 
@@ -70,7 +70,7 @@ class OwnRayLauncher(Launcher):
         self._actors = ServiceActors({})
         self._session = ""
         self._num_raylet_deaths = 0
-        self._lost: set[str] = set()  # services that ended with a Ray, and are not told yet
+        self._lost: set[str] = set()  # services that ended with a Ray and are not reported yet
         self._is_closing = False
         # The thread that starts and stops Ray. Ray's processes end with the thread that started
         # them, so it must last. In the main thread Ray would replace the handler of SIGTERM.
@@ -93,7 +93,7 @@ class OwnRayLauncher(Launcher):
             return ANYWHERE.with_gpus(num_gpus).room(nodes())
 
     def scarce(self, num_gpus: float) -> str:
-        """Names what this machine has of the scarcest resource."""
+        """Describes this machine's scarcest resource."""
         with self._present_ray():
             return ANYWHERE.with_gpus(num_gpus).scarce(nodes())
 
@@ -122,7 +122,7 @@ class OwnRayLauncher(Launcher):
         return self._actors.ready()
 
     def health(self) -> Mapping[str, bool]:
-        """Returns whether Ray's processes on this machine are alive."""
+        """Returns True or False (dead) for each of Ray's processes on this machine."""
         return parts_of_ray(self._session)
 
     def counters(self) -> Mapping[str, int]:
@@ -159,7 +159,7 @@ class OwnRayLauncher(Launcher):
         self._actors.stop_draining()
 
     def _open_port(self) -> None:
-        """Lets actors ask the nursery, which goes on when Ray is replaced. Raises ConfigError."""
+        """Opens the nursery to actors. It survives a replacement of Ray. Raises ConfigError."""
         if self._port is not None:
             return
         try:
@@ -221,7 +221,7 @@ class ClusterLauncher(Launcher):
         return self._placement(num_gpus).room(nodes())
 
     def scarce(self, num_gpus: float) -> str:
-        """Names what the cluster's nodes have of the scarcest resource."""
+        """Describes the scarcest resource of the cluster's nodes."""
         return self._placement(num_gpus).scarce(nodes())
 
     def keep_places(self, names: Collection[str]) -> None:
@@ -301,7 +301,7 @@ class ClusterLauncher(Launcher):
         return LogPieces(pieces, sorted(known), silent)
 
     def remove_logs(self, folder: str) -> None:
-        """Removes what services kept, on all nodes that answer."""
+        """Removes the kept log lines on all nodes that answer."""
         _on_all_nodes("forget", folder, b"")
 
     def dead(self) -> dict[str, str]:
@@ -321,7 +321,7 @@ class ClusterLauncher(Launcher):
         request_resources(bundles=[])  # otherwise Ray's autoscaler keeps nodes for them
 
     def sweep(self) -> int:
-        """Ends the actors that launchers before this one left; returns how many there were."""
+        """Ends the actors that earlier launchers left; returns their number."""
         num_left = len(self._strangers())
         self.running()
         self.stop_all()

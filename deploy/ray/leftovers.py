@@ -1,4 +1,4 @@
-"""Finds and ends the processes that a stopped cluster has left on its nodes.
+"""Finds and ends processes that a stopped cluster has left on its nodes.
 
 Ray's own report is not enough: `ray down` says that no node remains even if it could not find the
 `ray` command there. So each node is searched over ssh for processes of the cluster's session. Such

@@ -37,7 +37,7 @@ from engine.messages import Role
 log = logging.getLogger(__name__)
 
 PLACE_TIMEOUT_S = 60.0  # then it takes another role's place, or the start fails and is tried again
-CHOSEN_TIMEOUT_S = 2.0  # after this, what was just freed has been taken by others
+CHOSEN_TIMEOUT_S = 2.0  # after this time, other programs have taken freed resources
 WAIT_EVERY_S = 0.5
 PREFIX = "baton"  # group names are PREFIX:ROLE:WORKER
 NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
@@ -69,8 +69,8 @@ class RayPlaces:
         self.placement = placement
         self._held: dict[str, Held] = {}  # by worker
         self._in_use: set[str] = set()  # workers that run or start
-        self.num_stand_ins = 0  # places of another role that were taken
-        self._books = threading.Lock()  # guards these two; held briefly
+        self.num_stand_ins = 0  # number of places taken from another role's resource
+        self._books = threading.Lock()  # guards `_held` and `_in_use`; held briefly
         self._groups = threading.Lock()  # always taken before `_books`
 
     def take(self, worker: str, role: Role) -> Held:
@@ -186,7 +186,7 @@ class RayPlaces:
         return True
 
     def _stand_in(self, held: Held) -> None:
-        """Takes what another role has left. Raises NoPlace."""
+        """Takes an unused resource of another role. Raises NoPlace."""
         wanted = self.placement.needs(held.role)
         with self._groups:
             self._check_wanted(held)
@@ -206,7 +206,7 @@ class RayPlaces:
             raise NoPlace(f"no node has {what} left for {held.worker}: {there}")
 
     def _check_wanted(self, held: Held) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError if the place was given up."""
         with self._books:
             if self._held.get(held.worker) is not held:
                 raise ConfigError(f"{held.worker} was stopped while it waited for a place")

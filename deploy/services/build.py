@@ -11,14 +11,14 @@ from deploy.logs.lines import LogSource
 
 
 def import_service(kind: str) -> None:
-    """Imports what `service_of` does for this kind: "worker", "gateway" or "store"."""
+    """Imports the modules of a kind of service: "worker", "gateway" or "store"."""
     importlib.import_module(f"deploy.services.{kind}")
 
 
 def service_of(
     kind: str, spec: bytes, *, host: str | None = None, node: str = ""
 ) -> tuple[LoopService[object], LogSource]:
-    """Returns the service of an encoded spec, and what its log lines say of it.
+    """Returns the service of an encoded spec, and the source of its log lines.
 
     `host` is this node's address in its cluster; None outside of a cluster. `node` is its name.
     """

@@ -80,7 +80,7 @@ class GatewayService(LoopService[GatewayReady]):
         spec = self._spec
         config = spec.gateway
         clock, secret = MonotonicClock(), Secret(spec.token)
-        await asyncio.to_thread(library)  # so that no request waits for a compiler
+        await asyncio.to_thread(library)  # compiles now, so that no request waits for it
         self._routers = VersionRouters(
             clock=clock,
             new_router=lambda: Router(
@@ -214,7 +214,7 @@ class GatewayService(LoopService[GatewayReady]):
             self._inference.stop_draining()
 
     async def close(self) -> None:
-        """Takes no more requests, waits for running answers, and ends all sessions."""
+        """Refuses new requests, waits for running answers, and ends all sessions."""
         assert self._listener is not None
         self._routers.versions.stop()
         await asyncio.to_thread(self._close_ports)
@@ -240,7 +240,7 @@ class GatewayService(LoopService[GatewayReady]):
             await self._inference.close(self.drain_timeout_s)
 
     def _cut(self) -> None:
-        """Ends the answers that are left, each with an error."""
+        """Ends each remaining answer with an error."""
         log.warning("%d requests are ended before they are complete", self._routers.cut())
 
 
@@ -249,7 +249,7 @@ def _storage_of(config: GatewayConfig) -> Storage:
 
 
 def _open_tracing(spec: GatewaySpec, clock: Clock) -> "OtelTracing | None":
-    """Returns what sends traces, if the configuration says where to. Raises ConfigError."""
+    """Returns the sender of traces, if an endpoint is configured. Raises ConfigError."""
     endpoint = spec.gateway.trace_endpoint
     if endpoint is None:
         return None
@@ -282,7 +282,7 @@ def _open_tls(config: GatewayConfig) -> TlsFiles | None:
 
 
 def _open_keys(config: GatewayConfig, clock: Clock) -> KeyFinder | None:
-    """The keys of clients; None if the gateway needs none. Raises KeysError."""
+    """Returns the keys of clients; None if the gateway needs no keys. Raises KeysError."""
     if config.keys_file is None:
         return FixedKeys(config.key_hashes) if config.api_key else None
     keys = KeyFile(Path(config.keys_file).expanduser(), clock)

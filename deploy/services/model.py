@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 def has_to_fetch(kind: str, spec: bytes) -> bool:
-    """True if `fetch` may take long. Gateways fetch their small part while they open."""
+    """True if `fetch` may take long. Gateways fetch their few files while they open."""
     return kind == "worker" and is_remote(msgspec.json.decode(spec, type=WorkerSpec).model)
 
 
 def fetch(kind: str, spec: bytes) -> None:
-    """Brings a worker's model to this machine, which takes as long as the download.
+    """Downloads a worker's model to this machine if necessary.
 
     Raises ConfigError.
     """

@@ -2,10 +2,10 @@
 
 All gateways accept connections from one socket of a port, so the kernel has one queue of them:
 
-- A gateway that is stopped or stuck takes none: the others take all. With SO_REUSEPORT each process
-  has a queue of its own, and connections in the queue of a stopped process wait or are lost.
-- A gateway that dies takes no waiting connection with it, and its successor finds the port as it
-  was. As long as any process holds the socket, connections wait in the queue, and none is refused.
+- A gateway that is paused or stuck accepts no connections: the others accept all. With SO_REUSEPORT
+  each process would have its own queue, and connections of a paused process would wait or be lost.
+- A gateway that dies loses no waiting connection, and its successor uses the same port. As long as
+  any process holds the socket, connections wait in the queue, and none is refused.
 
 The process with the socket listens on a Unix socket in a private directory, `<port>-<process>`, and
 sends each caller a descriptor. On one machine `baton serve` holds the sockets, and is asked first.
@@ -25,10 +25,10 @@ from router.edge.listener import BACKLOG
 
 log = logging.getLogger(__name__)
 
-TAKE_TIMEOUT_S = 2.0  # a holder that is stopped does not answer
+TAKE_TIMEOUT_S = 2.0  # longest wait for a holder, which may be paused
 CLOSE_TIMEOUT_S = 10.0
 HTTP, GRPC = "http", "grpc"  # the ports
-DEPLOYMENT = "deployment"  # the holder that lives as long as all
+DEPLOYMENT = "deployment"  # the holder that lives as long as the deployment
 
 
 class PortHolder:
@@ -55,7 +55,7 @@ class PortHolder:
         self._thread.start()
 
     def close(self) -> None:
-        """Lets go of the port: it is free once the last process has closed it too."""
+        """Closes the socket. The port is free once the last process has closed it."""
         with contextlib.suppress(OSError):
             self._calls.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -78,7 +78,7 @@ class PortHolder:
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """Raises ConfigError if the port is taken."""
+    """Returns a listening socket. Raises ConfigError if the port is taken."""
     try:
         return _never_blocking(socket.create_server((host, port), backlog=BACKLOG))
     except OSError as error:
@@ -116,9 +116,10 @@ def take_socket(path: Path) -> socket.socket:
 def take_or_listen(
     directory: Path, port_name: str, process: str, address: tuple[str, int]
 ) -> tuple[socket.socket, PortHolder]:
-    """Returns the socket of a port, and what hands it on from this process.
+    """Returns the socket of a port, and the holder that hands it on from this process.
 
-    It comes from a process that has it. If none answers, this one listens. Raises ConfigError.
+    The socket comes from a process that has it. If no process answers, this process listens.
+    Raises ConfigError.
     """
     holder = PortHolder(directory, port_name, process)
     others = (path for path in sorted(directory.glob(f"{port_name}-*")) if path != holder.path)

@@ -1,9 +1,8 @@
-"""The keeper of a store: it holds the store's memory, starts its process, and starts it again.
+"""The keeper of a store: it holds the store's memory, and starts and restarts the store's process.
 
-The launcher watches the keeper like any service. The memory is two memfds without names, which the
-store's process gets as descriptors. If that process dies, the next one finds in them what was
-there, and listens on the same ports. If the keeper dies, the store's process ends, and with it the
-memory.
+The launcher watches the keeper like any service. The memory is two memfds, which the store's
+process gets as descriptors. If that process dies, the next process recovers the blocks from them
+and listens on the same ports. If the keeper dies, the store's process ends and the memory is freed.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ STOP_WORD = b"stop"
 
 
 class StoreOrder(msgspec.Struct, frozen=True):
-    """What the store's process is started with, beside the descriptors of slab and table."""
+    """The parameters of the store process's start, beside the descriptors of slab and table."""
 
     spec: StoreSpec
     log_node: str
@@ -44,7 +43,7 @@ class StoreOrder(msgspec.Struct, frozen=True):
 
 
 class StoreAnswer(msgspec.Struct, frozen=True):
-    """Its answer."""
+    """The store process's answer once it listens."""
 
     address: str = ""
     control: str = ""
@@ -53,7 +52,7 @@ class StoreAnswer(msgspec.Struct, frozen=True):
 
 
 class StoreService(LoopService[StoreReady]):
-    """A store from open to close, over any number of lives of its process."""
+    """A store from open to close, over any number of restarts of its process."""
 
     def __init__(self, spec: StoreSpec, log_node: str = "") -> None:
         """`log_node` names the folder of this node's log lines."""
@@ -67,7 +66,7 @@ class StoreService(LoopService[StoreReady]):
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> StoreReady:
-        """Takes the memory and starts the process. Raises ConfigError, OSError."""
+        """Allocates the memory and starts the process. Raises ConfigError, OSError."""
         num_bytes = self._spec.config.memory_mib * 2**20
         self._slab = SharedMemory.make(num_bytes)
         self._table = SharedMemory.make(table_bytes(num_bytes))
@@ -83,7 +82,7 @@ class StoreService(LoopService[StoreReady]):
         )
 
     async def close(self) -> None:
-        """Ends the process, and lets go of the memory."""
+        """Ends the process and frees the memory."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -120,7 +119,7 @@ class StoreService(LoopService[StoreReady]):
         return msgspec.json.decode(answer, type=StoreAnswer)
 
     async def _watch(self) -> None:
-        """Starts the process again whenever it ends."""
+        """Restarts the process whenever it ends."""
         pause_s, num_failed = FIRST_PAUSE_S, 0
         never = asyncio.get_running_loop().create_future()
         while True:

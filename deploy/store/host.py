@@ -104,7 +104,7 @@ MAX_OBJECT_BLOCKS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class StorePlace:
-    """What a store's keeper gives it: memory that outlives it, and the ports of its last life."""
+    """The keeper's resources for a store: memory that outlives it, and its previous ports."""
 
     slab: SharedMemory
     table: SharedMemory
@@ -115,7 +115,7 @@ class StorePlace:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Who a store is."""
+    """The identity of a store."""
 
     name: WorkerId
     version: str  # the model's
@@ -125,7 +125,7 @@ class StoreIdentity:
 
 
 class _Running:
-    """What exists once the layout is known."""
+    """The parts that exist once the layout is known."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Running:
         return found
 
     def welcome(self, name: WorkerId) -> Welcome:
-        """Returns what the store says of itself to gateways."""
+        """Returns the store's introduction to gateways."""
         return Welcome(
             version=PROTOCOL_VERSION,
             worker_id=name,
@@ -329,19 +329,19 @@ class StoreHost:
         return _kind_of(info) == _kind_of(run.info) and info.pulls_unchanged
 
     def joined(self, info: Welcome) -> None:
-        """Begins to follow a peer."""
+        """Starts to track a peer's blocks."""
         self._handle_now(PeerJoined(info.worker_id, info.role is Role.STORE))
 
     def lost(self, peer_id: WorkerId) -> None:
-        """Forgets a peer."""
+        """Removes a peer."""
         self._handle_now(PeerLost(peer_id))
 
     def news(self, peer_id: WorkerId, events: Collection[BlockEvent]) -> None:
-        """Takes a peer's block events."""
+        """Handles a peer's block events."""
         self._handle_now(PeerNews(peer_id, tuple(events)))
 
     def offered(self, peer_id: WorkerId, message: BlocksOffered) -> None:
-        """Takes a worker's answer."""
+        """Handles a worker's answer."""
         self._handle_now(FromPeer(peer_id, message))
 
     # ------------------------------------------------------------ the start
@@ -420,7 +420,7 @@ class StoreHost:
             self._on_crash(error)
 
     async def _open_disk(self, run: _Running, identity: bytes, block_bytes: int) -> None:
-        """Opens the disk tier beside all else: a large one takes seconds. Tries until it can."""
+        """Opens the disk tier in the background, which may take seconds. Retries after failures."""
         directory = self._config.disk
         if directory is None:
             return
@@ -436,7 +436,7 @@ class StoreHost:
             try:
                 tier, shelf = await asyncio.to_thread(opened)
                 break
-            except BatonError as error:  # serving goes on without the disk
+            except BatonError as error:  # the store serves without the disk
                 if self._faults.get(Medium.DISK) != str(error):
                     log.error("blocks are not kept on disk for now: %s", error)
                 self._faults[Medium.DISK] = str(error)
@@ -485,12 +485,12 @@ class StoreHost:
         try:
             effects = run.machine.handle(event, self._clock.now_s())
             run.follow_up(effects, self._peers, self._gateways)
-        except Exception as error:  # a bug: a store that lost its way must not go on
+        except Exception as error:  # a bug: the store's state may be wrong, so it must not continue
             self._on_crash(error)
             raise
 
     def _on_transfer(self, event: Event) -> None:
-        """Takes a report of the transfer thread."""
+        """Handles a report of the transfer thread."""
         assert isinstance(event, LeaseEnded | PullDone | PullFailed)
         self._loop.call_soon_threadsafe(self._handle_now, event)
 
@@ -523,7 +523,7 @@ class StoreHost:
         return run.welcome(self._identity.name)
 
     def _report(self) -> None:
-        """Tells all gateways what the store holds."""
+        """Sends a load report to all gateways."""
         run = self._run
         if run is None or self._is_closed:
             return
@@ -549,7 +549,7 @@ class StoreHost:
 
 
 class _StoreListener:
-    """Takes the messages of one gateway."""
+    """Handles the messages of one gateway."""
 
     def __init__(self, gateway_id: GatewayId, handle: Callable[[StoreEvent], None]) -> None:
         self._gateway_id = gateway_id
@@ -583,7 +583,7 @@ def _shelf_of(
 
 
 def _remove_disk(directory: Path, info: Welcome) -> None:
-    """Removes the blocks of a version that is over."""
+    """Removes the blocks of a removed version."""
     folder = identity_directory(directory, _digest(info))
     try:
         remove_directory(folder)

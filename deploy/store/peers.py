@@ -42,26 +42,26 @@ _LINK_ERRORS = (ConnectionError, TimeoutError, ProtocolError, OSError)
 
 
 class PeerListener(Protocol):
-    """What a store does with news of its peers. Every method is called on the event loop."""
+    """Handles the events of a store's peers. Every method is called on the event loop."""
 
     def admits(self, info: Welcome) -> bool:
         """Returns True if this peer's blocks are of use here. Called at each handshake."""
         ...
 
     def joined(self, info: Welcome) -> None:
-        """A session has begun."""
+        """Called when a session has begun."""
         ...
 
     def lost(self, peer_id: WorkerId) -> None:
-        """A session is over."""
+        """Called when a session has ended."""
         ...
 
     def news(self, peer_id: WorkerId, events: Collection[BlockEvent]) -> None:
-        """Block events came, in order."""
+        """Called with block events, in order."""
         ...
 
     def offered(self, peer_id: WorkerId, message: BlocksOffered) -> None:
-        """A worker answered."""
+        """Called with a worker's answer."""
         ...
 
 
@@ -82,7 +82,7 @@ class StorePeers:
 
     @property
     def num_open(self) -> int:
-        """Sessions that are open."""
+        """The number of open sessions."""
         return len(self._clients)
 
     def follow(self, addresses: Collection[str]) -> None:

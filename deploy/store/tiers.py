@@ -42,22 +42,22 @@ SEGMENT_WAIT_S = 2.0  # for more blocks, before a segment that is not full is wr
 
 
 class LoadPace:
-    """How long loads take, as means in which older ones fade."""
+    """The times of loads, as means in which older loads weigh less."""
 
     def __init__(self) -> None:
         self._begun_s: float | None = None
         self._num = 0
-        self.fixed_s = 0.0  # until the first block of a burst is there
-        self.block_s = 0.0  # from one block of a burst to the next
+        self.fixed_s = 0.0  # time until the first block of a burst is loaded
+        self.block_s = 0.0  # time from one block of a burst to the next
         self.is_known = False
 
     def begin(self, now_s: float) -> None:
-        """Notes a load that is under way."""
+        """Records the start of a load."""
         if self._begun_s is None:
             self._begun_s, self._num = now_s, 0
 
     def end(self, now_s: float, *, is_last: bool) -> None:
-        """Notes the end of a load. `is_last`: no other one is under way."""
+        """Records the end of a load. `is_last`: no other load is in flight."""
         if self._begun_s is None:
             return
         self._num += 1
@@ -105,7 +105,7 @@ class LowerTier(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends. Nothing is written to memory from now on."""
+        """Closes the tier. No load writes to memory after that."""
         ...
 
 
@@ -172,7 +172,7 @@ class DiskShelf(LowerTier):
         self._tier.clear()
 
     async def close(self) -> None:
-        """Ends, and waits for what is under way."""
+        """Waits for requests in flight, and closes the tier."""
         self._timer.cancel()
         self._loop.remove_reader(self._tier.fd)
         await asyncio.to_thread(self._tier.close, CLOSE_TIMEOUT_S)
@@ -343,6 +343,6 @@ class ObjectShelf(LowerTier):
             self._when_done(self._tier.refresh(), self._tell_all)
 
     def _tell_all(self) -> None:
-        """Says what is there: other stores write and delete too."""
+        """Reports all listed blocks, since other stores write and delete too."""
         links = [(entry.block_hash, entry.parent) for entry in self._tier.hashes()]
         self._on_event(TierListed(self.medium, links))

@@ -20,7 +20,7 @@ MAX_EVENTS = 500
 
 
 class View(StrEnum):
-    """What the table shows."""
+    """The views that the table can show."""
 
     POOLS = "pools"
     WORKERS = "workers"
@@ -48,7 +48,7 @@ COLUMNS: dict[View, tuple[str, ...]] = {
 
 
 class TopRow(msgspec.Struct, frozen=True):
-    """One row: its key, its cells, and all that is known of it."""
+    """One row of the table: its key, its cells, and all its fields."""
 
     key: str
     cells: tuple[str, ...]
@@ -93,7 +93,7 @@ def headline(seen: TopSeen) -> str:
 
 
 def detail_text(row: TopRow) -> str:
-    """Returns all that is known of a row, a field a line."""
+    """Returns all fields of a row, one field per line."""
     fields = msgspec.to_builtins(row.detail)
     return "\n".join(_lines(fields, ""))
 

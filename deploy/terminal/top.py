@@ -37,7 +37,7 @@ MAX_LINES = 30  # in a preview
 
 
 class TopDeployment(Protocol):
-    """What the screen needs of `deploy.admin.client.AdminClient`."""
+    """The methods of `deploy.admin.client.AdminClient` that the screen uses."""
 
     url: str
 
@@ -84,7 +84,7 @@ class TopPage(ModalScreen[None]):
 
 
 class Confirmation(ModalScreen[bool]):
-    """Shows what an order would do. Only `y` gives it."""
+    """Shows the effects of an order. Only the key `y` gives the order."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "give the order"),
@@ -165,7 +165,7 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begins to ask."""
+        """Starts to query the admin API."""
         self.title = "baton top"
         self.query_one(DataTable).focus()
         self.set_interval(ASK_EVERY_S, self._ask)
@@ -175,7 +175,7 @@ class Top(App[None]):
 
     @work(thread=True, exclusive=True, group="ask", exit_on_error=True)
     def _ask(self) -> None:
-        """Asks for all that is shown. Without an answer the last one stays, and this is said."""
+        """Queries the shown data. On failure, the last data stay and the screen shows this."""
         deployment = self._deployment
         try:
             seen = TopSeen(

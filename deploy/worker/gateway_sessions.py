@@ -32,14 +32,14 @@ MAX_UNSENT_BYTES = 16 * 2**20  # to one gateway, which is cut off if it has more
 
 
 class GatewayListener(Protocol):
-    """Takes the messages of one session."""
+    """Handles the messages of one session."""
 
     def take(self, message: ToWorker) -> None:
         """Takes a message. A second `Hello` has no meaning and is never passed on."""
         ...
 
     def close(self) -> None:
-        """Ends with the session; nothing of it may follow."""
+        """Called at the session's end. The listener must emit no event after that."""
         ...
 
 
@@ -56,7 +56,7 @@ class GatewaySessions:
         on_lost: Callable[[GatewayId], None],
         port: int = 0,
     ) -> None:
-        """`welcome` is what a gateway gets now. `port` 0: the system chooses."""
+        """`welcome` returns the answer to a gateway's hello. `port` 0: the system chooses."""
         self._welcome = welcome
         self._listen = listen
         self._on_lost = on_lost
@@ -118,7 +118,7 @@ class GatewaySessions:
             log.info("gateway %s is gone", gateway_id)
 
     def _known(self, messages: Sequence[ToWorker]) -> GatewayId | Refused:
-        """Returns who says hello, or why it may not begin a session."""
+        """Returns the id of the gateway that says hello, or the reason to refuse it."""
         match messages:
             case [Hello(version=version)] if version != PROTOCOL_VERSION:
                 return Refused(

@@ -1,4 +1,4 @@
-"""What this process uses of the machine: CPU time, memory and open files."""
+"""This process's use of CPU time, memory and open files."""
 
 import os
 import resource

@@ -2,8 +2,8 @@
 
 A message without a grammar passes at once. Opening a guide means a compile and a replay of the
 answer so far: up to a second of a thread. Neither the step loop nor the session's reader waits for
-it. The messages of one sequence stay in order: they wait here behind the one that brings its
-grammar.
+it. The messages of one sequence stay in order: they wait here behind the message that brings the
+sequence's grammar.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class RequestIds:
         self._client_ids: dict[SeqId, str] = {}  # for sequences that have one, oldest first
 
     def record(self, seq_id: SeqId, client_id: str) -> None:
-        """Keeps what the client calls the request. Of very many the oldest are forgotten."""
+        """Keeps the client's id of a request. If there are too many ids, the oldest are dropped."""
         if not client_id:
             return
         self._client_ids.pop(seq_id, None)
@@ -63,7 +63,7 @@ class RequestIds:
 
 
 class SessionInbox:
-    """Takes the messages of one session, on one event loop.
+    """Handles the messages of one session, on one event loop.
 
     `put` gets every message as an event, with its guide if it has one. `on_crash` gets bugs.
     """
@@ -128,7 +128,7 @@ class SessionInbox:
             task.add_done_callback(self._ended)
 
     def close(self) -> None:
-        """Forgets waiting messages: the session is over, and no event of it may follow."""
+        """Drops waiting messages: the session has ended, and no event of it may follow."""
         for task in self._tasks:
             task.cancel()
         self._behind.clear()

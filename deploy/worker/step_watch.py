@@ -33,11 +33,11 @@ class StepWatch:
         self._is_early = True
 
     def turn(self) -> None:
-        """Notes that the step loop begins a turn."""
+        """Records that the step loop begins a turn."""
         self._num_turns += 1
 
     def begin(self, plan: BatchPlan) -> None:
-        """Notes that a step begins in this turn."""
+        """Records that a step begins in this turn."""
         kind = frozenset(map(_kind, plan.rows))
         self._is_early = self._num_steps[kind] < NUM_FIRST_STEPS
         self._num_steps[kind] += 1
