@@ -48,7 +48,7 @@ class Proposal(msgspec.Struct, frozen=True):
 class DraftOption:
     """One way to draft for one candidate."""
 
-    index: int  # of the candidate in the list of candidates
+    index: int  # the candidate's place in the list
     proposer: Proposer
     share: float  # share of its tokens likely to be kept
     token_s: float  # cost of each token
@@ -84,7 +84,7 @@ class DraftChooser:
     def __init__(
         self, acceptance: Acceptance, *, uses_ngrams: bool, uses_draft_model: bool
     ) -> None:
-        self.expected_gain = 0.0  # of the latest choice, times the plain rate; 0 without a draft
+        self.expected_gain = 0.0  # the latest choice's, times the plain rate; 0 without a draft
         self._acceptance = acceptance
         self._uses_ngrams = uses_ngrams
         self._uses_draft_model = uses_draft_model

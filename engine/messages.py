@@ -325,7 +325,7 @@ class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfferBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Lease those of these blocks that the worker holds, in this order: a store will copy them."""
+    """Asks a worker to lease the blocks that it holds, in this order: a store will copy them."""
 
     seq_id: SeqId
     hashes: Hashes
@@ -470,8 +470,8 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
     token: int
     finish: FinishReason | None
-    logprobs: Logprobs | None = None  # of `token`, if requested
-    prompt_logprobs: list[Logprobs] = []  # of the prompt's tokens, from the second one on
+    logprobs: Logprobs | None = None  # for `token`, if requested
+    prompt_logprobs: list[Logprobs] = []  # for the prompt's tokens, from the second one on
     embedding: bytes = b""  # fp32 [hidden], little-endian; of models that embed
 
 

@@ -89,7 +89,7 @@ class EndpointConfig:
     """The worker's identity, secret, transport and deadlines."""
 
     worker_id: WorkerId
-    incarnation: Incarnation  # of the worker: the same at all its ranks
+    incarnation: Incarnation  # the worker's: the same at all its ranks
     identity: Identity
     secret: Secret
     transport: Transport = Transport.AUTO

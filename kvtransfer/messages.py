@@ -31,7 +31,7 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """A rank's terms for exchanging blocks. `kvtransfer.wire` compares two of them."""
 
     fingerprint: str  # covers model, weights and configuration
-    layout: KVLayout  # of the whole model: the same at all ranks and workers
+    layout: KVLayout  # the whole model's: the same at all ranks and workers
     shard: Shard = Shard()  # the share of the layout that this rank's records hold
     kv_wire_dtype: KVFormat | None = None  # format on the wire; None: no conversion
     group: Shards = ()  # all ranks of the worker, in order; empty: a single rank

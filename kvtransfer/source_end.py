@@ -25,7 +25,7 @@ from kvtransfer.transports.zmq import ZmqTransport
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**16  # of a message from a sink; sinks send no payload
+MAX_MESSAGE_BYTES = 2**16  # for a message from a sink; sinks send no payload
 MAX_UNREAD_MESSAGES = 1024  # queued for one sink; a sink with more is disconnected
 MAX_MESSAGES_PER_TURN = 64  # handled before sources and deadlines
 

@@ -56,7 +56,7 @@ class Wire:
     unpacking: tuple[RecordPiece, ...]  # from the shared record to the sink's record
     pieces: tuple[RecordPiece, ...] | None  # from record to record; None if formats differ
     layout: KVLayout  # layout of the record on the wire
-    record_bytes: int  # of a block on the wire; zero if other ranks give the sink all its bytes
+    record_bytes: int  # a block's on the wire; zero if other ranks give the sink all its bytes
     num_holders: int  # number of sink ranks that hold each lease of this source rank
 
 

@@ -58,7 +58,7 @@ USUAL_HEAD_DIM = 128  # checked with windows and softcaps too: each compiles its
 HEAD_DIMS = (USUAL_HEAD_DIM, 256, 96, 80, 64)
 
 # Relative to a query's largest result element. bf16 has 8 bits; a token left out of a context
-# of 1000 changes a result by more than this.
+# with 1000 tokens changes a result by more than this.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-3}
 STORE_SLACK = {KVFormat.FP8_E4M3: 1e-5, KVFormat.INT8: 1e-5, KVFormat.INT4: 1e-2}
 MATMUL_TOLERANCE = 2**-7

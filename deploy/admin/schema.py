@@ -310,7 +310,7 @@ class StoreInfo(msgspec.Struct, frozen=True):
     node: str  # its node; empty on a single machine
     state: StoreState
     is_connected: bool
-    pid: int | None  # of its process
+    pid: int | None  # its process's
     address: str | None
     block_size: int  # tokens of a block
     block_bytes: int

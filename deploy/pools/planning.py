@@ -139,7 +139,7 @@ class Planning:
         self._planners: dict[str, Planner] = {}  # by line; empty while planning is off
         self._needs: dict[str, int] = {}  # wanted workers by line, if its planner asks for room
         self._num_decisions = 0
-        self.reasons: tuple[str, ...] = ()  # of the latest proposal, even without a change
+        self.reasons: tuple[str, ...] = ()  # for the latest proposal, even without a change
         self.room_for: int | None = None  # workers of all roles; None: no request
         self.decisions: deque[PlannerDecision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[tuple[DecisionKind, DecisionOutcome]] = Counter()

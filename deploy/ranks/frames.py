@@ -25,7 +25,7 @@ class RankSpec(msgspec.Struct, frozen=True, tag=True):
 
     place: RankPlace
     worker: WorkerSpec
-    directory: str  # of the model
+    directory: str  # the model's
     rendezvous: str  # the file through which the ranks find each other
 
 
@@ -50,7 +50,7 @@ class OpenTransfer(msgspec.Struct, frozen=True, tag=True):
     """Open the transfer endpoint."""
 
     incarnation: Incarnation
-    identity: Identity  # of this rank
+    identity: Identity  # this rank's
 
 
 class TransferOpened(msgspec.Struct, frozen=True, tag=True):

@@ -63,7 +63,7 @@ class Fetch(msgspec.Struct, frozen=True):
     indices: tuple[int, ...]  # positions of the blocks in the lease
     source_blocks: tuple[int, ...]  # block ids at the source
     block_ids: tuple[BlockId, ...]  # block ids here
-    word: LeaseWord | None = None  # of the lease; unchanged after the copy, it proves the blocks
+    word: LeaseWord | None = None  # the lease's; unchanged after the copy, it proves the blocks
 
 
 class CloseSource(msgspec.Struct, frozen=True):

@@ -191,7 +191,7 @@ class RankedPulls:
         self._identity = identity
         self._sink = sink
         self._pulls = PullGroups()
-        self.parts: dict[SeqId, list[SeqId]] = {}  # of each pull whose end is not reported
+        self.parts: dict[SeqId, list[SeqId]] = {}  # for each pull whose end is not reported
         self.wholes: dict[SeqId, tuple[SeqId, Member]] = {}  # by part: the pull and the member
 
     def order(self, order: HoldLease | StartPull | AbortPull, now_s: float) -> list[SinkEffect]:

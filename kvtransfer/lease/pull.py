@@ -94,7 +94,7 @@ class Pull:
     here: dict[int, None] = field(default_factory=dict)  # arrived blocks, in order of arrival
     good: set[int] = field(default_factory=set)  # blocks `here` that are proven correct
     num_damaged: int = 0  # messages whose checksum was wrong
-    stamp: int = -1  # of the latest Hold
+    stamp: int = -1  # the latest Hold's
     num_here_at_stamp: int = 0
     releasing: bool = False  # all blocks are here and Release is sent
     done: bool = False  # PullDone is reported; only the answer to Release is missing

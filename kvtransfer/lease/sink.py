@@ -317,7 +317,7 @@ class SinkMachine:
 
         The pull that asked longest ago is first. So all pulls share the window, and a short
         hand-over does not wait for the end of a long one. While one pull lacks room, no other pull
-        asks for blocks. So many short pulls cannot keep a large batch out of the window.
+        asks for blocks. Thus many short pulls cannot keep a large batch out of the window.
         """
         source.lacks_room = False
         pulls = [

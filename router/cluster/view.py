@@ -53,7 +53,7 @@ class Foreign(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0  # in prompts that wait or are being computed
     seqs: int = 0  # sequences that decode or will decode
     blocks: int = 0  # filled by these sequences at their present lengths
-    context_tokens: int = 0  # of these sequences
+    context_tokens: int = 0  # in these sequences
 
 
 NOTHING = Foreign()

@@ -100,7 +100,7 @@ class Exchange:
         self.streams_body = False
         self.body = bytearray()  # received but not taken yet
         self.more_body = True
-        self.has_begun = self.is_complete = False  # of the response
+        self.has_begun = self.is_complete = False  # the response's state
         self._way = way
         self._expects_continue = expects_continue
         self._arrived = asyncio.Event()  # set by more of the body, or its end

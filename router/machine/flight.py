@@ -167,7 +167,7 @@ class Flight:
     prefix_pull_s: float | None = None
     move_pull_s: float | None = None
     workers: tuple[str, str] = ("", "")
-    decision: Decision | None = None  # of the latest placement
+    decision: Decision | None = None  # for the latest placement
     kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # left cached by lost attempts
     limits: Limits = field(init=False)  # limits of the request, with its effective TPOT bound
     hashes: PrefixHashes = field(init=False)

@@ -228,4 +228,4 @@ class Forecast:
     wait_s: float | None = None  # until all its prompts are computed
     tpot_s: float | None = None  # one step of all sequences that it decodes or is to decode
     alone_s: float | None = None  # one step of one sequence
-    errors: CostErrors = field(default_factory=CostErrors)  # of such workers
+    errors: CostErrors = field(default_factory=CostErrors)  # for such workers

@@ -70,7 +70,7 @@ class TextModel:
         *,
         templates: ChatTemplates | None = None,
         eos_token_ids: tuple[int, ...] = (),
-        vocab_size: int | None = None,  # of the model; None: of the tokenizer
+        vocab_size: int | None = None,  # the model's; None: the tokenizer's
         file: Path | None = None,
         defaults: SamplingDefaults = NO_DEFAULTS,
         forms: AnswerForms | None = None,  # None: only forms recognised by tokens alone

@@ -67,6 +67,23 @@ def test_no_public_name_has_a_replaced_word():
     ]
 
 
+def test_nouns_are_said_again():
+    """A comment behind code is no fragment, and a number has a name."""
+    riddle = re.compile(r"\S +# of\b|\b(?:so many|so much|what of|whoever)\b", re.IGNORECASE)
+    prose = {
+        path: text
+        for path, text in FILES.items()
+        if path.startswith((*house.PRODUCT, "docs/", "README")) and not path.endswith(".json")
+    }
+    found = [
+        f"{path}: {line.strip()}"
+        for path, text in prose.items()
+        for line in text.splitlines()
+        if riddle.search(line)
+    ]
+    assert not found
+
+
 @pytest.mark.parametrize(
     ("text", "lengths"),
     [

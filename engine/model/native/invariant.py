@@ -45,7 +45,7 @@ ELEMENTWISE = (
 )
 IN_PLACE = ("elu", "exp", "gelu", "mish", "sigmoid", "silu", "tanh")
 
-_active: "InvariantProducts | None" = None  # of the model that runs now
+_active: "InvariantProducts | None" = None  # the running model's
 
 
 class InvariantProducts:

@@ -101,7 +101,7 @@ class RecoveredBlocks:
     parents: npt.NDArray[np.void]  # V16, zeros if there is none
     has_parent: npt.NDArray[np.bool_]
     sequences: npt.NDArray[np.uint64]
-    checksums: npt.NDArray[np.uint64]  # of each payload
+    checksums: npt.NDArray[np.uint64]  # one for each payload
 
     def __len__(self) -> int:
         return len(self.slots)

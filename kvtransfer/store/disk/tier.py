@@ -68,7 +68,7 @@ class DiskTuning:
     """The settings of a disk: its load, its timeouts, and when it is turned off."""
 
     depth: int = 32  # most requests in flight
-    timeout_s: float = 10.0  # of a request
+    timeout_s: float = 10.0  # for a request
     most_failures: int = 8  # failures in a row that turn the disk off
     pause_s: float = 1.0  # first pause of a disk that is off
     most_pause_s: float = 60.0

@@ -25,7 +25,7 @@ class HintBudget:
 
     kept_blocks: int
     pinned_blocks: int
-    all_pinned_blocks: int  # of all keys: the rest of the tier can always be evicted
+    all_pinned_blocks: int  # for all keys: the rest of the tier can always be evicted
     num_sessions: int = 4096
     num_keys: int = 1024
 

@@ -312,7 +312,7 @@ class Paces:
 
     def __init__(self) -> None:
         self._progress: dict[RequestId, _Progress] = {}
-        self._ttfts_s: list[float] = []  # of answers that began and ended since the last check
+        self._ttfts_s: list[float] = []  # for answers that began and ended since the last check
 
     def check(self, running: Mapping[RequestId, RunningChoice], now_s: float) -> PaceSeen:
         """Checks all running answers. Batches are not counted."""

@@ -39,7 +39,7 @@ constexpr int kMaxRowsInt8 = 4;
 constexpr int kPanel = kPanelVecs * kLanes;
 constexpr int kChunkBytes = 512 * 1024;  // activations that stay in a core's L2 cache
 constexpr int kWidenFromRows =
-    2 * kMaxRows;  // with so many rows a bf16 panel is widened once for all
+    2 * kMaxRows;  // with this many rows a bf16 panel is widened once for all
 constexpr int kPrefetchBytes = 2048;
 constexpr int kAheadFromRows = 3;  // fewer rows read faster than they multiply
 constexpr int kMaxColumns = 512;   // of one chunk, if all activations exceed kChunkBytes
