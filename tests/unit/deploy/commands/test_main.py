@@ -1,5 +1,6 @@
 """The `baton` command imports some subcommands only when they are asked for."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -119,8 +120,12 @@ def completed(line: str) -> set[str]:
 def test_bash_accepts_the_completion_script():
     program = "import sys; sys.argv = ['baton', '--show-completion', 'bash']\n"
     program += "from deploy.commands.main import main; main()"
+    # Else typer looks for a shell among the parents, and a test runner may have none.
+    named = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     shown = [sys.executable, "-c", program]
-    script = subprocess.run(shown, capture_output=True, text=True, check=True, timeout=60).stdout
+    script = subprocess.run(
+        shown, capture_output=True, text=True, check=True, timeout=60, env=named
+    ).stdout
     asked = f"{script}\ncomplete -p baton"
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=10)
     assert done.returncode == 0
