@@ -122,7 +122,7 @@ def judge(
 ) -> RequestVerdict:
     """Judges a request by all its streams: one stream for each time that the request was sent.
 
-    `deaths` are the faults of gateway processes, including those that broke no connection.
+    `deaths` are the faults of gateway processes, including faults that broke no connection.
     """
     num_choices = len(expected.choices)
     for stream in streams[:-1]:

@@ -15,7 +15,7 @@ from bench.client.stream import DONE, ChunkChoice, ChunkLogprobs, SseParser, dec
 
 @dataclass(frozen=True, slots=True)
 class ReceivedPiece:
-    """A part of one choice from one event; `logprobs` has those of its tokens, if requested."""
+    """A part of one choice from one event; `logprobs` describe its tokens, if requested."""
 
     at_s: float
     choice: int

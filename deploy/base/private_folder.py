@@ -132,7 +132,7 @@ def _is_python(process: Path) -> bool:
 
 
 def _left(pidfds: list[int], timeout_s: float) -> list[int]:
-    """Waits for processes to end. Returns those that still run after the timeout."""
+    """Waits for processes to end. Returns the processes that still run after the timeout."""
     poll = select.poll()
     left = set(pidfds)
     for pidfd in pidfds:

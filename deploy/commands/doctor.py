@@ -1,4 +1,4 @@
-"""`baton doctor`: the parts of this machine, those that Baton would use, and why not the others.
+"""`baton doctor`: the parts of this machine, which of them Baton would use, and why not the others.
 
 Each probe reads the system and returns findings. No probe imports torch, Ray or NIXL, or changes
 anything. A worker may still find other faults, for example a driver of the wrong version.

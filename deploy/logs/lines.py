@@ -170,7 +170,7 @@ class RecordFile(logging.handlers.WatchedFileHandler):
     """Appends lines to a file that may be rotated.
 
     If a line cannot be written, for example on a full disk, the log reports that, and the caller
-    gets no error. The number of such reports is bounded like that of other records.
+    gets no error. The number of such reports is bounded like the number of other records.
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:

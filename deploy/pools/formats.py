@@ -31,7 +31,7 @@ def _formats_of(config: WorkerConfig, device: DeviceKind) -> Mapping[Role, KVFor
 def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
     """Returns the settings with which workers of that role start. Raises ConfigError.
 
-    `tp`, `pp` and `ep` become those of the role, and `kv_dtype` the format of its pool.
+    `tp`, `pp` and `ep` become the role's own, and `kv_dtype` the format of its pool.
     `decode_kv_dtype` stays, so that a worker can refuse a role with another format.
     """
     settings = resolve(config, device)

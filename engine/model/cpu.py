@@ -1,13 +1,12 @@
-"""Forward passes on a CPU, in one of three ways.
+"""Forward passes on a CPU by the C++ kernels, in one of two ways.
 
-1. With the C++ kernels, as a whole (`native.decoder`): decoders of Llama's shape.
-2. With the C++ kernels, layer by layer: the model's own code over packed linear layers and paged
-   attention. Every other decoder, and a model whose logits the first way does not reproduce.
-3. Plain torch, if the kernels cannot be built.
+1. As a whole (`native.decoder`): decoders of Llama's shape.
+2. Layer by layer: the model's own code over packed linear layers and paged attention. Every other
+   decoder, and a model whose logits the first way does not reproduce.
 
-The choice is logged. In the first two ways a sequence has the same bits alone, in any batch and in
-any chunking. For the model's own code this holds as far as `native.invariant` replaces the
-functions that it calls. It is measured when the model is opened (`company`).
+The choice is logged. A sequence has the same bits alone, in any batch and in any chunking. For the
+model's own code this holds as far as `native.invariant` replaces the functions that it calls. It is
+measured when the model is opened (`company`).
 """
 
 import logging

@@ -381,7 +381,7 @@ def _unevenness(samples: Sequence[CostSample], cost: Sequence[float]) -> tuple[f
 
 
 def _table(observed: Sequence[tuple[int, float]], usual_s: float) -> tuple[tuple[float, ...], ...]:
-    """Returns the rows in order; a row with few entries also gets those of the row before."""
+    """Returns the rows in order; a row with few entries also gets the entries of the row before."""
     rows: list[tuple[float, ...]] = []
     for number in range(max((number for number, _ in observed), default=-1) + 1):
         row = tuple(max(seconds - usual_s, 0.0) for n, seconds in observed if n == number)

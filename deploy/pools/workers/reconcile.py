@@ -62,7 +62,7 @@ class StandIn:
 
     worker_id: WorkerId
     role: Role
-    is_exact: bool = True  # True if its KV format is that of the role's workers
+    is_exact: bool = True  # True if it has the KV format of the role's workers
 
 
 @dataclass(frozen=True, slots=True)
