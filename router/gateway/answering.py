@@ -137,14 +137,16 @@ class AnswerService:
             timeout_s = seconds_in(headers, TIMEOUT_HEADER, MIN_TIMEOUT_S, MAX_TIMEOUT_S)
         if SESSION_HEADER in headers or KEEP_HEADER in headers:
             session = claim_of(headers, tenant, self._parts.settings.secret)
+        request_id = RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}")
         return ApiCall(
             data,
-            RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}"),
+            request_id,
             rng.getrandbits(64),
             self._parts.clock.now_s(),
             tenant,
             headers,
             client_id,
+            client_id or request_id,
             timeout_s,
             session,
         )

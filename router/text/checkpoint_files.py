@@ -88,13 +88,13 @@ def _sources(value: object, path: Path) -> dict[str, str]:
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """Values of the file; None if it sets none. They have the ranges of a request's fields."""
+    """The sampling of a request that sets none: the file's values, or else the API's."""
 
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
     max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
@@ -107,6 +107,7 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     if not path.is_file():
         return NO_DEFAULTS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
+        given = msgspec.json.decode(path.read_bytes(), type=Config)
+        return msgspec.convert({n: v for n, v in given.items() if v is not None}, SamplingDefaults)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path}: {error}; --generation-config none ignores it") from error

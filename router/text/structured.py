@@ -60,8 +60,7 @@ _GUIDED = {
     "json_schema": "json",
 }
 _ANY_JSON = "$$ANY$$"  # SGLang's notation for any value
-FIELDS = ("response_format", "structured_outputs", *_GUIDED, "tools", "tool_choice")
-_NAMES = frozenset(FIELDS)
+FIELDS = frozenset(("response_format", "structured_outputs", *_GUIDED, "tools", "tool_choice"))
 
 
 class Structure(msgspec.Struct, frozen=True):
@@ -104,8 +103,6 @@ def structure_of(
     `form` is the way in which the model writes calls. The gateway's grammar checker decides whether
     the grammar can be followed.
     """
-    if _NAMES.isdisjoint(fields):  # the usual case
-        return Structure()
     asked = [name for name in _GUIDED if fields.get(name) is not None]
     asked += [n for n in ("response_format", "structured_outputs") if _asks(fields.get(n))]
     allowed = allowed_tools(fields)

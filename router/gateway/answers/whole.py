@@ -38,7 +38,7 @@ SHORT_NUMBERS = 8192  # numbers that take about a millisecond to write
 
 def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
     """Returns the writer of an answer that is not streamed."""
-    form = heading.call.body.embedding_form(heading.call.served.text)
+    form = heading.call.embedding
     if form is not None:
         return EmbeddingAnswer(heading, form, send)
     return WholeAnswer(heading, send)

@@ -8,6 +8,7 @@ the fields for schemas, grammars and tools.
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -18,6 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 from engine.config import MAX_PRIORITY
 from router.gateway.requests.field_table import RefusedField, known_by, refused_by
 from router.inbox.api_errors import ApiError, invalid_value
+from router.machine.requests import Timeline
 from router.text.embeddings import EmbeddingForm
 from router.text.forms.calling import Calling
 from router.text.forms.chosen import AnswerParsing
@@ -77,8 +79,8 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Body(msgspec.Struct, kw_only=True):
-    """The fields that both endpoints share. In every field, null means absent."""
+class Body(msgspec.Struct, kw_only=True, dict=True):
+    """The fields that all endpoints share. In every field, null means absent."""
 
     endpoint: ClassVar[str]  # name of the endpoint in the table of fields
     prompt_field: ClassVar[str]
@@ -121,6 +123,29 @@ class Body(msgspec.Struct, kw_only=True):
     slo_ttft_ms: BoundMs | None = None  # milliseconds since the request arrived
     slo_tpot_ms: BoundMs | None = None
 
+    def __post_init__(self) -> None:
+        """Derives what checks and answers read; an endpoint changes what differs there."""
+        self.num_choices = self.n or 1  # answers that are shown
+        self.num_candidates = self.num_choices  # answers that are generated; the best are shown
+        self.num_prompts = 1
+        self.max_inputs = 0  # prompts that are allowed whatever the operator's limit
+        # The longest answer that the client wants, and the default; None: the operator's default.
+        self.wanted_tokens = self.max_tokens
+        self.default_tokens = MAX_BEAM_TOKENS if self.use_beam_search else None
+        # Numbers of likeliest tokens to report per token; None: no log-probabilities.
+        self.num_top_logprobs: int | None = None
+        self.num_scored_prompt = self.prompt_logprobs
+        self.times_of_prompt = 1  # how often an answer repeats the prompt's log-probabilities
+        self.scores_all_tokens = bool(self.return_token_ids)  # otherwise only shown tokens
+        self.echoes_prompt = self.echoes_scores = False  # each choice begins with the prompt
+        self.is_only_prompt = False  # no answer is wanted, only the prompt and its scores
+        self.shows_reasoning = True
+        self.stop_strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        options = self.stream_options or StreamOptions()
+        asked, continuous = options.include_usage, bool(options.continuous_usage_stats)
+        self.usage_in_stream = continuous if asked is None else asked  # at the end of a stream
+        self.usage_in_every_chunk = self.usage_in_stream and continuous
+
     def check(self) -> None:
         """Checks fields that depend on each other. Raises ApiError."""
         if self.stream_options is not None and not self.stream:
@@ -147,6 +172,7 @@ class Body(msgspec.Struct, kw_only=True):
             if value is not None and value not in harmless:
                 raise unsupported(name, "with use_beam_search")
 
+    @abstractmethod
     def encode(
         self,
         text: TextModel,
@@ -159,26 +185,16 @@ class Body(msgspec.Struct, kw_only=True):
 
         A prompt that `may_exceed` the context is only counted.
         """
-        raise NotImplementedError
 
-    def check_model(self, text: TextModel) -> None:
-        """Raises ApiError if a model cannot answer this kind of body."""
+    def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
+        """Returns the form of embeddings, if the body asks for any.
+
+        Raises ApiError if a model cannot answer this kind of body.
+        """
         if text.embedding is not None:
             message = "this model gives embeddings (POST /v1/embeddings), and no text"
             raise ApiError(message, param="model", code="model_not_supported", status=404)
-
-    def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
-        """Returns the form of embeddings, if the body asks for any. Raises ApiError."""
         return None
-
-    def most_candidates(self, of_operator: int) -> int:
-        """Returns the maximum candidates of all prompts; the operator allows `of_operator`."""
-        return of_operator
-
-    @property
-    def num_prompts(self) -> int:
-        """Returns the number of prompts. Raises ApiError."""
-        return 1
 
     def singles(self) -> "Sequence[Body]":
         """Returns one body for each prompt. They differ only in the prompt."""
@@ -198,90 +214,15 @@ class Body(msgspec.Struct, kw_only=True):
             return token_ids[:most]
         return token_ids[-most:]
 
-    @property
-    def wanted_tokens(self) -> int | None:
-        """The maximum answer length that the client set, in tokens; None if it set none."""
-        return self.max_tokens
-
-    @property
-    def default_tokens(self) -> int | None:
-        """The maximum answer length if the client set none; None: the operator's default."""
-        return MAX_BEAM_TOKENS if self.use_beam_search else None
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """The number of likeliest tokens to report per token; None: no log-probabilities."""
-        raise NotImplementedError
-
-    @property
-    def num_scored_prompt(self) -> int | None:
-        """The number of likeliest tokens to report per prompt token; None: no log-probabilities."""
-        return self.prompt_logprobs
-
-    @property
-    def times_of_prompt(self) -> int:
-        """How often an answer repeats the log-probabilities of the prompt."""
-        return 1
-
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
-        """Returns the prompt's text if each choice begins with the prompt."""
+        """Returns the prompt's text, with which each choice begins, if it `echoes_prompt`."""
         return None
-
-    @property
-    def echoes_scores(self) -> bool:
-        """True if the echoed prompt has log-probabilities."""
-        return False
 
     def reader(
         self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]
     ) -> AnswerParsing | None:
         """Returns the parser of answers to this prompt; None if they are plain text."""
         return None
-
-    @property
-    def shows_reasoning(self) -> bool:
-        """False if the answer's reasoning is not shown."""
-        return True
-
-    @property
-    def is_only_prompt(self) -> bool:
-        """True if the client wants no answer: only the prompt and its log-probabilities."""
-        return False
-
-    @property
-    def scores_all_tokens(self) -> bool:
-        """True if every token has log-probabilities; otherwise only shown tokens have them."""
-        return bool(self.return_token_ids)
-
-    @property
-    def usage_in_stream(self) -> bool:
-        """True if a stream ends with the usage."""
-        options = self.stream_options
-        if options is None:
-            return False
-        asked, continuous = options.include_usage, options.continuous_usage_stats
-        return bool(continuous if asked is None else asked)
-
-    @property
-    def usage_in_every_chunk(self) -> bool:
-        """True if each chunk of a stream has the usage so far."""
-        options = self.stream_options
-        return options is not None and self.usage_in_stream and bool(options.continuous_usage_stats)
-
-    @property
-    def num_choices(self) -> int:
-        """The number of answers that are shown."""
-        return self.n or 1
-
-    @property
-    def num_candidates(self) -> int:
-        """The number of answers that are generated; the best of them are shown."""
-        return self.num_choices
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Returns `stop` as a tuple; the field may be one string, several strings or none."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -426,3 +367,19 @@ class TokenUsage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails | UnsetType | None = UNSET
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
+
+
+class CompleteAnswer(ShownAnswer, kw_only=True):
+    """A whole answer with choices."""
+
+    choices: list[Any]
+    usage: TokenUsage
+    baton_timeline: Timeline | UnsetType | None = UNSET
+
+
+class StreamChunk(ShownAnswer, kw_only=True):
+    """An event in a stream of an answer."""
+
+    choices: list[Any]
+    usage: TokenUsage | UnsetType | None = UNSET
+    baton_timeline: Timeline | UnsetType | None = UNSET

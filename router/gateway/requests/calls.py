@@ -18,7 +18,7 @@ from router.access.limits import Tenant
 from router.gateway.hints.claims import SessionClaim
 from router.gateway.hints.uses import SessionNotes, notes_of
 from router.gateway.requests.body import Body, body_of, check_in_vocabulary, unsupported
-from router.gateway.requests.field_table import CHAT
+from router.gateway.requests.field_table import CHAT, EMBEDDINGS
 from router.gateway.requests.json_fields import (
     decode_fields,
     ignored_names,
@@ -32,14 +32,15 @@ from router.gateway.requests.parameters import (
     checked_structure,
     limits_of,
     nth_seed,
-    priority_of,
     sampling_of,
     token_grammar,
 )
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
 from router.inbox.api_errors import invalid_value
 from router.machine.requests import Request
+from router.text.embeddings import EmbeddingForm
 from router.text.forms.chosen import AnswerParsing
+from router.text.structured import FIELDS as STRUCTURE_FIELDS
 from router.text.structured import Structure
 from router.text.tokenizer import TextModel
 
@@ -65,6 +66,7 @@ class ApiCall(msgspec.Struct, frozen=True):
     tenant: Tenant
     headers: Mapping[str, str]  # header names are in lower case
     client_id: str | None  # the client's own id of the call
+    shown_id: str  # the id in the head of the response: the client's own id, if there is one
     timeout_s: float | None  # for the whole answer, counted from `received_s`
     session: SessionClaim | None = None
     # For a body of another API: all its fields, and a function that returns the client's names of
@@ -72,17 +74,12 @@ class ApiCall(msgspec.Struct, frozen=True):
     own_fields: tuple[str, ...] = ()
     own_ignored: Callable[[Sequence[str]], Sequence[str]] | None = None
 
-    @property
-    def shown_id(self) -> str:
-        """The id in the head of the response: the client's own id, if the client gave one."""
-        return self.client_id or self.request_id
-
     def debugs(self, header: str) -> bool:
         """True if the client may and does ask for a header that shows other tenants' load."""
         return self.headers.get(header) == "1" and self.tenant.may_debug
 
 
-class CheckedCall(msgspec.Struct, frozen=True):
+class CheckedCall(msgspec.Struct, dict=True):
     """A call that passed all checks, with its requests. `body` says how to answer it.
 
     Each prompt has the same number of requests: first all of the first prompt, then all of the
@@ -98,31 +95,21 @@ class CheckedCall(msgspec.Struct, frozen=True):
     reader: AnswerParsing | None  # the parser of answers; None: they are plain text
     ignored: tuple[str, ...]  # names of ignored fields
     notes: SessionNotes | None  # set if the call belongs to a session and there is a store
+    embedding: EmbeddingForm | None  # the form of embeddings, if the call wants any
 
-    @property
-    def first(self) -> Request:
-        """The first request; its id is the call's id."""
-        return self.requests[0]
-
-    @property
-    def model(self) -> str:
-        """The name of the model as the client wrote it."""
-        return self.body.model or self.served.model_names[0]
-
-    @property
-    def num_candidates(self) -> int:
-        """The number of choices generated for each prompt, shown or not."""
-        return len(self.requests) // len(self.echoes)
-
-    @property
-    def leaders(self) -> tuple[Request, ...]:
-        """The first request of each prompt."""
-        return self.requests[:: self.num_candidates]
-
-    @property
-    def prompt_len(self) -> int:
-        """The number of tokens of all prompts."""
-        return sum([len(leader.token_ids) for leader in self.leaders])
+    def __post_init__(self) -> None:
+        """Derives what the answer reads."""
+        requests, body = self.requests, self.body
+        self.first = requests[0]  # its id is the call's id
+        self.model = body.model or self.served.model_names[0]  # as the client wrote it
+        # Choices generated for each prompt, shown or not, and the first request of each prompt.
+        self.num_candidates = len(requests) // len(self.echoes)
+        self.leaders = requests[:: self.num_candidates]
+        self.prompt_len = sum([len(leader.token_ids) for leader in self.leaders])  # all prompts
+        # The client's own stop tokens; an answer that ends at one reports it.
+        self.stop_token_ids = frozenset(body.stop_token_ids or ())
+        if self.stop_token_ids and not body.ignore_eos:
+            self.stop_token_ids -= set(self.served.text.eos_token_ids)
 
     @property
     def most_tokens(self) -> int:
@@ -130,11 +117,8 @@ class CheckedCall(msgspec.Struct, frozen=True):
         answers = (each.limits.max_len - len(each.token_ids) for each in self.leaders)
         return self.prompt_len + self.body.num_candidates * sum(answers)
 
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """The client's own stop tokens; an answer that ends at one reports it."""
-        ending_ids = () if self.body.ignore_eos else self.served.text.eos_token_ids
-        return frozenset(self.body.stop_token_ids or ()).difference(ending_ids)
+
+NO_STRUCTURE = Structure()
 
 
 class _Prompt(NamedTuple):
@@ -181,18 +165,22 @@ def _checked(
         model=body.model,
         version=call.headers.get(VERSION_HEADER),
     )
-    text = served.text
-    body.check_model(text)
-    structure = checked_structure(fields, text, is_parsed=body.endpoint == CHAT)
+    text, embedding, structure = served.text, None, NO_STRUCTURE
+    if text.embedding is not None or body.endpoint == EMBEDDINGS:
+        embedding = body.embedding_form(text)
+    if not STRUCTURE_FIELDS.isdisjoint(fields):
+        structure = checked_structure(fields, text, is_parsed=body.endpoint == CHAT)
     if body.stop_token_ids:
         check_in_vocabulary(body.stop_token_ids, text.vocab_size, "stop_token_ids")
-    check_choices(body, settings.gateway.max_choices, settings.gateway.max_batch_choices)
+    if body.num_candidates > 1 or body.num_prompts > 1:
+        check_choices(body, settings.gateway.max_choices, settings.gateway.max_batch_choices)
     has_scores = body.num_top_logprobs is not None or body.prompt_logprobs is not None
     if has_scores:
         check_answer_scores(body)
     if body.use_beam_search:
         _check_beams(body, structure, text)
-    prompts = _prompts(body.singles(), served, structure)
+    singles = (body,) if body.num_prompts == 1 else body.singles()
+    prompts = _prompts(singles, served, structure)
     if has_scores:
         check_prompt_scores(body, [len(prompt.token_ids) for prompt in prompts])
     if body.use_beam_search:
@@ -209,6 +197,11 @@ def _checked(
         random_seed=call.random_seed,
         grammar=grammar,
     )
+    min_priority = settings.gateway.min_priority
+    priority = max(0, min_priority) if body.priority is None else body.priority
+    if priority < min_priority:
+        message = f"priority is {priority}; at least {min_priority} is allowed"
+        raise invalid_value(message, "priority")
     first = Request(
         call.request_id,
         prompts[0].token_ids,
@@ -218,7 +211,7 @@ def _checked(
         salt=settings.secret.salt(call.tenant.sharing, body.cache_salt or ""),
         client_id=call.client_id or "",
         prompt_logprobs=body.num_scored_prompt,
-        priority=priority_of(body, settings.gateway.min_priority),
+        priority=priority,
         # The key's name counts: otherwise each invented `user` would get its own turn.
         tenant=call.tenant.name or body.user or "",
         has_key=bool(call.tenant.name),
@@ -233,7 +226,9 @@ def _checked(
     if call.session is not None and (block_size := served.port.store_block_size()) is not None:
         notes = notes_of(call.session, block_size, requests[::num_candidates])
     echoes = tuple([prompt.echo for prompt in prompts])
-    return CheckedCall(call, body, served, requests, echoes, structure, reader, ignored, notes)
+    return CheckedCall(
+        call, body, served, requests, echoes, structure, reader, ignored, notes, embedding
+    )
 
 
 def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
@@ -286,7 +281,8 @@ def _prompts(
                 model_max_tokens=text.defaults.max_new_tokens,
                 stop_token_ids=() if single.ignore_eos else text.eos_token_ids,
             )
-            prompts.append(_Prompt(token_ids, limits, single.echoed(token_ids, text)))
+            echo = single.echoed(token_ids, text) if single.echoes_prompt else None
+            prompts.append(_Prompt(token_ids, limits, echo))
         except InvalidRequest as error:
             if len(singles) > 1 and error.param == single.prompt_field:
                 error.param = f"{single.prompt_field}[{index}]"

@@ -8,17 +8,16 @@ from msgspec import UNSET, Meta, UnsetType
 
 from router.gateway.requests.body import (
     Body,
+    CompleteAnswer,
     Count,
     PromptScore,
-    ShownAnswer,
     ShownChoice,
-    TokenUsage,
+    StreamChunk,
     TopCount,
     unsupported,
 )
 from router.gateway.requests.field_table import CHAT
 from router.inbox.api_errors import ApiError, invalid_value
-from router.machine.requests import Timeline
 from router.text.forms.calling import Calling
 from router.text.forms.chosen import AnswerParsing
 from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, shown_end
@@ -83,6 +82,14 @@ class ChatBody(Body, kw_only=True):
     reasoning_effort: Annotated[str, Meta(max_length=MAX_EFFORT_LEN)] | None = None
     parallel_tool_calls: bool | None = None  # `router.text.structured` follows it
 
+    def __post_init__(self) -> None:
+        """Derives what checks and answers read."""
+        super().__post_init__()
+        self.wanted_tokens = self.max_completion_tokens or self.max_tokens
+        self.num_top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        self.shows_reasoning = self.include_reasoning is not False
+        self.echoes_prompt = bool(self.echo)
+
     def check(self) -> None:
         """Checks fields that depend on each other. Raises ApiError."""
         if self.top_logprobs and not self.logprobs:
@@ -105,7 +112,13 @@ class ChatBody(Body, kw_only=True):
             raise invalid_value(message, "messages")
         messages = [template_message(i, m) for i, m in enumerate(self.messages)]
         options = DEFAULT_OPTIONS
-        if self._has_options:
+        if not (
+            self.add_generation_prompt is None
+            and self.continue_final_message is None
+            and self.chat_template_kwargs is None
+            and self.documents is None
+            and self.reasoning_effort is None
+        ):
             options = self._options(text.templates.choose(with_tools=bool(tools)))
         token_ids = text.encode_chat(
             messages,
@@ -115,9 +128,8 @@ class ChatBody(Body, kw_only=True):
             add_special_tokens=bool(self.add_special_tokens),
             may_exceed=may_exceed or self.truncate_prompt_tokens is not None,
         )
-        return (
-            token_ids if self.truncate_prompt_tokens is None else self.cut(token_ids, context_len)
-        )
+        is_whole = self.truncate_prompt_tokens is None
+        return token_ids if is_whole else self.cut(token_ids, context_len)
 
     def reader(
         self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]
@@ -133,21 +145,6 @@ class ChatBody(Body, kw_only=True):
             end = text.decode_all(list(token_ids[-PROMPT_END_TOKENS:]))
             is_thinking = thinking.is_thinking(end)
         return AnswerParsing(forms, calling, is_thinking, splits_reasoning=splits)
-
-    @property
-    def shows_reasoning(self) -> bool:
-        """False if the answer's reasoning is not shown."""
-        return self.include_reasoning is not False
-
-    @property
-    def _has_options(self) -> bool:
-        return (
-            self.add_generation_prompt is not None
-            or self.continue_final_message is not None
-            or self.chat_template_kwargs is not None
-            or self.documents is not None
-            or self.reasoning_effort is not None
-        )
 
     def _options(self, template: ChatTemplate) -> TemplateOptions:
         """Returns the client's options for the rendering. Raises InvalidRequest."""
@@ -185,23 +182,15 @@ class ChatBody(Body, kw_only=True):
             return content
         return shown_end(text.decode_all(list(token_ids)), content)
 
-    @property
-    def wanted_tokens(self) -> int | None:
-        """`max_completion_tokens`, or its older name."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """`top_logprobs`, if `logprobs` is set."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     """Converts a message to the form of chat templates; absent fields are left out."""
-    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if not isinstance(content, str):
+        content = _content(message, f"messages[{index}].content")
     fields = {
-        "role": role,
-        "content": _content(message, f"messages[{index}].content"),
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
         "name": message.name,
         "tool_calls": message.tool_calls or None,  # for templates an empty list would be a call
         "tool_call_id": message.tool_call_id,
@@ -332,22 +321,18 @@ class ChatChunkChoice(ShownChoice, kw_only=True):
     logprobs: ChatScores | UnsetType | None = UNSET
 
 
-class ChatAnswer(ShownAnswer, kw_only=True):
+class ChatAnswer(CompleteAnswer, kw_only=True):
     """The answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: TokenUsage
-    baton_timeline: Timeline | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_logprobs: PromptScore | UnsetType | None = UNSET
 
 
-class ChatStreamChunk(ShownAnswer, kw_only=True):
+class ChatStreamChunk(StreamChunk, kw_only=True):
     """An event in a stream of /v1/chat/completions."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: TokenUsage | UnsetType | None = UNSET
-    baton_timeline: Timeline | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET

@@ -10,15 +10,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.embedding import Embedding
-from router.gateway.requests.body import (
-    Body,
-    Count,
-    ShownAnswer,
-    TokenUsage,
-    check_in_vocabulary,
-)
+from router.gateway.requests.body import Count, ShownAnswer, TokenUsage
 from router.gateway.requests.chat import MAX_VARIABLES, ChatBody, ChatMessage
-from router.gateway.requests.completion import prompts_of
+from router.gateway.requests.completion import PromptBody
 from router.gateway.requests.field_table import EMBEDDINGS
 from router.inbox.api_errors import ApiError, invalid_value
 from router.machine.requests import Timeline
@@ -29,7 +23,7 @@ MAX_INPUTS = 2048  # inputs per request, as OpenAI allows
 _DTYPES = {None: "f4", "float32": "f4", "float16": "f2"}
 
 
-class EmbeddingBody(Body, kw_only=True):
+class EmbeddingBody(PromptBody, kw_only=True):
     """POST /v1/embeddings."""
 
     endpoint = EMBEDDINGS
@@ -47,6 +41,13 @@ class EmbeddingBody(Body, kw_only=True):
     normalize: bool | None = None
     use_activation: bool | None = None
 
+    def __post_init__(self) -> None:
+        """Derives what checks and answers read."""
+        super().__post_init__()
+        self.wanted_tokens = 1  # workers sample a token with each last hidden state
+        self.is_only_prompt = True
+        self.max_inputs = MAX_INPUTS
+
     def encode(
         self,
         text: TextModel,
@@ -58,35 +59,14 @@ class EmbeddingBody(Body, kw_only=True):
         """Returns the token ids of the messages, or of the only input (text or token ids)."""
         if self.messages is not None:
             return self._chat().encode(text, context_len, may_exceed=may_exceed)
-        (prompt,) = prompts_of(self.input, self.prompt_field)
-        if not prompt:
-            raise invalid_value("input must not be empty", "input")
-        if isinstance(prompt, str):
-            token_ids = text.encode_text(
-                prompt,
-                context_len,
-                "input",
-                add_special_tokens=self.add_special_tokens is not False,
-                may_exceed=may_exceed or self.truncate_prompt_tokens is not None,
-            )
-        else:
-            check_in_vocabulary(prompt, text.vocab_size, "input")
-            token_ids = prompt
-        return (
-            token_ids if self.truncate_prompt_tokens is None else self.cut(token_ids, context_len)
-        )
-
-    def check_model(self, text: TextModel) -> None:
-        """Raises ApiError if a model has no embeddings."""
-        if text.embedding is None:
-            message = "this model gives no embeddings: it was trained to go on with text"
-            raise ApiError(message, param="model", code="model_not_supported", status=404)
-        self.embedding_form(text)
+        return super().encode(text, context_len, may_exceed=may_exceed)
 
     def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
         """Returns the requested form. Raises ApiError if the model does not support it."""
         embedding = text.embedding
-        assert embedding is not None
+        if embedding is None:
+            message = "this model gives no embeddings: it was trained to go on with text"
+            raise ApiError(message, param="model", code="model_not_supported", status=404)
         size = embedding.size if self.dimensions is None else self.dimensions
         if not embedding.takes(size):
             raise invalid_value(_why_not(size, embedding), "dimensions")
@@ -111,39 +91,6 @@ class EmbeddingBody(Body, kw_only=True):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
         )
-
-    def most_candidates(self, of_operator: int) -> int:
-        """Returns the maximum number of inputs; the operator's limit is only for answers."""
-        return max(MAX_INPUTS, of_operator)
-
-    @property
-    def num_prompts(self) -> int:
-        """Returns the number of inputs. Raises ApiError."""
-        return 1 if self.messages is not None else len(prompts_of(self.input, self.prompt_field))
-
-    def singles(self) -> "Sequence[Body]":
-        """Returns one body for each input."""
-        if self.messages is not None:
-            return (self,)
-        inputs = prompts_of(self.input, self.prompt_field)
-        if len(inputs) == 1:
-            return (self,)
-        return [msgspec.structs.replace(self, input=each) for each in inputs]
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        """Always one: workers sample a token with each last hidden state."""
-        return 1
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """Always None."""
-        return None
-
-    @property
-    def is_only_prompt(self) -> bool:
-        """Always true."""
-        return True
 
 
 def _why_not(size: int, embedding: Embedding) -> str:

@@ -6,7 +6,7 @@ read slowly.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -29,8 +29,6 @@ from router.text.tokenizer import TextModel
 MAX_SCORES = 2**18  # log-probabilities in all answers together, and in all prompts together
 MAX_ID_DIGITS = 10
 MAX_WRONG_SHOWN = 8  # wrong keys of a field that an error lists
-
-NumberT = TypeVar("NumberT", int, float)
 
 
 def checked_structure(
@@ -57,16 +55,16 @@ def sampling_of(
     """Returns the sampling parameters. `random_seed` is used if the client gave no seed."""
     seed = random_seed if body.seed is None else body.seed
     model, vocab_size = text.defaults, text.vocab_size
-    logprobs = body.num_top_logprobs
+    logprobs, penalty = body.num_top_logprobs, body.repetition_penalty
     if logprobs is None and body.num_candidates > body.num_choices:
         logprobs = 0  # needed to rank the candidates
     return Sampling(
-        temperature=_first(body.temperature, model.temperature, 1.0),
-        top_p=_first(body.top_p, model.top_p, 1.0),
-        top_k=min(max(_first(body.top_k, model.top_k, 0), 0), vocab_size),
-        min_p=_first(body.min_p, model.min_p, 0.0),
+        temperature=model.temperature if body.temperature is None else body.temperature,
+        top_p=model.top_p if body.top_p is None else body.top_p,
+        top_k=min(max(model.top_k if body.top_k is None else body.top_k, 0), vocab_size),
+        min_p=model.min_p if body.min_p is None else body.min_p,
         seed=seed & UINT64_MASK,
-        repetition_penalty=_first(body.repetition_penalty, model.repetition_penalty, 1.0),
+        repetition_penalty=model.repetition_penalty if penalty is None else penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias, vocab_size) if body.logit_bias else (),
@@ -87,13 +85,6 @@ def behind_thinking(
         return grammar
     marks = ThinkingMarks(begin, end, is_inside=bool(reader.is_thinking))
     return msgspec.structs.replace(grammar, thinking=marks)
-
-
-def _first(asked: NumberT | None, of_model: NumberT | None, otherwise: NumberT) -> NumberT:
-    """Returns the client's value, or else the model authors' value, or else the API's default."""
-    if asked is not None:
-        return asked
-    return otherwise if of_model is None else of_model
 
 
 def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar | None:
@@ -137,27 +128,13 @@ def check_choices(body: Body, max_choices: int, max_batch_choices: int) -> None:
     num_prompts = body.num_prompts
     if num_prompts == 1:
         return
-    max_batch_choices = body.most_candidates(max_batch_choices)
+    max_batch_choices = max(max_batch_choices, body.max_inputs)
     if num_prompts * num_each > max_batch_choices:
         message = (
             f"{num_prompts} prompts with {num_each} choices each are too many; "
             f"at most {max_batch_choices} answers to one request are allowed"
         )
         raise invalid_value(message, body.prompt_field)
-
-
-def priority_of(body: Body, min_priority: int) -> int:
-    """Returns the priority of a request; lower is served earlier.
-
-    Without the field the priority is 0, or `min_priority` if that is higher. Raises ApiError if the
-    field is below `min_priority`.
-    """
-    priority = max(0, min_priority) if body.priority is None else body.priority
-    if priority < min_priority:
-        raise invalid_value(
-            f"priority is {priority}; at least {min_priority} is allowed", "priority"
-        )
-    return priority
 
 
 def limits_of(

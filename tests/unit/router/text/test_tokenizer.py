@@ -158,7 +158,7 @@ def test_a_default_that_no_request_may_have_is_named_with_the_way_out(tmp_path, 
     checkpoint(tmp_path, files={"generation_config.json": {field: value}})
     with pytest.raises(CheckpointError, match=rf"`\$\.{field}`; --generation-config none ignores"):
         load_text_model(tmp_path)
-    assert load_text_model(tmp_path, has_defaults=False).defaults.temperature is None
+    assert load_text_model(tmp_path, has_defaults=False).defaults.temperature == 1.0
 
 
 # ---------------------------------------------------------------- chat templates
