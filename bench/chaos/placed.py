@@ -1,7 +1,7 @@
 """Puts each worker of a deployment into a network place of its own, for `bench chaos`.
 
 `baton serve --launcher process --places bench.chaos.placed:own_places` loads it (the hook is
-described in `deploy/local/places.py`). The command runs in a hub (`bench/chaos/netns.py`). The
+described in `deploy/local/launcher.py`). The command runs in a hub (`bench/chaos/netns.py`). The
 gateways, which share a port, and the controller stay in the hub. Each worker gets a place with the
 worker's name, and a worker that is started again returns to it.
 

@@ -12,18 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from deploy.base.gpus import FoundGpus
-from deploy.base.spec import (
-    GatewayReady,
-    GatewaySpec,
-    StoreReady,
-    StoreSpec,
-    WorkerReady,
-    WorkerSpec,
-)
+from deploy.base.spec import ServiceReady, ServiceSpec
 from deploy.logs.reading import LogPieces, LogsQuery, read_pieces
 from engine.control import Pools
 
-ServiceReady = WorkerReady | GatewayReady | StoreReady
 STOP_TIMEOUT_S = 30.0  # for a service to stop; for a gateway, its drain time is added
 CUT_TIMEOUT_S = 10.0  # for a service to stop after `stop_draining`
 LOOK_EVERY_S = 0.2  # interval at which a stop checks for `stop_draining`
@@ -67,21 +59,16 @@ class Launcher(Protocol):
         """
         return
 
-    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        """Starts a worker and waits until it listens. After ConfigError no process is left."""
-        ...
+    def start(self, spec: ServiceSpec) -> ServiceReady:
+        """Starts a service and waits until it listens. After ConfigError no process is left.
 
-    def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
-        """Starts a gateway and waits until it listens. After ConfigError no process is left."""
+        A store starts on its node, `spec.node`.
+        """
         ...
 
     def nodes(self) -> Sequence[str]:
         """Returns the names of the nodes, each of which may have a store. Quick."""
         return ("",)
-
-    def start_store(self, spec: StoreSpec) -> StoreReady:
-        """Starts a store on `spec.node`, and waits until it listens. Raises ConfigError."""
-        ...
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Stops a service, even while it starts. Its name is free on return.

@@ -1,4 +1,9 @@
-"""The specs that start workers, gateways and stores, and their answers once they listen."""
+"""The specs that start workers, gateways and stores, and their answers once they listen.
+
+A spec and its answer have the same `kind`, which names the service in commands and processes.
+"""
+
+from typing import ClassVar
 
 import msgspec
 
@@ -20,6 +25,7 @@ SLOWEST_BYTES_PER_S = 100e6  # assumed speed of reading a model: a large model m
 class WorkerSpec(msgspec.Struct, frozen=True):
     """The parameters of a worker's start."""
 
+    kind: ClassVar[str] = "worker"
     worker_id: WorkerId
     role: Role
     model: str  # in a form that `model_source` reads
@@ -37,6 +43,11 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     # The GPUs that the worker sees, by their names in CUDA_VISIBLE_DEVICES. None: Ray has set this
     # variable in the worker's environment.
     gpus: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the service."""
+        return self.worker_id
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -66,6 +77,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 class WorkerReady(msgspec.Struct, frozen=True):
     """A worker's answer once it listens."""
 
+    kind: ClassVar[str] = "worker"
     address: str
     pid: int
     context_len: int
@@ -82,6 +94,7 @@ class WorkerReady(msgspec.Struct, frozen=True):
 class GatewaySpec(msgspec.Struct, frozen=True):
     """The parameters of a gateway's start."""
 
+    kind: ClassVar[str] = "gateway"
     members: Members  # the members at the time of the start
     gateway: GatewayConfig
     router: RouterConfig
@@ -92,13 +105,14 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     process: int = 0  # its number among the processes that share the port
     siblings: str | None = None  # a directory, if several processes share the port
     ports: str | None = None  # a directory for passing listening sockets; None: it listens itself
-    control_host: str = "127.0.0.1"  # the host at which the controller reaches it
+    host: str = "127.0.0.1"  # the host at which the controller reaches it
     salts: str | None = None  # the secret of tenants' salts; None: the token is used
 
 
 class GatewayReady(msgspec.Struct, frozen=True):
     """A gateway's answer once it listens."""
 
+    kind: ClassVar[str] = "gateway"
     url: str
     model_name: str
     pid: int
@@ -110,6 +124,7 @@ class GatewayReady(msgspec.Struct, frozen=True):
 class StoreSpec(msgspec.Struct, frozen=True):
     """The parameters of a store's start."""
 
+    kind: ClassVar[str] = "store"
     name: str
     members: Members  # the members at the time of the start
     config: StoreConfig
@@ -125,11 +140,27 @@ class StoreSpec(msgspec.Struct, frozen=True):
 class StoreReady(msgspec.Struct, frozen=True):
     """A store's answer once it listens. Its addresses stay the same if its process restarts."""
 
+    kind: ClassVar[str] = "store"
     address: str  # for gateways
     control: str  # for the controller
     pid: int
     version: str = FIRST_VERSION
     node: str = ""
+
+
+ServiceSpec = WorkerSpec | GatewaySpec | StoreSpec
+ServiceReady = WorkerReady | GatewayReady | StoreReady
+_SPECS: dict[str, type[ServiceSpec]] = {
+    each.kind: each for each in (WorkerSpec, GatewaySpec, StoreSpec)
+}
+READY_TYPES: dict[str, type[ServiceReady]] = {
+    each.kind: each for each in (WorkerReady, GatewayReady, StoreReady)
+}
+
+
+def decode_spec(kind: str, spec: bytes) -> ServiceSpec:
+    """Decodes the spec of a kind of service."""
+    return msgspec.json.decode(spec, type=_SPECS[kind])
 
 
 class Fetching(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +175,9 @@ class Starting(msgspec.Struct, frozen=True, tag=True):
     """The start may take this many seconds. Sent only if that exceeds READY_TIMEOUT_S."""
 
     limit_s: float
+
+
+StartReport = Fetching | Fetched | Starting  # sent before the answer
 
 
 class BlockEventsAnswer(msgspec.Struct, frozen=True):

@@ -1,9 +1,11 @@
 """`baton serve`: runs a deployment on this machine until a signal."""
 
+import logging
 import os
 import re
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from decimal import Decimal
@@ -23,11 +25,9 @@ from deploy.base.spec import GatewayReady
 from deploy.commands.views import deployment_lines
 from deploy.fetching.names import BUNDLED
 from deploy.local.deployment import Deployment
-from deploy.local.launcher import ProcessLauncher
+from deploy.local.launcher import ProcessLauncher, load_places
+from deploy.local.leaving import StopAsked, StopSignals, exit_status
 from deploy.local.nursery import SERVICES, Nursery
-from deploy.local.places import load_places
-from deploy.local.service_manager import ServiceManager
-from deploy.local.stop_signals import StopAsked, StopSignals, exit_status
 from deploy.logs.lines import NewsStream, configure_logging, controller_logs
 from deploy.ray import own_ray
 from engine.clock import MonotonicClock
@@ -45,6 +45,8 @@ from engine.native.build import built_library, is_built
 
 JSON_COLUMNS = 2000  # longer than any line of ours, so that no line is broken
 LOOK_EVERY_S = 0.1  # interval at which a stop checks for signals
+NOTIFY_VARIABLE = "NOTIFY_SOCKET"
+NOTIFY_TIMEOUT_S = 1.0
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
 
@@ -106,6 +108,47 @@ class LauncherKind(StrEnum):
     PROCESS = "process"
 
 
+def send_datagram(address: str, message: bytes) -> None:
+    """Sends a datagram to a Unix socket; `@` marks an abstract name. Raises OSError."""
+    name = "\0" + address[1:] if address.startswith("@") else address
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        sender.settimeout(NOTIFY_TIMEOUT_S)
+        sender.sendto(message, name)
+
+
+class ServiceManager:
+    """The socket of systemd's `sd_notify`, if `$NOTIFY_SOCKET` names one.
+
+    systemd sets the variable for services of `Type=notify`. Protocol: sd_notify(3), one datagram of
+    lines `NAME=value`.
+    """
+
+    def __init__(
+        self,
+        environment: MutableMapping[str, str],
+        send: Callable[[str, bytes], None] = send_datagram,
+    ) -> None:
+        """Removes the variable from `environment`, so that child processes do not use it."""
+        self._address = environment.pop(NOTIFY_VARIABLE, "")
+        self._send = send
+
+    def serving(self, url: str) -> None:
+        """Reports that the deployment serves, so the unit counts as started."""
+        self._tell(f"READY=1\nSTATUS=serving at {url}")
+
+    def stopping(self) -> None:
+        """Reports that the deployment finishes its answers and stops."""
+        self._tell("STOPPING=1\nSTATUS=letting answers end")
+
+    def _tell(self, lines: str) -> None:
+        if not self._address:
+            return
+        try:
+            self._send(self._address, lines.encode())
+        except OSError as error:
+            log.warning("the service manager cannot be told %r: %s", lines, error)
+
+
 @expanded
 def serve(
     settings: Annotated[Settings, OPTIONS],
@@ -127,7 +170,7 @@ def serve(
         LauncherKind, typer.Option(help="run services as Ray actors or as processes")
     ] = LauncherKind.RAY,
     places: Annotated[
-        str | None, typer.Option(hidden=True, help="MODULE:FUNCTION: see deploy/local/places.py")
+        str | None, typer.Option(hidden=True, help="MODULE:FUNCTION: see deploy/local/launcher.py")
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file")] = None,
 ) -> None:
@@ -301,3 +344,6 @@ def _say_example(console: Console, deployment: Deployment, ready: GatewayReady) 
     console.print("\nTry it:", highlight=False)
     console.print(f"  {command}'{body}'\n", markup=False, highlight=False, soft_wrap=True)
     console.print(f"  baton chat --url {ready.url}\n\nCtrl-C stops everything.", highlight=False)
+
+
+log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 
-from deploy.base.launcher import Launcher, ServiceReady
-from deploy.base.spec import GatewayReady, StoreReady, WorkerReady
+from deploy.base.launcher import Launcher
+from deploy.base.spec import GatewayReady, ServiceReady, StoreReady, WorkerReady
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
@@ -118,7 +118,8 @@ class PoolServices:
         try:
             plan = self._plan.under(self.machine.intent)
             spec = plan.worker_spec(wanted, max(self.machine.intent.most_workers, 1))
-            ready = await self._tasks.in_start_thread(self._launcher.start_worker, spec)
+            ready = await self._tasks.in_start_thread(self._launcher.start, spec)
+            assert isinstance(ready, WorkerReady)
         except Exception as error:  # the machine tries again after any error
             waits = self._may_have_place_later(error)
             reason = await self._clean_up(worker_id, error, is_final=not waits)
@@ -148,7 +149,8 @@ class PoolServices:
         try:
             others = list(self.gateways.values())
             spec = self._plan.gateway_spec(name, self.machine.members, others)
-            ready = await self._tasks.in_thread(self._launcher.start_gateway, spec)
+            ready = await self._tasks.in_thread(self._launcher.start, spec)
+            assert isinstance(ready, GatewayReady)
         except Exception as error:  # as with workers
             self._handle(GatewayFailed(name, await self._clean_up(name, error, is_final=True)))
             return
@@ -164,7 +166,8 @@ class PoolServices:
         name = wanted.name
         try:
             spec = self._plan.store_spec(wanted, self.machine.members)
-            ready = await self._tasks.in_thread(self._launcher.start_store, spec)
+            ready = await self._tasks.in_thread(self._launcher.start, spec)
+            assert isinstance(ready, StoreReady)
         except Exception as error:  # as with workers; requests are served without the store
             self._handle(StoreFailed(name, await self._clean_up(name, error, is_final=False)))
             return

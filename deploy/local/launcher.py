@@ -1,32 +1,48 @@
-"""Runs workers, gateways and stores as plain processes of this machine."""
+"""Runs workers, gateways and stores as plain processes of this machine.
+
+By default every service runs in the launcher's network namespace. A `PlaceOf` returns another
+namespace for a service. Chaos tests put each worker into a namespace that can be cut off
+(`bench/chaos/placed.py`). `baton serve --launcher process --places MODULE:FUNCTION` loads a hook:
+the function takes no argument and returns the `PlaceOf`.
+"""
 
 import contextlib
+import importlib
 import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from typing import Protocol, cast
 
 import msgspec
 
 from deploy.base.gpus import FoundGpus, GpuBooks, find_gpus
-from deploy.base.launcher import STOP_TIMEOUT_S, Launcher, ServiceReady
+from deploy.base.launcher import STOP_TIMEOUT_S, Launcher
 from deploy.base.reasons import explain_status
-from deploy.base.spec import (
-    GatewayReady,
-    GatewaySpec,
-    StoreReady,
-    StoreSpec,
-    WorkerReady,
-    WorkerSpec,
-)
+from deploy.base.spec import GatewaySpec, ServiceReady, ServiceSpec, WorkerSpec
 from deploy.local.nursery import SERVICES, Nursery
-from deploy.local.places import PlaceOf, ServicePlace
 from deploy.local.service_process import ServiceProcess
 from deploy.pools.placement import LEAST_ROOM
 from engine.errors import ConfigError
 
-T = TypeVar("T")
+
+class ServicePlace(Protocol):
+    """A network namespace for services. Hashable: the launcher keeps one nursery for each."""
+
+    @property
+    def address(self) -> str:
+        """The IP address at which all other places reach this one."""
+        ...
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Moves the calling thread, and processes that it starts, into the namespace."""
+        ...
+
+
+# Maps the kind ("worker" or "gateway") and the name of a service to its place. None: the launcher's
+# namespace. A restarted worker keeps its name, and so its place.
+PlaceOf = Callable[[str, str], ServicePlace | None]
 
 
 class ProcessLauncher(Launcher):
@@ -86,40 +102,22 @@ class ProcessLauncher(Launcher):
             return f"this machine has {there} GPU, of which a worker takes {num_gpus:g}"
         return f"this machine has {len(os.sched_getaffinity(0))} cores"
 
-    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        """Starts a worker process."""
-        place = self._place_of("worker", spec.worker_id)
+    def start(self, spec: ServiceSpec) -> ServiceReady:
+        """Starts a process."""
+        place = self._place_of(spec.kind, spec.name)
         if place is not None:
             spec = msgspec.structs.replace(spec, host=place.address)
-        process = ServiceProcess(spec.worker_id, "worker", self._nursery_of(place))
-        gpus: tuple[str, ...] = ()  # a worker on the CPU sees none
-        if spec.num_gpus:
-            books = self._gpu_books()
-            with self._books:
-                gpus = books.take(spec.worker_id, spec.num_gpus)
-        return self._start(process, msgspec.structs.replace(spec, gpus=gpus), WorkerReady)
-
-    def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
-        """Starts a gateway process."""
-        place = self._place_of("gateway", spec.name)
-        if place is not None:
-            gateway = msgspec.structs.replace(spec.gateway, host=place.address)
-            spec = msgspec.structs.replace(
-                spec,
-                gateway=gateway,
-                control_host=place.address,
-                ports=None,  # these sockets are in another network namespace
-            )
-        process = ServiceProcess(spec.name, "gateway", self._nursery_of(place))
-        return self._start(process, spec, GatewayReady)
-
-    def start_store(self, spec: StoreSpec) -> StoreReady:
-        """Starts the process of a store's keeper."""
-        place = self._place_of("store", spec.name)
-        if place is not None:
-            spec = msgspec.structs.replace(spec, host=place.address)
-        process = ServiceProcess(spec.name, "store", self._nursery_of(place))
-        return self._start(process, spec, StoreReady)
+            if isinstance(spec, GatewaySpec):  # sockets of `ports` are in another namespace
+                gateway = msgspec.structs.replace(spec.gateway, host=place.address)
+                spec = msgspec.structs.replace(spec, gateway=gateway, ports=None)
+        if isinstance(spec, WorkerSpec):
+            gpus: tuple[str, ...] = ()  # a worker on the CPU sees none
+            if spec.num_gpus:
+                books = self._gpu_books()
+                with self._books:
+                    gpus = books.take(spec.worker_id, spec.num_gpus)
+            spec = msgspec.structs.replace(spec, gpus=gpus)
+        return self._start(ServiceProcess(spec, self._nursery_of(place)))
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Stops a process."""
@@ -186,12 +184,7 @@ class ProcessLauncher(Launcher):
         with self._books:
             return [self._nursery, *self._placed.values()]
 
-    def _start(
-        self,
-        process: ServiceProcess,
-        spec: WorkerSpec | GatewaySpec | StoreSpec,
-        ready_type: type[T],
-    ) -> T:
+    def _start(self, process: ServiceProcess) -> ServiceReady:
         is_over = threading.Event()
         with self._books:  # listed before it starts, so that `close` finds it after an interrupt
             if self._is_closed:
@@ -200,7 +193,7 @@ class ProcessLauncher(Launcher):
             self._starting[process] = is_over
             self._processes.append(process)
         try:
-            ready = process.start(spec, ready_type)
+            ready = process.start()
         except Exception as error:
             if not isinstance(error, ConfigError):  # after a ConfigError the process ends by itself
                 process.kill()
@@ -232,3 +225,13 @@ class ProcessLauncher(Launcher):
         """Frees the GPUs of an ended worker. The caller holds `_books`."""
         if process.kind == "worker" and self._gpus is not None:
             self._gpus.give_back(process.name)
+
+
+def load_places(name: str) -> PlaceOf:
+    """Imports MODULE:FUNCTION and calls it. Raises ConfigError if there is no such function."""
+    module, _, function = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--places {name}: {error}") from error
+    return cast("PlaceOf", make())

@@ -25,7 +25,15 @@ import msgspec
 
 from deploy.base.gpus import VISIBLE
 from deploy.base.reasons import explain
-from deploy.base.spec import READY_TIMEOUT_S, Fetched, Fetching, Starting, WorkerSpec
+from deploy.base.spec import (
+    READY_TIMEOUT_S,
+    Fetched,
+    Fetching,
+    ServiceSpec,
+    Starting,
+    WorkerSpec,
+    decode_spec,
+)
 from deploy.base.thread import ServiceThread, freeze_heap
 from deploy.local.leaving import leave
 from deploy.local.nursery import STOP_WORD
@@ -50,19 +58,20 @@ def main(kind: str) -> int:
     """Runs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
     signal.signal(signal.SIGTERM, leave)  # in force until the service runs
-    spec = sys.stdin.buffer.readline()
-    if spec in (b"", STOP_WORD):  # the parent has given up this start
+    line = sys.stdin.buffer.readline()
+    if line in (b"", STOP_WORD):  # the parent has given up this start
         return 0
-    limit_gpus(kind, spec, os.environ)
-    service, source = service_of(kind, spec)
+    spec = decode_spec(kind, line)
+    limit_gpus(spec, os.environ)
+    service, source = service_of(spec)
     thread = ServiceThread(service, kind)
     try:
         configure_logging(source, MonotonicClock())
-        if has_to_fetch(kind, spec):
+        if has_to_fetch(spec):
             _answer(Fetching())
-            _fetch_while_wanted(kind, spec)
+            _fetch_while_wanted(spec)
             _answer(Fetched())
-        limit_s = start_limit_s(kind, spec)
+        limit_s = start_limit_s(spec)
         if limit_s > READY_TIMEOUT_S:
             _answer(Starting(limit_s))
         ready = thread.open(limit_s)
@@ -91,12 +100,10 @@ def main(kind: str) -> int:
     return 0
 
 
-def limit_gpus(kind: str, spec: bytes, environment: MutableMapping[str, str]) -> None:
+def limit_gpus(spec: ServiceSpec, environment: MutableMapping[str, str]) -> None:
     """Makes only its own GPUs visible to a worker. CUDA reads the variable on first use."""
-    if kind == "worker":
-        gpus = msgspec.json.decode(spec, type=WorkerSpec).gpus
-        if gpus is not None:
-            environment[VISIBLE] = ",".join(gpus)
+    if isinstance(spec, WorkerSpec) and spec.gpus is not None:
+        environment[VISIBLE] = ",".join(spec.gpus)
 
 
 class _Stop(BaseException):
@@ -118,13 +125,13 @@ class _Stopping:
             raise _Stop
 
 
-def _fetch_while_wanted(kind: str, spec: bytes) -> None:
+def _fetch_while_wanted(spec: ServiceSpec) -> None:
     """Fetches the model. Ends the process if standard input ends during it. Raises ConfigError."""
     fetched: Future[None] = Future()
 
     def run() -> None:
         try:
-            fetch(kind, spec)
+            fetch(spec)
             fetched.set_result(None)
         except BaseException as error:
             fetched.set_exception(error)

@@ -8,7 +8,7 @@ child also reports how long its start may take.
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -16,13 +16,14 @@ from deploy.base.launcher import CUT_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
 from deploy.base.reasons import explain_status
 from deploy.base.spec import (
     READY_TIMEOUT_S,
+    READY_TYPES,
     Fetched,
     Fetching,
     GatewayReady,
-    GatewaySpec,
+    ServiceReady,
+    ServiceSpec,
     Starting,
-    StoreSpec,
-    WorkerSpec,
+    StartReport,
 )
 from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.local.nursery import Child, Forks, NoChild
@@ -32,26 +33,21 @@ from engine.errors import ConfigError
 FORK_TIMEOUT_S = 120.0  # mostly for the nursery's imports from a cold disk
 LOOK_FOR_END_S = 60.0
 
-_FETCHING = msgspec.json.encode(Fetching()) + b"\n"
-_FETCHED = msgspec.json.encode(Fetched()) + b"\n"
-_STARTING = msgspec.json.encode(Starting(0.0)).partition(b",")[0]  # the type is first
-
-T = TypeVar("T")
-
 
 class ServiceProcess:
     """The process of one service: started, watched and stopped from any thread."""
 
-    def __init__(self, name: str, kind: str, nursery: Forks) -> None:
-        self.name = name
-        self.kind = kind
-        self.ready: Any = None  # the service's answer after its start
+    def __init__(self, spec: ServiceSpec, nursery: Forks) -> None:
+        self.name = spec.name
+        self.kind = spec.kind
+        self.ready: ServiceReady | None = None  # the service's answer after its start
+        self._spec = spec
         self._nursery = nursery
         self._child: Child | None = None
         self._is_wanted = True
         self._lock = threading.Lock()  # orders `start` and `kill`
 
-    def start(self, spec: WorkerSpec | GatewaySpec | StoreSpec, ready_type: type[T]) -> T:
+    def start(self) -> ServiceReady:
         """Starts the process and waits for its answer. Raises ConfigError."""
         try:
             with self._lock:
@@ -60,15 +56,7 @@ class ServiceProcess:
                 self._child = child = self._nursery.fork(self.kind)
         except (OSError, RuntimeError) as error:  # out of memory, descriptors, processes or threads
             raise ConfigError(f"{self.name} cannot be started: {error}") from error
-        line = self._ask(child, msgspec.json.encode(spec) + b"\n")
-        try:
-            answer = msgspec.json.decode(line, type=dict[str, Any])
-            if "error" in answer:
-                raise ConfigError(f"{self.name}: {answer['error']}")
-            ready = msgspec.convert(answer, ready_type)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.name} said {line[:200]!r} while starting") from error
-        self.ready = ready
+        self.ready = ready = self._ask(child)
         return ready
 
     def is_running(self) -> bool:
@@ -112,8 +100,8 @@ class ServiceProcess:
             child.wait(STOP_TIMEOUT_S)
         child.close()
 
-    def _ask(self, child: Child, request: bytes) -> bytes:
-        """Sends the request and returns the line of the answer. Raises ConfigError."""
+    def _ask(self, child: Child) -> ServiceReady:
+        """Sends the spec and returns the answer. Raises ConfigError."""
         try:
             child.await_start(FORK_TIMEOUT_S)
         except NoChild as error:
@@ -123,28 +111,41 @@ class ServiceProcess:
             raise ConfigError(
                 f"{self.name} was not started: the nursery gave no answer in {FORK_TIMEOUT_S:g} s"
             ) from error
-        line = b""
-        with self._deadline(READY_TIMEOUT_S, child, "start"):
-            child.stdin.write(request)
-            child.stdin.flush()
-            line = child.stdout.readline()
-        if line == _FETCHING:
-            with self._deadline(FETCH_TIMEOUT_S, child, "fetch its model"):
+        request, step, limit_s = msgspec.json.encode(self._spec) + b"\n", "start", READY_TIMEOUT_S
+        while True:
+            line = b""
+            with self._deadline(limit_s, child, step):
+                child.stdin.write(request)
+                child.stdin.flush()
                 line = child.stdout.readline()
-            if line == _FETCHED:
-                with self._deadline(READY_TIMEOUT_S, child, "start"):
-                    line = child.stdout.readline()
-        if line.startswith(_STARTING):
-            limit_s = msgspec.json.decode(line, type=Starting).limit_s
-            with self._deadline(limit_s, child, "start"):
-                line = child.stdout.readline()
+            request, step = b"", "start"
+            match self._answer(line, child):
+                case Fetching():
+                    step, limit_s = "fetch its model", FETCH_TIMEOUT_S
+                case Fetched():
+                    limit_s = READY_TIMEOUT_S
+                case Starting(limit_s):
+                    pass
+                case ready:
+                    return ready
+
+    def _answer(self, line: bytes, child: Child) -> StartReport | ServiceReady:
+        """Decodes a line of the child. Raises ConfigError if the child refused or has ended."""
         if not line:
             with contextlib.suppress(TimeoutError):  # only its output may be closed
                 child.wait(STOP_TIMEOUT_S)
             raise ConfigError(
                 f"{self.name} ended while starting ({explain_status(self.exit_status)})"
             )
-        return line
+        try:
+            answer = msgspec.json.decode(line, type=dict[str, Any])
+            if "error" in answer:
+                raise ConfigError(f"{self.name}: {answer['error']}")
+            kind: Any = StartReport if "type" in answer else READY_TYPES[self.kind]
+            decoded: StartReport | ServiceReady = msgspec.convert(answer, kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.name} said {line[:200]!r} while starting") from error
+        return decoded
 
     @contextlib.contextmanager
     def _deadline(self, timeout_s: float, child: Child, step: str) -> Iterator[None]:

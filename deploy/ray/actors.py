@@ -1,7 +1,7 @@
 """Runs services as Ray actors: starts, pings and stops them. No request or KV goes through Ray.
 
-Only files of this folder import ray. Its files `up`, `config`, `files`, `leftovers` and
-`gcs_keeper` do not: they must work where Ray is not imported.
+Only files of this folder import ray. Its files `up`, `cluster_nodes` and `gcs_keeper` do not: they
+must work where Ray is not imported.
 """
 
 import logging
@@ -18,19 +18,19 @@ from typing import Any
 import msgspec
 import ray
 
-from deploy.base.launcher import CUT_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S, ServiceReady
+from deploy.base.launcher import CUT_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
 from deploy.base.reasons import explain
 from deploy.base.spec import (
     READY_TIMEOUT_S,
+    READY_TYPES,
     GatewayReady,
-    GatewaySpec,
-    StoreReady,
-    StoreSpec,
-    WorkerReady,
+    ServiceReady,
+    ServiceSpec,
     WorkerSpec,
+    decode_spec,
 )
 from deploy.fetching.cache import FETCH_TIMEOUT_S
-from deploy.ray.hosting import READY_TYPES, Hosting, HostingChild, HostingThread
+from deploy.ray.hosting import Hosting, HostingChild, HostingThread
 from deploy.services.model import fetch, has_to_fetch, start_limit_s
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
@@ -53,20 +53,19 @@ class ServiceActor:
 
     def __init__(self, kind: str, spec: bytes, nursery: str | None) -> None:
         """`nursery`: the port of a nursery on this machine, whose child runs the service."""
-        self._kind = kind
-        self._spec = spec
+        self._spec = decode_spec(kind, spec)
         self._ready = b""
         self._hosting: Hosting
         if nursery is None:
             host = ray.util.get_node_ip_address()
-            self._hosting = HostingThread(kind, spec, host=host, node=node_name())
+            self._hosting = HostingThread(self._spec, host=host, node=node_name())
         else:
-            self._hosting = HostingChild(kind, spec, port=nursery)
+            self._hosting = HostingChild(self._spec, port=nursery)
 
     def fetch(self) -> str:
         """Fetches the model to this node; returns the error, or nothing."""
         try:
-            fetch(self._kind, self._spec)
+            fetch(self._spec)
         except BatonError as error:
             return str(error)
         except OSError as error:
@@ -76,7 +75,7 @@ class ServiceActor:
 
     def limit_s(self) -> float:
         """Returns how long `start` may take. The model has been fetched."""
-        return start_limit_s(self._kind, self._spec)
+        return start_limit_s(self._spec)
 
     def start(self) -> tuple[bytes, str]:
         """Opens the service; returns its answer, or else the error."""
@@ -92,7 +91,7 @@ class ServiceActor:
 
     def describe(self) -> tuple[str, bytes]:
         """Returns the kind of service and its answer, which is empty before the start."""
-        return self._kind, self._ready
+        return self._spec.kind, self._ready
 
     def stop(self) -> None:
         """Closes the service."""
@@ -142,22 +141,27 @@ class ServiceActors:
         hosted = list(self._hosted.items())
         return {name: each.ready for name, each in hosted if each.ready is not None}
 
-    def start_worker(self, spec: WorkerSpec, options: Mapping[str, Any]) -> WorkerReady:
-        """Starts a worker and waits until it listens. Raises ConfigError."""
-        ready = self._start(spec.worker_id, "worker", spec, options)
-        assert isinstance(ready, WorkerReady)
-        return ready
-
-    def start_gateway(self, spec: GatewaySpec, options: Mapping[str, Any]) -> GatewayReady:
-        """Starts a gateway and waits until it listens. Raises ConfigError."""
-        ready = self._start(spec.name, "gateway", spec, options)
-        assert isinstance(ready, GatewayReady)
-        return ready
-
-    def start_store(self, spec: StoreSpec, options: Mapping[str, Any]) -> StoreReady:
-        """Starts a store's keeper and waits until the store listens. Raises ConfigError."""
-        ready = self._start(spec.name, "store", spec, options)
-        assert isinstance(ready, StoreReady)
+    def start(self, spec: ServiceSpec, options: Mapping[str, Any]) -> ServiceReady:
+        """Starts a service and waits until it listens. Raises ConfigError."""
+        actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(ServiceActor)
+        name, hosted = spec.name, None
+        try:
+            chosen = {**options, **self._options}
+            actor = actor_class.options(name=name, **chosen).remote(
+                spec.kind, msgspec.json.encode(spec), self.nursery
+            )
+            self._hosted[name] = hosted = _Hosted(actor, spec.kind)
+            ready = _opened(actor, spec)
+            if self._hosted.get(name) is not hosted:
+                raise ConfigError(f"{name} was stopped while it started")
+        except ConfigError:
+            self._drop_own(name, hosted)
+            raise
+        except (ray.exceptions.RayError, ValueError) as failure:  # ValueError: the name is taken
+            self._drop_own(name, hosted)
+            raise ConfigError(f"{name} did not start: {_reason(failure)}") from failure
+        hosted.ping = actor.ping.remote()
+        hosted.ready = ready
         return ready
 
     def stop(self, name: str, *, by_force: bool) -> None:
@@ -222,44 +226,6 @@ class ServiceActors:
         self._hosted[name] = _Hosted(actor, kind, ready, actor.ping.remote())
         return str(kind)
 
-    def _start(
-        self,
-        name: str,
-        kind: str,
-        spec: WorkerSpec | GatewaySpec | StoreSpec,
-        options: Mapping[str, Any],
-    ) -> ServiceReady:
-        actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(ServiceActor)
-        encoded = msgspec.json.encode(spec)
-        hosted = None
-        try:
-            chosen = {**options, **self._options}
-            actor = actor_class.options(name=name, **chosen).remote(kind, encoded, self.nursery)
-            self._hosted[name] = hosted = _Hosted(actor, kind)
-            answer, error = b"", ""
-            # The actor may never get its place, so this wait has its own deadline.
-            ray.get(actor.ping.remote(), timeout=READY_TIMEOUT_S)
-            if has_to_fetch(kind, encoded):
-                error = ray.get(actor.fetch.remote(), timeout=FETCH_TIMEOUT_S)
-            if not error:
-                limit_s = READY_TIMEOUT_S
-                if kind == "worker":
-                    limit_s = ray.get(actor.limit_s.remote(), timeout=READY_TIMEOUT_S)
-                answer, error = ray.get(actor.start.remote(), timeout=limit_s)
-            if error:
-                raise ConfigError(f"{name}: {error}")
-            if self._hosted.get(name) is not hosted:
-                raise ConfigError(f"{name} was stopped while it started")
-        except ConfigError:
-            self._drop_own(name, hosted)
-            raise
-        except (ray.exceptions.RayError, ValueError) as failure:  # ValueError: the name is taken
-            self._drop_own(name, hosted)
-            raise ConfigError(f"{name} did not start: {_reason(failure)}") from failure
-        hosted.ping = actor.ping.remote()
-        hosted.ready = ready = msgspec.json.decode(bytes(answer), type=READY_TYPES[kind])
-        return ready
-
     def _await_stops(self, hosted: Mapping[str, _Hosted]) -> None:
         """Asks the started ones of these actors to stop and waits, with one deadline for all."""
         started = {name: each for name, each in hosted.items() if each.ready is not None}
@@ -305,6 +271,24 @@ class ServiceActors:
             return
         with _ended_after(hosted.ready.pid, at_once=is_child):
             ray.kill(hosted.actor)
+
+
+def _opened(actor: Any, spec: ServiceSpec) -> ServiceReady:
+    """Opens the service of a new actor. Each step has its own deadline. Raises ConfigError."""
+    # The actor may never get its place.
+    ray.get(actor.ping.remote(), timeout=READY_TIMEOUT_S)
+    answer, error = b"", ""
+    if has_to_fetch(spec):
+        error = ray.get(actor.fetch.remote(), timeout=FETCH_TIMEOUT_S)
+    if not error:
+        limit_s = READY_TIMEOUT_S
+        if isinstance(spec, WorkerSpec):
+            limit_s = ray.get(actor.limit_s.remote(), timeout=READY_TIMEOUT_S)
+        answer, error = ray.get(actor.start.remote(), timeout=limit_s)
+    if error:
+        raise ConfigError(f"{spec.name}: {error}")
+    ready: ServiceReady = msgspec.json.decode(bytes(answer), type=READY_TYPES[spec.kind])
+    return ready
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ from deploy.admin.schema import Declaration, Difference, PoolsAnswer
 from deploy.base.run_dir import log_folder, run_directory
 from deploy.base.spec import READY_TIMEOUT_S
 from deploy.base.thread import LateStart, ServiceThread
-from deploy.controller.intents import remove_orders
+from deploy.controller.intents import BadIntents, IntentStore, remove_orders
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.logs.lines import configure_logging, controller_logs
 from deploy.pools.placement import ANYWHERE, NodePlacement
 from deploy.ray.actors import node_name
 from deploy.ray.launcher import CONTROLLER, ON_HEAD, ClusterLauncher
-from deploy.ray.orders import RayOrders
 from deploy.ray.own_ray import NAMESPACE
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
@@ -42,6 +42,58 @@ DECLARE_TIMEOUT_S = READY_TIMEOUT_S + UPDATE_TIMEOUT_S
 RETRY_EVERY_S = 0.5
 READY_WITHIN_S = 10.0  # timeout of one call of `ready`, which the caller repeats
 REOPEN_AFTER_S = 1.0
+ORDERS_KEY = "orders"
+
+
+class RayOrders(IntentStore):
+    """One record in Ray's own table of keys and values. Calls wait for a dead GCS, for long.
+
+    The table lives in the GCS: it outlives controller and gateways together. It outlives the head
+    too if the GCS keeps its state in Redis or RocksDB.
+    """
+
+    def __init__(self) -> None:
+        self._is_removed = False
+        self._lock = threading.Lock()  # a write may still run in a thread when the end comes
+
+    def __str__(self) -> str:
+        return "Ray's table of keys"
+
+    def read(self) -> bytes | None:
+        """Returns the record."""
+        with _gcs_errors():
+            found = _table()._internal_kv_get(ORDERS_KEY, namespace=NAMESPACE)
+        return None if found is None else bytes(found)
+
+    def write(self, record: bytes) -> None:
+        """Replaces the record."""
+        with self._lock:
+            if self._is_removed:
+                return
+            with _gcs_errors():
+                _table()._internal_kv_put(ORDERS_KEY, record, overwrite=True, namespace=NAMESPACE)
+
+    def remove(self) -> None:
+        """Removes the record."""
+        with self._lock:
+            self._is_removed = True
+            with _gcs_errors():
+                _table()._internal_kv_del(ORDERS_KEY, namespace=NAMESPACE)
+
+
+@contextmanager
+def _gcs_errors() -> Iterator[None]:
+    """Turns the errors of Ray's GCS into BadIntents."""
+    try:
+        yield
+    except (ray.exceptions.RayError, RuntimeError) as error:
+        raise BadIntents(f"Ray's GCS does not answer: {error}") from error
+
+
+def _table() -> Any:
+    from ray.experimental import internal_kv
+
+    return internal_kv
 
 
 class _ControllerActor:

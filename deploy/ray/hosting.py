@@ -17,16 +17,8 @@ from typing import Any, Protocol
 import msgspec
 
 from deploy.base.gpus import VISIBLE
-from deploy.base.launcher import ServiceReady
 from deploy.base.reasons import explain_status
-from deploy.base.spec import (
-    GatewayReady,
-    GatewaySpec,
-    StoreReady,
-    StoreSpec,
-    WorkerReady,
-    WorkerSpec,
-)
+from deploy.base.spec import ServiceReady, ServiceSpec, WorkerSpec
 from deploy.local.nursery_port import DistantNursery
 from deploy.local.service_process import ServiceProcess
 from deploy.logs.lines import LogSource, configure_logging
@@ -34,16 +26,6 @@ from engine.clock import MonotonicClock
 
 log = logging.getLogger(__name__)
 
-READY_TYPES: dict[str, type[ServiceReady]] = {
-    "worker": WorkerReady,
-    "gateway": GatewayReady,
-    "store": StoreReady,
-}
-SPEC_TYPES: dict[str, type[WorkerSpec | GatewaySpec | StoreSpec]] = {
-    "worker": WorkerSpec,
-    "gateway": GatewaySpec,
-    "store": StoreSpec,
-}
 ENDED = 70  # exit status of an actor whose child has ended
 
 
@@ -66,13 +48,13 @@ class Hosting(Protocol):
 class HostingThread(Hosting):
     """The service runs in a thread of this process."""
 
-    def __init__(self, kind: str, spec: bytes, *, host: str, node: str) -> None:
+    def __init__(self, spec: ServiceSpec, *, host: str, node: str) -> None:
         from deploy.base.thread import ServiceThread
         from deploy.services.build import service_of  # not where a child hosts the service
 
-        service, source = service_of(kind, spec, host=host, node=node)
+        service, source = service_of(msgspec.structs.replace(spec, host=host), node)
         configure_logging(source, MonotonicClock())
-        self._thread: ServiceThread[Any] = ServiceThread(service, kind)
+        self._thread: ServiceThread[Any] = ServiceThread(service, spec.kind)
 
     def start(self, limit_s: float) -> ServiceReady:
         """Opens the service."""
@@ -94,24 +76,19 @@ class HostingThread(Hosting):
 class HostingChild(Hosting):
     """The service runs in a child of the nursery whose port is at `port`."""
 
-    def __init__(self, kind: str, spec: bytes, *, port: str) -> None:
-        self._spec = msgspec.json.decode(spec, type=SPEC_TYPES[kind])
-        if isinstance(self._spec, WorkerSpec):
+    def __init__(self, spec: ServiceSpec, *, port: str) -> None:
+        if isinstance(spec, WorkerSpec):
             # Ray has chosen the GPUs of this process. The nursery's environment names all.
-            seen = os.environ.get(VISIBLE, "").split(",") if self._spec.num_gpus else ()
-            self._spec = msgspec.structs.replace(self._spec, gpus=tuple(seen))
-            name: str = self._spec.worker_id
-        else:
-            name = self._spec.name
-        configure_logging(LogSource(name, self._spec.logs), MonotonicClock())
-        self._process = ServiceProcess(name, kind, DistantNursery(port))
+            seen = os.environ.get(VISIBLE, "").split(",") if spec.num_gpus else ()
+            spec = msgspec.structs.replace(spec, gpus=tuple(seen))
+        configure_logging(LogSource(spec.name, spec.logs), MonotonicClock())
+        self._process = ServiceProcess(spec, DistantNursery(port))
         self._stops_draining = threading.Event()
         self._is_stopping = False
 
     def start(self, limit_s: float) -> ServiceReady:
         """Starts the child, and watches it from then on."""
-        kind = self._process.kind
-        ready = self._process.start(self._spec, READY_TYPES[kind])
+        ready = self._process.start()
         threading.Thread(target=self._watch, name="child", daemon=True).start()
         return ready
 

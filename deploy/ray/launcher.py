@@ -23,17 +23,10 @@ from ray.util.scheduling_strategies import (
 )
 
 from deploy.base.gpus import FoundGpus, find_gpus
-from deploy.base.launcher import Launcher, ServiceReady
+from deploy.base.launcher import Launcher
 from deploy.base.private_folder import PrivateFolder
 from deploy.base.run_dir import log_folder
-from deploy.base.spec import (
-    GatewayReady,
-    GatewaySpec,
-    StoreReady,
-    StoreSpec,
-    WorkerReady,
-    WorkerSpec,
-)
+from deploy.base.spec import GatewaySpec, ServiceReady, ServiceSpec, StoreSpec, WorkerSpec
 from deploy.local.nursery import SERVICES, Nursery
 from deploy.local.nursery_port import NurseryPort
 from deploy.logs.reading import LogPieces, LogsQuery, RingPiece, read_pieces
@@ -97,20 +90,11 @@ class OwnRayLauncher(Launcher):
         with self._present_ray():
             return ANYWHERE.with_gpus(num_gpus).scarce(nodes())
 
-    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        """Starts a worker actor."""
+    def start(self, spec: ServiceSpec) -> ServiceReady:
+        """Starts an actor."""
+        options = {"num_gpus": spec.num_gpus} if isinstance(spec, WorkerSpec) else {}
         with self._present_ray():
-            return self._actors.start_worker(spec, {"num_gpus": spec.num_gpus})
-
-    def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
-        """Starts a gateway actor."""
-        with self._present_ray():
-            return self._actors.start_gateway(spec, {})
-
-    def start_store(self, spec: StoreSpec) -> StoreReady:
-        """Starts the actor of a store's keeper."""
-        with self._present_ray():
-            return self._actors.start_store(spec, {})
+            return self._actors.start(spec, options)
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Ends an actor."""
@@ -233,8 +217,16 @@ class ClusterLauncher(Launcher):
         roles = self._places.roles()
         request_resources(bundles=self._placement(num_gpus).bundles(num_workers, roles, wanted))
 
-    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        """Starts a worker actor in its place. It sees only the GPUs of that place."""
+    def start(self, spec: ServiceSpec) -> ServiceReady:
+        """Starts a gateway's actor on the head, a store's on its node, a worker's in its place.
+
+        A worker sees only the GPUs of its place.
+        """
+        if isinstance(spec, GatewaySpec):
+            return self._actors.start(spec, ON_HEAD)
+        if isinstance(spec, StoreSpec):
+            pinned = NodeAffinitySchedulingStrategy(spec.node, soft=False)
+            return self._actors.start(spec, {"scheduling_strategy": pinned})
         held = self._places.take(spec.worker_id, spec.role)
         place = PlacementGroupSchedulingStrategy(held.group, placement_group_bundle_index=0)
         options: dict[str, Any] = {
@@ -242,23 +234,14 @@ class ClusterLauncher(Launcher):
             "scheduling_strategy": place,
         }
         try:
-            return self._actors.start_worker(spec, options)
+            return self._actors.start(spec, options)
         except ConfigError:
             self._places.give_back(held)
             raise
 
-    def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
-        """Starts a gateway actor on the head."""
-        return self._actors.start_gateway(spec, ON_HEAD)
-
     def nodes(self) -> Sequence[str]:
         """Returns the ids of all live nodes that can have workers."""
         return tuple(sorted(node.node_id for node in nodes()))
-
-    def start_store(self, spec: StoreSpec) -> StoreReady:
-        """Starts the actor of a store's keeper on its node, and nowhere else."""
-        pinned = NodeAffinitySchedulingStrategy(spec.node, soft=False)
-        return self._actors.start_store(spec, {"scheduling_strategy": pinned})
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Ends an actor and gives up its place."""

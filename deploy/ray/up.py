@@ -23,9 +23,8 @@ import msgspec
 from deploy.admin.schema import Difference, PoolsAnswer
 from deploy.base.cluster_config import UpConfig, num_nodes_of, read_cluster
 from deploy.model_source import default_cache
-from deploy.ray import leftovers
-from deploy.ray.files import write_files, write_private
-from deploy.ray.leftovers import LeftProcess
+from deploy.ray import cluster_nodes
+from deploy.ray.cluster_nodes import LeftProcess, write_files, write_private
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
@@ -155,8 +154,8 @@ class RayUp:
         _ray(["down", "--yes", str(self._file)], RAY_UP_TIMEOUT_S)
         session = self._session()
         if not session:  # unknown session: any Ray process may be left of it
-            return leftovers.look(cluster, leftovers.ANY_RAY)
-        left = [*leftovers.end(cluster, session), *leftovers.remove(cluster)]
+            return cluster_nodes.look(cluster, cluster_nodes.ANY_RAY)
+        left = [*cluster_nodes.end(cluster, session), *cluster_nodes.remove(cluster)]
         if not left:
             self._record.unlink()
         return left
@@ -164,7 +163,7 @@ class RayUp:
     def _found_on_head(self) -> list[LeftProcess]:
         """Returns processes of the last session on the head, or why it cannot be looked at."""
         session = self._session()
-        return leftovers.look(read_cluster(self._file), session, num_nodes=1) if session else []
+        return cluster_nodes.look(read_cluster(self._file), session, num_nodes=1) if session else []
 
     def _session(self) -> str:
         """The session of the last answer; empty if there was none."""

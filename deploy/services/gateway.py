@@ -147,7 +147,7 @@ class GatewayService(LoopService[GatewayReady]):
             clock=clock,
             members=spec.members,
             board=board,
-            host=spec.control_host,
+            host=spec.host,
         )
         control = await self._control.open()
         grpc_port = await self._open_grpc(parts, keys, tls)

@@ -4,9 +4,7 @@ import logging
 import os
 from pathlib import Path
 
-import msgspec
-
-from deploy.base.spec import READY_TIMEOUT_S, SLOWEST_BYTES_PER_S, WorkerSpec
+from deploy.base.spec import READY_TIMEOUT_S, SLOWEST_BYTES_PER_S, ServiceSpec, WorkerSpec
 from deploy.fetching.cache import Parts
 from deploy.fetching.names import is_remote
 from deploy.model_source import default_cache, local_model
@@ -14,25 +12,22 @@ from deploy.model_source import default_cache, local_model
 log = logging.getLogger(__name__)
 
 
-def has_to_fetch(kind: str, spec: bytes) -> bool:
+def has_to_fetch(spec: ServiceSpec) -> bool:
     """True if `fetch` may take long. Gateways fetch their few files while they open."""
-    return kind == "worker" and is_remote(msgspec.json.decode(spec, type=WorkerSpec).model)
+    return isinstance(spec, WorkerSpec) and is_remote(spec.model)
 
 
-def fetch(kind: str, spec: bytes) -> None:
-    """Downloads a worker's model to this machine if necessary.
-
-    Raises ConfigError.
-    """
-    if kind == "worker":
-        directory_of(msgspec.json.decode(spec, type=WorkerSpec).model, Parts.ALL)
+def fetch(spec: ServiceSpec) -> None:
+    """Downloads a worker's model to this machine if necessary. Raises ConfigError."""
+    if isinstance(spec, WorkerSpec):
+        directory_of(spec.model, Parts.ALL)
 
 
-def start_limit_s(kind: str, spec: bytes) -> float:
+def start_limit_s(spec: ServiceSpec) -> float:
     """Returns how long a start may take: longer for a large model. It must be on this machine."""
-    if kind != "worker":
+    if not isinstance(spec, WorkerSpec):
         return READY_TIMEOUT_S
-    folder = directory_of(msgspec.json.decode(spec, type=WorkerSpec).model, Parts.ALL)
+    folder = directory_of(spec.model, Parts.ALL)
     num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     return READY_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
 

@@ -13,7 +13,7 @@ import pytest
 
 import deploy
 from deploy.pools.placement import Node, NodePlacement, nodes_to_start_on
-from deploy.ray.files import CONSTRAINTS
+from deploy.ray.cluster_nodes import CONSTRAINTS
 from engine.config import PoolsConfig
 from engine.control import Pools
 

@@ -56,14 +56,14 @@ def test_stopped_start_leaves_the_next_actor_of_its_name_alone(monkeypatch, acto
             return None
         if actor is actors[0]:
             launcher.stop(SPEC.name, by_force=True)
-            launcher.start_gateway(SPEC)
+            launcher.start(SPEC)
             if fails:
                 raise ray.exceptions.RayActorError
         return msgspec.json.encode(READY), ""
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(ConfigError):
-        launcher.start_gateway(SPEC)
+        launcher.start(SPEC)
     assert [actor.is_killed for actor in actors] == [True, False]
     assert launcher.running() == {SPEC.name: READY}
 

@@ -118,7 +118,7 @@ def _workers(places: Mapping[WorkerId, tuple[Role, NetworkPlace]]) -> Iterator[W
     def start(worker_id: WorkerId) -> WorkerReady:
         role, _ = places[worker_id]
         spec = WorkerSpec(worker_id, role, str(BUNDLED_MODEL), SETTINGS, TOKEN, threads=1)
-        return launcher.start_worker(spec)
+        return launcher.start(spec)
 
     try:
         with ThreadPoolExecutor(len(places)) as threads:

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from deploy.local.service_manager import send_datagram
+from deploy.commands.serve import send_datagram
 
 
 @pytest.mark.parametrize("kind", ["path", "abstract"])

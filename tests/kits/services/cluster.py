@@ -117,7 +117,7 @@ def workers(
     ]
     try:
         with ThreadPoolExecutor(len(specs)) as threads:
-            ready = list(threads.map(launcher.start_worker, specs))
+            ready = list(threads.map(launcher.start, specs))
         pids = [r.pid for r in ready]
         yield Workers(launcher, {s.worker_id: r for s, r in zip(specs, ready, strict=True)})
     finally:

@@ -7,11 +7,10 @@ import sys
 from rich.console import Console
 
 from deploy.base.defaults import BUNDLED_MODEL
-from deploy.commands.serve import run
+from deploy.commands.serve import ServiceManager, run
 from deploy.local.deployment import Deployment
+from deploy.local.leaving import StopSignals
 from deploy.local.nursery import Nursery
-from deploy.local.service_manager import ServiceManager
-from deploy.local.stop_signals import StopSignals
 from deploy.logs.lines import LogSource, configure_logging
 from engine.clock import MonotonicClock
 from engine.config import AdminConfig, Config, GatewayConfig, PoolsConfig

@@ -7,7 +7,7 @@ import msgspec
 
 from bench.lab.gateway.worker import NUM_BLOCKS, NullWorkerOptions
 from bench.processes.driven import Driven
-from deploy.base.spec import WorkerReady, WorkerSpec
+from deploy.base.spec import ServiceReady, ServiceSpec, WorkerReady, WorkerSpec
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import Nursery
 
@@ -27,7 +27,9 @@ class NullWorkers(ProcessLauncher):
     def open(self) -> None:
         self._nursery.open("gateway")  # its workers need no torch
 
-    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
+    def start(self, spec: ServiceSpec) -> ServiceReady:
+        if not isinstance(spec, WorkerSpec):
+            return super().start(spec)
         options = NullWorkerOptions(
             spec.token,
             pace_s=self._pace_s,

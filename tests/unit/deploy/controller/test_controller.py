@@ -11,7 +11,7 @@ import pytest
 
 from deploy.admin import api as admin
 from deploy.admin.api import AdminService
-from deploy.base.spec import GatewayReady, WorkerReady
+from deploy.base.spec import GatewayReady, WorkerReady, WorkerSpec
 from deploy.controller import services, sessions, shell, tasks
 from deploy.controller.links import GatewayLink
 from deploy.controller.plan import ControllerPlan
@@ -108,15 +108,13 @@ class FakeLauncher:
     def counters(self):
         return {"nurseries lost": 0}
 
-    def start_worker(self, spec):
+    def start(self, spec):
+        assert isinstance(spec, WorkerSpec), "no test gets so far"
         self._fail()
         assert self.may_start.wait(DEADLINE_S)
         ready = WORKERS.get(spec.worker_id, WORKERS["worker-0"])
         self.services[spec.worker_id] = ready
         return ready
-
-    def start_gateway(self, spec):
-        raise AssertionError("no test gets so far")
 
     def stop(self, name, *, by_force):
         self._fail()

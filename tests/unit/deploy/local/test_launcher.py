@@ -60,7 +60,7 @@ def test_stop_during_a_start_ends_the_wait(tmp_path, launcher_of):
 
     def start() -> None:
         with pytest.raises(ConfigError) as caught:
-            launcher.start_gateway(SPEC)
+            launcher.start(SPEC)
         said.append(str(caught.value))
 
     thread = threading.Thread(target=start)
@@ -93,7 +93,7 @@ def test_stop_during_a_start_ends_the_wait(tmp_path, launcher_of):
 def test_failed_start_is_a_typed_error_and_leaves_no_process(script, says, launcher_of):
     launcher = launcher_of(script)
     with pytest.raises(ConfigError, match=says):
-        launcher.start_gateway(SPEC)
+        launcher.start(SPEC)
     assert launcher.processes == []
     assert launcher.dead() == {}
 
@@ -120,7 +120,7 @@ def test_fetches_and_starts_of_large_models_have_long_deadlines(
     monkeypatch.setattr(threading, "Timer", noted)
     lines = "".join(f"echo '{line}'; " for line in [*says, READY.decode()])
     launcher = launcher_of(f"read spec; {lines} exec cat")
-    assert launcher.start_gateway(SPEC).pid == 7
+    assert launcher.start(SPEC).pid == 7
     assert timeouts == has_s
     launcher.close()
 
@@ -141,7 +141,7 @@ def test_silent_process_is_ended_at_its_deadline(script, shortened, says, launch
     monkeypatch.setattr(f"deploy.local.service_process.{shortened}_TIMEOUT_S", 0.05)
     launcher = launcher_of(script)
     with pytest.raises(ConfigError, match=says):
-        launcher.start_gateway(msgspec.structs.replace(SPEC, token="x" * MORE_THAN_A_PIPE_BYTES))
+        launcher.start(msgspec.structs.replace(SPEC, token="x" * MORE_THAN_A_PIPE_BYTES))
     assert launcher.processes == []
 
 
@@ -162,7 +162,7 @@ def test_fetch_ends_when_its_launcher_is_gone(monkeypatch):
     with open(theirs) as stdin:
         monkeypatch.setattr(process_main.sys, "stdin", stdin)
         with pytest.raises(Exited):
-            process_main._fetch_while_wanted("worker", b"")
+            process_main._fetch_while_wanted(WORKER)
     never.set()
 
 
@@ -172,13 +172,13 @@ def test_failed_fetch_is_raised_to_the_launcher(monkeypatch):
 
     monkeypatch.setattr(process_main, "fetch", fetch)
     with pytest.raises(ConfigError, match="no such model"):
-        process_main._fetch_while_wanted("worker", b"")
+        process_main._fetch_while_wanted(WORKER)
 
 
 def test_ended_process_is_reported_once_with_its_status(launcher_of):
     answer = READY.decode()
     launcher = launcher_of(f"read spec; echo '{answer}'; read line; exit 5")
-    launcher.start_gateway(SPEC)
+    launcher.start(SPEC)
     process = launcher.processes[0]
     process._child.hang_up()
     process._child.wait(10)
@@ -195,8 +195,8 @@ def test_nursery_without_an_answer_is_replaced(launcher_of, monkeypatch):
     with monkeypatch.context() as cut:
         cut.setattr("deploy.local.service_process.FORK_TIMEOUT_S", 0.05)
         with pytest.raises(ConfigError, match=r"gateway was not started: .* no answer in 0.05 s"):
-            launcher.start_gateway(SPEC)
-    assert launcher.start_gateway(SPEC).pid == 7
+            launcher.start(SPEC)
+    assert launcher.start(SPEC).pid == 7
     assert nursery.num_lost == 1
     launcher.close()
 
@@ -210,7 +210,7 @@ def test_impossible_fork_is_a_typed_error_and_leaves_no_process(monkeypatch):
     with pytest.raises(ConfigError, match=r"no process can be started: .*Cannot allocate memory"):
         launcher.open()
     with pytest.raises(ConfigError, match=r"gateway cannot be started: .*Cannot allocate memory"):
-        launcher.start_gateway(SPEC)
+        launcher.start(SPEC)
     assert launcher.processes == []
 
 
@@ -221,7 +221,7 @@ def test_any_error_at_a_start_leaves_no_process(launcher_of, monkeypatch):
     monkeypatch.setattr(ServiceProcess, "_ask", broken)
     launcher = launcher_of("exec sleep 60")
     with pytest.raises(RuntimeError, match="a bug"):
-        launcher.start_gateway(SPEC)
+        launcher.start(SPEC)
     assert launcher.processes == []
 
 
@@ -229,7 +229,7 @@ def test_closed_launcher_starts_nothing(launcher_of):
     launcher = launcher_of(f"read spec; echo '{READY.decode()}'; exec cat")
     launcher.close()
     with pytest.raises(ConfigError, match="gateway is not started: the launcher is closed"):
-        launcher.start_gateway(SPEC)
+        launcher.start(SPEC)
 
 
 WORKER = WorkerSpec(
@@ -255,13 +255,13 @@ def test_each_worker_gets_its_gpu_and_frees_it_when_it_ends(tmp_path):
     script = f"read spec; echo $spec >> {tmp_path}/specs; echo '{LISTENS}'; exec cat"
     launcher, close = gpu_launcher(script, "GPU-a", "GPU-b")
     try:
-        launcher.start_worker(named("p"))
-        launcher.start_worker(named("d"))
+        launcher.start(named("p"))
+        launcher.start(named("d"))
         with pytest.raises(ConfigError, match="m needs 1 GPU, and this machine has 2; taken by"):
-            launcher.start_worker(named("m"))
+            launcher.start(named("m"))
         launcher.stop("p", by_force=True)
-        launcher.start_worker(named("m"))
-        launcher.start_worker(named("cpu", 0))
+        launcher.start(named("m"))
+        launcher.start(named("cpu", 0))
     finally:
         launcher.close()
         close()
@@ -279,7 +279,7 @@ def test_a_failed_start_gives_the_gpu_back():
     try:
         for _ in range(2):
             with pytest.raises(ConfigError, match="w ended while starting"):
-                launcher.start_worker(WORKER)
+                launcher.start(WORKER)
         assert (launcher.room(1), launcher.room(0.5)) == (1, 2)
         assert launcher.scarce(1.0) == "this machine has 1 GPU, of which a worker takes 1"
     finally:
@@ -292,7 +292,7 @@ def test_a_closed_launcher_keeps_no_gpu():
     launcher.close()
     for _ in range(2):
         with pytest.raises(ConfigError, match="the launcher is closed"):
-            launcher.start_worker(WORKER)
+            launcher.start(WORKER)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +300,7 @@ def test_a_closed_launcher_keeps_no_gpu():
 )
 def test_a_worker_sees_its_own_gpus_only(gpus, expected):
     environment = {"CUDA_VISIBLE_DEVICES": "as it was"}
-    spec = msgspec.json.encode(msgspec.structs.replace(WORKER, gpus=gpus))
-    process_main.limit_gpus("worker", spec, environment)
+    process_main.limit_gpus(msgspec.structs.replace(WORKER, gpus=gpus), environment)
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
-    process_main.limit_gpus("gateway", msgspec.json.encode(SPEC), environment)
+    process_main.limit_gpus(SPEC, environment)
     assert environment["CUDA_VISIBLE_DEVICES"] == expected

@@ -1,6 +1,6 @@
 """The messages to systemd from a deployment that serves and stops."""
 
-from deploy.local.service_manager import ServiceManager
+from deploy.commands.serve import ServiceManager
 
 
 def test_service_manager_is_notified_of_start_and_stop():

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from deploy.local.stop_signals import SIGNALS, StopAsked, StopSignals, exit_status
+from deploy.local.leaving import SIGNALS, StopAsked, StopSignals, exit_status
 
 
 @pytest.fixture

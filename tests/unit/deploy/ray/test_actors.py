@@ -22,9 +22,7 @@ SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "t
 SETTINGS = resolve(WorkerConfig(), DeviceKind.CPU)
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 LONG_S = 2 * READY_TIMEOUT_S  # that a large model may take
-USE_RAY = tuple(
-    f"deploy.ray.{name}" for name in ("actors", "launcher", "controller", "orders", "places")
-)
+USE_RAY = tuple(f"deploy.ray.{name}" for name in ("actors", "launcher", "controller", "places"))
 PARTS_OF_RAY: dict[str, dict[str, object]] = {  # none reserves anything
     "ray.autoscaler.sdk": {"request_resources": lambda *, bundles: None},
     "ray.util.scheduling_strategies": {
@@ -166,18 +164,18 @@ def launcher(fake_ray):
 def test_failed_actor_leaves_its_name_free(fake_ray, launcher, answer, says):
     fake_ray.answer = answer
     with pytest.raises(ConfigError, match=says):
-        launcher.start_gateway(SPEC)
+        launcher.start(SPEC)
     assert fake_ray.names == {}
     assert launcher.dead() == {}
     fake_ray.answer = (READY, "")
-    assert launcher.start_gateway(SPEC).pid == 7
+    assert launcher.start(SPEC).pid == 7
 
 
 @pytest.mark.parametrize("num_gpus", [0.0, 0.5, 1.0])
 def test_ray_gives_each_worker_its_gpus(fake_ray, launcher, num_gpus):
     fake_ray.answer = (msgspec.json.encode(WorkerReady("a", 1, 1, 1, 1, 0.0)), "")
     who = (WorkerId("w"), Role.PREFILL, "m", SETTINGS, "token")
-    launcher.start_worker(WorkerSpec(*who, threads=1, num_gpus=num_gpus))
+    launcher.start(WorkerSpec(*who, threads=1, num_gpus=num_gpus))
     assert fake_ray.options == [{"num_gpus": num_gpus}]
 
 
@@ -219,7 +217,7 @@ def test_raylet_that_died_is_replaced_with_all_of_ray(fake_ray, launcher, monkey
     own_ray = FakeOwnRay()
     own_ray.use(launcher, monkeypatch)
     fake_ray.answer = (READY, "")
-    launcher.start_gateway(SPEC)
+    launcher.start(SPEC)
     own_ray.raylet_runs, own_ray.failures = False, failures
     for _ in range(failures):
         with pytest.raises(ConfigError, match="no Ray"):
@@ -229,7 +227,7 @@ def test_raylet_that_died_is_replaced_with_all_of_ray(fake_ray, launcher, monkey
     assert launcher.counters()["restarts of Ray"] == 1
     assert launcher.dead() == {}
     assert fake_ray.names == {}
-    assert launcher.start_gateway(SPEC).pid == 7
+    assert launcher.start(SPEC).pid == 7
 
 
 def test_one_thread_that_is_not_the_main_one_opens_and_closes_every_ray(
@@ -250,7 +248,7 @@ def test_one_thread_that_is_not_the_main_one_opens_and_closes_every_ray(
 def test_call_that_ray_ends_by_a_system_exit_is_a_failed_start(fake_ray, launcher):
     fake_ray.answer = SystemExit(0)
     with pytest.raises(ConfigError, match="Ray ended meanwhile"):
-        launcher.start_gateway(SPEC)
+        launcher.start(SPEC)
 
 
 def test_closing_launcher_starts_no_ray(fake_ray, launcher, monkeypatch):
@@ -264,7 +262,7 @@ def test_closing_launcher_starts_no_ray(fake_ray, launcher, monkeypatch):
 def test_unplaced_actor_has_the_short_deadline(fake_ray, launcher):
     fake_ray.made = RayError("Get timed out")
     with pytest.raises(ConfigError, match="gateway did not start: Get timed out"):
-        launcher.start_gateway(SPEC)
+        launcher.start(SPEC)
     assert fake_ray.timeouts == [READY_TIMEOUT_S]
     assert fake_ray.names == {}
 
@@ -279,9 +277,7 @@ def test_unplaced_actor_has_the_short_deadline(fake_ray, launcher):
 def test_fetches_and_starts_of_large_models_have_long_deadlines(model, has_s, fake_ray, launcher):
     ready = WorkerReady("w:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
     fake_ray.answer = (msgspec.json.encode(ready), "")
-    launcher.start_worker(
-        WorkerSpec(WorkerId("w"), Role.PREFILL, model, SETTINGS, "token", threads=1)
-    )
+    launcher.start(WorkerSpec(WorkerId("w"), Role.PREFILL, model, SETTINGS, "token", threads=1))
     assert fake_ray.timeouts == has_s
 
 
@@ -330,19 +326,19 @@ def test_opening_controller_is_awaited_through_short_outages(find_controller):
 def test_taken_actor_name_is_a_typed_error(fake_ray, launcher):
     fake_ray.names["gateway"] = FakeActor(None)
     with pytest.raises(ConfigError, match="already taken"):
-        launcher.start_gateway(SPEC)
+        launcher.start(SPEC)
     assert list(fake_ray.names) == ["gateway"]  # another owner's actor stays
 
 
 def test_ended_actor_is_reported_once_and_frees_its_name(fake_ray, launcher):
-    launcher.start_gateway(SPEC)
+    launcher.start(SPEC)
     assert launcher.dead() == {"gateway": "gateway ended: the actor died"}
     assert launcher.dead() == {}
     assert fake_ray.names == {}
 
 
 def test_actor_ended_by_ray_is_not_killed_again(fake_ray, launcher, monkeypatch):
-    launcher.start_gateway(SPEC)
+    launcher.start(SPEC)
     monkeypatch.setattr(fake_ray, "kill", None)
     launcher._actors._hosted["gateway"].ping = ActorDiedError("its node died.")
     assert launcher.dead() == {"gateway": "gateway ended: its node died"}
@@ -350,7 +346,7 @@ def test_actor_ended_by_ray_is_not_killed_again(fake_ray, launcher, monkeypatch)
 
 
 def test_unavailable_actor_is_not_dead(fake_ray, launcher):
-    launcher.start_gateway(SPEC)
+    launcher.start(SPEC)
     actor = fake_ray.names["gateway"]
     launcher._actors._hosted["gateway"].ping = ActorUnavailableError("later")
     assert launcher.dead() == {}

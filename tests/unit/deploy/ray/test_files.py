@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.ray.files import CONSTRAINTS, write_files
+from deploy.ray.cluster_nodes import CONSTRAINTS, write_files
 from engine.errors import ConfigError
 
 

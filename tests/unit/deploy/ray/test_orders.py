@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("ray")
 
 from deploy.controller.intents import BadIntents
-from deploy.ray import orders
-from deploy.ray.orders import RayOrders
+from deploy.ray import controller
+from deploy.ray.controller import RayOrders
 
 
 class FakeTable:
@@ -37,7 +37,7 @@ class FakeTable:
 @pytest.fixture
 def table(monkeypatch) -> FakeTable:
     table = FakeTable()
-    monkeypatch.setattr(orders, "_table", lambda: table)
+    monkeypatch.setattr(controller, "_table", lambda: table)
     return table
 
 

@@ -7,8 +7,8 @@ import pytest
 import deploy
 from deploy.base.cluster_config import load_up_config, num_nodes_of, read_cluster
 from deploy.base.defaults import pools_of
-from deploy.ray import leftovers, up
-from deploy.ray.leftovers import LeftProcess
+from deploy.ray import cluster_nodes, up
+from deploy.ray.cluster_nodes import LeftProcess
 from deploy.ray.up import ClusterNode, RayUp, Running, Status, bring_up, cluster_of, take_down
 from engine.control import Pools
 from engine.errors import ConfigError
@@ -164,12 +164,12 @@ def test_head_without_an_answer_is_reported_with_its_last_lines():
 
 def test_only_own_machines_are_searched_afterwards():
     local = {"provider": {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2"]}}
-    assert leftovers.nodes_of(local) == ["10.0.0.1", "10.0.0.2"]
-    assert leftovers.nodes_of({"provider": {"type": "aws"}}) == []
+    assert cluster_nodes.nodes_of(local) == ["10.0.0.1", "10.0.0.2"]
+    assert cluster_nodes.nodes_of({"provider": {"type": "aws"}}) == []
 
 
 def test_ssh_uses_the_settings_of_the_cluster_file():
-    command = leftovers.ssh_command(
+    command = cluster_nodes.ssh_command(
         {"ssh_user": "me", "ssh_private_key": "/keys/one", "ssh_proxy_command": "nc %h %p"}
     )
     assert command[:3] == ["ssh", "-i", "/keys/one"]
@@ -195,12 +195,12 @@ def ray_up(tmp_path, monkeypatch) -> RayUp:
 
 @pytest.mark.parametrize("what", ["process 7: raylet", "cannot be searched: no route"])
 def test_cluster_that_may_still_run_is_not_made_again(ray_up, monkeypatch, what):
-    monkeypatch.setattr(leftovers, "_ask", lambda _, node, script: [LeftProcess(node, what)])
+    monkeypatch.setattr(cluster_nodes, "_ask", lambda _, node, script: [LeftProcess(node, what)])
     assert not ray_up.is_up()  # nothing was ever seen of it
     ray_up._write_note("session_1")
     with pytest.raises(ConfigError, match=f"no answer: no route, .*{what}.* `baton down` first"):
         ray_up.is_up()
-    monkeypatch.setattr(leftovers, "_ask", lambda *_: [])
+    monkeypatch.setattr(cluster_nodes, "_ask", lambda *_: [])
     assert not ray_up.is_up()
 
 
@@ -212,12 +212,12 @@ def test_cluster_of_another_version_is_not_made_again(ray_up, monkeypatch):
 
 def test_incomplete_note_ends_no_process(ray_up, monkeypatch):
     scripts: list[str] = []
-    monkeypatch.setattr(leftovers, "_ask", lambda _, node, script: scripts.append(script) or [])
+    monkeypatch.setattr(cluster_nodes, "_ask", lambda _, node, script: scripts.append(script) or [])
     ray_up._write_note("\n")
     assert ray_up.down() == []
     assert len(scripts) == 1
-    assert scripts[0].startswith(f"session={leftovers.ANY_RAY}\n")
+    assert scripts[0].startswith(f"session={cluster_nodes.ANY_RAY}\n")
     assert "kill" not in scripts[0]
-    for ask in (leftovers.look, leftovers.end):
+    for ask in (cluster_nodes.look, cluster_nodes.end):
         with pytest.raises(AssertionError, match="every process"):
             ask({"provider": {"type": "local", "head_ip": "a"}}, "")

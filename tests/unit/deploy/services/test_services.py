@@ -33,8 +33,7 @@ def test_only_workers_with_a_remote_model_fetch(kind, model, has_to):
     version = Version(model=model)
     spec = msgspec.structs.replace(SPEC, members=Members(1, (), Intent((version,))))
     worker = WorkerSpec(WorkerId("w"), Role.PREFILL, model, SETTINGS, "token", threads=1)
-    encoded = msgspec.json.encode(worker if kind == "worker" else spec)
-    assert has_to_fetch(kind, encoded) is has_to
+    assert has_to_fetch(worker if kind == "worker" else spec) is has_to
 
 
 def test_late_open_is_a_typed_error():
@@ -74,6 +73,6 @@ def test_a_large_model_may_take_long_to_start(tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(int(1000 * SLOWEST_BYTES_PER_S))  # a hole in the file: it takes no room
     who = (WorkerId("w"), Role.PREFILL, str(tmp_path), SETTINGS, "token")
-    spec = msgspec.json.encode(WorkerSpec(*who, threads=1))
-    assert start_limit_s("worker", spec) == pytest.approx(READY_TIMEOUT_S + 1000, abs=0.01)
-    assert start_limit_s("gateway", b"") == READY_TIMEOUT_S
+    spec = WorkerSpec(*who, threads=1)
+    assert start_limit_s(spec) == pytest.approx(READY_TIMEOUT_S + 1000, abs=0.01)
+    assert start_limit_s(SPEC) == READY_TIMEOUT_S

@@ -1,4 +1,11 @@
-"""Finds and ends processes that a stopped cluster has left on its nodes.
+"""What `baton up` puts on the nodes of a cluster, and what a stopped cluster has left on them.
+
+The cluster file's `file_mounts` copies two files of the operator to every node:
+
+    ~/.baton/ray_auth_token    the token that each call to one of Ray's processes must carry
+    ~/.baton/constraints.txt   the exact versions that nodes install
+
+Both have the same path on all nodes: the head passes them on to nodes that join later.
 
 Ray's own report is not enough: `ray down` says that no node remains even if it could not find the
 `ray` command there. So each node is searched over ssh for processes of the cluster's session. Such
@@ -9,14 +16,23 @@ Paths and options of ssh come from the cluster file, as Ray uses them.
 """
 
 import os
+import secrets
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from engine.errors import ConfigError
+from engine.ownership import make_folder, require_trusted
 
 SSH_TIMEOUT_S = 60.0
 ANY_RAY = "/ray/core/src/ray/"  # stands in the arguments of every GCS and raylet
 GRACE_S = 15  # between SIGTERM and SIGKILL
+
+CONSTRAINTS = (
+    Path(__file__).parents[1] / "cluster" / "constraints.txt"
+)  # the versions that tests use
 
 # `session` comes on standard input, so that the search does not find its own arguments.
 _LOOK = r"""
@@ -127,3 +143,28 @@ def _ask(cluster: Mapping[str, Any], node: str, script: str) -> list[LeftProcess
         return [LeftProcess(node, f"cannot be searched: {done.stderr.strip().splitlines()[-1]}")]
     found = [line.split(" ", 1) for line in done.stdout.splitlines()]
     return [LeftProcess(node, f"process {pid}: {words}", int(pid)) for pid, words in found]
+
+
+def write_files(home: Path) -> None:
+    """Writes both into `home`/.baton, with a new token if none exists. Raises ConfigError."""
+    folder = home.resolve() / ".baton"
+    token = folder / "ray_auth_token"
+    try:
+        make_folder(folder, top=folder.parent, mode=0o700)
+        write_private(folder / "constraints.txt", CONSTRAINTS.read_text())
+        if not token.exists():
+            write_private(token, secrets.token_hex(32))
+        require_trusted(token, top=folder)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: {error.strerror}") from error
+    if token.stat().st_mode & 0o077:
+        raise ConfigError(f"{token} can be read by others: chmod 600 mends that")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes atomically, readable by this user only."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(partial, flags, 0o600), "w") as file:
+        file.write(text)
+    partial.replace(path)
