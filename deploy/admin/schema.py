@@ -1,17 +1,16 @@
-"""Bodies and answers of the operator's API, and its OpenAPI description."""
+"""Bodies and answers of the operator's API."""
 
 from typing import Annotated, Any
 
 import msgspec
 
-from deploy.base.spec import BlockEventsAnswer, WorkerFacts
-from deploy.logs.reading import DEFAULT_LINES, MAX_LINES
+from deploy.base.spec import WorkerFacts
 from deploy.pools.gateways import GatewayState
 from deploy.pools.planning import DecisionOutcome
 from deploy.pools.stores import StoreState
 from deploy.pools.versions.orders import MAX_WEIGHT
 from deploy.pools.workers.record import WorkerState
-from engine.config import PlannerMode, WorkerConfig
+from engine.config import PlannerMode
 from engine.control import (
     GatewaySummary,
     Pools,
@@ -354,170 +353,3 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     """The answer to a request that failed."""
 
     error: ErrorBody
-
-
-_REF = "#/components/schemas/{name}"
-_WORKER = {"name": "worker_id", "in": "path", "required": True, "schema": {"type": "string"}}
-_VERSION = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-_SINCE = {
-    "name": "since",
-    "in": "query",
-    "description": "only steps of the history after this number",
-    "schema": {"type": "integer", "minimum": 0},
-}
-_PREVIEW = {
-    "name": "preview",
-    "in": "query",
-    "description": "1: change nothing, and answer 200 with what would change",
-    "schema": {"type": "integer", "minimum": 0, "maximum": 1},
-}
-_LOGS = [
-    {
-        "name": "service",
-        "in": "query",
-        "description": "a worker, a gateway or `controller`; all, if it is left out",
-        "schema": {"type": "string"},
-    },
-    {
-        "name": "lines",
-        "in": "query",
-        "description": "how many of the last ones",
-        "schema": {"type": "integer", "minimum": 0, "maximum": MAX_LINES, "default": DEFAULT_LINES},
-    },
-    {
-        "name": "after",
-        "in": "query",
-        "description": "of the answer before: all lines that have come since",
-        "schema": {"type": "string"},
-    },
-]
-# (method, path, summary, body, answer, parameters)
-_OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
-    ("get", "/v1/pools", "The pools, and what happened to them", None, PoolsAnswer, [_SINCE]),
-    ("post", "/v1/pools", "Set how many workers there are", PoolsBody, PoolsAnswer, []),
-    ("get", "/v1/workers", "All workers", None, WorkersAnswer, []),
-    ("get", "/v1/requests", "Requests in service", None, RequestsAnswer, []),
-    (
-        "post",
-        "/v1/workers/{worker_id}/flip",
-        "Change a worker's role",
-        FlipBody,
-        PoolsAnswer,
-        [_WORKER],
-    ),
-    ("post", "/v1/workers/{worker_id}/drain", "Drain a worker", None, PoolsAnswer, [_WORKER]),
-    (
-        "post",
-        "/v1/workers/{worker_id}/stop",
-        "Drain a worker, then stop it",
-        None,
-        PoolsAnswer,
-        [_WORKER],
-    ),
-    ("get", "/v1/versions", "Versions of the model", None, VersionsAnswer, []),
-    ("post", "/v1/versions", "Start a version beside the others", UpdateBody, PoolsAnswer, []),
-    (
-        "post",
-        "/v1/config",
-        "Carry out what a file declares, but for settings that need a restart",
-        Declaration,
-        PoolsAnswer,
-        [],
-    ),
-    (
-        "post",
-        "/v1/config/differences",
-        "What a file declares otherwise than it runs; nothing is changed",
-        Declaration,
-        DifferencesAnswer,
-        [],
-    ),
-    ("post", "/v1/weights", "Share requests among versions", WeightsBody, PoolsAnswer, []),
-    (
-        "post",
-        "/v1/versions/{name}/finish",
-        "Replace all other versions",
-        FinishBody,
-        PoolsAnswer,
-        [_VERSION],
-    ),
-    ("post", "/v1/versions/{name}/abort", "Remove a version", None, PoolsAnswer, [_VERSION]),
-    ("post", "/v1/rollback", "Let a former version take over", RollbackBody, PoolsAnswer, []),
-    ("get", "/v1/logs", "Log lines of services", None, LogsAnswer, _LOGS),
-    ("get", "/v1/block-events", "Keys and addresses of block events", None, BlockEventsAnswer, []),
-    ("get", "/v1/stores", "Stores of KV, and what they hold", None, StoresAnswer, []),
-    ("post", "/v1/stores/drop", "Let stores forget all blocks", DropBody, DropAnswer, []),
-    ("get", "/v1/planner", "The planner and its decisions", None, PlannerAnswer, []),
-    ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
-]
-_PREVIEWS = {PoolsAnswer: PreviewAnswer, DropAnswer: DropAnswer}  # order's answer to preview's
-_ERRORS = {
-    "400": "not a valid request",
-    "401": "no key, or a wrong one",
-    "404": "no such worker, version, store or log",
-    "409": "an order that cannot be carried out, with the reason",
-}
-
-
-def openapi(version: str) -> dict[str, Any]:
-    """Returns the description, OpenAPI 3.1."""
-    types = [each for *_, body, answer, _ in _OPERATIONS for each in (body, answer) if each]
-    named = [*types, PreviewAnswer, ErrorAnswer]
-    _, components = msgspec.json.schema_components(named, ref_template=_REF)
-    components |= _with_settings(components.pop("UpdateBody"))
-    paths: dict[str, dict[str, Any]] = {}
-    for method, path, summary, body, answer, parameters in _OPERATIONS:
-        paths.setdefault(path, {})[method] = _operation(
-            method, summary, body=body, answer=answer, parameters=parameters
-        )
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Baton: operator's API", "version": version},
-        "security": [{"key": []}],
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-    }
-
-
-def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
-    """Adds the settings of `worker`. These have no defaults: omitted settings stay."""
-    _, parts = msgspec.json.schema_components([WorkerConfig], ref_template=_REF)
-    properties = parts.pop("WorkerConfig")["properties"]
-    for setting in properties.values():
-        setting.pop("default", None)
-    given = {"type": "object", "properties": properties, "additionalProperties": False}
-    update["properties"]["worker"] = {"anyOf": [given, {"type": "null"}], "default": None}
-    return {"UpdateBody": update, **parts}
-
-
-def _operation(
-    method: str, summary: str, *, body: Any, answer: Any, parameters: list[Any]
-) -> dict[str, Any]:
-    is_order = method == "post" and answer in _PREVIEWS
-    done = ("202", "ordered") if is_order else ("200", "the present state")
-    found: dict[str, Any] = {
-        "summary": summary,
-        "responses": {
-            done[0]: {"description": done[1], "content": _content(answer)},
-            **{
-                status: {"description": what, "content": _content(ErrorAnswer)}
-                for status, what in _ERRORS.items()
-            },
-        },
-    }
-    if is_order:
-        preview = _content(_PREVIEWS[answer])
-        found["responses"]["200"] = {"description": "preview", "content": preview}
-        parameters = [*parameters, _PREVIEW]
-    if parameters:
-        found["parameters"] = parameters
-    if body is not None:
-        found["requestBody"] = {"required": True, "content": _content(body)}
-    return found
-
-
-def _content(answer: Any) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF.format(name=answer.__name__)}}}

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from deploy.admin.client import AdminClient
-from deploy.admin.declaring import read_declaration
+from deploy.admin.declared import read_declaration
 from deploy.admin.schema import RESTART, Difference
 from deploy.base.cluster_config import load_up_config
 from deploy.commands.operator import follow

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deploy.admin.client import AdminClient, AdminError
-from deploy.admin.declaring import absolute, read_declaration
+from deploy.admin.declared import absolute, read_declaration
 from deploy.admin.schema import Declaration, PoolCounts, PoolsAnswer, UpdateBody, VersionInfo
 from deploy.base.cluster_config import load_up_config, read_yaml
 from deploy.base.defaults import pools_of

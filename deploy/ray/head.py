@@ -25,7 +25,7 @@ import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.admin.declaring import read_declaration
+from deploy.admin.declared import read_declaration
 from deploy.admin.schema import RESTART, Declaration, Difference, PoolsAnswer
 from deploy.base.cluster_config import UpConfig, load_up_config
 from deploy.fetching.cache import FETCH_TIMEOUT_S

@@ -5,7 +5,7 @@ import logging
 import pytest
 from starlette.requests import Request
 
-from deploy.admin.audit import MAX_CALLER_CHARS, record_order
+from deploy.admin.api import MAX_CALLER_CHARS, record_order
 from deploy.pools.orders import Drain
 from engine.log_context import AUDIT
 

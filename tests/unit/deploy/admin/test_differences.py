@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.admin.declaring import read_declaration
-from deploy.admin.differences import APPLY, HIDDEN, PLANNER, POOLS, UPDATE, Declared
+from deploy.admin.declared import APPLY, HIDDEN, PLANNER, POOLS, UPDATE, Declared, read_declaration
 from deploy.admin.schema import RESTART, Declaration, Difference, PoolCounts, UpdateBody
 from deploy.pools.orders import Adjust, SetPlanner, SetPools
 from engine.config import (

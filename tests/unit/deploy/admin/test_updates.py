@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.admin import updates
+from deploy.admin import declared
 from deploy.admin.schema import PoolCounts, UpdateBody
 from deploy.commands.versions import read_update
 from engine.config import DeviceKind, Speculate, WorkerConfig
@@ -15,7 +15,7 @@ INTENT = Intent((Version(model="m", model_name="tiny", worker=NOW, pools=Pools(2
 
 
 def order_of(body, intent):
-    return updates.order_of(body, intent, lambda worker: DeviceKind.CPU)
+    return declared.order_of(body, intent, lambda worker: DeviceKind.CPU)
 
 
 def written(tmp_path, text, name="new.toml"):

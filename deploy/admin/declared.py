@@ -1,4 +1,6 @@
-"""Compares a declaration with the running deployment, and returns the orders to apply it. Pure.
+"""Reads declarations and updates, compares them with the running deployment, and returns orders.
+
+A declaration is a TOML file of `baton serve`, or baton.yaml.
 
 Settings that the file omits keep their running values. There are three kinds of settings:
 
@@ -11,17 +13,44 @@ Settings that the file omits keep their running values. There are three kinds of
 While the planner is on, it sets the pools: the declared numbers apply only at the start.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from deploy.admin.schema import RESTART, Declaration, Difference, PoolCounts, UpdateBody
+from deploy.base.cluster_config import load_up_config, read_yaml
 from deploy.base.defaults import pools_of
-from deploy.pools.orders import Adjust, SetPlanner, SetPools
-from engine.config import UNSET, Config, ModelConfig, PlannerMode, config_of
+from deploy.model_source import pinned
+from deploy.pools.formats import check_version
+from deploy.pools.orders import AddVersion, Adjust, SetPlanner, SetPools
+from deploy.pools.versions.rollout import least
+from engine.config import (
+    UNSET,
+    Config,
+    DeviceKind,
+    ModelConfig,
+    PlannerMode,
+    WorkerConfig,
+    check_canary,
+    config_of,
+    load_config,
+    read_toml,
+)
 from engine.config_reference import SECRETS
-from engine.control import SERVING_ROLES, Intent, LiveSettings, first_name
+from engine.control import (
+    MAIN_LINE,
+    SERVING_ROLES,
+    Intent,
+    LiveSettings,
+    Pools,
+    Version,
+    first_name,
+)
+from engine.errors import ConfigError
 
 POOLS, PLANNER = "baton pools set", "baton planner"
 UPDATE, APPLY = "baton update", "baton apply"
@@ -217,3 +246,102 @@ def _order_for(section: str, name: str) -> str:
         return PLANNER
     is_live = section in ("planner", "update") or (section == "pools" and name in LIVE_POOLS)
     return APPLY if is_live else RESTART
+
+
+def order_of(
+    body: UpdateBody, intent: Intent, device_of: Callable[[WorkerConfig], DeviceKind]
+) -> AddVersion:
+    """Returns the order for an update. Omitted fields are as in the current version.
+
+    `device_of` returns the kind of device of workers with a configuration.
+
+    Without a weight the version takes over. If the model names a branch, this function asks the
+    hub for the branch's commit, so call it in a thread. Raises ConfigError.
+    """
+    current = _current_of(body.of or MAIN_LINE, intent)
+    worker = _changed(current.worker, body.worker or {})
+    draft = worker.draft_path
+    if draft is not None and not draft.is_dir():
+        raise ConfigError(f"{draft}: no such model directory")
+    awake = current.pools if current.asleep is None else current.asleep.pools
+    otherwise = awake if body.weight is None else least(awake)
+    pools = counted(body.pools, otherwise)
+    version = Version(
+        name=body.name or _next_name(current.line, intent),
+        model=current.model if body.model is None else pinned(body.model),
+        model_name=body.model_name or current.model_name,
+        worker=worker,
+        pools=pools,
+        weight=body.weight or 0,
+        line=current.line,
+        device=device_of(worker),
+    )
+    check_version(version)
+    if body.canary is not None:
+        check_canary(body.canary)
+        if body.weight is not None and body.canary:
+            raise ConfigError("a version with a weight does not take over: it has no canary")
+    if body.hold_s is not None and not 0 <= body.hold_s < inf:
+        raise ConfigError(f"hold_s must not be negative, and not {body.hold_s}")
+    return AddVersion(
+        version,
+        takes_over=body.weight is None,
+        canary=None if body.canary is None else tuple(body.canary),
+        hold_s=body.hold_s,
+        allows_shorter=body.allows_shorter,
+    )
+
+
+def counted(counts: PoolCounts | None, otherwise: Pools) -> Pools:
+    """Returns the given counts, with 0 for omitted roles. Without counts, `otherwise`."""
+    if counts is None:
+        return otherwise
+    return Pools(counts.prefill or 0, counts.decode or 0, counts.mixed or 0)
+
+
+def _changed(worker: WorkerConfig, changes: Mapping[str, Any]) -> WorkerConfig:
+    """Returns the configuration with changes. Raises ConfigError if the result is not valid."""
+    try:
+        return msgspec.convert({**msgspec.to_builtins(worker), **changes}, WorkerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"worker: {error}") from error
+
+
+def _current_of(line: str, intent: Intent) -> Version:
+    """Returns the current version of a model. Raises ConfigError."""
+    found = intent.of_line(line)
+    if not found:
+        there = ", ".join(dict.fromkeys(each.line for each in intent.versions if each.line))
+        raise ConfigError(f"no model beside the main one is called {line!r}; there are: {there}")
+    return found[0]
+
+
+def _next_name(line: str, intent: Intent) -> str:
+    taken = [version.name for version in intent.versions]
+    begin = f"{line}-v" if line else "v"
+    numbers = count(len(intent.of_line(line)) + 1)
+    return next(name for i in numbers if (name := f"{begin}{i}") not in taken)
+
+
+def read_declaration(path: Path) -> Declaration:
+    """Returns the settings in the file. Environment variables are ignored.
+
+    Raises ConfigError.
+    """
+    model: str | None = None
+    if path.suffix in (".yaml", ".yml"):
+        up, tree = load_up_config(path), read_yaml(path)
+        config, model = up.config, up.model if "model" in tree else None
+    else:
+        config, tree = load_config(path, {}, {}), read_toml(path)
+    values = msgspec.to_builtins(config)
+    sections = [name for name in Config.__struct_fields__ if tree.get(name)]
+    settings = {name: {key: values[name][key] for key in tree[name]} for name in sections}
+    return Declaration(absolute(model), settings)
+
+
+def absolute(model: str | None) -> str | None:
+    """Makes a local directory absolute: other processes have other working directories."""
+    if model is not None and Path(model).is_dir():
+        return str(Path(model).resolve())
+    return model
