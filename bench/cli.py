@@ -19,19 +19,18 @@ baton bench chaos --seed 1 --json chaos.json
 baton bench moves --json moves.json
 baton bench hostile --json hostile.json
 baton bench batches --kills 2 --json batches.json
-baton bench schemas --suite maskbench/data --peer xgrammar=/path/to/its/python --json schemas.json
 baton bench report --write
 """
 
 import typer
 
-from bench.chaos.cli import chaos
+from bench.chaos.run import chaos
 from bench.compare import compare
 from bench.engine.cli import engine
 from bench.lab.experiment import command_of
 from bench.lab.studies import STUDIES
-from bench.processes.signals import END_SIGNALS
-from bench.published.cli import report
+from bench.processes.driven import END_SIGNALS
+from bench.published import report
 from bench.serve.cli import serve
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)

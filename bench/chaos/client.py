@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from bench.chaos.asks import ChaosRequest
 from bench.chaos.checker import disorder
-from bench.chaos.streams import ReceivedStream, StreamReader
+from bench.chaos.streams import ChaosRequest, ReceivedStream, StreamReader
 from bench.common.waiting import pause
 from engine.clock import Clock
 from engine.errors import BatonError

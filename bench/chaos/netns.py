@@ -13,18 +13,32 @@ permanent entry. A cut enters an unused address, and packets to it are dropped w
 Permanent entries are never looked up, so senders hear of no failure.
 
 Addresses are out of 198.18.0.0/15, which is set aside for tests of networks (RFC 2544).
+
+`own_places` puts each worker of a deployment into a place of its own. `baton serve --launcher
+process --places bench.chaos.netns:own_places` loads it (see `deploy/local/launcher.py`). The
+command runs in a hub. The gateways, which share a port, and the controller stay in the hub. Each
+worker gets a place with the worker's name, and a worker that is started again returns to it.
+
+The command ends when the bench ends, so a killed bench leaves neither processes nor namespaces. The
+bench's process id is in the environment as `STARTED_BY`. One exception: if the bench has just
+stopped the command (`stop-controller`), processes and namespaces stay until the command is
+continued.
 """
 
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
 
+from bench.processes.deployment import STARTED_BY
 from engine.errors import BatonError
 
 HUB = IPv4Address("198.18.0.1")
@@ -220,3 +234,36 @@ def _check(status: int) -> None:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+PR_SET_PDEATHSIG = 1
+
+
+class OwnPlaces:
+    """A network place for each worker, made at first use. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, NetworkPlace] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, kind: str, name: str) -> NetworkPlace | None:
+        """Returns a worker's place; None for a gateway. Raises CommandFailed."""
+        if kind != "worker":
+            return None
+        with self._lock:
+            if name not in self._places:
+                self._places[name] = place(name, len(self._places) + 1)
+            return self._places[name]
+
+
+def own_places() -> OwnPlaces:
+    """Makes this process end with the bench, and returns the places."""
+    _end_with(int(os.environ[STARTED_BY]))
+    return OwnPlaces()
+
+
+def _end_with(parent: int) -> None:
+    """Asks the kernel to send SIGTERM to this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # the parent has ended before the call
+        sys.exit(1)

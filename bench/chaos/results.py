@@ -25,11 +25,25 @@
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from bench.chaos.checker import RequestEnd, affected, longest_stall
-from bench.chaos.plan import BREAKS_CONNECTIONS, FaultKind, is_full
-from bench.chaos.run import ChaosRun
-from bench.chaos.streams import ReceivedPiece, ReceivedStream
+from bench.chaos.checker import (
+    Injected,
+    Reply,
+    RequestEnd,
+    RequestVerdict,
+    affected,
+    longest_stall,
+)
+from bench.chaos.plan import (
+    BREAKS_CONNECTIONS,
+    ChaosPlan,
+    Fault,
+    FaultKind,
+    is_full,
+)
+from bench.chaos.services import StoreLeft
+from bench.chaos.streams import ChaosRequest, ReceivedPiece, ReceivedStream
 from bench.common.report import Figure, Result, results_of
 
 MUST_BE_ZERO = (
@@ -45,6 +59,47 @@ MUST_BE_ZERO = (
 STALL_GOAL_S = 10.0  # goal for longest_stall_s; the command does not fail if it is missed
 NUM_TOLD = 5  # examples that are printed for each kind of failure
 NEAR_S = 20.0  # faults this close to a request are reported with it
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What is left over at the end: blocks, leases, processes."""
+
+    blocks: int
+    leases: int
+    is_whole: bool = True  # True if all workers are back and idle
+    store: StoreLeft = field(default_factory=StoreLeft)
+    processes: tuple[str, ...] = ()
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """An absence of a worker, as the controller saw it."""
+
+    worker: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosRun:
+    """The result of a run."""
+
+    plan: ChaosPlan
+    asked: tuple[ChaosRequest, ...]
+    expected: tuple[Reply, ...]
+    streams: tuple[tuple[ReceivedStream, ...], ...]  # all streams of each request
+    verdicts: tuple[RequestVerdict, ...]
+    injected: tuple[Injected, ...]
+    skipped: tuple[Fault, ...]
+    outages: tuple[Outage, ...]
+    left: LeftBehind
+    calm_stall_s: float  # the longest stall of the undisturbed run
+    duration_s: float
+
+    def requests_of(self, end: RequestEnd) -> list[int]:
+        """Returns the requests with this outcome."""
+        return [i for i, verdict in enumerate(self.verdicts) if verdict.end is end]
 
 
 def figures_of(run: ChaosRun) -> dict[str, Figure]:

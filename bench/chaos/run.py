@@ -3,19 +3,17 @@
 import asyncio
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
+import typer
 import uvloop
+from rich.console import Console
 
 from bench.chaos import netns
-from bench.chaos.asks import ChaosRequest, chaos_requests
 from bench.chaos.checker import (
-    Injected,
-    Reply,
-    RequestEnd,
-    RequestVerdict,
     gaps,
     judge,
     reply_of,
@@ -26,26 +24,56 @@ from bench.chaos.plan import (
     BREAKS_CONNECTIONS,
     OF_RAY,
     ChaosPlan,
-    Fault,
     FaultKind,
+    check,
+    config_of,
     due_times_s,
     faults_of,
+    quick,
 )
-from bench.chaos.restarts import WholeRestarts
-from bench.chaos.stores import StoreKills, StoreLeft, idle_store, slots_of_store
-from bench.chaos.streams import ReceivedStream
-from bench.common.progress import Say, say_nothing
+from bench.chaos.results import (
+    ChaosRun,
+    LeftBehind,
+    Outage,
+    complaints,
+    has_passed,
+    results,
+    row_of,
+    story,
+)
+from bench.chaos.services import StoreKills, StoreLeft, WholeRestarts, idle_store, slots_of_store
+from bench.chaos.streams import chaos_requests
+from bench.common.command import (
+    JsonOption,
+    Say,
+    SeedOption,
+    printed_errors,
+    publish,
+    quick_option,
+    say_nothing,
+    say_on_stderr,
+    values_of,
+)
 from bench.common.prompts import plain_token_ids
+from bench.common.report import report_here, results_of
+from bench.common.tables import print_lines
 from bench.common.waiting import holds_within, pause
-from bench.processes.deployment import STEADY_S, OperatedDeployment, SeenPools, operated, settle
-from bench.processes.serving import Options, free_port
+from bench.processes.deployment import (
+    STEADY_S,
+    OperatedDeployment,
+    Options,
+    SeenPools,
+    free_port,
+    operated,
+    settle,
+)
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient
 from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import Clock, MonotonicClock
 from engine.messages import Role
 
-PLACES = "bench.chaos.placed:own_places"  # puts each worker into a network place of its own
+PLACES = "bench.chaos.netns:own_places"  # puts each worker into a network place of its own
 REQUEST_TIMEOUT_S = 120.0
 REPLACES_ALL = frozenset({FaultKind.RAYLET, FaultKind.EVERYTHING})
 # Longest time in which connections may be refused while all gateways are replaced.
@@ -54,47 +82,6 @@ STEADY_AFTER_S = 5.0  # a service that is killed after this time does not count 
 GONE_WITHIN_S = 60.0
 GONE_AFTER_S = 5.0  # time for processes to end that the command does not wait for
 WATCH_EVERY_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """An absence of a worker, as the controller saw it."""
-
-    worker: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class LeftBehind:
-    """What is left over at the end: blocks, leases, processes."""
-
-    blocks: int
-    leases: int
-    is_whole: bool = True  # True if all workers are back and idle
-    store: StoreLeft = field(default_factory=StoreLeft)
-    processes: tuple[str, ...] = ()
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChaosRun:
-    """The result of a run."""
-
-    plan: ChaosPlan
-    asked: tuple[ChaosRequest, ...]
-    expected: tuple[Reply, ...]
-    streams: tuple[tuple[ReceivedStream, ...], ...]  # all streams of each request
-    verdicts: tuple[RequestVerdict, ...]
-    injected: tuple[Injected, ...]
-    skipped: tuple[Fault, ...]
-    outages: tuple[Outage, ...]
-    left: LeftBehind
-    calm_stall_s: float  # the longest stall of the undisturbed run
-    duration_s: float
-
-    def requests_of(self, end: RequestEnd) -> list[int]:
-        """Returns the requests with this outcome."""
-        return [i for i, verdict in enumerate(self.verdicts) if verdict.end is end]
 
 
 def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
@@ -249,3 +236,77 @@ class _Watch:
                 elif name in self._absent_s:
                     self.outages.append(Outage(name, now_s - self._absent_s.pop(name)))
             await pause(WATCH_EVERY_S)
+
+
+SPECIAL = {FaultKind.PARTITION, FaultKind.DISK_FULL, FaultKind.EVERYTHING, *OF_RAY}
+BY_DEFAULT = ",".join(kind for kind in FaultKind if kind not in SPECIAL)
+
+
+def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 1000,
+    rate: Annotated[float, typer.Option(help="Requests/s, kept up during faults.")] = 4.0,
+    kill_every: Annotated[float, typer.Option(help="Seconds between kills.")] = 5.0,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 2,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
+    gateways: Annotated[int, typer.Option(min=1, help="Gateway processes.")] = 2,
+    spares: Annotated[int, typer.Option(min=0, help="Workers that wait to take a place.")] = 0,
+    store_mib: Annotated[
+        int, typer.Option(min=0, help="MiB of a store's memory; 0: there is no store.")
+    ] = 64,
+    faults: Annotated[
+        str,
+        typer.Option(
+            help=f"Kinds, of {', '.join(FaultKind)}, between commas. A partition needs root and"
+            " iproute2: each worker is in a network namespace of its own. gcs, raylet need Ray."
+        ),
+    ] = BY_DEFAULT,
+    seed: SeedOption = 0,
+    each: Annotated[
+        bool, typer.Option("--each", help="One kind after the other, each in a new deployment.")
+    ] = False,
+    quick_: Annotated[bool, quick_option("60 requests: under 50 s.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Kill, stop, slow down and cut off services under load; exit 1 if a request or a block is
+    lost, or if a planned kind of fault did not happen.
+    """
+    with printed_errors():
+        plan = ChaosPlan(
+            num_requests=requests,
+            rate_per_s=rate,
+            every_s=kill_every,
+            prefill=prefill,
+            decode=decode,
+            gateways=gateways,
+            spares=spares,
+            store_mib=store_mib,
+            kinds=values_of("--faults", faults, FaultKind, f"a list of {', '.join(FaultKind)}"),
+            seed=seed,
+        )
+        plan = quick(plan) if quick_ else plan
+        plans = [replace(plan, kinds=(kind,)) for kind in plan.kinds] if each else [plan]
+        for one in plans:
+            check(one)
+        runs = [measure(one, say_on_stderr()) for one in plans]
+        report = report_here(
+            _report_name(plan) if each else "chaos",
+            seed=seed,
+            config=config_of(plan),
+            results=results_of([row_of(run) for run in runs]) if each else results(runs[0]),
+        )
+        title = (
+            f"{plan.num_requests} requests at {plan.rate_per_s:g}/s, {plan.prefill} + {plan.decode}"
+            f" workers, a fault of {config_of(plan)['faults']} every {plan.every_s:g} s"
+        )
+        publish(report, json, title=title)
+    for run in runs:
+        print_lines(Console(), story(run))
+        print_lines(Console(), complaints(run), style="red")
+    if not has_passed(report.results):
+        raise typer.Exit(1)
+
+
+def _report_name(plan: ChaosPlan) -> str:
+    """Returns the report's name: a run with a single kind of fault has a report of its own."""
+    return "faults" if len(plan.kinds) > 1 else str(plan.kinds[0])

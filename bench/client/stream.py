@@ -1,4 +1,4 @@
-"""Parses the stream of an answer: server-sent events, and the chunks in them. Pure.
+"""The HTTP session of a client, and the parser of streamed answers: events and their chunks.
 
 Events are parsed as bytes arrive, independent of how the network cuts them. They follow the WHATWG
 HTML standard, §9.2.6. A line ends with CRLF, LF or CR. A line with a colon first is a comment. A
@@ -14,7 +14,23 @@ servers differ. Only what is not JSON, or has fields of another type, fails.
 
 from dataclasses import dataclass
 
+import aiohttp
 import msgspec
+
+KEEP_ALIVE_S = 2.0  # below the servers' own (uvicorn: 5), so that the client closes first
+
+
+def http_session(timeout_s: float, *, reuses_connections: bool = True) -> aiohttp.ClientSession:
+    """Opens a session without a limit on connections; `timeout_s` bounds one request."""
+    connector = (
+        aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        if reuses_connections
+        else aiohttp.TCPConnector(limit=0, force_close=True)
+    )
+    return aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_s)
+    )
+
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

@@ -1,4 +1,5 @@
-"""What the commands of all benchmarks share: options, lists of values, errors, the report's file.
+"""What the commands of all benchmarks share: options, lists of values, progress,
+errors, the report's file.
 
 Options are types for the parameters of a typer command:
 
@@ -18,9 +19,21 @@ from rich.console import Console
 
 from bench.common.report import Report, to_json
 from bench.common.tables import print_head, print_lines, print_results
-from bench.processes.driven import DrivenFailed
-from bench.processes.signals import END_SIGNALS
+from bench.processes.driven import END_SIGNALS, DrivenFailed
 from engine.errors import BatonError, ConfigError
+
+Say = Callable[[str], None]
+
+
+def say_nothing(line: str) -> None:
+    """Ignores the line: for callers that want no progress reports."""
+
+
+def say_on_stderr() -> Say:
+    """Returns a function that prints each line dimmed on stderr."""
+    console = Console(stderr=True)
+    return lambda line: console.print(line, style="dim")
+
 
 T = TypeVar("T")
 

@@ -8,8 +8,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from bench.common.goals import NO_GOALS, Goals
-from bench.common.report import Report, Result
+from bench.common.report import NO_GOALS, Goals, Report, Result
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 MOST_COLUMNS = 1000  # widest table, in characters

@@ -14,14 +14,13 @@ from bench.common.command import (
     peer_option,
     printed_errors,
     quick_option,
+    say_on_stderr,
     show_report,
     values_of,
     write_report,
 )
-from bench.common.machine import hardware, report_here
 from bench.common.plots import plot_bars, require_matplotlib
-from bench.common.progress import say_on_stderr
-from bench.common.report import Report, notes_on
+from bench.common.report import Report, hardware, notes_on, report_here
 from bench.common.shapes import SHAPES
 from bench.engine.plan import (
     PEERS,

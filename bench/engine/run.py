@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from bench.common.background import BusyWatch
+from bench.common.command import Say, say_nothing
 from bench.common.options import environment_of_peers
-from bench.common.progress import Say, say_nothing
 from bench.common.report import Missing
 from bench.common.roofline import Ceilings, ModelMemory, ModelSize, model_size
 from bench.common.shapes import cached_checkpoint

@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from bench.common.machine import report_here
 from bench.common.options import PeerProgram
-from bench.common.report import Report, Scalar, notes_on, to_json
+from bench.common.report import Report, Scalar, notes_on, report_here, to_json
 from bench.gpu.kernels import (
     AttentionCase,
     arguments_of,

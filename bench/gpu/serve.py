@@ -27,14 +27,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.client.http import http_session
-from bench.client.stream import DONE, ChunkLogprobs, SseParser, decode_chunk
+from bench.client.stream import DONE, ChunkLogprobs, SseParser, decode_chunk, http_session
 from bench.common.report import Scalar
 from bench.common.shapes import SHAPES, make_checkpoint
 from bench.gpu.run import conclude, config_of_run
 from bench.gpu.session import GpuSession
 from bench.gpu.shapes import SHAPES as GPU_SHAPES
-from bench.processes.serving import ServedDeployment, serving
+from bench.processes.deployment import ServedDeployment, serving
 from engine.clock import Clock, MonotonicClock
 
 REQUEST_TIMEOUT_S = 120.0

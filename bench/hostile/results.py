@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 
 from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
-from bench.hostile.assaulting import MAX_KEPT, AssaultRun
-from bench.hostile.assaults import LOADING
+from bench.hostile.assaults import LOADING, MAX_KEPT, AssaultRun
 from bench.hostile.waves import Outcomes, Slow
 
 MIB = 2**20

@@ -3,7 +3,7 @@
 A prefill and a decode worker run behind one gateway. Honest clients stream answers all the time.
 Beside them hostile clients come in three waves:
 
-1. *bodies*: mutated, truncated, nested and random requests (`bench.hostile.bodies`);
+1. *bodies*: mutated, truncated, nested and random requests (`bench.hostile.corpus`);
 2. *slow connections*: heads and bodies that come a byte at a time, or never;
 3. *disconnects*: clients that leave before, in or after their request.
 
@@ -26,13 +26,11 @@ import msgspec
 import typer
 import uvloop
 
-from bench.common.progress import Say
+from bench.common.command import Say
 from bench.common.report import Scalar
 from bench.common.waiting import pause
-from bench.hostile.assaulting import AssaultRun, Attacker, private_bytes
-from bench.hostile.assaults import ASSAULTS
-from bench.hostile.bodies import shots
-from bench.hostile.corpus import ATTACKER_KEY, HONEST_KEY
+from bench.hostile.assaults import ASSAULTS, AssaultRun, Attacker, private_bytes
+from bench.hostile.corpus import ATTACKER_KEY, HONEST_KEY, shots
 from bench.hostile.results import (
     CALM,
     Heard,
@@ -45,9 +43,16 @@ from bench.hostile.results import (
 )
 from bench.hostile.waves import Outcomes, Slow, disconnect, drip, send_bodies
 from bench.lab.experiment import Experiment, Findings
-from bench.processes.child import ChildProcess
-from bench.processes.deployment import STEADY_S, OperatedDeployment, SeenPools, operated, settle
-from bench.processes.serving import ServedDeployment, free_port
+from bench.processes.deployment import (
+    STEADY_S,
+    OperatedDeployment,
+    SeenPools,
+    ServedDeployment,
+    free_port,
+    operated,
+    settle,
+)
+from bench.processes.driven import ChildProcess
 from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import Clock, MonotonicClock
 from engine.errors import ConfigError

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from bench.common.waiting import pause
-from bench.hostile.bodies import Shot
-from bench.hostile.corpus import ATTACKER_KEY, COMPLETIONS, HONEST_KEY, bearer
+from bench.hostile.corpus import ATTACKER_KEY, COMPLETIONS, HONEST_KEY, Shot, bearer
 from engine.clock import Clock
 
 # A hostile client leaves after this time, because its changes may have made the answer long.

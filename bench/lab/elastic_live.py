@@ -43,7 +43,7 @@ import uvloop
 from bench.client.answers import Answer, Failure
 from bench.client.arrivals import arrival_times_s
 from bench.client.load import LoadRun, SloBounds, kinds_of, meets
-from bench.common.progress import Say
+from bench.common.command import Say
 from bench.common.prompts import plain_token_ids
 from bench.common.report import Figure, Result, results_of
 from bench.common.waiting import holds_within

@@ -29,16 +29,24 @@ from rich.console import Console
 from bench.common.command import (
     JsonOption,
     PlotOption,
+    Say,
     SeedOption,
     printed_errors,
     publish,
     quick_option,
+    say_on_stderr,
 )
-from bench.common.goals import NO_GOALS, Goals
-from bench.common.machine import report_here
 from bench.common.plots import plot_report, require_matplotlib
-from bench.common.progress import Say, say_on_stderr
-from bench.common.report import Figure, Report, Result, Scalar, results_of
+from bench.common.report import (
+    NO_GOALS,
+    Figure,
+    Goals,
+    Report,
+    Result,
+    Scalar,
+    report_here,
+    results_of,
+)
 from bench.common.shapes import SHAPES, shape_named
 from bench.common.tables import print_lines, print_results
 from engine.command_options import expanded

@@ -41,10 +41,9 @@ import typer
 import uvloop
 
 from bench.client.answers import Answer, Failure
-from bench.client.http import http_session
 from bench.client.load import RequestsFailed
-from bench.common.command import RepeatOption
-from bench.common.progress import Say
+from bench.client.stream import http_session
+from bench.common.command import RepeatOption, Say
 from bench.common.prompts import plain_token_ids
 from bench.common.report import Figure, Result, Scalar
 from bench.common.stats import percentile
@@ -70,7 +69,7 @@ from bench.lab.streams import (
     measured_beside,
     our_sessions,
 )
-from bench.processes.serving import ServedDeployment, serving
+from bench.processes.deployment import ServedDeployment, serving
 
 QUICK_STREAM_LEN = 128
 LEAST_LOADED = 0.9  # share of a window in which prompts have to be under way

@@ -24,7 +24,21 @@ of their own.
 | ended_first   |      | streams that were over when the order came, or before their turn      |
 | not_moved     |      | other streams: they were prefilled again, or stayed                   |
 
-`--join` starts a decode worker beside a full one instead (`bench.lab.joins` has its figures).
+`--join` starts a decode worker beside a full one instead:
+
+| result        | unit |                                                                          |
+|---------------|------|--------------------------------------------------------------------------|
+| ratio/before  |      | most over least streams of a decode worker when the new one serves       |
+| ratio/after   |      | the same, `AFTER_S` later                                                |
+| balance       | s    | from there until the ratio was first below `EVEN`; absent if it never was |
+| stall         | ms   | longest gap of any stream from the join on                               |
+| calm_stall    | ms   | longest gap of any stream of the same requests without a join            |
+| itl/before, itl/after | ms | median gap before the join, and after the balance                  |
+| moved         |      | streams                                                                  |
+| changed       |      | streams whose text differs from that without a join: promised none       |
+
+None counts as one in a ratio. The streams were begun before, so nothing but moves can fill the new
+worker.
 """
 
 import asyncio
@@ -40,20 +54,61 @@ import uvloop
 
 from bench.client.answers import Answer
 from bench.client.load import whole
-from bench.common.progress import Say
+from bench.common.command import Say
 from bench.common.prompts import plain_token_ids
 from bench.common.report import Figure, Result, Scalar, results_of
 from bench.common.stats import percentile
 from bench.common.waiting import holds_within, pause
 from bench.lab.experiment import Experiment, Findings, ShapeOption, check_lengths
-from bench.lab.joins import AFTER_S, PULL, JoinRun, join_figures_of
 from bench.lab.streams import REQUEST_TIMEOUT_S, StreamAsk, bodies, linked_checkpoint
 from bench.processes.deployment import OperatedDeployment, operated
 from bench.serve.plan import ServeTarget
 from bench.serve.run import Send, ServeClient
+from bench.simulator.pools import EVEN, ratio
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 from engine.messages import Role
+
+AFTER_S = 5.0
+PULL = "move_pull"  # in a timeline
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRun:
+    """One join. Times in seconds, of one clock."""
+
+    alone: tuple[Answer, ...]  # answers to the same requests, without a join
+    streams: tuple[Answer, ...]
+    joined_s: float  # time at which the new worker began to serve
+    # (time, number of streams of each decode worker) since the join.
+    samples: tuple[tuple[float, tuple[int, ...]], ...]
+
+
+def join_figures_of(run: JoinRun) -> dict[str, Figure]:
+    """Returns the figures of one join."""
+    after = min(run.samples, key=lambda one: abs(one[0] - run.joined_s - AFTER_S))
+    even_s = next((at_s for at_s, nums in run.samples if ratio(nums) < EVEN), None)
+    gaps = [(a, b - a) for stream in run.streams for a, b in pairwise(stream.chunk_times_s)]
+    until_s = run.joined_s if even_s is None else even_s
+    before = [gap for at_s, gap in gaps if at_s + gap < run.joined_s]
+    since = [gap for at_s, gap in gaps if at_s + gap >= run.joined_s]
+    later = [gap for at_s, gap in gaps if at_s > until_s]
+    changed = sum(a.said != b.said for a, b in zip(run.alone, run.streams, strict=True))
+    figures = {
+        "ratio/before": Figure(ratio(run.samples[0][1]), ""),
+        "ratio/after": Figure(ratio(after[1]), ""),
+        "stall": Figure(1e3 * max(since, default=0.0), "ms"),
+        "calm_stall": Figure(1e3 * max(g for one in run.alone for g in one.gaps_s), "ms"),
+        "moved": Figure(sum(PULL in stream.timeline_s for stream in run.streams), ""),
+        "changed": Figure(changed, ""),
+    }
+    if even_s is not None:
+        figures["balance"] = Figure(even_s - run.joined_s, "s")
+    for name, some in (("before", before), ("after", later)):
+        if some:
+            figures[f"itl/{name}"] = Figure(1e3 * statistics.median(some), "ms")
+    return figures
+
 
 JOIN_OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--threads": 1}
 OPTIONS: Mapping[str, Scalar] = {**JOIN_OPTIONS, "--decode": 2}

@@ -24,7 +24,7 @@ from bench.client.load import kinds_of, whole
 from bench.common import background
 from bench.common.background import busy_warning
 from bench.common.shapes import SPECIAL_TOKENS, cached_checkpoint, shape_named, tokenizer_over
-from bench.processes.serving import ServedDeployment
+from bench.processes.deployment import ServedDeployment
 from bench.serve.plan import ServeTarget
 from bench.serve.run import Send, ServeClient
 from engine.clock import MonotonicClock

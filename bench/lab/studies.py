@@ -11,7 +11,6 @@ from bench.lab.interference import InterferenceStudy
 from bench.lab.kv.study import KvStudy
 from bench.lab.moves import MovesStudy
 from bench.lab.router.study import RouterStudy
-from bench.lab.schemas.study import SchemasStudy
 from bench.lab.speculate.study import SpeculateStudy
 from bench.lab.store.study import StoreStudy
 from bench.lab.validation.study import ValidationStudy
@@ -22,7 +21,6 @@ STUDIES: tuple[type[Experiment], ...] = (
     StoreStudy,
     BatchesStudy,
     SpeculateStudy,
-    SchemasStudy,
     GatewayStudy,
     RouterStudy,
     InterferenceStudy,

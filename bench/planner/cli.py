@@ -10,8 +10,7 @@ import typer
 
 from bench.client.load import SloBounds
 from bench.common.command import JsonOption, SeedOption, printed_errors, publish
-from bench.common.machine import report_here
-from bench.common.report import results_of
+from bench.common.report import report_here, results_of
 from bench.planner.load import ExpectedLoad
 from bench.planner.model import LAYER_BYTES, MODELS, DenseModel, model_named
 from bench.planner.plan import PlanInput, plan_of

@@ -33,7 +33,7 @@ from bench.simulator.cluster import (
     SimulationSetup,
     simulate,
 )
-from bench.simulator.figures import latencies_of, meets
+from bench.simulator.goodput import latencies_of, meets
 from bench.simulator.tiers import SimulatedStores
 from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy

@@ -22,7 +22,7 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
-from bench.common.progress import Say, say_nothing
+from bench.common.command import Say, say_nothing
 from bench.common.report import Figure, Result, results_of
 from bench.quality import corpus
 from engine.config import WeightFormat

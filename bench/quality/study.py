@@ -9,10 +9,9 @@ from typing import Annotated, ClassVar, Self
 import typer
 from rich.console import Console
 
-from bench.common.machine import hardware
+from bench.common.command import Say
 from bench.common.plots import plot_bars
-from bench.common.progress import Say
-from bench.common.report import Report, Scalar
+from bench.common.report import Report, Scalar, hardware
 from bench.common.tables import print_pivot
 from bench.lab.experiment import Experiment, Findings
 from deploy.base.defaults import BUNDLED_MODEL

@@ -15,14 +15,12 @@ from bench.common.command import (
     printed_errors,
     publish,
     quick_option,
+    say_on_stderr,
 )
-from bench.common.machine import report_here
-from bench.common.plots import plot_load, require_matplotlib
-from bench.common.progress import say_on_stderr
-from bench.common.report import Figure, Report, results_of
-from bench.common.series import panels_of
+from bench.common.plots import panels_of, plot_load, require_matplotlib
+from bench.common.report import Figure, Report, report_here, results_of
 from bench.serve.html import page_of, spans_of
-from bench.serve.lengths import LengthSpread
+from bench.serve.lengths import LengthSpread, TalkShape
 from bench.serve.plan import (
     ServeAsk,
     ServeLoad,
@@ -37,10 +35,8 @@ from bench.serve.plan import (
     sized,
 )
 from bench.serve.processes import measure_shown
-from bench.serve.records import csv_of
+from bench.serve.records import GOAL, HIGHEST, SHARE_AT, RateSearch, SweepGoal, csv_of
 from bench.serve.run import ServeMeasured
-from bench.serve.sessions import TalkShape
-from bench.serve.sweep import GOAL, HIGHEST, SHARE_AT, RateSearch, SweepGoal
 from engine.command_options import expanded
 from engine.errors import ConfigError
 

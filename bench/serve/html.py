@@ -10,11 +10,17 @@ from typing import Any
 
 from bench.client.answers import Answer
 from bench.client.load import MEASURES, LoadRun, RequestOutcome, SloBounds
-from bench.common.plots import PANEL_INCHES, draw_cdf, draw_panels, drawn_svg
+from bench.common.plots import (
+    PANEL_INCHES,
+    RequestSpan,
+    draw_cdf,
+    draw_panels,
+    drawn_svg,
+    panels_of,
+)
 from bench.common.report import Report
-from bench.common.series import RequestSpan, panels_of
 from bench.common.tables import columns_of, latencies_and_others, statistics_of
-from bench.serve.sweep import GOAL, HIGHEST, SHARE_AT
+from bench.serve.records import GOAL, HIGHEST, SHARE_AT
 
 STYLE = """
 :root { color-scheme: light dark; --note: #8f4700; --line: #8886 }

@@ -18,14 +18,18 @@ import typer
 from bench.client.answers import Endpoint
 from bench.client.load import SloBounds
 from bench.common.report import Scalar
-from bench.serve.lengths import LEN_64, LEN_128, LengthSpread, fixed, lengths_option
-from bench.serve.sessions import (
+from bench.serve.lengths import (
+    LEN_64,
+    LEN_128,
     ArrivalShape,
+    LengthSpread,
     PromptLengths,
     Session,
     TalkShape,
     arranged,
     drawn_sessions,
+    fixed,
+    lengths_option,
     replayed,
 )
 from bench.simulator.traces import Trace, read_trace

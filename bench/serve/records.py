@@ -1,12 +1,26 @@
-"""One row for each request of a load, as CSV and for comparisons. Pure.
+"""One row for each request of a load, and the search for the highest rate that is met. Pure.
 
-Times are seconds from the start of the run, latencies milliseconds. Cells of latencies that a
-request does not have are empty.
+Rows are for CSV files and comparisons. Times are seconds from the start of the run, latencies
+milliseconds. Cells of latencies that a request does not have are empty.
+
+The search finds the highest rate at which enough requests meet their bounds.
+
+1. The rate doubles (or halves) until one rate passes and a higher one fails.
+2. Bisection of the logarithm follows, until failing is within `precision` of passing.
+
+A trial is k of n requests within the bounds. It passes if Wilson's 95 % interval of the share lies
+above the goal, and fails if it lies below. Otherwise the same rate is tried again and its requests
+are added. After `MOST_TRIALS` trials the share itself decides, and the rate is marked as unsure.
+
+Requests of one trial wait in the same queues, so they are not independent, and the true interval is
+wider than Wilson's (E. B. Wilson, JASA 22, 1927). Trials with more requests make up for it.
 """
 
 import csv
 import io
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from bench.client.answers import Answer
 from bench.client.load import LoadRun, RequestOutcome, SloBounds, meets
@@ -70,3 +84,115 @@ def _ms(value_s: float | None) -> str:
 
 def _text(value: int | None) -> str:
     return "" if value is None else str(value)
+
+
+Z_95 = 1.96
+MOST_TRIALS = 3
+MOST_DOUBLINGS = 12
+MOST_HALVINGS = 4  # most halvings of the rate: a trial at half the rate takes twice as long
+
+
+@dataclass(frozen=True, slots=True)
+class SweepGoal:
+    """Share of requests that must meet the bounds, and how near the two last rates must be."""
+
+    attainment: float = 0.9
+    precision: float = 0.1
+
+
+HIGHEST = "sweep/highest_rate"
+SHARE_AT = "sweep/attainment_at_"  # prefix of a result's name, before the rate
+GOAL = "attainment"  # in the settings of a report
+
+
+@dataclass(frozen=True, slots=True)
+class SweepStep:
+    """All trials of one rate."""
+
+    rate_per_s: float
+    num_met: int
+    num_sent: int
+    num_trials: int
+    passed: bool | None  # None: it must be tried again
+    is_sure: bool
+
+    @property
+    def share(self) -> float:
+        """Returns the share of requests within the bounds."""
+        return self.num_met / self.num_sent if self.num_sent else 0.0
+
+
+def wilson(num_met: int, num_sent: int, z: float = Z_95) -> tuple[float, float]:
+    """Wilson's interval of a share. Without any request it is 0 … 1."""
+    if num_sent == 0:
+        return 0.0, 1.0
+    share, square = num_met / num_sent, z * z / num_sent
+    middle = (share + square / 2) / (1 + square)
+    half = z * math.sqrt(share * (1 - share) / num_sent + square / (4 * num_sent)) / (1 + square)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+class RateSearch:
+    """Chooses the next rate to try, and learns from each trial."""
+
+    def __init__(self, first_per_s: float, goal: SweepGoal) -> None:
+        self._goal = goal
+        self._next_per_s: float | None = first_per_s
+        self._passing: float | None = None
+        self._failing: float | None = None
+        self._num_met = self._num_sent = self._num_trials = self._num_rates = 0
+        self.steps: list[SweepStep] = []
+
+    @property
+    def next_per_s(self) -> float | None:
+        """The next rate to try; None if the search is over."""
+        return self._next_per_s
+
+    @property
+    def found_per_s(self) -> float | None:
+        """The highest rate that passed; None if none did."""
+        return self._passing
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if a higher rate failed."""
+        return self._failing is not None
+
+    def take(self, num_met: int, num_sent: int) -> SweepStep:
+        """Adds one trial at `next_per_s`, and decides what follows."""
+        assert self._next_per_s is not None, "the search is over"
+        self._num_met += num_met
+        self._num_sent += num_sent
+        self._num_trials += 1
+        step = self._judged(self._next_per_s)
+        if step.passed is None:
+            return step
+        self.steps.append(step)
+        self._num_met = self._num_sent = self._num_trials = 0
+        if step.passed:
+            self._passing = step.rate_per_s
+        else:
+            self._failing = step.rate_per_s
+        self._next_per_s = self._following()
+        return step
+
+    def _judged(self, rate_per_s: float) -> SweepStep:
+        low, high = wilson(self._num_met, self._num_sent)
+        goal, passed = self._goal.attainment, None
+        is_sure = low >= goal or high < goal
+        if is_sure or self._num_trials >= MOST_TRIALS:
+            passed = self._num_sent > 0 and self._num_met >= goal * self._num_sent
+        return SweepStep(
+            rate_per_s, self._num_met, self._num_sent, self._num_trials, passed, is_sure
+        )
+
+    def _following(self) -> float | None:
+        passing, failing = self._passing, self._failing
+        self._num_rates += 1
+        if passing is not None and failing is not None:
+            if failing <= passing * (1 + self._goal.precision):
+                return None
+            return math.sqrt(passing * failing)
+        if passing is not None:
+            return passing * 2 if self._num_rates <= MOST_DOUBLINGS else None
+        return None if failing is None or self._num_rates > MOST_HALVINGS else failing / 2

@@ -22,11 +22,11 @@ import aiohttp
 import msgspec
 
 from bench.client.answers import Answer, AnswerReader, Failure, request_body
-from bench.client.http import http_session
 from bench.client.load import ClientCost, LoadRun, RequestOutcome, RequestsFailed, SloBounds, meets
+from bench.client.stream import http_session
 from bench.common.prompts import Messages, Prompt, plain_token_ids
+from bench.serve.lengths import Conversation, Session, SessionTurn
 from bench.serve.plan import ServePlan, ServeTarget, base_url, repetition, warmup_sessions
-from bench.serve.sessions import Conversation, Session, SessionTurn
 from engine.clock import Clock, MonotonicClock
 from engine.errors import BatonError
 

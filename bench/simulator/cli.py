@@ -16,10 +16,8 @@ import typer
 
 from bench.client.load import SloBounds
 from bench.common.command import JsonOption, PlotOption, SeedOption, printed_errors, publish
-from bench.common.machine import report_here
-from bench.common.plots import plot_load, require_matplotlib
-from bench.common.report import Figure, Scalar, results_of
-from bench.common.series import panels_of
+from bench.common.plots import panels_of, plot_load, require_matplotlib
+from bench.common.report import Figure, Scalar, report_here, results_of
 from bench.simulator.cluster import (
     MAX_ANSWER_TOKENS,
     SimulatedPools,

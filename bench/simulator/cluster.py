@@ -26,17 +26,15 @@ from typing import cast
 import numpy as np
 from msgspec.structs import replace
 
-from bench.lab.validation.crowd import NO_CHANCES, Chances, Crowd
-from bench.simulator.clock import Future, Rank
+from bench.simulator.crowd import NO_CHANCES, Chances, Crowd
 from bench.simulator.hardware import HardwareProfile
-from bench.simulator.joining import AFTER_S, Evenness
-from bench.simulator.joining import EVERY_S as SAMPLED_EVERY_S
-from bench.simulator.planned import EVERY_S, SimulatedDecision, SimulatedPlanner
+from bench.simulator.pools import AFTER_S, EVERY_S, Evenness, SimulatedDecision, SimulatedPlanner
+from bench.simulator.pools import EVERY_S as SAMPLED_EVERY_S
 from bench.simulator.prompts import SimulatedPrompts
 from bench.simulator.stores import SimStore, StoreRecord, store_of
 from bench.simulator.tiers import SimulatedStores
 from bench.simulator.traces import Trace, TraceRequest, with_ids
-from bench.simulator.transfers import Transfers
+from bench.simulator.transfers import Future, Rank, Transfers
 from bench.simulator.workers import Frame, Said, SimWorker
 from engine.messages import (
     BlocksOffered,

@@ -7,15 +7,31 @@ own rate, and is exact to about 5 %. It assumes that a rate above a failing one 
 
 Source: Zhong et al., DistServe, OSDI 2024, §2.2: "the maximum request rate that can be served
 adhering to the SLO attainment goal (say, 90%) for each GPU provisioned".
+
+Other figures are updated request by request, so that requests need not be kept:
+
+latencies_of    latencies of one request
+RequestTally    columns of latencies, and counts
+GapSketch       gaps between tokens: their mean, and percentiles of a bounded error
+InfiniteCache   a prefix cache that never evicts, and the share of each prompt that it held
 """
 
-from collections.abc import Callable
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import isnan, nan
 
-from bench.client.load import SloBounds
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.client.load import TBT_SHARE, SloBounds
 from bench.common.report import Figure
-from bench.simulator.cluster import SimulatedRun
-from bench.simulator.figures import latencies_of, meets
-from bench.simulator.traces import Trace
+from bench.common.stats import Summary
+from bench.simulator.cluster import SimulatedRequest, SimulatedRun
+from bench.simulator.traces import Trace, TraceRequest
+from router.machine.requests import Finished
 
 ATTAINMENT = 0.9
 LEAST, MOST = 1 / 16, 16.0
@@ -76,3 +92,226 @@ def greatest_speed(
         middle = (low * high) ** 0.5
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low
+
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Latencies of one finished answer in seconds; the last two are None for one token."""
+
+    ttft_s: float
+    e2e_s: float
+    tpot_s: float | None
+    tbt_s: float | None  # mean of the longest gaps
+
+
+def latencies_of(record: SimulatedRequest) -> Latencies | None:
+    """Returns the latencies of a request; None if it has no full answer."""
+    times_s = record.times_s
+    if not isinstance(record.outcome, Finished) or not times_s:
+        return None
+    ttft_s = times_s[0] - record.asked.arrived_s
+    e2e_s = times_s[-1] - record.asked.arrived_s
+    if len(times_s) == 1:
+        return Latencies(ttft_s, e2e_s, None, None)
+    gaps_s = gaps_of(times_s)
+    tpot_s = (times_s[-1] - times_s[0]) / len(gaps_s)
+    return Latencies(ttft_s, e2e_s, tpot_s, _mean_of_longest(gaps_s, TBT_SHARE))
+
+
+def _mean_of_longest(values: Values, share: float) -> float:
+    """Computes `bench.common.stats.mean_of_longest` for an array."""
+    num_others = len(values) - math.ceil(share * len(values))
+    longest = np.partition(values, num_others)[num_others:]
+    return float(np.add.reduce(longest) / len(longest))  # as `mean`, in half the time
+
+
+def gaps_of(times_s: "array[float]") -> Values:
+    """Returns the seconds between the tokens of an answer; empty for less than two."""
+    values: Values = np.frombuffer(times_s) if times_s else np.empty(0)
+    return values[1:] - values[:-1]
+
+
+def meets(latencies: Latencies | None, slo: SloBounds) -> bool:
+    """True if TTFT and TPOT are inside their bounds."""
+    return latencies is not None and slo.hold(latencies.ttft_s, latencies.tpot_s)
+
+
+class RequestTally:
+    """The results of all requests added so far. Columns hold finished answers, in one order."""
+
+    def __init__(self) -> None:
+        self.number = 0  # number of requests, whatever their outcome
+        self.ttft_s = array("d")
+        self.e2e_s = array("d")
+        self._tpot_s = array("d")  # NaN for answers of one token
+        self._tbt_s = array("d")  # the same
+        self.kinds: Counter[str] = Counter()  # outcomes by kind
+        self.num_retried = 0
+        self.num_input_tokens = 0  # in all prompts
+        self.num_prefilled_tokens = 0  # in prompts with a first token, cached tokens included
+        self.num_cached_tokens = 0  # among the prefilled tokens
+        self.num_output_tokens = 0
+
+    @classmethod
+    def of(cls, records: Iterable[SimulatedRequest]) -> "RequestTally":
+        """Returns the tally of these requests."""
+        tally = cls()
+        for record in records:
+            tally.add(record)
+        return tally
+
+    def add(self, record: SimulatedRequest) -> None:
+        """Adds a request that has ended."""
+        self.number += 1
+        self.kinds[type(record.outcome).__name__.lower()] += 1
+        asked, timeline, num_tokens = record.asked, record.timeline, len(record.times_s)
+        self.num_input_tokens += asked.input_len
+        self.num_output_tokens += num_tokens
+        if timeline is not None:
+            self.num_retried += timeline.attempts > 1
+        if timeline is not None and num_tokens:
+            self.num_prefilled_tokens += asked.input_len
+            self.num_cached_tokens += timeline.num_cached_tokens
+        latencies = latencies_of(record)
+        if latencies is not None:
+            self.ttft_s.append(latencies.ttft_s)
+            self.e2e_s.append(latencies.e2e_s)
+            self._tpot_s.append(nan if latencies.tpot_s is None else latencies.tpot_s)
+            self._tbt_s.append(nan if latencies.tbt_s is None else latencies.tbt_s)
+
+    @property
+    def tpot_s(self) -> list[float]:
+        """TPOT of each answer of more than one token."""
+        return [value_s for value_s in self._tpot_s if not isnan(value_s)]
+
+    def num_within(self, slo: SloBounds) -> int:
+        """Counts the answers with TTFT and TPOT inside the bounds."""
+        return sum(map(slo.hold, self.ttft_s, _or_none(self._tpot_s)))
+
+    def num_effective(self, slo: SloBounds) -> int:
+        """Counts the answers with TTFT and the mean of the longest gaps inside the bounds."""
+        return sum(map(slo.hold, self.ttft_s, _or_none(self._tbt_s)))
+
+
+def _or_none(column: Iterable[float]) -> Iterator[float | None]:
+    return (None if isnan(value_s) else value_s for value_s in column)
+
+
+# ---------------------------------------------------------------- gaps
+
+LEAST_S = 1e-6
+WIDTH = 1e-3  # as a share of the gap
+NUM_BINS = 23_000
+NUM_TOGETHER = 2**16  # gaps are sorted into bins together, for speed
+
+_SCALE = 1 / math.log1p(WIDTH)
+
+
+class GapSketch:
+    """All gaps so far, as counts in bins.
+
+    Each bin is `WIDTH` wider than the one before, from a microsecond to more than two hours. A
+    percentile is the middle of its bin, so it is wrong by half a bin at the most.
+    """
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(NUM_BINS, dtype=np.int64)
+        self._total_s = 0.0
+        self._new: list[NDArray[np.float64]] = []
+        self._num_new = 0
+
+    def add(self, gaps_s: NDArray[np.float64]) -> None:
+        """Adds the gaps of an answer."""
+        self._new.append(gaps_s)
+        self._num_new += len(gaps_s)
+        if self._num_new >= NUM_TOGETHER:
+            self._sort_in()
+
+    def summary(self) -> Summary | None:
+        """Returns the mean and the percentiles, in seconds; None without gaps."""
+        self._sort_in()
+        behind = np.cumsum(self._counts)
+        number = int(behind[-1])
+        if not number:
+            return None
+        p50, p90, p99 = (
+            self._middle(int(np.searchsorted(behind, (number - 1) * q / 100, side="right")))
+            for q in (50, 90, 99)
+        )
+        return Summary(self._total_s / number, p50, p90, p99)
+
+    def _sort_in(self) -> None:
+        if not self._new:
+            return
+        gaps_s = np.concatenate(self._new)
+        self._new, self._num_new = [], 0
+        self._total_s += float(gaps_s.sum())
+        places = np.log(np.maximum(gaps_s, LEAST_S) / LEAST_S) * _SCALE
+        bins = np.minimum(places.astype(np.int64), NUM_BINS - 1)
+        self._counts += np.bincount(bins, minlength=NUM_BINS)
+
+    @staticmethod
+    def _middle(bin_: int) -> float:
+        return LEAST_S * math.exp((bin_ + 0.5) / _SCALE)
+
+
+# ---------------------------------------------------------------- an infinite cache
+
+PAGE_BITS = 16  # ids of one page
+
+
+class InfiniteCache:
+    """The blocks of all requests so far: one bit each, in pages of neighbouring ids."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._pages: dict[int, bytearray] = {}
+        self._num_hit = self._num_tokens = 0  # prompt tokens
+
+    @property
+    def hits(self) -> float:
+        """The share of prompt tokens that the cache held when their request arrived."""
+        return self._num_hit / self._num_tokens if self._num_tokens else 0.0
+
+    def see(self, request: TraceRequest) -> None:
+        """Counts the hits of a request, then adds its full blocks.
+
+        A prompt's last token never hits, since it must be computed for the answer to begin.
+        """
+        usable = (request.input_len - 1) // self._block_tokens
+        leading = 0
+        for block_id in request.block_ids[:usable]:
+            if not self._holds(block_id):
+                break
+            leading += 1
+        self._num_hit += leading * self._block_tokens
+        self._num_tokens += request.input_len
+        for block_id in request.block_ids[leading : request.input_len // self._block_tokens]:
+            self._add(block_id)
+
+    def watch(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        """Passes requests on, and sees each of them."""
+        for request in requests:
+            self.see(request)
+            yield request
+
+    def _holds(self, block_id: int) -> bool:
+        page = self._pages.get(block_id >> PAGE_BITS)
+        at = block_id & (1 << PAGE_BITS) - 1
+        return page is not None and bool(page[at >> 3] & 1 << (at & 7))
+
+    def _add(self, block_id: int) -> None:
+        page = self._pages.setdefault(block_id >> PAGE_BITS, bytearray(1 << PAGE_BITS - 3))
+        at = block_id & (1 << PAGE_BITS) - 1
+        page[at >> 3] |= 1 << (at & 7)
+
+
+def infinite_cache_hits(trace: Trace) -> float:
+    """Returns the share of prompt tokens that an infinite cache would hold."""
+    cache = InfiniteCache(trace.block_tokens)
+    for request in trace.requests:
+        cache.see(request)
+    return cache.hits

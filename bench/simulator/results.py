@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.client.load import SloBounds
+from bench.common.plots import RequestSpan
 from bench.common.report import Figure
-from bench.common.series import RequestSpan
 from bench.common.stats import Summary, summarize
 from bench.simulator.cluster import (
     SimulatedRequest,
@@ -37,7 +37,7 @@ from bench.simulator.cluster import (
     SimulationSetup,
     simulate_stream,
 )
-from bench.simulator.figures import (
+from bench.simulator.goodput import (
     GapSketch,
     InfiniteCache,
     RequestTally,
@@ -46,7 +46,7 @@ from bench.simulator.figures import (
     infinite_cache_hits,
     latencies_of,
 )
-from bench.simulator.joining import join_figures
+from bench.simulator.pools import join_figures
 from bench.simulator.traces import Trace, TraceRequest
 from engine.worker.block_events import Medium
 from router.machine.machine import RouterMachine

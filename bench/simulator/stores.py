@@ -17,10 +17,9 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.tiers import SimulatedStores, SimulatedTier
-from bench.simulator.transfers import Transfers
+from bench.simulator.transfers import Future, Rank, Transfers
 from bench.simulator.workers import REPORT_EVERY_S, Frame, FrameListener, Said
 from engine.messages import (
     PROTOCOL_VERSION,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.simulator.clock import Future, Rank
+from bench.simulator.transfers import Future, Rank
 from engine.config import StoreEviction, StoreWrites
 from engine.errors import ConfigError
 from engine.layout import KVLayout

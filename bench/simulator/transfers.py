@@ -1,9 +1,9 @@
-"""Leases and pulls between simulated workers, and when pulled blocks arrive.
+"""The virtual clock, and pulls between simulated workers.
 
-A pull takes blocks in order, as they become ready, at the profile's price. It pays once for the
-request. Pulls share the links of their source and of their sink: with n pulls on the busier one of
-the two, each goes at 1/n of the speed. When the last block has arrived the lease ends, and both
-sides are told.
+The clock is a heap of future events, in order of time. A pull takes blocks in order, as they become
+ready, at the profile's price. It pays once for the request. Pulls share the links of their source
+and of their sink: with n pulls on the busier one of the two, each goes at 1/n of the speed. When
+the last block has arrived the lease ends, and both sides are told.
 
 Expiry, loss and other failures are not modelled.
 """
@@ -13,10 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
 from math import ceil
-from typing import Protocol
+from typing import Any, Final, Protocol
 
-from bench.simulator.clock import Future, Rank
 from engine.layout import KVLayout
 from engine.messages import LeaseId, LeaseRef, SeqId, WorkerId
 from engine.worker.costs import PullCost
@@ -33,6 +33,51 @@ from engine.worker.events import (
     StartPull,
     TransferOrder,
 )
+
+
+class Rank:
+    """The order of events at the same moment: plain numbers, which are looked up and compared fast.
+
+    A message that arrives at the end of a step is handled before the next step is planned.
+    """
+
+    MESSAGE: Final = 0
+    STEP_END: Final = 1
+    ROUTINE: Final = 2  # reports, deadlines
+
+
+class Future:
+    """A heap of calls and the clock. Equal moments and ranks go in the order of planning."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, int, Callable[[Any], None], Any]] = []
+        self._num_planned = 0
+        self._is_stopped = False
+
+    @property
+    def num_events(self) -> int:
+        """Events that were run, the present one included."""
+        return self._num_planned - len(self._heap)
+
+    def plan(self, at_s: float, rank: int, call: Callable[[Any], None], what: Any) -> None:
+        """Plans `call(what)` for a time that has not passed."""
+        self._num_planned += 1
+        heappush(self._heap, (at_s, rank, self._num_planned, call, what))
+
+    def run(self) -> None:
+        """Runs events in order, until there are none or `stop` is called."""
+        heap, self._is_stopped = self._heap, False
+        while heap and not self._is_stopped:
+            at_s, _, _, call, what = heappop(heap)
+            assert at_s >= self.now_s, "time went back"
+            self.now_s = at_s
+            call(what)
+
+    def stop(self) -> None:
+        """Ends `run` after the present event."""
+        self._is_stopped = True
+
 
 TRANSPORT = "simulated"
 ROUNDING = 1e-6  # share of a block

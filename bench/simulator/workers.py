@@ -25,11 +25,10 @@ from typing import Protocol, cast
 import msgspec
 import numpy as np
 
-from bench.lab.validation.crowd import Crowd
-from bench.simulator.clock import Future, Rank
+from bench.simulator.crowd import Crowd
 from bench.simulator.hardware import HardwareProfile, Pricing, StepPrice
 from bench.simulator.prompts import base_of
-from bench.simulator.transfers import Transfers
+from bench.simulator.transfers import Future, Rank, Transfers
 from deploy.worker.core import worker_core
 from engine.demand import DecodeCost
 from engine.messages import (

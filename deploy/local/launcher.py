@@ -2,7 +2,7 @@
 
 By default every service runs in the launcher's network namespace. A `PlaceOf` returns another
 namespace for a service. Chaos tests put each worker into a namespace that can be cut off
-(`bench/chaos/placed.py`). `baton serve --launcher process --places MODULE:FUNCTION` loads a hook:
+(`bench/chaos/netns.py`). `baton serve --launcher process --places MODULE:FUNCTION` loads a hook:
 the function takes no argument and returns the `PlaceOf`.
 """
 

@@ -7,8 +7,8 @@ import pytest
 
 from bench.chaos.netns import Unavailable
 from bench.chaos.plan import OF_RAY, ChaosPlan, FaultKind, check
-from bench.chaos.results import complaints, figures_of, has_passed, results
-from bench.chaos.run import ChaosRun, measure
+from bench.chaos.results import ChaosRun, complaints, figures_of, has_passed, results
+from bench.chaos.run import measure
 
 pytestmark = pytest.mark.torch
 # For a deployment of processes, which lives throughout.

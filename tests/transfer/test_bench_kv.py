@@ -7,16 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from bench.common.machine import report_here
-from bench.common.progress import say_nothing
-from bench.common.report import to_json
-from bench.lab.kv.cases import KIB
-from bench.lab.kv.contest import KvMeasured
-from bench.lab.kv.figures import PHASES, TRANSFER, results, warnings
-from bench.lab.kv.movers import Mover, WrongBytes, mover_of
+from bench.common.command import say_nothing
+from bench.common.report import report_here, to_json
+from bench.lab.kv.cases import KIB, Mover, WrongBytes, mover_of
+from bench.lab.kv.contest import PHASES, TRANSFER, KvMeasured, results, warnings
 from bench.lab.kv.study import KvStudy
+from bench.processes.deployment import ServerFailed, serving
 from bench.processes.driven import DrivenFailed
-from bench.processes.serving import ServerFailed, serving
 
 pytestmark = pytest.mark.long
 

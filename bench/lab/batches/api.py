@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.client.http import http_session
+from bench.client.stream import http_session
 from bench.common.waiting import holds_within
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient

@@ -19,7 +19,7 @@ A load should last many times longer than the bound on TTFT at the rates that ar
 one is a burst: its requests may all wait, and keep the bound.
 
 **Loads.** `synthetic` are conversations whose lengths are drawn (`bench.simulator.traces`).
-`turning` alternates between long prompts and long answers (`bench.lab.turning`). The other loads
+`turning` alternates between long prompts and long answers (`bench.lab.elastic`). The other loads
 are traces.
 
 | result                        | unit  |                                                        |
@@ -43,13 +43,12 @@ from random import Random
 import msgspec
 
 from bench.client.load import SloBounds
-from bench.common.goals import Goals
-from bench.common.progress import Say
-from bench.common.report import Figure, Result, results_of
+from bench.common.command import Say
+from bench.common.report import Figure, Goals, Result, results_of
 from bench.common.stats import percentile
-from bench.lab.fluid.mixes import RAMP_S, WINDOW_S, TokenMix, starts_s
+from bench.lab.elastic import TurningLoad
+from bench.lab.fluid.figures import RAMP_S, WINDOW_S, TokenMix, starts_s
 from bench.lab.streams import answered_per_s
-from bench.lab.turning import TurningLoad
 from bench.simulator.cluster import (
     MAX_ANSWER_TOKENS,
     SimulatedPools,
@@ -58,8 +57,7 @@ from bench.simulator.cluster import (
     simulate,
     simulate_clients,
 )
-from bench.simulator.figures import latencies_of
-from bench.simulator.goodput import attained_per_s, attainment
+from bench.simulator.goodput import attained_per_s, attainment, latencies_of
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.traces import (
     MOONCAKE_BLOCK_TOKENS,

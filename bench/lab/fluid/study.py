@@ -35,15 +35,14 @@ import uvloop
 
 from bench.client.answers import Answer, Failure
 from bench.client.arrivals import arrival_times_s
-from bench.client.http import http_session
 from bench.client.load import RequestsFailed, SloBounds, whole
+from bench.client.stream import http_session
 from bench.common import background
-from bench.common.command import RepeatOption
-from bench.common.goals import Goals
-from bench.common.progress import Say
+from bench.common.command import RepeatOption, Say
 from bench.common.prompts import plain_token_ids
-from bench.common.report import Scalar
+from bench.common.report import Goals, Scalar
 from bench.common.waiting import pause
+from bench.lab.elastic import TurningLoad
 from bench.lab.experiment import Experiment, Findings, ShapeOption, check_lengths, rounds
 from bench.lab.fluid import simulated as simulation
 from bench.lab.fluid.figures import (
@@ -52,14 +51,19 @@ from bench.lab.fluid.figures import (
     FLUID,
     GOALS,
     MIXED,
+    RAMP_S,
     STREAM_ARMS,
     WALLED,
+    WINDOW_S,
     FluidMeasured,
     MixRun,
+    TokenMix,
+    mixes_of,
+    parts_of,
     results,
+    starts_s,
     warnings,
 )
-from bench.lab.fluid.mixes import RAMP_S, WINDOW_S, TokenMix, mixes_of, parts_of, starts_s
 from bench.lab.streams import (
     FAILED_PAUSE_S,
     REQUEST_TIMEOUT_S,
@@ -73,8 +77,7 @@ from bench.lab.streams import (
     our_sessions,
     run_beside_arrivals,
 )
-from bench.lab.turning import TurningLoad
-from bench.processes.serving import serving
+from bench.processes.deployment import serving
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.goodput import ATTAINMENT
 from bench.simulator.hardware import hardware_named

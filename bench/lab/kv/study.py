@@ -15,9 +15,8 @@ from typing import Annotated, ClassVar, Self
 import typer
 import uvloop
 
-from bench.common.command import RepeatOption, numbers_of, peer_option
+from bench.common.command import RepeatOption, Say, numbers_of, peer_option
 from bench.common.options import check_choices, peers_named
-from bench.common.progress import Say
 from bench.common.report import Missing, notes_on
 from bench.common.shapes import SHAPES, cached_checkpoint, shape_named
 from bench.lab.experiment import Experiment, Findings
@@ -30,12 +29,11 @@ from bench.lab.kv.cases import (
     SPLITS,
     TOTAL_BYTES,
     KvPulls,
+    mover_of,
     size_name,
 )
-from bench.lab.kv.contest import KvMeasured, contest
-from bench.lab.kv.figures import Handoffs, results, warnings
-from bench.lab.kv.movers import mover_of
-from bench.processes.serving import Options, serving
+from bench.lab.kv.contest import Handoffs, KvMeasured, contest, results, warnings
+from bench.processes.deployment import Options, serving
 from bench.serve.lengths import fixed
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
 from bench.serve.run import measure as measure_server

@@ -28,18 +28,17 @@ from typing import Annotated, ClassVar, Self, TypeVar
 import typer
 
 from bench.common.background import BusyWatch, busy_results, busy_warning
-from bench.common.command import RepeatOption, values_of
-from bench.common.goals import Goals
-from bench.common.progress import Say
-from bench.common.report import Figure, Result, result_of, results_of
+from bench.common.command import RepeatOption, Say, values_of
+from bench.common.report import Figure, Goals, Result, result_of, results_of
 from bench.common.stats import percentile
 from bench.lab.experiment import Experiment, Findings
-from bench.lab.router.peer import COSTS, BitmaskRouter
 from bench.lab.router.routers import (
     CHAIN_BLOCKS,
+    COSTS,
     MAIN_BLOCKS,
     NUM_REPLICAS,
     POOL_BLOCKS,
+    BitmaskRouter,
     OurRouter,
     PeerRouter,
     RouterCase,

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from bench.common.background import BusyWatch
-from bench.common.progress import Say
+from bench.common.command import Say
 from bench.common.report import Report
 from bench.common.shapes import cached_pair
 from bench.common.tables import print_pivot, print_results
@@ -40,6 +40,7 @@ from bench.lab.speculate.plan import (
     BUNDLED,
     CALIBRATED_LENS,
     MAX_DRAFT_TOKENS,
+    MOST_REPEATED,
     MOST_ROUNDS,
     NUM_PROMPTS,
     PROMPT_LEN,
@@ -48,15 +49,12 @@ from bench.lab.speculate.plan import (
     SpeculatePlan,
     SpeculateSetup,
     SpeculateWorkload,
-    prompts_for,
-    turn_order,
-)
-from bench.lab.speculate.prompts import (
-    MOST_REPEATED,
     identity_asks,
+    prompts_for,
     random_prompts,
     repeating_asks,
     text_prompts,
+    turn_order,
 )
 from bench.lab.speculate.worker import CoreAsk, CoreOptions
 from bench.processes.driven import Answer, Driven

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from bench.common.progress import Say, say_nothing
+from bench.common.command import Say, say_nothing
 from bench.lab.store.plan import DISK_DEPTH, DISK_TOTAL_BYTES, StorePlan
 from engine.clock import MonotonicClock
 from engine.errors import BatonError

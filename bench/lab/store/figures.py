@@ -32,14 +32,11 @@ from bench.common.background import busy_results, busy_warning
 from bench.common.report import Missing, Result, result_of
 from bench.common.stats import percentile
 from bench.lab.kv.cases import size_name
-from bench.lab.kv.contest import TimeKey
-from bench.lab.kv.figures import GIB
+from bench.lab.kv.contest import GIB, TimeKey
 from bench.lab.store.disk import DiskRates
+from bench.lab.store.parts import RestartTimes, StreamsMeasured, TurnsMeasured
 from bench.lab.store.peer import PeerRestart
 from bench.lab.store.plan import AGAIN, OFF, ON, STREAM_ARMS
-from bench.lab.store.restarts import RestartTimes
-from bench.lab.store.streams import StreamsMeasured
-from bench.lab.store.turns import TurnsMeasured
 from kvtransfer.store.disk.measuring import RecoveryTime
 
 SLAB = "slab"

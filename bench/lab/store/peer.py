@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.common.command import Say, say_nothing
 from bench.common.options import PeerProgram, environment_of_peers
-from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.shapes import cached_checkpoint
+from bench.lab.store.parts import PrefixElsewhere
 from bench.lab.store.plan import StorePlan, store_prompts
-from bench.lab.store.restarts import PrefixElsewhere
 from bench.processes.driven import Driven
 
 SCRIPT = Path(__file__).parent / "vllm_files.py"

@@ -24,9 +24,8 @@ from typing import Annotated, ClassVar, Self
 import typer
 
 from bench.common.command import RepeatOption, peer_option, values_of
-from bench.common.goals import Goals
 from bench.common.options import PeerProgram, peers_named
-from bench.common.report import Scalar
+from bench.common.report import Goals, Scalar
 from bench.common.shapes import shape_named
 from bench.lab.experiment import Experiment, ShapeOption
 from bench.lab.kv.cases import KIB, MIB, KvPulls

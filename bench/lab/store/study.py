@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.common import background
+from bench.common.command import Say
 from bench.common.options import PeerProgram
-from bench.common.progress import Say
 from bench.common.report import Missing, notes_on
 from bench.lab.experiment import Findings
+from bench.lab.kv.cases import Mover, mover_of
 from bench.lab.kv.contest import TimeKey, contest
-from bench.lab.kv.movers import Mover, mover_of
-from bench.lab.store import disk, peer, restarts, streams, turns
+from bench.lab.store import disk, parts, peer
 from bench.lab.store.figures import SLAB, StoreMeasured, results, warnings
 from bench.lab.store.plan import StorePart, StorePlan
 from bench.processes.driven import Driven
@@ -74,12 +74,12 @@ def _peer(program: PeerProgram, plan: StorePlan, folder: Path, say: Say) -> peer
 
 
 PARTS: dict[StorePart, tuple[str, Callable[[StorePlan, Path, Say], Any]]] = {
-    StorePart.TTFT: ("restarts", restarts.measure),
+    StorePart.TTFT: ("restarts", parts.measure_restarts),
     StorePart.MEMORY: ("pulls", lambda plan, _, say: slab_pulls(plan, say)),
     StorePart.DISK: ("disk", lambda plan, _, say: disk.measure(plan, say)),
-    StorePart.ITL: ("streams", streams.measure),
+    StorePart.ITL: ("streams", parts.measure_streams),
     StorePart.RECOVERY: ("recovery", disk.recovery),
-    StorePart.TURNS: ("turns", lambda plan, _, say: turns.measure(plan, say)),
+    StorePart.TURNS: ("turns", lambda plan, _, say: parts.measure_turns(plan, say)),
 }
 
 

@@ -33,8 +33,8 @@ from itertools import islice, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lab.validation.crowd import NO_CHANCES, Chances, pace
 from bench.lab.validation.recordings import DecodeStep, RecordedAttempt, RecordedRun
+from bench.simulator.crowd import NO_CHANCES, Chances, pace
 from bench.simulator.hardware import HardwareProfile
 from engine.demand import DecodeCost
 from engine.errors import ConfigError

@@ -1,5 +1,12 @@
 """Compares the simulator with real deployments on this machine, split by split.
 
+validation/{split}/{ttft,tpot}_{mean,p50,p99}   error of the simulation, as a share of the
+                                                measured figure
+                   …/measured, …/simulated      both figures, in milliseconds
+                   …/spread                     how far single measured runs are from the
+                                                median of the others, for the same trace: no
+                                                simulation can be expected to be nearer
+
 For each split of prefill and decode workers:
 
     1. a calibration load comes to the deployment, and its gateway records
@@ -13,47 +20,160 @@ The fit sees nothing of the test load. TTFT and TPOT are taken at the router on 
 neither includes HTTP or text. Each worker has one thread.
 
 Two workers on two cores have about a core each. Four share the cores with each other and with the
-router, so the speed of each depends on the others (see `crowd`). Message times depend on that too.
-So each split is calibrated on itself: this predicts no machine from another one.
+router, so the speed of each depends on the others (`bench.simulator.crowd`). Message times depend
+on that too. So each split is calibrated on itself: this predicts no machine from another one.
 """
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Annotated, ClassVar, Self
 
 import msgspec
 import typer
 
-from bench.common.command import splits_of
-from bench.common.machine import hardware
+from bench.common.command import Say, splits_of
 from bench.common.plots import plot_cdfs
-from bench.common.progress import Say
-from bench.common.report import Report, Scalar
+from bench.common.report import Goals, Report, Result, Scalar, hardware, result_of
+from bench.common.stats import Summary, summarize
 from bench.lab.experiment import Experiment, Findings
-from bench.lab.validation.figures import (
-    GOALS,
-    Samples,
-    SplitComparison,
-    measured_samples,
-    results_of,
-    simulated_samples,
-)
 from bench.lab.validation.fitting import Fitted, WorkerLimits, fit
 from bench.lab.validation.live import deployment, play
-from bench.lab.validation.loads import BLOCK_TOKENS, ValidationLoad, made
 from bench.lab.validation.recordings import RecordedRun
-from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
+from bench.simulator.cluster import SimulatedPools, SimulatedRun, SimulationSetup, simulate
 from bench.simulator.hardware import write_hardware
-from bench.simulator.traces import Trace
+from bench.simulator.traces import Trace, TraceRequest
 from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import DeviceKind, PoolsConfig, RouterConfig, WorkerConfig
 from engine.devices.settings import WorkerSettings, resolve
 from router.machine.machine import RouterMachine
+
+BLOCK_TOKENS = 16
+MAX_INPUT, MIN_INPUT = 1500, 32
+MAX_OUTPUT, MIN_OUTPUT = 64, 12
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationLoad:
+    """Poisson arrivals, log-normal lengths; some prompts begin like others.
+
+    Lengths are medians; `spread` is the deviation of their logarithm.
+    """
+
+    rate_per_s: float
+    num_requests: int
+    input_tokens: int
+    output_tokens: int
+    spread: float = 0.7
+    share_with_prefix: float = 0.3
+    num_prefixes: int = 3
+    prefix_tokens: int = 192
+
+
+def made(load: ValidationLoad, rng: Random, ids: "count[int]") -> Trace:
+    """Returns a trace of a load. Its blocks take the next ids, so traces share no prefix."""
+    num_blocks = load.prefix_tokens // BLOCK_TOKENS
+    prefixes = [[next(ids) for _ in range(num_blocks)] for _ in range(load.num_prefixes)]
+    requests = []
+    at_s = 0.0
+    for _ in range(load.num_requests):
+        at_s += rng.expovariate(load.rate_per_s)
+        input_len = _length(load.input_tokens, load.spread, (MIN_INPUT, MAX_INPUT), rng)
+        output_len = _length(load.output_tokens, load.spread, (MIN_OUTPUT, MAX_OUTPUT), rng)
+        begins = rng.choice(prefixes) if rng.random() < load.share_with_prefix else []
+        length = max(input_len, len(begins) * BLOCK_TOKENS + 1)
+        own = [next(ids) for _ in range(-(-length // BLOCK_TOKENS) - len(begins))]
+        requests.append(TraceRequest(at_s, length, output_len, (*begins, *own)))
+    return Trace("validation", BLOCK_TOKENS, tuple(requests))
+
+
+def _length(middle: int, spread: float, bounds: tuple[int, int], rng: Random) -> int:
+    length = round(middle * math.exp(rng.gauss(0.0, spread)))
+    return min(max(length, bounds[0]), bounds[1])
+
+
+GOALS = Goals({"validation/*_mean": 0.10, "validation/*_p99": 0.20}, at_most=("*",))
+Samples = Mapping[str, Sequence[float]]  # seconds, by name
+
+
+@dataclass(frozen=True, slots=True)
+class SplitComparison:
+    """The measured and simulated runs of one split."""
+
+    split: tuple[int, int]
+    fitted: Fitted
+    measured: Sequence[Samples]
+    simulated: Sequence[Samples]
+
+    @property
+    def name(self) -> str:
+        """Prefill workers + decode workers."""
+        return f"{self.split[0]}+{self.split[1]}"
+
+
+def measured_samples(told: RecordedRun) -> Samples:
+    """Returns TTFT and TPOT of all requests of a recording, at the router, in seconds."""
+    asked = told.asked.values()
+    return _samples([(one.arrived_s, one.times_s) for one in asked])
+
+
+def simulated_samples(run: SimulatedRun) -> Samples:
+    """Returns TTFT and TPOT of all requests of a simulation, in seconds."""
+    return _samples([(record.asked.arrived_s, record.times_s) for record in run.records])
+
+
+def _samples(answers: Sequence[tuple[float, Sequence[float]]]) -> Samples:
+    return {
+        "ttft": [times_s[0] - arrived_s for arrived_s, times_s in answers],
+        "tpot": [(times_s[-1] - times_s[0]) / (len(times_s) - 1) for _, times_s in answers],
+    }
+
+
+def results_of(compared: SplitComparison) -> list[Result]:
+    """Returns each error, with the measured and the simulated figure in milliseconds."""
+    results = []
+    for name in ("ttft", "tpot"):
+        runs = [_summary(samples[name]) for samples in compared.measured]
+        guesses = [_summary(samples[name]) for samples in compared.simulated]
+        for statistic in ("mean", "p50", "p99"):
+            results += _results(
+                f"validation/{compared.name}/{name}_{statistic}",
+                [getattr(run, statistic) for run in runs],
+                [getattr(guess, statistic) for guess in guesses],
+            )
+    return results
+
+
+def _results(name: str, measured_s: Sequence[float], simulated_s: Sequence[float]) -> list[Result]:
+    guess_s = median(simulated_s)
+    errors = tuple(abs(guess_s / value - 1) for value in measured_s)
+    return [
+        Result(name, abs(guess_s / median(measured_s) - 1), "share", errors),
+        *_spread(name, measured_s),
+        result_of(f"{name}/measured", [value * 1000 for value in measured_s], "ms"),
+        result_of(f"{name}/simulated", [value * 1000 for value in simulated_s], "ms"),
+    ]
+
+
+def _spread(name: str, measured_s: Sequence[float]) -> list[Result]:
+    """Returns the distance of each run to the median of the others; empty for one run."""
+    if len(measured_s) < 2:
+        return []
+    others_s = [median([*measured_s[:i], *measured_s[i + 1 :]]) for i in range(len(measured_s))]
+    apart = [abs(a / b - 1) for a, b in zip(measured_s, others_s, strict=True)]
+    return [result_of(f"{name}/spread", apart, "share")]
+
+
+def _summary(values_s: Sequence[float]) -> Summary:
+    summary = summarize(values_s)
+    assert summary is not None
+    return summary
+
 
 QUICK_REQUESTS = 25  # requests of each quick run: they arrive in about 5 s
 KV_MIB = 256  # KV memory per worker, so large that nothing is evicted

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.common.progress import say_nothing
+from bench.common.command import say_nothing
 from bench.lab.fluid.figures import COMPARED, STREAM_ARMS, results, warnings
 from bench.lab.fluid.study import FluidStudy
 

@@ -1,8 +1,7 @@
 """`bench gateway` with real processes, and as little load as says something."""
 
-from bench.common.progress import say_nothing
-from bench.lab.gateway.servers import BARE, OURS, WRITES
-from bench.lab.gateway.study import GatewayStudy, StreamLoad, results
+from bench.common.command import say_nothing
+from bench.lab.gateway.study import BARE, OURS, WRITES, GatewayStudy, StreamLoad, results
 
 
 class FewStreams(GatewayStudy):

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.client.answers import Failure
-from bench.common.progress import say_nothing
+from bench.common.command import say_nothing
 from bench.lab.interference import ARMS, IDLE, InterferenceStudy, promises, results, warnings
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]

@@ -13,11 +13,10 @@ from bench import cli
 from bench.client.answers import Answer, Endpoint, Failure
 from bench.client.load import RequestsFailed, SloBounds, figures_of_runs
 from bench.common.report import from_json
-from bench.serve.lengths import fixed
+from bench.serve.lengths import TalkShape, fixed
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
 from bench.serve.processes import measure_shown
 from bench.serve.run import ServerUnreachable, measure, run_open_loop
-from bench.serve.sessions import TalkShape
 from engine.clock import MonotonicClock
 
 

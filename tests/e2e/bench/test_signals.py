@@ -21,7 +21,7 @@ import threading, typer
 from pathlib import Path
 from bench.cli import app
 from bench.common.command import printed_errors
-from bench.processes import serving
+from bench.processes import deployment as serving
 
 serving.BATON = "stub_of_serve"
 

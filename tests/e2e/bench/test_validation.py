@@ -6,8 +6,7 @@ from random import Random
 import pytest
 
 from bench.lab.validation.live import deployment, play
-from bench.lab.validation.loads import ValidationLoad, made
-from bench.lab.validation.study import STRETCH, worker_settings
+from bench.lab.validation.study import STRETCH, ValidationLoad, made, worker_settings
 from bench.simulator.cluster import SimulatedPools
 from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import RouterConfig

@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai.types import Batch
 
-from bench.processes.serving import kill_at_once, serving
+from bench.processes.deployment import kill_at_once, serving
 from deploy.base.defaults import BUNDLED_MODEL
 from tests.kits.services.served import matching, metrics, poll_until
 

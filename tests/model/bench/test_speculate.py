@@ -7,11 +7,10 @@ import msgspec
 import pytest
 
 import bench.lab.speculate.study as speculate
-from bench.common.progress import say_nothing
+from bench.common.command import say_nothing
 from bench.common.shapes import cached_pair
 from bench.lab.speculate.figures import mean_acceptance, results
-from bench.lab.speculate.plan import GOALS, MAX_DRAFT_TOKENS
-from bench.lab.speculate.prompts import identity_asks, random_prompts
+from bench.lab.speculate.plan import GOALS, MAX_DRAFT_TOKENS, identity_asks, random_prompts
 from bench.lab.speculate.worker import Bench, CoreAsk, CoreOptions
 from engine.config import Speculate, WeightFormat
 from engine.layout import KVFormat

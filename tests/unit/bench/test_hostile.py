@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.hostile.assaulting import AssaultRun, private_bytes
-from bench.hostile.assaults import ASSAULTS
-from bench.hostile.bodies import Shot, shots
-from bench.hostile.corpus import CHAT, COMPLETIONS
+from bench.hostile.assaults import ASSAULTS, AssaultRun, private_bytes
+from bench.hostile.corpus import CHAT, COMPLETIONS, Shot, shots
 from bench.hostile.results import (
     Heard,
     HostileRun,

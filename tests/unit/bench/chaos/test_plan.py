@@ -9,7 +9,6 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from bench.chaos.asks import KINDS, chaos_requests
 from bench.chaos.faults import (
     CONTROLLER,
     ORDER_WITHIN_S,
@@ -36,6 +35,7 @@ from bench.chaos.plan import (
     quick,
 )
 from bench.chaos.run import is_whole
+from bench.chaos.streams import KINDS, chaos_requests
 from bench.processes.deployment import NOTHING, OrderFailed, SeenGateway, SeenPools, SeenWorker
 from engine.clock import MonotonicClock
 from engine.config import Transport

@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from bench.chaos.asks import chaos_requests
 from bench.chaos.checker import Injected, Reply, RequestEnd, RequestVerdict
 from bench.chaos.plan import ChaosPlan, FaultKind, quick
-from bench.chaos.results import complaints, has_passed, results, row_of, story
-from bench.chaos.run import ChaosRun, LeftBehind
-from bench.chaos.stores import StoreLeft
-from bench.chaos.streams import ReceivedPiece, ReceivedStream, ReceivedUsage
+from bench.chaos.results import ChaosRun, LeftBehind, complaints, has_passed, results, row_of, story
+from bench.chaos.services import StoreLeft
+from bench.chaos.streams import ReceivedPiece, ReceivedStream, ReceivedUsage, chaos_requests
 from bench.common.report import results_of
 from engine.messages import Role
 

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from bench.chaos import stores
+from bench.chaos import services as stores
 from bench.chaos.faults import STORE, FaultFailed, candidates, store_process
 from bench.chaos.plan import ChaosPlan, Fault, FaultKind, check
-from bench.chaos.stores import StoreKills, StoreLeft, left_of
+from bench.chaos.services import StoreKills, StoreLeft, left_of
 from bench.processes.deployment import SeenGateway, SeenPools
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError

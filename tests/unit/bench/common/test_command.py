@@ -6,8 +6,7 @@ import pytest
 import typer
 
 from bench.common.command import numbers_of, printed_errors, publish, values_of
-from bench.common.machine import report_here
-from bench.common.report import Result, from_json
+from bench.common.report import Result, from_json, report_here
 from bench.processes.driven import DrivenFailed
 from engine.errors import ConfigError
 

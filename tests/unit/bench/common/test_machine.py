@@ -2,7 +2,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from bench.common import machine
+from bench.common import report as machine
 
 
 @pytest.fixture
@@ -15,17 +15,17 @@ def outputs(monkeypatch):
 
 def test_a_clean_checkout_is_named_by_its_commit(outputs):
     outputs.update({("git", "ls-files"): "f", ("git", "rev-parse"): "abc", ("git", "status"): ""})
-    assert machine.commit() == "abc"
+    assert machine.commit_here() == "abc"
 
 
 def test_a_changed_checkout_is_dirty(outputs):
     outputs.update({("git", "ls-files"): "f", ("git", "rev-parse"): "abc", ("git", "status"): " M"})
-    assert machine.commit() == "abc-dirty"
+    assert machine.commit_here() == "abc-dirty"
 
 
 def test_a_copy_that_its_repository_does_not_track_has_no_commit(outputs):
     outputs.update({("git", "rev-parse"): "abc", ("git", "status"): ""})
-    assert machine.commit() is None
+    assert machine.commit_here() is None
 
 
 def test_hardware_lists_the_gpus_of_the_machine(outputs):

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from bench.common.goals import Goals
 from bench.common.report import (
     Figure,
+    Goals,
     Hardware,
     Peer,
     Report,

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.common.series import MOST_BINS, RequestSpan, TimeBins, in_flight, panels_of
+from bench.common.plots import MOST_BINS, RequestSpan, TimeBins, in_flight, panels_of
 
 FEW = settings(max_examples=20)
 SPANS = st.lists(

@@ -3,17 +3,17 @@
 import pytest
 
 from bench.client.load import LoadRun, RequestOutcome
-from bench.lab.batches.figures import (
+from bench.lab.batches.study import (
     WITH,
     WITHOUT,
     BatchesMeasured,
+    BatchesStudy,
     Killed,
     Window,
     once_of,
     results,
     warnings,
 )
-from bench.lab.batches.study import BatchesStudy
 from tests.kits.answers import answer_at
 
 STUDY = BatchesStudy(requests=4, pairs=2, window_s=10.0, kills=1)

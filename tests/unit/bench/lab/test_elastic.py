@@ -7,9 +7,15 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.common.report import from_json
-from bench.lab.elastic import ElasticRun, ElasticStudy, figures_of, reactions
-from bench.lab.turning import RequestMix, TurningLoad
-from bench.simulator.planned import SimulatedDecision
+from bench.lab.elastic import (
+    ElasticRun,
+    ElasticStudy,
+    RequestMix,
+    TurningLoad,
+    figures_of,
+    reactions,
+)
+from bench.simulator.pools import SimulatedDecision
 from router.planning.planner import PoolPlan, PoolSizes
 
 

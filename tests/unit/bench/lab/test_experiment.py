@@ -8,10 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.common.command import RepeatOption
-from bench.common.goals import Goals
-from bench.common.progress import Say, say_nothing
-from bench.common.report import Figure, from_json, results_of
+from bench.common.command import RepeatOption, Say, say_nothing
+from bench.common.report import Figure, Goals, from_json, results_of
 from bench.lab.experiment import (
     Experiment,
     Findings,

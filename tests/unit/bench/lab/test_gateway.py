@@ -4,8 +4,16 @@ import sys
 
 import pytest
 
-from bench.lab.gateway.servers import BARE, OURS, WRITES
-from bench.lab.gateway.study import GatewayMeasured, GatewayRun, GatewayStudy, results, warnings
+from bench.lab.gateway.study import (
+    BARE,
+    OURS,
+    WRITES,
+    GatewayMeasured,
+    GatewayRun,
+    GatewayStudy,
+    results,
+    warnings,
+)
 
 STUDY = GatewayStudy(
     prompt_words=3, tokens=100, repeat=2, peer=[f"fastapi={sys.executable}"], seed=1

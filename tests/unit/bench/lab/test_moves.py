@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.client.answers import Answer
-from bench.lab.joins import JoinRun, join_figures_of
-from bench.lab.moves import MovesRun, figures_of, moved_of
+from bench.lab.moves import JoinRun, MovesRun, figures_of, join_figures_of, moved_of
 from tests.kits.answers import answer_at
 
 

@@ -4,9 +4,15 @@ import random
 
 import pytest
 
-from bench.common.progress import say_nothing
-from bench.lab.router.peer import BLOCK_SIZE, COSTS, BitmaskRouter
-from bench.lab.router.routers import PROMPT_BLOCKS, RouterCase, World
+from bench.common.command import say_nothing
+from bench.lab.router.routers import (
+    BLOCK_SIZE,
+    COSTS,
+    PROMPT_BLOCKS,
+    BitmaskRouter,
+    RouterCase,
+    World,
+)
 from bench.lab.router.study import PEER, RouterMeasured, RouterStudy, results
 from engine.errors import ConfigError
 

@@ -20,10 +20,8 @@ from bench.lab.speculate.figures import (
 )
 from bench.lab.speculate.plan import (
     CALIBRATED_LENS,
-    GOALS,
-)
-from bench.lab.speculate.prompts import (
     FEWEST_REPEATED,
+    GOALS,
     NUM_CHOICES,
     identity_asks,
     random_prompts,

@@ -25,7 +25,7 @@ from bench.planner.pricing import (
     check_profile,
     worker_of,
 )
-from bench.simulator.figures import infinite_cache_hits
+from bench.simulator.goodput import infinite_cache_hits
 from bench.simulator.hardware import PROFILES
 from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError

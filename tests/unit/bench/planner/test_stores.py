@@ -12,13 +12,7 @@ from bench.planner.plan import CannotPlan, CapacityPlan, PlanInput, SizedPools, 
 from bench.planner.pricing import GPUS, ModelOptions, Platform, worker_of
 from bench.planner.report import figures_of, print_plan
 from bench.planner.search import Cells, Depth, Search
-from bench.planner.stores import (
-    StoreOffer,
-    StorePrices,
-    cheapest,
-    offers,
-    take_bytes_per_s,
-)
+from bench.planner.stores import StoreOffer, StorePrices, cheapest, offers, take_bytes_per_s
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.tiers import StoreSizes
 from deploy.commands.main import app

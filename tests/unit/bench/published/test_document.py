@@ -2,12 +2,8 @@
 
 import pytest
 
-from bench.common.goals import Goals
-from bench.common.report import Hardware, Peer, Report, Result, to_json
-from bench.published.cli import stale_documents
-from bench.published.document import fill_in, names_in
-from bench.published.headline import Headline
-from bench.published.reports import fault_of, read_reports
+from bench.common.report import Goals, Hardware, Peer, Report, Result, to_json
+from bench.published import Headline, fault_of, fill_in, names_in, read_reports, stale_documents
 from engine.errors import ConfigError
 
 SPEED = Result("prefill/int8", 2048.0, "tokens/s", (1024.0, 2048.0, 2100.0), 4096.0, 0.5)

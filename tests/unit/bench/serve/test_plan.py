@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.client.answers import Endpoint
 from bench.client.load import SloBounds
-from bench.serve.lengths import fixed, lengths_of
+from bench.serve.lengths import TalkShape, fixed, lengths_of
 from bench.serve.plan import (
     ServeAsk,
     ServeLoad,
@@ -24,7 +24,6 @@ from bench.serve.plan import (
     sessions,
     shape_of,
 )
-from bench.serve.sessions import TalkShape
 from engine.errors import ConfigError
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms

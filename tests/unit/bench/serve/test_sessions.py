@@ -4,15 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.client.answers import Endpoint
-from bench.serve.lengths import LengthSpread, fixed
-from bench.serve.sessions import (
+from bench.serve.lengths import (
     ArrivalShape,
     Conversation,
+    LengthSpread,
     PromptLengths,
     SessionTurn,
     TalkShape,
     arranged,
     drawn_sessions,
+    fixed,
     replayed,
 )
 from bench.simulator.traces import Trace, TraceRequest, prompt_tokens

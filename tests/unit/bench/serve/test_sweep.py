@@ -9,7 +9,7 @@ from bench.client.load import LoadRun, RequestOutcome, SloBounds
 from bench.serve.cli import swept
 from bench.serve.lengths import fixed
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
-from bench.serve.sweep import MOST_TRIALS, RateSearch, SweepGoal, wilson
+from bench.serve.records import MOST_TRIALS, RateSearch, SweepGoal, wilson
 from engine.errors import ConfigError
 from tests.kits.answers import answer_at
 

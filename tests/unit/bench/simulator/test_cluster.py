@@ -7,13 +7,12 @@ from typer.testing import CliRunner
 
 from bench.client.load import SloBounds
 from bench.common.report import from_json
-from bench.simulator.clock import Future, Rank
 from bench.simulator.cluster import GATEWAY, SimulatedPools, SimulationSetup, in_order, simulate
 from bench.simulator.cluster import _Cluster as Cluster
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.results import figures_of
 from bench.simulator.traces import Chat, Trace, TraceRequest, synthetic, with_ids, write_trace
-from bench.simulator.transfers import Transfers
+from bench.simulator.transfers import Future, Rank, Transfers
 from deploy.commands.main import app
 from engine.config import RouterConfig, RouterPolicy
 from engine.demand import DecodeCost

@@ -8,7 +8,7 @@ import pytest
 from bench.client.load import SloBounds
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
 from bench.simulator.hardware import PROFILES
-from bench.simulator.joining import Evenness, join_figures, ratio
+from bench.simulator.pools import Evenness, join_figures, ratio
 from bench.simulator.results import figures_of
 from bench.simulator.traces import Chat, synthetic
 from engine.config import RouterConfig

@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.common.report import from_json
-from bench.simulator.clock import Future, Rank
 from bench.simulator.cluster import (
     SimulatedPools,
     SimulatedRequest,
@@ -20,7 +19,7 @@ from bench.simulator.hardware import HardwareProfile
 from bench.simulator.stores import SimStore, store_of
 from bench.simulator.tiers import GIB, SimulatedStores, SimulatedTier, StoreSizes, TierPrice
 from bench.simulator.traces import Chat, Trace, TraceRequest, synthetic, with_ids, write_trace
-from bench.simulator.transfers import Transfers
+from bench.simulator.transfers import Future, Rank, Transfers
 from bench.simulator.workers import SimWorker
 from deploy.commands.main import app
 from engine.config import RouterConfig, RouterPolicy, StoreEviction

@@ -14,7 +14,7 @@ from bench.client.load import SloBounds
 from bench.common.stats import summarize
 from bench.simulator.cli import PlayedLoad
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
-from bench.simulator.figures import WIDTH, GapSketch, InfiniteCache
+from bench.simulator.goodput import WIDTH, GapSketch, InfiniteCache
 from bench.simulator.hardware import hardware_named
 from bench.simulator.results import figures_of, streamed_figures
 from bench.simulator.traces import (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.simulator.figures import infinite_cache_hits
+from bench.simulator.goodput import infinite_cache_hits
 from bench.simulator.traces import (
     Chat,
     Trace,

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bench.common.command import splits_of
-from bench.lab.validation.crowd import NO_CHANCES, Chances, Crowd
-from bench.lab.validation.figures import GOALS, SplitComparison, results_of
 from bench.lab.validation.fitting import Fitted, TooFewSamples, WorkerLimits, _runs, fit
 from bench.lab.validation.live import DeploymentFailed, _ask_all
-from bench.lab.validation.loads import ValidationLoad, made
 from bench.lab.validation.recordings import (
     DecodeStep,
     RecordedAttempt,
@@ -22,9 +19,11 @@ from bench.lab.validation.recordings import (
     RecordedRun,
     read_run,
 )
-from bench.simulator.clock import Future, Rank
+from bench.lab.validation.study import GOALS, SplitComparison, ValidationLoad, made, results_of
+from bench.simulator.crowd import NO_CHANCES, Chances, Crowd
 from bench.simulator.hardware import HardwareProfile, StepPrice
 from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
+from bench.simulator.transfers import Future, Rank
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
 from engine.demand import DecodeCost

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.lab.fluid.mixes import mixes_of, parts_of, starts_s
+from bench.lab.fluid.figures import mixes_of, parts_of, starts_s
 from bench.lab.fluid.study import FluidStudy
 from engine.errors import ConfigError
 

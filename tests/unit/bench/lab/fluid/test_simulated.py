@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from bench.cli import app
 from bench.client.load import SloBounds
 from bench.common.report import from_json
-from bench.lab.fluid.mixes import mixes_of
+from bench.lab.fluid.figures import mixes_of
 from bench.lab.fluid.simulated import (
     GOALS,
     Loops,

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.lab.kv.cases import (
-    KIB,
-    MIB,
-    bytes_of,
-    layout_of,
-    limit_of,
-    size_name,
-    split_of,
-)
+from bench.lab.kv.cases import KIB, MIB, bytes_of, layout_of, limit_of, size_name, split_of
 from bench.lab.kv.study import KvStudy
 from engine.errors import ConfigError
 from kvtransfer.records import plan_pieces

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.common.progress import say_nothing
+from bench.common.command import say_nothing
+from bench.lab.kv import cases as kv_movers
 from bench.lab.kv import contest as kv
-from bench.lab.kv import movers as kv_movers
-from bench.lab.kv.cases import KIB, KvPulls
+from bench.lab.kv.cases import KIB, KvPulls, Mover, NotMovable, WrongBytes, mover_of
 from bench.lab.kv.limits import calls_of, unfinished
-from bench.lab.kv.movers import Mover, NotMovable, WrongBytes, mover_of
 from bench.peers.kv_memory import PoolMemory, digest, fill
 from bench.processes.driven import DrivenFailed
 

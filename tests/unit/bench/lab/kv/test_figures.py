@@ -6,8 +6,7 @@ import pytest
 
 from bench.common.report import Missing, Peer
 from bench.lab.kv.cases import KIB, KvPulls
-from bench.lab.kv.contest import KvMeasured, TimeKey
-from bench.lab.kv.figures import Handoffs, results, warnings
+from bench.lab.kv.contest import Handoffs, KvMeasured, TimeKey, results, warnings
 
 CASES = KvPulls((64 * KIB,), 3).cases
 MOVERS = ("shm", "zmq", "memcpy", "tcp")

@@ -6,15 +6,12 @@ import pytest
 
 from bench.client.load import LoadRun, RequestOutcome
 from bench.common.report import Missing
-from bench.lab.kv.contest import TimeKey
-from bench.lab.kv.figures import GIB
+from bench.lab.kv.contest import GIB, TimeKey
 from bench.lab.store.disk import DiskRates
 from bench.lab.store.figures import StoreMeasured, results, warnings
+from bench.lab.store.parts import RestartTimes, StreamsMeasured, TurnsMeasured
 from bench.lab.store.peer import PeerRestart
-from bench.lab.store.restarts import RestartTimes
-from bench.lab.store.streams import StreamsMeasured
 from bench.lab.store.study import StoreStudy
-from bench.lab.store.turns import TurnsMeasured
 from bench.lab.streams import BesideRun
 from kvtransfer.store.disk.measuring import RecoveryTime
 from tests.kits.answers import answer_at

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.lab.store.samples import num_slots, store_samples
+from bench.lab.store.parts import num_slots, store_samples
 
 TEXT = """# HELP baton_store_slots Slots of the store's memory by state
 # TYPE baton_store_slots gauge

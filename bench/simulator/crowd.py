@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile, StepPrice
+from bench.simulator.transfers import Future, Rank
 from engine.messages import ComputePrompt, FirstToken, ToWorker
 
 
