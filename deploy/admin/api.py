@@ -78,7 +78,7 @@ from engine.control import Pools
 from engine.errors import ConfigError
 from engine.log_context import AUDIT, CALLER_HEADER
 from engine.messages import WorkerId
-from router.edge.limits import Book, EdgeLimits
+from router.edge.limits import Book
 from router.edge.listener import Listener
 from router.gateway.metrics.families import CompleteFamilies
 
@@ -87,9 +87,6 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**10
 MAX_CALLER_CHARS = 200
 CLOSE_TIMEOUT_S = 5.0
-LIMITS = EdgeLimits(
-    max_connections=256, max_connections_per_address=256, max_bodies_bytes=16 * 2**20
-)
 
 T = TypeVar("T")
 
@@ -131,7 +128,10 @@ class AdminService(LoopService[str]):
             sock.close()
             raise
         app = admin_app(self._controller, key=config.key, clock=self._clock)
-        self._listener = Listener(app, Book(LIMITS))
+        book = Book(
+            max_bodies_bytes=16 * 2**20, max_connections=256, max_connections_per_address=256
+        )
+        self._listener = Listener(app, book)
         self._listener.open(sock)
         return url
 

@@ -24,7 +24,7 @@ from router.access.file import KeyFile
 from router.access.guard import KeyFinder
 from router.access.keys import FixedKeys
 from router.access.shared_accounts import SharedAccounts
-from router.edge.limits import Book, EdgeLimits
+from router.edge.limits import Book
 from router.edge.listener import Listener
 from router.edge.tls import TlsFiles
 from router.gateway.answering import GatewayParts
@@ -101,7 +101,7 @@ class GatewayService(LoopService[GatewayReady]):
             self._accounts = SharedAccounts(file, spec.process, config.processes or 1)
             await asyncio.to_thread(self._accounts.open)
         tls = _open_tls(config)
-        book = Book(_limits_of(config))
+        book = _book_of(config)
         self._grammars = GrammarChecker(clock)
         self._storage = _storage_of(config)
         await self._storage.open()
@@ -290,8 +290,8 @@ def _open_keys(config: GatewayConfig, clock: Clock) -> KeyFinder | None:
     return keys
 
 
-def _limits_of(config: GatewayConfig) -> EdgeLimits:
-    """Returns the limits of clients, reduced to the open files that this process may have."""
+def _book_of(config: GatewayConfig) -> Book:
+    """Returns a book with the configured limits, reduced to the open files of this process."""
     wanted = config.max_connections + OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -300,7 +300,7 @@ def _limits_of(config: GatewayConfig) -> EdgeLimits:
         if soft < wanted:
             log.warning("gateway.max_connections is bounded by the %d open files allowed", soft)
     room = wanted if soft == resource.RLIM_INFINITY else soft
-    return EdgeLimits(
+    return Book(
         max_head_bytes=config.max_head_bytes,
         max_connections=max(
             1, min(config.max_connections, room - min(room // 2, OTHER_DESCRIPTORS))

@@ -13,16 +13,26 @@ discarded for a moment, so that the client can read the response.
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import cast
 from urllib.parse import unquote
-from weakref import WeakKeyDictionary
 
 import httptools
 from starlette.types import ASGIApp, Scope
 
-from router.edge.exchange import EXTENSION, NO_SOCKET, Exchange, Outbox, cut_off
-from router.edge.feeding import FIELD_WORK, PART_WORK, Feeder
-from router.edge.limits import Book, ConnectionPace, Overdue
+from router.edge.exchange import EXCHANGE, PIPE, BodyPipe, Exchange, Outbox
+from router.edge.limits import (
+    FIELD_WORK,
+    FREE_PARTS,
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    MIN_PART_BYTES,
+    PART_WORK,
+    Book,
+    ConnectionTimes,
+    Feeder,
+    Overdue,
+)
 from router.edge.refusals import (
     LONG_HEAD,
     NO_ROOM,
@@ -37,10 +47,8 @@ from router.edge.refusals import (
 
 log = logging.getLogger(__name__)
 
-
-FREE_PARTS = 4096  # parts of a body that are free of the size rule, as chunks or network reads
-MIN_PART_BYTES = 32  # minimum mean size of the parts after the first `FREE_PARTS`
-_ONCE = frozenset({b"host", b"authorization"})  # with two of them, a proxy might read the other one
+HIGH_WATER_BYTES = 65_536  # reading of a body pauses while this much is unread
+_name_of = itemgetter(0)
 
 
 class _NotParsed(Exception):
@@ -49,38 +57,31 @@ class _NotParsed(Exception):
 
 @dataclass(eq=False, slots=True)
 class Clients:
-    """The connections of a listener, and the tasks that answer them."""
+    """The connections of a listener, the tasks that answer them, and what they share."""
 
     app: ASGIApp
     book: Book
     connections: "set[Connection]" = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever a task ends
-
-    def end_task(self, task: asyncio.Task[None]) -> None:
-        """Removes a task that has ended."""
-        self.tasks.discard(task)
-        self.ended.set()
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever a connection ends
+    outbox: Outbox = field(default_factory=Outbox)
+    feeder: Feeder = field(default_factory=Feeder)
 
 
-class Connection(asyncio.Protocol):
-    """One connection, and its `BodyPipe`: each part is one chunk of the chunked coding."""
+class Connection(BodyPipe):
+    """One connection: parses its requests, and has them answered one after the other."""
 
-    is_ready = False
-    transport: asyncio.Transport
-
-    def __init__(self, clients: Clients) -> None:
+    def __init__(self, clients: Clients, address: str = "", refusal: str | None = None) -> None:
+        """The book has admitted `address`, unless there is a reason for a `refusal`."""
+        super().__init__(clients.outbox)
         self._clients = clients
         self._book = clients.book
-        self._limits = clients.book.limits
-        self._loop = asyncio.get_running_loop()
+        self._feeder = clients.feeder
         self._exchanges: list[Exchange] = []  # exchanges that are not answered yet, oldest first
         self._present: Exchange | None = None  # the exchange whose body is arriving
-        self._is_paused = False  # reading is paused until the application takes a body
-        self._is_writable = asyncio.Event()
-        self._is_writable.set()
-        self._address = ""  # the client address under which the connection is counted
-        self._is_counted = False
+        self.address = address
+        self._reason = refusal
+        self._is_counted = refusal is None
         self._is_last = False  # the last response is sent; further input is discarded
         self._is_draining = False
         self._num_fed = 0  # bytes since the parser last completed a field or a piece of a body
@@ -88,14 +89,14 @@ class Connection(asyncio.Protocol):
         self._has_head = self._expects_continue = False  # the present request's head is complete
         self._num_parts = self._num_parts_bytes = 0  # parts of the present body
         self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
-        self._outbox = _outboxes.get(self._loop) or _outboxes.setdefault(self._loop, Outbox())
-        self._feeder = _feeders.get(self._loop) or _feeders.setdefault(self._loop, Feeder())
-        self._pace = ConnectionPace(self._loop.time())
+        self._times = ConnectionTimes(self._loop.time())
+        self._url = b""  # in the head that is arriving
+        self._headers: list[tuple[bytes, bytes]] = []
 
     # ------------------------------------------------------------ the transport's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Admits the connection of a client, or refuses it."""
+        """Prepares to parse requests, or refuses the connection."""
         self.transport = transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
         self._parser = httptools.HttpRequestParser(self)
         # A client may send more after a request whose response will be the last.
@@ -103,25 +104,19 @@ class Connection(asyncio.Protocol):
         self._clients.connections.add(self)
         peer = transport.get_extra_info("peername")
         local = transport.get_extra_info("sockname")
-        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        is_tls = transport.get_extra_info("sslcontext") is not None
         self._ends: Scope = {
             "client": tuple(peer[:2]) if peer else None,
             "server": tuple(local[:2]) if local else None,
-            "scheme": "https" if self._is_tls else "http",
+            "scheme": "https" if is_tls else "http",
         }
-        sock = None if self._is_tls else transport.get_extra_info("socket")
-        self._descriptor = NO_SOCKET if sock is None else int(sock.fileno())
+        sock = None if is_tls else transport.get_extra_info("socket")
+        if sock is not None:
+            self.descriptor = int(sock.fileno())
         self.is_ready = True
-        if self._is_counted:
-            return
-        self._address = str(peer[0]) if peer else ""
-        reason = self._book.admit(self._address)
-        if reason is None:
-            self._is_counted = True
-        else:
-            log.warning("a connection from %s was refused: %s", self._address, reason)
+        if self._reason is not None:
             self._is_last = True
-            refusal = EdgeRefusal(503, "Service Unavailable", "overloaded", reason)
+            refusal = EdgeRefusal(503, "Service Unavailable", "overloaded", self._reason)
             transport.write(refusal.response())
             transport.close()
 
@@ -140,27 +135,17 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parses input, unless the last response was sent."""
         if not self._is_last:
-            self._pace.idle_s = None
-            self._feeder.take(self, data)
-
-    def pause_writing(self) -> None:
-        """Records that the client reads too slowly."""
-        self.is_ready = False
-        self._is_writable.clear()
-
-    def resume_writing(self) -> None:
-        """Records that the client has caught up."""
-        self.is_ready = not self.transport.is_closing()
-        self._is_writable.set()
+            self._times.idle_s = None
+            self._feeder.feed(self, data)
 
     # ------------------------------------------------------------ the feeder's side
 
     def parse(self, data: bytes | memoryview) -> bool:
         """Parses a slice of input; implements `FedConnection`."""
-        pace = self._pace
-        if pace.head_s is None and pace.body_s is None:
-            pace.await_head(self._loop.time())
-        pace.has_begun = True
+        times = self._times
+        if times.head_s is None and times.body_s is None:
+            times.head_s = self._loop.time()
+        times.has_begun = True
         self._num_fed += len(data)
         try:
             self._parser.feed_data(data)
@@ -171,7 +156,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._refuse(self._refusal or NOT_HTTP)
         else:
-            if self._num_fed > self._limits.max_head_bytes:
+            if self._num_fed > self._book.max_head_bytes:
                 self._refuse(LONG_HEAD)
         return not self._is_last and not self.transport.is_closing()
 
@@ -181,16 +166,10 @@ class Connection(asyncio.Protocol):
 
     def let_go(self) -> None:
         """Resumes reading unless the application must take a body; implements `FedConnection`."""
-        if not (self._is_paused or self.transport.is_closing()):
+        if not (self.is_paused or self.transport.is_closing()):
             self.transport.resume_reading()
 
     # ------------------------------------------------------------ the parser's side
-
-    def on_message_begin(self) -> None:
-        """Starts a request head."""
-        self._has_head = self._expects_continue = False
-        self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
 
     def on_url(self, url: bytes) -> None:
         """Adds a part of the request target."""
@@ -198,7 +177,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Adds a header field. Drops trailers, which come after the body."""
-        self._feeder.spend(FIELD_WORK)
+        self._feeder.work_left -= FIELD_WORK
         if self._has_head:
             return
         name = name.lower()
@@ -211,7 +190,7 @@ class Connection(asyncio.Protocol):
         self._check_head()
         self._has_head = True
         self._num_fed = self._num_parts = self._num_parts_bytes = 0
-        self._pace.begin_body(self._loop.time())
+        self._times.head_s, self._times.body_s = None, self._loop.time()
         version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
         path = url.path.decode("ascii")
         scope: Scope = {
@@ -230,63 +209,68 @@ class Connection(asyncio.Protocol):
         exchange = Exchange(
             self, scope, keep_alive=may_stay, expects_continue=self._expects_continue
         )
-        offered: dict[str, object] = {"caller": exchange}
-        if version == "1.1":  # HTTP/1.0 has no chunks
-            offered["pipe"] = self
-        scope["extensions"] = {EXTENSION: offered}
-        self._present = exchange
+        scope[EXCHANGE] = self._present = exchange
+        scope[PIPE] = self if version == "1.1" else None  # HTTP/1.0 has no chunks
         self._exchanges.append(exchange)
         if len(self._exchanges) == 1:
             self._start(exchange)
         else:
-            self._pause_reading()
+            self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
         """Adds a part of a body."""
         book, present = self._book, self._present
         assert present is not None
         self._num_fed = 0
-        self._feeder.spend(PART_WORK)
+        self._feeder.work_left -= PART_WORK
         self._num_parts += 1
         self._num_parts_bytes += len(body)
         if self._num_parts > FREE_PARTS + self._num_parts_bytes // MIN_PART_BYTES:
             self._raise(SMALL_PARTS)
         if present.streams_body and not present.is_complete:
             self._remove_body()  # the application has all of it except the waiting parts
-            self._pace.begin_body(self._loop.time())
+            self._times.body_s = self._loop.time()
         else:
             self._num_body += len(body)
             book.bodies_bytes += len(body)
-            if book.bodies_bytes > self._limits.max_bodies_bytes:
+            if book.bodies_bytes > book.max_bodies_bytes:
                 self._raise(NO_ROOM)
-        if not present.put(body):
-            self._pause_reading()
+        if not present.is_complete:
+            present.body += body
+            present.arrived.set()
+            if len(present.body) > HIGH_WATER_BYTES:
+                self.pause_reading()
 
     def on_message_complete(self) -> None:
         """Ends a request. From now on its body counts as the application's."""
-        self._remove_body()
-        self._num_fed = 0
-        self._pace.end_message()
+        self._book.bodies_bytes -= self._num_body
+        self._num_body = self._num_fed = 0
+        self._has_head = self._expects_continue = False
+        self._url, self._headers = b"", []
+        # Nothing is owed until the next request's first byte.
+        self._times.head_s = self._times.body_s = None
         present = self._present
         assert present is not None
-        present.end_body()
         if present.is_complete:
             self._present = None
+        else:
+            present.more_body = False
+            present.arrived.set()
 
     def _check_head(self) -> None:
-        limits, fields = self._limits, self._headers
-        if len(fields) > limits.max_headers:
+        fields, max_bytes = self._headers, self._book.max_head_bytes
+        if len(fields) > MAX_HEADERS:
             self._raise(LONG_HEAD)
-        if self._num_fed > limits.max_head_bytes:  # these bytes may include the end of a body
+        if self._num_fed > max_bytes:  # these bytes may include the end of a body
             num_bytes = sum([len(name) + len(value) + 4 for name, value in fields])
-            if len(self._url) + num_bytes > limits.max_head_bytes:
+            if len(self._url) + num_bytes > max_bytes:
                 self._raise(LONG_HEAD)
-        if len(self._exchanges) > limits.max_pipelined:
+        if len(self._exchanges) > MAX_PIPELINED:
             self._raise(TOO_MANY)
         if not self._url.isascii():
             self._raise(NOT_HTTP)
-        once = [name for name, _ in fields if name in _ONCE]
-        if len(once) > len(set(once)):  # a field that must occur once occurs twice
+        names = list(map(_name_of, fields))  # with two of them, a proxy might read the other one
+        if names.count(b"host") > 1 or names.count(b"authorization") > 1:
             self._raise(TWICE)
 
     def _raise(self, refusal: EdgeRefusal) -> None:
@@ -297,42 +281,31 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------ the exchanges' side
 
     def _start(self, exchange: Exchange) -> None:
-        clients = self._clients
-        task = self._loop.create_task(exchange.run(clients.app))
-        clients.tasks.add(task)
-        task.add_done_callback(clients.end_task)
-
-    async def drain(self) -> None:
-        """Returns when the client has read enough to receive more."""
-        await self._is_writable.wait()
-
-    def _pause_reading(self) -> None:
-        if not self._is_paused:
-            self._is_paused = True
-            self.transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Resumes reading, if reading was paused for the application."""
-        if self._is_paused:
-            self._is_paused = False
-            self.transport.resume_reading()
+        tasks = self._clients.tasks
+        task = self._loop.create_task(exchange.run(self._clients.app))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     def answered(self, exchange: Exchange) -> None:
         """Ends the oldest exchange: its response is complete."""
         self._exchanges.remove(exchange)
         if exchange is self._present and not exchange.more_body:
             self._present = None
-        now_s = self._loop.time()
-        self._pace.resume(now_s)
+        now_s, times = self._loop.time(), self._times
+        if times.head_s is not None:  # the next request had to wait for this answer
+            times.head_s = now_s
+        if times.body_s is not None:
+            times.body_s = now_s
         if not exchange.keep_alive:
             self._finish() if exchange.more_body else self.transport.close()
         if self.transport.is_closing():
             return
-        self.resume_reading()
+        if self.is_paused:
+            self.resume_reading()
         if self._exchanges:
             self._start(self._exchanges[0])
         else:
-            self._pace.idle_s = now_s
+            times.idle_s = now_s
 
     def _finish(self) -> None:
         """Handles the end of the connection's last response."""
@@ -341,7 +314,7 @@ class Connection(asyncio.Protocol):
         self._is_last = True
         self._feeder.remove(self)
         self._remove_body()
-        self._pace.last_s = self._loop.time()
+        self._times.last_s = self._loop.time()
         self.resume_reading()
 
     def _leave_exchanges(self) -> None:
@@ -355,22 +328,18 @@ class Connection(asyncio.Protocol):
 
     # ------------------------------------------------------------ the listener's side
 
-    def count_under(self, address: str) -> None:
-        """Records the address of a connection that was counted when it was accepted."""
-        self._address, self._is_counted = address, True
-
     def uncount(self) -> None:
         """Removes this connection from the counts."""
         if self._is_counted:
             self._is_counted = False
-            self._book.leave(self._address)
+            self._book.leave(self.address)
 
     def check(self, now_s: float) -> None:
         """Closes the connection if it is overdue."""
         exchanges = self._exchanges
-        why = self._pace.overdue(
+        why = self._times.overdue(
             now_s,
-            self._limits,
+            self._book.head_timeout_s,
             num_unsent=self.transport.get_write_buffer_size(),
             is_answered=len(exchanges) > 1
             or (len(exchanges) == 1 and (exchanges[0].has_begun or not exchanges[0].more_body)),
@@ -380,11 +349,9 @@ class Connection(asyncio.Protocol):
                 return
             case Overdue.LINGER:
                 self.transport.close()
-                self._pace.last_s = None  # unsent data may still stall
+                self._times.last_s = None  # unsent data may still stall
             case Overdue.STALLED:
-                log.warning(
-                    "a connection from %s is cut: %s", self._address, self._book.refuse(why)
-                )
+                log.warning("a connection from %s is cut: %s", self.address, self._book.refuse(why))
                 self.transport.abort()
             case Overdue.SILENT:
                 self._book.refuse(why)
@@ -399,16 +366,12 @@ class Connection(asyncio.Protocol):
         self._is_draining = True
         if self._exchanges:
             self._exchanges[-1].keep_alive = False
-        elif not (self._pace.head_s is not None and self._pace.has_begun):
+        elif not (self._times.head_s is not None and self._times.has_begun):
             self.transport.close()
-
-    def cut(self) -> None:
-        """Closes the connection at once."""
-        self.transport.abort()
 
     def _refuse(self, refusal: EdgeRefusal) -> None:
         self._book.refuse(refusal.message)
-        log.warning("a connection from %s is ended: %s", self._address, refusal.message)
+        log.warning("a connection from %s is ended: %s", self.address, refusal.message)
         exchanges = self._exchanges
         if len(exchanges) > 1 or (exchanges and exchanges[0].has_begun):
             self.transport.close()  # an answer has begun, so an error cannot be sent
@@ -417,37 +380,3 @@ class Connection(asyncio.Protocol):
             self.transport.write(refusal.response())
         self._finish()
         self._leave_exchanges()
-
-    # ------------------------------------------------------------ the pipe
-
-    def write(self, data: bytes) -> None:
-        """Sends a non-empty part at the end of the loop's turn."""
-        outbox = self._outbox
-        if not outbox.parts:
-            self._loop.call_soon(outbox.send)
-        outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
-
-    def socket(self) -> int:
-        """The socket descriptor to which coded parts may be sent now, or NO_SOCKET."""
-        transport = self.transport
-        if transport.is_closing() or transport.get_write_buffer_size():
-            return NO_SOCKET
-        return self._descriptor
-
-    def write_coded(self, data: bytes) -> None:
-        """Sends parts that are already in the chunked coding, at once. Call `flush` before."""
-        transport = self.transport
-        if not transport.is_closing():
-            try:
-                transport.write(data)
-            except Exception:  # other clients must not be affected
-                cut_off(transport)
-
-    def flush(self) -> None:
-        """Sends all waiting parts now, also those of other connections."""
-        if self._outbox.parts:
-            self._outbox.send()
-
-
-_outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Outbox] = WeakKeyDictionary()
-_feeders: WeakKeyDictionary[asyncio.AbstractEventLoop, Feeder] = WeakKeyDictionary()

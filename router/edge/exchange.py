@@ -1,11 +1,10 @@
 """One request of a connection and its response, as an ASGI application sees them.
 
-An application finds two objects beyond ASGI in `scope["extensions"]`. Other servers have neither.
+An application finds two objects beyond ASGI in the scope. Other servers have neither.
 
-With the *pipe*, a `BodyPipe`, the application writes parts of a body straight to the transport.
-With the *caller*, the `Exchange`, it takes a body that has arrived already, without waiting. It
-also gets a callback when the client leaves. With `receive` alone, a task would have to wait for
-that.
+From the `Exchange`, it takes a body that has arrived already, without waiting. It also gets a
+callback when the client leaves. With `receive` alone, a task would have to wait for that.
+With the `BodyPipe`, it writes parts of a body straight to the transport.
 """
 
 import asyncio
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -23,65 +21,92 @@ from engine.clock import unix_time_s
 
 log = logging.getLogger(__name__)
 
-EXTENSION = "baton.pipe"
+EXCHANGE, PIPE = "baton.exchange", "baton.pipe"  # scope keys
 NO_SOCKET = -1  # an invalid descriptor
-HIGH_WATER_BYTES = 65_536  # reading of a body pauses while this much is unread
 _NOT_IN_NAMES = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _NOT_IN_VALUES = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 _LAST = b"connection: close\r\n"
 
 
-class BodyPipe(Protocol):
-    """Sends parts of a response body, in order and without waiting, bypassing `send`.
+class BodyPipe(asyncio.Protocol):
+    """The sending side of a connection. Each part is one chunk of the chunked coding.
 
-    It may be used between `http.response.start`, with a head without a length, and the last
+    A writer sends parts of a response body with it, in order and without waiting, bypassing `send`.
+    It may do so between `http.response.start`, with a head without a length, and the last
     `http.response.body`. Call `flush` before sending anything in another way. Waiting at `send`
     needs a task, which runs later. That costs more than all other work for a token.
     """
 
-    is_ready: bool  # the client is connected and reads fast enough
+    transport: asyncio.Transport
+
+    def __init__(self, outbox: "Outbox") -> None:
+        self.is_ready = False  # the client is connected and reads fast enough
+        self.is_paused = False  # reading is paused until the application takes a body
+        self.descriptor = NO_SOCKET  # the socket's, if nothing encrypts the connection
+        self._outbox = outbox
+        self._loop = asyncio.get_running_loop()
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
 
     def write(self, data: bytes) -> None:
         """Sends a non-empty part at the end of the loop's turn."""
-        ...
+        outbox = self._outbox
+        if not outbox.parts:
+            self._loop.call_soon(outbox.send)
+        outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
 
     def socket(self) -> int:
         """The socket descriptor to which coded parts may be sent now, or NO_SOCKET.
 
         Use it before any other event is handled. Call `flush` before sending to it.
         """
-        ...
+        transport = self.transport
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return NO_SOCKET
+        return self.descriptor
 
     def write_coded(self, data: bytes) -> None:
         """Sends parts that are already in the chunked coding, at once. Call `flush` before."""
-        ...
-
-    def cut(self) -> None:
-        """Closes the connection at once, as its body cannot be continued."""
-        ...
+        _write(self.transport, data)
 
     def flush(self) -> None:
-        """Sends all parts now: needed before sending anything in another way."""
-        ...
+        """Sends all waiting parts now, also those of other connections."""
+        if self._outbox.parts:
+            self._outbox.send()
 
+    def cut(self) -> None:
+        """Closes the connection at once."""
+        self.transport.abort()
 
-class ExchangeWire(Protocol):
-    """The connection that an exchange uses."""
+    def pause_writing(self) -> None:
+        """Records that the client reads too slowly."""
+        self.is_ready = False
+        self._is_writable.clear()
 
-    is_ready: bool  # the client is connected and reads fast enough
-    transport: asyncio.Transport
+    def resume_writing(self) -> None:
+        """Records that the client has caught up."""
+        self.is_ready = not self.transport.is_closing()
+        self._is_writable.set()
 
     async def drain(self) -> None:
         """Returns when the client has read enough to receive more."""
-        ...
+        await self._is_writable.wait()
+
+    def pause_reading(self) -> None:
+        """Reads nothing until the application takes a body."""
+        if not self.is_paused:
+            self.is_paused = True
+            self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Resumes reading the request."""
-        ...
+        """Resumes reading, if reading was paused for the application."""
+        if self.is_paused:
+            self.is_paused = False
+            self.transport.resume_reading()
 
     def answered(self, exchange: "Exchange") -> None:
         """Ends the oldest exchange: its response is complete."""
-        ...
+        raise NotImplementedError
 
 
 class Exchange:
@@ -93,22 +118,24 @@ class Exchange:
     """
 
     def __init__(
-        self, way: ExchangeWire, scope: Scope, *, keep_alive: bool, expects_continue: bool
+        self, way: BodyPipe, scope: Scope, *, keep_alive: bool, expects_continue: bool
     ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
+        # The application takes the body in pieces as it arrives. The body then has no deadline as a
+        # whole; each piece has one. Taken pieces do not count as body bytes in memory.
         self.streams_body = False
         self.body = bytearray()  # received but not taken yet
         self.more_body = True
+        self.arrived = asyncio.Event()  # set by more of the body, or its end
         self.has_begun = self.is_complete = False  # the response's state
+        self.on_gone: Callable[[], None] | None = None  # called when the client leaves
+        self.is_gone = False
         self._way = way
         self._expects_continue = expects_continue
-        self._arrived = asyncio.Event()  # set by more of the body, or its end
         self._held = b""  # the head that is held back
         self._is_chunked = False
         self._num_left: int | None = None  # missing bytes of the response's body; None: unbounded
-        self._on_gone: Callable[[], None] | None = None
-        self._is_gone = False
 
     # ------------------------------------------------------------ the application's side
 
@@ -122,7 +149,7 @@ class Exchange:
             self._way.transport.close()
             raise
         else:
-            if self.is_complete or self._is_gone:
+            if self.is_complete or self.is_gone:
                 return
             log.error("the application returned before its response was complete")
         if self.has_begun:
@@ -138,20 +165,20 @@ class Exchange:
             self._expects_continue = False
             if not self._way.transport.is_closing():
                 self._way.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if not (self._is_gone or self.is_complete):
+        if not (self.is_gone or self.is_complete):
             self._way.resume_reading()
-            await self._arrived.wait()
-            self._arrived.clear()
-        if self._is_gone or self.is_complete:
+            await self.arrived.wait()
+            self.arrived.clear()
+        if self.is_gone or self.is_complete:
             return {"type": "http.disconnect"}
         data, self.body = bytes(self.body), bytearray()
         return {"type": "http.request", "body": data, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
         """Sends the head of the response, or a part of its body."""
-        if not (self._way.is_ready or self._is_gone):
+        if not (self._way.is_ready or self.is_gone):
             await self._way.drain()
-        if self._is_gone:
+        if self.is_gone:
             return
         if not self.has_begun:
             assert message["type"] == "http.response.start"
@@ -174,54 +201,27 @@ class Exchange:
             self._send_held(body)
         if not more_body:
             self.is_complete = True
-            self._arrived.set()
-            del self.scope["extensions"]  # the scope's extensions refer to this object
+            self.arrived.set()
+            del self.scope[EXCHANGE]  # the scope refers to this object
             self._way.answered(self)
 
     def take_body(self) -> bytes | None:
         """Returns the request's body if it is complete and unread, else None."""
-        if self.more_body or self._is_gone or self._expects_continue:
+        if self.more_body or self.is_gone or self._expects_continue:
             return None
         data, self.body = bytes(self.body), bytearray()
-        self._arrived.clear()
-        self._way.resume_reading()
+        self.arrived.clear()
+        if self._way.is_paused:
+            self._way.resume_reading()
         return data
-
-    def stream_body(self) -> None:
-        """Records that the application takes the body in pieces as it arrives.
-
-        The body then has no deadline as a whole; each piece has one. Pieces that were taken do not
-        count as body bytes in memory.
-        """
-        self.streams_body = True
-
-    def watch(self, on_gone: Callable[[], None] | None) -> bool:
-        """Sets or removes the callback for the client's leaving. False: the client has left."""
-        self._on_gone = on_gone
-        return not self._is_gone
-
-    # ------------------------------------------------------------ the connection's side
-
-    def put(self, data: bytes) -> bool:
-        """Adds a part of the body. Returns False if the application must take the body first."""
-        if not self.is_complete:
-            self.body += data
-            self._arrived.set()
-        return len(self.body) <= HIGH_WATER_BYTES
-
-    def end_body(self) -> None:
-        """Records that the body is complete."""
-        if not self.is_complete:
-            self.more_body = False
-            self._arrived.set()
 
     def leave(self) -> None:
         """Records that the client has left."""
-        self._is_gone = True
-        self.scope.pop("extensions", None)
-        self._arrived.set()
-        if self._on_gone is not None:
-            self._on_gone()
+        self.is_gone = True
+        self.scope.pop(EXCHANGE, None)
+        self.arrived.set()
+        if self.on_gone is not None:
+            self.on_gone()
 
     def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Holds the head until there is more to send, or the turn of the loop is over."""
@@ -273,18 +273,6 @@ def _date(now_s: int) -> bytes:
     return f"date: {formatdate(now_s, usegmt=True)}\r\n".encode()
 
 
-def caller_of(scope: Scope) -> Exchange | None:
-    """Returns the exchange of a request, if its server offers one."""
-    caller: Exchange | None = scope.get("extensions", {}).get(EXTENSION, {}).get("caller")
-    return caller
-
-
-def pipe_of(scope: Scope) -> BodyPipe | None:
-    """Returns the pipe of a request's connection, if its server offers one."""
-    pipe: BodyPipe | None = scope.get("extensions", {}).get(EXTENSION, {}).get("pipe")
-    return pipe
-
-
 class Outbox:
     """Parts of bodies from one turn of the loop, sent together at its end.
 
@@ -299,14 +287,15 @@ class Outbox:
         """Sends all parts whose clients are connected."""
         parts, self.parts = self.parts, []
         for transport, data in parts:
-            if not transport.is_closing():
-                try:
-                    transport.write(data)
-                except Exception:  # other clients must not be affected
-                    cut_off(transport)
+            _write(transport, data)
 
 
-def cut_off(transport: asyncio.Transport) -> None:
-    """Closes a connection that cannot be written to; called in the error's handler."""
-    log.exception("sending a part of a body failed: its connection is cut")
-    transport.abort()
+def _write(transport: asyncio.Transport, data: bytes) -> None:
+    """Sends data to a connected client. Other clients must not be affected by a failure."""
+    if transport.is_closing():
+        return
+    try:
+        transport.write(data)
+    except Exception:
+        log.exception("sending a part of a body failed: its connection is cut")
+        transport.abort()

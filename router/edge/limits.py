@@ -1,39 +1,40 @@
-"""Limits on a listener's clients: connections, bytes and time.
+"""Limits on a listener's clients: connections, bytes, time, and the parser's work.
 
-Pure: no socket, no clock. `Book` admits connections and counts refusals. `ConnectionPace` decides
-when a connection is overdue. A listener checks once a second, so no connection needs timers.
+No socket, no clock. `Book` has the limits and counts of a listener: it admits connections and
+counts refusals. `ConnectionTimes` decides when a connection is overdue. A listener checks once a
+second, so no connection needs timers.
 
 A request's head is its request line and header fields. The head's clock starts with the connection,
 or with the first byte after the previous request. The body's clock starts when the head is
 complete.
+
+`Feeder` shares the parsing of HTTP among the connections of a listener. A body may come in chunks
+of one byte. Then the parser calls Python once per six bytes, and a buffer of 256 KiB takes 0.2 s in
+one piece. So input is parsed in slices. When the work of a turn is used up, the rest waits for the
+next pass of the loop, where connections take turns. A connection with waiting input is not read.
+Usual requests and long bodies never wait.
 """
 
-from collections import Counter
-from dataclasses import dataclass
+import asyncio
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class EdgeLimits:
-    """The limits of one listener."""
-
-    max_head_bytes: int = 32 * 2**10  # also applies to trailers, which come between parts of a body
-    max_headers: int = 100
-    max_pipelined: int = 8  # requests of a connection that may wait for an earlier answer
-    max_bodies_bytes: int = 256 * 2**20  # total of all incomplete bodies
-    max_connections: int = 8192
-    max_connections_per_address: int = 2048
-    head_timeout_s: float = 10.0  # also for a TLS handshake
-    body_timeout_s: float = 30.0
-    stall_timeout_s: float = 60.0  # after this, a client that reads nothing is cut off
-    linger_s: float = 2.0  # input is discarded for this long after a last answer
-    idle_timeout_s: float = 5.0  # allowed after an answer until the next request
-
-    @property
-    def sweep_every_s(self) -> float:
-        """Seconds between two checks for overdue connections."""
-        timeouts = (self.head_timeout_s, self.body_timeout_s, self.stall_timeout_s, self.linger_s)
-        return min(1.0, min(timeouts) / 4)
+MAX_HEADERS = 100
+MAX_PIPELINED = 8  # requests of a connection that may wait for an earlier answer
+FREE_PARTS = 4096  # parts of a body that are free of the size rule, as chunks or network reads
+MIN_PART_BYTES = 32  # minimum mean size of the parts after the first `FREE_PARTS`
+BODY_TIMEOUT_S = 30.0
+STALL_TIMEOUT_S = 60.0  # after this, a client that reads nothing is cut off
+LINGER_S = 2.0  # input is discarded for this long after a last answer
+IDLE_TIMEOUT_S = 5.0  # allowed after an answer until the next request
+SLICE_BYTES = 2048
+WORK_PER_TURN = 4000  # units; 2 to 4 ms
+PART_WORK, FIELD_WORK = 4, 1  # work per callback: part of a body, header field
 
 
 class Overdue(StrEnum):
@@ -47,22 +48,31 @@ class Overdue(StrEnum):
     IDLE = "no further request came"
 
 
+@dataclass(slots=True)
 class Book:
-    """The counts of one listener, within its limits."""
+    """The limits of one listener that are settings, and its counts."""
 
-    def __init__(self, limits: EdgeLimits) -> None:
-        self.limits = limits
-        self.num_connections = 0
-        self.bodies_bytes = 0  # total of incomplete bodies
-        self.refusals: Counter[str] = Counter()  # refused connections and requests, by reason
-        self.tls_events: Counter[str] = Counter()  # reloads of certificates, by outcome
-        self._of_address: Counter[str] = Counter()
+    max_head_bytes: int = 32 * 2**10  # also applies to trailers, which come between parts of a body
+    max_bodies_bytes: int = 256 * 2**20  # total of all incomplete bodies
+    max_connections: int = 8192
+    max_connections_per_address: int = 2048
+    head_timeout_s: float = 10.0  # also for a TLS handshake
+    num_connections: int = 0
+    bodies_bytes: int = 0  # total of incomplete bodies
+    refusals: Counter[str] = field(default_factory=Counter)  # connections and requests
+    tls_events: Counter[str] = field(default_factory=Counter)  # reloads of certificates, by outcome
+    _of_address: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def sweep_every_s(self) -> float:
+        """Seconds between two checks for overdue connections."""
+        return min(self.head_timeout_s, LINGER_S) / 4
 
     def admit(self, address: str) -> str | None:
         """Counts a connection, or returns the reason for refusing it."""
-        if self.num_connections >= self.limits.max_connections:
+        if self.num_connections >= self.max_connections:
             return self.refuse("too many connections")
-        if self._of_address[address] >= self.limits.max_connections_per_address:
+        if self._of_address[address] >= self.max_connections_per_address:
             return self.refuse("too many connections of one address")
         self.num_connections += 1
         self._of_address[address] += 1
@@ -88,7 +98,7 @@ class Book:
 
 
 @dataclass(slots=True)
-class ConnectionPace:
+class ConnectionTimes:
     """The times since when one connection owes a head, a body or progress; None: not owed."""
 
     head_s: float | None  # since when the head of a request is owed
@@ -99,48 +109,105 @@ class ConnectionPace:
     num_unsent: int = 0  # bytes of answers that were unsent at the last check
     stall_s: float | None = None  # time since which `num_unsent` has not fallen
 
-    def await_head(self, now_s: float) -> None:
-        """Starts the clock of the next head."""
-        self.head_s, self.body_s, self.has_begun = now_s, None, False
-
-    def begin_body(self, now_s: float) -> None:
-        """Records a complete head and starts the clock of the body."""
-        self.head_s, self.body_s = None, now_s
-
-    def end_message(self) -> None:
-        """Records a complete request. Nothing is owed until the next request's first byte."""
-        self.head_s = self.body_s = None
-
-    def resume(self, now_s: float) -> None:
-        """Restarts the clocks after an answer, as the next request had to wait for it."""
-        if self.head_s is not None:
-            self.head_s = now_s
-        if self.body_s is not None:
-            self.body_s = now_s
-
     def overdue(
-        self, now_s: float, limits: EdgeLimits, *, num_unsent: int, is_answered: bool
+        self, now_s: float, head_timeout_s: float, *, num_unsent: int, is_answered: bool
     ) -> Overdue | None:
         """Returns the reason to close the connection now, or None.
 
         While an earlier answer runs, the next request may wait.
         """
-        if self._has_stalled(now_s, limits.stall_timeout_s, num_unsent):
-            return Overdue.STALLED
-        if self.last_s is not None:
-            return Overdue.LINGER if now_s - self.last_s >= limits.linger_s else None
-        if self.idle_s is not None and now_s - self.idle_s >= limits.idle_timeout_s:
-            return Overdue.IDLE
-        if is_answered:
-            return None
-        if self.head_s is not None and now_s - self.head_s >= limits.head_timeout_s:
-            return Overdue.HEAD if self.has_begun else Overdue.SILENT
-        if self.body_s is not None and now_s - self.body_s >= limits.body_timeout_s:
-            return Overdue.BODY
-        return None
-
-    def _has_stalled(self, now_s: float, timeout_s: float, num_unsent: int) -> bool:
         if not num_unsent or num_unsent < self.num_unsent or self.stall_s is None:
             self.stall_s = now_s if num_unsent else None
         self.num_unsent = num_unsent
-        return self.stall_s is not None and now_s - self.stall_s >= timeout_s
+        if self.stall_s is not None and now_s - self.stall_s >= STALL_TIMEOUT_S:
+            return Overdue.STALLED
+        if self.last_s is not None:
+            return Overdue.LINGER if now_s - self.last_s >= LINGER_S else None
+        if self.idle_s is not None and now_s - self.idle_s >= IDLE_TIMEOUT_S:
+            return Overdue.IDLE
+        if is_answered:
+            return None
+        if self.head_s is not None and now_s - self.head_s >= head_timeout_s:
+            return Overdue.HEAD if self.has_begun else Overdue.SILENT
+        if self.body_s is not None and now_s - self.body_s >= BODY_TIMEOUT_S:
+            return Overdue.BODY
+        return None
+
+
+class FedConnection(Protocol):
+    """A connection whose input is fed by a `Feeder`."""
+
+    def parse(self, data: bytes | memoryview) -> bool:
+        """Parses a slice. Returns False if the rest must be discarded."""
+        ...
+
+    def hold(self) -> None:
+        """Stops reading."""
+        ...
+
+    def let_go(self) -> None:
+        """Resumes reading, unless there are other reasons to pause."""
+        ...
+
+    def cut(self) -> None:
+        """Closes the connection at once."""
+        ...
+
+
+class Feeder:
+    """Feeds input to the connections of one listener."""
+
+    def __init__(self) -> None:
+        self.work_left = WORK_PER_TURN  # the parser's callbacks reduce it
+        self._is_due = False  # True while a turn is scheduled
+        self._waiting: dict[FedConnection, deque[memoryview]] = {}  # waiting input, next first
+
+    def feed(self, connection: FedConnection, data: bytes) -> None:
+        """Feeds input to a connection, at once or in later turns."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+        if (inputs := self._waiting.get(connection)) is not None:
+            inputs.append(memoryview(data))
+            connection.hold()  # it had resumed reading for another reason
+        elif len(data) <= SLICE_BYTES and self.work_left > 0:
+            connection.parse(data)
+        else:
+            rest = memoryview(data)
+            while rest and self.work_left > 0:
+                if not connection.parse(rest[:SLICE_BYTES]):
+                    return
+                rest = rest[SLICE_BYTES:]
+            if rest:
+                self._waiting[connection] = deque((rest,))
+                connection.hold()
+
+    def remove(self, connection: FedConnection) -> None:
+        """Discards the waiting input of a connection."""
+        if self._waiting.pop(connection, None) is not None:
+            connection.let_go()
+
+    def _turn(self) -> None:
+        self.work_left = WORK_PER_TURN
+        self._is_due = bool(self._waiting)
+        if self._is_due:
+            asyncio.get_running_loop().call_soon(self._turn)
+        while self._waiting and self.work_left > 0:
+            connection = next(iter(self._waiting))
+            inputs = self._waiting[connection]
+            data = inputs.popleft()
+            try:
+                goes_on = connection.parse(data[:SLICE_BYTES])
+            except Exception:  # other connections must not be affected
+                log.exception("parsing the input of a connection failed: it is cut")
+                connection.cut()
+                goes_on = False
+            if not goes_on:
+                self.remove(connection)
+                continue
+            if len(data) > SLICE_BYTES:
+                inputs.appendleft(data[SLICE_BYTES:])
+            if not inputs:
+                self.remove(connection)
+            elif self._waiting.pop(connection, None) is not None:  # it is still open
+                self._waiting[connection] = inputs

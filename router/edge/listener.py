@@ -80,9 +80,11 @@ class Listener:
 
     async def _until_all_left(self) -> None:
         clients = self._clients
-        while clients.connections or clients.tasks:
+        while clients.connections:
             clients.ended.clear()
             await clients.ended.wait()
+        if clients.tasks:
+            await asyncio.wait(clients.tasks)
 
     def _sweep(self) -> None:
         if self._tls is not None:
@@ -94,13 +96,11 @@ class Listener:
             except Exception:  # other connections must not be affected
                 log.exception("checking a connection failed: it is cut")
                 connection.cut()
-        self._timer = self._loop.call_later(self._book.limits.sweep_every_s, self._sweep)
+        self._timer = self._loop.call_later(self._book.sweep_every_s, self._sweep)
 
 
 class Acceptor:
-    """Makes HTTP connections from accepted sockets. TLS connections are counted before their
-    handshake; other connections count themselves.
-    """
+    """Counts accepted sockets, and makes HTTP connections of them, after a handshake with TLS."""
 
     def __init__(self, clients: Clients, files: TlsFiles | None) -> None:
         """`files` is None without TLS."""
@@ -142,47 +142,40 @@ class Acceptor:
                 self._loop.remove_reader(self._sock.fileno())
                 self._loop.call_later(1.0, self._resume)
                 return
-            self._take(client, str(peer[0]))
+            self._admit(client, str(peer[0]))
 
     def _resume(self) -> None:
         if self._sock is not None:
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
-    def _take(self, client: socket.socket, address: str) -> None:
+    def _admit(self, client: socket.socket, address: str) -> None:
         client.settimeout(0.0)
-        begun = self._begin(client, address)
-        if self._files is not None and (reason := self._book.admit(address)) is not None:
+        reason = self._book.admit(address)
+        if reason is not None:
             log.warning("a connection from %s was refused: %s", address, reason)
-            begun.close()
-            client.close()
-            return
-        task = self._loop.create_task(begun)
+            if self._files is not None:
+                client.close()
+                return
+        connection = Connection(self._clients, address, reason)
+        task = self._loop.create_task(self._begin(connection, client))
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
 
-    async def _begin(self, client: socket.socket, address: str) -> None:
-        connection = Connection(self._clients)
+    async def _begin(self, connection: Connection, client: socket.socket) -> None:
+        secured: dict[str, Any] = {}
+        if self._files is not None:
+            secured = {
+                "ssl": self._files.context,
+                "ssl_handshake_timeout": self._book.head_timeout_s,
+                "ssl_shutdown_timeout": SHUTDOWN_TIMEOUT_S,
+            }
         try:
-            if self._files is None:
-                await self._loop.connect_accepted_socket(lambda: connection, client)
-            else:
-                await self._shake_hands(connection, client, address, self._files)
+            await self._loop.connect_accepted_socket(lambda: connection, client, **secured)
         except (Exception, asyncio.CancelledError) as error:
             # Whatever the reason, close this connection.
             connection.uncount()
             client.close()
             if self._files is not None:
                 self._book.refuse("no TLS handshake")
+            address = connection.address
             log.info("a connection from %s was closed before it began: %s", address, error)
-
-    async def _shake_hands(
-        self, connection: Connection, client: socket.socket, address: str, files: TlsFiles
-    ) -> None:
-        connection.count_under(address)
-        await self._loop.connect_accepted_socket(
-            lambda: connection,
-            client,
-            ssl=files.context,
-            ssl_handshake_timeout=self._book.limits.head_timeout_s,
-            ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-        )

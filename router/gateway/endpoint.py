@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from engine.config import GatewayConfig
 from engine.errors import InvalidRequest
 from router.access.guard import tenant_of
-from router.edge.exchange import Exchange, caller_of, pipe_of
+from router.edge.exchange import EXCHANGE, PIPE, Exchange
 from router.edge.responses import send_invalid
 from router.gateway.access_log import METER
 from router.gateway.answering import (
@@ -54,22 +54,23 @@ class CallEndpoint:
     """An ASGI application that reads a call, and calls `serve` until its client leaves."""
 
     def __init__(self, parts: GatewayParts, serve: Serve) -> None:
-        self._parts = parts
+        self._metrics = parts.metrics
+        self._config = parts.settings.gateway
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        with self._parts.metrics.request() as meter:
+        with self._metrics.request() as meter:
             scope[METER] = meter
-            caller = caller_of(scope)
+            exchange: Exchange | None = scope.get(EXCHANGE)
             try:
-                body = None if caller is None else caller.take_body()
+                body = None if exchange is None else exchange.take_body()
                 if body is None:
-                    body = await read_body(receive, self._parts.settings.gateway)
-                if len(body) > self._parts.settings.gateway.max_body_bytes:
-                    check_size(len(body), self._parts.settings.gateway)
-                if caller is not None:
-                    await _until_caller_leaves(caller, self._serve(body, scope, meter, send))
+                    body = await read_body(receive, self._config)
+                elif len(body) > self._config.max_body_bytes:
+                    check_size(len(body), self._config)
+                if exchange is not None:
+                    await _until_gone(exchange, self._serve(body, scope, meter, send))
                     return
                 async with until_client_leaves(receive):
                     await self._serve(body, scope, meter, send)
@@ -92,7 +93,7 @@ class HttpAnswers:
 
         def writer(heading: Heading) -> AnswerWriter:
             if heading.call.body.stream:
-                return StreamedAnswer(heading, send, pipe_of(scope))
+                return StreamedAnswer(heading, send, scope.get(PIPE))
             return whole_answer(heading, send)
 
         call = self._service.call(body, tenant_of(scope), headers_of(list(scope["headers"])))
@@ -176,7 +177,7 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
         del refused  # its traceback refers to this frame
 
 
-async def _until_caller_leaves(caller: Exchange, serving: Awaitable[None]) -> None:
+async def _until_gone(exchange: Exchange, serving: Awaitable[None]) -> None:
     """Waits for `serving`, and cancels it when the server reports that the client has left."""
     task, has_left = asyncio.current_task(), False
     assert task is not None
@@ -187,14 +188,15 @@ async def _until_caller_leaves(caller: Exchange, serving: Awaitable[None]) -> No
         task.cancel()
 
     try:
-        if not caller.watch(leave):
+        exchange.on_gone = leave
+        if exchange.is_gone:
             leave()
         await serving
     except asyncio.CancelledError:
         if not has_left:
             raise
     finally:
-        caller.watch(None)
+        exchange.on_gone = None
         if has_left:
             task.uncancel()
 

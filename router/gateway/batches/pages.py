@@ -16,7 +16,7 @@ from engine.clock import unix_time_s
 from engine.config import GatewayConfig
 from router.access.guard import tenant_of
 from router.access.limits import Tenant
-from router.edge.exchange import caller_of
+from router.edge.exchange import EXCHANGE, Exchange
 from router.gateway.batches import tables
 from router.gateway.batches.records import (
     BatchList,
@@ -116,8 +116,9 @@ class BatchPages:
         file_id = f"file-{self._rng.getrandbits(96):024x}"
         now_s = unix_time_s()
         record = FileRecord(file_id, tenant.owner, FilePurpose.BATCH, "", 0, now_s, None)
-        if (caller := caller_of(request.scope)) is not None:
-            caller.stream_body()
+        exchange: Exchange | None = request.scope.get(EXCHANGE)
+        if exchange is not None:
+            exchange.streams_body = True
         await self._storage.run(partial(tables.begin_file, file=record))
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import InvalidRequest
 from router.access.guard import tenant_of
-from router.edge.exchange import pipe_of
+from router.edge.exchange import PIPE
 from router.edge.responses import (
     EVENT_STREAM,
     send_head,
@@ -111,7 +111,7 @@ class ResponsePages:
         prepared = await service.prepare(body, tenant)
         call = service.call(prepared, tenant, headers_of(list(scope["headers"])))
         if not prepared.body.background:
-            await service.answer(prepared, call, meter, send, pipe_of(scope))
+            await service.answer(prepared, call, meter, send, scope.get(PIPE))
             return
         try:
             accepted = await service.start(prepared, call, meter)

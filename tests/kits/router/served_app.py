@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from router.edge.limits import Book, EdgeLimits
+from router.edge.limits import Book
 from router.edge.listener import Listener
 from router.gateway.background import BackgroundWork
 
@@ -20,7 +20,7 @@ def served(app: Any, work: BackgroundWork | None = None) -> Iterator[str]:
     is_open, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        listener = Listener(app, Book(EdgeLimits()))
+        listener = Listener(app, Book())
         background = work or BackgroundWork()
         await background.open()
         listener.open(sock)

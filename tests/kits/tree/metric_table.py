@@ -20,7 +20,7 @@ from engine.control import Intent, Members, PoolNews, PrefixUse, StoreReport, Ti
 from engine.messages import LoadReport, Role, WorkerId
 from engine.worker.costs import CostErrors
 from router.access.keys import FixedKeys
-from router.edge.limits import Book, EdgeLimits
+from router.edge.limits import Book
 from router.gateway.app import app_of
 from router.gateway.background import BackgroundWork
 from router.gateway.metrics.families import encode_metrics
@@ -145,7 +145,7 @@ def full_page() -> str:
     board = PoolBoard(versions, _StillClock())
     board.members = Members(1, (), Intent((Version(),)))
     board.take(PoolNews(encode_metrics(controller_metrics(Config()))))
-    keys, edge, background = FixedKeys([]), Book(EdgeLimits()), BackgroundWork()
+    keys, edge, background = FixedKeys([]), Book(), BackgroundWork()
     app_of(
         parts,
         keys=keys,

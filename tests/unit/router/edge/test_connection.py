@@ -8,16 +8,16 @@ from socket import socketpair
 import msgspec
 import pytest
 
-from router.edge.connection import (
+from router.edge.connection import Clients, Connection
+from router.edge.exchange import EXCHANGE, NO_SOCKET
+from router.edge.limits import (
     FREE_PARTS,
     MIN_PART_BYTES,
-    Clients,
-    Connection,
-    _outboxes,
+    PART_WORK,
+    SLICE_BYTES,
+    WORK_PER_TURN,
+    Book,
 )
-from router.edge.exchange import NO_SOCKET, caller_of
-from router.edge.feeding import PART_WORK, SLICE_BYTES, WORK_PER_TURN
-from router.edge.limits import Book, EdgeLimits
 from router.inbox.parse_pools import WIDE_BODY_BYTES
 from tests.kits.router.frames import no_frames_in_cycles
 from tests.kits.router.gateway import (
@@ -63,8 +63,10 @@ async def nothing(scope, receive, send):
     raise AssertionError("no request is made here")
 
 
-def connect(name, written, app=nothing, facts=None, kind=Connection):
-    connection = kind(Clients(app, Book(EdgeLimits())))
+def connect(name, written, app=nothing, facts=None, kind=Connection, clients=None):
+    clients = clients or Clients(app, Book())
+    clients.book.admit("")
+    connection = kind(clients)
     transport = Transport(name, written, facts)
     connection.connection_made(transport)
     return connection, transport
@@ -75,8 +77,8 @@ def tasks_of(connection):
 
 
 async def test_parts_of_all_connections_are_sent_together_at_the_end_of_a_turn():
-    written = []
-    (first, _), (second, _) = connect("a", written), connect("b", written)
+    written, clients = [], Clients(nothing, Book())
+    first, second = (connect(name, written, clients=clients)[0] for name in "ab")
     first.write(b"hello")
     second.write(b"x" * 16)
     first.write(b"!")
@@ -128,27 +130,11 @@ async def test_a_socket_is_offered_only_if_nothing_has_to_be_sent_before(blocks)
         assert (connection.socket() == NO_SOCKET) == (blocks != "nothing")
 
 
-def test_loops_are_independent():
-    written = []
-
-    async def leave_unsent():
-        connection, _ = connect("first loop", written)
-        connection.write(b"1")
-
-    async def run():
-        connection, _ = connect("second loop", written)
-        connection.write(b"2")
-        connection.flush()
-
-    asyncio.run(leave_unsent())  # ends before the turn that would send it
-    written.clear()
-    asyncio.run(run())
-    assert written == [("second loop", b"1\r\n2\r\n")]
-
-
 async def test_a_failing_connection_is_cut_and_others_get_their_parts(caplog):
-    written, cut = [], []
-    (first, _), (broken, transport), (last, _) = (connect(name, written) for name in "abc")
+    written, cut, clients = [], [], Clients(nothing, Book())
+    (first, _), (broken, transport), (last, _) = (
+        connect(name, written, clients=clients) for name in "abc"
+    )
     transport.write = lambda data: 1 / 0
     transport.abort = lambda: cut.append("b")
     for connection in (first, broken, last):
@@ -157,19 +143,6 @@ async def test_a_failing_connection_is_cut_and_others_get_their_parts(caplog):
     assert written == [("a", b"1\r\n1\r\n"), ("c", b"1\r\n1\r\n")]
     assert cut == ["b"]
     assert "its connection is cut" in caplog.text
-
-
-def test_a_loop_that_is_over_is_forgotten():
-    async def run():
-        connection, _ = connect("a", [])
-        connection.write(b"1")
-        await asyncio.sleep(0)
-
-    gc.collect()
-    before = len(_outboxes)
-    asyncio.run(run())
-    gc.collect()
-    assert len(_outboxes) == before
 
 
 def request(body, *extra_headers):
@@ -193,7 +166,7 @@ async def until(holds):
 
 async def echo(scope, receive, send):
     """Answers with the body, and whether it had to wait for it."""
-    body = caller_of(scope).take_body()
+    body = scope[EXCHANGE].take_body()
     way = b"at once " if body is not None else b"waited for "
     if body is None:
         body = (await receive())["body"]
@@ -226,7 +199,7 @@ async def test_what_was_made_for_a_request_is_freed_at_its_end():
     callers = []
 
     async def app(scope, receive, send):
-        callers.append(weakref.ref(caller_of(scope)))
+        callers.append(weakref.ref(scope[EXCHANGE]))
         await echo(scope, receive, send)
 
     written = []
@@ -353,7 +326,7 @@ async def test_a_body_that_is_taken_in_pieces_does_not_count_and_has_a_deadline_
     received = []
 
     async def app(scope, receive, send):
-        caller_of(scope).stream_body()
+        scope[EXCHANGE].streams_body = True
         is_last = False
         while not is_last:
             message = await receive()
@@ -361,16 +334,16 @@ async def test_a_body_that_is_taken_in_pieces_does_not_count_and_has_a_deadline_
             is_last = not message["more_body"]
 
     connection, _ = connect("a", [], app)
-    book, pace = connection._book, connection._pace
+    book, times = connection._book, connection._times
     whole = request(b"x" * 40)
     head, body = whole[:-40], whole[-40:]
     connection.data_received(head + body[:10])
     assert book.bodies_bytes == 10  # the application has not run yet
     await until(lambda: received)
-    pace.body_s = 0.0
+    times.body_s = 0.0
     connection.data_received(body[10:20])
     assert book.bodies_bytes == 0
-    assert pace.body_s > 0.0
+    assert times.body_s > 0.0
     connection.data_received(body[20:])
     await until(lambda: not tasks_of(connection))
     assert book.bodies_bytes == 0
@@ -441,9 +414,9 @@ async def test_tiny_parts_of_many_connections_take_little_of_each_turn():
             calls += 1
             super().on_body(body)
 
-    written, made = [], []
+    written, made, clients = [], [], Clients(read_all, Book())
     for index in range(4):
-        connection, _ = connect(str(index), written, read_all, kind=Counting)
+        connection, _ = connect(str(index), written, kind=Counting, clients=clients)
         made.append(connection)
         connection.data_received(data)
     worst, before = calls, calls

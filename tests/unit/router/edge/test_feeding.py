@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.edge.feeding import PART_WORK, SLICE_BYTES, WORK_PER_TURN, Feeder
+from router.edge.limits import PART_WORK, SLICE_BYTES, WORK_PER_TURN, Feeder
 
 
 class Fed:
@@ -19,7 +19,7 @@ class Fed:
     def parse(self, data):
         self.parsed += bytes(data)
         self.log.append(self)
-        self.feeder.spend(int(len(data) * self.work_per_byte))
+        self.feeder.work_left -= int(len(data) * self.work_per_byte)
         return self.ends_at is None or len(self.parsed) < self.ends_at
 
     def hold(self):
@@ -48,7 +48,7 @@ def test_each_connection_gets_its_input_once_and_in_order(given_inputs, work_per
         for number, (index, num_bytes, num_turns) in enumerate(given_inputs):
             data = bytes([number]) * num_bytes
             sent[index] += data
-            feeder.take(connections[index], data)
+            feeder.feed(connections[index], data)
             await turns(num_turns)
         await turns(100 * len(given_inputs))
         assert [each.parsed for each in connections] == sent
@@ -61,7 +61,7 @@ async def test_costly_input_is_shared_over_turns_and_connections():
     feeder, log = Feeder(), []
     connections = [Fed(feeder, 1.0, log) for _ in range(4)]
     for each in connections:
-        feeder.take(each, bytes(50 * SLICE_BYTES))
+        feeder.feed(each, bytes(50 * SLICE_BYTES))
     most = WORK_PER_TURN // SLICE_BYTES + 1
     assert len(log) <= most
     for _ in range(20):
@@ -76,7 +76,7 @@ async def test_costly_input_is_shared_over_turns_and_connections():
 async def test_cheap_input_is_taken_at_once():
     feeder = Feeder()
     connection = Fed(feeder, PART_WORK / SLICE_BYTES)
-    feeder.take(connection, bytes(256 * 1024))
+    feeder.feed(connection, bytes(256 * 1024))
     assert len(connection.parsed) == 256 * 1024
     assert not connection.is_held
 
@@ -85,8 +85,8 @@ async def test_a_connection_that_ends_gets_no_more():
     feeder = Feeder()
     connection, other = Fed(feeder, 10.0), Fed(feeder, 10.0)
     connection.ends_at = 4 * SLICE_BYTES
-    feeder.take(connection, bytes(20 * SLICE_BYTES))
-    feeder.take(other, bytes(20 * SLICE_BYTES))
+    feeder.feed(connection, bytes(20 * SLICE_BYTES))
+    feeder.feed(other, bytes(20 * SLICE_BYTES))
     await turns(5)
     feeder.remove(other)
     seen = len(other.parsed)
@@ -101,7 +101,7 @@ async def test_a_connection_whose_parser_fails_is_cut_and_others_go_on(caplog):
     broken, other = Fed(feeder, 10.0), Fed(feeder, 10.0)
     broken.cut = lambda: cut.append(broken)
     for each in (broken, other):
-        feeder.take(each, bytes(5 * SLICE_BYTES))
+        feeder.feed(each, bytes(5 * SLICE_BYTES))
     broken.parse = lambda data: 1 / 0
     await turns(50)
     assert cut == [broken]

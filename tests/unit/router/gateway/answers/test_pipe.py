@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import Logprobs
-from router.edge.exchange import EXTENSION, NO_SOCKET
+from router.edge.exchange import NO_SOCKET, PIPE
 from router.machine.requests import Update
 from tests.kits.router.gateway import (
     LENGTH,
@@ -31,7 +31,7 @@ class Pipe:
         self.is_cut = False
         self._unsent = []
         self._connection = connection
-        connection._scope["extensions"] = {EXTENSION: {"pipe": self}}
+        connection._scope[PIPE] = self
 
     def write(self, data: bytes) -> None:
         assert self.is_ready
