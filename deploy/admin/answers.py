@@ -46,7 +46,7 @@ from deploy.logs.reading import (
     merged,
     places_of,
 )
-from deploy.pools.effects import PoolEffect, SetWorkerRole, StartWorker, StopWorker
+from deploy.pools.events import PoolEffect, SetWorkerRole, StartWorker, StopWorker
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Order, OrderRefused, SetPlanner
 from deploy.pools.stores import StoreState

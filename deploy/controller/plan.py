@@ -8,7 +8,7 @@ import msgspec
 
 from deploy.base.spec import GatewayReady, GatewaySpec, StoreSpec, WorkerSpec
 from deploy.model_source import name_of
-from deploy.pools.effects import StartStore, StartWorker
+from deploy.pools.events import StartStore, StartWorker
 from deploy.pools.formats import config_of, stretch_of
 from engine.config import Config, DeviceKind, GatewayConfig, WorkerConfig
 from engine.control import FIRST_VERSION, SERVING_ROLES, Intent, Members, Pools, Version

@@ -9,22 +9,20 @@ from deploy.base.spec import GatewayReady, ServiceReady, StoreReady, WorkerReady
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
-from deploy.pools.effects import (
-    PoolEffect,
-    StartGateway,
-    StartStore,
-    StartWorker,
-    StopGateway,
-    StopStore,
-    StopWorker,
-)
 from deploy.pools.events import (
     Found,
     FoundStore,
     GatewayFailed,
     GatewayStarted,
     GatewayStopped,
+    PoolEffect,
     PoolEvent,
+    StartGateway,
+    StartStore,
+    StartWorker,
+    StopGateway,
+    StopStore,
+    StopWorker,
     StoreFailed,
     StoreStarted,
     StoreStopped,

@@ -23,25 +23,23 @@ from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
 from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.logs.reading import LogPieces, LogsQuery
-from deploy.pools.effects import (
-    PoolEffect,
-    Publish,
-    SetWorkerRole,
-)
 from deploy.pools.events import (
     Died,
     GatewaySilent,
     NodesSeen,
     PartsSeen,
+    PoolEffect,
     PoolEvent,
     PoolTick,
+    Publish,
     RoomSeen,
+    SetWorkerRole,
     StoresSeen,
 )
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Order, SetPlanner
 from deploy.pools.planning import Planning, rules_of
-from deploy.pools.wanted import MAX_WORKERS, PoolLimits
+from deploy.pools.state import MAX_WORKERS, PoolLimits
 from engine.clock import Clock, unix_time_s
 from engine.config import Config, DeviceKind, PoolsConfig, WorkerConfig
 from engine.control import ClusterNews, HistoryStep, Intent, Members, PoolNews, Pools

@@ -16,7 +16,6 @@ loses its answers, which are counted.
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
-from deploy.pools.effects import PoolEffect, StartGateway, StopGateway
 from deploy.pools.events import (
     Died,
     GatewayFailed,
@@ -24,9 +23,11 @@ from deploy.pools.events import (
     GatewaySilent,
     GatewayStarted,
     GatewayStopped,
+    PoolEffect,
+    StartGateway,
+    StopGateway,
 )
-from deploy.pools.restarts import Restarts
-from deploy.pools.wanted import PoolHistory
+from deploy.pools.state import PoolState
 from engine.control import GatewayReport, VersionReport
 
 GATEWAY_UNREACHABLE_S = 8.0  # longest time without a session; short, because clients wait
@@ -49,24 +50,15 @@ class Gateways:
     def __init__(
         self,
         names: Sequence[str],
-        *,
-        restarts: Restarts,
-        history: PoolHistory,
-        shares_socket: bool = False,
+        state: PoolState,
     ) -> None:
-        """`restarts` and `history` are shared with workers.
-
-        `shares_socket`: all gateways accept connections from one socket.
-        """
         self.states = dict.fromkeys(names, GatewayState.WAITING)
         self.have_served = False  # True once any gateway has served
         self._silent_since_s: dict[str, float] = {}  # time of the end of the session
         self._reports: dict[str, GatewayReport] = {}  # the latest reports
         self._lost: set[str] = set()  # gateways whose session has ended
         self._num_requests: dict[str, int] = {}  # by the last report, kept after the session's end
-        self._restarts = restarts
-        self._history = history
-        self._shares_socket = shares_socket
+        self._state = state
 
     @property
     def all_serve(self) -> bool:
@@ -93,7 +85,7 @@ class Gateways:
     def serve(self, name: str, now_s: float) -> None:
         """Records that a gateway listens."""
         self.states[name] = GatewayState.SERVING
-        self._restarts.started(name, now_s)
+        self._state.restarts.started(name, now_s)
         self.have_served = True
 
     def heard(self, name: str) -> None:
@@ -107,7 +99,7 @@ class Gateways:
             if name in self._lost:
                 where = " New requests go to the others." if self._others_serve(name) else ""
                 yield f"{name} does not answer.{where}"
-            elif why := self._restarts.why(name):
+            elif why := self._state.restarts.why(name):
                 yield f"{name} {why.removeprefix(f'{name} ')}"
 
     def start(self, now_s: float) -> Iterator[PoolEffect]:
@@ -116,9 +108,9 @@ class Gateways:
         The first gateway starts alone: it chooses the port that the others share.
         """
         for name, state in self.states.items():
-            if state is GatewayState.WAITING and self._restarts.is_due(name, now_s):
+            if state is GatewayState.WAITING and self._state.restarts.is_due(name, now_s):
                 self.states[name] = GatewayState.STARTING
-                self._restarts.begun(name, now_s)
+                self._state.restarts.begun(name, now_s)
                 yield StartGateway(name)
             if not self.have_served:
                 return
@@ -126,24 +118,26 @@ class Gateways:
     def sweep(self, now_s: float) -> Iterator[PoolEffect]:
         """Stops the gateways that have had no session for too long."""
         for name, since_s in list(self._silent_since_s.items()):
-            is_lost_alone = self._shares_socket and name in self._lost and self._others_serve(name)
+            is_lost_alone = (
+                self._state.limits.gateways_share_socket
+                and name in self._lost
+                and self._others_serve(name)
+            )
             patience_s = GATEWAY_PATIENCE_S if is_lost_alone else GATEWAY_UNREACHABLE_S
             if now_s - since_s >= patience_s:
                 del self._silent_since_s[name]
                 self.states[name] = GatewayState.STOPPING
-                self._history.counters["gateways unreachable"] += 1
+                self._state.counters["gateways unreachable"] += 1
                 why = f"no session for {patience_s:g} s"
-                yield self._history.record(now_s, name, "is stopped", why)
+                yield self._state.record(now_s, name, "is stopped", why)
                 yield StopGateway(name)
 
     def on_started(self, event: GatewayStarted, now_s: float) -> Iterator[PoolEffect]:
         """Records a start. From now on a session is expected."""
-        again = self._restarts.num_failed(event.name) > 0
+        step = self._state.record_start(event.name, now_s)
         self.serve(event.name, now_s)
         self._silent_since_s[event.name] = now_s
-        yield self._history.record(
-            now_s, event.name, "was started again" if again else "was started"
-        )
+        yield step
 
     def on_failed(self, event: GatewayFailed, now_s: float) -> Iterator[PoolEffect]:
         """Schedules another start."""
@@ -159,7 +153,7 @@ class Gateways:
         if self.states.get(event.name) is GatewayState.SERVING:
             self._silent_since_s.setdefault(event.name, now_s)
             self._lost.add(event.name)
-            yield self._history.record(now_s, event.name, "cannot be reached", event.reason)
+            yield self._state.record(now_s, event.name, "cannot be reached", event.reason)
 
     def on_stopped(self, event: GatewayStopped, now_s: float) -> Iterator[PoolEffect]:
         """Schedules another start."""
@@ -180,9 +174,9 @@ class Gateways:
         self._silent_since_s.pop(name, None)
         self._lost.discard(name)
         if num_lost := self._num_requests.pop(name, 0):
-            self._history.counters["requests lost with gateways"] += num_lost
+            self._state.counters["requests lost with gateways"] += num_lost
             how = f"{how}, with {num_lost} requests"
-        yield self._history.record(now_s, name, how, self._restarts.record_end(name, now_s, how))
+        yield self._state.record_end(name, now_s, how)
 
     def _others_serve(self, name: str) -> bool:
         """True if another gateway serves and has a session."""

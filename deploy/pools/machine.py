@@ -3,7 +3,7 @@
 Pure: `handle(event, now_s)` returns effects. The machine knows the intent, the observed facts, and
 its own orders. It does not know how processes are started or how sessions work. Its parts:
 
-- `wanted`, `history`: the operator's intent and the limits; the steps and counters
+- `state`: the operator's intent, the limits, the steps and counters, and the restarts
 - `workers.registry`: the record of each worker; `workers.sightings`: facts and deadlines;
   `workers.reconcile` and `workers.moves`: what is done next; `workers.orders`: orders
 - `versions`: orders about versions, and rollouts
@@ -29,7 +29,6 @@ from typing import Any
 
 import msgspec
 
-from deploy.pools.effects import PoolEffect, Publish
 from deploy.pools.events import (
     Connected,
     Died,
@@ -46,8 +45,10 @@ from deploy.pools.events import (
     OrdersStored,
     Overtaken,
     PartsSeen,
+    PoolEffect,
     PoolEvent,
     PoolTick,
+    Publish,
     RoleSeen,
     RoomSeen,
     StoreFailed,
@@ -74,13 +75,12 @@ from deploy.pools.orders import (
     SetWeights,
     Stop,
 )
-from deploy.pools.restarts import Restarts
+from deploy.pools.state import PoolLimits, PoolState
 from deploy.pools.stores import PoolStore, Stores
 from deploy.pools.versions.canary import CanaryStanding
 from deploy.pools.versions.rollout import Scene
 from deploy.pools.versions.sleeping import ModelSleep
 from deploy.pools.versions.updates import VersionUpdates
-from deploy.pools.wanted import PoolHistory, PoolLimits, Wanted
 from deploy.pools.workers.moves import WorkerMoves
 from deploy.pools.workers.orders import WorkerOrders
 from deploy.pools.workers.record import PoolWorker, WorkerState
@@ -110,30 +110,23 @@ class PoolMachine:
         `is_guess`: an earlier controller ran, and no gateway has reported its intent yet.
         """
         self.members = Members(version, (), intent)
-        self.restarts = Restarts(limits.pools.steady_s)
-        self.wanted = Wanted(intent, limits, is_guess=is_guess, is_unconfirmed=is_guess)
-        self.wanted.follow()
-        self._history = history = PoolHistory()
-        self._workers = workers = PoolWorkers(self.wanted, self.restarts, history)
-        self._gateways = Gateways(
-            gateways,
-            restarts=self.restarts,
-            history=history,
-            shares_socket=limits.gateways_share_socket,
-        )
-        self._stores = Stores(is_on=limits.has_stores, restarts=self.restarts, history=history)
+        self.state = state = PoolState(intent, limits, is_guess=is_guess)
+        self.restarts = state.restarts
+        self.history = state.steps  # the latest steps, oldest first
+        self.counters = state.counters  # how often each kind of trouble happened
+        self._workers = workers = PoolWorkers(state)
+        self._gateways = Gateways(gateways, state)
+        self._stores = Stores(state)
         self.stores: Mapping[str, PoolStore] = self._stores.by_name
         self.workers: Mapping[WorkerId, PoolWorker] = workers.by_id
         self.gateways: Mapping[str, GatewayState] = self._gateways.states
         self.dead_parts: tuple[str, ...] = ()  # dead dependencies, such as Ray's GCS
         self._unstored: str | None = None  # reason why the latest orders are not stored
-        self.history = history.steps  # the latest steps, oldest first
-        self.counters = history.counters  # how often each kind of trouble happened
-        self._sightings = WorkerSightings(workers, self.wanted, self.restarts, history)
-        self._moves = WorkerMoves(workers, self.wanted, history)
-        self._updates = VersionUpdates(workers, self.wanted, self.restarts, history)
-        self._sleep = ModelSleep(workers, self.wanted, history)
-        orders = WorkerOrders(workers, self.wanted, history)
+        self._sightings = WorkerSightings(workers, state)
+        self._moves = WorkerMoves(workers, state)
+        self._updates = VersionUpdates(workers)
+        self._sleep = ModelSleep(workers)
+        orders = WorkerOrders(workers, state)
         # Each handler yields effects. Handlers of orders raise OrderRefused before any change.
         self._handlers: Mapping[type, Callable[[Any, float], Iterator[PoolEffect]]] = {
             Found: self._on_found,
@@ -184,8 +177,8 @@ class PoolMachine:
         if isinstance(event, LoadSeen) and not effects:
             return effects
         if isinstance(event, Order):
-            self.wanted.is_guess = False
-        self.wanted.follow()
+            self.state.is_guess = False
+        self.state.follow()
         effects += self._updates.roll(self.members.intent, self._scene(), now_s)
         effects += self._sleep.check(self.members.intent, self._scene(), now_s)
         effects += self._moves.reconcile(now_s)
@@ -200,17 +193,17 @@ class PoolMachine:
     @property
     def intent(self) -> Intent:
         """The operator's intent."""
-        return self.wanted.intent
+        return self.state.intent
 
     @property
     def is_guess(self) -> bool:
         """True if a gateway may still report another intent."""
-        return self.wanted.is_guess
+        return self.state.is_guess
 
     @property
     def limits(self) -> PoolLimits:
         """The limits and deadlines of the pools."""
-        return self.wanted.limits
+        return self.state.limits
 
     @property
     def is_settled(self) -> bool:
@@ -274,11 +267,11 @@ class PoolMachine:
             yield from self._sightings.on_found(member, now_s)
         for name in event.gateways:
             self._gateways.serve(name, now_s)
-            yield self._history.record(now_s, name, "was found running")
+            yield self.state.record(now_s, name, "was found running")
         for store in event.stores:
             version = self.intent.version(store.version) or Version(store.version)
             self._stores.found(store.name, version, store.node, store.address, now_s)
-            yield self._history.record(now_s, store.name, "was found running")
+            yield self.state.record(now_s, store.name, "was found running")
 
     def _on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
         if event.name in self.stores:
@@ -294,7 +287,7 @@ class PoolMachine:
 
     def _on_gateway_heard(self, event: GatewayHeard, _: float) -> Iterator[PoolEffect]:
         self._gateways.heard(event.name)
-        self.wanted.is_guess = self.wanted.is_unconfirmed = False
+        self.state.is_guess = self.state.is_unconfirmed = False
         yield from ()
 
     def _on_overtaken(self, event: Overtaken, now_s: float) -> Iterator[PoolEffect]:
@@ -305,10 +298,10 @@ class PoolMachine:
         theirs, ours = event.members, self.members
         takes = self.is_guess and theirs.intent != self.intent
         if takes:
-            self.wanted.intent = theirs.intent
+            self.state.intent = theirs.intent
             names = ", ".join(version.name for version in self.intent.versions)
             what = f"continue with {names}"
-            yield self._history.record(now_s, "pools", what, "a gateway reported it")
+            yield self.state.record(now_s, "pools", what, "a gateway reported it")
         if takes or theirs.version >= ours.version:
             number = max(theirs.version, ours.version) + 1
             self.members = Members(number, ours.workers, self.intent, ours.stores)
@@ -317,10 +310,10 @@ class PoolMachine:
     def _on_room(self, event: RoomSeen, now_s: float) -> Iterator[PoolEffect]:
         """Updates the limit of workers. Running workers are not stopped because of it."""
         most, before = event.max_workers, self.limits.max_workers
-        self.wanted.limit(most, event.why)
+        self.state.limit(most, event.why)
         if most != before:
             what = f"can have {most} workers"
-            yield self._history.record(now_s, "pools", what, f"before, {before}")
+            yield self.state.record(now_s, "pools", what, f"before, {before}")
 
     def troubles(self) -> tuple[str, ...]:
         """Returns sentences about what is broken or limited now while requests are served."""
@@ -345,21 +338,21 @@ class PoolMachine:
         dead = tuple(name for name, is_alive in event.alive.items() if not is_alive)
         for name in dead:
             if name not in self.dead_parts:
-                self._history.counters["deaths of Ray's parts"] += 1
+                self.state.counters["deaths of Ray's parts"] += 1
                 why = "no service can be started or stopped until it runs again"
-                yield self._history.record(now_s, name, "is dead", why)
+                yield self.state.record(now_s, name, "is dead", why)
         for name in self.dead_parts:
             if name not in dead:
-                yield self._history.record(now_s, name, "runs again")
+                yield self.state.record(now_s, name, "runs again")
         self.dead_parts = dead
 
     def _on_orders_stored(self, event: OrdersStored, now_s: float) -> Iterator[PoolEffect]:
         """Reports when orders cannot be stored, and when they can be stored again."""
         before, self._unstored = self._unstored, event.trouble
         if before is None and event.trouble is not None:
-            yield self._history.record(now_s, "pools", event.trouble)
+            yield self.state.record(now_s, "pools", event.trouble)
         elif before is not None and event.trouble is None:
-            yield self._history.record(now_s, "pools", "store orders again")
+            yield self.state.record(now_s, "pools", "store orders again")
 
     def _on_tick(self, _: PoolTick, now_s: float) -> Iterator[PoolEffect]:
         yield from self._sightings.sweep(now_s)
@@ -368,7 +361,7 @@ class PoolMachine:
 
     def _publish(self) -> Iterator[PoolEffect]:
         kept = tuple(sorted(self._workers.kept(), key=by_number))
-        self.wanted.intent = msgspec.structs.replace(self.intent, drained=kept)
+        self.state.intent = msgspec.structs.replace(self.intent, drained=kept)
         members = Members(
             self.members.version, self._workers.members(), self.intent, self._stores.members()
         )

@@ -15,10 +15,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from deploy.pools.effects import PoolEffect, StartStore, StopStore
-from deploy.pools.events import Died, StoreFailed, StoresSeen, StoreStarted, StoreStopped
-from deploy.pools.restarts import Restarts
-from deploy.pools.wanted import PoolHistory
+from deploy.pools.events import (
+    Died,
+    PoolEffect,
+    StartStore,
+    StopStore,
+    StoreFailed,
+    StoresSeen,
+    StoreStarted,
+    StoreStopped,
+)
+from deploy.pools.state import PoolState
 from engine.control import Member, Version
 from engine.messages import WorkerId
 
@@ -53,14 +60,11 @@ def store_name(version: str, node: str) -> str:
 class Stores:
     """Owns the state of each store. Handlers of events yield effects."""
 
-    def __init__(self, *, is_on: bool, restarts: Restarts, history: PoolHistory) -> None:
-        """`restarts` and `history` are shared with other services."""
+    def __init__(self, state: PoolState) -> None:
         self.by_name: dict[str, PoolStore] = {}
         self.nodes: Sequence[str] | None = None  # None: not seen yet
         self._seen: Mapping[str, tuple[str, ...]] = {}  # troubles that stores reported
-        self._is_on = is_on
-        self._restarts = restarts
-        self._history = history
+        self._state = state
 
     def members(self) -> tuple[Member, ...]:
         """Returns the stores that serve."""
@@ -73,7 +77,7 @@ class Stores:
     def troubles(self) -> Iterator[str]:
         """Yields a sentence for each store that does not run, and for each tier with a trouble."""
         for name in self.by_name:
-            if why := self._restarts.why(name):
+            if why := self._state.restarts.why(name):
                 yield f"{name} {why.removeprefix(f'{name} ')}"
             for seen in self._seen.get(name, ()):
                 yield f"{name}: {seen}"
@@ -86,7 +90,7 @@ class Stores:
     def reconcile(self, versions: Iterable[Version], now_s: float) -> Iterator[PoolEffect]:
         """Starts missing stores, and stops stores that are not wanted."""
         nodes = self.nodes
-        if not self._is_on or nodes is None:
+        if not self._state.limits.has_stores or nodes is None:
             return
         named = {version.name: version for version in versions if not version.is_over}
         wanted = {
@@ -106,9 +110,9 @@ class Stores:
                 yield from self._stop(name, store, now_s, is_over=is_over)
 
     def _start(self, name: str, store: PoolStore, now_s: float) -> Iterator[PoolEffect]:
-        if store.state is StoreState.WAITING and self._restarts.is_due(name, now_s):
+        if store.state is StoreState.WAITING and self._state.restarts.is_due(name, now_s):
             store.state = StoreState.STARTING
-            self._restarts.begun(name, now_s)
+            self._state.restarts.begun(name, now_s)
             yield StartStore(name, store.version, store.node)
 
     def _stop(
@@ -119,25 +123,21 @@ class Stores:
         elif store.state is StoreState.SERVING:
             store.state = StoreState.STOPPING
             why = "its version is over" if is_over else "its node is gone"
-            yield self._history.record(now_s, name, "is stopped", why)
+            yield self._state.record(now_s, name, "is stopped", why)
             yield StopStore(name, is_over)
 
     def found(self, name: str, version: Version, node: str, address: str, now_s: float) -> None:
         """Takes over a store that is already running."""
         self.by_name[name] = PoolStore(version, node, StoreState.SERVING, address)
-        self._restarts.started(name, now_s)
+        self._state.restarts.started(name, now_s)
 
     def on_started(self, event: StoreStarted, now_s: float) -> Iterator[PoolEffect]:
         """Records a start."""
         store = self.by_name.get(event.name)
         if store is None:
             return
-        again = self._restarts.num_failed(event.name) > 0
         store.state, store.address = StoreState.SERVING, event.address
-        self._restarts.started(event.name, now_s)
-        yield self._history.record(
-            now_s, event.name, "was started again" if again else "was started"
-        )
+        yield self._state.record_start(event.name, now_s)
 
     def on_failed(self, event: StoreFailed, now_s: float) -> Iterator[PoolEffect]:
         """Schedules another start."""
@@ -153,15 +153,15 @@ class Stores:
         """Removes a stopped store."""
         if event.name in self.by_name:
             self._remove(event.name)
-            yield self._history.record(now_s, event.name, "has stopped")
+            yield self._state.record(now_s, event.name, "has stopped")
 
     def _lose(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
         store = self.by_name.get(name)
         if store is None:
             return
         store.state, store.address = StoreState.WAITING, ""
-        yield self._history.record(now_s, name, how, self._restarts.record_end(name, now_s, how))
+        yield self._state.record_end(name, now_s, how)
 
     def _remove(self, name: str) -> None:
         del self.by_name[name]
-        self._restarts.remove(name)
+        self._state.restarts.remove(name)

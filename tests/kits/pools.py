@@ -11,16 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.pools.effects import (
-    Publish,
-    SetWorkerRole,
-    StartGateway,
-    StartStore,
-    StartWorker,
-    StopGateway,
-    StopStore,
-    StopWorker,
-)
 from deploy.pools.events import (
     Connected,
     Died,
@@ -33,7 +23,15 @@ from deploy.pools.events import (
     LoadSeen,
     NodesSeen,
     PoolTick,
+    Publish,
     RoleSeen,
+    SetWorkerRole,
+    StartGateway,
+    StartStore,
+    StartWorker,
+    StopGateway,
+    StopStore,
+    StopWorker,
     StoreFailed,
     StoreStarted,
     StoreStopped,
@@ -45,7 +43,7 @@ from deploy.pools.formats import formats_of
 from deploy.pools.gateways import GatewayState
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
-from deploy.pools.wanted import PoolLimits
+from deploy.pools.state import PoolLimits
 from deploy.pools.workers.record import WorkerState
 from engine.config import PoolsConfig, WorkerConfig
 from engine.control import GatewayReport, HistoryStep, Intent, Member, Pools, Version, VersionReport

@@ -13,9 +13,8 @@ A version wakes when a gateway reports a request. During an update, a model stay
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.pools.effects import PoolEffect
+from deploy.pools.events import PoolEffect
 from deploy.pools.versions.rollout import Scene
-from deploy.pools.wanted import PoolHistory, Wanted
 from deploy.pools.workers.registry import PoolWorkers
 from engine.control import NO_WORKERS, Asleep, Intent, Version
 
@@ -31,17 +30,16 @@ class _Use:
 class ModelSleep:
     """Records the last use of each model, and lets models sleep and wake."""
 
-    def __init__(self, workers: PoolWorkers, wanted: Wanted, history: PoolHistory) -> None:
+    def __init__(self, workers: PoolWorkers) -> None:
         self._workers = workers
-        self._wanted = wanted
-        self._history = history
+        self._state = workers.state
         self._used: dict[str, _Use] = {}  # by version
         self._waiting: str | None = None  # a version that lacks room to wake
 
     def check(self, told: Intent, scene: Scene, now_s: float) -> Iterator[PoolEffect]:
         """Changes at most one version. Gateways must have received the previous change."""
-        intent, self._waiting = self._wanted.intent, None
-        versions = [each for line in self._wanted.limits.idle_s for each in self._able(line)]
+        intent, self._waiting = self._state.intent, None
+        versions = [each for line in self._state.limits.idle_s for each in self._able(line)]
         self._record_use(versions, scene, now_s)
         if (intent.versions, intent.rollout) != (told.versions, told.rollout):
             return
@@ -50,7 +48,7 @@ class ModelSleep:
                 yield from self._wake(version, versions, scene, now_s)
                 return
         for version in versions:
-            idle_s = self._wanted.limits.idle_s[version.line]
+            idle_s = self._state.limits.idle_s[version.line]
             passed_s = now_s - self._used[version.name].at_s
             if passed_s >= idle_s and self._may_sleep(version, scene):
                 yield self._put_to_sleep(version, f"no request for {idle_s:g} s", now_s)
@@ -59,14 +57,14 @@ class ModelSleep:
     def troubles(self) -> Iterator[str]:
         """Yields a sentence while a request waits for a model that lacks room."""
         if self._waiting is not None:
-            limits = self._wanted.limits
+            limits = self._state.limits
             why = f": {limits.why_no_more}" if limits.why_no_more else ""
             most = f"there can be {limits.max_workers} workers, and all are in use"
             yield f"{self._waiting} is asked for and cannot wake: {most}{why}"
 
     def _able(self, line: str) -> Iterator[Version]:
         """Yields the version of a line, unless a rollout is replacing it."""
-        own, rollout = self._wanted.intent.of_line(line), self._wanted.intent.rollout
+        own, rollout = self._state.intent.of_line(line), self._state.intent.rollout
         is_rolling = rollout is not None and any(version.name == rollout.to for version in own)
         if len(own) == 1 and not is_rolling:
             yield own[0]
@@ -91,11 +89,11 @@ class ModelSleep:
         self, version: Version, versions: list[Version], scene: Scene, now_s: float
     ) -> Iterator[PoolEffect]:
         assert version.asleep is not None
-        wanted, pools = self._wanted, version.asleep.pools
+        wanted, pools = self._state, version.asleep.pools
         if wanted.intent.num_wanted + pools.total <= self._workers.room():
             wanted.intent = wanted.intent.changed(version.name, pools=pools, asleep=None)
-            self._history.counters["models woken"] += 1
-            yield self._history.record(now_s, version.name, "wakes", "a request waits for it")
+            self._state.counters["models woken"] += 1
+            yield self._state.record(now_s, version.name, "wakes", "a request waits for it")
             return
         idle = [each for each in versions if self._may_sleep(each, scene)]
         if idle:
@@ -107,7 +105,7 @@ class ModelSleep:
     def _put_to_sleep(self, version: Version, why: str, now_s: float) -> PoolEffect:
         own = [w for w in self._workers.by_id.values() if w.version == version.name]
         asleep = Asleep(version.pools, max(worker.context_len for worker in own))
-        intent = self._wanted.intent
-        self._wanted.intent = intent.changed(version.name, pools=NO_WORKERS, asleep=asleep)
-        self._history.counters["models put to sleep"] += 1
-        return self._history.record(now_s, version.name, "falls asleep", why)
+        intent = self._state.intent
+        self._state.intent = intent.changed(version.name, pools=NO_WORKERS, asleep=asleep)
+        self._state.counters["models put to sleep"] += 1
+        return self._state.record(now_s, version.name, "falls asleep", why)

@@ -6,13 +6,11 @@ from dataclasses import replace
 import msgspec
 
 from deploy.fetching.names import is_remote
-from deploy.pools.effects import PoolEffect
+from deploy.pools.events import PoolEffect
 from deploy.pools.orders import Abort, AddVersion, Finish, Rollback, SetWeights
-from deploy.pools.restarts import Restarts
 from deploy.pools.versions import orders
 from deploy.pools.versions.canary import CanaryStanding, CanaryWatch, hung_of, tally
 from deploy.pools.versions.rollout import Scene, ended, named, next_change
-from deploy.pools.wanted import PoolHistory, Wanted
 from deploy.pools.workers.orders import counts_text
 from deploy.pools.workers.record import WorkerState
 from deploy.pools.workers.registry import PoolWorkers
@@ -24,14 +22,10 @@ _COMING = (WorkerState.WAITING, WorkerState.STARTING, WorkerState.JOINING)
 class VersionUpdates:
     """Handles versions. Owns the time since the last step of a rollout."""
 
-    def __init__(
-        self, workers: PoolWorkers, wanted: Wanted, restarts: Restarts, history: PoolHistory
-    ) -> None:
+    def __init__(self, workers: PoolWorkers) -> None:
         self._workers = workers
-        self._wanted = wanted
-        self._restarts = restarts
-        self._history = history
-        self._canary = CanaryWatch(wanted.limits.update)
+        self._state = workers.state
+        self._canary = CanaryWatch(self._state.limits.update)
         self._stalled_s = 0.0  # without the time of fetches
         self._swept_s: float | None = None
 
@@ -39,28 +33,28 @@ class VersionUpdates:
 
     def add(self, order: AddVersion, now_s: float) -> Iterator[PoolEffect]:
         """Adds a version."""
-        version, update = order.version, self._wanted.limits.update
+        version, update = order.version, self._state.limits.update
         order = replace(
             order,
             canary=update.canary if order.canary is None else order.canary,
             hold_s=update.hold_s if order.hold_s is None else order.hold_s,
         )
-        self._set(orders.added(self._wanted.intent, order, self._workers.room()))
+        self._set(orders.added(self._state.intent, order, self._workers.room()))
         what = f"is to have {counts_text(version.pools)}"
         what += ", in place of all others" if order.takes_over else f" and weight {version.weight}"
-        yield self._history.record(now_s, version.name, what, "ordered")
+        yield self._state.record(now_s, version.name, what, "ordered")
 
     def set_weights(self, order: SetWeights, now_s: float) -> Iterator[PoolEffect]:
         """Sets the shares of new requests."""
-        self._wanted.intent = orders.weighed(self._wanted.intent, order)
+        self._state.intent = orders.weighed(self._state.intent, order)
         for name, weight in order.weights.items():
-            yield self._history.record(now_s, name, f"has weight {weight}", "ordered")
+            yield self._state.record(now_s, name, f"has weight {weight}", "ordered")
 
     def finish(self, order: Finish, now_s: float) -> Iterator[PoolEffect]:
         """Starts a rollout in which a version replaces all others."""
         room = self._workers.room()
-        self._set(orders.finished(self._wanted.intent, order.name, order.pools, room))
-        yield self._history.record(now_s, order.name, "takes over from all others", "ordered")
+        self._set(orders.finished(self._state.intent, order.name, order.pools, room))
+        yield self._state.record(now_s, order.name, "takes over from all others", "ordered")
 
     def abort(self, order: Abort, now_s: float) -> Iterator[PoolEffect]:
         """Removes a version."""
@@ -68,7 +62,7 @@ class VersionUpdates:
 
     def rollback(self, order: Rollback, now_s: float) -> Iterator[PoolEffect]:
         """Lets a former version take over again, or aborts the running takeover."""
-        intent = self._wanted.intent
+        intent = self._state.intent
         rollout = intent.rollout
         if rollout is not None and order.name in (None, current_beside(intent, rollout).name):
             yield from self._abort(rollout.to, "rolled back", now_s)
@@ -81,38 +75,38 @@ class VersionUpdates:
         yield from self.add(AddVersion(newcomer, takes_over=True), now_s)
 
     def _abort(self, name: str, why: str, now_s: float) -> Iterator[PoolEffect]:
-        self._set(orders.aborted(self._wanted.intent, name))
-        self._history.counters["updates aborted"] += 1
-        line = named(self._wanted.intent, name).line
-        what = f"leaves: {self._wanted.intent.of_line(line)[0].name} goes on"
-        yield self._history.record(now_s, name, what, why)
+        self._set(orders.aborted(self._state.intent, name))
+        self._state.counters["updates aborted"] += 1
+        line = named(self._state.intent, name).line
+        what = f"leaves: {self._state.intent.of_line(line)[0].name} goes on"
+        yield self._state.record(now_s, name, what, why)
 
     def _set(self, intent: Intent) -> None:
-        self._wanted.intent, self._stalled_s = intent, 0.0
+        self._state.intent, self._stalled_s = intent, 0.0
 
     # ------------------------------------------------------------ progress
 
     def roll(self, told: Intent, scene: Scene, now_s: float) -> Iterator[PoolEffect]:
         """Makes at most one step. The next step needs gateways that have received this one."""
-        intent = self._wanted.intent
+        intent = self._state.intent
         if len(intent.versions) == 1 and intent.rollout is None:
             return
         if (intent.versions, intent.rollout) != (told.versions, told.rollout):
             return  # the gateways' reports are about an earlier step
         why, has_held = self._judge(intent, scene, now_s)
         if why is not None and intent.rollout is not None:
-            self._history.counters["updates given up"] += 1
+            self._state.counters["updates given up"] += 1
             yield from self._abort(intent.rollout.to, why, now_s)
             return
         step = None if has_held is None else next_change(intent, scene, has_held=has_held)
         if step is not None:
             self._set(step.intent)
-            yield self._history.record(now_s, step.subject, step.what, step.why)
+            yield self._state.record(now_s, step.subject, step.what, step.why)
 
     @property
     def canary(self) -> CanaryStanding | None:
         """The standing of the version that takes over; None if no version can be aborted."""
-        intent = self._wanted.intent
+        intent = self._state.intent
         return self._canary.standing if _may_be_given_up(intent) else None
 
     def _judge(self, intent: Intent, scene: Scene, now_s: float) -> tuple[str | None, bool | None]:
@@ -124,7 +118,7 @@ class VersionUpdates:
         rollout = intent.rollout
         if rollout is None or not _may_be_given_up(intent):
             return None, True
-        self._canary.rules = self._wanted.limits.update  # an operator may have changed the rules
+        self._canary.rules = self._state.limits.update  # an operator may have changed the rules
         to = named(intent, rollout.to)
         others = [each.name for each in intent.of_line(to.line) if each is not to]
         if None in scene.reports:
@@ -171,7 +165,7 @@ class VersionUpdates:
         yield from self._give_up_new_versions(now_s)
 
     def _give_up_rollout(self, passed_s: float, now_s: float) -> Iterator[PoolEffect]:
-        intent, timeout_s = self._wanted.intent, self._wanted.limits.pools.update_timeout_s
+        intent, timeout_s = self._state.intent, self._state.limits.pools.update_timeout_s
         rollout = intent.rollout
         if rollout is None or current_beside(intent, rollout).is_over:
             return  # it is removed, and the next one becomes current
@@ -186,15 +180,15 @@ class VersionUpdates:
         if why is None:
             return
         if current_beside(intent, rollout).name != to:
-            self._history.counters["updates given up"] += 1
+            self._state.counters["updates given up"] += 1
             yield from self._abort(to, why, now_s)
         else:  # no earlier version is left to go back to
-            self._wanted.intent = ended(intent)
-            yield self._history.record(now_s, to, "keeps its present workers", why)
+            self._state.intent = ended(intent)
+            yield self._state.record(now_s, to, "keeps its present workers", why)
 
     def _give_up_new_versions(self, now_s: float) -> Iterator[PoolEffect]:
         """Aborts versions beside the current one that do not serve and keep failing."""
-        intent = self._wanted.intent
+        intent = self._state.intent
         if intent.rollout is not None:
             return
         for version in intent.versions:
@@ -205,7 +199,7 @@ class VersionUpdates:
             serves = any(w.prefills() for w in own) and any(w.decodes() for w in own)
             why = self._why_hopeless(version.name)
             if why is not None and not serves and not version.is_leaving:
-                self._history.counters["updates given up"] += 1
+                self._state.counters["updates given up"] += 1
                 yield from self._abort(version.name, why, now_s)
 
     def _fetches(self, name: str) -> bool:
@@ -213,7 +207,7 @@ class VersionUpdates:
 
         A worker that has run before has the model already.
         """
-        version = self._wanted.intent.version(name)
+        version = self._state.intent.version(name)
         return (
             version is not None
             and is_remote(version.model)
@@ -229,8 +223,12 @@ class VersionUpdates:
         """Returns why a version cannot start: a worker that does not serve keeps failing."""
         for worker in self._workers.by_id.values():
             comes = worker.state in _COMING
-            if worker.version == name and comes and self._restarts.is_looping(worker.worker_id):
-                num_failed = self._restarts.num_failed(worker.worker_id)
+            if (
+                worker.version == name
+                and comes
+                and self._state.restarts.is_looping(worker.worker_id)
+            ):
+                num_failed = self._state.restarts.num_failed(worker.worker_id)
                 return f"{worker.worker_id} failed {num_failed} times in a row"
         return None
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.pools.effects import PoolEffect
-from deploy.pools.wanted import PoolHistory, Wanted
+from deploy.pools.events import PoolEffect
+from deploy.pools.state import PoolState
 from deploy.pools.workers.reconcile import (
     Abandon,
     Begin,
@@ -28,8 +28,7 @@ class WorkerMoves:
     """Makes moves until the pools need no more for now."""
 
     workers: PoolWorkers
-    wanted: Wanted
-    history: PoolHistory
+    state: PoolState
 
     def reconcile(self, now_s: float) -> Iterator[PoolEffect]:
         """Makes all moves that are possible now, and starts the workers that are due."""
@@ -43,15 +42,15 @@ class WorkerMoves:
         That gateway may know their versions, and they may be the only workers that serve.
         """
         all_workers = workers = self.workers.by_id
-        versions = self.wanted.intent.versions
-        if self.wanted.is_unconfirmed:
+        versions = self.state.intent.versions
+        if self.state.is_unconfirmed:
             names = {version.name for version in versions}
             workers = {name: w for name, w in all_workers.items() if w.version in names}
-        most = self.wanted.limits.max_workers - (len(all_workers) - len(workers))
-        num_spares = self.wanted.limits.pools.spares
-        if self.wanted.intent.rollout is not None:  # a rollout needs the room
+        most = self.state.limits.max_workers - (len(all_workers) - len(workers))
+        num_spares = self.state.limits.pools.spares
+        if self.state.intent.rollout is not None:  # a rollout needs the room
             num_spares = min(num_spares, sum(w.is_spare for w in workers.values()))
-        after_s = self.wanted.limits.pools.inexact_after_s
+        after_s = self.state.limits.pools.inexact_after_s
         long_dead = {
             name
             for name, worker in workers.items()
@@ -64,22 +63,22 @@ class WorkerMoves:
         match move:
             case Drop(worker_id):
                 self.workers.remove(by_id[worker_id])
-                yield self.history.record(now_s, worker_id, "is not started", "too many")
+                yield self.state.record(now_s, worker_id, "is not started", "too many")
             case TakeSpare(worker_id, dead_id):
                 dead = by_id[dead_id]
                 role, dead.target, dead.is_spare = dead.target, Role.DRAINED, True
                 assert role is not None
-                self.history.counters["spares taken"] += 1
+                self.state.counters["spares taken"] += 1
                 yield from self.workers.flip(by_id[worker_id], role, f"for {dead_id}", now_s)
             case BeginSpare(version):
                 worker_id = self.workers.begin(version, Role.DRAINED, now_s)
                 by_id[worker_id].is_spare = True
-                yield self.history.record(now_s, worker_id, "is being started", "as a spare")
+                yield self.state.record(now_s, worker_id, "is being started", "as a spare")
             case RestartNow(worker_id, role):
                 why = f"no {role} worker is left, and none can stand in"
                 yield from self.workers.restart_now(by_id[worker_id], why, now_s)
             case StandIn(worker_id, role, is_exact):
-                self.history.counters["stand-ins"] += 1
+                self.state.counters["stand-ins"] += 1
                 why = f"no {role} worker is left until one has started again"
                 if not is_exact:
                     why += f"; its KV is in {by_id[worker_id].kv_format}, so tokens may differ"
@@ -90,19 +89,19 @@ class WorkerMoves:
             case Begin(version, role):
                 worker_id = self.workers.begin(version, role, now_s)
                 why = self._lack(version, role)
-                yield self.history.record(now_s, worker_id, "is being started", why)
+                yield self.state.record(now_s, worker_id, "is being started", why)
             case Retire(worker_id):
                 yield from self._retire(by_id[worker_id], now_s)
             case Abandon(worker_id):
                 worker = by_id[worker_id]
                 worker.target, worker.leaves = Role.DRAINED, True
                 why = self._why_not_needed(worker.version)
-                yield self.history.record(now_s, worker_id, "is stopped while it starts", why)
+                yield self.state.record(now_s, worker_id, "is stopped while it starts", why)
                 yield self.workers.end(worker, now_s, by_force=True)
 
     def _retire(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
         worker.leaves = True
-        version = self.wanted.intent.version(worker.version)
+        version = self.state.intent.version(worker.version)
         if worker.state is WorkerState.DRAINED:
             yield self.workers.end(worker, now_s)
         elif worker.state is not WorkerState.DRAINING:
@@ -112,9 +111,9 @@ class WorkerMoves:
             yield from self.workers.drain(worker, why, now_s)
 
     def _why_not_needed(self, name: str) -> str:
-        version = self.wanted.intent.version(name)
+        version = self.state.intent.version(name)
         return f"{name} {'sleeps' if version is not None and version.asleep else 'is over'}"
 
     def _lack(self, version: str, role: Role) -> str:
-        several = f" of {version}" if len(self.wanted.intent.versions) > 1 else ""
+        several = f" of {version}" if len(self.state.intent.versions) > 1 else ""
         return f"too few {role} workers{several}"

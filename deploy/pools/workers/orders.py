@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from deploy.pools.effects import PoolEffect
+from deploy.pools.events import PoolEffect
 from deploy.pools.formats import formats_of
 from deploy.pools.orders import Adjust, Drain, Flip, OrderRefused, SetPlanner, SetPools, Stop
+from deploy.pools.state import PoolState
 from deploy.pools.versions import orders as versions
-from deploy.pools.wanted import PoolHistory, Wanted
 from deploy.pools.workers.reconcile import last_that
 from deploy.pools.workers.record import PoolWorker, WorkerState
 from deploy.pools.workers.registry import PoolWorkers
@@ -22,25 +22,24 @@ class WorkerOrders:
     """Handlers of orders. Each yields effects, or raises OrderRefused before any change."""
 
     workers: PoolWorkers
-    wanted: Wanted
-    history: PoolHistory
+    state: PoolState
 
     def set_pools(self, order: SetPools, now_s: float) -> Iterator[PoolEffect]:
         """Sets the wanted number of workers of each role."""
-        wanted = self.wanted
-        name = order.version or wanted.intent.current.name
-        intent = versions.resized(wanted.intent, name, order.pools)
-        self._check_room(versions.known(wanted.intent, name), order.pools)
-        wanted.intent = intent
+        state = self.state
+        name = order.version or state.intent.current.name
+        intent = versions.resized(state.intent, name, order.pools)
+        self._check_room(versions.known(state.intent, name), order.pools)
+        state.intent = intent
         subject = "pools" if len(intent.versions) == 1 else f"pools of {name}"
         what = f"are to be {counts_text(order.pools)}"
-        yield self.history.record(now_s, subject, what, order.why)
+        yield self.state.record(now_s, subject, what, order.why)
 
     def flip(self, order: Flip, now_s: float) -> Iterator[PoolEffect]:
         """Gives a worker another role."""
         worker = self._known(order.worker_id)
         self._check_flip(worker, order.role)
-        self.wanted.intent = versions.moved(self.wanted.intent, worker, order.role)
+        self.state.intent = versions.moved(self.state.intent, worker, order.role)
         worker.refuses.discard(order.role)
         yield from self.workers.flip(worker, order.role, "ordered", now_s)
 
@@ -69,17 +68,17 @@ class WorkerOrders:
 
     def set_planner(self, order: SetPlanner, now_s: float) -> Iterator[PoolEffect]:
         """Switches the planner."""
-        self.wanted.intent = msgspec.structs.replace(self.wanted.intent, planner=order.mode)
-        yield self.history.record(now_s, "planner", f"is {order.mode}", "ordered")
+        self.state.intent = msgspec.structs.replace(self.state.intent, planner=order.mode)
+        yield self.state.record(now_s, "planner", f"is {order.mode}", "ordered")
 
     def adjust(self, order: Adjust, now_s: float) -> Iterator[PoolEffect]:
         """Changes settings."""
-        self.wanted.intent = msgspec.structs.replace(self.wanted.intent, live=order.settings)
-        yield self.history.record(now_s, "pools", "have other settings", "ordered")
+        self.state.intent = msgspec.structs.replace(self.state.intent, live=order.settings)
+        yield self.state.record(now_s, "pools", "have other settings", "ordered")
 
     def _take_out(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
         """Drains a worker, and reduces the wanted size of its pool by one."""
-        self.wanted.intent = versions.moved(self.wanted.intent, worker, Role.DRAINED)
+        self.state.intent = versions.moved(self.state.intent, worker, Role.DRAINED)
         if worker.state in (WorkerState.WAITING, WorkerState.STARTING):
             worker.target = Role.DRAINED
         else:
@@ -90,16 +89,16 @@ class WorkerOrders:
         worker_id = worker.worker_id
         if worker.state is WorkerState.WAITING:
             self.workers.remove(worker)
-            yield self.history.record(now_s, worker_id, "is not started", "ordered")
+            yield self.state.record(now_s, worker_id, "is not started", "ordered")
         else:
-            yield self.history.record(now_s, worker_id, "is stopped while it starts", "ordered")
+            yield self.state.record(now_s, worker_id, "is stopped while it starts", "ordered")
             yield self.workers.end(worker, now_s, by_force=True)
 
     # ------------------------------------------------------------ checks
 
     def _check_room(self, version: Version, pools: Pools) -> None:
-        limits, kept = self.wanted.limits, self.workers.kept()
-        others = (each for each in self.wanted.intent.versions if each is not version)
+        limits, kept = self.state.limits, self.workers.kept()
+        others = (each for each in self.state.intent.versions if each is not version)
         of_others = sum(each.pools.total for each in others)
         # After the loss of a node, workers may exceed the room. They may still change roles.
         grows = pools.total > version.pools.total
@@ -116,7 +115,7 @@ class WorkerOrders:
         if role is Role.DRAINED:
             raise OrderRefused("a flip cannot drain a worker: order a drain", status=400)
         _check_takes_orders(worker, role)
-        version = versions.known(self.wanted.intent, worker.version)
+        version = versions.known(self.state.intent, worker.version)
         needed = formats_of(version)[role]
         if worker.kv_format != needed:
             raise OrderRefused(

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 
-from deploy.pools.effects import PoolEffect, SetWorkerRole, StartWorker, StopWorker
-from deploy.pools.restarts import Restarts
-from deploy.pools.wanted import PoolHistory, Wanted
+from deploy.pools.events import PoolEffect, SetWorkerRole, StartWorker, StopWorker
+from deploy.pools.state import PoolState
 from deploy.pools.workers.record import PoolWorker, WorkerState
 from engine.control import SERVING_ROLES, Member, by_number, with_role
 from engine.messages import Role, WorkerId
@@ -17,13 +16,11 @@ NOT_STARTED = "did not start: "
 class PoolWorkers:
     """Owns the record of each worker. Methods that yield effects change the record first."""
 
-    def __init__(self, wanted: Wanted, restarts: Restarts, history: PoolHistory) -> None:
+    def __init__(self, state: PoolState) -> None:
         self.by_id: dict[WorkerId, PoolWorker] = {}
         self.took_over = False  # after an earlier controller: any serving workers are enough
         self.waits_for_nodes = False  # some workers need later nodes: as with `took_over`
-        self._wanted = wanted
-        self._restarts = restarts
-        self._history = history
+        self.state = state
         self._num_starts = 0
 
     # ------------------------------------------------------------ questions
@@ -61,20 +58,20 @@ class PoolWorkers:
 
     def room(self) -> int:
         """Returns how many workers can serve: the limit less the drained workers that are kept."""
-        return self._wanted.limits.max_workers - len(self.kept())
+        return self.state.limits.max_workers - len(self.kept())
 
     def serve_enough(self) -> bool:
         """True if gateways may start. At a first start, all wanted workers must serve before."""
         workers = self.by_id.values()
         if self.took_over or self.waits_for_nodes:
             return any(w.prefills() for w in workers) and any(w.decodes() for w in workers)
-        current = self._wanted.intent.current
+        current = self.state.intent.current
         serving = Counter(w.target for w in workers if w.is_connected and w.version == current.name)
         return all(serving[role] >= current.pools.of(role) for role in SERVING_ROLES)
 
     def _is_kept(self, worker: PoolWorker) -> bool:
         if worker.target is None:
-            return worker.worker_id in self._wanted.intent.drained
+            return worker.worker_id in self.state.intent.drained
         return worker.target is Role.DRAINED and not worker.leaves and not worker.is_spare
 
     # ------------------------------------------------------------ starts
@@ -82,20 +79,20 @@ class PoolWorkers:
     def begin(self, version: str, role: Role, now_s: float) -> WorkerId:
         """Adds a worker that waits for its first start. Returns its name."""
         worker_id = self._free_name()
-        self._restarts.remove(worker_id)
+        self.state.restarts.remove(worker_id)
         self.by_id[worker_id] = PoolWorker(worker_id, role, now_s, version=version)
         return worker_id
 
     def start_due(self, now_s: float) -> Iterator[PoolEffect]:
         """Starts all waiting workers whose restart is due."""
         for worker in list(self.by_id.values()):
-            is_due = self._restarts.is_due(worker.worker_id, now_s)
-            version = self._wanted.intent.version(worker.version)
+            is_due = self.state.restarts.is_due(worker.worker_id, now_s)
+            version = self.state.intent.version(worker.version)
             if worker.state is WorkerState.WAITING and is_due and version is not None:
                 self._num_starts += 1
                 worker.start = self._num_starts
                 self.enter(worker, WorkerState.STARTING, now_s)
-                self._restarts.begun(worker.worker_id, now_s)
+                self.state.restarts.begun(worker.worker_id, now_s)
                 assert worker.target is not None
                 yield StartWorker(worker.worker_id, worker.target, worker.start, version)
 
@@ -107,9 +104,9 @@ class PoolWorkers:
 
     def flip(self, worker: PoolWorker, role: Role, why: str, now_s: float) -> Iterator[PoolEffect]:
         """Sends a new role to a worker."""
-        self._history.counters["flips"] += 1
+        self.state.counters["flips"] += 1
         what = f"is flipped from {worker.role} to {role}"
-        yield self._history.record(now_s, worker.worker_id, what, why)
+        yield self.state.record(now_s, worker.worker_id, what, why)
         worker.target, worker.is_spare = role, False
         self.enter(worker, WorkerState.FLIPPING, now_s)
         yield SetWorkerRole(worker.worker_id, role)
@@ -120,8 +117,8 @@ class PoolWorkers:
             return
         assert worker.target is not None
         assert worker.role is not None
-        self._history.counters["flips failed"] += 1
-        yield self._history.record(now_s, worker.worker_id, f"did not become {worker.target}", why)
+        self.state.counters["flips failed"] += 1
+        yield self.state.record(now_s, worker.worker_id, f"did not become {worker.target}", why)
         worker.refuses.add(worker.target)
         worker.target = worker.role
         drained = worker.role is Role.DRAINED
@@ -129,8 +126,8 @@ class PoolWorkers:
 
     def drain(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
         """Orders a worker to finish or hand over its work, and to accept no more work."""
-        self._history.counters["drains"] += 1
-        yield self._history.record(now_s, worker.worker_id, "is drained of its work", why)
+        self.state.counters["drains"] += 1
+        yield self.state.record(now_s, worker.worker_id, "is drained of its work", why)
         worker.target = Role.DRAINED
         self.enter(worker, WorkerState.DRAINING, now_s)
         yield SetWorkerRole(worker.worker_id, Role.DRAINED)
@@ -144,8 +141,7 @@ class PoolWorkers:
     def lose(self, worker: PoolWorker, how: str, now_s: float) -> Iterator[PoolEffect]:
         """Records that a wanted worker ended. The worker waits for its next start."""
         worker_id = worker.worker_id
-        outlook = self._restarts.record_end(worker_id, now_s, how)
-        yield self._history.record(now_s, worker_id, how, outlook, role=worker.target)
+        yield self.state.record_end(worker_id, now_s, how, role=worker.target)
         self.by_id[worker_id] = PoolWorker(
             worker_id,
             worker.target,
@@ -154,15 +150,15 @@ class PoolWorkers:
             has_run=worker.has_run,
             is_spare=worker.is_spare,
             died_s=now_s if worker.died_s is None else worker.died_s,
-            failures=self._restarts.num_failed(worker_id),
+            failures=self.state.restarts.num_failed(worker_id),
         )
 
     def restart_now(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
         """Makes the next start of a dead worker due now."""
         worker.restarts_now = True
-        self._restarts.restart_now(worker.worker_id, now_s)
-        self._history.counters["hurried starts"] += 1
-        yield self._history.record(now_s, worker.worker_id, "is started again at once", why)
+        self.state.restarts.restart_now(worker.worker_id, now_s)
+        self.state.counters["hurried starts"] += 1
+        yield self.state.record(now_s, worker.worker_id, "is started again at once", why)
 
     def troubles(self) -> Iterator[str]:
         """Yields a sentence for each worker that did not start or keeps ending, until it runs.
@@ -170,15 +166,15 @@ class PoolWorkers:
         A worker that died once is back within seconds, and is shown only in the steps.
         """
         for worker_id, worker in self.by_id.items():
-            why = self._restarts.why(worker_id)
-            if why.startswith(NOT_STARTED) or (why and self._restarts.is_looping(worker_id)):
+            why = self.state.restarts.why(worker_id)
+            if why.startswith(NOT_STARTED) or (why and self.state.restarts.is_looping(worker_id)):
                 what = why.removeprefix(f"{worker_id} ")
                 yield f"{with_role(worker_id, worker.target)} {what}"
 
     def remove(self, worker: PoolWorker) -> None:
         """Removes a worker that has ended and is not wanted."""
         del self.by_id[worker.worker_id]
-        self._restarts.remove(worker.worker_id)
+        self.state.restarts.remove(worker.worker_id)
 
     def validate(self) -> None:
         """Asserts the invariants of each worker."""

@@ -3,19 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.pools.effects import PoolEffect, SetWorkerRole
 from deploy.pools.events import (
     Connected,
     Died,
     Disconnected,
     LoadSeen,
+    PoolEffect,
     RoleSeen,
+    SetWorkerRole,
     WorkerStarted,
     WorkerStartFailed,
     WorkerStopped,
 )
-from deploy.pools.restarts import Restarts
-from deploy.pools.wanted import PoolHistory, Wanted
+from deploy.pools.state import PoolState
 from deploy.pools.workers.record import PoolWorker, WorkerState
 from deploy.pools.workers.registry import NOT_STARTED, PoolWorkers
 from engine.control import Member
@@ -30,9 +30,7 @@ class WorkerSightings:
     """Handlers of events about workers. Each yields effects."""
 
     workers: PoolWorkers
-    wanted: Wanted
-    restarts: Restarts
-    history: PoolHistory
+    state: PoolState
 
     def on_found(self, member: Member, now_s: float) -> Iterator[PoolEffect]:
         """Adds a worker that an earlier controller started."""
@@ -41,7 +39,7 @@ class WorkerSightings:
         worker.address, worker.lost_s = member.address, now_s
         worker.context_len, worker.has_run = member.context_len, True
         self.workers.by_id[worker_id] = worker
-        yield self.history.record(now_s, worker_id, "was found running")
+        yield self.state.record(now_s, worker_id, "was found running")
 
     def on_started(self, event: WorkerStarted, now_s: float) -> Iterator[PoolEffect]:
         """Waits for a session with a worker that listens now."""
@@ -51,10 +49,7 @@ class WorkerSightings:
         self.workers.enter(worker, WorkerState.JOINING, now_s)
         worker.address, worker.lost_s = event.address, now_s
         worker.context_len, worker.has_run = event.context_len, True
-        again = self.restarts.num_failed(worker.worker_id) > 0
-        self.restarts.started(worker.worker_id, now_s)
-        what = "was started again" if again else "was started"
-        yield self.history.record(now_s, worker.worker_id, what, role=worker.target)
+        yield self.state.record_start(worker.worker_id, now_s, role=worker.target)
 
     def on_start_failed(self, event: WorkerStartFailed, now_s: float) -> Iterator[PoolEffect]:
         """Schedules another start."""
@@ -70,7 +65,7 @@ class WorkerSightings:
             return
         if worker.target is Role.DRAINED or worker.target is None:
             self.workers.remove(worker)
-            yield self.history.record(now_s, worker.worker_id, "was stopped")
+            yield self.state.record(now_s, worker.worker_id, "was stopped")
         else:
             yield from self.workers.lose(worker, "was stopped", now_s)
 
@@ -79,10 +74,10 @@ class WorkerSightings:
         worker = self.workers.by_id.get(WorkerId(event.name))
         if worker is None or not worker.runs:
             return
-        self.history.counters["workers died"] += 1
+        self.state.counters["workers died"] += 1
         if worker.target in (Role.DRAINED, None) and not worker.is_spare:
             self.workers.remove(worker)
-            yield self.history.record(now_s, event.name, event.how, "it was not needed")
+            yield self.state.record(now_s, event.name, event.how, "it was not needed")
         else:
             yield from self.workers.lose(worker, event.how, now_s)
 
@@ -96,9 +91,9 @@ class WorkerSightings:
         _record_role(worker, event.role, now_s)
         if worker.target is None:
             worker.target = event.role
-            if event.role is Role.DRAINED and worker.worker_id not in self.wanted.intent.drained:
+            if event.role is Role.DRAINED and worker.worker_id not in self.state.intent.drained:
                 num_spares = sum(each.is_spare for each in self.workers.by_id.values())
-                worker.is_spare = num_spares < self.wanted.limits.pools.spares
+                worker.is_spare = num_spares < self.state.limits.pools.spares
                 worker.leaves = not worker.is_spare
         if worker.state is WorkerState.JOINING:
             goes = worker.target is Role.DRAINED
@@ -123,7 +118,7 @@ class WorkerSightings:
         if worker is None or not worker.is_connected:
             return
         worker.is_connected, worker.lost_s, worker.load = False, now_s, None
-        yield self.history.record(
+        yield self.state.record(
             now_s, worker.worker_id, "cannot be reached", event.reason, role=worker.role
         )
 
@@ -140,13 +135,13 @@ class WorkerSightings:
                 took_s = now_s - worker.since_s
                 self.workers.enter(worker, WorkerState.SERVING, now_s)
                 what = f"is {event.role} now, {took_s:.1f} s"
-                yield self.history.record(now_s, worker.worker_id, what)
+                yield self.state.record(now_s, worker.worker_id, what)
         elif worker.state is WorkerState.SERVING:  # another program set the role
             worker.target = event.role
             if event.role is Role.DRAINED:
                 self.workers.enter(worker, WorkerState.DRAINING, now_s)
             what = f"became {event.role}"
-            yield self.history.record(now_s, worker.worker_id, what, "not by an order")
+            yield self.state.record(now_s, worker.worker_id, what, "not by an order")
         elif event.role is before:
             yield from self.workers.give_up_flip(worker, "the worker refuses it", now_s)
 
@@ -160,10 +155,10 @@ class WorkerSightings:
             took_s = now_s - worker.moves_since_s
             worker.moves_since_s = None
             what = f"has stopped decoding, after {took_s:.1f} s"
-            yield self.history.record(now_s, worker.worker_id, what)
+            yield self.state.record(now_s, worker.worker_id, what)
         if worker.state is WorkerState.DRAINING and worker.role is Role.DRAINED and worker.is_idle:
             what = f"is drained, after {now_s - worker.since_s:.1f} s"
-            yield self.history.record(now_s, worker.worker_id, what)
+            yield self.state.record(now_s, worker.worker_id, what)
             self.workers.enter(worker, WorkerState.DRAINED, now_s)
         if worker.state is WorkerState.DRAINED and worker.leaves:
             yield self.workers.end(worker, now_s)
@@ -179,23 +174,23 @@ class WorkerSightings:
         waited_s = now_s - worker.since_s
         if worker.runs and worker.lost_s is not None:
             if now_s - worker.lost_s >= UNREACHABLE_S:
-                self.history.counters["workers unreachable"] += 1
+                self.state.counters["workers unreachable"] += 1
                 why = f"no session for {UNREACHABLE_S:g} s"
-                yield self.history.record(now_s, worker.worker_id, "is stopped", why)
+                yield self.state.record(now_s, worker.worker_id, "is stopped", why)
                 yield self.workers.end(worker, now_s, by_force=True)
         elif worker.state is WorkerState.FLIPPING and waited_s >= FLIP_TIMEOUT_S:
             why = f"no answer in {FLIP_TIMEOUT_S:g} s"
             yield from self.workers.give_up_flip(worker, why, now_s)
         elif self._drains_too_long(worker, waited_s):
-            self.history.counters["drains timed out"] += 1
+            self.state.counters["drains timed out"] += 1
             why = f"not drained in {waited_s:.0f} s, {worker.num_seqs} sequences are retried"
-            yield self.history.record(now_s, worker.worker_id, "is stopped anyway", why)
+            yield self.state.record(now_s, worker.worker_id, "is stopped anyway", why)
             yield self.workers.end(worker, now_s)
 
     def _drains_too_long(self, worker: PoolWorker, waited_s: float) -> bool:
         """True if a drain exceeds its deadline. A worker that is kept after the drain has none."""
         drains = worker.state is WorkerState.DRAINING and worker.leaves
-        return drains and waited_s >= self.wanted.limits.pools.drain_timeout_s
+        return drains and waited_s >= self.state.limits.pools.drain_timeout_s
 
 
 def _record_role(worker: PoolWorker, role: Role, now_s: float) -> None:

@@ -14,7 +14,7 @@ from deploy.controller.metrics import controller_families
 from deploy.pools.events import NodesSeen, PoolTick
 from deploy.pools.machine import PoolMachine
 from deploy.pools.planning import Planning, rules_of
-from deploy.pools.wanted import PoolLimits
+from deploy.pools.state import PoolLimits
 from engine.config import Config
 from engine.control import Intent, Members, PoolNews, PrefixUse, StoreReport, TierReport, Version
 from engine.messages import LoadReport, Role, WorkerId

@@ -28,12 +28,11 @@ from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.shell import PoolController
 from deploy.controller.tasks import ControllerTasks
-from deploy.pools.effects import StartWorker
-from deploy.pools.events import Connected, PoolTick, WorkerStarted
+from deploy.pools.events import Connected, PoolTick, StartWorker, WorkerStarted
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused, SetPlanner
 from deploy.pools.planning import Planning
-from deploy.pools.wanted import PoolLimits
+from deploy.pools.state import PoolLimits
 from engine.config import Config, PlannerMode, UpdateConfig, WorkerConfig
 from engine.control import SERVING_ROLES, GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
@@ -282,7 +281,7 @@ def test_pools_of_different_formats_cannot_be_planned():
     controller = FakeController(Pools(1, 1))
     controller.order(SetPlanner(PlannerMode.DRY_RUN))
     apart = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
-    controller.machine.wanted.intent = Intent((Version(worker=apart),))
+    controller.machine.state.intent = Intent((Version(worker=apart),))
     with pytest.raises(OrderRefused, match="as fp32, decode workers as int8: none can be flipped"):
         controller.order(SetPlanner(PlannerMode.ON))
     controller.order(SetPlanner(PlannerMode.OFF))

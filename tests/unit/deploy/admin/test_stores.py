@@ -5,10 +5,16 @@ import pytest
 
 from deploy.admin.schema import DropAnswer, StoresAnswer
 from deploy.base.spec import StoreReady
-from deploy.pools.effects import StartStore
-from deploy.pools.events import NodesSeen, PoolTick, StoreFailed, StoresSeen, StoreStarted
+from deploy.pools.events import (
+    NodesSeen,
+    PoolTick,
+    StartStore,
+    StoreFailed,
+    StoresSeen,
+    StoreStarted,
+)
 from deploy.pools.machine import PoolMachine
-from deploy.pools.wanted import PoolLimits
+from deploy.pools.state import PoolLimits
 from engine.control import DropBlocks, Intent, Pools, PrefixUse, StoreReport, TierReport, Version
 from tests.unit.deploy.admin.test_api import FakeController, ask
 

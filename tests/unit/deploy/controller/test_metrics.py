@@ -1,12 +1,19 @@
 """The controller's metrics."""
 
 from deploy.controller.metrics import controller_families
-from deploy.pools.effects import StartWorker
-from deploy.pools.events import Connected, Died, NodesSeen, PoolTick, StoreStarted, WorkerStarted
+from deploy.pools.events import (
+    Connected,
+    Died,
+    NodesSeen,
+    PoolTick,
+    StartWorker,
+    StoreStarted,
+    WorkerStarted,
+)
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import AddVersion
 from deploy.pools.planning import Planning, rules_of
-from deploy.pools.wanted import PoolLimits
+from deploy.pools.state import PoolLimits
 from engine.config import Config
 from engine.control import Intent, Pools, Version
 from engine.layout import KVFormat

@@ -1,12 +1,11 @@
 """The news that a controller sends to gateways."""
 
 from deploy.controller.news import MAX_TEXT, news_of
-from deploy.pools.effects import StartWorker
-from deploy.pools.events import Connected, PoolTick, WorkerStarted
+from deploy.pools.events import Connected, PoolTick, StartWorker, WorkerStarted
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import AddVersion
 from deploy.pools.planning import Planning
-from deploy.pools.wanted import PoolLimits
+from deploy.pools.state import PoolLimits
 from engine.control import Intent, Pools, Version, decode_from_controller, encode_control
 from engine.layout import KVFormat
 from router.planning.planner import PlannerRules
@@ -57,5 +56,5 @@ def test_news_have_the_standing_of_a_version_that_takes_over():
 def test_unchanged_news_are_equal_and_long_texts_are_cut():
     machine = PoolMachine(Intent((Version(pools=Pools(1, 1)),)), limits=PoolLimits(4))
     assert news(machine) == news(machine)
-    machine._history.record(1.0, "pools", "x" * 5000)
+    machine.state.record(1.0, "pools", "x" * 5000)
     assert len(news(machine).steps[-1].what) <= MAX_TEXT + 1

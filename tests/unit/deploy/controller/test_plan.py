@@ -6,7 +6,7 @@ import pytest
 from deploy.base.gpus import FoundGpus, HostGpu
 from deploy.controller.plan import ControllerPlan, gateway_processes
 from deploy.local.deployment import check_gpus, plan_of
-from deploy.pools.effects import StartWorker
+from deploy.pools.events import StartWorker
 from engine.config import (
     Config,
     DeviceKind,

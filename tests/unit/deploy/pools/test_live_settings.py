@@ -4,7 +4,7 @@ from deploy.controller.plan import ControllerPlan
 from deploy.pools.events import Overtaken, PoolTick
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Adjust
-from deploy.pools.wanted import PoolLimits
+from deploy.pools.state import PoolLimits
 from engine.config import Config, PlannerConfig, PoolsConfig, UpdateConfig
 from engine.control import LiveSettings, Members, Pools
 from tests.kits.pools import PoolWorld, intent_of, settled

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.pools.effects import StartGateway
-from deploy.pools.events import Found, GatewayHeard, Overtaken, PartsSeen, PoolTick
+from deploy.pools.events import Found, GatewayHeard, Overtaken, PartsSeen, PoolTick, StartGateway
 from deploy.pools.gateways import GatewayState
 from deploy.pools.orders import Drain, Flip, OrderRefused, SetPlanner, SetPools, Stop
 from engine.config import PlannerMode
@@ -149,7 +148,7 @@ def taken_over(world: PoolWorld) -> Members:
 
     Returns the members that the gateway was told before.
     """
-    world.machine.wanted.intent = Intent((Version("v2", pools=Pools(1, 1)),))
+    world.machine.state.intent = Intent((Version("v2", pools=Pools(1, 1)),))
     for worker in world.machine.workers.values():
         worker.version = "v2"
     for process in world.processes.values():

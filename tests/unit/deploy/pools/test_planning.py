@@ -6,12 +6,20 @@ import msgspec
 import pytest
 from msgspec.structs import replace as with_rules
 
-from deploy.pools.effects import SetWorkerRole, StartWorker
-from deploy.pools.events import Connected, Disconnected, PoolTick, RoleSeen, RoomSeen, WorkerStarted
+from deploy.pools.events import (
+    Connected,
+    Disconnected,
+    PoolTick,
+    RoleSeen,
+    RoomSeen,
+    SetWorkerRole,
+    StartWorker,
+    WorkerStarted,
+)
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Drain, Flip, OrderRefused, SetPlanner, SetPools
 from deploy.pools.planning import DecisionKind, DecisionOutcome, Planning, rules_of
-from deploy.pools.wanted import PoolLimits
+from deploy.pools.state import PoolLimits
 from engine.config import (
     Config,
     PlannerConfig,
@@ -171,7 +179,7 @@ def test_operators_order_is_not_taken_back_at_once():
 def test_history_is_bounded(monkeypatch):
     world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
     for number in range(600):
-        world.machine.wanted.intent = intent_of(Pools(2, 2, number), planner=PlannerMode.DRY_RUN)
+        world.machine.state.intent = intent_of(Pools(2, 2, number), planner=PlannerMode.DRY_RUN)
         world.tick(READING)
     decisions = world.planning.decisions
     assert len(decisions) == 200
@@ -238,10 +246,10 @@ def test_planner_pauses_during_an_update_and_starts_fresh():
     world = World(Pools(2, 2))
     alone = world.machine.intent
     other = msgspec.structs.replace(alone.current, name="other", weight=0)
-    world.machine.wanted.intent = msgspec.structs.replace(alone, versions=(*alone.versions, other))
+    world.machine.state.intent = msgspec.structs.replace(alone, versions=(*alone.versions, other))
     assert world.tick(READING) is None
     assert "several versions" in world.planning.reasons[0]
-    world.machine.wanted.intent = alone
+    world.machine.state.intent = alone
     assert world.tick(READING, seconds=15) is None  # earlier orders are not known
     assert world.tick(READING).after == Pools(3, 1)
 
@@ -252,7 +260,7 @@ def with_small(**options) -> World:
     intent = world.machine.intent
     small = model_version("small", Pools(2, 2))
     versions = (*intent.versions, small)
-    world.machine.wanted.intent = msgspec.structs.replace(intent, versions=versions)
+    world.machine.state.intent = msgspec.structs.replace(intent, versions=versions)
     world.feed(PoolTick())
     world.rest()
     return world
@@ -284,7 +292,7 @@ def test_a_model_that_sleeps_is_not_planned():
     world = with_small()
     asleep = Asleep(Pools(2, 2), 4096)
     intent = world.machine.intent.changed("small-v1", pools=NO_WORKERS, asleep=asleep)
-    world.machine.wanted.intent = intent
+    world.machine.state.intent = intent
     world.feed(PoolTick())
     report = GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: WRITING, "small": READING})
     decisions = world.planning.tick([report], world.infos(), world.now_s)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.pools.effects import Publish, StartWorker
-from deploy.pools.events import Died, GatewaySeen, PoolTick, RoomSeen
+from deploy.pools.events import Died, GatewaySeen, PoolTick, Publish, RoomSeen, StartWorker
 from deploy.pools.orders import (
     Abort,
     AddVersion,

@@ -101,7 +101,7 @@ def two_models(max_workers: int) -> PoolWorld:
     world.run(110)
     world.settle()
     assert state_of(world, "small-v1").asleep is not None
-    world.machine.wanted.limit(max_workers, "see pools.max_workers")
+    world.machine.state.limit(max_workers, "see pools.max_workers")
     world.ends["tiny-v1"] = (0, 0, 0)
     world.run(1)
     return world

@@ -1,14 +1,16 @@
-"""The operator's intent, the limits and the history, shared by all parts of the pool machine."""
+"""The state that all parts of the pool machine share."""
 
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from deploy.pools.restarts import Restarts
 from engine.config import PoolsConfig, UpdateConfig
 from engine.control import HistoryStep, Intent, LiveSettings
 from engine.messages import Role
 
 MAX_WORKERS = "see pools.max_workers"  # reason of the limit
+MAX_STEPS_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +26,31 @@ class PoolLimits:
     has_stores: bool = False  # one store of KV for each version on each node
 
 
-@dataclass(slots=True)
-class Wanted:
-    """The intent and the limits that all parts of the machine share.
+class PoolState:
+    """What all parts of the machine share: the intent, the limits, the history and the restarts.
 
     The intent is a guess if an earlier controller left services and no gateway has reported its
     intent. A later gateway's report replaces the guess, unless an order came first.
     """
 
-    intent: Intent
-    limits: PoolLimits
-    is_guess: bool = False
-    is_unconfirmed: bool = False  # True until a gateway has reported an intent
-    followed: LiveSettings | None = None  # the settings that the limits were taken from
+    def __init__(self, intent: Intent, limits: PoolLimits, *, is_guess: bool = False) -> None:
+        self.intent = intent
+        self.limits = limits
+        self.is_guess = is_guess
+        self.is_unconfirmed = is_guess  # True until a gateway has reported an intent
+        self.restarts = Restarts(limits.pools.steady_s)
+        self.steps: deque[HistoryStep] = deque(maxlen=MAX_STEPS_KEPT)  # the latest, oldest first
+        self.counters: Counter[str] = Counter()  # how often each kind of trouble happened
+        self._num_steps = 0
+        self._followed: LiveSettings | None = None  # the settings that the limits were taken from
+        self.follow()
 
     def follow(self) -> None:
         """Takes limits from the intent if an operator has changed their settings."""
         live = self.intent.live
-        if live is None or live == self.followed:
+        if live is None or live == self._followed:
             return
-        pools, self.followed = live.pools, live
+        pools, self._followed = live.pools, live
         self.limits = replace(self.limits, pools=pools, update=live.update)
         if pools.max_workers is not None:  # otherwise the next `RoomSeen` sets the limit
             self.limit(pools.max_workers, MAX_WORKERS)
@@ -51,18 +58,6 @@ class Wanted:
     def limit(self, max_workers: int, why: str) -> None:
         """Sets the largest number of workers, and the reason of this limit."""
         self.limits = replace(self.limits, max_workers=max_workers, why_no_more=why)
-
-
-MAX_STEPS_KEPT = 1000
-
-
-class PoolHistory:
-    """The latest steps in order, and the number of troubles by kind."""
-
-    def __init__(self) -> None:
-        self.steps: deque[HistoryStep] = deque(maxlen=MAX_STEPS_KEPT)
-        self.counters: Counter[str] = Counter()
-        self._num_steps = 0
 
     def record(
         self, now_s: float, subject: str, what: str, why: str = "", *, role: Role | None = None
@@ -73,3 +68,16 @@ class PoolHistory:
         step = HistoryStep(self._num_steps, now_s, subject, what, why, role)
         self.steps.append(step)
         return step
+
+    def record_start(self, name: str, now_s: float, *, role: Role | None = None) -> HistoryStep:
+        """Records that a service runs."""
+        what = "was started again" if self.restarts.num_failed(name) else "was started"
+        self.restarts.started(name, now_s)
+        return self.record(now_s, name, what, role=role)
+
+    def record_end(
+        self, name: str, now_s: float, how: str, *, role: Role | None = None
+    ) -> HistoryStep:
+        """Records the end or the failed start of a service that will be started again."""
+        outlook = self.restarts.record_end(name, now_s, how)
+        return self.record(now_s, name, how, outlook, role=role)
