@@ -150,7 +150,7 @@ class VersionRouters:
         return {
             name: VersionReport(
                 missing=host.missing(),
-                num_requests=self.versions.num_requests(name),
+                num_requests=self.versions.num_running[name],
                 fingerprint=host.router.fingerprint(),
                 num_ended=tally.ended,
                 num_failed=tally.failed,

@@ -16,6 +16,7 @@ texts that browsers regard as addresses.
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -32,7 +33,7 @@ DEBUG_PATHS = frozenset(
     {"/metrics", "/metrics/targets", "/load", "/dashboard/state", "/dashboard/events"}
 )
 _TENANT = "baton.tenant"
-MAX_REMEMBERED = 256  # accepted `host` fields that are cached
+MAX_REMEMBERED = 256  # accepted `host` fields and clients' addresses that are cached
 _MAX_SHOWN = 100
 _PORT = re.compile(r":\d*$")
 _ADDRESS = re.compile(r"\[[0-9a-f:.]+(%[^\]]*)?\]|(.*\.)?(\d+|0x[0-9a-f]*)")
@@ -62,7 +63,7 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         try:
-            tenant = identify(self._keys, _authorization(scope))
+            tenant = identify(self._keys, _field(scope, b"authorization"))
             if scope["path"] in DEBUG_PATHS and not tenant.may_debug:
                 self._keys.counters["refused"] += 1
                 raise ApiError("this key may not debug", code="permission_denied", status=403)
@@ -92,9 +93,10 @@ def tenant_of(scope: Scope) -> Tenant:
     return anonymous_at(client[0]) if client else ANONYMOUS
 
 
+@lru_cache(MAX_REMEMBERED)
 def anonymous_at(address: str) -> Tenant:
     """Returns the tenant of a client address, if no keys are configured."""
-    return msgspec.structs.replace(ANONYMOUS, address=address)
+    return msgspec.structs.replace(ANONYMOUS, turn=address)
 
 
 def identify(keys: KeyFinder | None, authorization: bytes | None, address: str = "") -> Tenant:
@@ -113,10 +115,13 @@ def identify(keys: KeyFinder | None, authorization: bytes | None, address: str =
     return tenant
 
 
-def _authorization(scope: Scope) -> bytes | None:
-    """Returns the first `authorization` header, as raw bytes."""
+def _field(scope: Scope, wanted: bytes) -> bytes:
+    """Returns the first header field with this name; empty if there is none."""
     fields: Iterable[tuple[bytes, bytes]] = scope["headers"]
-    return next((value for name, value in fields if name == b"authorization"), None)
+    for name, value in fields:
+        if name == wanted:
+            return value
+    return b""
 
 
 class HostGuard:
@@ -131,7 +136,7 @@ class HostGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 403, or calls the application."""
         if scope["type"] == "http":
-            field = next((value for name, value in scope["headers"] if name == b"host"), b"")
+            field = _field(scope, b"host")
             if field and field not in self._passed:  # browsers always send the field
                 if not is_own(field.decode("latin-1"), self._allowed):
                     await send_invalid(send, _refused(field))

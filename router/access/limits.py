@@ -43,8 +43,6 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def or_else(self, defaults: "KeyLimits") -> "KeyLimits":
         """Returns these limits, with defaults where a limit is missing."""
-        if self == UNLIMITED:
-            return defaults
         own = {name: getattr(self, name) for name in self.__struct_fields__}
         return msgspec.structs.replace(defaults, **{n: v for n, v in own.items() if v is not None})
 
@@ -59,12 +57,11 @@ class Tenant(msgspec.Struct, frozen=True):
     sharing: str
     limits: KeyLimits
     may_debug: bool
-    address: str = ""  # the client's address, if there are no keys
+    turn: str = ""  # its work takes turns under this: its name, or the address of a client
 
-    @property
-    def turn(self) -> str:
-        """The name under which this tenant's work takes turns."""
-        return self.name or self.address
+    def __post_init__(self) -> None:
+        if not self.turn:
+            msgspec.structs.force_setattr(self, "turn", self.name)
 
     @property
     def owner(self) -> str:
@@ -125,10 +122,23 @@ class Account:
     num_others: int = 0  # requests in flight in other processes
     held: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def has_room(self, num_more: int) -> bool:
-        """True if the key may have `num_more` more requests in flight."""
+    def claim(self, num_more: int, now_s: float, num_counted: int = 0) -> None:
+        """Counts more requests, beside those of the same call. Raises LimitExceeded."""
+        what = "prompts" if num_counted else "requests"
         most = self.limits.max_streams
-        return most is None or self.num_streams + self.num_others + num_more <= most
+        if most is not None and self.num_streams + self.num_others + num_more > most:
+            more = "; each prompt counts as one" if num_counted else ""
+            message = f"this key may have {most} requests in flight{more}"
+            raise LimitExceeded(message, BUSY_RETRY_S, self.headers(now_s))
+        if self.requests is not None:
+            self.requests.fill(now_s)
+            amount = min(num_more, self.requests.size - num_counted)
+            wait_s = self.requests.wait_s(amount)
+            if wait_s > 0.0:
+                message = f"this key may send {self.limits.requests_per_s:g} {what} a second"
+                raise LimitExceeded(message, wait_s, self.headers(now_s))
+            self.requests.level -= amount
+        self.num_streams += num_more
 
     def headers(self, now_s: float) -> dict[str, str]:
         """Returns the headers of all limits of the key."""
@@ -154,24 +164,9 @@ class KeyUse:
         """Counts each prompt of a batch as a request. Raises LimitExceeded."""
         if self.account is not None and num_prompts > 1:
             with self.account.held():
-                self._hold_more(self.account, num_prompts - 1, now_s)
-
-    def _hold_more(self, account: Account, more: int, now_s: float) -> None:
-        if not account.has_room(more):
-            most = account.limits.max_streams
-            message = f"this key may have {most} requests in flight; each prompt counts as one"
-            raise LimitExceeded(message, BUSY_RETRY_S, account.headers(now_s))
-        bucket = account.requests
-        if bucket is not None:
-            bucket.fill(now_s)
-            amount = min(more, bucket.size - 1.0)  # the first request is counted already
-            wait_s = bucket.wait_s(amount)
-            if wait_s > 0.0:
-                message = f"this key may send {account.limits.requests_per_s:g} prompts a second"
-                raise LimitExceeded(message, wait_s, account.headers(now_s))
-            bucket.level -= amount
-        account.num_streams += more
-        self._num_streams += more
+                # The first prompt is counted already.
+                self.account.claim(num_prompts - 1, now_s, num_counted=1)
+            self._num_streams = num_prompts
 
     def hold_tokens(self, num_tokens: int, now_s: float) -> None:
         """Takes the tokens that the request may need. Raises LimitExceeded."""
@@ -229,6 +224,7 @@ class KeyAccounts:
         shared: Sharing | None = None,
     ) -> None:
         """Without `shared`, this process counts alone."""
+        self.has_defaults = defaults != UNLIMITED  # False: only keys with own limits are limited
         self._defaults = defaults
         self._shared = shared
         self._max_accounts = max_accounts
@@ -244,23 +240,8 @@ class KeyAccounts:
             return KeyUse(None)
         account = self._account(name, limits, now_s)
         with account.held():
-            self._begin(account, now_s)
+            account.claim(1, now_s)
         return KeyUse(account)
-
-    def _begin(self, account: Account, now_s: float) -> None:
-        limits = account.limits
-        if not account.has_room(1):
-            message = f"this key may have {limits.max_streams} requests in flight"
-            raise LimitExceeded(message, BUSY_RETRY_S, account.headers(now_s))
-        bucket = account.requests
-        if bucket is not None:
-            bucket.fill(now_s)
-            wait_s = bucket.wait_s(1.0)
-            if wait_s > 0.0:
-                message = f"this key may send {limits.requests_per_s:g} requests a second"
-                raise LimitExceeded(message, wait_s, account.headers(now_s))
-            bucket.level -= 1.0
-        account.num_streams += 1
 
     def _account(self, name: str, limits: KeyLimits, now_s: float) -> Account:
         account = self._accounts.get(name)

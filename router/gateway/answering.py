@@ -15,12 +15,12 @@ between are here. The life of one call:
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -30,7 +30,7 @@ from engine.grammar.child import Vocabulary
 from engine.log_context import REQUEST, request_ids
 from engine.messages import RequestId
 from engine.net.seldom import Seldom
-from router.access.limits import KeyAccounts, KeyUse, Tenant
+from router.access.limits import UNLIMITED, KeyAccounts, KeyUse, Tenant
 from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece, PromptScores
 from router.gateway.answers.following import Following
@@ -43,10 +43,8 @@ from router.gateway.answers.writing import (
     Heading,
 )
 from router.gateway.dashboard.recent import RecentRequests
-from router.gateway.dashboard.records import RunningChoice
 from router.gateway.hints.claims import KEEP_HEADER, SESSION_HEADER, claim_of
-from router.gateway.hints.uses import SessionNotes
-from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
+from router.gateway.metrics.meters import INVALID, ChoiceMeter, GatewayMetrics, RequestMeter
 from router.gateway.requests.body import Body
 from router.gateway.requests.calls import (
     ApiCall,
@@ -84,7 +82,8 @@ TIMEOUT_HEADER = "x-request-timeout"
 MAX_ID_LEN = 128  # characters in a client's own request id
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
 
-T = TypeVar("T")
+_num_tokens = attrgetter("num_tokens")
+
 OpenWriter = Callable[[Heading], AnswerWriter]  # returns the writer of a checked call's answer
 
 
@@ -159,33 +158,28 @@ class AnswerService:
         parts, tenant, received_s = self._parts, call.tenant, call.received_s
         use: KeyUse | None = None
         logged = REQUEST.set(request_ids(call.request_id, call.client_id))
-        meter.identify(call.request_id, call.shown_id, tenant.name)
+        meter.request_id, meter.shown_id, meter.key = call.request_id, call.shown_id, tenant.name
         if parts.tracing is not None:
-            meter.trace = parts.tracing.begin(
-                self._dialect.id_prefix.rstrip("-_"),
-                call.request_id,
-                received_s,
-                context_of(call.headers),
-            )
+            kind, context = self._dialect.id_prefix.rstrip("-_"), context_of(call.headers)
+            meter.trace = parts.tracing.begin(kind, call.request_id, received_s, context)
         try:
             try:
-                use = parts.accounts.begin(tenant.name, tenant.limits, received_s)
+                if parts.accounts.has_defaults or tenant.limits != UNLIMITED:
+                    use = parts.accounts.begin(tenant.name, tenant.limits, received_s)
                 checked = await self._checked(call)
-                while not parts.versions.takes(checked.served):  # the version has begun to leave
-                    checked = await self._checked(call)
-                if use.account is not None:
+                if use is not None:
                     use.hold_prompts(len(checked.echoes), received_s)
                     use.hold_tokens(checked.most_tokens, received_s)
             except InvalidRequest:
-                meter.refuse()
+                meter.outcome = INVALID
                 raise
-            meter.accept(received_s, checked.prompt_len, checked.served.name, key=tenant.name)
-            parts.versions.begin(checked.served)
+            version = checked.served.name
+            meter.accept(received_s, checked.prompt_len, version, key=tenant.name)
+            parts.versions.num_running[version] += 1
             try:
-                turn = partial(parts.turns.take, tenant.turn)
-                await self._serve(checked, open, meter, use, turn)
+                await self._serve(checked, open, meter, use)
             finally:
-                parts.versions.end(checked.served)
+                parts.versions.num_running[version] -= 1
         finally:
             if use is not None:
                 use.end(parts.clock.now_s())
@@ -194,29 +188,20 @@ class AnswerService:
             REQUEST.reset(logged)
 
     async def _serve(
-        self, call: CheckedCall, open: OpenWriter, meter: RequestMeter, use: KeyUse, turn: Turn
+        self, call: CheckedCall, open: OpenWriter, meter: RequestMeter, use: KeyUse | None
     ) -> None:
-        parts = self._parts
-        choices = await self._choices(call, meter, turn)
-        heading = Heading(
-            dialect=self._dialect,
-            call=call,
-            created=unix_time_s(),
-            decision=lambda: choices[0].decision,
-            limit_headers=lambda: use.headers(call.first.received_s),
-            trace_headers={} if meter.trace is None else meter.trace.headers,
-            turn=turn,
-        )
-        writer = open(heading)
-        port, clock = self._port_of(call.served), parts.clock
+        port, clock, choices = self._port_of(call.served), self._parts.clock, list[AnswerChoice]()
         searches = Searches(port, clock, call) if call.body.use_beam_search else None
-        outcome, last_s = None, 0.0
         uncounted = iter(choices)
+        outcome, last_s = None, 0.0
+        turn = partial(self._parts.turns.take, call.asked.tenant.turn)
         try:
-            async for choice in _by_turns(choices, turn):
-                parts.recent.begin(_shown(call, choice))
+            await self._begin(call, choices, meter, turn)
+            traced = {} if meter.trace is None else meter.trace.headers
+            heading = Heading(self._dialect, call, unix_time_s(), choices, use, traced, turn)
+            writer = open(heading)
             if searches is None:
-                following = Following(port, clock, writer, turn).run(choices, parts.batch)
+                following = Following(port, clock, writer, turn).run(choices, self._parts.batch)
             else:
                 following = searches.follow(choices, writer, turn)
             if call.asked.timeout_s is not None:
@@ -227,41 +212,52 @@ class AnswerService:
             if not last.is_empty or last.finish is not None:
                 writer.write(last)
             await writer.end(Ending(outcome, call, choices))
-            async for choice in _by_turns(uncounted, turn):
+            for number, choice in enumerate(uncounted, start=1):
                 self._count(call, choice)
+                if not number % NUM_IN_TURN:
+                    await turn()
         finally:  # measured after the client has its last piece
             for choice in uncounted:
                 self._count(call, choice)
             if outcome is not None:
                 meter.end(outcome, last_s)
-            num_tokens = sum([choice.num_tokens for choice in choices])
-            meter.num_sent_tokens = num_tokens
-            use.num_used = call.prompt_len + (searches.num_tokens if searches else num_tokens)
+            meter.num_sent_tokens = sum(map(_num_tokens, choices))
+            if use is not None:
+                num_tokens = searches.num_tokens if searches else meter.num_sent_tokens
+                use.num_used = call.prompt_len + num_tokens
 
-    async def _choices(
-        self, call: CheckedCall, meter: RequestMeter, turn: Turn
-    ) -> list[AnswerChoice]:
-        """Builds the choices of an answer; there may be two thousand."""
-        parts = self._parts
-        prompts = [PromptScores() for _ in call.echoes]
-        return [
-            AnswerChoice(
+    async def _begin(
+        self, call: CheckedCall, choices: list[AnswerChoice], meter: RequestMeter, turn: Turn
+    ) -> None:
+        """Adds the choices of an answer; there may be two thousand."""
+        parts, in_cpp = self._parts, self._parts.batch is not None and bool(call.body.stream)
+        for index, request in enumerate(call.requests):
+            if not index % call.num_candidates:
+                prompt = PromptScores()
+            choice = AnswerChoice(
                 index,
                 call,
-                prompts[index // call.num_candidates],
+                prompt,
                 parser=None if call.reader is None else call.reader.parser(parts.rng),
-                meter=meter.choice(len(request.token_ids)),
-                in_cpp=parts.batch is not None and bool(call.body.stream),
+                meter=ChoiceMeter(meter, len(request.token_ids)),
+                in_cpp=in_cpp,
             )
-            async for index, request in _by_turns(enumerate(call.requests), turn)
-        ]
+            choices.append(choice)
+            parts.recent.running[request.request_id] = choice
+            if not len(choices) % NUM_IN_TURN:
+                await turn()
 
     def _count(self, call: CheckedCall, choice: AnswerChoice) -> None:
-        """Counts a choice that has ended, and tells stores which blocks it used."""
+        """Counts a choice that has ended, and reports to stores which blocks it used."""
         choice.measure()
-        self._parts.recent.record(_shown(call, choice))
-        if call.notes is not None and not choice.index % call.num_candidates:
-            _tell_stores(call, call.notes, choice)
+        self._parts.recent.record(choice)
+        if call.notes is None or not choice.noted_ids:
+            return  # no session, or the prompt may not have been computed
+        # Only the first answer to a prompt has these ids.
+        index = choice.index // call.num_candidates
+        used = call.notes.use(index, choice.request.token_ids, choice.noted_ids)
+        if used is not None:
+            call.served.port.tell_stores(used)
 
     async def _in_time(
         self, call: CheckedCall, timeout_s: float, following: Coroutine[Any, Any, AnswerPiece]
@@ -280,16 +276,19 @@ class AnswerService:
 
     async def _checked(self, call: ApiCall) -> CheckedCall:
         """Checks a call. The call waits while no worker of its version is known."""
-        parts = self._parts
-        held_s = min(parts.settings.router.queue_timeout_s, call.timeout_s or inf)
+        versions, clock = self._parts.versions, self._parts.clock
+        held_s = min(self._parts.settings.router.queue_timeout_s, call.timeout_s or inf)
         while True:
-            table = parts.versions.table
+            table = versions.table
             try:
-                return await self._parsed(call)
+                checked = await self._parsed(call)
             except NotReady:
-                left_s = call.received_s + held_s - parts.clock.now_s()
-                if not await parts.versions.hold(table, left_s):
+                left_s = call.received_s + held_s - clock.now_s()
+                if not await versions.hold(table, left_s):
                     raise
+            else:
+                if versions.table is table or versions.takes(checked.served):
+                    return checked  # else the version has begun to leave
 
     async def _parsed(self, call: ApiCall) -> CheckedCall:
         parts = self._parts
@@ -323,29 +322,6 @@ class AnswerService:
         hint = suggestions(names, self._body_type, call.own_fields)
         shown = ", ".join(names[:MAX_IGNORED])
         log.warning("fields of %d requests have no effect, now: %s%s", num_calls, shown, hint)
-
-
-async def _by_turns(many: Iterable[T], turn: Turn) -> AsyncIterator[T]:
-    """Yields all items, and waits for a turn of the loop every `NUM_IN_TURN` items."""
-    for number, one in enumerate(many, start=1):
-        if not number % NUM_IN_TURN:
-            await turn()
-        yield one
-
-
-def _tell_stores(call: CheckedCall, notes: SessionNotes, choice: AnswerChoice) -> None:
-    """Tells stores which blocks a session used. Only the first answer to a prompt counts."""
-    if not choice.noted_ids:
-        return  # the prompt may not have been computed
-    index = choice.index // call.num_candidates
-    use = notes.use(index, choice.request.token_ids, choice.noted_ids)
-    if use is not None:
-        call.served.port.tell_stores(use)
-
-
-def _shown(call: CheckedCall, choice: AnswerChoice) -> RunningChoice:
-    shown_id = call.asked.client_id or choice.request.request_id
-    return RunningChoice(shown_id, call.served.name, choice)
 
 
 def _vocabulary_of(text: TextModel) -> Vocabulary | None:

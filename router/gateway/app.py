@@ -36,7 +36,7 @@ from router.gateway.dashboard.service import Dashboard
 from router.gateway.endpoint import CallEndpoint, ClientLeft, HttpAnswers, Invocations
 from router.gateway.hints.pages import HintPages
 from router.gateway.metrics.collectors import edge_families
-from router.gateway.metrics.meters import GatewayMetrics
+from router.gateway.metrics.meters import INVALID, GatewayMetrics
 from router.gateway.metrics.pools import PoolBoard
 from router.gateway.metrics.process import ProcessMeter
 from router.gateway.metrics.siblings import Siblings
@@ -262,7 +262,7 @@ class _Front:
                 check_content(scope)
             except InvalidRequest as error:
                 if endpoint is not None:
-                    self._metrics.record_invalid()
+                    self._metrics.num_by_outcome[INVALID] += 1
                 await send_invalid(noted, error)
                 return
         if endpoint is None:

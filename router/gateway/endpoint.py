@@ -28,7 +28,7 @@ from router.gateway.answering import (
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.whole import whole_answer
 from router.gateway.answers.writing import AnswerWriter, Dialect, Heading
-from router.gateway.metrics.meters import RequestMeter
+from router.gateway.metrics.meters import INVALID, RequestMeter
 from router.gateway.requests.body import Body
 from router.gateway.requests.field_table import EMBEDDINGS
 from router.gateway.requests.json_fields import endpoint_of
@@ -60,7 +60,7 @@ class CallEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        with self._metrics.request() as meter:
+        with RequestMeter(self._metrics) as meter:
             scope[METER] = meter
             exchange: Exchange | None = scope.get(EXCHANGE)
             try:
@@ -75,7 +75,7 @@ class CallEndpoint:
                 async with until_client_leaves(receive):
                     await self._serve(body, scope, meter, send)
             except InvalidRequest as error:
-                meter.refuse()
+                meter.outcome = INVALID
                 shown = {ID_HEADER: meter.shown_id} if meter.shown_id else None
                 await send_invalid(send, error, shown)
             except ClientLeft:

@@ -146,7 +146,7 @@ class Versions:
         self._coming: Mapping[str, str] = {}  # versions without a known worker, with their models
         self._able: dict[tuple[str | None, str | None], list[ServedVersion]] = {}  # cached
         self.tallies = Tallies()
-        self._num_requests: Counter[str] = Counter()
+        self.num_running: Counter[str] = Counter()  # accepted requests that have not ended, by name
         # Counted here, and by routers of versions that are gone.
         self._counted: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
@@ -236,22 +236,6 @@ class Versions:
                     each.max_len for each in _able(self.table, self._coming, name, None)
                 )
         return found
-
-    def begin(self, served: ServedVersion) -> None:
-        """Counts a request of a version as running; `end` must follow."""
-        self._num_requests[served.name] += 1
-
-    def end(self, served: ServedVersion) -> None:
-        """Counts a request of a version as ended."""
-        self._num_requests[served.name] -= 1
-
-    def num_in_flight(self) -> int:
-        """The number of accepted requests that have not ended, over all versions."""
-        return self._num_requests.total()
-
-    def num_requests(self, name: str) -> int:
-        """The number of accepted requests of a version that have not ended."""
-        return self._num_requests[name]
 
     # ------------------------------------------------------------ as RouterStatus
 

@@ -105,6 +105,8 @@ class AnswerChoice:
         """With `in_cpp`, C++ may handle its tokens: see `batched`."""
         self.index = index
         self.request = request = call.requests[index]
+        self.shown_id = call.asked.client_id or request.request_id
+        self.version = call.served.name
         self.outcome: Outcome | None = None
         self.timeline: Timeline | None = None
         self.prompt = prompt

@@ -5,13 +5,14 @@ token gets an HTTP status for the refusal.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import msgspec
 from starlette.types import Send
 
+from router.access.limits import KeyUse
 from router.edge.responses import send_json
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece, CallDelta
 from router.gateway.requests.body import CompletionDetails, PromptDetails, TokenUsage
@@ -28,7 +29,6 @@ from router.gateway.requests.completion import CompletionChoice
 from router.inbox.api_errors import ErrorReply, error_body
 from router.inbox.loop_turns import Turn
 from router.machine.requests import UNFIT, Failed, Finished, Outcome, Rejected, Timeline
-from router.policies.base import Decision
 from router.text.forms.deltas import CallArguments, CallBegun
 from router.text.logprobs import (
     BytesOf,
@@ -149,8 +149,8 @@ class Heading(msgspec.Struct, frozen=True):
     dialect: Dialect
     call: CheckedCall
     created: int  # Unix time, in seconds
-    decision: Callable[[], Decision | None]  # known with the first token
-    limit_headers: Callable[[], Mapping[str, str]]  # remaining quota of the key's limits
+    choices: Sequence[AnswerChoice]
+    use: KeyUse | None  # has the remaining quota of the key's limits; None: there are none
     trace_headers: Mapping[str, str]  # W3C trace context of the answer; empty if it has no trace
     turn: Turn  # awaited before each piece of long work
 
@@ -162,12 +162,14 @@ class Heading(msgspec.Struct, frozen=True):
     @property
     def headers(self) -> dict[str, str]:
         """Returns the headers of every answer. The decision is JSON without line breaks."""
-        headers = {"x-request-id": self.call.asked.shown_id, **self.limit_headers()}
+        headers = {"x-request-id": self.call.asked.shown_id}
+        if self.use is not None:
+            headers |= self.use.headers(self.call.asked.received_s)
         if self.trace_headers:
             headers.update(self.trace_headers)
         if self.call.ignored:
             headers[IGNORED_HEADER] = ", ".join(self.call.ignored)
-        decision = self.decision() if self.call.asked.debugs(DECISION_HEADER) else None
+        decision = self.choices[0].decision if self.call.asked.debugs(DECISION_HEADER) else None
         if decision is not None:
             shown = msgspec.structs.replace(decision, candidates=())  # keeps the head short
             headers[DECISION_HEADER] = _encode(shown).decode()

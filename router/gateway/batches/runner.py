@@ -40,7 +40,7 @@ from router.gateway.batches.lines import (
 )
 from router.gateway.batches.records import BatchRecord, BatchStatus
 from router.gateway.batches.stepping import BatchGate, VersionLeaves
-from router.gateway.metrics.meters import GatewayMetrics
+from router.gateway.metrics.meters import INVALID, GatewayMetrics, RequestMeter
 from router.inbox.api_errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,6 @@ class BatchRunner:
         """Starts to run batches."""
         self._gate.on_request = self._moved.set
         self._gate.has_time = lambda: has_time(self._versions.workers().values())
-        self._metrics.on_arrival = self.record_arrival
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -164,7 +163,7 @@ class BatchRunner:
         self._renew_at_s = 0.0
         self._woken.set()
 
-    def record_arrival(self) -> None:
+    def _record_arrival(self) -> None:
         """Withdraws batch requests for a request that arrives, within this call."""
         if self._jobs:
             self._idleness.record_other(self._clock.now_s())
@@ -195,6 +194,7 @@ class BatchRunner:
         if now_s >= self._renew_at_s:
             await self._renew()
             self._renew_at_s = now_s + RENEW_EVERY_S
+            self._metrics.on_arrival = self._record_arrival if self._jobs else None
         if not self._is_owner:
             return
         if now_s >= self._clean_at_s:
@@ -403,11 +403,11 @@ class BatchRunner:
         name = batch.tenant.removeprefix(f"{batch.sharing}/")
         tenant = Tenant(name, batch.sharing, UNLIMITED, may_debug=False)
         seed = _seed(batch.id, line.number)
-        with self._quiet.request() as meter:
+        with RequestMeter(self._quiet) as meter:
             try:
                 await endpoint(line.body, tenant, seed, answer, meter)
             except InvalidRequest as error:
-                meter.refuse()
+                meter.outcome = INVALID
                 await answer.refuse(error)
             return meter.request_id
 

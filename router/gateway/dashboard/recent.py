@@ -6,7 +6,7 @@ Times are seconds on the gateway's clock.
 A request is *good* if it finished within its bounds: time to first token, and time per token after
 it. A miss is charged to the stage that took longest of the time that was missed.
 
-The pace of running answers is measured once a second, without an event for each token. An answer
+The rate of running answers is measured once a second, without an event for each token. An answer
 *stalls* if no token has come for `STALL_S`. The stall ends at the first check that finds new
 tokens, so its length is known to about a second.
 """
@@ -19,11 +19,11 @@ import msgspec
 
 from engine.messages import RequestId
 from router.gateway.dashboard.records import (
+    UNBOUNDED,
     Bounds,
     EndedRequest,
     Hits,
     RunningAnswer,
-    RunningChoice,
     Sample,
     Stall,
     TimeSpread,
@@ -60,19 +60,16 @@ class RecentRequests:
         self._hung: set[RequestId] = set()  # running requests that were seen to hang
         self.requests: deque[EndedRequest] = deque(maxlen=MAX_REQUESTS)
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
-        self.running: dict[RequestId, RunningChoice] = {}  # in order of arrival
+        self.running: dict[RequestId, RunningAnswer] = {}  # in order of arrival
         self.hits = Hits()
         self.totals = Totals()
-        self._paces = Paces()
+        self._rates = AnswerRates()
+        self._stalls: dict[int, list[Stall]] = {}  # stalls of requests not shown yet, by number
         self._units: OrderedDict[int, None] = OrderedDict()
         self._sampled = Totals()
         self._sampled_tokens = 0
         self._num_requests = 0
         self._num_samples = 0
-
-    def begin(self, choice: RunningChoice) -> None:
-        """Adds a running answer, until `record` is called with it."""
-        self.running[choice.answer.request.request_id] = choice
 
     def hung(self, now_s: float) -> Counter[str]:
         """Counts the answers of each version that have had no token for far too long.
@@ -80,55 +77,63 @@ class RecentRequests:
         Such an answer counts as late when it ends, even if its client has left.
         """
         found: Counter[str] = Counter()
-        for request_id, choice in self.running.items():
-            request = choice.answer.request
+        for request_id, answer in self.running.items():
+            request = answer.request
             bound_s = bounds_of(request, self.bounds).ttft_s or DEFAULT_BOUND_S
-            silent_s = now_s - max(choice.answer.last_s, request.received_s)
+            silent_s = now_s - max(answer.last_s, request.received_s)
             if silent_s > HUNG_AFTER * bound_s and not request.is_background:
-                found[choice.version] += 1
+                found[answer.version] += 1
                 self._hung.add(request_id)
         return found
 
-    def record(self, choice: RunningChoice) -> None:
+    def record(self, answer: RunningAnswer) -> None:
         """Records an answer that has ended, or whose client has left."""
-        request, timeline = choice.answer.request, choice.answer.timeline
+        request, timeline = answer.request, answer.timeline
         self.running.pop(request.request_id, None)
         has_hung = request.request_id in self._hung
         self._hung.discard(request.request_id)
-        kept = self._record(choice)
-        self.requests.append(kept)
-        if not kept.is_background and kept.outcome != "cancelled":
-            self._count(kept, request)
-        if not kept.is_background and (kept.outcome != "cancelled" or has_hung):
-            self._tallies.record(
-                choice.version,
-                failed=kept.outcome == "failed",
-                late=has_hung or kept.outcome == "rejected" or kept.missed not in ("", FAILED),
-                num_tokens=kept.prompt_tokens + kept.answer_tokens,
-                now_s=kept.received_s + kept.e2e_s,
-            )
-        if timeline is not None:
+        bounds = bounds_of(request, self.bounds)
+        ended = self._ended(answer, bounds)
+        self.requests.append(ended)
+        if not ended.is_background:
+            if ended.outcome != "cancelled":
+                self._count(ended, bounds)
+            if ended.outcome != "cancelled" or has_hung:
+                self._tallies.record(
+                    ended.version,
+                    failed=ended.outcome == "failed",
+                    late=has_hung
+                    or ended.outcome == "rejected"
+                    or ended.missed not in ("", FAILED),
+                    num_tokens=ended.prompt_tokens + ended.answer_tokens,
+                    now_s=ended.received_s + ended.e2e_s,
+                )
+        if timeline is not None and request.leader is None:  # a prompt is counted once per group
             self._record_hits(request, timeline)
 
-    def _record(self, choice: RunningChoice) -> EndedRequest:
-        """Returns the record of an ended answer."""
-        answer = choice.answer
-        request, timeline = answer.request, answer.timeline
+    def _ended(self, answer: RunningAnswer, bounds: Bounds) -> EndedRequest:
+        """Returns the record of an ended answer, and keeps its stalls until it is shown."""
+        request, timeline, num_tokens = answer.request, answer.timeline, answer.num_tokens
         e2e_s = max(answer.last_s - request.received_s, 0.0)
+        ttft_s = timeline.ttft_s if timeline is not None and num_tokens else None
+        tpot_s = None
+        if ttft_s is not None and num_tokens > 1:
+            tpot_s = max(e2e_s - ttft_s, 0.0) / (num_tokens - 1)
         outcome, reason = _told(answer.outcome)
-        ttft_s, tpot_s = _times(answer, e2e_s)
         missed = ""
         if outcome in ("failed", "rejected"):
             missed = FAILED
-        elif outcome == "finished" and timeline is not None:
-            missed = missed_stage(timeline, ttft_s, tpot_s, bounds_of(request, self.bounds))
-        segments = segments_of(timeline, e2e_s, self._paces.end(request, ttft_s), is_over=True)
-        self._num_requests += 1
+        elif outcome == "finished" and timeline is not None and bounds != UNBOUNDED:
+            missed = missed_stage(timeline, ttft_s, tpot_s, bounds)
+        self._num_requests = number = self._num_requests + 1
+        self._stalls.pop(number - MAX_REQUESTS, None)
+        if stalls := self._rates.end(request, ttft_s):
+            self._stalls[number] = stalls
         return EndedRequest(
-            number=self._num_requests,
-            id=choice.shown_id,
+            number=number,
+            id=answer.shown_id,
             request_id=request.request_id,
-            version=choice.version,
+            version=answer.version,
             tenant=request.tenant,
             outcome=outcome,
             reason=reason,
@@ -137,20 +142,28 @@ class RecentRequests:
             ttft_s=ttft_s,
             tpot_s=tpot_s,
             prompt_tokens=len(request.token_ids),
-            answer_tokens=answer.num_tokens,
+            answer_tokens=num_tokens,
             is_background=request.is_background,
             missed=missed,
             timeline=timeline,
-            segments=segments,
-            spent=spent_of(segments),
         )
+
+    def shown(self, after: int = 0) -> list[EndedRequest]:
+        """Returns the ended requests with numbers above `after`, oldest first, with segments."""
+        found = [each for each in self.requests if each.number > after]
+        for each in found:
+            if each.segments is None:
+                stalls = self._stalls.pop(each.number, [])
+                each.segments = segments_of(each.timeline, each.e2e_s, stalls, is_over=True)
+                each.spent = spent_of(each.segments)
+        return found
 
     def sample(self, now_s: float, *, queue: int, in_flight: int, answer_tokens: int) -> Sample:
         """Ends a one-second sample. `answer_tokens` counts all tokens sent since the start."""
         totals, before = self.totals, self._sampled
         self._num_samples += 1
         missed = {name: n - before.missed.get(name, 0) for name, n in totals.missed.items()}
-        seen = self._paces.check(self.running, now_s)
+        seen = self._rates.check(self.running, now_s)
         sample = Sample(
             number=self._num_samples,
             at_s=now_s,
@@ -172,25 +185,23 @@ class RecentRequests:
         self._sampled_tokens = answer_tokens
         return sample
 
-    def _count(self, kept: EndedRequest, request: Request) -> None:
+    def _count(self, ended: EndedRequest, bounds: Bounds) -> None:
         totals = self.totals
         totals.ended += 1
-        totals.prompt_tokens += kept.prompt_tokens
-        totals.answer_tokens += kept.answer_tokens
-        if kept.missed:
-            totals.missed[kept.missed] = totals.missed.get(kept.missed, 0) + 1
-        elif bounds_of(request, self.bounds).is_set:
+        totals.prompt_tokens += ended.prompt_tokens
+        totals.answer_tokens += ended.answer_tokens
+        if ended.missed:
+            totals.missed[ended.missed] = totals.missed.get(ended.missed, 0) + 1
+        elif bounds != UNBOUNDED:
             totals.good += 1
         else:
             totals.unbounded += 1
 
     def stalls_of(self, request_id: RequestId) -> list[Stall]:
         """Returns the stalls of a running answer, in seconds since its request."""
-        return self._paces.stalls_of(request_id)
+        return self._rates.stalls_of(request_id)
 
     def _record_hits(self, request: Request, timeline: Timeline) -> None:
-        if request.leader is not None:  # the prompt is counted once per group
-            return
         hits, decision = self.hits, timeline.decision
         cached = timeline.num_cached_tokens
         pulled = 0 if decision is None else decision.pulled_of(cached)
@@ -242,16 +253,6 @@ def missed_stage(
     return ""
 
 
-def _times(answer: RunningAnswer, e2e_s: float) -> tuple[float | None, float | None]:
-    """Returns the time to the first token, and the time per further token."""
-    if answer.timeline is None or not answer.num_tokens:
-        return None, None
-    ttft_s = answer.timeline.ttft_s
-    if answer.num_tokens == 1:
-        return ttft_s, None
-    return ttft_s, max(e2e_s - ttft_s, 0.0) / (answer.num_tokens - 1)
-
-
 def _longest(timeline: Timeline, names: Sequence[str]) -> str:
     name = max(names, key=lambda each: getattr(timeline, each) or 0.0)
     return name.removesuffix("_s")
@@ -273,7 +274,7 @@ STALL_S = 1.5
 MAX_STALLS = 32  # number of latest stalls kept per answer
 
 
-class PaceSeen(NamedTuple):
+class RatesSeen(NamedTuple):
     """The result of one check of all running answers."""
 
     ttft: TimeSpread | None
@@ -307,19 +308,19 @@ class _Progress:
         return lasted_s / num_new if num_new else max(silent_s, lasted_s)
 
 
-class Paces:
+class AnswerRates:
     """The progress of running answers, and the times to first token since the last check."""
 
     def __init__(self) -> None:
         self._progress: dict[RequestId, _Progress] = {}
         self._ttfts_s: list[float] = []  # for answers that began and ended since the last check
 
-    def check(self, running: Mapping[RequestId, RunningChoice], now_s: float) -> PaceSeen:
+    def check(self, running: Mapping[RequestId, RunningAnswer], now_s: float) -> RatesSeen:
         """Checks all running answers. Batches are not counted."""
         ttfts_s, self._ttfts_s = self._ttfts_s, []
         tpots_s: list[float] = []
         waiting_s, num_stalled = 0.0, 0
-        for request_id, (_, _, answer) in running.items():
+        for request_id, answer in running.items():
             request = answer.request
             if not answer.num_tokens:
                 if not request.is_background:
@@ -331,11 +332,11 @@ class Paces:
                 if answer.timeline is not None and not request.is_background:
                     ttfts_s.append(answer.timeline.ttft_s)
                 continue
-            pace_s = known.check(answer, now_s)
+            rate_s = known.check(answer, now_s)
             num_stalled += known.is_stalled
             if not request.is_background:
-                tpots_s.append(pace_s)
-        return PaceSeen(spread_of(ttfts_s), spread_of(tpots_s), waiting_s, num_stalled)
+                tpots_s.append(rate_s)
+        return RatesSeen(spread_of(ttfts_s), spread_of(tpots_s), waiting_s, num_stalled)
 
     def stalls_of(self, request_id: RequestId) -> list[Stall]:
         """Returns the stalls of a running answer, in seconds since its request."""

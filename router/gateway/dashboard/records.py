@@ -8,7 +8,7 @@ Records have seconds on the gateway's clock, segments have seconds since the HTT
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -139,14 +139,15 @@ class Bounds(msgspec.Struct, frozen=True):
     ttft_s: float | None = None
     tpot_s: float | None = None
 
-    @property
-    def is_set(self) -> bool:
-        """True if any bound is set."""
-        return self.ttft_s is not None or self.tpot_s is not None
+
+UNBOUNDED = Bounds()
 
 
-class EndedRequest(msgspec.Struct, frozen=True):
-    """One ended answer. `missed` names the stage that broke a bound; empty if none did."""
+class EndedRequest(msgspec.Struct):
+    """One ended answer. `missed` names the stage that broke a bound; empty if none did.
+
+    `segments` and `spent` are computed when the answer is shown for the first time.
+    """
 
     number: int
     id: str  # the id that the client knows
@@ -164,13 +165,15 @@ class EndedRequest(msgspec.Struct, frozen=True):
     is_background: bool
     missed: str
     timeline: Timeline | None
-    segments: list[Segment] = []
+    segments: list[Segment] | None = None
     spent: Spent = Spent()
 
 
 class RunningAnswer(Protocol):
     """One answer, running or ended."""
 
+    shown_id: str  # the client's id of the request
+    version: str  # the version that answers it
     outcome: Outcome | None  # None: the answer runs, or its client has left
 
     @property
@@ -192,14 +195,6 @@ class RunningAnswer(Protocol):
     def last_s(self) -> float:
         """The time of the latest tokens; 0 before the first token."""
         ...
-
-
-class RunningChoice(NamedTuple):
-    """One answer, with the client's id of the request and the version that answers it."""
-
-    shown_id: str
-    version: str
-    answer: RunningAnswer
 
 
 class RunningRequest(msgspec.Struct, frozen=True):

@@ -121,7 +121,7 @@ class Dashboard:
             bounds=self._recent.bounds,
             queue=versions.queue_len(),
             queue_s=versions.queued_s(),
-            in_flight=versions.num_in_flight(),
+            in_flight=versions.num_running.total(),
             totals=self._recent.totals,
             hits=self._recent.hits,
             workers=cards_of(versions),
@@ -164,7 +164,7 @@ class Dashboard:
         self._recent.sample(
             self._clock.now_s(),
             queue=versions.queue_len(),
-            in_flight=versions.num_in_flight(),
+            in_flight=versions.num_running.total(),
             answer_tokens=self._metrics.num_generation_tokens,
         )
         if self.feed.num_subscribers:
@@ -194,14 +194,14 @@ class Dashboard:
             health=self._health(),
             queue=versions.queue_len(),
             queue_s=versions.queued_s(),
-            in_flight=versions.num_in_flight(),
+            in_flight=versions.num_running.total(),
             totals=recent.totals,
             hits=recent.hits,
             transfers=versions.transfers(),
             versions=served_of(versions),
             counts=counts_of(versions.counters(), [], None),
             running=running_of(recent, versions, self._clock.now_s()),
-            requests=list(recent.requests),
+            requests=recent.shown(),
             samples=list(recent.samples),
         )
 

@@ -20,7 +20,7 @@ from router.gateway.dashboard.records import (
     Bounds,
     EndedRequest,
     Hits,
-    RunningChoice,
+    RunningAnswer,
     RunningRequest,
     Sample,
     Stall,
@@ -198,7 +198,7 @@ def served_of(versions: Versions) -> list[ServedCard]:
             models=each.model_names,
             weight=each.weight,
             is_leaving=each.is_leaving,
-            num_requests=versions.num_requests(each.name),
+            num_requests=versions.num_running[each.name],
             max_len=each.max_len,
             fingerprint=each.port.fingerprint(),
             missing=each.port.readiness(),
@@ -213,27 +213,27 @@ def served_of(versions: Versions) -> list[ServedCard]:
 
 def running_of(recent: RecentRequests, versions: Versions, now_s: float) -> list[RunningRequest]:
     """Returns the oldest running requests, with their stages up to now."""
-    choices = dict(islice(recent.running.items(), MAX_RUNNING))
-    timelines = versions.timelines(choices)
+    answers = dict(islice(recent.running.items(), MAX_RUNNING))
+    timelines = versions.timelines(answers)
     return [
-        _running(choice, timelines.get(request_id), recent.stalls_of(request_id), now_s)
-        for request_id, choice in choices.items()
+        _running(answer, timelines.get(request_id), recent.stalls_of(request_id), now_s)
+        for request_id, answer in answers.items()
     ]
 
 
 def _running(
-    choice: RunningChoice, timeline: Timeline | None, stalls: Sequence[Stall], now_s: float
+    answer: RunningAnswer, timeline: Timeline | None, stalls: Sequence[Stall], now_s: float
 ) -> RunningRequest:
-    request = choice.answer.request
+    request = answer.request
     segments = segments_of(timeline, now_s - request.received_s, stalls, is_over=False)
     return RunningRequest(
-        id=choice.shown_id,
+        id=answer.shown_id,
         request_id=request.request_id,
-        version=choice.version,
+        version=answer.version,
         tenant=request.tenant,
         received_s=request.received_s,
         prompt_tokens=len(request.token_ids),
-        answer_tokens=choice.answer.num_tokens,
+        answer_tokens=answer.num_tokens,
         is_background=request.is_background,
         timeline=timeline,
         segments=segments,
@@ -303,9 +303,8 @@ def _newer(part: ProcessPart, known: ProcessPart | None) -> ProcessPart:
 
 def newer(recent: RecentRequests, seen: Seen) -> tuple[list[EndedRequest], list[Sample]]:
     """Returns the requests and samples that came after `seen`, oldest first."""
-    requests = [each for each in recent.requests if each.number > seen.requests]
     samples = [each for each in recent.samples if each.number > seen.samples]
-    return requests, samples
+    return recent.shown(seen.requests), samples
 
 
 def seen_all(recent: RecentRequests, news: ClusterNews | None) -> Seen:

@@ -39,7 +39,7 @@ from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference.answers import StreamedInference, WholeInference
 from router.gateway.inference.calls import INPUTS, OUTPUTS, AnswerForm, InferenceCall, read_call
 from router.gateway.inference.wire import check_wire, no_message
-from router.gateway.metrics.meters import RequestMeter
+from router.gateway.metrics.meters import INVALID, RequestMeter
 from router.gateway.requests.completion import CompletionBody
 from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.task_groups import LightTaskGroup
@@ -326,7 +326,7 @@ class InferenceService:
         begin_s, key, shown_id, is_over = self._parts.clock.now_s(), "", "", False
         seen: RequestMeter | None = None
         try:
-            with self._parts.metrics.request() as meter:
+            with RequestMeter(self._parts.metrics) as meter:
                 seen = meter
                 try:
                     tenant = identify(self._keys, _authorization(context), _client(context))
@@ -338,7 +338,7 @@ class InferenceService:
                     shown_id = api_call.shown_id
                     await self._answers.answer(api_call, replies.open, meter)
                 except InvalidRequest as error:
-                    meter.refuse()
+                    meter.outcome = INVALID
                     replies.refuse(error)
             is_over = True
         except grpc.aio.BaseError:  # the client left

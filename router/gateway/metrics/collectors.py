@@ -92,5 +92,5 @@ def version_families(versions: Versions) -> Iterator[Metric]:
         for outcome, number in (("failed", tally.failed), ("late", tally.late), ("other", other)):
             ended.add_metric([each.name, outcome], number)
         weights.add_metric(values, each.weight)
-        running.add_metric(values, versions.num_requests(each.name))
+        running.add_metric(values, versions.num_running[each.name])
     yield from (weights, running, ended)

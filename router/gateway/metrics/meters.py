@@ -42,7 +42,7 @@ from router.gateway.metrics.collectors import (
     version_families,
 )
 from router.gateway.metrics.families import CompleteFamilies, joined, labelled
-from router.gateway.metrics.histograms import (
+from router.gateway.metrics.series import (
     E2E_BUCKETS_S,
     ITL_BUCKETS_S,
     LENGTH_BUCKETS_TOKENS,
@@ -50,8 +50,9 @@ from router.gateway.metrics.histograms import (
     STAGE_BUCKETS_S,
     TTFT_BUCKETS_S,
     Histogram,
+    KeyUsage,
+    UsageOfKey,
 )
-from router.gateway.metrics.key_usage import KeyUsage, UsageOfKey
 from router.gateway.metrics.stores import store_families
 from router.gateway.metrics.vllm_names import vllm_families
 from router.gateway.metrics.workers import forecast_families, worker_families
@@ -66,11 +67,11 @@ from router.machine.requests import (
     Rejected,
     Timeline,
 )
-from router.policies.base import Decision
 from router.text.detokenizer import PlainTextState, TextState
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-OUTCOMES = ("finished", "rejected", "failed", "cancelled", "invalid")
+INVALID = "invalid"  # outcome of a request that was refused
+OUTCOMES = ("finished", "rejected", "failed", "cancelled", INVALID)
 OUTCOME_NAMES: dict[type[Outcome], str] = {
     Finished: "finished",
     Rejected: "rejected",
@@ -151,7 +152,7 @@ class GatewayMetrics:
         self.num_generation_tokens = 0
         self.num_batched_tokens = 0  # tokens that became text in C++
         self.num_in_flight = 0
-        self.on_arrival: Callable[[], None] = _do_nothing  # called when a request starts
+        self.on_arrival: Callable[[], None] | None = None  # called when a request starts
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self.num_by_finish = {reason.value: 0 for reason in FinishReason}
         self._answers: Counter[tuple[str, str, str]] = Counter()  # by method, path and status
@@ -179,19 +180,11 @@ class GatewayMetrics:
         """Adds a mapping of counts to the export, with its keys as the values of one label."""
         self.watch(lambda: [counter_of(name, text, label, counts)])
 
-    def request(self) -> "RequestMeter":
-        """Returns the meter of one request; the request counts as running while it is entered."""
-        return RequestMeter(self)
-
     def record_status(self, method: str, handler: str, status: int) -> None:
         """Counts the head of an HTTP answer. `handler` is a known path, or a word for others."""
         if method not in _METHODS:
             method = "other"
         self._answers[method, handler, f"{status // 100}xx"] += 1
-
-    def record_invalid(self) -> None:
-        """Counts a request that was refused because of its head."""
-        self.num_by_outcome["invalid"] += 1
 
     @contextmanager
     def detached(self, meter: "RequestMeter") -> Iterator[None]:
@@ -277,30 +270,26 @@ class GatewayMetrics:
         )
 
 
-UNKNOWN_KEY = UsageOfKey()  # for requests that were not accepted; never exported
-
-
-def _do_nothing() -> None:
-    """The default of `GatewayMetrics.on_arrival`."""
+_UNKNOWN_KEY = UsageOfKey()  # for requests that were not accepted; never exported
 
 
 class RequestMeter:
-    """Measures one HTTP request, which may have several choices.
+    """Measures one request, which may have several choices.
 
     It is entered at the request's head and left at its end. A request without a reported outcome
     counts as cancelled: its client has left.
     """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
+        self.metrics = metrics
         self.outcome = "cancelled"
-        self.is_detached = False
-        self._metrics = metrics
+        self.is_detached = False  # the request outlives its HTTP call: `GatewayMetrics.detached`
         self.labels = ("",)  # the version that serves the request
-        self._received_s = 0.0
+        self.received_s = 0.0
         self.prompt_tokens = 0
-        self._is_answered = False
-        self._usage = UNKNOWN_KEY
-        self.num_tokens = self._longest = 0  # tokens in its answers
+        self.is_answered = False  # a choice has had a token
+        self.usage = _UNKNOWN_KEY
+        self.num_tokens = self.longest = 0  # tokens in its answers
         self.request_id = ""  # known once its call is read
         self.shown_id = ""  # the id in the head of its response
         self.key = ""  # the name of its API key
@@ -308,17 +297,14 @@ class RequestMeter:
         self.num_sent_tokens = 0  # tokens in all its choices, known at its end
 
     def __enter__(self) -> Self:
-        self._metrics.num_in_flight += 1
-        self._metrics.on_arrival()
+        self.metrics.num_in_flight += 1
+        if self.metrics.on_arrival is not None:
+            self.metrics.on_arrival()
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self.is_detached:
-            self._metrics.count(self)
-
-    def identify(self, request_id: str, shown_id: str, key: str) -> None:
-        """Records both ids of the request, and the name of its key."""
-        self.request_id, self.shown_id, self.key = request_id, shown_id, key
+            self.metrics.count(self)
 
     def accept(self, received_s: float, prompt_tokens: int, version: str, *, key: str = "") -> None:
         """Records that the request is valid and goes to the router of a version.
@@ -326,14 +312,10 @@ class RequestMeter:
         `key` is the name of the request's API key.
         """
         self.labels = (version,)
-        self._usage = self._metrics.key_usage.of(key)
-        self._usage.num_requests += 1
-        self._received_s = received_s
+        self.usage = self.metrics.key_usage.of(key)
+        self.usage.num_requests += 1
+        self.received_s = received_s
         self.prompt_tokens = prompt_tokens
-
-    def detach(self) -> None:
-        """Records that the request outlives its HTTP call: see `GatewayMetrics.detached`."""
-        self.is_detached = True
 
     def end_trace(self) -> None:
         """Ends the trace of a traced request."""
@@ -346,113 +328,96 @@ class RequestMeter:
         }
         self.trace.end(self.outcome, attributes)
 
-    def refuse(self) -> None:
-        """Records that the request is invalid."""
-        self.outcome = "invalid"
-
-    def choice(self, prompt_len: int = 0) -> "ChoiceMeter":
-        """Returns the meter of one choice; its prompt has `prompt_len` tokens."""
-        return ChoiceMeter(self._metrics, self, prompt_len)
-
-    def first_tokens(self, now_s: float) -> None:
-        """Records the first token of a choice; the earliest one counts for the request."""
-        if not self._is_answered:
-            self._is_answered = True
-            self._metrics.num_prompt_tokens += self.prompt_tokens
-            self._usage.num_prompt_tokens += self.prompt_tokens
-            self._metrics.ttft.observe(now_s - self._received_s, self.labels)
-
     def end(self, outcome: Outcome, now_s: float) -> None:
         """Records the outcome of the request."""
         self.outcome = OUTCOME_NAMES[type(outcome)]
         if isinstance(outcome, Finished):
-            metrics = self._metrics
-            metrics.e2e.observe(now_s - self._received_s, self.labels)
+            metrics = self.metrics
+            metrics.e2e.observe(now_s - self.received_s, self.labels)
             metrics.prompt_lengths.observe(self.prompt_tokens)
             metrics.answer_lengths.observe(self.num_tokens)
-            metrics.longest_answers.observe(self._longest)
-
-    def end_choice(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Records the tokens of a choice that has ended."""
-        self.num_tokens += num_tokens
-        self._longest = max(self._longest, num_tokens)
-        self._usage.num_generation_tokens += num_tokens
-        self._usage.num_cached_tokens += num_cached_tokens
+            metrics.longest_answers.observe(self.longest)
 
 
 class ChoiceMeter:
     """Measures one choice. Inter-token gaps are gaps within one choice."""
 
-    def __init__(self, metrics: GatewayMetrics, request: RequestMeter, prompt_len: int) -> None:
-        self._metrics = metrics
+    def __init__(self, request: RequestMeter, prompt_len: int) -> None:
+        self._metrics = request.metrics
         self._request = request
         self._prompt_len = prompt_len
-        self.gaps = metrics.itl.series(request.labels)
+        self.gaps = request.metrics.itl.series(request.labels)
         self._first_s: float | None = None
         self._num_tokens = 0  # tokens, without those handled by C++ in batches
         self.state: TextState = PlainTextState()  # the choice's text
 
     def tokens(self, num_tokens: int, now_s: float) -> None:
-        """Records further tokens of the choice."""
-        if self._first_s is None:
-            self._first_s = now_s
-            self._request.first_tokens(now_s)
-        else:
+        """Records further tokens of the choice. The first of all choices counts for the request."""
+        metrics, request = self._metrics, self._request
+        if self._first_s is not None:
             self.gaps.observe(now_s - self.state.last_s)
+        else:
+            self._first_s = now_s
+            if not request.is_answered:
+                request.is_answered = True
+                metrics.num_prompt_tokens += request.prompt_tokens
+                request.usage.num_prompt_tokens += request.prompt_tokens
+                metrics.ttft.observe(now_s - request.received_s, request.labels)
         self.state.last_s = now_s
         self._num_tokens += num_tokens
-        self._metrics.num_generation_tokens += num_tokens
+        metrics.num_generation_tokens += num_tokens
 
     def end(self, outcome: Outcome, timeline: Timeline | None) -> None:
-        """Records the outcome of the choice and the times of its stages."""
-        self._count(outcome, timeline)
-        if timeline is not None:
-            if self._request.trace is not None:
-                self._request.trace.add_choice(timeline)
-            self._metrics.stages.observe_each(_STAGE_LABELS, _times_of(timeline))
-            if timeline.kv_transfer_s is not None:
-                self._metrics.kv_transfer.observe(timeline.kv_transfer_s)
-            if timeline.kv_exposed_s is not None:
-                self._metrics.kv_exposed.observe(timeline.kv_exposed_s)
-            if timeline.prefix_pull_s is not None and timeline.decision is not None:
-                medium = timeline.decision.pulled_medium or "worker"
-                self._metrics.prefix_pull.observe(timeline.prefix_pull_s, (medium,))
-        tpot_s = None
+        """Records the outcome of the choice, its tokens, and the times of its stages."""
+        metrics, request = self._metrics, self._request
         num_tokens = self._num_tokens + self.state.num_batched
-        if isinstance(outcome, Finished) and self._first_s is not None and num_tokens > 1:
-            tpot_s = (self.state.last_s - self._first_s) / (num_tokens - 1)
-            self._metrics.tpot.observe(tpot_s, self._request.labels)
-        if timeline is not None and timeline.decision is not None and self._first_s is not None:
-            self._compare(timeline, timeline.decision, tpot_s)
-
-    def _count(self, outcome: Outcome, timeline: Timeline | None) -> None:
-        """Counts tokens, the reason of the end, and the times of the choice."""
-        metrics, num_cached = self._metrics, 0
+        request.num_tokens += num_tokens
+        request.longest = max(request.longest, num_tokens)
+        request.usage.num_generation_tokens += num_tokens
+        tpot_s = None
         if isinstance(outcome, Finished):
             metrics.num_by_finish[outcome.reason] += 1
-        if timeline is not None and self._first_s is not None:
-            num_cached = timeline.num_cached_tokens
-            metrics.num_looked_up_tokens += self._prompt_len
-            metrics.num_cached_tokens += num_cached
-            decode_s = self.state.last_s - self._first_s
-            metrics.queue_time.observe(timeline.queue_s + timeline.prefill_queue_s)
-            metrics.decode_time.observe(decode_s)
-            metrics.inference_time.observe(timeline.prefill_compute_s + decode_s)
-        num_tokens = self._num_tokens + self.state.num_batched
-        self._request.end_choice(num_tokens, num_cached)
+            if self._first_s is not None and num_tokens > 1:
+                tpot_s = (self.state.last_s - self._first_s) / (num_tokens - 1)
+                metrics.tpot.observe(tpot_s, request.labels)
+        if timeline is None:
+            return
+        if request.trace is not None:
+            request.trace.add_choice(timeline)
+        metrics.stages.observe_each(_STAGE_LABELS, _times_of(timeline))
+        if timeline.kv_transfer_s is not None:
+            metrics.kv_transfer.observe(timeline.kv_transfer_s)
+        if timeline.kv_exposed_s is not None:
+            metrics.kv_exposed.observe(timeline.kv_exposed_s)
+        decision = timeline.decision
+        if timeline.prefix_pull_s is not None and decision is not None:
+            labels = (decision.pulled_medium or "worker",)
+            metrics.prefix_pull.observe(timeline.prefix_pull_s, labels)
+        if self._first_s is not None:
+            self._record_answered(timeline, self.state.last_s - self._first_s, tpot_s)
 
-    def _compare(self, timeline: Timeline, decision: Decision, tpot_s: float | None) -> None:
-        """Compares the predictions made at the placement with the measured times."""
-        metrics = self._metrics
+    def _record_answered(self, timeline: Timeline, decode_s: float, tpot_s: float | None) -> None:
+        """Records the cached tokens and times of a choice that had a token.
+
+        Compares them with the predictions that were made at the placement. The decision predicts
+        only the last of several attempts.
+        """
+        metrics, decision = self._metrics, timeline.decision
+        metrics.num_looked_up_tokens += self._prompt_len
+        metrics.num_cached_tokens += timeline.num_cached_tokens
+        self._request.usage.num_cached_tokens += timeline.num_cached_tokens
+        metrics.queue_time.observe(timeline.queue_s + timeline.prefill_queue_s)
+        metrics.decode_time.observe(decode_s)
+        metrics.inference_time.observe(timeline.prefill_compute_s + decode_s)
+        if decision is None or timeline.attempts > 1:
+            return
         ttft_s = timeline.prefill_queue_s + timeline.prefill_compute_s
-        if timeline.attempts > 1:
-            return  # several attempts: the decision predicts only the last
-        for name, predicted_s, true_s, histogram in (
-            ("ttft", decision.predicted_ttft_s, ttft_s, metrics.predicted_ttft),
-            ("tpot", decision.predicted_tpot_s, tpot_s, metrics.predicted_tpot),
+        for labels, predicted_s, true_s, histogram in (
+            (("ttft",), decision.predicted_ttft_s, ttft_s, metrics.predicted_ttft),
+            (("tpot",), decision.predicted_tpot_s, tpot_s, metrics.predicted_tpot),
         ):
             if predicted_s is None:
                 continue
             histogram.observe(predicted_s)
             if true_s is not None and predicted_s > 0:
-                metrics.prediction_ratio.observe(true_s / predicted_s, (name,))
+                metrics.prediction_ratio.observe(true_s / predicted_s, labels)

@@ -12,7 +12,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 
 from engine.clock import Clock
-from router.gateway.metrics.histograms import LAG_BUCKETS_S, Histogram
+from router.gateway.metrics.series import LAG_BUCKETS_S, Histogram
 
 LAG_EVERY_S = 0.25
 

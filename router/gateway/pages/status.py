@@ -92,7 +92,7 @@ class StatusPages:
     async def load(self, _: HttpRequest) -> Response:
         """GET /load: the requests of this process, called `server_load` as in vLLM."""
         versions = self._versions
-        load = (versions.num_in_flight(), versions.queue_len(), versions.queued_s())
+        load = (versions.num_running.total(), versions.queue_len(), versions.queued_s())
         return json_reply(200, ServerLoad(*load))
 
     async def metrics(self, _: HttpRequest) -> Response:

@@ -164,7 +164,7 @@ class BackgroundRuns:
             raise ApiError(message, code="overloaded", status=503)
         if call.timeout_s is None:
             call = msgspec.structs.replace(call, timeout_s=BACKGROUND_TIMEOUT_S)
-        meter.detach()
+        meter.is_detached = True
         self._runs[run.id] = run
         run.task = asyncio.create_task(self._go(call, run, meter))
         try:

@@ -24,6 +24,7 @@ from router.edge.limits import Book
 from router.gateway.app import app_of
 from router.gateway.background import BackgroundWork
 from router.gateway.metrics.families import encode_metrics
+from router.gateway.metrics.meters import ChoiceMeter, RequestMeter
 from router.gateway.metrics.pools import PoolBoard
 from router.gateway.metrics.process import ProcessMeter
 from router.gateway.metrics.siblings import Siblings
@@ -157,9 +158,9 @@ def full_page() -> str:
     )
     for counts in (keys.counters, edge.refusals, edge.tls_events, parts.grammars.counters):
         counts["reason"] = 1
-    with parts.metrics.request() as meter:
+    with RequestMeter(parts.metrics) as meter:
         meter.accept(0.0, 1, "v1", key="alice")
-        choice = meter.choice(1)
+        choice = ChoiceMeter(meter, 1)
         choice.tokens(2, 1.0)
         choice.tokens(2, 2.0)
         choice.end(STOP, TIMELINE)

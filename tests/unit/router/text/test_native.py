@@ -20,7 +20,7 @@ from engine.messages import (
     Tokens,
     encode_frame,
 )
-from router.gateway.metrics.histograms import Buckets
+from router.gateway.metrics.series import Buckets
 from router.text.detokenizer import AnswerText, ByteDetokenizer, PlainTextState
 from router.text.native.step import BatchedText, NativeVocabulary, TextSteps
 from router.text.native.structs import NativeText

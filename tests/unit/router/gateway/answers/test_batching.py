@@ -8,7 +8,7 @@ import pytest
 from engine.messages import Tokens, encode_frame
 from router.edge.exchange import NO_SOCKET
 from router.gateway.answers.batching import FastPath, TextBatch
-from router.gateway.metrics.histograms import Buckets
+from router.gateway.metrics.series import Buckets
 from router.text.native.step import BatchedText, NativeVocabulary
 from router.text.native.structs import NativeText
 

@@ -12,7 +12,7 @@ from router.gateway.dashboard.recent import (
     RecentRequests,
     missed_stage,
 )
-from router.gateway.dashboard.records import Bounds, RunningChoice
+from router.gateway.dashboard.records import Bounds
 from router.gateway.versions import Tallies
 from router.machine.requests import Cancelled, Failed, Finished, Rejected, Request, Timeline
 from router.policies.base import Decision
@@ -30,14 +30,15 @@ def ended(outcome=DONE, *, timeline=None, last_s=11.0, num_tokens=11, tokens=ran
     request = Request(
         RequestId("r"), tuple(tokens), Sampling(), Limits(300), received_s=10.0, **fields
     )
-    answer = SimpleNamespace(
+    return SimpleNamespace(
+        shown_id="shown",
+        version="v1",
         request=request,
         outcome=outcome,
         timeline=timeline or line(),
         last_s=last_s,
         num_tokens=num_tokens,
     )
-    return RunningChoice("shown", "v1", answer)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_times_follow_from_the_timeline_and_the_last_token():
 
 def test_an_answer_runs_until_its_end_is_noted():
     recent, over = RecentRequests(BOUNDS), ended()
-    recent.begin(over)
+    recent.running[over.request.request_id] = over
     assert [each.shown_id for each in recent.running.values()] == ["shown"]
     recent.record(over)
     assert not recent.running
@@ -125,7 +126,7 @@ def test_an_answer_runs_until_its_end_is_noted():
 def test_an_answer_without_a_token_for_many_bounds_hangs_and_counts_as_late():
     tallies = Tallies()
     recent, over = RecentRequests(BOUNDS, tallies), ended(None, last_s=12.0)
-    recent.begin(over)
+    recent.running[over.request.request_id] = over
     assert tallies.hung(12.0 + HUNG_AFTER * 1.0) == {}
     assert tallies.hung(12.1 + HUNG_AFTER * 1.0) == {"v1": 1}
     recent.record(over)  # its client leaves
@@ -142,7 +143,7 @@ def test_a_refused_request_counts_as_late_for_its_version():
 
 def test_without_a_bound_an_answer_may_be_silent_for_longer():
     recent = RecentRequests(Bounds())
-    recent.begin(ended(last_s=0.0))
+    recent.running[RequestId("r")] = ended(last_s=0.0)
     assert recent.hung(10.0 + HUNG_AFTER * DEFAULT_BOUND_S) == {}
     assert recent.hung(10.1 + HUNG_AFTER * DEFAULT_BOUND_S) == {"v1": 1}
 

@@ -1,6 +1,6 @@
 """Use of API keys: counted by name, with a bound."""
 
-from router.gateway.metrics.key_usage import OTHER, KeyUsage
+from router.gateway.metrics.series import OTHER, KeyUsage
 from tests.kits.router.gateway import LENGTH, FakeRouter, make_app, post, samples, tokens
 
 

@@ -2,7 +2,7 @@
 
 from engine.messages import LoadReport, Role, WorkerId
 from router.gateway.metrics.families import decode_metrics, encode_metrics
-from router.gateway.metrics.meters import GatewayMetrics
+from router.gateway.metrics.meters import ChoiceMeter, GatewayMetrics, RequestMeter
 from router.port import WorkerStatus
 from tests.kits.router.gateway import LENGTH, FakeRouter, tokens, versions_of
 
@@ -17,8 +17,8 @@ def counted(process: str | None, num_requests: int) -> GatewayMetrics:
     router.statuses[WorkerId("m0")] = WorkerStatus(Role.MIXED, load, 0, 0)
     metrics = GatewayMetrics(versions_of(router, model_names=("m",)), version="1", process=process)
     for _ in range(num_requests):
-        with metrics.request() as meter:
-            meter.choice().tokens(2, 1.0)
+        with RequestMeter(metrics) as meter:
+            ChoiceMeter(meter, 0).tokens(2, 1.0)
     return metrics
 
 

@@ -1,14 +1,16 @@
-"""Histograms that are cheap to observe, and the bounds of their buckets."""
+"""Series that are cheap to count: histograms with their bounds, and the usage of each API key.
+
+The name of a key is its label. The first `MAX_KEYS_SHOWN` used keys get their own series. All later
+keys share the series `other`, so a file of 10,000 keys cannot flood Prometheus. Requests without a
+key have an empty label, which Prometheus drops.
+"""
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from prometheus_client.core import (
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 # fmt: off
@@ -34,6 +36,10 @@ LENGTH_BUCKETS_TOKENS = (
 LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 # fmt: on
+
+
+MAX_KEYS_SHOWN = 200
+OTHER = "other"  # a key with this name shares the series
 
 
 class Buckets:
@@ -105,3 +111,52 @@ class Histogram:
             buckets = zip(bounds, accumulate(series.counts), strict=True)
             family.add_metric(labels, list(buckets), series.total[0])
         yield family
+
+
+class UsageOfKey:
+    """The counts of one key."""
+
+    __slots__ = ("num_cached_tokens", "num_generation_tokens", "num_prompt_tokens", "num_requests")
+
+    def __init__(self) -> None:
+        self.num_requests = 0  # valid requests
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0  # cached tokens in prompts
+        self.num_generation_tokens = 0
+
+
+class KeyUsage:
+    """The counts of all keys of one process."""
+
+    def __init__(self, max_shown: int = MAX_KEYS_SHOWN) -> None:
+        self._max_shown = max_shown
+        self._by_key: dict[str, UsageOfKey] = {}
+
+    def of(self, key: str) -> UsageOfKey:
+        """Returns the counts of a key, or the shared counts of all further keys."""
+        use = self._by_key.get(key)
+        if use is None:
+            if len(self._by_key) >= self._max_shown:
+                key = OTHER
+            use = self._by_key.setdefault(key, UsageOfKey())
+        return use
+
+    def families(self) -> Iterator[Metric]:
+        """Yields the counts of all keys."""
+        requests = CounterMetricFamily(
+            "baton_key_requests", "Valid requests of an API key", labels=["key"]
+        )
+        tokens = CounterMetricFamily(
+            "baton_key_tokens",
+            "Tokens of an API key, by kind: prompt or generation",
+            labels=["key", "kind"],
+        )
+        cached = CounterMetricFamily(
+            "baton_key_cached_tokens", "Tokens of prompts found in caches", labels=["key"]
+        )
+        for key, use in self._by_key.items():
+            requests.add_metric([key], use.num_requests)
+            tokens.add_metric([key, "prompt"], use.num_prompt_tokens)
+            tokens.add_metric([key, "generation"], use.num_generation_tokens)
+            cached.add_metric([key], use.num_cached_tokens)
+        yield from (requests, tokens, cached)
