@@ -1,20 +1,17 @@
 """The requests of one router, from submission to end, and the sinks of their answers.
 
-The machine's effects for a request in one turn of the loop go to its sink as bare tokens if
-possible, which is nearly always. All other effects are merged into one update per request.
+An update of the machine with only tokens goes to its sink as bare tokens, which is nearly always.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 
 from engine.messages import RequestId, SeqId
-from router.machine.events import Arrived, ClientGone, Deliver, End
-from router.machine.requests import Failed, Request, Update, joined
+from router.machine.events import Arrived, ClientGone
+from router.machine.requests import Failed, Request, Update
 from router.machine.state import RouterState
 from router.port import FrameTaker, Handle, Sink
-
-ForClient = Deliver | End
 
 
 class RouterClients:
@@ -79,21 +76,18 @@ class RouterClients:
         """Cancels all requests."""
         self.withdraw(list(self._clients))
 
-    def deliver(self, effects: Mapping[RequestId, Sequence[ForClient]], now_s: float) -> None:
-        """Passes the machine's effects to the sinks of their requests."""
-        for request_id, of_request in effects.items():
-            client = self._clients.get(request_id)
+    def deliver(self, updates: Iterable[Update], now_s: float) -> None:
+        """Passes the machine's updates to the sinks of their requests."""
+        for update in updates:
+            client = self._clients.get(update.request_id)
             if client is None:
                 continue
-            if type(of_request[-1]) is End:
-                del self._clients[request_id]
-            num_plain = _num_plain(of_request)
-            for each in of_request[:num_plain]:
-                assert type(each) is Deliver
-                client.tokens(each.token_ids, now_s)
-            if num_plain < len(of_request):
-                rest = of_request[num_plain:]
-                client.update(joined([_update_of(each) for each in rest]))
+            if update.outcome is not None:
+                del self._clients[update.request_id]
+            elif update.timeline is None and not (update.logprobs or update.embedding):
+                client.tokens(update.token_ids, now_s)
+                continue
+            client.update(update)
 
     def close_left(self) -> None:
         """Stops reading frames for sequences that ended before their requests."""
@@ -144,29 +138,3 @@ class _Client:
             self.sink.update(update)
         except Exception as error:
             self.sink.fail(error)
-
-
-def _num_plain(effects: Sequence[ForClient]) -> int:
-    """Returns how many of the first effects have only tokens.
-
-    The last tokens of a request belong to its end, as both are one update.
-    """
-    for place, effect in enumerate(effects):
-        if type(effect) is End:
-            return max(place - 1, 0)
-        if type(effect) is Deliver and not effect.is_plain:
-            return place
-    return len(effects)
-
-
-def _update_of(effect: ForClient) -> Update:
-    if type(effect) is End:
-        return Update(outcome=effect.outcome, timeline=effect.timeline)
-    assert type(effect) is Deliver
-    return Update(
-        token_ids=effect.token_ids,
-        timeline=effect.timeline,
-        logprobs=effect.logprobs,
-        prompt_logprobs=effect.prompt_logprobs,
-        embedding=effect.embedding,
-    )

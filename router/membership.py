@@ -244,6 +244,6 @@ def _state(flight: Flight) -> RequestState:
     attempt = flight.attempt
     if attempt is None:
         return RequestState.WAITING
-    if not attempt.prefilled:
+    if attempt.prefilled_s is None:
         return RequestState.PREFILLING
-    return RequestState.DECODING if attempt.kv_ready else RequestState.PULLING
+    return RequestState.DECODING if attempt.kv_ready_s is not None else RequestState.PULLING

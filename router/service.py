@@ -27,14 +27,14 @@ from engine.messages import (
     decode_to_gateway,
 )
 from engine.net.trust import Secret
-from router.clients import ForClient, RouterClients
+from router.clients import RouterClients
 from router.cluster.estimates import Estimates
 from router.cluster.learning import MovedKv
 from router.links import WorkerLinks
 from router.machine.events import FromWorker, RouterEffect, RouterEvent, SendTo, Stepped, Tick
 from router.machine.flight import running_timeline
 from router.machine.machine import RouterMachine
-from router.machine.requests import Failed, Request, Timeline
+from router.machine.requests import Failed, Request, Timeline, Update
 from router.port import Handle, Sink, WorkerStatus
 from router.recording.file import RecordingFile
 
@@ -260,26 +260,25 @@ class Router:
         return effects
 
     def _handle(self, *events: RouterEvent) -> None:
-        """Passes events to the machine and carries out its effects: one frame per worker, one
-        delivery per request.
+        """Passes events to the machine and carries out its effects, with one frame per worker.
 
-        Deliveries come last, as their receivers may cause further events.
+        Updates go to clients last, as their receivers may cause further events.
         """
         self._catch_up()
         now_s = self._clock.now_s()
         frames: dict[WorkerId, list[ToWorker]] = {}
-        deliveries: dict[RequestId, list[ForClient]] = {}
+        updates: list[Update] = []
         for event in events:
             for effect in self._effects(event, now_s):
                 if isinstance(effect, SendTo):
                     frames.setdefault(effect.worker_id, []).append(effect.message)
                 else:
-                    deliveries.setdefault(effect.request_id, []).append(effect)
+                    updates.append(effect)
         for worker_id, messages in frames.items():
             self._links.post(worker_id, messages)
         self._set_timer(self.machine.next_wake_s())
         self._links.release_removed()
-        self._clients.deliver(deliveries, now_s)
+        self._clients.deliver(updates, now_s)
         self._clients.close_left()
 
     def _set_timer(self, wake_s: float | None) -> None:

@@ -59,18 +59,15 @@ from engine.worker.events import Event, FromGateway
 from router.machine.events import (
     Arrived,
     BlocksChanged,
-    Deliver,
-    End,
     FromWorker,
     RouterEvent,
-    SendTo,
     Stepped,
     Tick,
     WorkerJoined,
 )
+from router.machine.flight import BALANCED
 from router.machine.machine import RouterMachine
-from router.machine.moves.reasons import BALANCED
-from router.machine.requests import Outcome, Request, Timeline
+from router.machine.requests import Outcome, Request, Timeline, Update
 from router.planning.planner import PlannerRules
 
 GATEWAY = GatewayId("gateway")
@@ -474,10 +471,10 @@ class _Cluster:
         tokens = cast("list[Tokens]", [one.message for one in told])
         effects = self._machine.handle(Stepped(worker_id, tokens), self._future.now_s)
         if len(effects) < len(told):  # some tokens belong to ended attempts
-            here = {effect.request_id for effect in effects if isinstance(effect, Deliver)}
+            here = {effect.request_id for effect in effects if isinstance(effect, Update)}
             told = [one for one in told if request_of(tokens_of(one).seq_id) in here]
         for effect, one in zip(effects, told, strict=True):
-            assert isinstance(effect, Deliver)
+            assert isinstance(effect, Update)
             self._records[effect.request_id].times_s.extend(one.times_s)
 
     def _take(self, event: RouterEvent, times_s: Sequence[float] = ()) -> None:
@@ -485,10 +482,15 @@ class _Cluster:
         effects = self._machine.handle(event, self._future.now_s)
         frames: dict[WorkerId, list[Event]] = {}
         for effect in effects:
-            if isinstance(effect, Deliver):  # most effects
-                assert len(effect.token_ids) == len(times_s)
-                self._records[effect.request_id].times_s.extend(times_s)
-            elif isinstance(effect, SendTo):
+            if isinstance(effect, Update):  # most effects
+                if effect.token_ids:
+                    assert len(effect.token_ids) == len(times_s)
+                    self._records[effect.request_id].times_s.extend(times_s)
+                if effect.outcome is not None:
+                    assert effect.timeline is not None
+                    self._prompts.close(effect.request_id)
+                    self._end(effect.request_id, effect.outcome, effect.timeline)
+            else:
                 events = frames.setdefault(effect.worker_id, [])
                 message = effect.message
                 if isinstance(message, _BEGINS) and self._setup.max_answer_tokens is not None:
@@ -496,9 +498,6 @@ class _Cluster:
                     message = _as_it_ends(message, asked)
                 if not isinstance(message, Hello):
                     events.append(FromGateway(GATEWAY, message))
-            elif isinstance(effect, End):
-                self._prompts.close(effect.request_id)
-                self._end(effect.request_id, effect.outcome, effect.timeline)
         for worker_id, events in frames.items():
             self._send(worker_id, events)
         num_stranded = self._machine.num_stranded

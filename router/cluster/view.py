@@ -310,8 +310,10 @@ class ClusterView:
     touched: set[WorkerId] = field(default_factory=set)
     capacity_tokens: int | None = None
     decode_totals: DecodeTotals = field(default_factory=DecodeTotals)
-    _prefillers: list[tuple[WorkerId, WorkerView]] = field(default_factory=list, repr=False)
-    _decoders: list[WorkerView] = field(default_factory=list, repr=False)
+    # Workers that prefill; if there are none, fluid decode workers.
+    prefillers: Sequence[tuple[WorkerId, WorkerView]] = ()
+    decoders: Sequence[WorkerView] = ()  # workers that decode
+    computing: WorkerView | None = None  # any worker that is not a store; all have one block size
 
     def __post_init__(self) -> None:
         self.measure()
@@ -337,40 +339,29 @@ class ClusterView:
         """
         workers = self.workers.items()
         found = [(i, w) for i, w in workers if w.info.role.prefills]
-        self._prefillers = found or [(i, w) for i, w in workers if w.info.is_fluid]
-        self._decoders = [w for _, w in workers if w.info.role.decodes]
+        self.prefillers = found or [(i, w) for i, w in workers if w.info.is_fluid]
+        self.computing = next((w for _, w in workers if not w.is_store), None)
+        self.decoders = [w for _, w in workers if w.info.role.decodes]
         self.decode_totals = self._summed()
         for _, worker in workers:
             decodes = worker.info.role.decodes
             worker.totals = self.decode_totals if decodes else DecodeTotals()
-        prompt_tokens = max((w.num_tokens for _, w in self._prefillers), default=0)
-        end_tokens = max((w.num_tokens for w in self._decoders), default=0)
+        prompt_tokens = max((w.num_tokens for _, w in self.prefillers), default=0)
+        end_tokens = max((w.num_tokens for w in self.decoders), default=0)
         if prompt_tokens and end_tokens:
             self.capacity_tokens = min(prompt_tokens, end_tokens)
 
     def _summed(self) -> DecodeTotals:
         return DecodeTotals(
-            sum(w.num_decodes for w in self._decoders),
-            sum(w.context_tokens + w.foreign.context_tokens for w in self._decoders),
+            sum(w.num_decodes for w in self.decoders),
+            sum(w.context_tokens + w.foreign.context_tokens for w in self.decoders),
         )
-
-    def any_computing(self) -> WorkerView | None:
-        """Returns a worker that is not a store; all have one block size. None if there is none."""
-        return next((w for w in self.workers.values() if w.info.role is not Role.STORE), None)
-
-    def prefillers(self) -> Sequence[tuple[WorkerId, WorkerView]]:
-        """Returns workers that prefill; if there are none, fluid decode workers."""
-        return self._prefillers
-
-    def decoders(self) -> Sequence[WorkerView]:
-        """Returns workers that decode."""
-        return self._decoders
 
     def missing(self) -> str | None:
         """Returns the role whose absence prevents serving; None if requests can be served."""
-        if not self.prefillers():
+        if not self.prefillers:
             return "no prefill worker"
-        if not self._decoders:
+        if not self.decoders:
             return "no decode worker"
         return None
 
@@ -382,7 +373,7 @@ class ClusterView:
     def validate(self) -> None:
         """Asserts that every sum is the sum of its parts."""
         assert self.decode_totals == self._summed()
-        assert self._decoders == [w for w in self.workers.values() if w.info.role.decodes]
+        assert self.decoders == [w for w in self.workers.values() if w.info.role.decodes]
         for worker in self.workers.values():
             prefills, decodes = worker.prefills.values(), worker.decodes.values()
             assert not (worker.is_store and (prefills or decodes)), "work for a store"

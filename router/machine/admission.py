@@ -109,7 +109,7 @@ class Admission:
             return None
         known = KnownPrefixes(self._state, flight)
         matched = known.matched_tokens()
-        sink = self._state.view.prefillers()[0]
+        sink = self._state.view.prefillers[0]
         compute_s = likely_bid(self._state, flight, known, sink, now_s).seconds
         if compute_s is None:
             return None
@@ -140,7 +140,7 @@ class Admission:
     def _prefill_wait_s(self, now_s: float) -> float | None:
         """Predicts the seconds until a prefill worker has time for a request that comes now."""
         state = self._state
-        workers = [worker for _, worker in state.view.prefillers()]
+        workers = [worker for _, worker in state.view.prefillers]
         if not workers:
             return None
         left_s = state.waiting.queued_s
@@ -154,7 +154,7 @@ class Admission:
     def _memory_wait_s(self, flight: Flight, now_s: float) -> float:
         """Predicts the seconds until decode workers have room for the queue and this request."""
         state = self._state
-        decoders, queue = self._state.view.decoders(), state.waiting.queue
+        decoders, queue = self._state.view.decoders, state.waiting.queue
         if not decoders:
             return 0.0
         block_size = decoders[0].info.layout.block_size
@@ -178,7 +178,7 @@ class Admission:
         state = self._state
         if state.waiting.queue:
             return False
-        decoders = self._state.view.decoders()
+        decoders = self._state.view.decoders
         if not decoders:
             return True
         everything = DecodeLoad(
@@ -192,7 +192,7 @@ class Admission:
     ) -> Rejected | None:
         """Returns the refusal if the request's tokens would take longer than its TPOT bound."""
         state = self._state
-        decoders = self._state.view.decoders()
+        decoders = self._state.view.decoders
         if not decoders:
             return None
         worker = decoders[0]
@@ -222,7 +222,7 @@ class Admission:
         need = Need(
             flight.length, flight.request.limits.max_len, flight.predicted_len(state.lengths)
         )
-        for _, worker in state.view.prefillers():
+        for _, worker in state.view.prefillers:
             pace_s = lent_tpot_s(worker, need, state.estimates)
             if pace_s is not None and pace_s <= bound_s:
                 return True

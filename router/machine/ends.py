@@ -4,11 +4,13 @@ When an attempt ends, its claims are returned and all its workers are told. Each
 ends as exactly one of Finished, Rejected, Failed, Cancelled.
 """
 
+from msgspec.structs import replace
+
 from engine.messages import Cancel
-from router.machine.events import End, RouterEffect, SendTo
+from router.machine.events import RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, timeline
 from router.machine.moves.stages import MoveStage
-from router.machine.requests import Failed, Finished, Outcome
+from router.machine.requests import Failed, Finished, Outcome, Update
 from router.machine.state import RouterState
 from router.policies.base import Placement, SharedPrompt
 
@@ -20,9 +22,15 @@ class Ends:
         self._state = state
 
     def end(
-        self, flight: Flight, outcome: Outcome, now_s: float, *, tell_workers: bool = True
+        self,
+        flight: Flight,
+        outcome: Outcome,
+        now_s: float,
+        *,
+        last: Update | None = None,
+        tell_workers: bool = True,
     ) -> list[RouterEffect]:
-        """Ends a request, and its attempts."""
+        """Ends a request, and its attempts. `last` has the last tokens."""
         state = self._state
         request_id = flight.request.request_id
         attempt = flight.attempt
@@ -30,7 +38,7 @@ class Ends:
             self.release_followers(flight, now_s)
         if attempt is None:
             state.waiting.drop(flight)
-        has_kv = attempt is not None and attempt.prefilled and attempt.kv_ready
+        has_kv = attempt is not None and attempt.is_decoding
         if attempt is not None and has_kv and (attempt.lease or not attempt.hands_over):
             # If the first token was the last, nothing was handed over. The last token of an answer
             # is never computed, so it has no KV.
@@ -41,7 +49,8 @@ class Ends:
         del state.flights[request_id]
         state.deadlines.remove(request_id)
         state.counters["ended", type(outcome).__name__.lower()] += 1
-        return [*effects, End(request_id, outcome, timeline(flight, now_s))]
+        final = last or Update(request_id=request_id)
+        return [*effects, replace(final, outcome=outcome, timeline=timeline(flight, now_s))]
 
     def retry(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
         """Ends the attempt, and puts the request at the head of the queue.
@@ -88,13 +97,10 @@ class Ends:
         self, flight: Flight, now_s: float, *, tell_workers: bool = True
     ) -> list[RouterEffect]:
         """Ends all attempts of a request, and releases their claims."""
-        attempts = flight.attempts
-        if attempts:
-            flight.attempt = flight.hedge = None
-            self._state.moves.remove(flight.request.request_id)
         effects: list[RouterEffect] = []
-        for attempt in attempts:
+        for attempt in flight.attempts:
             effects += self._end_one(flight, attempt, now_s, tell_workers=tell_workers)
+        flight.attempt = flight.hedge = None
         return effects
 
     def _end_one(
@@ -102,7 +108,11 @@ class Ends:
     ) -> list[RouterEffect]:
         del self._state.by_seq[attempt.seq_id]
         flight.leave(attempt, now_s)
-        effects = self.end_move(flight, attempt, tell_workers=tell_workers)
+        effects: list[RouterEffect] = []
+        if self._state.moves.stages:
+            if attempt is flight.attempt:
+                self._state.moves.remove(flight.request.request_id)
+            effects = self.end_move(flight, attempt, tell_workers=tell_workers)
         concerned = [attempt.prefill, attempt.decode]
         if attempt.holder is not None:
             concerned.append(attempt.holder)
@@ -142,21 +152,16 @@ class Ends:
 
     def release_followers(self, leader: Flight, now_s: float) -> None:
         """Queues the followers that were held back for a leader."""
-        leader.leads = False
-        leader.shared = self._shared_prompt(leader)
-        for request_id in reversed(self._state.waiting.held.release(leader.request.request_id)):
-            flight = self._state.flights[request_id]
+        leader.leads, leader.shared, attempt = False, None, leader.attempt
+        if attempt is not None and attempt.prefilled_s is not None:
+            worker = self._state.view.workers.get(attempt.prefill)
+            if worker is not None:
+                # A worker computes at least one token, to sample from its logits.
+                block_size = worker.info.layout.block_size
+                num_tokens = (leader.prompt_len - 1) // block_size * block_size
+                placement = Placement(attempt.prefill, attempt.decode)
+                leader.shared = SharedPrompt(placement, num_tokens)
+        for flight in leader.followers:
             flight.shared, flight.last_news_s = leader.shared, now_s
-            self._state.waiting.put_back(flight)
-
-    def _shared_prompt(self, leader: Flight) -> SharedPrompt | None:
-        attempt = leader.attempt
-        if attempt is None or not attempt.prefilled:
-            return None
-        worker = self._state.view.workers.get(attempt.prefill)
-        if worker is None:
-            return None
-        # A worker computes at least one token, to sample from its logits.
-        block_size = worker.info.layout.block_size
-        num_tokens = (len(leader.request.token_ids) - 1) // block_size * block_size
-        return SharedPrompt(Placement(attempt.prefill, attempt.decode), num_tokens)
+        if leader.followers:
+            self._state.waiting.release(leader)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.messages import Logprobs, RequestId, ToGateway, Tokens, ToWorker, Welcome, WorkerId
+from engine.messages import RequestId, ToGateway, Tokens, ToWorker, Welcome, WorkerId
 from engine.worker.block_events import BlockEvent
-from router.machine.requests import Outcome, Request, Timeline
+from router.machine.requests import Request, Update
 
 # ---------------------------------------------------------------- events
 
@@ -105,34 +105,4 @@ class SendTo(msgspec.Struct, frozen=True):
     message: ToWorker
 
 
-class Deliver(msgspec.Struct, frozen=True, gc=False):
-    """Give tokens to the client. The first two tokens come with the timeline, as stages end there.
-
-    One `Deliver` is made and recorded for each token, so it has no outcome. The shell merges one or
-    more `Deliver`s of a request and its `End` into an `Update`. An `Update` has no request id, as
-    its client follows one request. So these are two types.
-    """
-
-    request_id: RequestId
-    token_ids: tuple[int, ...]
-    timeline: Timeline | None = None
-    logprobs: tuple[Logprobs, ...] = ()  # one per token, if the client asked for them
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-    embedding: bytes = b""  # as in `engine.messages.PrefillDone`
-
-    @property
-    def is_plain(self) -> bool:
-        """True if it has tokens and no other content."""
-        scores = self.logprobs or self.prompt_logprobs or self.embedding
-        return self.timeline is None and not scores
-
-
-class End(msgspec.Struct, frozen=True):
-    """The request is over: no later effect belongs to it."""
-
-    request_id: RequestId
-    outcome: Outcome
-    timeline: Timeline
-
-
-RouterEffect = SendTo | Deliver | End
+RouterEffect = SendTo | Update

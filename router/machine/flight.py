@@ -3,6 +3,7 @@
 Plain records. `ends`, `placing` and `progress` decide what happens to them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,12 +12,21 @@ from engine.messages import LeaseRef, Limits, SeqId, WorkerId
 from engine.worker.blocks import BlockHash
 from router.cluster.learning import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
-from router.machine.moves.reasons import FREE
 from router.machine.requests import Request, Stay, Timeline
 from router.policies.base import Decision, SharedPrompt
 from router.prefixes.hashes import PrefixHashes
 
 MAX_STAYS = 16  # attempts of a request whose times are kept
+
+# Reasons of moves. `engine.messages.ROLE_CHANGED` is another reason to leave a worker.
+DRAINED = "drained"  # the sequence's worker has lost its role
+# Reasons of free moves: the sequence may also stay.
+BALANCED = "balanced"  # the target is faster
+LENT = "lent"  # the target is a prefill worker that has no prompts
+GIVEN_BACK = "given back"  # prompts wait for the prefill worker that decodes the sequence
+GATHERED = "gathered"  # like GIVEN_BACK, but to a prefill worker that decodes more
+FREE = (BALANCED, LENT, GIVEN_BACK, GATHERED)
+COUNTED_AS = {BALANCED: "balance", LENT: "lend", GIVEN_BACK: "give back", GATHERED: "gather"}
 
 
 class Stamps(msgspec.Struct):
@@ -68,7 +78,7 @@ class Attempt(msgspec.Struct):
     num_cached_tokens: int = 0  # number of the `base_len` tokens that were cached or pulled
     lease: LeaseRef | None = None
     prefilled_s: float | None = None  # time of the first token; of the start if it was moved
-    kv_ready_s: float | None = None
+    kv_ready_s: float | None = None  # time at which the decode worker had all KV
     decode_started_s: float | None = None
     kept_by: WorkerId | None = None  # the worker that keeps its KV; None: all its workers
     is_moved: bool = False  # continues an attempt that ran at another decode worker
@@ -79,19 +89,9 @@ class Attempt(msgspec.Struct):
     hedge_due_s: float | None = None  # time at which a second attempt is started
 
     @property
-    def prefilled(self) -> bool:
-        """True if its prompt is computed."""
-        return self.prefilled_s is not None
-
-    @property
-    def kv_ready(self) -> bool:
-        """True if the decode worker has all KV and pulls nothing more."""
-        return self.kv_ready_s is not None
-
-    @property
     def is_decoding(self) -> bool:
         """True if its first token and all its KV are at the decode worker."""
-        return self.prefilled and self.kv_ready
+        return self.prefilled_s is not None and self.kv_ready_s is not None
 
     @property
     def hands_over(self) -> bool:
@@ -100,16 +100,15 @@ class Attempt(msgspec.Struct):
 
     def stay(self, received_s: float, ended_s: float | None = None) -> Stay:
         """Returns the times of the attempt, in seconds since the HTTP request."""
-        return Stay(
-            self.prefill,
-            self.decode,
-            self.placed_s - received_s,
-            _since(self.started_s, received_s),
-            _since(self.prefilled_s, received_s),
-            _since(self.kv_ready_s, received_s),
-            _since(self.decode_started_s, received_s),
-            _since(ended_s, received_s),
+        times_s = (
+            self.started_s,
+            self.prefilled_s,
+            self.kv_ready_s,
+            self.decode_started_s,
+            ended_s,
         )
+        since_s = [None if at_s is None else at_s - received_s for at_s in times_s]
+        return Stay(self.prefill, self.decode, self.placed_s - received_s, *since_s)
 
     def validate(self, view: ClusterView) -> None:
         """Asserts that the attempt's workers are alive, and that its stages agree."""
@@ -120,7 +119,7 @@ class Attempt(msgspec.Struct):
             assert self.is_decoding
             assert self.move.decode in workers
             assert self.move.decode != self.decode
-        assert self.hedge_due_s is None or not self.prefilled
+        assert self.hedge_due_s is None or self.prefilled_s is None
         if self.holder is not None:
             assert self.holder in workers
             assert self.holder != self.prefill
@@ -129,7 +128,7 @@ class Attempt(msgspec.Struct):
             assert self.offer_due_s is None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """One accepted request. `attempt` is None while the request is queued or held back.
 
@@ -158,6 +157,8 @@ class Flight:
     back_off_until_s: float | None = None
     likely_reused: bool = False  # see `router.cluster.learning`
     leads: bool = True  # its followers are still held back
+    followers: list["Flight"] = field(default_factory=list)  # held back, in order of arrival
+    held_by: "Flight | None" = None  # the leader that holds this request back
     shared: SharedPrompt | None = None  # from its leader; its own once it no longer leads
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
@@ -172,11 +173,12 @@ class Flight:
     limits: Limits = field(init=False)  # limits of the request, with its effective TPOT bound
     hashes: PrefixHashes = field(init=False)
     prompt_len: int = field(init=False)
+    length: int = field(init=False)  # number of tokens of prompt and answer so far
     max_tokens: int = field(init=False)  # maximum length of the answer
     _prompt: list[int] | None = field(init=False, default=None)  # the list that messages carry
 
     def __post_init__(self) -> None:
-        self.prompt_len = len(self.request.token_ids)
+        self.prompt_len = self.length = len(self.request.token_ids)
         self.max_tokens = max(self.request.limits.max_len - self.prompt_len, 1)
         self.limits = self.request.limits
         self.hashes = self.request.hashes or PrefixHashes(salt=self.request.salt)
@@ -204,13 +206,6 @@ class Flight:
             del self.past[0]
         self.past.append(attempt.stay(self.request.received_s, now_s))
 
-    def attempt_of(self, seq_id: SeqId) -> Attempt | None:
-        """Returns the attempt with this id; None for a sequence that only holds a copy."""
-        for attempt in (self.attempt, self.hedge):
-            if attempt is not None and attempt.seq_id == seq_id:
-                return attempt
-        return None
-
     @property
     def token_ids(self) -> list[int]:
         """The journal: prompt and answer so far. Read only."""
@@ -220,10 +215,10 @@ class Flight:
             self._prompt = self.request.prompt()
         return self._prompt
 
-    @property
-    def length(self) -> int:
-        """Tokens in the journal."""
-        return self.prompt_len + len(self.tokens)
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens to the answer."""
+        self.tokens += token_ids
+        self.length += len(token_ids)
 
     def predicted_len(self, lengths: AnswerLengths) -> int:
         """Returns the predicted final length, prompt included; memory is reserved for it.
@@ -251,6 +246,7 @@ class Flight:
 
     def validate(self, view: ClusterView) -> None:
         """Asserts that attempts are consistent: two attempts use two workers and have no token."""
+        assert self.length == self.prompt_len + len(self.tokens)
         for attempt in self.attempts:
             attempt.validate(view)
         first, second = self.attempt, self.hedge
@@ -258,7 +254,8 @@ class Flight:
             return
         assert first is not None
         assert self.num_hedges == 1
-        assert not any(each.prefilled for each in (first, second))
+        assert first.prefilled_s is None
+        assert second.prefilled_s is None
         assert first.prefill != second.prefill
         assert first.hedge_due_s is None
         assert second.hedge_due_s is None
@@ -302,13 +299,14 @@ def timeline(flight: Flight, now_s: float, stamps: Stamps | None = None) -> Time
     stamps = stamps or flight.stamps
     placed_s = stamps.placed_s if stamps.placed_s is not None else now_s
     first_s = stamps.first_token_s if stamps.first_token_s is not None else max(placed_s, now_s)
-    started_s = _between(placed_s, stamps.prefill_started_s, first_s)
+    started_s = min(max(stamps.prefill_started_s or placed_s, placed_s), first_s)
     kv_wait_s = decode_queue_s = first_step_s = None
     if stamps.second_token_s is not None:
-        kv_ready_s = _between(first_s, stamps.kv_ready_s, stamps.second_token_s)
-        decode_s = _between(kv_ready_s, stamps.decode_started_s, stamps.second_token_s)
+        second_s = stamps.second_token_s
+        kv_ready_s = min(max(stamps.kv_ready_s or first_s, first_s), second_s)
+        decode_s = min(max(stamps.decode_started_s or kv_ready_s, kv_ready_s), second_s)
         kv_wait_s, decode_queue_s = kv_ready_s - first_s, decode_s - kv_ready_s
-        first_step_s = stamps.second_token_s - decode_s
+        first_step_s = second_s - decode_s
     return Timeline(
         route_s=stamps.arrived_s - flight.request.received_s,
         queue_s=placed_s - stamps.arrived_s,
@@ -330,17 +328,5 @@ def timeline(flight: Flight, now_s: float, stamps: Stamps | None = None) -> Time
         prefill_worker=flight.workers[0],
         decode_worker=flight.workers[1],
         decision=flight.decision,
-        stays=(
-            *flight.past,
-            *(each.stay(flight.request.received_s) for each in flight.attempts),
-        ),
+        stays=(*flight.past, *[each.stay(flight.request.received_s) for each in flight.attempts]),
     )
-
-
-def _since(at_s: float | None, start_s: float) -> float | None:
-    return None if at_s is None else at_s - start_s
-
-
-def _between(low_s: float, at_s: float | None, high_s: float) -> float:
-    """Returns `at_s` clamped to the two bounds; if it is None, the lower bound."""
-    return low_s if at_s is None else min(max(at_s, low_s), high_s)

@@ -14,45 +14,73 @@ bounded share of all placements: if all steps take longer than predicted, more w
 delay worse. A prompt without a prediction is not hedged.
 """
 
-from collections import Counter
+from msgspec.structs import replace
 
 from router.machine.ends import Ends
-from router.machine.events import RouterEffect
+from router.machine.events import RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight
 from router.machine.placing import Placing
+from router.machine.state import RouterState
+from router.policies.base import Decision
 
+HEDGE_SHARE = 0.05  # second attempts as a share of all placements, at most
+HEDGE_BURST = 8.0  # second attempts that can be saved up
 AGAIN_S = 1.0  # delay of the next try after one without room or credit
 
 
 class Hedging:
     """Starts second attempts, and cancels the attempt that does not finish first."""
 
-    def __init__(self, counters: Counter[tuple[str, str]], ends: Ends, placing: Placing) -> None:
-        self._counters = counters
+    def __init__(self, state: RouterState, ends: Ends, placing: Placing) -> None:
+        self._state = state
         self._ends = ends
         self._placing = placing
+        self._credit = HEDGE_BURST  # number of second attempts that may be started now
+        self._num_placed = 0  # number of placements that are part of the credit
 
     def examine(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Starts a second attempt if the first is overdue and a worker has room."""
         attempt = flight.attempt
         if attempt is None or attempt.hedge_due_s is None or attempt.hedge_due_s > now_s:
             return []
-        effect = self._placing.place_beside(flight, now_s)
+        effect = self._place_beside(flight, attempt, now_s)
         if effect is None:
             attempt.hedge_due_s = now_s + AGAIN_S
             return []
-        self._counters["hedge", "begun"] += 1
+        self._state.counters["hedge", "begun"] += 1
         return [effect]
+
+    def _place_beside(self, flight: Flight, first: Attempt, now_s: float) -> SendTo | None:
+        """Starts a second attempt on workers other than the one that prefills the first.
+
+        Returns None if no worker has room, or if the budget of second attempts is used up.
+        """
+        num_new = self._placing.num_placed - self._num_placed
+        self._credit = min(self._credit + HEDGE_SHARE * num_new, HEDGE_BURST)
+        self._num_placed += num_new
+        if self._credit < 1.0:
+            return None
+        need = replace(self._placing.need(flight, now_s), may_pull=False)
+        decision = self._placing.choose(flight, need, now_s, other_than=first.prefill)
+        if not isinstance(decision, Decision):
+            return None
+        self._credit -= 1.0
+        first.hedge_due_s = None
+        flight.num_hedges += 1
+        flight.hedge = self._placing.begin(flight, decision, need, now_s)
+        effect = self._placing.send_prefill(flight, flight.hedge, None, now_s)
+        self._state.deadlines.watch(flight)
+        return effect
 
     def settle(self, flight: Flight, winner: Attempt, now_s: float) -> list[RouterEffect]:
         """Ends the losing attempt: `winner` has produced the first token."""
-        if flight.hedge is None:
-            return []
-        assert flight.attempt is not None
-        hedge_won = winner is flight.hedge
-        return self._ends.drop(
-            flight,
-            flight.attempt if hedge_won else flight.hedge,
-            "won" if hedge_won else "lost",
-            now_s,
-        )
+        first, second = flight.attempt, flight.hedge
+        assert first is not None
+        assert second is not None
+        if winner is second:
+            return self._ends.drop(flight, first, "won", now_s)
+        return self._ends.drop(flight, second, "lost", now_s)
+
+    def validate(self) -> None:
+        """Asserts that the number of second attempts is within their share."""
+        assert 0.0 <= self._credit <= HEDGE_BURST

@@ -39,14 +39,12 @@ between API keys, `progress` handles the messages of workers, `ends` ends attemp
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from engine.config import RouterConfig
 from engine.errors import StepStuck
-from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, WorkerId
-from engine.worker.block_events import BlockEvent
+from engine.messages import Cancel, DecodeStarted, Tokens, WorkerId
 from router.cluster.estimates import Estimates
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.admission import Admission
@@ -56,8 +54,6 @@ from router.machine.events import (
     BlockEventsMissed,
     BlocksChanged,
     ClientGone,
-    Deliver,
-    End,
     FromWorker,
     RouterEffect,
     RouterEvent,
@@ -74,21 +70,19 @@ from router.machine.moves.stages import MoveStage
 from router.machine.placing import Placing
 from router.machine.progress import Progress
 from router.machine.rebalance import Rebalance
-from router.machine.requests import Cancelled, Failed, Forecast, Rejected
+from router.machine.requests import Cancelled, Failed, Forecast, Rejected, Update
 from router.machine.state import RouterState
 from router.native.index import PrefixIndex
 from router.planning.demand import Demand
-from router.policies.base import Policy
 from router.policies.candidates import longest_predicted_s, predicted_ready_s
 
 STUCK_FACTOR = 20.0  # even on the busiest machine no step takes this many times its prediction
 EARLY_FACTOR = 10.0  # times `stuck_step_s`, for steps that may compile something first
+NO_BOUNDS = (None, None, None)
 
 __all__ = [
     "Arrived",
     "ClientGone",
-    "Deliver",
-    "End",
     "FromWorker",
     "RouterEffect",
     "RouterEvent",
@@ -119,7 +113,7 @@ class RouterMachine:
         self._ends = Ends(self.state)
         self._placing = Placing(self.state, self._ends)
         self._moving = Moving(self.state, self._ends, self._placing)
-        self._hedging = Hedging(self.state.counters, self._ends, self._placing)
+        self._hedging = Hedging(self.state, self._ends, self._placing)
         self._progress = Progress(
             self.state, self._ends, self._placing, self._moving, self._hedging
         )
@@ -139,11 +133,6 @@ class RouterMachine:
         return self.state.workers.prefixes
 
     @property
-    def policy(self) -> Policy:
-        """The placement policy."""
-        return self.state.policy
-
-    @property
     def counters(self) -> Counter[tuple[str, str]]:
         """Counts of events since the start, by name and reason."""
         return self.state.counters
@@ -157,8 +146,6 @@ class RouterMachine:
     def num_stranded(self) -> int:
         """Number of running requests that must move, and wait for room or for their turn."""
         moves = self.state.moves
-        if not moves.any_begun:
-            return 0
         return len(moves.at(MoveStage.STRANDED)) + len(moves.at(MoveStage.WAITING))
 
     @property
@@ -179,33 +166,28 @@ class RouterMachine:
             effects = self._progress.on_message(event.worker_id, event.message, now_s)
         elif isinstance(event, Stepped):
             effects = self._progress.on_step(event.worker_id, event.tokens, now_s)
-        elif isinstance(event, BlocksChanged):
-            self._on_blocks_changed(event.worker_id, event.events)
         else:
-            effects = self._on_rare(event, now_s)
-        state = self.state
-        waits = state.waiting.queue.size > 0
-        if not waits and state.moves.any_begun:
-            waits = bool(self.num_stranded or state.moves.at(MoveStage.COPIED))
+            match event:
+                case BlocksChanged(worker_id, events):
+                    if num_ignored := self.state.workers.apply_events(worker_id, events):
+                        self.state.counters["block events", "unknown medium"] += num_ignored
+                case Arrived():
+                    effects = self._on_arrived(event, now_s)
+                case ClientGone(request_id):
+                    if (flight := self.state.flights.get(request_id)) is not None:
+                        effects = self._ends.end(flight, Cancelled(), now_s)
+                case WorkerJoined(info):
+                    self.state.workers.join(info)
+                case WorkerLost(worker_id, reason):
+                    effects = self._on_worker_lost(worker_id, reason, now_s)
+                case BlockEventsMissed(worker_id, reason):
+                    if self.state.workers.remove_events(worker_id):
+                        self.state.count("blocks unheard", reason)
+                case Tick():
+                    effects = self._on_tick(now_s)
+        waits = self.state.waiting.queue.size or self.state.moves.stages
         if waits and self._may_make_room(event):
             effects += self._go_on(now_s)
-        return effects
-
-    def _on_rare(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
-        effects: list[RouterEffect] = []
-        match event:
-            case Arrived():
-                effects = self._on_arrived(event, now_s)
-            case ClientGone(request_id):
-                effects = self._on_client_gone(request_id, now_s)
-            case WorkerJoined(info):
-                self.state.workers.join(info)
-            case WorkerLost(worker_id, reason):
-                effects = self._on_worker_lost(worker_id, reason, now_s)
-            case BlockEventsMissed(worker_id, reason):
-                self._on_block_events_missed(worker_id, reason)
-            case Tick():
-                effects = self._on_tick(now_s)
         return effects
 
     def _go_on(self, now_s: float) -> list[RouterEffect]:
@@ -214,13 +196,13 @@ class RouterMachine:
         to_leave = self.state.moves.at(MoveStage.COPIED)
         if self.num_stranded:  # running requests go before waiting ones
             effects += self._moving.move_all(now_s)
-        if self.state.waiting.queue:
+        if self.state.waiting.queue.size:
             effects += self._placing.place_all(now_s)
             effects += self._rebalance.give(now_s)
             if self._moving.lending.give_back(now_s):
                 effects += self._moving.copying.copy_next(now_s)
         if to_leave:
-            effects += self._moving.departures.hand_over_next()
+            effects += self._moving.copying.hand_over_next()
         return effects
 
     def _may_make_room(self, event: RouterEvent) -> bool:
@@ -245,7 +227,7 @@ class RouterMachine:
 
     def _may_prefill_locally(self, worker_id: WorkerId) -> bool:
         worker = self.state.view.workers.get(worker_id)
-        if worker is None or not self.policy.is_fluid:
+        if worker is None or not self.state.policy.is_fluid:
             return False
         return worker.info.is_fluid and worker.info.role.decodes
 
@@ -294,7 +276,7 @@ class RouterMachine:
     def validate(self) -> None:
         """Asserts the machine's invariants, reservations included."""
         self.state.validate()
-        self._placing.validate()
+        self._hedging.validate()
 
     # ------------------------------------------------------------ arrival and departure
 
@@ -305,22 +287,29 @@ class RouterMachine:
         if (bound_s := request.tpot_bound_s or state.config.slo_tpot_s) is not None:
             flight.limits = replace(request.limits, tpot_s=bound_s)
         assert request.request_id not in state.flights
-        if not request.is_background:
+        if self.demand.is_observed and not request.is_background:
             self.demand.arrived(flight, now_s)
-        effects = self._rebalance.make_place(flight, now_s)
-        refusal = self._admission.refusal(flight, now_s)
-        if refusal is not None:
-            return [*effects, End(request.request_id, refusal, timeline(flight, now_s))]
+        effects: list[RouterEffect] = []
+        is_full = state.waiting.num_requests >= state.config.max_queue
+        if is_full:
+            effects = self._rebalance.make_place(flight, now_s)
+        is_bounded = (
+            flight.limits.tpot_s,
+            request.deadline_s,
+            state.config.slo_ttft_s,
+        ) != NO_BOUNDS
+        if (is_full or is_bounded) and (refusal := self._admission.refusal(flight, now_s)):
+            stages = timeline(flight, now_s)
+            return [*effects, Update((), refusal, stages, request_id=request.request_id)]
         state.flights[request.request_id] = flight
         leader = None if request.leader is None else state.flights.get(request.leader)
         if leader is not None and leader.leads:
-            flight.leads = False
-            state.waiting.held.hold(request.request_id, leader.request.request_id)
+            state.waiting.hold(flight, leader)
             return effects
         flight.shared = None if leader is None else leader.shared
         placed: list[RouterEffect] = []
-        others_first = arrived.more_come or state.waiting.queue.size or self.num_stranded
-        if not others_first:  # no other request is before it in the queue
+        others_first = arrived.more_come or state.waiting.queue.size
+        if not (others_first or (state.moves.stages and self.num_stranded)):
             placed = self._placing.place_one(flight, now_s)
         if not placed:
             state.waiting.put(flight)
@@ -328,20 +317,7 @@ class RouterMachine:
         effects += placed
         return effects
 
-    def _on_client_gone(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
-        flight = self.state.flights.get(request_id)
-        return [] if flight is None else self._ends.end(flight, Cancelled(), now_s)
-
     # ------------------------------------------------------------ losses
-
-    def _on_blocks_changed(self, worker_id: WorkerId, events: Sequence[BlockEvent]) -> None:
-        num_ignored = self.state.workers.apply_events(worker_id, events)
-        if num_ignored:
-            self.state.counters["block events", "unknown medium"] += num_ignored
-
-    def _on_block_events_missed(self, worker_id: WorkerId, reason: str) -> None:
-        if self.state.workers.remove_events(worker_id):
-            self.state.count("blocks unheard", reason)
 
     def _on_worker_lost(self, worker_id: WorkerId, reason: str, now_s: float) -> list[RouterEffect]:
         state = self.state
@@ -349,7 +325,8 @@ class RouterMachine:
             return []
         state.counters["worker lost", reason] += 1
         effects: list[RouterEffect] = []
-        for flight in self._youngest_first():
+        # Requests are put back youngest first, so the oldest request comes first in the queue.
+        for flight in reversed(list(state.flights.values())):
             flight.kept_tokens.pop(worker_id, None)
             flight.preempted_s.pop(worker_id, None)
             hedge = flight.hedge
@@ -377,10 +354,6 @@ class RouterMachine:
         attempt.holder = None  # the prefill worker detects the loss itself
         return []
 
-    def _youngest_first(self) -> list[Flight]:
-        """Returns all requests, youngest first; put back in this order, the oldest comes first."""
-        return list(reversed(self.state.flights.values()))
-
     # ------------------------------------------------------------ deadlines
 
     def _on_tick(self, now_s: float) -> list[RouterEffect]:
@@ -388,9 +361,9 @@ class RouterMachine:
         state = self.state
         self._moving.balancing.on_tick(now_s)
         due = [state.flights[request_id] for request_id in state.deadlines.take_due(now_s)]
-        due.sort(key=lambda flight: flight.number)
+        due.sort(key=lambda flight: -flight.number)  # the oldest is put back last
         effects: list[RouterEffect] = []
-        for flight in reversed(due):  # see `_youngest_first`
+        for flight in due:
             effects += self._on_due(flight, now_s)
             if flight.request.request_id in state.flights:
                 state.deadlines.watch(flight)
@@ -401,7 +374,7 @@ class RouterMachine:
         if self.state.deadlines.deadline_s(flight) > now_s:
             effects = self._stop_waiting_for_offer(flight, now_s)
             effects += self._moving.copying.stop_waiting(flight, now_s)
-            self._moving.departures.stop_gathering(flight, now_s)
+            self._moving.copying.stop_gathering(flight, now_s)
             return effects + self._hedging.examine(flight, now_s)
         if flight.hedge is not None:
             effects = self._ends.drop(flight, flight.hedge, "no news in time", now_s)

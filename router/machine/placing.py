@@ -9,8 +9,6 @@ they are pulled. If a new request must wait, the store is told to read its prefi
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from msgspec.structs import replace
-
 from engine.messages import (
     MAX_HASHES,
     Generate,
@@ -44,12 +42,10 @@ from router.policies.pulling import Bid, Holders, bid
 from router.policies.sharing import with_leader
 
 HEDGE_LEAST_S = 1.0  # seconds; predictions on a busy machine are less exact than this
-HEDGE_SHARE = 0.05  # second attempts as a share of all placements, at most
-HEDGE_BURST = 8.0  # second attempts that can be saved up
 
 
 class Placing:
-    """Places waiting requests, and starts second attempts for placed requests."""
+    """Places waiting requests."""
 
     def __init__(self, state: RouterState, ends: Ends) -> None:
         self._state = state
@@ -58,7 +54,7 @@ class Placing:
         self.locally_s = 0.0  # predicted seconds of the prompts that decode workers prefill
         self._load = PromptLoad()
         self._explaining = Explaining(state, self.room_for)
-        self.hedge_credit = HEDGE_BURST  # number of second attempts that may be started now
+        self.num_placed = 0
 
     def place_all(self, now_s: float) -> list[RouterEffect]:
         """Places queued requests in order, as far as there is room."""
@@ -68,8 +64,8 @@ class Placing:
         effects: list[RouterEffect] = []
         while (head := state.waiting.queue.head()) is not None:
             flight = state.flights[head]
-            need = self.need(flight, now_s)
-            match self._choose(flight, need, now_s):
+            need, known = self.need(flight, now_s), KnownPrefixes(state, flight)
+            match self.choose(flight, need, now_s, known):
                 case Busy() as busy:
                     self.busy = busy
                     break
@@ -77,20 +73,20 @@ class Placing:
                     effects += self._ends.end(flight, Failed(reason), now_s)
                 case Decision() as decision:
                     state.waiting.take(flight)
-                    effects.append(self._place(flight, decision, need, now_s))
+                    effects.append(self._place(flight, decision, need, known, now_s))
         return effects
 
     def place_one(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Places a new request, or a queued request out of order, if there is room."""
         state = self._state
         state.view.remove_severed(now_s)
-        need = self.need(flight, now_s)
-        decision = self._choose(flight, need, now_s)
+        need, known = self.need(flight, now_s), KnownPrefixes(state, flight)
+        decision = self.choose(flight, need, now_s, known)
         if not isinstance(decision, Decision):
             return []
-        if flight.request.request_id in state.waiting.queue:
+        if state.waiting.queue.size and flight.request.request_id in state.waiting.queue:
             state.waiting.take(flight)
-        return [self._place(flight, decision, need, now_s)]
+        return [self._place(flight, decision, need, known, now_s)]
 
     def need(self, flight: Flight, now_s: float) -> Need:
         """Returns the need of the next attempt. Only a first attempt must stay close to its leader.
@@ -111,13 +107,18 @@ class Placing:
             may_pull=flight.prompt_logprobs is None,
         )
 
-    def _choose(
-        self, flight: Flight, need: Need, now_s: float, *, other_than: WorkerId | None = None
+    def choose(
+        self,
+        flight: Flight,
+        need: Need,
+        now_s: float,
+        known: "KnownPrefixes | None" = None,
+        *,
+        other_than: WorkerId | None = None,
     ) -> Decision | Busy | Impossible:
         """Chooses a placement without `other_than`. The policy chooses if the fleet cannot."""
-        known, fleet = KnownPrefixes(self._state, flight), self._state.workers.fleet
+        known, fleet = known or KnownPrefixes(self._state, flight), self._state.workers.fleet
         if fleet is not None:
-            queue = self.queue(flight, now_s)
             decision: Decision | Busy | None = None
             if need.shared is not None and isinstance(
                 room := self.room_for(need, now_s), Candidates
@@ -125,7 +126,8 @@ class Placing:
                 asked = self._asked(need, known, room, now_s)
                 decision = with_leader(asked, self._state.policy.name)
             if decision is None:
-                decision = fleet.choose(need, known.hashes(), now_s, queue, other_than=other_than)
+                queue = self.queue(flight, now_s)
+                decision = fleet.choose(need, known.hashes, now_s, queue, other_than=other_than)
             if decision is not None:
                 return decision
         found = self.room_for(need, now_s, other_than=other_than)
@@ -136,9 +138,9 @@ class Placing:
     def queue(self, flight: Flight, now_s: float) -> Queue:
         """Returns the other queued prompts and the recent prompt work, both per prefill worker."""
         state = self._state
-        num_workers = max(len(state.view.prefillers()), 1)
-        num, seconds = len(state.waiting.queue), state.waiting.queued_s
-        if flight.request.request_id in state.waiting.queue:
+        num_workers = max(len(state.view.prefillers), 1)
+        num, seconds = state.waiting.queue.size, state.waiting.queued_s
+        if num and flight.request.request_id in state.waiting.queue:
             num, seconds = num - 1, seconds - flight.waits_for_s
         return Queue(
             num / num_workers,
@@ -183,70 +185,50 @@ class Placing:
             wait_bound_s=bound_s if state.policy.binds_late else inf,
         )
 
-    def place_beside(self, flight: Flight, now_s: float) -> SendTo | None:
-        """Starts a second attempt on workers other than the one that prefills the first.
-
-        Returns None if no worker has room, or if the budget of second attempts is used up.
-        """
-        first = flight.attempt
-        assert first is not None
-        if self.hedge_credit < 1.0:
-            return None
-        need = replace(self.need(flight, now_s), may_pull=False)
-        decision = self._choose(flight, need, now_s, other_than=first.prefill)
-        if not isinstance(decision, Decision):
-            return None
-        self.hedge_credit -= 1.0
-        first.hedge_due_s = None
-        flight.num_hedges += 1
-        flight.hedge = self._begin(flight, decision, need, now_s)
-        effect = self.send_prefill(flight, flight.hedge, None, now_s)
-        self._state.deadlines.watch(flight)
-        return effect
-
     # ------------------------------------------------------------ one placement
 
-    def _place(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> SendTo:
-        state = self._state
-        known = KnownPrefixes(state, flight)
-        decision = self._explaining.explained(decision, need, known, now_s)
-        flight.attempt = attempt = self._begin(flight, decision, need, now_s)
+    def _place(
+        self, flight: Flight, decision: Decision, need: Need, known: "KnownPrefixes", now_s: float
+    ) -> SendTo:
+        state, is_alone = self._state, decision.num_candidates == 1
+        if not (is_alone and state.view.workers[decision.prefill_worker].info.role.prefills):
+            decision = self._explaining.explained(decision, need, known, now_s)
+        if not flight.num_ids:
+            flight.likely_reused = state.conversations.record(known.hashes)
+        flight.attempt = attempt = self.begin(flight, decision, need, now_s)
         flight.workers, flight.decision = (attempt.prefill, attempt.decode), attempt.decision
         flight.back_off_until_s = None
         state.counters["placed", decision.why] += 1
-        self.hedge_credit = min(self.hedge_credit + HEDGE_SHARE, HEDGE_BURST)
+        self.num_placed += 1
         flight.last_news_s = now_s
         if not flight.tokens:
             flight.stamps.placed_s = now_s
         factor = state.config.hedge_after
         if factor is not None and decision.predicted_ttft_s is not None and not flight.num_hedges:
             attempt.hedge_after_s = max(factor * decision.predicted_ttft_s, HEDGE_LEAST_S)
-        return self._ask_or_prefill(flight, attempt, decision, now_s)
+        if decision.pulled_from is None:
+            return self.send_prefill(flight, attempt, None, now_s)
+        return self._ask_for_offer(flight, attempt, decision.pulled_from, now_s)
 
-    def _begin(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> Attempt:
+    def begin(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> Attempt:
         """Returns a new attempt, with all its resources reserved."""
-        if not flight.num_ids:
-            hashes = KnownPrefixes(self._state, flight).hashes()
-            flight.likely_reused = self._state.conversations.record(hashes)
-        seq_id = flight.next_seq_id()
+        workers = self._state.view.workers
+        prefill, decode = workers[decision.prefill_worker], workers[decision.decode_worker]
         flight.num_attempts += 1
         attempt = Attempt(
-            seq_id,
+            flight.next_seq_id(),
             decision.prefill_worker,
             decision.decode_worker,
             need.num_tokens,
             need.end_len,
             now_s,
             decision=decision,
-            is_lent=self._is_lent(decision),
+            is_lent=decode.info.role is Role.PREFILL,
+            kept_by=decision.prefill_worker,
         )
-        self._state.by_seq[seq_id] = flight
-        attempt.kept_by = attempt.prefill
+        self._state.by_seq[attempt.seq_id] = flight
         if attempt.hands_over and need.decodes:  # else nothing is handed over
-            workers = self._state.view.workers
-            attempt.kept_by = keeper(
-                workers[attempt.prefill], workers[attempt.decode], decision, need.num_tokens
-            )
+            attempt.kept_by = keeper(prefill, decode, decision, need.num_tokens)
         self._claim(flight, attempt, decision, need, now_s)
         return attempt
 
@@ -256,10 +238,6 @@ class Placing:
         workers = [w for w in state.view.workers.values() if w.info.role.prefills]
         ready_s = (predicted_ready_s(worker, state.estimates, now_s) for worker in workers)
         return any(wait_s is not None and wait_s <= bound_s for wait_s in ready_s)
-
-    def _is_lent(self, decision: Decision) -> bool:
-        info = self._state.view.workers[decision.decode_worker].info
-        return info.role is Role.PREFILL
 
     def _claim(
         self, flight: Flight, attempt: Attempt, decision: Decision, need: Need, now_s: float
@@ -297,26 +275,23 @@ class Placing:
             max_tokens=flight.max_tokens,
         )
 
-    def _ask_or_prefill(
-        self, flight: Flight, attempt: Attempt, decision: Decision, now_s: float
+    def _ask_for_offer(
+        self, flight: Flight, attempt: Attempt, holder: WorkerId, now_s: float
     ) -> SendTo:
-        """Asks another worker for its prefix if it is to be pulled; otherwise sends the prompt."""
-        if decision.pulled_from is None:
-            return self.send_prefill(flight, attempt, None, now_s)
-        attempt.holder = decision.pulled_from
-        if self._state.view.workers[decision.pulled_from].prefills:
+        """Asks another worker to offer its prefix. The prompt is sent when the offer has come."""
+        attempt.holder = holder
+        if self._state.view.workers[holder].prefills:
             attempt.asked_s = now_s
         attempt.offer_due_s = now_s + self._state.config.offer_timeout_s
         self._state.deadlines.watch(flight)
         self._state.counters["prefix offer", "asked"] += 1
-        keepers = (None, decision.pulled_from)
         offer = OfferPrefix(
             attempt.seq_id,
             flight.token_ids,
             flight.request.salt,
-            evict_first=attempt.kept_by not in keepers,
+            evict_first=attempt.kept_by not in (None, holder),
         )
-        return SendTo(decision.pulled_from, offer)
+        return SendTo(holder, offer)
 
     def send_prefill(
         self, flight: Flight, attempt: Attempt, prefix: LeaseRef | None, now_s: float
@@ -352,7 +327,7 @@ class Placing:
         state = self._state
         flight = state.flights[request_id]
         known = KnownPrefixes(state, flight)
-        sinks = state.view.prefillers()
+        sinks = state.view.prefillers
         if not sinks:
             return []
         matched = known.matched_tokens()
@@ -365,7 +340,7 @@ class Placing:
             return []
         num_blocks = source.num_tokens // sink[1].info.layout.block_size
         state.counters["prefetch", "asked"] += 1
-        hashes = known.hashes()[: min(num_blocks, MAX_HASHES)]
+        hashes = known.hashes[: min(num_blocks, MAX_HASHES)]
         return [SendTo(source.worker_id, Prefetch([bytes(each) for each in hashes]))]
 
     def compute_all(
@@ -376,29 +351,18 @@ class Placing:
         attempt.holder = None
         return [self.send_prefill(flight, attempt, None, now_s)]
 
-    def validate(self) -> None:
-        """Asserts that the number of second attempts is within their share."""
-        assert 0.0 <= self.hedge_credit <= HEDGE_BURST
-
 
 class KnownPrefixes:
     """Workers that hold the beginning of one prompt. Implements `router.policies.base.Known`."""
 
     def __init__(self, state: RouterState, flight: Flight) -> None:
         self._state = state
-        self._flight = flight
         self._longest: Mapping[WorkerId, int] | None = None  # by index name; None: unknown
-
-    def hashes(self) -> Sequence[BlockHash]:
-        """Hashes of the full blocks; empty if only one worker could hold them."""
-        view, flight = self._state.view, self._flight
-        if len(view.workers) < 2 or flight.prompt_logprobs is not None:
-            return ()
-        worker = view.any_computing()
-        if worker is None:
-            return ()
-        # At least one token is computed, to sample from its logits.
-        return flight.leading_hashes(flight.length - 1, worker)
+        self.hashes: Sequence[BlockHash] = ()  # of full blocks; if several workers may hold them
+        worker = state.view.computing
+        if worker is not None and len(state.view.workers) > 1 and flight.prompt_logprobs is None:
+            # At least one token is computed, to sample from its logits.
+            self.hashes = flight.leading_hashes(flight.length - 1, worker)
 
     def matched_tokens(self) -> Mapping[WorkerId, int]:
         """Leading tokens in full blocks that each worker holds; one token is always left over."""
@@ -414,14 +378,11 @@ class KnownPrefixes:
 
     def _look_up(self) -> Mapping[WorkerId, int]:
         if self._longest is None:
-            hashes = self.hashes()
-            worker = self._state.view.any_computing() if hashes else None
-            if worker is None:
-                self._longest = {}
-                return self._longest
-            block_size = worker.info.layout.block_size
-            longest = self._state.workers.prefixes.longest(hashes)
-            self._longest = {i: n * block_size for i, n in longest.items()}
+            worker, self._longest = self._state.view.computing, {}
+            if self.hashes and worker is not None:
+                block_size = worker.info.layout.block_size
+                longest = self._state.workers.prefixes.longest(self.hashes)
+                self._longest = {i: n * block_size for i, n in longest.items()}
         return self._longest
 
 

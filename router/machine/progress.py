@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from engine.messages import (
     PREEMPTED,
     ROLE_CHANGED,
@@ -9,12 +11,12 @@ from engine.messages import (
     BlocksOffered,
     Decode,
     DecodeStarted,
+    FinishReason,
     FirstToken,
     GivenBack,
     HandedOver,
     KvReady,
     LoadReport,
-    Logprobs,
     PrefillDone,
     PrefillStarted,
     PrefixOffered,
@@ -27,22 +29,20 @@ from engine.messages import (
     WorkerId,
 )
 from engine.worker.block_events import LOWER_MEDIA
-from router.cluster.view import WorkerView
 from router.machine.ends import Ends
-from router.machine.events import Deliver, RouterEffect, SendTo
+from router.machine.events import RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, timeline
 from router.machine.hedging import Hedging
 from router.machine.moves.moving import Moving
 from router.machine.placing import Placing
-from router.machine.requests import UNFIT, Failed, Finished
+from router.machine.requests import UNFIT, Failed, Finished, Update
 from router.machine.state import SEVERED_S, RouterState
 
 FIRST_BACK_OFF_S = 1.0  # about the time between two load reports
 MAX_BACK_OFF_S = 8.0
 
 # Made once: a union would be made for each message.
-_NOT_OURS = (Welcome, Refused, StillStepping, BlocksOffered)
-_OWN_NEWS = (LoadReport, RoleChanged)
+_OF_NO_SEQUENCE = (LoadReport, RoleChanged, Welcome, Refused, StillStepping, BlocksOffered)
 
 
 class Progress:
@@ -62,16 +62,16 @@ class Progress:
     ) -> list[RouterEffect]:
         """Handles a worker's message."""
         state = self._state
-        if isinstance(message, _NOT_OURS):
-            return []  # `router.service` handles these messages; only stores ask for blocks
-        if isinstance(message, _OWN_NEWS):
-            return self._on_own_news(worker_id, message, now_s)
+        if isinstance(message, _OF_NO_SEQUENCE):
+            return self._on_own_report(worker_id, message, now_s)
         flight = state.by_seq.get(message.seq_id)
         if flight is None:
             return []  # the attempt is over
-        attempt = flight.attempt_of(message.seq_id)
-        if attempt is None:
-            return self._moving.copying.on_news(flight, message, now_s)
+        attempt = flight.attempt
+        if attempt is None or attempt.seq_id != message.seq_id:
+            attempt = flight.hedge
+            if attempt is None or attempt.seq_id != message.seq_id:
+                return self._moving.copying.on_news(flight, message, now_s)
         flight.last_news_s = now_s
         match message:
             case Tokens():
@@ -83,28 +83,28 @@ class Progress:
             case PrefillDone():
                 return self._on_prefill_done(flight, attempt, message, now_s)
             case KvReady():
-                self._on_kv_ready(flight, attempt, message, now_s)
-                self._release_if_computed(flight, attempt, now_s)
-                return self._moving.rule.examine(flight, now_s)
+                return self._on_kv_ready(flight, attempt, message, now_s)
             case DecodeStarted():
                 attempt.decode_started_s = now_s
                 if len(flight.tokens) == 1:
                     flight.stamps.decode_started_s = now_s
                 return []
             case HandedOver():
-                return self._moving.departures.on_handed_over(flight, attempt, message, now_s)
+                return self._moving.copying.on_handed_over(flight, attempt, message, now_s)
             case GivenBack():
                 return self._on_given_back(flight, attempt, worker_id, message, now_s)
 
-    def _on_own_news(
-        self, worker_id: WorkerId, message: LoadReport | RoleChanged, now_s: float
+    def _on_own_report(
+        self, worker_id: WorkerId, message: ToGateway, now_s: float
     ) -> list[RouterEffect]:
-        """Handles a worker's report of its load or role."""
+        """Handles a worker's report of its load or role. `router.links` handles other messages."""
         worker = self._state.view.workers.get(worker_id)
         if worker is None:
             return []
         if isinstance(message, RoleChanged):
             return self._moving.on_role_changed(worker, message, now_s)
+        if not isinstance(message, LoadReport):
+            return []
         worker.report(message, now_s)
         if worker.is_store:
             return []
@@ -142,7 +142,7 @@ class Progress:
             attempt.holder = None  # the pull of its prefix is over, and so is the lease
         worker = self._state.view.workers[attempt.prefill]
         worker.begin_prefill(attempt.seq_id, now_s)
-        effects = self._moving.on_prompt(worker, now_s)
+        effects = self._moving.on_prompt(worker, now_s) if worker.decodes else []
         if message.lease is None:
             attempt.kv_ready_s = now_s  # nothing has to be pulled
             return effects
@@ -185,11 +185,16 @@ class Progress:
     def _on_prefill_done(
         self, flight: Flight, attempt: Attempt, message: PrefillDone, now_s: float
     ) -> list[RouterEffect]:
-        effects = self._hedging.settle(flight, attempt, now_s)
+        effects: list[RouterEffect] = []
+        if flight.hedge is not None:
+            effects += self._hedging.settle(flight, attempt, now_s)
         attempt.prefilled_s, attempt.hedge_due_s = now_s, None
         self._state.deadlines.watch(flight)  # a prompt has a longer deadline than an answer
         worker = self._state.view.workers[attempt.prefill]
-        if attempt.started_s is not None and not _is_slowed(worker):
+        # Decoding on a fluid worker lengthens a prompt, so the prompt's time is not used. Prompts
+        # of mixed workers are always computed beside decoding.
+        is_slowed = worker.info.is_fluid and worker.num_decoding > 0
+        if attempt.started_s is not None and not is_slowed:
             self._state.estimates.observe_prefill(
                 worker,
                 attempt.base_len,
@@ -198,36 +203,39 @@ class Progress:
             )
         self._state.workers.credit(attempt.prefill, flight, attempt.base_len)
         worker.release_prefill(attempt.seq_id, now_s)
-        self._moving.balancing.on_computed(worker, now_s)
+        if worker.info.is_fluid:
+            self._moving.balancing.on_computed(worker, now_s)
         self._state.view.workers[attempt.decode].begin_decode(attempt.seq_id)
-        logprobs = () if message.logprobs is None else (message.logprobs,)
-        prompt_logprobs = tuple(message.prompt_logprobs)
-        effects.append(
-            self._deliver(
-                flight,
-                [message.token],
-                logprobs,
-                now_s,
-                prompt_logprobs=prompt_logprobs,
-                embedding=message.embedding,
-            )
+        update = Update(
+            (message.token,),
+            logprobs=() if message.logprobs is None else (message.logprobs,),
+            prompt_logprobs=tuple(message.prompt_logprobs),
+            embedding=message.embedding,
+            request_id=flight.request.request_id,
+        )
+        # A worker that computed the whole answer alone has finished and needs no message.
+        effects += self._deliver(
+            flight, update, message.finish, now_s, tell_workers=attempt.hands_over
         )
         if message.finish is not None:
-            # A worker that computed the whole answer alone has finished and needs no message.
-            outcome = Finished(message.finish)
-            return effects + self._ends.end(flight, outcome, now_s, tell_workers=attempt.hands_over)
-        self._release_if_computed(flight, attempt, now_s)
+            return effects
         if attempt.lease is not None:
             effects.append(SendTo(attempt.decode, FirstToken(attempt.seq_id, message.token)))
-        return effects + self._moving.rule.examine(flight, now_s)
+        return effects + self._begin_decode(flight, attempt, now_s)
 
-    def _release_if_computed(self, flight: Flight, attempt: Attempt, now_s: float) -> None:
-        if flight.leads and attempt.prefilled and attempt.kv_ready:
+    def _begin_decode(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
+        """Handles the start of decoding, if its first token and all its KV are there."""
+        if not attempt.is_decoding:
+            return []
+        if flight.leads:
             self._ends.release_followers(flight, now_s)
+        if self._state.view.workers[attempt.decode].info.role.decodes:
+            return []  # it may stay
+        return self._moving.rule.examine(flight, now_s)
 
     def _on_kv_ready(
         self, flight: Flight, attempt: Attempt, message: KvReady, now_s: float
-    ) -> None:
+    ) -> list[RouterEffect]:
         attempt.kv_ready_s = now_s
         if len(flight.tokens) <= 1:
             flight.stamps.kv_ready_s = now_s
@@ -239,6 +247,7 @@ class Progress:
         worker = self._state.view.workers[attempt.decode]
         self._state.observe_pull(attempt.prefill, worker, message, now_s)
         self._state.workers.credit(attempt.decode, flight, attempt.base_len)
+        return self._begin_decode(flight, attempt, now_s)
 
     # ------------------------------------------------------------ answers
 
@@ -277,9 +286,10 @@ class Progress:
             token_ids = tuple(message.token_ids)
             flight.last_news_s = now_s
             answer += token_ids
+            flight.length += len(token_ids)
             claim.context_tokens += len(token_ids)
             num_grown += len(token_ids)
-            effects.append(Deliver(flight.request.request_id, token_ids))
+            effects.append(Update(token_ids, request_id=flight.request.request_id))
         worker.grow_decodes(num_grown)
         return effects
 
@@ -288,36 +298,37 @@ class Progress:
     ) -> list[RouterEffect]:
         flight.num_drafted_tokens += message.num_drafted
         flight.num_accepted_tokens += message.num_accepted
-        logprobs = tuple(message.logprobs)
-        effects: list[RouterEffect] = [self._deliver(flight, message.token_ids, logprobs, now_s)]
-        if message.finish is not None:
-            # Both workers have finished the sequence and need no message.
-            outcome = Finished(message.finish)
-            effects += self._ends.end(flight, outcome, now_s, tell_workers=False)
-        return effects
+        update = Update(
+            tuple(message.token_ids),
+            logprobs=tuple(message.logprobs),
+            request_id=flight.request.request_id,
+        )
+        # If the answer is complete, both workers have finished it and need no message.
+        return self._deliver(flight, update, message.finish, now_s, tell_workers=False)
 
     def _deliver(
         self,
         flight: Flight,
-        tokens: list[int],
-        logprobs: tuple[Logprobs, ...],
+        update: Update,
+        finish: FinishReason | None,
         now_s: float,
         *,
-        prompt_logprobs: tuple[Logprobs, ...] = (),
-        embedding: bytes = b"",
-    ) -> Deliver:
+        tell_workers: bool,
+    ) -> list[RouterEffect]:
+        """Appends tokens to an answer, which may end with them."""
         num_before = len(flight.tokens)
-        flight.tokens += tokens
-        self._grow(flight, len(tokens))
-        shown = None
+        flight.append(update.token_ids)
+        self._grow(flight, len(update.token_ids))
+        if num_before == 0:
+            flight.stamps.first_token_s = now_s
+        if num_before < 2 <= len(flight.tokens):
+            flight.stamps.second_token_s = now_s
+        if finish is not None:
+            outcome = Finished(finish)
+            return self._ends.end(flight, outcome, now_s, last=update, tell_workers=tell_workers)
         if num_before < 2:
-            if num_before == 0:
-                flight.stamps.first_token_s = now_s
-            if len(flight.tokens) > 1:
-                flight.stamps.second_token_s = now_s
-            shown = timeline(flight, now_s)
-        request_id = flight.request.request_id
-        return Deliver(request_id, tuple(tokens), shown, logprobs, prompt_logprobs, embedding)
+            update = replace(update, timeline=timeline(flight, now_s))
+        return [update]
 
     def _grow(self, flight: Flight, num_tokens: int) -> None:
         """Grows the claim at the decode worker. An outgrown prediction is replaced by a new one."""
@@ -351,7 +362,7 @@ class Progress:
             return self._ends.drop(flight, attempt, message.reason, now_s)
         if self._is_of_a_role(attempt, worker_id, message.reason):
             return self._ends.excuse(flight, message.reason, now_s)
-        if worker_id == attempt.decode and attempt.hands_over and not attempt.kv_ready:
+        if worker_id == attempt.decode and attempt.hands_over and attempt.kv_ready_s is None:
             pair = attempt.prefill, attempt.decode
             self._state.view.severed[pair] = now_s + SEVERED_S
         if message.reason == PREEMPTED and flight.length > attempt.base_len:
@@ -378,11 +389,3 @@ def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:
     back_off_s = FIRST_BACK_OFF_S * 2**flight.num_preemptions
     flight.back_off_until_s = now_s + min(back_off_s, MAX_BACK_OFF_S)
     flight.num_preemptions += 1
-
-
-def _is_slowed(worker: WorkerView) -> bool:
-    """True if decoding on this worker lengthened the time of a prompt, so it is not measured.
-
-    Prompts of mixed workers are measured, as all of them are computed beside decoding.
-    """
-    return worker.info.is_fluid and worker.num_decoding > 0

@@ -24,14 +24,13 @@ Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from engine.messages import RequestId
 from router.cluster.estimates import Estimates
 from router.cluster.learning import AnswerLengths
-from router.machine.deadlines import Deadlines
 from router.machine.flight import Flight
 
 # Quantum of a tenant's turn, in tokens of prompts and predicted answers. With a larger quantum, a
@@ -224,47 +223,6 @@ class FairQueue:
         assert seen == self._homes
 
 
-class HeldBack:
-    """Followers that wait for their leader, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._leaders: dict[RequestId, RequestId] = {}
-        self._followers: dict[RequestId, list[RequestId]] = {}
-
-    def __len__(self) -> int:
-        return len(self._leaders)
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._leaders
-
-    def hold(self, request_id: RequestId, leader: RequestId) -> None:
-        """Holds a follower back."""
-        self._leaders[request_id] = leader
-        self._followers.setdefault(leader, []).append(request_id)
-
-    def discard(self, request_id: RequestId) -> None:
-        """Removes a follower, if it is held back."""
-        leader = self._leaders.pop(request_id, None)
-        if leader is None:
-            return
-        self._followers[leader].remove(request_id)
-        if not self._followers[leader]:
-            del self._followers[leader]
-
-    def release(self, leader: RequestId) -> list[RequestId]:
-        """Removes and returns the followers of a leader."""
-        followers = self._followers.pop(leader, [])
-        for request_id in followers:
-            del self._leaders[request_id]
-        return followers
-
-    def validate(self) -> None:
-        """Asserts that both tables agree."""
-        pairs = {(f, leader) for leader, fs in self._followers.items() for f in fs}
-        assert pairs == set(self._leaders.items())
-        assert all(self._followers.values())
-
-
 class Waiting:
     """All requests that wait for a worker: queued, or held back for their leader."""
 
@@ -272,17 +230,20 @@ class Waiting:
         self,
         estimates: Estimates,
         lengths: AnswerLengths,
-        deadlines: Deadlines,
+        watch: Callable[[Flight], None],
         *,
         patience: float = 0.0,
     ) -> None:
-        """`patience`: seconds of waiting that weigh as much as one second of work in a rank."""
+        """`watch` records the deadline of a request.
+
+        `patience`: seconds of waiting that weigh as much as one second of work in a rank.
+        """
         self.queue = FairQueue(QUANTUM_TOKENS)
-        self.held = HeldBack()
+        self.num_held = 0  # followers that wait for their leaders
         self.queued_s = 0.0  # predicted seconds to compute the prompts in the queue
         self._estimates = estimates
         self._lengths = lengths
-        self._deadlines = deadlines
+        self._watch = watch
         self._patience = patience
         self._asks: dict[RequestId, tuple[float, float]] = {}  # arrival, and seconds of work
         self._unit_s = 0.0  # predicted time of UNIT_TOKENS when the ranks were computed
@@ -290,7 +251,7 @@ class Waiting:
     @property
     def num_requests(self) -> int:
         """The number of requests that wait for a worker."""
-        return len(self.queue) + len(self.held)
+        return self.queue.size + self.num_held
 
     def put(self, flight: Flight) -> None:
         """Queues a new request, with the rank of a request without cached blocks."""
@@ -330,6 +291,21 @@ class Waiting:
         self._asks[flight.request.request_id] = flight.stamps.arrived_s, compute_s
         return flight.stamps.arrived_s + self._patience * compute_s
 
+    def hold(self, flight: Flight, leader: Flight) -> None:
+        """Holds a follower back, until its leader's prompt is computed."""
+        flight.leads = False
+        flight.held_by = leader
+        leader.followers.append(flight)
+        self.num_held += 1
+
+    def release(self, leader: Flight) -> None:
+        """Queues the followers of a leader, the first of them at the head."""
+        followers, leader.followers = leader.followers, []
+        self.num_held -= len(followers)
+        for flight in reversed(followers):
+            flight.held_by = None
+            self.put_back(flight)
+
     def put_back(self, flight: Flight) -> None:
         """Queues a returned request before all others."""
         self._begin(flight)
@@ -343,8 +319,11 @@ class Waiting:
     def drop(self, flight: Flight) -> None:
         """Removes an ended request, if it waits."""
         request_id = flight.request.request_id
-        self.held.discard(request_id)
-        if request_id in self.queue:
+        if flight.held_by is not None:
+            flight.held_by.followers.remove(flight)
+            flight.held_by = None
+            self.num_held -= 1
+        elif request_id in self.queue:
             self.queue.discard(request_id)
             self._end(flight)
 
@@ -352,7 +331,7 @@ class Waiting:
         """Starts the wait. The cached part of the prompt is unknown until it is looked up."""
         flight.waits_for_s = self._estimates.any_prefill_s(flight.length) or 0.0
         self.queued_s += flight.waits_for_s
-        self._deadlines.watch(flight)
+        self._watch(flight)
 
     def _end(self, flight: Flight) -> None:
         self._asks.pop(flight.request.request_id, None)
@@ -361,15 +340,16 @@ class Waiting:
     def validate(self, flights: Mapping[RequestId, Flight]) -> None:
         """Asserts that each request without an attempt waits in one place."""
         self.queue.validate()
-        self.held.validate()
         waiting = {i for i, flight in flights.items() if flight.attempt is None}
-        held = {i for i in waiting if i in self.held}
+        held = {i for i in waiting if flights[i].held_by is not None}
         assert self._asks.keys() <= waiting
-        assert len(self.held) == len(held)
+        assert self.num_held == len(held)
         assert waiting - held == set(self.queue)
         assert abs(self.queued_s - sum(flights[i].waits_for_s for i in self.queue)) < 1e-6
-        for request_id in held:
-            leader = flights[request_id].request.leader
+        for flight in (flights[request_id] for request_id in held):
+            leader = flight.held_by
             assert leader is not None
-            assert leader not in self.held
-            assert flights[leader].leads, "held back without a leader"
+            assert flight.request.leader == leader.request.request_id
+            assert flight in leader.followers
+            assert leader.held_by is None
+            assert leader.leads, "held back without a leader"

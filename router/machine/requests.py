@@ -168,11 +168,10 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):
-    """The part of an answer that reaches the client at once. The last update has an `outcome`.
+    """The part of an answer that one event produced, and the machine's effect for the client.
 
-    The router merges the effects of one turn of the event loop. A sink merges the updates that a
-    slow client has not read yet. So an update may have tokens of several steps and the outcome. An
-    effect (`router.machine.events`) has the result of one event for one request.
+    The last update of a request has an `outcome`. A sink merges the updates that a slow client has
+    not read yet, so an update may have tokens of several steps.
 
     The timeline comes with the first two tokens and with the outcome; the latest is the most
     complete. Requested log-probabilities come with the tokens of the answer. Those of the prompt,
@@ -185,6 +184,7 @@ class Update(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
     embedding: bytes = b""  # comes with the first token, from an embedding model
+    request_id: RequestId = RequestId("")  # not set in merged updates
 
     def parts(self, num_tokens: int) -> "Iterator[Update]":
         """Yields the update in parts of at most `num_tokens` tokens."""

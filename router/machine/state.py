@@ -15,6 +15,8 @@ index a store has one name for each medium (`router.cluster.media`).
 import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from engine.config import RouterConfig
 from engine.messages import KvReady, RequestId, RoleChanged, SeqId, Welcome, WorkerId
@@ -23,7 +25,6 @@ from router.cluster.estimates import Estimates
 from router.cluster.learning import AnswerLengths, Conversations, PairTransfers
 from router.cluster.media import name_on
 from router.cluster.view import ClusterView, WorkerView
-from router.machine.deadlines import Deadlines
 from router.machine.flight import Attempt, Flight
 from router.machine.moves.stages import Moves
 from router.machine.queue import Waiting
@@ -35,6 +36,9 @@ from router.policies.slo import Slo
 from router.prefixes.news import apply_events
 
 SEVERED_S = 10.0  # after a failed pull, two workers are kept apart for this long
+# The heap is rebuilt when it has more than this many entries per request, plus `LEAST_STALE`.
+MAX_STALE = 4
+LEAST_STALE = 64
 
 
 class RouterState:
@@ -69,7 +73,7 @@ class RouterState:
         self.num_left_seqs = 0  # sequences of attempts that ended before their requests
         self.deadlines = Deadlines(config)
         patience = config.queue_patience
-        self.waiting = Waiting(estimates, self.lengths, self.deadlines, patience=patience)
+        self.waiting = Waiting(estimates, self.lengths, self.deadlines.watch, patience=patience)
         self.moves = Moves()
         self.counters: Counter[tuple[str, str]] = Counter()
         self.transfers = PairTransfers()
@@ -107,7 +111,7 @@ class RouterState:
         self.workers.validate()
         self.workers.validate_claims(attempts, self.by_seq)
         self.waiting.validate(self.flights)
-        self.deadlines.validate(self.flights, self.waiting.held)
+        self.deadlines.validate(self.flights)
         self.moves.validate(self.flights, self.view)
         for flight in self.flights.values():
             flight.validate(self.view)
@@ -239,7 +243,7 @@ class Workers:
         """Asserts that claims on workers and attempts or moves match one to one."""
         for worker_id, worker in self.view.workers.items():
             prefills = {
-                i for i, a in attempts.items() if a.prefill == worker_id and not a.prefilled
+                i for i, a in attempts.items() if a.prefill == worker_id and a.prefilled_s is None
             }
             decodes = {i for i, a in attempts.items() if a.decode == worker_id}
             moves = [a.move for a in attempts.values() if a.move is not None]
@@ -252,3 +256,86 @@ class Workers:
                 length = by_seq[seq_id].length
                 assert claim.context_tokens == length
                 assert claim.blocks >= worker.info.layout.num_blocks_for(length)
+
+
+class Deadlines:
+    """The next deadline of all requests, found at once.
+
+    Each message about a request moves its deadline to a later time, but the heap is not updated.
+    The time in the heap is a lower bound: no deadline of the request is due before it. When that
+    time comes, the true deadline is computed and pushed. So a request costs one heap entry at each
+    stage of its life, and one more for each full timeout that passes.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._noted: dict[RequestId, float] = {}
+        self._heap: list[tuple[float, RequestId]] = []  # may hold outdated entries
+
+    def record(self, request_id: RequestId, due_s: float) -> None:
+        """Sets the lower bound of a request's deadline; replaces an earlier bound."""
+        if self._noted.get(request_id) != due_s:
+            self._noted[request_id] = due_s
+            heappush(self._heap, (due_s, request_id))
+            if len(self._heap) > MAX_STALE * len(self._noted) + LEAST_STALE:
+                self._heap = [(at_s, i) for i, at_s in self._noted.items()]
+                heapify(self._heap)
+
+    def remove(self, request_id: RequestId) -> None:
+        """Removes a request."""
+        self._noted.pop(request_id, None)
+
+    def soonest_s(self) -> float | None:
+        """Returns the least of all lower bounds; None without requests."""
+        heap = self._heap
+        while heap and self._noted.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0][0] if heap else None
+
+    def take_due(self, now_s: float) -> set[RequestId]:
+        """Removes and returns the requests whose lower bound has passed.
+
+        The caller must `watch` each of them again that has not finished.
+        """
+        due: set[RequestId] = set()
+        while (soonest_s := self.soonest_s()) is not None and soonest_s <= now_s:
+            _, request_id = heappop(self._heap)
+            del self._noted[request_id]
+            due.add(request_id)
+        return due
+
+    def watch(self, flight: Flight) -> None:
+        """Records the next deadline of a request. Call it when the deadline may be sooner now."""
+        self.record(flight.request.request_id, self.due_s(flight))
+
+    def due_s(self, flight: Flight) -> float:
+        """Returns the time of a request's next deadline. A follower held back has no deadline."""
+        attempt, deadline_s = flight.attempt, self.deadline_s(flight)
+        if attempt is None:
+            return deadline_s
+        due_s = [deadline_s, attempt.offer_due_s or inf, attempt.hedge_due_s or inf]
+        if (move := attempt.move) is not None:
+            due_s += [move.copy_due_s or inf, move.gather_until_s or inf]
+        return min(due_s)
+
+    def deadline_s(self, flight: Flight) -> float:
+        """Returns until when a request may wait for a worker, or for its worker's next message."""
+        config = self._config
+        if flight.attempt is None:
+            overdue_s = flight.last_news_s + config.queue_timeout_s
+            if flight.tokens or flight.request.deadline_s is None:
+                return overdue_s
+            return min(overdue_s, flight.request.deadline_s)
+        timeout_s = config.progress_timeout_s
+        if flight.attempt.prefilled_s is None:
+            timeout_s += flight.attempt.base_len / config.slowest_prefill_tokens_per_s
+        return flight.last_news_s + timeout_s
+
+    def validate(self, flights: Mapping[RequestId, Flight]) -> None:
+        """Asserts that each request has a lower bound that is not after its deadline.
+
+        Followers held back have no entry.
+        """
+        assert {(due_s, i) for i, due_s in self._noted.items()} <= set(self._heap)
+        assert self._noted.keys() == {i for i, flight in flights.items() if flight.held_by is None}
+        assert all(due_s <= self.due_s(flights[i]) for i, due_s in self._noted.items())

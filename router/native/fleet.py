@@ -227,7 +227,7 @@ class Fleet:
                 return choice
             prefill, decode = choice.prefill_worker, choice.decode_worker
             if (prefill, decode) in severed:
-                closed = {i for i, _ in self._view.prefillers() if i != prefill}
+                closed = {i for i, _ in self._view.prefillers if i != prefill}
                 full |= {sink for source, sink in severed if source == prefill}
             elif (choice.pulled_from, prefill) in self._view.severed:
                 need = replace(need, may_pull=False)
@@ -338,7 +338,7 @@ class Fleet:
         If a decode worker with room has kept tokens of the request, these are all other workers.
         """
         view = self._view
-        decoders = [(w.info.worker_id, w) for w in view.decoders()]
+        decoders = [(w.info.worker_id, w) for w in view.decoders]
         kept, named = need.kept_tokens, need.preempted_s
         able = [
             (kept[i], i)
@@ -356,14 +356,14 @@ class Fleet:
         None if no worker's KV would reach any other; then severed workers are combined.
         """
         view = self._view
-        decoders = [(w.info.worker_id, w) for w in view.decoders()]
-        if not view.severed or not reaching(view.prefillers(), decoders, view.severed):
+        decoders = [(w.info.worker_id, w) for w in view.decoders]
+        if not view.severed or not reaching(view.prefillers, decoders, view.severed):
             return None
         able = [item for item in decoders if has_room(item[1], need)]
         if not able:
             return set()
-        found = reaching(view.prefillers(), able, view.severed)
-        return {i for i, _ in view.prefillers()} - {i for i, _ in found}
+        found = reaching(view.prefillers, able, view.severed)
+        return {i for i, _ in view.prefillers} - {i for i, _ in found}
 
     def _hide(self, closed: Set[WorkerId], full: Set[WorkerId]) -> None:
         """Tells C++ that workers take no prompts or no sequences, until the next update."""

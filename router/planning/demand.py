@@ -66,14 +66,10 @@ class Demand:
         self._sums = Sums()
         self._taken = Sums()  # totals at the last observation
         self._taken_s: float | None = None
+        self.is_observed = False  # most gateways have no planner
 
     def arrived(self, flight: Flight, now_s: float) -> None:
-        """Counts a new request, whatever its outcome.
-
-        Before the first observation nothing is looked up, as most gateways have no planner.
-        """
-        if self._taken_s is None:
-            return
+        """Counts a new request, whatever its outcome. Call it only while `is_observed`."""
         state, sums = self._state, self._sums
         flight.compute_s = self._prefill_s(flight, now_s)
         self._sums = Sums(
@@ -97,7 +93,7 @@ class Demand:
 
     def rest(self) -> None:
         """Stops summing until the next observation."""
-        self._taken_s = None
+        self._taken_s, self.is_observed = None, False
 
     def observe(self, now_s: float) -> Observation:
         """Returns the demand since the last call, and the present state."""
@@ -108,7 +104,7 @@ class Demand:
             for one in queued:  # they arrived while no planner observed
                 one.compute_s = self._prefill_s(one, now_s)
         over_s = now_s - self._taken_s if self._taken_s is not None else 0.0
-        self._taken, self._taken_s = sums, now_s
+        self._taken, self._taken_s, self.is_observed = sums, now_s, True
         per_s = 1 / over_s if over_s > 0 else 0.0
         workers = state.view.workers.values()
         prefillers = [worker for worker in workers if worker.info.role.prefills]

@@ -17,7 +17,7 @@ per token of context move first.
 assumed to stay without prompts for as long as it has been idle, so only the tokens of that time
 count. Its step is multiplied by `slo.LEND_RATIO`, and the room of the sequence costs the cached
 prompts that it evicts. The cost of the move counts twice: when prompts come,
-`router.machine.moves.lending` gives the sequence back.
+`router.machine.moves.free` gives the sequence back.
 
 *How many.* Sequences move until both steps are predicted to be equal, and never beyond, so none
 moves back. `AT_ONCE` is the maximum. Several gateways may see the same two workers. So each gateway

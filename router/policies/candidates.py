@@ -101,7 +101,7 @@ def find(
     """
     workers = view.workers.items()
     decoders = [(i, w) for i, w in workers if w.info.role.decodes and i != other_than]
-    prefillers = [item for item in view.prefillers() if item[0] != other_than]
+    prefillers = [item for item in view.prefillers if item[0] != other_than]
     if not prefillers:
         return Busy(lacks=Role.PREFILL)  # one may join: workers are replaced, roles change
     if not decoders:

@@ -56,7 +56,7 @@ speed. A prompt waits for one of the others if that is quicker:
     its wait there + min(...)  <  its price here - the time saved for the prompts behind it
 
 A lender uses at most `LEND_SHARE` of its memory. When prompts wait, it may give its sequences back,
-or to a fuller lender (`router.machine.moves.lending`).
+or to a fuller lender (`router.machine.moves.free`).
 
 If a decode worker that has room kept some of the request's tokens, no other decode worker is
 considered. Two workers are not combined if KV lately did not arrive between them, unless there are

@@ -72,11 +72,10 @@ from engine.worker.costs import LoadCost, PrefillCost, PullCost
 from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
 from router.machine.events import BlockEventsMissed, BlocksChanged
+from router.machine.flight import BALANCED, DRAINED, GATHERED, GIVEN_BACK
 from router.machine.machine import (
     Arrived,
     ClientGone,
-    Deliver,
-    End,
     FromWorker,
     RouterEvent,
     RouterMachine,
@@ -85,8 +84,7 @@ from router.machine.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.moves.reasons import BALANCED, DRAINED, GATHERED, GIVEN_BACK
-from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request
+from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request, Update
 from router.recording.records import Recorder, replay
 from tests.kits.seeds import seeds
 
@@ -527,7 +525,7 @@ class World:
             outgrown = self.machine.counters["answer", "longer than predicted"] > 0
             assert view.reserved_blocks <= NUM_BLOCKS or outgrown
             assert len(view.decodes) <= MAX_RUNNING
-            if self.machine.policy.binds_late:
+            if self.machine.state.policy.binds_late:
                 # the first may be late; when the last was placed the others were all there was
                 others_s = sum(claim.seconds for claim in list(view.prefills.values())[1:-1])
                 assert others_s < CONFIG.prefill_backlog_s + 1.1e-3
@@ -539,15 +537,15 @@ class World:
             match effect:
                 case SendTo(worker_id, message):
                     self._send(worker_id, message)
-                case Deliver(request_id, token_ids):
+                case Update(token_ids, outcome, request_id=request_id):
                     client = self.clients[request_id]
-                    assert not client.outcomes, "a token after the end"
-                    assert token_ids
+                    assert not client.outcomes, "an update after the end"
+                    assert token_ids or outcome is not None
                     client.token_ids += token_ids
                     expected, _ = answer_to(client.request)
                     assert client.token_ids == expected[: len(client.token_ids)]
-                case End(request_id, outcome):
-                    self._end(self.clients[request_id], outcome)
+                    if outcome is not None:
+                        self._end(client, outcome)
         self.validate()
 
     def _send(self, worker_id: str, message: ToWorker) -> None:
@@ -800,7 +798,9 @@ def strike_moves(rng: random.Random, world: World) -> None:
     """Lets the source or the target of a move die, or both, or change its role; fails copies."""
     attempts = [f.attempt for f in world.machine.state.flights.values() if f.attempt is not None]
     ends = [i for a in attempts if a.move is not None for i in (a.decode, a.move.decode)]
-    ends += [i for a in attempts if a.is_moved and not a.kv_ready for i in (a.prefill, a.decode)]
+    ends += [
+        i for a in attempts if a.is_moved and a.kv_ready_s is None for i in (a.prefill, a.decode)
+    ]
     if ends and rng.random() < 0.1:
         for _ in range(rng.choice([1, 1, 2])):
             world.lose(rng.choice(ends))
@@ -886,9 +886,9 @@ def day_of_joins(rng: random.Random) -> World:
 def test_deaths_of_either_end_of_a_balancing_move_change_no_token(monkeypatch):
     monkeypatch.setattr("router.policies.balancing.LEAST_LEFT", 1.0)
     monkeypatch.setattr("router.policies.balancing.PAYBACK", 0.0)
-    monkeypatch.setattr("router.machine.moves.balancing.REST_S", 0.5)
-    monkeypatch.setattr("router.machine.moves.balancing.LOOK_EVERY_S", 0.1)
-    monkeypatch.setattr("router.machine.moves.balancing.STALE_S", 0.1)
+    monkeypatch.setattr("router.machine.moves.rule.REST_S", 0.5)
+    monkeypatch.setattr("router.machine.moves.free.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("router.machine.moves.free.STALE_S", 0.1)
     monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 64)
     monkeypatch.setattr(f"{__name__}.MAX_RUNNING", 8)
     counted: Counter[tuple[str, str]] = Counter()

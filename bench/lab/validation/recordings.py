@@ -109,22 +109,16 @@ class RecordedRun:
                 for message in messages:
                     self._on_message(worker_id, message, now_s)
         for kind, effect in recorded.effects:
-            if kind == "Deliver":
-                self._on_deliver(msgspec.msgpack.decode(effect, type=_Delivered), now_s)
+            if kind == "Update":
+                self._on_update(msgspec.msgpack.decode(effect, type=_Updated), now_s)
             elif kind == "SendTo":
                 self._on_send(msgspec.msgpack.decode(effect, type=_Sent), now_s)
-            elif kind == "End":
-                self._on_end(msgspec.msgpack.decode(effect, type=_Ended))
 
-    def _on_deliver(self, delivered: "_Delivered", now_s: float) -> None:
-        asked = self.asked.get(delivered.request_id)
+    def _on_update(self, update: "_Updated", now_s: float) -> None:
+        asked = self.asked.get(update.request_id)
         if asked is not None:
-            asked.times_s += [now_s] * len(delivered.token_ids)
-
-    def _on_end(self, ended: "_Ended") -> None:
-        asked = self.asked.get(ended.request_id)
-        if asked is not None:
-            asked.is_finished = ended.outcome.reason is not None
+            asked.times_s += [now_s] * len(update.token_ids)
+            asked.is_finished = update.outcome is not None and update.outcome.reason is not None
 
     def _on_send(self, sent: "_Sent", now_s: float) -> None:
         message = sent.message
@@ -189,15 +183,11 @@ class _Sent(msgspec.Struct):
     message: _Message
 
 
-class _Delivered(msgspec.Struct):
-    request_id: RequestId
-    token_ids: list[int]
-
-
 class _Outcome(msgspec.Struct):
     reason: FinishReason | None = None  # set only if the request finished
 
 
-class _Ended(msgspec.Struct):
+class _Updated(msgspec.Struct):
     request_id: RequestId
-    outcome: _Outcome
+    token_ids: list[int]
+    outcome: _Outcome | None

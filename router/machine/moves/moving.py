@@ -56,10 +56,8 @@ from router.cluster.view import WorkerView
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect
 from router.machine.flight import Attempt, Flight
-from router.machine.moves.balancing import Balancing
-from router.machine.moves.copying import Copying
-from router.machine.moves.leaving import Departures, end_copy
-from router.machine.moves.lending import Lending
+from router.machine.moves.copying import Copying, end_copy
+from router.machine.moves.free import Balancing, Lending
 from router.machine.moves.rule import MoveRule
 from router.machine.moves.stages import RETRY_S, MoveStage
 from router.machine.placing import Placing
@@ -76,9 +74,8 @@ class Moving:
         self._state = state
         self._ends = ends
         self._placing = placing
-        self.departures = Departures(state, ends)
-        self.rule = MoveRule(state, ends, placing, self.departures)
-        self.copying = Copying(state, self.rule, self.departures)
+        self.rule = MoveRule(state, ends, placing)
+        self.copying = Copying(state, ends, self.rule)
         self.balancing = Balancing(state, placing, self.rule)
         self.lending = Lending(state, placing, self.rule)
 

@@ -8,9 +8,7 @@
 from engine.messages import ROLE_CHANGED, Role, WorkerId
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect
-from router.machine.flight import Attempt, Flight, Move
-from router.machine.moves.leaving import Departures
-from router.machine.moves.reasons import COUNTED_AS, DRAINED
+from router.machine.flight import COUNTED_AS, DRAINED, LENT, Attempt, Flight, Move
 from router.machine.moves.stages import MoveStage, may_stay
 from router.machine.placing import Placing
 from router.machine.state import RouterState
@@ -18,19 +16,17 @@ from router.policies.base import Need
 from router.policies.candidates import decode_blocks
 from router.policies.joining import next_decoder
 
+GATHER_S = 0.5  # a copied sequence waits at most this long for others
 REST_S = 20.0  # seconds after a move, finished or cancelled, without another free one
 
 
 class MoveRule:
     """Starts moves, with room reserved at the target, and cancels them."""
 
-    def __init__(
-        self, state: RouterState, ends: Ends, placing: Placing, departures: Departures
-    ) -> None:
+    def __init__(self, state: RouterState, ends: Ends, placing: Placing) -> None:
         self._state = state
         self._ends = ends
         self._placing = placing
-        self._departures = departures
 
     def examine(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Starts the move of a sequence that decodes on a worker which must no longer decode."""
@@ -55,18 +51,35 @@ class MoveRule:
         if target is None:
             moves.strand(request_id, attempt.decode, now_s)
             return []
-        self.begin(flight, attempt, Move(flight.next_seq_id(), target, need.end_len, reason), now_s)
+        self._begin(flight, target, reason, now_s)
         return []
 
-    def begin(self, flight: Flight, attempt: Attempt, move: Move, now_s: float) -> None:
+    def begin_free(self, flight: Flight, target: WorkerId, reason: str, now_s: float) -> None:
+        """Starts a free move. Unless it was lent, the sequence rests before the next one."""
+        if reason is not LENT:
+            flight.rests_until_s = now_s + REST_S
+        self._state.counters[COUNTED_AS[reason], "begun"] += 1
+        self._begin(flight, target, reason, now_s)
+
+    def _begin(self, flight: Flight, target: WorkerId, reason: str, now_s: float) -> None:
         """Starts a move: reserves room at its target, and waits for its turn to be copied."""
-        attempt.move = move
-        self.reserve(flight, move, self._placing.need(flight, now_s), now_s)
+        attempt, need = flight.attempt, self._placing.need(flight, now_s)
+        assert attempt is not None
+        attempt.move = move = Move(flight.next_seq_id(), target, need.end_len, reason)
+        self.reserve(flight, move, need, now_s)
         worker = self._state.view.workers[attempt.decode]
         if flight.length > worker.info.layout.block_size:
             self._state.moves.enter(flight.request.request_id, MoveStage.WAITING, attempt.decode)
         else:  # no block is full, so there is nothing to copy
-            self._departures.gather(flight, move, now_s)
+            self.gather(flight, move, now_s)
+
+    def gather(self, flight: Flight, move: Move, now_s: float) -> None:
+        """Lets a copied sequence wait up to `GATHER_S` for other sequences of its worker."""
+        assert flight.attempt is not None
+        move.gather_until_s = now_s + GATHER_S
+        request_id, source = flight.request.request_id, flight.attempt.decode
+        self._state.moves.enter(request_id, MoveStage.COPIED, source)
+        self._state.deadlines.watch(flight)
 
     def call_off(self, flight: Flight, attempt: Attempt) -> list[RouterEffect]:
         """Cancels a move before its source was told to stop: the sequence runs on there."""

@@ -47,17 +47,12 @@ class Moves:
     def __init__(self) -> None:
         self.wanted: dict[RequestId, MoveWanted] = {}
         self.retry_s: float | None = None  # next try for stranded sequences
-        self._stage: dict[RequestId, MoveStage] = {}
+        self.stages: dict[RequestId, MoveStage] = {}  # by request, for all that move or must
         self._at: dict[MoveStage, dict[RequestId, WorkerId]] = {stage: {} for stage in MoveStage}
 
     def want(self, request_id: RequestId, now_s: float) -> MoveWanted:
         """Records that a sequence must leave its worker. Returns the record, new or old."""
         return self.wanted.setdefault(request_id, MoveWanted(now_s))
-
-    @property
-    def any_begun(self) -> bool:
-        """True if any move is in a stage."""
-        return bool(self._stage)
 
     def at(self, stage: MoveStage) -> Mapping[RequestId, WorkerId]:
         """Returns the requests in a stage, with the workers that they leave."""
@@ -65,12 +60,12 @@ class Moves:
 
     def stage(self, request_id: RequestId) -> MoveStage | None:
         """Returns the stage of a request's move; None if it does not move."""
-        return self._stage.get(request_id)
+        return self.stages.get(request_id)
 
     def enter(self, request_id: RequestId, stage: MoveStage, source: WorkerId) -> None:
         """Puts a move into a stage."""
         self.end(request_id)
-        self._stage[request_id] = stage
+        self.stages[request_id] = stage
         self._at[stage][request_id] = source
 
     def strand(self, request_id: RequestId, source: WorkerId, now_s: float) -> None:
@@ -82,7 +77,7 @@ class Moves:
 
     def end(self, request_id: RequestId) -> None:
         """Removes a move from its stage. The record that the sequence must leave stays."""
-        stage = self._stage.pop(request_id, None)
+        stage = self.stages.pop(request_id, None)
         if stage is not None:
             del self._at[stage][request_id]
         if not self._at[MoveStage.STRANDED]:
@@ -96,7 +91,7 @@ class Moves:
 
     def under_way(self) -> bool:
         """True if any sequence has room reserved at a target, or has not arrived there yet."""
-        return len(self._stage) > len(self._at[MoveStage.STRANDED])
+        return len(self.stages) > len(self._at[MoveStage.STRANDED])
 
     def on_their_way(self) -> Iterator[WorkerId]:
         """Yields the source of each sequence that was told to stop and has not started again."""
@@ -107,8 +102,8 @@ class Moves:
         """Asserts that stages agree with the attempts, and that no sequence was lost."""
         stranded = self._at[MoveStage.STRANDED]
         assert (self.retry_s is not None) == bool(stranded)
-        assert self._stage == {i: stage for stage, ids in self._at.items() for i in ids}
-        assert self._stage.keys() | self.wanted.keys() <= flights.keys()
+        assert self.stages == {i: stage for stage, ids in self._at.items() for i in ids}
+        assert self.stages.keys() | self.wanted.keys() <= flights.keys()
         for request_id, flight in flights.items():
             self._validate_one(request_id, flight, view)
 
@@ -120,7 +115,7 @@ class Moves:
             return
         if stage is MoveStage.ARRIVING:
             assert attempt.is_moved
-            assert not attempt.kv_ready
+            assert attempt.kv_ready_s is None
         elif stage is MoveStage.STRANDED:
             assert attempt.is_decoding
             assert attempt.move is None

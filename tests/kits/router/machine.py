@@ -22,13 +22,12 @@ from engine.messages import (
 )
 from router.machine.machine import (
     Arrived,
-    End,
     FromWorker,
     RouterMachine,
     SendTo,
     WorkerJoined,
 )
-from router.machine.requests import Request
+from router.machine.requests import Request, Update
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED, "s": Role.STORE}
@@ -89,6 +88,11 @@ def sent(effects, kind):
     ]
 
 
+def updates(effects):
+    """What effects deliver to clients."""
+    return [e for e in effects if isinstance(e, Update)]
+
+
 def ends(effects):
     """Outcomes of the requests that effects end."""
-    return [e.outcome for e in effects if isinstance(e, End)]
+    return [e.outcome for e in updates(effects) if e.outcome is not None]

@@ -127,7 +127,7 @@ class _Question:
         """The best of the workers that prefill and have no time now."""
         asked = self._asked
         has_time = {worker_id for worker_id, _ in asked.candidates.prefillers}
-        busy = [item for item in asked.view.prefillers() if item[0] not in has_time]
+        busy = [item for item in asked.view.prefillers if item[0] not in has_time]
         able = [self._predict(item) for item in busy if self._may_be_waited_for(item)]
         return min(able, key=lambda prefill: prefill.price_s, default=None)
 
@@ -198,7 +198,7 @@ class _Question:
         asked = self._asked
         if not prefills:
             return Busy()
-        lenders = [(i, self._delay_s(worker)) for i, worker in asked.view.prefillers()]
+        lenders = [(i, self._delay_s(worker)) for i, worker in asked.view.prefillers]
         ranks = [(i, delay_s, self._rank(i)) for i, delay_s in lenders if delay_s < inf]
         apart = asked.candidates.apart
         ways = [

@@ -1,10 +1,9 @@
-"""What sinks get of a turn: the tokens of each step apart, the last ones with the end."""
+"""What sinks receive: plain tokens, and updates with anything else."""
 
 from types import SimpleNamespace
 
 from engine.messages import FinishReason
 from router.clients import RouterClients
-from router.machine.events import Deliver, End
 from router.machine.requests import Finished, Timeline, Update
 
 TIMELINE = Timeline(0.0, 0.0, 0.0, 0.0)
@@ -24,15 +23,15 @@ class Noting:
         self.calls.append(update)
 
 
-async def test_each_steps_tokens_come_apart_and_the_last_ones_with_the_end():
+async def test_plain_tokens_come_bare_and_all_else_as_updates():
     clients = RouterClients(SimpleNamespace(flights={}), lambda *_: None)
     sink = Noting()
     clients.submit(SimpleNamespace(request_id="r"), sink)
-    first = Deliver("r", (1,), TIMELINE)
-    clients.deliver({"r": [first, Deliver("r", (2,))]}, 0.0)
-    steps = [Deliver("r", (token,)) for token in (3, 4, 5)]
-    clients.deliver({"r": [*steps, End("r", DONE, TIMELINE)]}, 0.0)
-    last = Update((5,), DONE, TIMELINE)
-    assert sink.calls == [Update((1, 2), timeline=TIMELINE), (3,), (4,), last]
-    clients.deliver({"r": steps}, 0.0)
-    assert len(sink.calls) == 4
+    first = Update((1,), timeline=TIMELINE, request_id="r")
+    clients.deliver([first, Update((2,), request_id="r")], 0.0)
+    steps = [Update((token,), request_id="r") for token in (3, 4)]
+    last = Update((5,), DONE, TIMELINE, request_id="r")
+    clients.deliver([*steps, last], 0.0)
+    assert sink.calls == [first, (2,), (3,), (4,), last]
+    clients.deliver(steps, 0.0)
+    assert len(sink.calls) == 5

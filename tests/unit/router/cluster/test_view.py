@@ -99,11 +99,11 @@ def test_capacity_is_the_least_of_the_largest_workers_of_each_role():
 def test_a_store_is_no_capacity_whatever_it_says():
     view = ClusterView()
     joined(view, "s0", Role.STORE, 1000, local=True)
-    assert (view.capacity_tokens, view.prefillers()) == (None, [])
-    assert view.any_computing() is None
+    assert (view.capacity_tokens, view.prefillers) == (None, [])
+    assert view.computing is None
     joined(view, "d0", Role.DECODE, 10)
     assert view.missing() == "no prefill worker"
-    assert view.any_computing() is view.workers["d0"]
+    assert view.computing is view.workers["d0"]
 
 
 def test_the_longest_request_follows_roles_and_stays_while_a_role_has_no_worker():

@@ -36,9 +36,9 @@ from engine.worker.blocks import hash_blocks
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.admission import Admission, DecodeLoad
-from router.machine.events import Arrived, Deliver, End, FromWorker, SendTo, Tick, WorkerJoined
+from router.machine.events import Arrived, FromWorker, SendTo, Tick, WorkerJoined
 from router.machine.machine import RouterMachine
-from router.machine.requests import Finished, Rejected, Request
+from router.machine.requests import Rejected, Request, Update
 
 LAYOUT = KVLayout(block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 LEASE = LeaseRef("lease", TransferAddress("p0", "inc", "tcp://x"), 2)
@@ -69,7 +69,7 @@ def machine(*workers: WorkerJoined, estimates=None, **config) -> RouterMachine:
 
 
 def refused(effects) -> list[Rejected]:
-    return [e.outcome for e in effects if isinstance(e, End) and isinstance(e.outcome, Rejected)]
+    return [e.outcome for e in effects if isinstance(e, Update) and isinstance(e.outcome, Rejected)]
 
 
 # ---------------------------------------------------------------- one decision
@@ -238,13 +238,13 @@ class Loop:
                     self.join(worker, seq_id)
                 case SendTo(_, Decode()):
                     pass
-                case Deliver(request_id):
+                case Update(outcome=Rejected(), request_id=request_id):
+                    self.clients[request_id].refused = True
+                case Update(outcome=outcome, request_id=request_id):
                     told = self.clients[request_id]
                     told.first_s = told.first_s or self.now_s
-                case End(request_id, Finished()):
-                    self.clients[request_id].last_s = self.now_s
-                case End(request_id, Rejected()):
-                    self.clients[request_id].refused = True
+                    if outcome is not None:
+                        told.last_s = self.now_s
                 case other:
                     raise AssertionError(other)
         wake_s = self.router.next_wake_s() if self.router.state.waiting.queue else None

@@ -4,7 +4,7 @@ import random
 
 from engine.config import RouterConfig
 from engine.messages import RequestId
-from router.machine.deadlines import LEAST_STALE, MAX_STALE, Deadlines
+from router.machine.state import LEAST_STALE, MAX_STALE, Deadlines
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 

@@ -29,13 +29,12 @@ from router.machine.events import (
     BlockEventsMissed,
     BlocksChanged,
     ClientGone,
-    Deliver,
     Tick,
     WorkerLost,
 )
 from router.machine.explaining import BURST, MOST_SHOWN
 from router.machine.machine import RouterMachine
-from router.machine.requests import Request
+from router.machine.requests import Request, Update
 from tests.kits.router.machine import LEASE, Driver, First, ends, sent
 
 # a token of a prompt takes 10 ms, a step 10 ms and one for each sequence, a pull only its overhead
@@ -83,7 +82,7 @@ def test_decision_has_reasons_and_predictions():
     driver.request("r")
     driver.say("p1", PrefillStarted("r.0", 40, LEASE))
     effects = driver.say("p1", PrefillDone("r.0", 9, None))
-    [decision] = [e.timeline.decision for e in effects if isinstance(e, Deliver)]
+    [decision] = [e.timeline.decision for e in effects if isinstance(e, Update)]
     assert (decision.policy, decision.why) == ("slo", "least TTFT")
     assert (decision.prefill_worker, decision.decode_worker) == ("p1", "d0")
     assert (decision.num_candidates, decision.num_matched_tokens) == (2, 40)

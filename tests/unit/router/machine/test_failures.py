@@ -22,9 +22,9 @@ from engine.messages import (
     ToGateway,
     Tokens,
 )
-from router.machine.machine import ClientGone, Deliver, FromWorker, Tick, WorkerLost
+from router.machine.machine import ClientGone, FromWorker, Tick, WorkerLost
 from router.machine.progress import SEVERED_S
-from router.machine.requests import UNFIT, Cancelled, Failed, Finished, Rejected
+from router.machine.requests import UNFIT, Cancelled, Failed, Finished, Rejected, Update
 from tests.kits.router.machine import LEASE, Driver, ends, sent
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -232,7 +232,7 @@ def test_retry_continues_the_answer():
     [(_, decode)] = sent(driver.say("p0", PrefillStarted("r.1", 4, LEASE)), Decode)
     assert decode.token_ids == [*PROMPT, 9, 8, 7]
     effects = driver.say("p0", PrefillDone("r.1", 6, None))
-    assert [e.token_ids for e in effects if isinstance(e, Deliver)] == [(6,)]
+    assert [e.token_ids for e in effects if isinstance(e, Update)] == [(6,)]
     assert sent(effects, FirstToken) == [("d0", FirstToken("r.1", 6))]
     assert ends(driver.say("d0", Tokens("r.1", [5], FinishReason.LENGTH)))
     assert is_idle(driver)

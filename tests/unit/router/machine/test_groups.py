@@ -19,8 +19,8 @@ from engine.messages import (
     Sampling,
     Tokens,
 )
-from router.machine.machine import Arrived, ClientGone, Deliver, Tick, WorkerLost
-from router.machine.requests import Cancelled, Finished, Rejected, Request
+from router.machine.machine import Arrived, ClientGone, Tick, WorkerLost
+from router.machine.requests import Cancelled, Finished, Rejected, Request, Update
 from tests.kits.router.machine import LEASE, Driver, ends, sent
 
 PROMPT = (1, 2, 3, 4, 5)  # a full block of four, and one token of the next
@@ -233,7 +233,7 @@ def test_log_probabilities_are_delivered_with_their_tokens():
     group.say("p0", PrefillStarted("r.0", 0, LEASE))
     scores = [Logprobs(-float(i), 1) for i in range(8)]
     done = PrefillDone("r.0", 9, None, logprobs=scores[0], prompt_logprobs=scores[4:])
-    [first] = [e for e in group.say("p0", done) if isinstance(e, Deliver)]
+    [first] = [e for e in group.say("p0", done) if isinstance(e, Update)]
     assert (first.logprobs, first.prompt_logprobs) == ((scores[0],), tuple(scores[4:]))
     [more] = group.say("d0", Tokens("r.0", [8, 7], logprobs=scores[1:3]))
     assert (more.token_ids, more.logprobs) == ((8, 7), tuple(scores[1:3]))

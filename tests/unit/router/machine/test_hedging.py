@@ -20,10 +20,10 @@ from engine.messages import (
 )
 from engine.worker.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
-from router.machine.hedging import AGAIN_S
-from router.machine.machine import ClientGone, Deliver, RouterMachine, Tick, WorkerLost
-from router.machine.placing import HEDGE_BURST, HEDGE_LEAST_S, HEDGE_SHARE
-from router.machine.requests import Cancelled, Finished
+from router.machine.hedging import AGAIN_S, HEDGE_BURST, HEDGE_SHARE
+from router.machine.machine import ClientGone, RouterMachine, Tick, WorkerLost
+from router.machine.placing import HEDGE_LEAST_S
+from router.machine.requests import Cancelled, Finished, Update
 from tests.kits.router.machine import LEASE, Driver, First, ends, sent
 
 COSTS = WorkerCosts(
@@ -111,7 +111,7 @@ def test_attempt_with_the_first_token_goes_on_and_the_other_is_cancelled(winner)
         (decoders[loser], Cancel(f"r.{loser}")),
     ]
     assert sent(effects, FirstToken) == [(decoders[winner], FirstToken(f"r.{winner}", 9))]
-    [deliver] = [effect for effect in effects if isinstance(effect, Deliver)]
+    [deliver] = [effect for effect in effects if isinstance(effect, Update)]
     assert deliver.token_ids == (9,)
     assert deliver.timeline.prefill_worker == workers[winner]
     assert deliver.timeline.attempts == 1

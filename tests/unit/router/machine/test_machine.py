@@ -16,8 +16,8 @@ from engine.messages import (
     RequestId,
     Tokens,
 )
-from router.machine.machine import ClientGone, Deliver, End, Tick
-from router.machine.requests import Cancelled, Failed, Finished, Rejected
+from router.machine.machine import ClientGone, Tick
+from router.machine.requests import Cancelled, Failed, Finished, Rejected, Update
 from tests.kits.router.machine import LEASE, Driver, ends, sent
 
 
@@ -40,7 +40,7 @@ def test_decode_worker_gets_the_lease_then_the_first_token(pair):
     assert (worker, decode.lease, decode.token_ids) == ("d0", LEASE, [1, 2, 3, 4, 5])
     effects = pair.say("p0", PrefillDone("r.0", 9, None))
     assert sent(effects, FirstToken) == [("d0", FirstToken("r.0", 9))]
-    assert [e.token_ids for e in effects if isinstance(e, Deliver)] == [(9,)]
+    assert [e.token_ids for e in effects if isinstance(e, Update)] == [(9,)]
     assert pair.machine.view.workers["p0"].reserved_tokens == 0
 
 
@@ -92,7 +92,7 @@ def test_the_stages_sum_to_the_first_token_and_to_the_gap_after_it(pair):
     [end] = [
         e
         for e in pair.say("d0", Tokens("r.0", [7], FinishReason.LENGTH), after_s=32)
-        if isinstance(e, End)
+        if isinstance(e, Update)
     ]
     t = end.timeline
     assert (t.route_s, t.queue_s, t.prefill_queue_s, t.prefill_compute_s) == (0.5, 0, 1, 2)
@@ -105,7 +105,7 @@ def test_kv_that_was_there_before_the_first_token_waits_no_time(pair):
     pair.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=1)
     pair.say("d0", KvReady("r.0", 2, 0, "shm"), after_s=1)
     pair.say("p0", PrefillDone("r.0", 9, None), after_s=1)
-    [update] = [e for e in pair.say("d0", Tokens("r.0", [8]), after_s=3) if isinstance(e, Deliver)]
+    [update] = [e for e in pair.say("d0", Tokens("r.0", [8]), after_s=3) if isinstance(e, Update)]
     assert update.timeline.kv_wait_s == 0
     assert update.timeline.decode_queue_s + update.timeline.first_step_s == 3
 

@@ -25,9 +25,9 @@ from engine.messages import (
     Tokens,
     Welcome,
 )
-from router.machine.machine import Arrived, Deliver, End, FromWorker, RouterMachine, SendTo, Tick
+from router.machine.machine import Arrived, FromWorker, RouterMachine, SendTo, Tick
 from router.machine.machine import WorkerJoined as Joined
-from router.machine.requests import Finished, Request
+from router.machine.requests import Finished, Request, Update
 
 BLOCK_SIZE = 16
 LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, 4),))
@@ -81,10 +81,10 @@ class SmallWorker:
                 case SendTo(_, Cancel(seq_id)):
                     self.waiting.pop(seq_id, None)
                     self.running.pop(seq_id, None)
-                case Deliver(_, token_ids):
+                case Update(token_ids, outcome):
                     mine.num_tokens += len(token_ids)
-                case End(_, outcome):
-                    mine.outcomes.append(outcome)
+                    if outcome is not None:
+                        mine.outcomes.append(outcome)
         mine.machine.validate()
 
     def step(self) -> None:

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.config import RouterConfig
 from router.cluster.learning import AnswerLengths
-from router.machine.deadlines import Deadlines
 from router.machine.flight import Flight, Stamps
 from router.machine.queue import FairQueue, Waiting
 from tests.kits.router.scripted_workers import request
@@ -72,7 +70,7 @@ def test_a_prompt_whose_time_was_overrated_is_not_passed_for_long():
     """It is thought to take 10 s. So others pass it for 20 s, until it is known to take a tenth."""
     speed = SimpleNamespace(token_s=10.0)
     speed.any_prefill_s = lambda num_tokens: num_tokens * speed.token_s
-    waiting = Waiting(speed, AnswerLengths(), Deadlines(RouterConfig()), patience=2.0)
+    waiting = Waiting(speed, AnswerLengths(), lambda _: None, patience=2.0)
     waiting.put(flight("early", arrived_s=0.0))
     speed.token_s = 1.0
     for name, arrived_s in (("soon", 1.0), ("later", 2.0)):

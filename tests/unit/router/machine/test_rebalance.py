@@ -24,10 +24,10 @@ from engine.messages import (
     Tokens,
     Welcome,
 )
-from router.machine.events import Arrived, End, SendTo, Tick, WorkerJoined
+from router.machine.events import Arrived, SendTo, Tick, WorkerJoined
 from router.machine.rebalance import LOOK_EVERY_S
-from router.machine.requests import Rejected, Request
-from tests.kits.router.machine import LAYOUT, LEASE, Driver, ends, sent
+from router.machine.requests import Rejected, Request, Update
+from tests.kits.router.machine import LAYOUT, LEASE, Driver, ends, sent, updates
 
 TURN_AFTER_S = 1.0
 
@@ -211,7 +211,7 @@ def test_first_request_of_a_key_is_admitted_after_1100_of_another():
     driver.join("d0", num_blocks=100_000, max_running=1)
     refused = [outcome for i in range(1100) for outcome in ends(driver.ask_as("a", f"a{i}"))]
     assert len(refused) == 75  # one runs, 1024 wait
-    [end] = [e for e in driver.ask_as("b", "b0") if isinstance(e, End)]
+    [end] = [e for e in driver.ask_as("b", "b0") if isinstance(e, Update)]
     assert end.request_id == "a1024"  # the latest that waited
     assert isinstance(end.outcome, Rejected)
     assert end.outcome.retry_after_s > 0
@@ -235,7 +235,7 @@ def test_without_keys_a_full_queue_refuses_new_requests():
     driver.join("d0", num_blocks=100_000, max_running=1)
     for i in range(5):
         driver.ask_as("a", f"a{i}", has_key=False)
-    [end] = [e for e in driver.ask_as("b", "b0", has_key=False) if isinstance(e, End)]
+    [end] = [e for e in driver.ask_as("b", "b0", has_key=False) if isinstance(e, Update)]
     assert end.request_id == "b0"
 
 
@@ -249,7 +249,7 @@ def test_every_request_ends_once_for_random_keys(seed):
     asked, ended = 0, []
 
     def take(effects):
-        ended.extend(e.request_id for e in effects if isinstance(e, End))
+        ended.extend(e.request_id for e in updates(effects) if e.outcome is not None)
 
     for _ in range(60):
         match rng.randrange(3):

@@ -29,12 +29,13 @@ from engine.messages import (
     Tokens,
     TransferAddress,
 )
-from router.machine.machine import ClientGone, Deliver, Tick, WorkerLost
-from router.machine.moves.leaving import GATHER_S, NOT_HANDED_OVER
+from router.machine.flight import DRAINED
+from router.machine.machine import ClientGone, Tick, WorkerLost
+from router.machine.moves.copying import NOT_HANDED_OVER
 from router.machine.moves.moving import NOT_MOVED
-from router.machine.moves.reasons import DRAINED
+from router.machine.moves.rule import GATHER_S
 from router.machine.moves.stages import MoveStage
-from router.machine.requests import Cancelled, Failed, Finished
+from router.machine.requests import Cancelled, Failed, Finished, Update
 from tests.kits.router.machine import LEASE, Driver, ends, sent
 
 MOVED = LeaseRef("r.1.moved", TransferAddress("d0", "inc", "tcp://d0"), 2)
@@ -46,7 +47,7 @@ TO_NOTHING = RoleChanged(Role.DRAINED)
 
 
 def delivered(effects):
-    return [e.token_ids for e in effects if isinstance(e, Deliver)]
+    return [e.token_ids for e in effects if isinstance(e, Update)]
 
 
 def promised(driver: Driver) -> dict[str, int]:
@@ -446,7 +447,7 @@ def test_copied_sequence_waits_for_others_for_a_bounded_time():
 
 
 def test_next_sequences_leave_when_all_that_left_run_again(monkeypatch):
-    monkeypatch.setattr("router.machine.moves.leaving.LEAVE_AT_ONCE", 2)
+    monkeypatch.setattr("router.machine.moves.copying.LEAVE_AT_ONCE", 2)
     driver = leaving("abcd")
     assert [copy_one(driver, name) for name in "abcd"] == [[], ["a.0", "b.0"], [], []]
     targets = {name: target_of(driver, name) for name in "ab"}
@@ -459,7 +460,7 @@ def test_next_sequences_leave_when_all_that_left_run_again(monkeypatch):
 
 
 def test_sequence_that_cannot_continue_holds_others_for_a_bounded_time(monkeypatch):
-    monkeypatch.setattr("router.machine.moves.leaving.LEAVE_AT_ONCE", 2)
+    monkeypatch.setattr("router.machine.moves.copying.LEAVE_AT_ONCE", 2)
     driver = leaving("abcd")
     for name in "abcd":
         copy_one(driver, name)

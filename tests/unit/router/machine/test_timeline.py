@@ -17,8 +17,8 @@ from engine.messages import (
     Tokens,
 )
 from router.machine.flight import MAX_STAYS, running_timeline
-from router.machine.machine import ClientGone, Deliver, End, WorkerLost
-from router.machine.requests import Stay, Timeline
+from router.machine.machine import ClientGone, WorkerLost
+from router.machine.requests import Stay, Timeline, Update
 from tests.kits.router.machine import LAYOUT, LEASE, Driver
 
 ROUTE_S = 0.5  # `Driver.ask` sets the time of receipt earlier by this
@@ -37,8 +37,8 @@ def to_second(timeline: Timeline) -> float:
     return timeline.kv_wait_s + timeline.decode_queue_s + timeline.first_step_s
 
 
-def delivered(effects) -> Deliver:
-    [deliver] = [e for e in effects if isinstance(e, Deliver)]
+def delivered(effects) -> Update:
+    [deliver] = [e for e in effects if isinstance(e, Update)]
     return deliver
 
 
@@ -69,7 +69,6 @@ def test_the_timeline_comes_with_the_first_two_tokens_and_the_end():
     second = delivered(driver.say("d0", Tokens("r.0", [8, 7]), after_s=1))
     assert to_second(second.timeline) == 1
     third = driver.say("d0", Tokens("r.0", [6], FinishReason.STOP), after_s=1)
-    assert delivered(third).timeline is None
     stays = third[-1].timeline.stays
     assert third[-1].timeline == msgspec.structs.replace(second.timeline, stays=stays)
 
@@ -172,7 +171,7 @@ def test_a_request_that_ends_without_a_token_accounts_for_all_its_time():
     driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=2)
     driver.now_s += 4
     *_, end = driver.handle(ClientGone(RequestId("r")))
-    assert isinstance(end, End)
+    assert isinstance(end, Update)
     assert stages(end.timeline) == (ROUTE_S, 0, 2, 4)
     assert end.timeline.kv_wait_s is None
 
@@ -237,7 +236,7 @@ def test_mixed_worker_has_no_transfer_times():
     driver.say("m0", PrefillStarted("r.0", 0, None))
     driver.say("m0", PrefillDone("r.0", 9, None))
     end = driver.say("m0", Tokens("r.0", [8], FinishReason.STOP))
-    [timeline] = [e.timeline for e in end if isinstance(e, End)]
+    [timeline] = [e.timeline for e in end if isinstance(e, Update)]
     assert (timeline.kv_transfer_s, timeline.kv_exposed_s) == (None, None)
 
 

@@ -10,7 +10,7 @@ from engine.messages import PROTOCOL_VERSION, Role, Welcome, WorkerId
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.cluster.view import ClusterView, WorkerView
-from router.machine.moves.lending import Lending
+from router.machine.moves.free import Lending
 from router.policies.base import EMPTY, Need, Queue
 
 LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(1, 1, 8),))
