@@ -33,7 +33,6 @@ from engine.messages import (
 from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from router.block_feed import BlockFeed
-from router.cluster.media import SEPARATOR
 from router.machine.events import (
     BlockEventsMissed,
     BlocksChanged,
@@ -42,6 +41,7 @@ from router.machine.events import (
     WorkerLost,
 )
 from router.machine.machine import RouterMachine
+from router.native.index import SEPARATOR
 from router.prefixes.news import Apply, EventsMissed
 
 log = logging.getLogger(__name__)

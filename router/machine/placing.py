@@ -36,10 +36,10 @@ from router.policies.candidates import (
     find,
     predicted_ready_s,
     tokens_to_compute,
+    with_leader,
 )
 from router.policies.keeping import keeper
 from router.policies.pulling import Bid, Holders, bid
-from router.policies.sharing import with_leader
 
 HEDGE_LEAST_S = 1.0  # seconds; predictions on a busy machine are less exact than this
 

@@ -9,7 +9,7 @@ have copies: a worker joins, leaves and changes its role in all three at once.
 A worker is credited with the prefixes that its requests must have left in its cache. After its
 first block event, it is credited only with the blocks that its events report. A store is credited
 with the blocks that its events report, on each medium. Requests are never placed on a store. In the
-index a store has one name for each medium (`router.cluster.media`).
+index a store has one name for each medium (`router.native.index`).
 """
 
 import random
@@ -23,13 +23,12 @@ from engine.messages import KvReady, RequestId, RoleChanged, SeqId, Welcome, Wor
 from engine.worker.block_events import LOWER_MEDIA, BlockEvent, Medium
 from router.cluster.estimates import Estimates
 from router.cluster.learning import AnswerLengths, Conversations, PairTransfers
-from router.cluster.media import name_on
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.flight import Attempt, Flight
 from router.machine.moves.stages import Moves
 from router.machine.queue import Waiting
 from router.native.fleet import Fleet
-from router.native.index import PrefixIndex
+from router.native.index import PrefixIndex, name_on
 from router.policies import make_policy
 from router.policies.base import Policy
 from router.policies.slo import Slo

@@ -22,7 +22,7 @@ workers that hold nothing, the search starts at a random worker and ends at the 
 import ctypes
 import math
 import struct
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -35,10 +35,9 @@ from engine.native.library import NONE, Native, library
 from engine.worker.block_events import LOWER_MEDIA, Medium
 from engine.worker.blocks import BlockHash
 from router.cluster.estimates import Estimates, worker_class
-from router.cluster.media import name_on
 from router.cluster.view import ClusterView, WorkerView
 from router.native import structs
-from router.native.index import PrefixIndex, pack
+from router.native.index import PrefixIndex, name_on, pack
 from router.policies.base import EMPTY, Busy, Decision, Need, Queue
 from router.policies.candidates import (
     LEAST_WAIT_S,
@@ -47,16 +46,14 @@ from router.policies.candidates import (
     has_room,
     reaching,
 )
-from router.policies.slo import LEND_RATIO, LEND_SHARE, PROMPT_WEIGHT, Slo, reason
+from router.policies.slo import LEND_RATIO, LEND_SHARE, PROMPT_WEIGHT, Slo
 
 MEDIA = (Medium.HOST, *LOWER_MEDIA)  # in the order of their numbers in C++
 
 _ASK = struct.Struct("=Q4q7dq")  # the fields of a Call in src/router.cpp up to the decision
 _DECISION = struct.Struct("=7i4x5d")
-_NEWS = struct.Struct("=q2d5q")
-_READY = struct.Struct("=2d")  # part of `_NEWS`: end of its prompts, least wait
-_RUNNING = struct.Struct("=q")
-_READY_AT, _RUNNING_AT = 8, 24
+_LOAD = struct.Struct("=q2d5q")
+_CLOSED = math.inf, math.inf  # end of its prompts, and least wait
 _FULL = 2**40  # more sequences than any worker takes
 _PLACED, _NO_ROOM = 0, 2
 
@@ -114,7 +111,8 @@ class Fleet:
         self._block_size = 0
         self._handle = 0  # set when the first worker joins
         self._classes: dict[Hashable, _Class] = {}  # classes of live workers
-        self._numbers: dict[Hashable, int] = {}  # numbers of all classes ever seen
+        # The numbers of all classes, groups and kinds ever seen.
+        self._numbers: dict[Hashable, int] = {}
         self._groups: dict[Hashable, int] = {}
         self._kinds: dict[Hashable, int] = {}
         self._homes: dict[WorkerId, _Class] = {}
@@ -123,13 +121,12 @@ class Fleet:
         self._unsure: set[WorkerId] = set()  # workers whose compute time is unknown
         self._shared: set[WorkerId] = set()  # workers that also compute for other gateways
         self._version = -1  # version of the estimates in C++
-        self._has_new_costs = False  # costs changed since the last update of loads
-        self._is_known = False  # True if all costs are known
+        self._has_new_costs = self._is_known = False  # since the last update of loads; all of them
         self._num_prefillers = 0
         self._largest = (0, 0, 0)
         self._call = bytearray(_ASK.size + _DECISION.size)
         self._call_address = structs.address_of(self._call)
-        self._resize_news(1)
+        self._resize_loads(1)
 
     def add(self, worker: WorkerView) -> None:
         """Adds a worker that is already in the index.
@@ -143,12 +140,10 @@ class Fleet:
         worker_id = info.worker_id
         if not self._handle:
             self._open(info.layout.block_size)
-        if info.layout.block_size != self._block_size:
-            self._odd.add(worker_id)
-            return
-        its_class = _class_of(worker)
-        number = self._numbers.setdefault(its_class, len(self._numbers))
-        kind = self._kind(number, worker)
+        its_class, kind = _class_of(worker), None
+        if info.layout.block_size == self._block_size:
+            number = self._numbers.setdefault(its_class, len(self._numbers))
+            kind = self._kind(number, worker)
         if kind is None:
             self._odd.add(worker_id)
             return
@@ -201,39 +196,26 @@ class Fleet:
         self.tell()
         if not self._can_decide(need):
             return None
-        if self._view.severed or need.kept_tokens or need.preempted_s or other_than is not None:
-            return self._choose_elsewhere(need, hashes, now_s, queue, other_than)
-        return self.choice(self.decide(need, hashes, now_s, queue), now_s)
-
-    def _choose_elsewhere(
-        self,
-        need: Need,
-        hashes: Sequence[BlockHash],
-        now_s: float,
-        queue: Queue,
-        other_than: WorkerId | None,
-    ) -> Decision | Busy:
-        """Places a request, with unsuitable workers hidden from C++."""
-        closed, full = self._unreaching(need), self._full(need)
-        severed = () if closed is None else self._view.severed
-        closed = closed or set()
-        if other_than is not None:
-            closed.add(other_than)
-            full.add(other_than)
+        view, none = self._view, frozenset[WorkerId]()
+        if not (view.severed or need.kept_tokens or need.preempted_s or other_than is not None):
+            return self.choice(self.decide(need, hashes, now_s, queue), now_s)
+        unreaching, others = _unreaching(view, need), {other_than} if other_than else none
+        severed = () if unreaching is None else view.severed
+        closed, full = (unreaching or none) | others, _full(view, need) | others
         while True:
-            self._hide(closed, full)
+            self.tell(closed, full)
             choice = self.choice(self.decide(need, hashes, now_s, queue), now_s)
             if isinstance(choice, Busy):
                 return choice
             prefill, decode = choice.prefill_worker, choice.decode_worker
             if (prefill, decode) in severed:
-                closed = {i for i, _ in self._view.prefillers if i != prefill}
-                full |= {sink for source, sink in severed if source == prefill}
-            elif (choice.pulled_from, prefill) in self._view.severed:
+                closed = {i for i, _ in view.prefillers if i != prefill}
+                full = full | {sink for source, sink in severed if source == prefill}
+            elif (choice.pulled_from, prefill) in view.severed:
                 need = replace(need, may_pull=False)
             else:
                 return choice
-            self._view.touched |= {prefill, decode}  # C++ has made reservations at these
+            view.touched |= {prefill, decode}  # C++ has made reservations at these
 
     def decide(
         self, need: Need, hashes: Sequence[BlockHash], now_s: float, queue: Queue = EMPTY
@@ -248,7 +230,7 @@ class Fleet:
             need.end_len,
             need.max_len,
             now_s,
-            self._tpot_bound_s(need),
+            _tpot_bound_s(need, self._classes.values(), self._estimates),
             self._wait_bound_s,
             self._estimates.offer_s(),
             queue.waiting,
@@ -285,30 +267,34 @@ class Fleet:
             slowdown=decision.slowdown,
         )
 
-    def tell(self) -> None:
-        """Updates C++ with all changes since the last call."""
+    def tell(self, closed: Set[WorkerId] = frozenset(), full: Set[WorkerId] = frozenset()) -> None:
+        """Updates C++ with all changes since the last call.
+
+        Until the next call, C++ is also told that `closed` workers take no prompts, and that `full`
+        workers take no sequences.
+        """
         touched = self._view.touched
         if self._version != self._estimates.version:
             self._tell_costs()
         if self._has_new_costs:  # their work was priced at old costs
             touched |= self._unsure | self._shared
             self._has_new_costs = False
+        touched |= closed | full
         if not touched:
             return
         count = 0
-        if len(self._news) < len(touched) * _NEWS.size:
-            self._resize_news(2 * len(touched))
+        if len(self._loads) < len(touched) * _LOAD.size:
+            self._resize_loads(2 * len(touched))
         for worker_id in touched:
-            worker = self._view.workers.get(worker_id)
-            if worker is None:
-                continue
             if worker_id in self._homes:
-                self._put_news(count, worker)
+                is_closed, is_full = worker_id in closed, worker_id in full
+                self._put_load(count, worker_id, is_closed=is_closed, is_full=is_full)
                 count += 1
             elif worker_id in self._stores:
-                self._put_store(worker)
+                self._put_store(self._view.workers[worker_id])
         touched.clear()
-        self._core.baton_fleet_loads(self._handle, self._news_address, count)
+        touched |= closed | full
+        self._core.baton_fleet_loads(self._handle, self._loads_address, count)
 
     def validate(self) -> None:
         """Asserts that the arrays in C++ are sound and have the same workers. Slow."""
@@ -332,74 +318,12 @@ class Fleet:
             return False
         return need.num_tokens <= prefill_tokens or need.max_len <= mixed_tokens
 
-    def _full(self, need: Need) -> set[WorkerId]:
-        """Returns workers that must not decode the request although they have room.
-
-        If a decode worker with room has kept tokens of the request, these are all other workers.
-        """
-        view = self._view
-        decoders = [(w.info.worker_id, w) for w in view.decoders]
-        kept, named = need.kept_tokens, need.preempted_s
-        able = [
-            (kept[i], i)
-            for i, w in decoders
-            if kept.get(i) and w.info.role is Role.DECODE and has_room(w, need)
-        ]
-        if able:
-            keeper = max(able)[1]
-            return {i for i, _ in decoders if i != keeper}
-        return {i for i in named if i in view.workers and not has_room(view.workers[i], need)}
-
-    def _unreaching(self, need: Need) -> set[WorkerId] | None:
-        """Returns the prefill workers whose KV reaches no decode worker that has room.
-
-        None if no worker's KV would reach any other; then severed workers are combined.
-        """
-        view = self._view
-        decoders = [(w.info.worker_id, w) for w in view.decoders]
-        if not view.severed or not reaching(view.prefillers, decoders, view.severed):
-            return None
-        able = [item for item in decoders if has_room(item[1], need)]
-        if not able:
-            return set()
-        found = reaching(view.prefillers, able, view.severed)
-        return {i for i, _ in view.prefillers} - {i for i, _ in found}
-
-    def _hide(self, closed: Set[WorkerId], full: Set[WorkerId]) -> None:
-        """Tells C++ that workers take no prompts or no sequences, until the next update."""
-        self._view.touched |= closed | full
-        names = [i for i in self._view.touched if i in self._homes]
-        if len(self._news) < len(names) * _NEWS.size:
-            self._resize_news(2 * len(names))
-        for number, name in enumerate(names):
-            self._put_news(number, self._view.workers[name])
-            begin = number * _NEWS.size
-            if name in closed:
-                _READY.pack_into(self._news, begin + _READY_AT, math.inf, math.inf)
-            if name in full:
-                _RUNNING.pack_into(self._news, begin + _RUNNING_AT, _FULL)
-        self._core.baton_fleet_loads(self._handle, self._news_address, len(names))
-
-    def _tpot_bound_s(self, need: Need) -> float:
-        """Returns the TPOT bound; infinite if there is none, or if no empty worker keeps it."""
-        bound_s = need.tpot_bound_s
-        if bound_s is None:
-            return math.inf
-        end_len = need.end_len
-        for home in self._classes.values():
-            if home.worker.info.role.decodes and has_memory(home.worker, end_len):
-                alone_s = self._estimates.step_s(home.worker, 1, end_len)
-                if alone_s is None or alone_s <= bound_s:
-                    return bound_s
-        return math.inf
-
     def _busy(self, decision: FleetDecision, now_s: float) -> Busy:
         """Converts a refusal. If a worker has time already, what is missing is room to decode."""
         if decision.status == _NO_ROOM or decision.wait_s <= self._wait_bound_s:
             return Busy()
-        if decision.wait_s == math.inf:
-            return Busy(lacks=Role.PREFILL)
-        return Busy(now_s + decision.wait_s - self._backlog_s, Role.PREFILL)
+        until_s = now_s + decision.wait_s - self._backlog_s
+        return Busy(until_s if until_s < math.inf else None, Role.PREFILL)
 
     # ------------------------------------------------------------ updates of C++
 
@@ -421,13 +345,13 @@ class Fleet:
                 self._has_new_costs = True
         self._version = self._estimates.version
 
-    def _resize_news(self, num_workers: int) -> None:
-        self._news = bytearray(num_workers * _NEWS.size)
-        self._news_address = structs.address_of(self._news)
+    def _resize_loads(self, num_workers: int) -> None:
+        self._loads = bytearray(num_workers * _LOAD.size)
+        self._loads_address = structs.address_of(self._loads)
 
-    def _put_news(self, number: int, worker: WorkerView) -> None:
-        """Writes a worker's load into row `number` of the update."""
-        worker_id = worker.info.worker_id
+    def _put_load(self, row: int, worker_id: WorkerId, *, is_closed: bool, is_full: bool) -> None:
+        """Writes a worker's load into a row of the update."""
+        worker = self._view.workers[worker_id]
         foreign_s = foreign_prefill_s(worker, self._estimates)
         if foreign_s is None or (worker.prefills and not worker.reserved_s):
             self._unsure.add(worker_id)
@@ -435,19 +359,9 @@ class Fleet:
         else:
             self._unsure.discard(worker_id)
         (self._shared.add if worker.foreign.prompt_tokens else self._shared.discard)(worker_id)
-        num_decodes, mean_tokens = worker.num_decodes, worker.mean_context_tokens
-        num_decoding = worker.num_decoding
-        _NEWS.pack_into(
-            self._news,
-            number * _NEWS.size,
-            self._index.slots[worker_id],
-            *worker.ready(foreign_s),
-            num_decodes,
-            mean_tokens,
-            worker.promised_blocks,
-            num_decoding,
-            mean_tokens * num_decoding // max(num_decodes, 1),  # `decoding_context_tokens`
-        )
+        ready = _CLOSED if is_closed else worker.ready(foreign_s)
+        load = _load(worker, ready, is_full=is_full)
+        _LOAD.pack_into(self._loads, row * _LOAD.size, self._index.slots[worker_id], *load)
 
     def _open(self, block_size: int) -> None:
         self._block_size = block_size
@@ -481,13 +395,11 @@ class Fleet:
 
     def _kind(self, number: int, worker: WorkerView) -> int | None:
         """Returns the number of a worker's kind; None if there are too many kinds."""
-        info = worker.info
-        group = self._group(info)
-        pulls = info.pulls_unchanged
+        info, role = worker.info, worker.info.role
+        group, pulls = self._group(info), info.pulls_unchanged
         key = (number, group, info.stretch, pulls)
         kind = self._kinds.get(key)
         if kind is None:
-            role = info.role
             fields = (number, group, role.prefills, role.decodes, pulls, info.is_fluid)
             sizes = (info.num_blocks, info.max_running, info.stretch or 0.0)
             found = ctypes.byref(structs.FleetKind(*fields, *sizes))
@@ -495,20 +407,57 @@ class Fleet:
         return None if kind == NONE else kind
 
     def _measure(self) -> None:
-        """Returns the largest prompt and answer that live workers could hold, in tokens.
+        infos = [home.worker.info for home in self._classes.values()]
+        has_prefillers = self._num_prefillers > 0
+        self._largest = _largest(infos, self._block_size, has_prefillers=has_prefillers)
 
-        Without prefill workers, fluid decode workers stand in.
-        """
-        largest = dict.fromkeys(Role, 0)
-        stand_ins = 0
-        for home in self._classes.values():
-            info = home.worker.info
-            num_tokens = info.num_blocks * self._block_size
-            largest[info.role] = max(largest[info.role], num_tokens)
-            if info.is_fluid and not self._num_prefillers:
-                stand_ins = max(stand_ins, num_tokens)
-        mixed = max(largest[Role.MIXED], stand_ins)
-        self._largest = (max(largest[Role.DECODE], mixed), largest[Role.PREFILL], mixed)
+
+def _load(
+    worker: WorkerView, ready: tuple[float, float], *, is_full: bool
+) -> tuple[float, float, int, int, int, int, int]:
+    """Returns a worker's `Load`, as C++ has it."""
+    num_decodes, mean_tokens = worker.num_decodes, worker.mean_context_tokens
+    num_decoding = worker.num_decoding
+    return (
+        *ready,
+        _FULL if is_full else num_decodes,
+        mean_tokens,
+        worker.promised_blocks,
+        num_decoding,
+        mean_tokens * num_decoding // max(num_decodes, 1),  # `decoding_context_tokens`
+    )
+
+
+def _tpot_bound_s(need: Need, classes: Iterable[_Class], estimates: Estimates) -> float:
+    """Returns the TPOT bound; infinite if there is none, or if no empty worker keeps it."""
+    bound_s = need.tpot_bound_s
+    if bound_s is None:
+        return math.inf
+    end_len = need.end_len
+    for home in classes:
+        if home.worker.info.role.decodes and has_memory(home.worker, end_len):
+            alone_s = estimates.step_s(home.worker, 1, end_len)
+            if alone_s is None or alone_s <= bound_s:
+                return bound_s
+    return math.inf
+
+
+def _largest(
+    infos: Sequence[Welcome], block_size: int, *, has_prefillers: bool
+) -> tuple[int, int, int]:
+    """Returns the largest number of tokens that a worker could hold, by role: a decode or mixed
+    worker, a prefill worker, and a mixed worker. Without prefill workers, fluid decode workers
+    stand in for mixed ones.
+    """
+    largest = dict.fromkeys(Role, 0)
+    stand_ins = 0
+    for info in infos:
+        num_tokens = info.num_blocks * block_size
+        largest[info.role] = max(largest[info.role], num_tokens)
+        if info.is_fluid and not has_prefillers:
+            stand_ins = max(stand_ins, num_tokens)
+    mixed = max(largest[Role.MIXED], stand_ins)
+    return max(largest[Role.DECODE], mixed), largest[Role.PREFILL], mixed
 
 
 def _class_of(worker: WorkerView) -> Hashable:
@@ -536,3 +485,53 @@ def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None
 
 def _close(core: Native, handle: int, _index: PrefixIndex) -> None:
     core.baton_fleet_close(handle)
+
+
+def _full(view: ClusterView, need: Need) -> set[WorkerId]:
+    """Returns workers that must not decode the request although they have room.
+
+    If a decode worker with room has kept tokens of the request, these are all other workers.
+    """
+    kept, decoders = need.kept_tokens, [(w.info.worker_id, w) for w in view.decoders]
+    able = [
+        (kept[i], i)
+        for i, w in decoders
+        if kept.get(i) and w.info.role is Role.DECODE and has_room(w, need)
+    ]
+    if able:
+        keeper = max(able)[1]
+        return {i for i, _ in decoders if i != keeper}
+    workers = view.workers
+    return {i for i in need.preempted_s if i in workers and not has_room(workers[i], need)}
+
+
+def _unreaching(view: ClusterView, need: Need) -> set[WorkerId] | None:
+    """Returns the prefill workers whose KV reaches no decode worker that has room.
+
+    None if no worker's KV would reach any other; then severed workers are combined.
+    """
+    decoders = [(w.info.worker_id, w) for w in view.decoders]
+    if not view.severed or not reaching(view.prefillers, decoders, view.severed):
+        return None
+    able = [item for item in decoders if has_room(item[1], need)]
+    if not able:
+        return set()
+    found = reaching(view.prefillers, able, view.severed)
+    return {i for i, _ in view.prefillers} - {i for i, _ in found}
+
+
+def reason(prefill: Welcome, decode: Welcome, *, pulls: bool) -> str:
+    """Returns the reason of a placement in words."""
+    why = "least TTFT"
+    if prefill.worker_id == decode.worker_id:
+        why += f", {_LOCALLY[prefill.role]}"
+    elif decode.role is Role.PREFILL:
+        why += ", decoded by another prefill worker"
+    return f"{why}, with a prefix pulled" if pulls else why
+
+
+_LOCALLY = {
+    Role.MIXED: "decoded where it is prefilled",
+    Role.DECODE: "prefilled by a decode worker",
+    Role.PREFILL: "decoded by an idle prefill worker",
+}

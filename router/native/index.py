@@ -7,6 +7,10 @@ Workers are numbered by *slots*, of which there are 65,535. The first eight byte
 key. Among ten million blocks, two share a key with a probability of 10⁻⁵. Then a worker may be
 asked for a block that it does not hold; it reports this and computes the block.
 
+A worker has its blocks in one pool, and its events name no medium. A store has blocks in memory, on
+disk and as objects, and a block may be on several of these. The index knows a store under its own
+name for the blocks in memory, and under a further name for each lower medium.
+
 Events are delayed and may be lost. A worker without events since it was added or cleared is
 credited with the blocks that it was seen to use, as many as fit into its pool. Its first event ends
 that credit.
@@ -20,7 +24,15 @@ from weakref import finalize
 from engine.errors import BatonError
 from engine.messages import HASH_BYTES, WorkerId
 from engine.native.library import NONE, library
+from engine.worker.block_events import Medium
 from engine.worker.blocks import BlockHash
+
+SEPARATOR = "|"  # never in a worker's own name: `router.links` refuses such a worker
+
+
+def name_on(store_id: WorkerId, medium: str) -> WorkerId:
+    """Returns the name under which the index knows a store's blocks on a medium."""
+    return store_id if medium == Medium.HOST else WorkerId(f"{store_id}{SEPARATOR}{medium}")
 
 
 class TooManyWorkers(BatonError):

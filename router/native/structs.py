@@ -3,7 +3,7 @@
 import ctypes
 from ctypes import Structure, c_double, c_int32, c_int64
 
-NUM_MEDIA = 3  # media of a store: memory and those in `router.cluster.media`
+NUM_MEDIA = 3  # media of a store: memory and those in `router.native.index`
 
 
 class FleetCosts(Structure):

@@ -1,12 +1,8 @@
-"""Placement: which workers compute a prompt and decode its answer. One file per policy."""
+"""Placement: which workers compute a prompt and decode its answer."""
 
 from engine.config import RouterPolicy
-from router.policies.at_random import AtRandom
 from router.policies.base import Policy
-from router.policies.least_loaded import LeastLoaded
-from router.policies.power_of_two import PowerOfTwo
-from router.policies.prefix import Prefix
-from router.policies.round_robin import RoundRobin
+from router.policies.simple import AtRandom, LeastLoaded, PowerOfTwo, Prefix, RoundRobin
 from router.policies.slo import Slo
 
 _POLICIES: dict[RouterPolicy, type[Policy]] = {

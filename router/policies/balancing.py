@@ -23,9 +23,13 @@ prompts that it evicts. The cost of the move counts twice: when prompts come,
 moves back. `AT_ONCE` is the maximum. Several gateways may see the same two workers. So each gateway
 scales its own sequences up to the worker's total.
 
+*Necessary moves.* If a sequence must leave its worker, the rule is the one for a new sequence
+(`next_decoder`). The sequence is never held back for its TPOT bound.
+
 Pure. Source: Llumnix, Sun et al., OSDI 2024, which balances by migration too.
 """
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -39,8 +43,9 @@ from engine.messages import Role, SeqId, WorkerId
 from engine.worker.costs import PullCost
 from router.cluster.learning import AnswerLengths
 from router.cluster.view import ClusterView, DecodeClaim, WorkerView
-from router.policies.base import Costs
-from router.policies.slo import LEND_RATIO, LEND_SHARE
+from router.policies.base import Costs, Need, Worker
+from router.policies.candidates import has_room, least, promised_share
+from router.policies.slo import LEND_RATIO, LEND_SHARE, tpot_s
 
 AT_ONCE = 16  # maximum number of sequences that move at once
 LEAST_LEFT = 16.0  # remaining tokens that a sequence must still have after its copy
@@ -263,3 +268,40 @@ def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, pull: P
     num_moves = 1 if target.worker.info.role.decodes else 2  # there, and back again if it was lent
     cost_s = num_moves * (copy_s + PAYBACK * pause_s) + PROMPTS_PAYBACK * room_s
     return left_then * (here_s - there_s) > cost_s
+
+
+def next_decoder(
+    view: ClusterView, need: Need, *, source: WorkerId, costs: Costs, rng: random.Random
+) -> WorkerId | None:
+    """Chooses where a sequence at `source` continues. None if no worker has room for it now.
+
+    The least time per token after joining counts. While that time is unknown, the worker with the
+    smallest promised share of KV is chosen.
+    """
+    able = [
+        item
+        for item in reachable(view, source)
+        if item[1].info.role.decodes and has_room(item[1], need)
+    ]
+    if not able:
+        return None
+    paces_s = {i: tpot_s(worker, need, costs) for i, worker in able}
+    known_s = {i: pace_s for i, pace_s in paces_s.items() if pace_s is not None}
+
+    def cost(item: Worker) -> tuple[float, ...]:
+        worker_id, worker = item
+        return (known_s[worker_id] if len(known_s) == len(able) else promised_share(worker),)
+
+    return rng.choice(least(able, cost))[0]
+
+
+def reachable(view: ClusterView, source: WorkerId) -> list[Worker]:
+    """Returns the other workers that can read the blocks of `source` and that its KV reaches."""
+    layout = view.workers[source].info.layout
+    return [
+        (worker_id, worker)
+        for worker_id, worker in view.workers.items()
+        if worker_id != source
+        and worker.info.layout.difference(layout) is None
+        and (source, worker_id) not in view.severed
+    ]

@@ -82,7 +82,7 @@ class Known(Protocol):
         ...
 
     def matched_below(self) -> Mapping[tuple[WorkerId, str], int]:
-        """Leading tokens on lower media of stores, by store and medium (`router.cluster.media`)."""
+        """Leading tokens on lower media of stores, by store and medium (`router.native.index`)."""
         ...
 
 

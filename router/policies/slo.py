@@ -72,11 +72,11 @@ al., OSDI 2024.
 from math import inf
 from typing import ClassVar
 
-from engine.messages import Role, Welcome
+from engine.messages import Role
 from router.cluster.view import WorkerView
 from router.policies.base import Asked, Busy, Costs, Decision, Need, Queue
 from router.policies.candidates import has_memory, has_room
-from router.policies.least_loaded import shortest_backlog
+from router.policies.simple import shortest_backlog
 
 LEND_RATIO = 1.1
 LEND_SHARE = 0.75  # maximum share of a prefill worker's KV memory for decoding
@@ -99,23 +99,6 @@ class Slo:
         if not found.prefillers:
             return found.busy
         return shortest_backlog(asked, self.name, "nothing was measured yet")
-
-
-def reason(prefill: Welcome, decode: Welcome, *, pulls: bool) -> str:
-    """Returns the reason of a placement in words."""
-    why = "least TTFT"
-    if prefill.worker_id == decode.worker_id:
-        why += f", {_LOCALLY[prefill.role]}"
-    elif decode.role is Role.PREFILL:
-        why += ", decoded by another prefill worker"
-    return f"{why}, with a prefix pulled" if pulls else why
-
-
-_LOCALLY = {
-    Role.MIXED: "decoded where it is prefilled",
-    Role.DECODE: "prefilled by a decode worker",
-    Role.PREFILL: "decoded by an idle prefill worker",
-}
 
 
 def bound_s(asked: Asked) -> float | None:

@@ -33,10 +33,9 @@ from router.machine.flight import BALANCED, GATHERED, GIVEN_BACK, LENT, Flight
 from router.machine.moves.rule import MoveRule
 from router.machine.placing import Placing
 from router.machine.state import RouterState
-from router.policies.balancing import Lenders, counted_step_s, is_idle_lender, relief
+from router.policies.balancing import Lenders, counted_step_s, is_idle_lender, reachable, relief
 from router.policies.base import Need
 from router.policies.candidates import has_room
-from router.policies.joining import reachable
 from router.policies.slo import (
     joined_price_s,
     lend_ratio,

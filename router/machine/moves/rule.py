@@ -12,9 +12,9 @@ from router.machine.flight import COUNTED_AS, DRAINED, LENT, Attempt, Flight, Mo
 from router.machine.moves.stages import MoveStage, may_stay
 from router.machine.placing import Placing
 from router.machine.state import RouterState
+from router.policies.balancing import next_decoder
 from router.policies.base import Need
 from router.policies.candidates import decode_blocks
-from router.policies.joining import next_decoder
 
 GATHER_S = 0.5  # a copied sequence waits at most this long for others
 REST_S = 20.0  # seconds after a move, finished or cancelled, without another free one

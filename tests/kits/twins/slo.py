@@ -11,10 +11,10 @@ import msgspec
 
 from engine.messages import Role, Welcome, WorkerId
 from router.cluster.view import WorkerView
+from router.native.fleet import reason
 from router.policies.base import EMPTY, Asked, Busy, Costs, Decision, Queue, Worker
-from router.policies.candidates import has_memory, predicted_ready_s
+from router.policies.candidates import has_memory, predicted_ready_s, with_leader
 from router.policies.pulling import Holder, Holders, bid
-from router.policies.sharing import with_leader
 from router.policies.slo import (
     Slo,
     bound_s,
@@ -22,7 +22,6 @@ from router.policies.slo import (
     lend_ratio,
     lending_loss_s,
     lent_tpot_s,
-    reason,
     slowdown_at,
     slowdown_of,
     tpot_s,

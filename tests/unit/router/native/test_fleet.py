@@ -24,10 +24,9 @@ from engine.worker.block_events import LOWER_MEDIA, Medium
 from engine.worker.blocks import BlockHash
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
-from router.cluster.media import name_on
 from router.cluster.view import ClusterView
 from router.native.fleet import Fleet
-from router.native.index import PrefixIndex
+from router.native.index import PrefixIndex, name_on
 from router.policies.base import (
     EMPTY,
     Asked,
@@ -885,7 +884,9 @@ def test_work_of_other_gateways_is_repriced_only_when_costs_change(monkeypatch, 
     )
     cluster.fleet.tell()
     told = []
-    monkeypatch.setattr(cluster.fleet, "_put_news", lambda _, worker: told.append(worker))
+    monkeypatch.setattr(
+        cluster.fleet, "_put_load", lambda _, worker, **_hidden: told.append(worker)
+    )
     cluster.estimates.observe_pull(p0, 1, seconds=1.0)  # which changes nothing yet
     cluster.fleet.tell()
     assert told == []

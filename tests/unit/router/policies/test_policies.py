@@ -10,8 +10,8 @@ from engine.messages import PROTOCOL_VERSION, Role, Welcome
 from router.cluster.view import ClusterView, WorkerView
 from router.policies.base import Asked, Busy, Decision, Impossible, Need, Placement
 from router.policies.candidates import Backlog, decode_blocks, find
-from router.policies.least_loaded import LeastLoaded
 from router.policies.pulling import Holders, bid
+from router.policies.simple import LeastLoaded
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
