@@ -1,10 +1,7 @@
-"""The requests of one router, from submission to end, and the sinks of their answers.
-
-An update of the machine with only tokens goes to its sink as bare tokens, which is nearly always.
-"""
+"""The requests of one router, from submission to end, and the sinks of their answers."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextvars import Context
 
 from engine.messages import RequestId, SeqId
@@ -31,7 +28,7 @@ class RouterClients:
         """Starts a request; its answer goes to `sink`."""
         client = _Client(self, request.request_id, sink)
         if self._end is not None:
-            client.update(Update(outcome=self._end))
+            client.receive(Update(outcome=self._end), 0.0)
             return client
         self._clients[request.request_id] = client
         self._arrived[request.request_id] = request
@@ -69,7 +66,7 @@ class RouterClients:
         self._end = end
         clients, self._clients = self._clients, {}
         for client in clients.values():
-            client.update(Update(outcome=end))
+            client.receive(Update(outcome=end), 0.0)
         return len(clients)
 
     def close(self) -> None:
@@ -84,10 +81,7 @@ class RouterClients:
                 continue
             if update.outcome is not None:
                 del self._clients[update.request_id]
-            elif update.timeline is None and not (update.logprobs or update.embedding):
-                client.tokens(update.token_ids, now_s)
-                continue
-            client.update(update)
+            client.receive(update, now_s)
 
     def close_left(self) -> None:
         """Stops reading frames for sequences that ended before their requests."""
@@ -112,6 +106,16 @@ class _Client:
         self.sink = sink
         self.seq_id: SeqId | None = None  # the sequence whose tokens may be read from frames
 
+    def receive(self, update: Update, now_s: float) -> None:
+        """Passes an update to the sink, only tokens bare. Its bugs must not end other requests."""
+        try:
+            if update.outcome is None and update.timeline is None and not update.logprobs:
+                self.sink.tokens(update.token_ids, now_s)
+            else:
+                self.sink.update(update)
+        except Exception as error:
+            self.sink.fail(error)
+
     def cancel(self) -> None:
         """Cancels the request; its sink gets nothing more."""
         self._clients.leave(self.request_id)
@@ -124,17 +128,3 @@ class _Client:
         self._clients.taker = taker
         self.seq_id = flight.attempt.seq_id
         return self.seq_id
-
-    def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Passes tokens to the sink. A bug in the sink must not end other requests."""
-        try:
-            self.sink.tokens(token_ids, now_s)
-        except Exception as error:
-            self.sink.fail(error)
-
-    def update(self, update: Update) -> None:
-        """Passes an update to the sink; see `tokens`."""
-        try:
-            self.sink.update(update)
-        except Exception as error:
-            self.sink.fail(error)

@@ -36,7 +36,6 @@ from engine.net.sessions import Line, SessionServer
 from engine.net.trust import Secret
 from router.gateway.metrics.pools import PoolBoard
 from router.machine.flight import Flight
-from router.planning.demand import Observer
 from router.service import Router
 from router.version_routers import VersionRouters
 
@@ -64,7 +63,7 @@ class ControlServer:
         self._routers = routers
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         self._clock = clock
-        self._observers: dict[str, tuple[Router, Observer]] = {}  # per line
+        self._observed: dict[str, Router] = {}  # by line
         self._server = SessionServer(self._session, secret, host, on_refused=self._count_refused)
         self._board = board or PoolBoard(routers.versions, clock)
         self.members = self._board.members = members
@@ -180,27 +179,21 @@ class ControlServer:
     def _seen(self) -> dict[str, Observation]:
         """Returns the demand for each line's current version; nothing while no planner asks."""
         intent = None if self.members is None else self.members.intent
-        if intent is None or intent.planner is PlannerMode.OFF:
-            for _, observer in self._observers.values():
-                observer.rest()
-            self._observers.clear()
-            return {}
         found: dict[str, Observation] = {}
-        routers, now_s = self._routers.routers(), self._clock.now_s()
-        for line in dict.fromkeys(version.line for version in intent.versions):
-            router = routers.get(intent.of_line(line)[0].name)
-            latest = None if router is None else self._observer(line, router).latest(now_s)
-            if latest is not None:
-                found[line] = latest
+        before, self._observed = self._observed, {}
+        if intent is not None and intent.planner is not PlannerMode.OFF:
+            routers, now_s = self._routers.routers(), self._clock.now_s()
+            for line in dict.fromkeys(version.line for version in intent.versions):
+                router = routers.get(intent.of_line(line)[0].name)
+                if router is None:
+                    continue
+                self._observed[line] = router
+                if (latest := router.machine.demand.latest(now_s)) is not None:
+                    found[line] = latest
+        for line, router in before.items():
+            if self._observed.get(line) is not router:
+                router.machine.demand.rest()
         return found
-
-    def _observer(self, line: str, router: Router) -> Observer:
-        """Returns the line's observer; a new one if the line's current version has changed."""
-        observed, observer = self._observers.get(line, (None, None))
-        if observed is not router or observer is None:
-            observer = Observer(router.machine.demand)
-            self._observers[line] = router, observer
-        return observer
 
     def _list(self, question: int, limit: int) -> RequestList:
         flights = [

@@ -9,7 +9,7 @@ towards the pool for which its head waits.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.demand import Observation
 from engine.messages import Role, WorkerId
@@ -42,41 +42,33 @@ def members(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Sums since the first observation."""
+@dataclass(slots=True)
+class _Sums:
+    """Sums since the last observation."""
 
     num_requests: int = 0
     prefill_s: float = 0.0
     output_tokens: float = 0.0
-    locally_s: float = 0.0  # the part of `prefill_s` computed by decode workers
-
-    @property
-    def sent_s(self) -> float:
-        """Seconds of work that prefill workers had to do."""
-        return self.prefill_s - self.locally_s
 
 
 class Demand:
-    """Adds up the requests that arrive at a router's state."""
+    """Adds up the requests that arrive at a router's state, while a planner observes them."""
 
     def __init__(self, state: RouterState, placing: Placing) -> None:
         self._state = state
         self._placing = placing
-        self._sums = Sums()
-        self._taken = Sums()  # totals at the last observation
-        self._taken_s: float | None = None
+        self._sums = _Sums()
+        self._locally_s = 0.0  # seconds of prompts computed by decode workers, until then
+        self._observed_s: float | None = None  # time of the last observation
+        self._latest: Observation | None = None
         self.is_observed = False  # most gateways have no planner
 
     def arrived(self, flight: Flight, now_s: float) -> None:
         """Counts a new request, whatever its outcome. Call it only while `is_observed`."""
-        state, sums = self._state, self._sums
         flight.compute_s = self._prefill_s(flight, now_s)
-        self._sums = Sums(
-            sums.num_requests + 1,
-            sums.prefill_s + flight.compute_s,
-            sums.output_tokens + state.lengths.mean(flight.max_tokens),
-        )
+        self._sums.num_requests += 1
+        self._sums.prefill_s += flight.compute_s
+        self._sums.output_tokens += self._state.lengths.mean(flight.max_tokens)
 
     def _prefill_s(self, flight: Flight, now_s: float) -> float:
         """Returns the predicted seconds of a prompt; 0 if unknown, or if a leader computes it."""
@@ -88,67 +80,54 @@ class Demand:
         known = KnownPrefixes(state, flight)
         cached = max(known.matched_tokens().values(), default=0)
         source = likely_bid(state, flight, known, sink, now_s).source
-        worker, cached = sink[1], cached if source is None else source.num_tokens
-        return state.estimates.prefill_s(worker, flight.length, cached) or 0.0
-
-    def rest(self) -> None:
-        """Stops summing until the next observation."""
-        self._taken_s, self.is_observed = None, False
-
-    def observe(self, now_s: float) -> Observation:
-        """Returns the demand since the last call, and the present state."""
-        state, before = self._state, self._taken
-        sums = replace(self._sums, locally_s=self._placing.locally_s)
-        queued = [state.flights[request_id] for request_id in state.waiting.queue]
-        if self._taken_s is None:
-            for one in queued:  # they arrived while no planner observed
-                one.compute_s = self._prefill_s(one, now_s)
-        over_s = now_s - self._taken_s if self._taken_s is not None else 0.0
-        self._taken, self._taken_s, self.is_observed = sums, now_s, True
-        per_s = 1 / over_s if over_s > 0 else 0.0
-        workers = state.view.workers.values()
-        prefillers = [worker for worker in workers if worker.info.role.prefills]
-        decoders = [worker for worker in workers if worker.decodes]
-        costs = [state.estimates.decode_cost(w) for w in workers if w.info.role.decodes]
-        busy = self._placing.busy
-        waits_for_prefill = busy is not None and busy.lacks is Role.PREFILL
-        return Observation(
-            requests_per_s=(sums.num_requests - before.num_requests) * per_s,
-            prefill_s_per_s=max(sums.sent_s - before.sent_s, 0.0) * per_s,
-            output_tokens_per_s=(sums.output_tokens - before.output_tokens) * per_s,
-            queued_s=sum(one.compute_s for one in queued) if waits_for_prefill else 0.0,
-            prefilling_s=sum(w.ready_s(now_s) for w in prefillers if w.prefills),
-            num_queued=0 if waits_for_prefill else len(queued),
-            queued_tokens=0 if waits_for_prefill else sum(one.length for one in queued),
-            num_decoding=sum(len(worker.decodes) for worker in decoders),
-            context_tokens=sum(
-                (w.context_tokens + w.reserved_blocks * w.info.layout.block_size) // 2
-                for w in decoders
-            ),
-            reserved_tokens=sum(w.reserved_blocks * w.info.layout.block_size for w in decoders),
-            decode_cost=next((cost for cost in costs if cost is not None), None),
-        )
-
-
-class Observer:
-    """Observes about once a second, however many callers ask: observing resets the sums."""
-
-    def __init__(self, demand: Demand) -> None:
-        self._demand = demand
-        self._looked_s: float | None = None
-        self._latest: Observation | None = None
+        cached = cached if source is None else source.num_tokens
+        return state.estimates.prefill_s(sink[1], flight.length, cached) or 0.0
 
     def latest(self, now_s: float) -> Observation | None:
-        """Returns the last observation. None before the end of the first second."""
-        if self._looked_s is None:
-            self._demand.observe(now_s)
-            self._looked_s = now_s
-        elif now_s - self._looked_s >= LOOK_AFTER_S:
-            self._latest = self._demand.observe(now_s)
-            self._looked_s = now_s
+        """Observes about once a second, however many callers ask: observing resets the sums.
+
+        Returns the last observation. None before the end of the first second.
+        """
+        if self._observed_s is None:
+            self.observe(now_s)
+        elif now_s - self._observed_s >= LOOK_AFTER_S:
+            self._latest = self.observe(now_s)
         return self._latest
 
     def rest(self) -> None:
-        """Stops summing, as no planner asks."""
-        self._demand.rest()
-        self._looked_s = self._latest = None
+        """Stops summing until the next observation, as no planner asks."""
+        self._observed_s = self._latest = None
+        self.is_observed = False
+
+    def observe(self, now_s: float) -> Observation:
+        """Returns the demand since the last call, and the present state."""
+        state, placing, sums = self._state, self._placing, self._sums
+        queued = [state.flights[request_id] for request_id in state.waiting.queue]
+        if self._observed_s is None:
+            for one in queued:  # they arrived while no planner observed
+                one.compute_s = self._prefill_s(one, now_s)
+        over_s = 0.0 if self._observed_s is None else now_s - self._observed_s
+        sent_s = sums.prefill_s - (placing.locally_s - self._locally_s)
+        self._sums, self._locally_s = _Sums(), placing.locally_s
+        self._observed_s, self.is_observed = now_s, True
+        per_s = 1 / over_s if over_s > 0 else 0.0
+        workers = state.view.workers.values()
+        decoders = [worker for worker in workers if worker.decodes]
+        costs = [state.estimates.decode_cost(w) for w in workers if w.info.role.decodes]
+        waits_for_prefill = placing.busy is not None and placing.busy.lacks is Role.PREFILL
+        reserved = [(w, w.reserved_blocks * w.info.layout.block_size) for w in decoders]
+        return Observation(
+            requests_per_s=sums.num_requests * per_s,
+            prefill_s_per_s=max(sent_s, 0.0) * per_s,
+            output_tokens_per_s=sums.output_tokens * per_s,
+            queued_s=sum(one.compute_s for one in queued) if waits_for_prefill else 0.0,
+            prefilling_s=sum(
+                w.ready_s(now_s) for w in workers if w.info.role.prefills and w.prefills
+            ),
+            num_queued=0 if waits_for_prefill else len(queued),
+            queued_tokens=0 if waits_for_prefill else sum(one.length for one in queued),
+            num_decoding=sum(len(worker.decodes) for worker in decoders),
+            context_tokens=sum((w.context_tokens + tokens) // 2 for w, tokens in reserved),
+            reserved_tokens=sum(tokens for _, tokens in reserved),
+            decode_cost=next((cost for cost in costs if cost is not None), None),
+        )

@@ -8,7 +8,7 @@ from engine.messages import Role
 from engine.worker.blocks import hash_blocks
 from router.machine.events import Tick
 from router.machine.requests import Rejected
-from router.planning.demand import Observer, members
+from router.planning.demand import members
 from router.planning.planner import Planner, PlannerRules, PoolSizes
 from tests.kits.router.demand import COSTS, ask, machine_of
 from tests.kits.router.machine import LAYOUT
@@ -144,7 +144,7 @@ def test_members_count_in_the_pool_of_their_ordered_role():
 
 def test_however_many_ask_it_is_observed_once_a_second():
     machine = machine_of(Role.PREFILL, Role.DECODE)
-    observer = Observer(machine.demand)
+    observer = machine.demand
     assert observer.latest(0.0) is None
     ask(machine, "r")
     assert observer.latest(0.5) is None  # another controller's report
@@ -156,7 +156,7 @@ def test_however_many_ask_it_is_observed_once_a_second():
 
 def test_demand_starts_fresh_after_a_rest(monkeypatch):
     machine = machine_of(Role.PREFILL, Role.DECODE)
-    observer = Observer(machine.demand)
+    observer = machine.demand
     observer.latest(0.0)
     assert observer.latest(1.0) is not None
     observer.rest()
