@@ -25,7 +25,7 @@ from engine.worker.block_events import (
     encode_number,
     topic_of,
 )
-from router.prefixes.news import (
+from router.block_news import (
     Apply,
     AskBatches,
     AskSnapshot,

@@ -33,6 +33,7 @@ from engine.messages import (
 from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from router.block_feed import BlockFeed
+from router.block_news import Apply, EventsMissed
 from router.machine.events import (
     BlockEventsMissed,
     BlocksChanged,
@@ -42,7 +43,6 @@ from router.machine.events import (
 )
 from router.machine.machine import RouterMachine
 from router.native.index import SEPARATOR
-from router.prefixes.news import Apply, EventsMissed
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from bench.simulator.traces import Trace, TraceRequest, prompt_tokens
 from engine.messages import HASH_BYTES, ComputePrompt, Decode, OfferPrefix, RequestId, Sampling
 from engine.worker.blocks import BlockHash, hash_block
 from engine.worker.intake import MAX_ID, PromptFacts, read_prompt
-from router.prefixes.hashes import PrefixHashes
+from router.machine.requests import PrefixHashes
 
 _SEED_STRIDE, _SEEDS = 7919, 2**30  # make the tokens of different seeds differ
 

@@ -31,7 +31,7 @@ from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from engine.worker.block_events import BlockEvent
 from router.block_feed import BlockFeed
-from router.prefixes.news import Apply, EventsMissed
+from router.block_news import Apply, EventsMissed
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from engine.messages import LeaseRef, Limits, SeqId, WorkerId
 from engine.worker.blocks import BlockHash
 from router.cluster.learning import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
-from router.machine.requests import Request, Stay, Timeline
+from router.machine.requests import PrefixHashes, Request, Stay, Timeline
 from router.policies.base import Decision, SharedPrompt
-from router.prefixes.hashes import PrefixHashes
 
 MAX_STAYS = 16  # attempts of a request whose times are kept
 

@@ -4,7 +4,7 @@ The HTTP side (`router.gateway`) makes a `Request` and follows its `Update`s. Th
 decides everything in between.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import cast
@@ -20,9 +20,36 @@ from engine.messages import (
     Salt,
     Sampling,
 )
+from engine.worker.blocks import BlockHash, hash_blocks
 from engine.worker.costs import CostErrors
 from router.policies.base import Decision
-from router.prefixes.hashes import PrefixHashes
+
+
+class PrefixHashes:
+    """Block hashes of one prompt and its answer. Each is computed once, at its first use."""
+
+    def __init__(
+        self, known: Mapping[int, Sequence[BlockHash]] | None = None, *, salt: bytes = b""
+    ) -> None:
+        """`known` has the hashes of the first full blocks, by block size."""
+        self._salt = salt
+        self._hashes = {size: list(hashes) for size, hashes in (known or {}).items()}
+
+    def copy(self) -> "PrefixHashes":
+        """Returns the same hashes for a longer prompt that begins with all of these tokens."""
+        return PrefixHashes(self._hashes, salt=self._salt)
+
+    def leading(
+        self, token_ids: Sequence[int], *, num_tokens: int, block_size: int
+    ) -> list[BlockHash]:
+        """Returns hashes of full blocks of the first `num_tokens`; `token_ids` may only grow."""
+        num_blocks = num_tokens // block_size
+        hashes = self._hashes.setdefault(block_size, [])
+        if num_blocks > len(hashes):
+            new = token_ids[len(hashes) * block_size : num_blocks * block_size]
+            parent = hashes[-1] if hashes else None
+            hashes += hash_blocks(new, block_size, self._salt, parent=parent)
+        return hashes[:num_blocks]
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from math import inf
 from engine.config import RouterConfig
 from engine.messages import KvReady, RequestId, RoleChanged, SeqId, Welcome, WorkerId
 from engine.worker.block_events import LOWER_MEDIA, BlockEvent, Medium
+from router.block_news import apply_events
 from router.cluster.estimates import Estimates
 from router.cluster.learning import AnswerLengths, Conversations, PairTransfers
 from router.cluster.view import ClusterView, WorkerView
@@ -32,7 +33,6 @@ from router.native.index import PrefixIndex, name_on
 from router.policies import make_policy
 from router.policies.base import Policy
 from router.policies.slo import Slo
-from router.prefixes.news import apply_events
 
 SEVERED_S = 10.0  # after a failed pull, two workers are kept apart for this long
 # The heap is rebuilt when it has more than this many entries per request, plus `LEAST_STALE`.

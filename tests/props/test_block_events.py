@@ -18,8 +18,8 @@ from engine.messages import WorkerId
 from engine.worker import block_events
 from engine.worker.block_events import BlockStored, EventLog, Numbered, decode_batch
 from engine.worker.blocks import BlockHash, BlockId, BlockPool
-from router.prefixes import news as block_news
-from router.prefixes.news import (
+from router import block_news
+from router.block_news import (
     Apply,
     AskBatches,
     AskSnapshot,

@@ -34,9 +34,8 @@ from router.gateway.answers.writing import AnswerWriter, write_and_wait
 from router.gateway.requests.calls import CheckedCall
 from router.inbox.loop_turns import Turn
 from router.inbox.task_groups import LightTaskGroup
-from router.machine.requests import Finished, Outcome, Rejected, Request, Update
+from router.machine.requests import Finished, Outcome, PrefixHashes, Rejected, Request, Update
 from router.port import RequestPort, ask
-from router.prefixes.hashes import PrefixHashes
 
 MAX_TRIES = 30  # tries to submit a step to a full router
 MAX_PAUSE_S = 1.0  # seconds between two tries

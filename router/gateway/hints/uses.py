@@ -11,8 +11,7 @@ import msgspec
 from engine.messages import MAX_HASHES, SessionUse
 from engine.worker.blocks import BlockHash, hash_blocks
 from router.gateway.hints.claims import SessionClaim
-from router.machine.requests import Request
-from router.prefixes.hashes import PrefixHashes
+from router.machine.requests import PrefixHashes, Request
 
 
 class SessionNotes(msgspec.Struct, frozen=True):

@@ -34,10 +34,9 @@ from engine.worker.block_events import (
     topic_of,
 )
 from engine.worker.blocks import BlockHash, Evicted, Stored, hash_blocks
-from router import block_feed
+from router import block_feed, block_news
 from router.block_feed import BlockFeed
-from router.prefixes import news as block_news
-from router.prefixes.news import Apply, EventsMissed, apply_events
+from router.block_news import Apply, EventsMissed, apply_events
 from tests.kits.router.scripted_workers import ScriptedWorker, serving
 from tests.kits.services.cluster import until
 from tests.kits.twins.prefix_map import PrefixMap

@@ -22,8 +22,8 @@ from engine.worker.block_events import (
 )
 from engine.worker.blocks import HASH_BYTES, BlockHash, BlockPool, Evicted, Stored, hash_blocks
 from engine.worker.sequence import Sequence
-from router.prefixes import news as block_news
-from router.prefixes.news import (
+from router import block_news
+from router.block_news import (
     ANSWER_TIMEOUT_S,
     FIRST_PAUSE_S,
     MAX_PAUSE_S,

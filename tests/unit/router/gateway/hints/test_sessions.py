@@ -93,7 +93,7 @@ def test_without_a_store_or_a_session_no_block_is_hashed(monkeypatch):
         raise AssertionError("hashed")
 
     monkeypatch.setattr(uses, "hash_blocks", never)
-    monkeypatch.setattr("router.prefixes.hashes.hash_blocks", never)
+    monkeypatch.setattr("router.machine.requests.hash_blocks", never)
     alone = FakeRouter()
     assert ask(alone).status == 200
     assert alone.told == []

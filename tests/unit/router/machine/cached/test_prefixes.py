@@ -301,7 +301,7 @@ def test_single_worker_needs_no_hashes(monkeypatch):
     def never(*args):
         raise AssertionError("hashed for nothing")
 
-    monkeypatch.setattr("router.prefixes.hashes.hash_blocks", never)
+    monkeypatch.setattr("router.machine.requests.hash_blocks", never)
     driver = Driver("m0")
     driver.ask("r", LONG)
     driver.say("m0", PrefillStarted("r.0", 0, None))

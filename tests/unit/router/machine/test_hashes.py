@@ -3,7 +3,7 @@
 import pytest
 
 from engine.worker.blocks import hash_blocks
-from router.prefixes.hashes import PrefixHashes
+from router.machine.requests import PrefixHashes
 
 
 @pytest.mark.parametrize("salt", [b"", b"s" * 32])
@@ -17,7 +17,7 @@ def test_hashes_equal_the_workers_and_are_computed_once(monkeypatch, salt):
         calls.append(tuple(token_ids))
         return hash_blocks(token_ids, block_size, salt, parent=parent)
 
-    monkeypatch.setattr("router.prefixes.hashes.hash_blocks", noted)
+    monkeypatch.setattr("router.machine.requests.hash_blocks", noted)
     assert prefix.leading(tokens, num_tokens=7, block_size=4) == expected[:1]
     assert calls == []
     assert prefix.leading(tokens, num_tokens=16, block_size=4) == expected[:4]

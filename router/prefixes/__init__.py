@@ -1,1 +1,0 @@
-"""Tracks which worker caches which prefix, from the workers' own events. Pure."""
