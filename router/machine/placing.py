@@ -358,7 +358,7 @@ class KnownPrefixes:
     def __init__(self, state: RouterState, flight: Flight) -> None:
         self._state = state
         self._longest: Mapping[WorkerId, int] | None = None  # by index name; None: unknown
-        self.hashes: Sequence[BlockHash] = ()  # of full blocks; if several workers may hold them
+        self.hashes: Sequence[BlockHash] = ()  # full blocks; none if only one worker may hold them
         worker = state.view.computing
         if worker is not None and len(state.view.workers) > 1 and flight.prompt_logprobs is None:
             # At least one token is computed, to sample from its logits.

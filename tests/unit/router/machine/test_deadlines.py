@@ -21,27 +21,6 @@ def test_soonest_is_found_and_due_ones_are_taken_once():
     assert deadlines.soonest_s() == 3.0
 
 
-def test_a_new_note_counts_if_sooner_or_later():
-    deadlines = Deadlines(RouterConfig())
-    deadlines.record(A, 3.0)
-    deadlines.record(A, 2.0)
-    assert deadlines.soonest_s() == 2.0
-    deadlines.record(A, 4.0)
-    assert deadlines.soonest_s() == 4.0
-    deadlines.record(A, 2.0)  # again
-    assert deadlines.take_due(9.0) == {A}
-    assert deadlines.soonest_s() is None
-
-
-def test_forgotten_requests_are_never_due():
-    deadlines = Deadlines(RouterConfig())
-    deadlines.record(A, 1.0)
-    deadlines.remove(A)
-    deadlines.remove(B)
-    assert deadlines.soonest_s() is None
-    assert deadlines.take_due(9.0) == set()
-
-
 def test_soonest_is_the_least_deadline_and_memory_is_bounded():
     rng = random.Random(1)
     deadlines, truth = Deadlines(RouterConfig()), {}

@@ -9,7 +9,7 @@ import pytest
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, LoadReport, Role, Welcome
 from router.cluster.view import ClusterView, WorkerView
-from router.policies.base import Asked, Busy, Decision, Need, Placement, SharedPrompt
+from router.policies.base import Asked, Busy, Need, Placement, SharedPrompt
 from router.policies.candidates import Backlog, find
 from router.policies.slo import Slo
 from tests.kits.twins import slo as slo_twin
@@ -92,39 +92,9 @@ def asked_of(*workers, need=NEED, known=None, bound_s=9.0, now_s=0.0, severed=()
 D0 = worker("d0")
 
 
-def test_the_wait_counts_as_much_as_the_work():
-    choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0)
-    assert choice.placement == Placement("p1", "d0")
-    assert choice.predicted_ttft_s == pytest.approx(1.0)
-    known = Costs({"p0": 80}, pull_token_s=1.0)
-    choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0, known=known)
-    assert choice.placement == Placement("p0", "d0")
-    assert choice.predicted_ttft_s == pytest.approx(0.5 + 0.2)
-    assert (choice.pulled_from, choice.num_cached_tokens) == (None, 80)
-
-
 def test_time_that_has_passed_is_not_waited_for_again():
     late = choose(worker("p0", busy_s=0.5), D0, now_s=0.4)
     assert late.predicted_ttft_s == pytest.approx(0.1 + 1.0)
-
-
-def test_a_hot_prefix_is_pulled_to_an_idle_worker():
-    known = Costs({"p0": 80, "d0": 40})
-    choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0, known=known)
-    assert choice.placement == Placement("p1", "d0")
-    assert (choice.pulled_from, choice.num_cached_tokens) == ("p0", 80)
-    assert choice.predicted_ttft_s == pytest.approx(0.08 + 0.2)
-    assert "pulled" in choice.why
-
-
-def test_the_asked_holder_can_answer_now():
-    known = Costs({"p0": 80, "d0": 80, "p2": 80}, busy_offer_s=0.3)
-    workers = (worker("p0", busy_s=0.5), worker("p1"), worker("p2", busy_s=0.5), D0)
-    for seed in range(8):
-        choice = choose(*workers, known=known, seed=seed)
-        assert choice.placement.prefill == "p1"
-        assert choice.pulled_from == "d0"
-        assert choice.predicted_ttft_s == pytest.approx(0.08 + 0.2)
 
 
 @pytest.mark.parametrize(("busy_s", "offer_s", "wait_s"), [(0.5, 0.3, 0.3), (0.2, 0.3, 0.2)])
@@ -170,12 +140,6 @@ def test_a_worker_that_holds_more_than_a_store_reads_nothing():
     assert choose(worker("p0"), worker("s0"), D0, known=known).pulled_from is None
 
 
-def test_a_pull_that_takes_longer_than_to_compute_is_left_out():
-    choice = choose(worker("p1"), D0, known=Costs({"d0": 80}, pull_token_s=0.011))
-    assert choice.pulled_from is None
-    assert choice.predicted_ttft_s == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("known", [Costs(token_s=None), Costs(seq_s=None)])
 def test_before_costs_are_known_the_shortest_backlog_and_the_emptiest_memory_are_chosen(known):
     workers = worker("p0", busy_s=0.5), worker("p1"), worker("d0", seqs=2), worker("d1", seqs=1)
@@ -202,37 +166,7 @@ def test_followers_stay_with_a_leader_that_was_prefilled_where_it_decodes(busy_s
     assert (slo_twin.choose(asked).placement == near) is follows
 
 
-# ---------------------------------------------------------------- decode
-
-
-def test_sequences_that_are_to_grow_count_for_more():
-    grows, stays = worker("d0"), worker("d1")
-    grows.reserve_decode("a", 250, context_tokens=100)
-    stays.reserve_decode("a", 25, context_tokens=100)
-    assert choose(worker("p0"), grows, stays).placement.decode == "d1"
-
-
-def test_other_gateways_sequences_count():
-    crowded = worker("d0")
-    crowded.report(LoadReport(0, 0, 0, 0, 0, 0, 0, 0, decode_seqs=3, decode_blocks=9), 1.0)
-    assert choose(worker("p0"), crowded, worker("d1", seqs=2)).placement.decode == "d1"
-
-
-def test_a_request_that_would_slow_all_down_waits_if_it_may_hope():
-    bound = Need(num_tokens=100, max_len=120, tpot_bound_s=0.025)
-    assert isinstance(choose(worker("p0"), worker("d0", seqs=2), need=bound), Busy)
-    assert isinstance(choose(worker("p0"), worker("d0", seqs=1), need=bound), Decision)
-    hopeless = Need(num_tokens=100, max_len=120, tpot_bound_s=0.005)
-    assert isinstance(choose(worker("p0"), worker("d0", seqs=2), need=hopeless), Decision)
-
-
 # ---------------------------------------------------------------- late binding
-
-
-def test_a_prompt_waits_in_the_router_until_a_worker_has_little_left_to_do():
-    busy = [worker("p0", busy_s=3.0), worker("p1", busy_s=2.0), D0]
-    assert choose(*busy, bound_s=0.5, now_s=1.0) == Busy(1.5, Role.PREFILL)
-    assert choose(*busy, bound_s=0.5, now_s=1.5).placement.prefill == "p1"
 
 
 def test_work_of_other_gateways_is_waited_for_and_done_with_time():
