@@ -9,7 +9,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from itertools import count
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from deploy.pools.events import (
     Connected,
@@ -23,19 +23,16 @@ from deploy.pools.events import (
 from engine.clock import Clock
 from engine.control import (
     CONTROL_VERSION,
-    ClusterNews,
     ControllerHello,
     ControllerRefused,
-    DropBlocks,
     GatewayReport,
     GatewayWelcome,
     ListRequests,
     Members,
-    PoolNews,
     RequestList,
-    RetireStore,
     StoreReport,
     StoreWelcome,
+    ToGateway,
     decode_from_gateway,
     encode_control,
 )
@@ -66,6 +63,8 @@ REPORT_STALE_S = 5.0  # gateways report once a second
 SILENCE_S = 5.0  # a worker or store that sends nothing for this long counts as lost
 GATEWAY_SILENCE_S = 2.0  # shorter, since clients wait and no sequence is moved for it
 FIRST_REPORT_S = 3.0  # longest time from a gateway's or store's start to its first report
+
+Report = TypeVar("Report", GatewayReport, StoreReport)
 
 
 class _Session(Protocol):
@@ -171,19 +170,23 @@ class WorkerLink(_Session):
         self._on_event(Disconnected(self._worker_id, self._address, reason))
 
 
-class StoreLink(_Session):
-    """Sends members and orders to a store, and keeps the store's latest report."""
+class _ReportingLink(_Session, Generic[Report]):
+    """A link to a gateway or a store, which reports once a second and follows the members."""
 
-    def __init__(self, name: str, *, clock: Clock, members: Callable[[], Members | None]) -> None:
-        """`members` returns the present members."""
+    greeting: type[GatewayWelcome | StoreWelcome]  # the peer's answer to `ControllerHello`
+
+    def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
         self._clock = clock
-        self._members = members
         self._client: SessionClient | None = None
-        self.report: StoreReport | None = None
-        self.retired = asyncio.Event()  # set once the store has reported that it is retired
+        self.report: Report | None = None  # the latest one of this session
         self._reported_s = 0.0
         self._due_s = clock.now_s() + FIRST_REPORT_S  # deadline of the next report
+
+    @property
+    def is_open(self) -> bool:
+        """True if there is a session."""
+        return self._client is not None
 
     @property
     def is_late(self) -> bool:
@@ -191,13 +194,13 @@ class StoreLink(_Session):
         return self.fresh_report is None and self._clock.now_s() >= self._due_s
 
     @property
-    def fresh_report(self) -> StoreReport | None:
+    def fresh_report(self) -> Report | None:
         """Returns the latest report; None if it is too old, or without a session."""
         is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
         return None if is_old else self.report
 
-    def tell(self, message: Members | DropBlocks | RetireStore) -> bool:
-        """Sends a message. Returns False without a session. Members are sent again later."""
+    def tell(self, message: ToGateway) -> bool:
+        """Sends a message. Returns False without a session: members follow in the next one."""
         if self._client is None:
             return False
         try:
@@ -208,39 +211,67 @@ class StoreLink(_Session):
         return True
 
     async def shake_hands(self, client: SessionClient) -> None:
-        """Sends the present members if the store knows older ones."""
+        """Says hello, and hears which members the peer knows."""
         await client.send(encode_control([ControllerHello(CONTROL_VERSION)]))
         frame = await client.receive()
         match decode_from_gateway(frame) if frame is not None else []:
-            case [StoreWelcome(version=version) as welcome] if version == CONTROL_VERSION:
+            case [welcome] if (
+                isinstance(welcome, self.greeting) and welcome.version == CONTROL_VERSION
+            ):
                 self._client = client
-                members = self._members()
-                if members is not None and members.version > welcome.members_version:
-                    self.tell(members)
+                self.welcomed(welcome)
             case [ControllerRefused(reason)]:
                 raise ProtocolError(f"refused the controller: {reason}")
             case other:
                 raise ProtocolError(f"answered with {other!r}"[:200])
 
-    def take(self, frame: bytes) -> None:
-        """Handles a report."""
-        for message in decode_from_gateway(frame):
-            if isinstance(message, StoreReport):
-                self.report, self._reported_s = message, self._clock.now_s()
-                if message.is_retired:
-                    self.retired.set()
+    @abstractmethod
+    def welcomed(self, welcome: Any) -> None:
+        """Handles the peer's answer to the handshake."""
+        ...
 
     def lost(self, reason: str) -> None:
-        """Drops the report. The store's keeper or launcher restarts the store."""
+        """Drops the report. The launcher, or a store's keeper, restarts a peer that has died."""
         log.info("the session with %s is over: %s", self._name, reason)
         self._client = None
         self.report = None
         self._due_s = self._clock.now_s()
 
+    def keep(self, report: Report) -> None:
+        """Keeps a report."""
+        self.report, self._reported_s = report, self._clock.now_s()
 
-class GatewayLink(_Session):
+
+class StoreLink(_ReportingLink[StoreReport]):
+    """Sends members and orders to a store, and keeps the store's latest report."""
+
+    greeting = StoreWelcome
+
+    def __init__(self, name: str, *, clock: Clock, members: Callable[[], Members | None]) -> None:
+        """`members` returns the present members."""
+        super().__init__(name, clock)
+        self._members = members
+        self.retired = asyncio.Event()  # set once the store has reported that it is retired
+
+    def welcomed(self, welcome: Any) -> None:
+        """Sends the present members if the store knows older ones."""
+        members = self._members()
+        if members is not None and members.version > welcome.members_version:
+            self.tell(members)
+
+    def take(self, frame: bytes) -> None:
+        """Handles a report."""
+        for message in decode_from_gateway(frame):
+            if isinstance(message, StoreReport):
+                self.keep(message)
+                if message.is_retired:
+                    self.retired.set()
+
+
+class GatewayLink(_ReportingLink[GatewayReport]):
     """Sends members to a gateway, and keeps the gateway's latest report."""
 
+    greeting = GatewayWelcome
     silence_s = GATEWAY_SILENCE_S
 
     def __init__(
@@ -252,81 +283,43 @@ class GatewayLink(_Session):
         on_event: Callable[[PoolEvent], None],
     ) -> None:
         """`on_welcome` is called after each handshake."""
-        self._name = name
-        self._clock = clock
+        super().__init__(name, clock)
         self._on_welcome = on_welcome
         self._on_event = on_event
-        self._client: SessionClient | None = None
         self._questions = count()
         self._answers: dict[int, asyncio.Future[RequestList]] = {}
         self.heard: GatewayWelcome | None = None  # from the gateway's latest handshake
-        self.report: GatewayReport | None = None
-        self._reported_s = 0.0
-        self._due_s = clock.now_s() + FIRST_REPORT_S  # deadline of the next report
-
-    @property
-    def is_late(self) -> bool:
-        """True if a report is overdue."""
-        return self.report is None and self._clock.now_s() >= self._due_s
-
-    @property
-    def is_open(self) -> bool:
-        """True if there is a session."""
-        return self._client is not None
-
-    @property
-    def fresh_report(self) -> GatewayReport | None:
-        """Returns the latest report; None if it is too old for planning."""
-        is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
-        return None if is_old else self.report
-
-    def tell(self, members: Members) -> None:
-        """Sends members. Without a session the gateway gets them after the next handshake."""
-        self._post(members)
-
-    def tell_news(self, news: PoolNews | ClusterNews) -> None:
-        """Sends news. Without a session the news are dropped: the next news follow in a second."""
-        self._post(news)
 
     async def requests(self) -> RequestList | None:
         """Returns the requests that the gateway serves; None if it does not answer in time."""
         question = next(self._questions)
         self._answers[question] = answer = asyncio.get_running_loop().create_future()
         try:
-            self._post(ListRequests(question))
+            self.tell(ListRequests(question))
             return await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
         except TimeoutError:
             return None
         finally:
             del self._answers[question]
 
-    async def shake_hands(self, client: SessionClient) -> None:
-        """Says hello, and receives the members that the gateway knows."""
-        await client.send(encode_control([ControllerHello(CONTROL_VERSION)]))
-        frame = await client.receive()
-        match decode_from_gateway(frame) if frame is not None else []:
-            case [GatewayWelcome(version=version) as welcome] if version == CONTROL_VERSION:
-                self._client = client
-                self.heard = welcome
-                self._on_welcome()
-            case [ControllerRefused(reason)]:
-                raise ProtocolError(f"refused the controller: {reason}")
-            case other:
-                raise ProtocolError(f"answered with {other!r}"[:200])
+    def welcomed(self, welcome: Any) -> None:
+        """Keeps the members that the gateway knows."""
+        self.heard = welcome
+        self._on_welcome()
 
     def welcome(self, members: Members) -> None:
         """Sends the present members if the gateway knows older ones."""
         if members.version and self.heard is not None:
             known = self.heard.members
             if known is None or known.version < members.version:
-                self._post(members)
+                self.tell(members)
 
     def take(self, frame: bytes) -> None:
         """Handles a report, or the answer to `requests`."""
         for message in decode_from_gateway(frame):
             match message:
                 case GatewayReport():
-                    self.report, self._reported_s = message, self._clock.now_s()
+                    self.keep(message)
                     self._on_event(GatewaySeen(self._name, message))
                 case RequestList(question):
                     answer = self._answers.get(question)
@@ -335,16 +328,6 @@ class GatewayLink(_Session):
 
     def lost(self, reason: str) -> None:
         """Drops the report. After the next handshake the members are sent again."""
-        log.info("the session with a gateway is over: %s", reason)
-        self._client = None
-        self.report = None
-        self._due_s = self._clock.now_s()
+        super().lost(reason)
         self._on_event(GatewaySeen(self._name, None))
         self._on_event(GatewaySilent(self._name, reason))
-
-    def _post(self, message: Members | PoolNews | ClusterNews | ListRequests) -> None:
-        if self._client is not None:
-            try:
-                self._client.post(encode_control([message]))
-            except ConnectionError as error:
-                log.info("a gateway did not get a message: %s", error)

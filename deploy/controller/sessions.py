@@ -135,9 +135,9 @@ class PoolSessions:
         is_new, self._cluster = cluster != self._cluster, cluster
         informed = set() if is_new else self._informed
         for name, gateway in self.gateway_links.items():
-            gateway.tell_news(news)
+            gateway.tell(news)
             if name not in informed:
-                gateway.tell_news(cluster)
+                gateway.tell(cluster)
         self._informed = {name for name, link in self.gateway_links.items() if link.is_open}
 
     # ------------------------------------------------------------ from workers and gateways
