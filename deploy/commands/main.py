@@ -20,9 +20,8 @@ from deploy.commands.configuration import config_app
 from deploy.commands.doctor import doctor
 from deploy.commands.events import events_app
 from deploy.commands.keys import keys_app
-from deploy.commands.logs import logs_app
 from deploy.commands.operator import operator_app
-from deploy.commands.store.commands import store_app
+from deploy.commands.store import store_app
 from deploy.commands.up import up_app
 from deploy.commands.versions import update_app
 from deploy.local.leaving import end
@@ -123,7 +122,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for group in (operator_app, events_app, logs_app, update_app, up_app):
+for group in (operator_app, events_app, update_app, up_app):
     app.add_typer(group)
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")

@@ -19,16 +19,18 @@ from deploy.admin.schema import (
     RequestsAnswer,
     StoreInfo,
 )
-from deploy.terminal.orders import TypedOrder, typed_order
 from deploy.terminal.rows import (
     COLUMNS,
+    USAGE,
     TopRow,
     TopSeen,
+    TypedOrder,
     View,
     detail_text,
     headline,
     order_for,
     rows_of,
+    typed_order,
 )
 from engine.errors import ConfigError
 
@@ -257,14 +259,12 @@ class Top(App[None]):
 
     def action_help(self) -> None:
         """Shows keys and orders."""
-        from deploy.terminal import orders
-
         keys = "\n".join(
             f"{each.key_display or each.key:14} {each.description}"
             for each in self.BINDINGS
             if isinstance(each, Binding) and each.description
         )
-        written = "\n".join(orders.USAGE.values())
+        written = "\n".join(USAGE.values())
         said = f"{keys}\nenter          all about a row\n\nOrders, after a colon:\n{written}"
         self.push_screen(TopPage("Keys", said))
 

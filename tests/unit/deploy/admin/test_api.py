@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import logging
 import os
 import stat
 from pathlib import Path
@@ -13,8 +14,9 @@ import msgspec
 import pytest
 from prometheus_client.core import Metric
 from rich.console import Console
+from starlette.requests import Request
 
-from deploy.admin.api import admin_app
+from deploy.admin.api import MAX_CALLER_CHARS, admin_app, record_order
 from deploy.admin.client import AdminError, find_deployment
 from deploy.admin.schema import PlannerAnswer, PoolsAnswer, VersionsAnswer
 from deploy.base.run_dir import AdminAccess, announce, announced, run_directory
@@ -30,7 +32,7 @@ from deploy.controller.shell import PoolController
 from deploy.controller.tasks import ControllerTasks
 from deploy.pools.events import Connected, PoolTick, StartWorker, WorkerStarted
 from deploy.pools.machine import PoolMachine
-from deploy.pools.orders import OrderRefused, SetPlanner
+from deploy.pools.orders import Drain, OrderRefused, SetPlanner
 from deploy.pools.planning import Planning
 from deploy.pools.state import PoolLimits
 from engine.config import Config, PlannerMode, UpdateConfig, WorkerConfig
@@ -38,6 +40,7 @@ from engine.control import SERVING_ROLES, GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError
 from engine.layout import KVFormat
+from engine.log_context import AUDIT
 from engine.messages import EventsAddress, Role, WorkerId
 from engine.net.curve import Channel, client_keys, server_keys
 from engine.net.trust import Secret
@@ -526,3 +529,58 @@ def test_orders_are_logged_with_their_result(caplog, path, body, key, told):
 def test_a_wrong_key_is_a_warning(caplog):
     ask("POST", "/v1/pools", {"prefill": 1}, key="wrong")
     assert "its admin key is missing or wrong" in caplog.text
+
+
+@pytest.fixture
+def lines():
+    """The fields of the lines that are logged."""
+    found = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record):
+            found.append(record.fields | {"text": record.getMessage()})
+
+    keeper, level = Keeper(), AUDIT.level
+    AUDIT.addHandler(keeper)
+    AUDIT.setLevel(logging.INFO)
+    yield found
+    AUDIT.removeHandler(keeper)
+    AUDIT.setLevel(level)
+
+
+def request(**headers):
+    return Request(
+        {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/workers/worker-1/drain",
+            "query_string": b"",
+            "server": ("test", 80),
+            "scheme": "http",
+            "client": ("10.0.0.7", 5),
+            "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
+        }
+    )
+
+
+def test_an_order_that_is_carried_out(lines):
+    record_order(request(), Drain("worker-1"), 202)
+    [line] = lines
+    assert line["what"] == "Drain(worker_id='worker-1')"
+    assert (line["who"], line["from"], line["status"]) == ("admin", "10.0.0.7", 202)
+    assert "refusal" not in line
+    assert line["text"].startswith("order: who=admin from=10.0.0.7 what=Drain(")
+
+
+def test_a_body_that_is_not_understood(lines):
+    record_order(request(), None, 400, "it is no JSON")
+    [line] = lines
+    assert line["what"] == "POST /v1/workers/worker-1/drain"
+    assert line["refusal"] == "it is no JSON"
+
+
+def test_a_gateway_names_its_client(lines):
+    record_order(request(x_baton_caller="1.2.3.4 " + "x" * 500), None, 202)
+    [line] = lines
+    assert line["caller"].startswith("1.2.3.4 ")
+    assert len(line["caller"]) == MAX_CALLER_CHARS

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from deploy.base.spec import GatewayReady, WorkerReady
-from deploy.commands.serve import _say_example, _say_ready
+from deploy.commands.serve import ServiceManager, _say_example, _say_ready
 from engine.config import Config, DashboardMode, GatewayConfig, Speculate, StoreConfig, WorkerConfig
 
 
@@ -79,3 +79,30 @@ def test_a_start_names_its_store_speculation_dashboard_and_operators_address():
         "dashboard: off (gateway.dashboard)",
     ):
         assert f"✓ {told}" in lines
+
+
+def test_service_manager_is_notified_of_start_and_stop():
+    sent = []
+    environment = {"NOTIFY_SOCKET": "/run/notify", "HOME": "/"}
+    manager = ServiceManager(environment, lambda *datagram: sent.append(datagram))
+    assert environment == {"HOME": "/"}  # children do not inherit it
+    manager.serving("http://127.0.0.1:8000")
+    manager.stopping()
+    assert sent == [
+        ("/run/notify", b"READY=1\nSTATUS=serving at http://127.0.0.1:8000"),
+        ("/run/notify", b"STOPPING=1\nSTATUS=letting answers end"),
+    ]
+
+
+def test_without_a_service_manager_nothing_is_sent():
+    sent = []
+    ServiceManager({}, lambda *datagram: sent.append(datagram)).serving("http://127.0.0.1:8000")
+    assert not sent
+
+
+def test_service_manager_that_is_gone_is_logged(caplog):
+    def refuse(address: str, message: bytes) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    ServiceManager({"NOTIFY_SOCKET": "/gone"}, refuse).stopping()
+    assert "cannot be told 'STOPPING=1" in caplog.text

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -304,3 +305,26 @@ def test_a_worker_sees_its_own_gpus_only(gpus, expected):
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
     process_main.limit_gpus(SPEC, environment)
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
+
+
+PROGRAM = """
+import atexit, threading
+from deploy.local.leaving import end
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+kept = Kept()
+atexit.register(print, "registered")
+threading.Thread(target=threading.Event().wait).start()  # would be waited for
+print("said")
+end(7)
+"""
+
+
+def test_a_process_ends_without_being_taken_apart():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, timeout=20, check=False
+    )
+    assert (done.returncode, done.stdout) == (7, b"said\nregistered\n")

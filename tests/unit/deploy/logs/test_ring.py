@@ -318,7 +318,7 @@ def test_without_a_folder_the_process_goes_on(tmp_path, capsys):
 
 
 def test_text_of_lines_has_no_control_characters():
-    from deploy.commands.logs import log_line
+    from deploy.commands.events import log_line
 
     line = {"time": "t\x1b", "process": "[bold]x", "level": "error", "logger": "a"}
     line |= {"message": "b\nforged", "request": "\x1b[2J", "exception": "one\n\x1b[2Jtwo"}

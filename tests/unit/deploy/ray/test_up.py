@@ -8,7 +8,7 @@ import deploy
 from deploy.base.cluster_config import load_up_config, num_nodes_of, read_cluster
 from deploy.base.defaults import pools_of
 from deploy.ray import cluster_nodes, up
-from deploy.ray.cluster_nodes import LeftProcess
+from deploy.ray.cluster_nodes import CONSTRAINTS, LeftProcess, write_files
 from deploy.ray.up import ClusterNode, RayUp, Running, Status, bring_up, cluster_of, take_down
 from engine.control import Pools
 from engine.errors import ConfigError
@@ -221,3 +221,31 @@ def test_incomplete_note_ends_no_process(ray_up, monkeypatch):
     for ask in (cluster_nodes.look, cluster_nodes.end):
         with pytest.raises(AssertionError, match="every process"):
             ask({"provider": {"type": "local", "head_ip": "a"}}, "")
+
+
+def test_token_is_made_once_and_readable_by_its_owner_only(tmp_path):
+    write_files(tmp_path)
+    token = tmp_path / ".baton" / "ray_auth_token"
+    first = token.read_text()
+    assert len(first) == 64
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert token.parent.stat().st_mode & 0o777 == 0o700
+    write_files(tmp_path)
+    assert token.read_text() == first
+    assert (token.parent / "constraints.txt").read_text() == CONSTRAINTS.read_text()
+    assert {path.name for path in token.parent.iterdir()} == {"ray_auth_token", "constraints.txt"}
+
+
+@pytest.mark.parametrize(("mode", "complaint"), [(0o644, "read by others"), (0o666, "write to it")])
+def test_token_open_to_other_users_is_refused(tmp_path, mode, complaint):
+    write_files(tmp_path)
+    (tmp_path / ".baton" / "ray_auth_token").chmod(mode)
+    with pytest.raises(ConfigError, match=complaint):
+        write_files(tmp_path)
+
+
+def test_folder_writable_by_others_is_refused(tmp_path):
+    (tmp_path / ".baton").mkdir(mode=0o777)
+    (tmp_path / ".baton").chmod(0o777)
+    with pytest.raises(ConfigError, match="is not to be trusted"):
+        write_files(tmp_path)

@@ -22,11 +22,13 @@ from deploy.admin.schema import (
     WorkerInfo,
 )
 from deploy.pools.workers.record import WorkerState
+from deploy.terminal.rows import USAGE, typed_order
 from deploy.terminal.top import Confirmation, Top, TopPage
 from engine.config import PlannerMode
 from engine.control import Pools, RequestInfo, RequestState
+from engine.errors import ConfigError
 from engine.messages import RequestId, Role, WorkerId
-from tests.unit.deploy.commands.store.test_commands import SILENT, STORE
+from tests.unit.deploy.commands.test_store import SILENT, STORE
 
 WITHIN_S = 20.0
 
@@ -265,3 +267,33 @@ async def test_answer_after_the_end_is_dropped(deployment):
 def test_pools_with_a_trouble_are_not_said_to_be_as_wanted(settled, troubles, said):
     pools = msgspec.structs.replace(POOLS, settled=settled, troubles=troubles)
     assert pools.state == said
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "body"),
+    [
+        ("pools prefill=1 decode=2", "/v1/pools", {"prefill": 1, "decode": 2}),
+        ("flip worker-1 prefill", "/v1/workers/worker-1/flip", {"role": "prefill"}),
+        ("drain  worker-1 ", "/v1/workers/worker-1/drain", None),
+        ("stop a/b", "/v1/workers/a%2Fb/stop", None),
+        ("planner dry-run", "/v1/planner", {"mode": "dry-run"}),
+        ("weight v1=60 v2=40", "/v1/weights", {"weights": {"v1": 60, "v2": 40}}),
+        ("finish v2", "/v1/versions/v2/finish", {}),
+        ("abort 'my version'", "/v1/versions/my%20version/abort", None),
+        ("rollback", "/v1/rollback", {}),
+        ("rollback v1", "/v1/rollback", {"name": "v1"}),
+    ],
+)
+def test_orders_are_calls(text, path, body):
+    order = typed_order(text)
+    assert (order.path, order.body) == (path, body)
+
+
+@pytest.mark.parametrize("text", ["", "'", "reboot", "flip d0", "pools", "pools two", "drain a b"])
+def test_wrong_orders_say_how_they_are_written(text):
+    with pytest.raises(ConfigError, match=r"type an order|no order|write "):
+        typed_order(text)
+
+
+def test_each_order_has_an_example():
+    assert all(usage.startswith(name) for name, usage in USAGE.items())

@@ -8,10 +8,9 @@ from typer.testing import CliRunner
 
 from deploy.admin.client import AdminError
 from deploy.admin.schema import DropBody, StoreInfo, StoreTier
-from deploy.commands import options
+from deploy.commands import options, store
 from deploy.commands.main import app
-from deploy.commands.store import commands
-from deploy.commands.store.views import size_text
+from deploy.commands.store import size_text
 from deploy.pools.stores import StoreState
 from engine.control import PrefixUse
 
@@ -143,11 +142,11 @@ def warm(monkeypatch, tmp_path, *, status=200, text='{"prompt": "a"}\n{"prompt":
 
     real = httpx.Client
     monkeypatch.setattr(
-        commands.httpx,
+        store.httpx,
         "Client",
         lambda **given: real(transport=httpx.MockTransport(handle), base_url=given["base_url"]),
     )
-    monkeypatch.setattr(commands, "until_taken", lambda ask, **_: ask())
+    monkeypatch.setattr(store, "until_taken", lambda ask, **_: ask())
     (tmp_path / "prompts").write_text(text)
     return invoke("warm", str(tmp_path / "prompts"), "--url", "http://g", "--json")
 
@@ -178,7 +177,7 @@ def test_nothing_is_sent_where_nothing_would_be_kept(
     admin, monkeypatch, tmp_path, text, stores, reason
 ):
     admin._stores = stores
-    monkeypatch.setattr(commands, "compute", None)  # would fail if it were called
+    monkeypatch.setattr(store, "compute", None)  # would fail if it were called
     done = warm(monkeypatch, tmp_path, text=text)
     assert reason in str(done.exception)
 
