@@ -26,7 +26,6 @@ import typer
 
 from bench.chaos.run import chaos
 from bench.compare import compare
-from bench.engine.cli import engine
 from bench.lab.experiment import command_of
 from bench.lab.studies import STUDIES
 from bench.processes.driven import END_SIGNALS
@@ -36,7 +35,6 @@ from bench.serve.cli import serve
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
 app.command()(compare)
-app.command()(engine)
 app.command()(chaos)
 app.command()(report)
 

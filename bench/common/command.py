@@ -81,30 +81,14 @@ def publish(
     show: Callable[[Console, Report], None] = print_results,
     warnings: Iterable[str] = (),
 ) -> None:
-    """Writes the report as JSON if `--json` gave a path, and prints it with its warnings."""
-    write_report(report, path)
-    show_report(report, title=title, show=show, warnings=warnings)
-
-
-def write_report(report: Report, path: Path | None) -> None:
-    """Writes the report as JSON if `--json` gave a path."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(to_json(report))
-
-
-def show_report(
-    report: Report,
-    *,
-    title: str,
-    show: Callable[[Console, Report], None] = print_results,
-    warnings: Iterable[str] = (),
-) -> None:
-    """Prints the report with its warnings."""
+    """Prints the report with its warnings, and writes it as JSON if `--json` gave a path."""
     console = Console()
     print_head(console, report, title=title)
     show(console, report)
     print_lines(console, [f"note: {line}" for line in warnings], style="yellow")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(to_json(report))
 
 
 @contextmanager

@@ -12,14 +12,17 @@ Our fp32 weights are compared with peers that hold fp32 weights. Our other forma
 all peers: each engine may then use the format that suits it best.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
+from typing import Annotated, ClassVar, Self
 
+import typer
+
+from bench.common.command import RepeatOption, numbers_of, peer_option, values_of
 from bench.common.options import check_choices, peers_named
-from bench.common.prompts import PromptShape, token_prompts
-from bench.common.report import Scalar
+from bench.common.report import Scalar, hardware
+from bench.engine.jobs import EngineJob
+from bench.lab.experiment import Experiment, ShapeOption
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat
@@ -41,28 +44,6 @@ MEASURED_WEIGHTS = (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineJob:
-    """Sequences behind contexts of one length, computed (prefill) or decoded for some steps."""
-
-    name: str
-    num_sequences: int
-    context_len: int
-    num_steps: int  # 0: the prefill is measured
-    for_peers: bool
-    prefills_all: bool = True  # False: one context is computed and copied
-
-    @property
-    def num_tokens(self) -> int:
-        """Returns the number of tokens that count for the job's speed."""
-        return self.num_sequences * (self.num_steps or self.context_len)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Returns the number of tokens with KV at the end of the job."""
-        return self.num_sequences * (self.context_len + self.num_steps + 1)
-
-
-@dataclass(frozen=True, slots=True)
 class EnginePeer:
     """One peer engine: its name in reports, its driver, and the Python that runs it."""
 
@@ -72,51 +53,87 @@ class EnginePeer:
     python: Path
 
 
-@dataclass(frozen=True, slots=True)
-class EnginePlan:
-    """One benchmark of the engine. Without a checkpoint, random weights of `shape` are made."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan(Experiment):
+    """The options of the benchmark, and what follows from them."""
 
-    shape: str
-    checkpoint: Path | None
-    weights: tuple[WeightFormat, ...]
-    kv_format: KVFormat | None  # None: the default for the weights
-    num_threads: int
-    prefill_lens: tuple[int, ...]
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    num_repeats: int
-    peers: tuple[EnginePeer, ...] = ()
-    seed: int = 0
-    is_quick: bool = False
+    NAME: ClassVar = "engine"
+    QUICK: ClassVar = "One run of fewer jobs: under 50 s without peers."
 
-
-def check(plan: EnginePlan) -> EnginePlan:
-    """Returns the plan. Raises ConfigError, which names the option that is wrong."""
-    check_choices("--weights", plan.weights, MEASURED_WEIGHTS)
-    for option in ("prefill_lens", "batches", "contexts"):
-        if any(value < 1 for value in getattr(plan, option)):
-            raise ConfigError(f"--{option.replace('_', '-')} must be positive")
-    return plan
-
-
-def quick(plan: EnginePlan) -> EnginePlan:
-    """Returns a smaller plan, which takes under 50 s on two cores without peers."""
-    return replace(
-        plan,
-        num_repeats=1,
-        prefill_lens=(),
-        contexts=tuple(sorted(plan.contexts)[:1]),
-        is_quick=True,
+    shape: ShapeOption = "88m"
+    checkpoint: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A real model instead.")
+    ] = None
+    weights: Annotated[str, typer.Option(help="Formats to measure: fp32, bf16, int8.")] = (
+        "fp32,int8"
     )
+    kv_dtype: Annotated[
+        KVFormat | None, typer.Option(help="Format of KV.", show_default="the weights' format")
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of every engine.", show_default="all cores")
+    ] = None
+    prefill_lens: Annotated[str, typer.Option(help="Prompt lengths to prefill.")] = "128,512,2048"
+    batches: Annotated[str, typer.Option(help="Batch sizes of the decode grid.")] = "1,8,32"
+    contexts: Annotated[str, typer.Option(help="Contexts of the decode grid.")] = "128,512,2048"
+    repeat: RepeatOption = 5
+    peer: Annotated[list[str] | None, peer_option(*PEERS)] = None
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError, which names the option that is wrong."""
+        check_choices("--weights", self.formats, MEASURED_WEIGHTS)
+        for option in ("prefill_lens", "batches", "contexts"):
+            if any(value < 1 for value in self.numbers(option)):
+                raise ConfigError(f"--{option.replace('_', '-')} must be positive")
+        peers_named(self.peer or (), PEERS)
 
-def peers_of(options: Sequence[str]) -> tuple[EnginePeer, ...]:
-    """Returns the engines of the options `--peer NAME=PYTHON`. Raises ConfigError."""
-    return tuple(
-        EnginePeer(peer_name, program.name, variant, program.python)
-        for program in peers_named(options, PEERS)
-        for peer_name, variant in PEERS[program.name].items()
-    )
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """Returns the formats of weights."""
+        form = f"a list of {', '.join(WeightFormat)}"
+        return values_of("--weights", self.weights, WeightFormat, form)
+
+    @property
+    def peers(self) -> tuple[EnginePeer, ...]:
+        """Returns the engines of the options `--peer`."""
+        return tuple(
+            EnginePeer(peer_name, program.name, variant, program.python)
+            for program in peers_named(self.peer or (), PEERS)
+            for peer_name, variant in PEERS[program.name].items()
+        )
+
+    @property
+    def num_threads(self) -> int:
+        """Returns the threads of every engine."""
+        return self.threads or hardware().num_cores
+
+    @property
+    def title(self) -> str:
+        """Returns the line above the table."""
+        model = self.checkpoint or f"{self.shape} with random weights"
+        runs = "once" if self.repeat == 1 else f"{self.repeat} times"
+        return f"{model}: {self.num_threads} threads, each job {runs}"
+
+    def numbers(self, option: str) -> tuple[int, ...]:
+        """Returns the numbers of an option. Raises ConfigError."""
+        return numbers_of(f"--{option.replace('_', '-')}", getattr(self, option))
+
+    def quick(self) -> Self:
+        """Returns a smaller study, which takes under 50 s on two cores without peers."""
+        least = min(self.numbers("contexts"), default="")
+        return replace(self, repeat=1, prefill_lens="", contexts=str(least), is_quick=True)
+
+    def config(self) -> dict[str, Scalar]:
+        """Returns the options as a flat mapping for the report."""
+        return {
+            "shape": None if self.checkpoint else self.shape,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "weights": ",".join(self.formats),
+            **{f"kv_of_{weights}": str(kv_format_of(self, weights)) for weights in self.formats},
+            "num_threads": self.num_threads,
+            "num_repeats": self.repeat,
+            "quick": self.is_quick,
+        }
 
 
 def jobs_of(plan: EnginePlan) -> list[EngineJob]:
@@ -131,13 +148,13 @@ def jobs_of(plan: EnginePlan) -> list[EngineJob]:
     ]
     prefills = [
         EngineJob(f"prefill_len{n}", max(1, PREFILL_TOKENS // n), n, 0, for_peers=False)
-        for n in plan.prefill_lens
+        for n in plan.numbers("prefill_lens")
         if n != NAMED_PREFILL_LEN
     ]
     grid = [
         EngineJob(f"decode_b{b}_ctx{n}", b, n, grid_steps, for_peers=False, prefills_all=False)
-        for b in plan.batches
-        for n in plan.contexts
+        for b in plan.numbers("batches")
+        for n in plan.numbers("contexts")
     ]
     return [*named, *prefills, *grid]
 
@@ -155,39 +172,9 @@ def warm_up_jobs(plan: EnginePlan) -> list[EngineJob]:
 
 def kv_format_of(plan: EnginePlan, weights: WeightFormat) -> KVFormat:
     """Returns the KV format that is measured with these weights."""
-    return plan.kv_format or KV_OF_WEIGHTS.get(weights, KVFormat.FP32)
+    return plan.kv_dtype or KV_OF_WEIGHTS.get(weights, KVFormat.FP32)
 
 
 def is_comparable(weights: str, variant: str) -> bool:
     """True if a peer's figure is compared with ours with these weights."""
     return weights != WeightFormat.FP32 or variant == "f32"
-
-
-def prompts_of(job: EngineJob, vocab_size: int, *, seed: int, repeat: int) -> list[list[int]]:
-    """Returns the job's prompts: the same for every engine, different in every repetition."""
-    rng = Random(f"{seed}/{job.name}/{repeat}")
-    num_prompts = job.num_sequences if job.prefills_all else 1
-    shape = PromptShape(num_prompts=num_prompts, input_len=job.context_len)
-    return [[*prompt] for prompt in token_prompts(range(vocab_size), shape, rng)]
-
-
-def limits_of(jobs: Sequence[EngineJob]) -> dict[str, int]:
-    """Returns the largest sizes of these jobs, by the drivers' option names."""
-    return {
-        "--max-sequences": max(job.num_sequences for job in jobs),
-        "--max-len": max(job.context_len + job.num_steps + 1 for job in jobs),
-        "--max-tokens": max(job.kv_tokens for job in jobs),
-    }
-
-
-def config_of(plan: EnginePlan) -> dict[str, Scalar]:
-    """The plan as a flat mapping for the report."""
-    return {
-        "shape": None if plan.checkpoint else plan.shape,
-        "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
-        "weights": ",".join(plan.weights),
-        **{f"kv_of_{weights}": str(kv_format_of(plan, weights)) for weights in plan.weights},
-        "num_threads": plan.num_threads,
-        "num_repeats": plan.num_repeats,
-        "quick": plan.is_quick,
-    }

@@ -38,7 +38,8 @@ from bench.common.roofline import (
     least_time_s,
     prefill_work,
 )
-from bench.engine.plan import EngineJob, EnginePlan, is_comparable, jobs_of, kv_format_of
+from bench.engine.jobs import EngineJob
+from bench.engine.plan import EnginePlan, is_comparable, jobs_of, kv_format_of
 from engine.config import WeightFormat
 from engine.errors import BatonError
 

@@ -16,31 +16,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from bench.common.background import BusyWatch
 from bench.common.command import Say, say_nothing
 from bench.common.options import environment_of_peers
-from bench.common.report import Missing
+from bench.common.plots import plot_bars
+from bench.common.report import Missing, Report, notes_on
 from bench.common.roofline import Ceilings, ModelMemory, ModelSize, model_size
 from bench.common.shapes import cached_checkpoint
-from bench.engine.plan import (
-    EngineJob,
-    EnginePeer,
-    EnginePlan,
-    jobs_of,
-    kv_format_of,
-    limits_of,
-    prompts_of,
-    warm_up_jobs,
-)
+from bench.common.tables import print_results
+from bench.engine.jobs import EngineJob, limits_of, prompts_of
+from bench.engine.plan import EnginePeer, EnginePlan, jobs_of, kv_format_of, warm_up_jobs
 from bench.engine.results import (
     EngineMeasured,
     JobKey,
     JobTime,
     OurMemory,
     Repetition,
+    check_limits,
+    results,
     step_bytes,
+    warnings,
 )
+from bench.lab.experiment import Findings
 from bench.processes.driven import Answer, Driven, DrivenFailed
 from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
@@ -95,6 +94,56 @@ class Contest:
         self.failed.append(Missing(error.name, error.reason))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStudy(EnginePlan):
+    """Measure prefill and decode of the engine alone, beside this machine's limits and peers."""
+
+    def measure(self, say: Say) -> Findings:
+        """Raises DrivenFailed if our own engine fails, and ConfigError."""
+        measured = measure(self, say)
+        config = notes_on(measured.versions, measured.failed)
+        return Findings(results(self, measured), warnings(measured), config=config)
+
+    def show(self, console: Console, report: Report) -> None:
+        """Prints the results. Raises CeilingExceeded if one is above its limit."""
+        print_results(console, report)
+        check_limits(report.results)
+
+    def plot(self, report: Report, found: Findings, path: Path) -> None:
+        """Draws a panel for each kind of job: bars of our formats and of peers, and limits."""
+        panels: dict[str, dict[str, float]] = {}
+        limits: dict[str, dict[str, float]] = {}
+        speeds = {result.name: result for result in report.results}
+        for job in jobs_of(self):
+            bars = panels.setdefault(_panel(job), {})
+            marks = limits.setdefault(_panel(job), {})
+            for weights in self.formats:
+                speed = speeds[f"{job.name}/{weights}"]
+                name = _bar(job, weights)
+                bars[name] = speed.value
+                if speed.limit is not None:
+                    marks[name] = speed.limit
+            for weights in self.formats:
+                peers = speeds[f"{job.name}/{weights}"].peers
+                bars |= {name: peer.value for name, peer in peers.items()}
+        title = f"{self.title}; lines are limits\n{report.hardware.cpu}, commit {report.commit}"
+        plot_bars(panels, path, title=title, limits=limits)
+
+
+def _panel(job: EngineJob) -> str:
+    """Returns the title of a job's panel: jobs with peers have their own panel, other jobs share
+    one by kind and batch.
+    """
+    if job.for_peers:
+        return f"{job.name}, tokens/s"
+    name = f"decode, batch {job.num_sequences}" if job.num_steps else "prefill by length"
+    return f"{name}, tokens/s"
+
+
+def _bar(job: EngineJob, weights: str) -> str:
+    return weights if job.for_peers else f"{weights}, {job.context_len}"
+
+
 def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
     """Carries out the plan. Raises DrivenFailed if our own engine fails, and ConfigError."""
     checkpoint = plan.checkpoint or cached_checkpoint(plan.shape, plan.seed)
@@ -102,7 +151,7 @@ def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
     vocab_size = _vocab_size(checkpoint, plan)
     with ExitStack() as stack:
         contest = Contest(
-            ours={w: stack.enter_context(_ours(plan, w, checkpoint)) for w in plan.weights},
+            ours={w: stack.enter_context(_ours(plan, w, checkpoint)) for w in plan.formats},
             peers={p.name: stack.enter_context(_peer(plan, p, checkpoint)) for p in plan.peers},
             ceilings=stack.enter_context(_ceilings(plan)),
             size=size,
@@ -112,14 +161,14 @@ def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
             say(f"warming up: {job.name}")
             _round(contest, job, vocab_size, seed=plan.seed, repeat=WARM_UP)
         repetitions, busy = [], BusyWatch(contest.sessions)
-        for repeat in range(plan.num_repeats):
-            say(f"repetition {repeat + 1} of {plan.num_repeats}")
+        for repeat in range(plan.repeat):
+            say(f"repetition {repeat + 1} of {plan.repeat}")
             _settle()
             with busy.repetition(idle_s=IDLE_CHECK_S):
                 repetitions.append(_repetition(contest, plan, vocab_size, repeat))
         return EngineMeasured(
             size=size,
-            ours={w: _described(contest.ours[w], facts[w]) for w in plan.weights},
+            ours={w: _described(contest.ours[w], facts[w]) for w in plan.formats},
             repetitions=tuple(repetitions),
             background=tuple(busy.shares),
             versions={p.name: facts[p.name]["version"] for p in plan.peers if p.name in facts},

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.gpu.shapes import scattered_tables
+from bench.engine.jobs import scattered_tables
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import SeqId
 from engine.model.attention import cuda as triton_attention

@@ -14,7 +14,7 @@ from msgspec import structs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.common.shapes import config_of
-from bench.gpu.shapes import SHAPES, GpuShape, scattered_tables
+from bench.engine.jobs import GPU_SHAPES, GpuShape, scattered_tables
 from engine.config import WeightFormat
 from engine.layout import KVFormat, KVLayout
 from engine.messages import Sampling, SeqId
@@ -66,7 +66,7 @@ def random_llama(
 
 def check_model(weights: WeightFormat, kv_format: KVFormat, device: str) -> list[str]:
     """Complaints about a small model's logits over prompts in chunks and varied decode steps."""
-    shape = SHAPES["tiny"]
+    shape = GPU_SHAPES["tiny"]
     dtype = torch.float32 if weights is WeightFormat.FP32 else torch.bfloat16
     loaded = random_llama(shape, kv_format, device, dtype=dtype)
     tables = scattered_tables([200] * 5, BLOCK_SIZE, seed=1)

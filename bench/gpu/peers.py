@@ -26,9 +26,8 @@ import msgspec
 from bench.common.options import PeerProgram, environment_of_peers
 from bench.common.report import Result
 from bench.common.shapes import config_of
-from bench.engine.plan import EngineJob, limits_of, prompts_of
+from bench.engine.jobs import EngineJob, GpuShape, limits_of, prompts_of
 from bench.gpu.session import GpuSession
-from bench.gpu.shapes import GpuShape
 from bench.processes.driven import Driven, DrivenFailed
 
 PEERS = ("vllm",)

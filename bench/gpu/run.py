@@ -1,4 +1,7 @@
-"""Runs `bench.gpu`, section by section.
+"""Runs `bench.gpu`, section by section, within a time budget.
+
+An exception in a section is printed and counted, and the next section runs. A measurement for which
+there is no time is listed as skipped.
 
 ceilings    bandwidth and matrix rates of this GPU: the limits of all other figures
 peers       other engines, on the shape that is measured last
@@ -23,6 +26,7 @@ import transformers
 
 from bench.common.options import PeerProgram
 from bench.common.report import Report, Scalar, notes_on, report_here, to_json
+from bench.engine.jobs import GPU_SHAPES, GpuShape
 from bench.gpu.kernels import (
     AttentionCase,
     arguments_of,
@@ -34,7 +38,6 @@ from bench.gpu.kernels import (
 from bench.gpu.models import check_model, check_sampling, random_llama
 from bench.gpu.peers import PeerFigures, measure_peers
 from bench.gpu.session import GpuSession
-from bench.gpu.shapes import SHAPES, GpuShape
 from bench.gpu.speeds import GpuCeilings, ModelSpeeds, measure_attention, measure_ceilings
 from engine.clock import MonotonicClock
 from engine.config import WeightFormat
@@ -66,7 +69,7 @@ def run(
 ) -> int:
     """Runs everything for which there is time; returns the exit status."""
     session = GpuSession(MonotonicClock(), budget_s, sys.stdout)
-    shape, figures = SHAPES[shape_name], PeerFigures()
+    shape, figures = GPU_SHAPES[shape_name], PeerFigures()
     with torch.inference_mode():
         bench = GpuBench(session, shape, device, is_quick=is_quick)
         bench.run(shape_name, lambda: measure_peers(session, shape, peers, figures))

@@ -30,9 +30,9 @@ import msgspec
 from bench.client.stream import DONE, ChunkLogprobs, SseParser, decode_chunk, http_session
 from bench.common.report import Scalar
 from bench.common.shapes import SHAPES, make_checkpoint
+from bench.engine.jobs import GPU_SHAPES
 from bench.gpu.run import conclude, config_of_run
 from bench.gpu.session import GpuSession
-from bench.gpu.shapes import SHAPES as GPU_SHAPES
 from bench.processes.deployment import ServedDeployment, serving
 from engine.clock import Clock, MonotonicClock
 

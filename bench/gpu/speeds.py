@@ -19,9 +19,9 @@ from functools import partial
 import torch
 
 from bench.common.roofline import ModelMemory, Work, decode_work, prefill_work
+from bench.engine.jobs import GpuShape, scattered_tables
 from bench.gpu.models import BLOCK_SIZE
 from bench.gpu.session import GpuSession
-from bench.gpu.shapes import GpuShape, scattered_tables
 from engine.clock import Clock
 from engine.config import WeightFormat
 from engine.layout import KVFormat, KVLayout

@@ -1,5 +1,6 @@
 """The studies of the lab, in the order in which `baton bench` shows them."""
 
+from bench.engine.run import EngineStudy
 from bench.hostile.study import HostileStudy
 from bench.lab.batches.study import BatchesStudy
 from bench.lab.elastic import ElasticStudy
@@ -17,6 +18,7 @@ from bench.lab.validation.study import ValidationStudy
 from bench.quality.study import QualityStudy
 
 STUDIES: tuple[type[Experiment], ...] = (
+    EngineStudy,
     KvStudy,
     StoreStudy,
     BatchesStudy,

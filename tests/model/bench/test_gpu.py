@@ -9,6 +9,7 @@ import torch
 
 from bench.common.report import from_json
 from bench.common.roofline import ModelMemory, decode_work, prefill_work
+from bench.engine.jobs import GPU_SHAPES, scattered_tables
 from bench.gpu import __main__ as gpu
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import models as gpu_models
@@ -17,7 +18,6 @@ from bench.gpu.kernels import AttentionCase, arguments_of, attention_cases, chec
 from bench.gpu.models import check_sampling
 from bench.gpu.run import GpuBench
 from bench.gpu.session import GpuSession
-from bench.gpu.shapes import SHAPES, scattered_tables
 from bench.gpu.speeds import GpuCeilings
 from engine.config import WeightFormat
 from engine.layout import KVFormat
@@ -28,7 +28,7 @@ from engine.model.sampling import choosing
 pytestmark = pytest.mark.torch
 
 ON_A_CPU = ("--device", "cpu", "--shape", "tiny", "--quick")
-TINY = SHAPES["tiny"]
+TINY = GPU_SHAPES["tiny"]
 
 
 class Hands:
@@ -220,13 +220,13 @@ def test_section_without_time_left_is_skipped():
 
 
 def test_the_large_shape_has_eight_thousand_million_weights():
-    size = SHAPES["8b"].model.size
+    size = GPU_SHAPES["8b"].model.size
     assert 7.4e9 < size.layer_weights + size.head_weights < 7.6e9  # the embedding is not read
 
 
 def test_limits_are_bytes_for_decoding_and_products_for_prompts():
     ceilings = GpuCeilings(bytes_per_s=4e12, bf16_flops_per_s=800e12, fp8_flops_per_s=1600e12)
-    size = SHAPES["8b"].model.size
+    size = GPU_SHAPES["8b"].model.size
     memory = ModelMemory(weights_bytes=15e9, kv_token_bytes=131072)
     step = decode_work(size, memory, [1000])
     assert ceilings.least_time_s(step, WeightFormat.BF16) == pytest.approx(15.13e9 / 4e12, rel=1e-3)

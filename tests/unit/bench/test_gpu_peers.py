@@ -7,12 +7,12 @@ import pytest
 
 from bench.common.options import PeerProgram
 from bench.common.report import result_of
+from bench.engine.jobs import GPU_SHAPES
 from bench.gpu.peers import PeerFigures, jobs_of, measure_peers
 from bench.gpu.session import GpuSession, line_of
-from bench.gpu.shapes import SHAPES
 from engine.clock import MonotonicClock
 
-TINY = SHAPES["tiny"]
+TINY = GPU_SHAPES["tiny"]
 ANSWERS = f"""#!{sys.executable}
 import json, sys
 assert sys.argv[2] == "vllm" and "bf16-dummy" in sys.argv, sys.argv
@@ -41,7 +41,7 @@ def measured(tmp_path, program, *, budget_s=1000.0):
 
 
 def test_a_peer_has_the_jobs_of_the_shape_that_it_can_do_in_time():
-    names = [job.name for job in jobs_of(SHAPES["8b"])]
+    names = [job.name for job in jobs_of(GPU_SHAPES["8b"])]
     assert names == [
         "prefill_8192",
         *(f"decode_b{rows}_ctx{n}" for rows, n in [(1, 1024), (1, 4096), (8, 1024), (8, 4096)]),

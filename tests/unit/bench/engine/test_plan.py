@@ -2,20 +2,8 @@
 
 from dataclasses import replace
 
-from bench.engine.plan import (
-    EngineJob,
-    EnginePeer,
-    check,
-    config_of,
-    is_comparable,
-    jobs_of,
-    kv_format_of,
-    limits_of,
-    peers_of,
-    prompts_of,
-    quick,
-    warm_up_jobs,
-)
+from bench.engine.jobs import EngineJob, limits_of, prompts_of
+from bench.engine.plan import EnginePeer, is_comparable, jobs_of, kv_format_of, warm_up_jobs
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from tests.kits.bench.engine import PLAN, PYTHON
@@ -37,26 +25,26 @@ def test_peers_do_not_run_the_decode_grid():
 
 
 def test_quick_plan_keeps_the_jobs_for_peers():
-    few = quick(PLAN)
-    assert few.num_repeats == 1
+    few = PLAN.quick()
+    assert few.repeat == 1
     assert jobs_of(few)[:3] == jobs_of(PLAN)[:3]
     assert [job.name for job in jobs_of(few)[3:]] == ["decode_b8_ctx128"]
-    alone = replace(PLAN, peers=())
-    plans = (quick(alone), alone)
+    alone = replace(PLAN, peer=None)
+    plans = (alone.quick(), alone)
     work = [sum(job.kv_tokens for job in warm_up_jobs(plan)) for plan in plans]
     assert work[0] < work[1] / 10
 
 
 def test_peers_warm_up_with_all_of_their_jobs():
-    assert warm_up_jobs(quick(PLAN)) == [job for job in jobs_of(PLAN) if job.for_peers]
+    assert warm_up_jobs(PLAN.quick()) == [job for job in jobs_of(PLAN) if job.for_peers]
 
 
 def test_kv_format_follows_the_weights_unless_given():
     assert kv_format_of(PLAN, WeightFormat.INT8) is KVFormat.INT8
     assert kv_format_of(PLAN, WeightFormat.FP32) is KVFormat.FP32
-    asked = replace(PLAN, kv_format=KVFormat.INT4)
-    assert {kv_format_of(asked, weights) for weights in PLAN.weights} == {KVFormat.INT4}
-    assert config_of(PLAN)["kv_of_int8"] == "int8"
+    asked = replace(PLAN, kv_dtype=KVFormat.INT4)
+    assert {kv_format_of(asked, weights) for weights in PLAN.formats} == {KVFormat.INT4}
+    assert PLAN.config()["kv_of_int8"] == "int8"
 
 
 def test_fp32_is_compared_with_fp32_peers_and_int8_with_all():
@@ -83,13 +71,7 @@ def test_drivers_get_the_largest_sizes_of_their_jobs():
 
 
 def test_a_peer_option_may_stand_for_several_engines():
-    peers = peers_of([f"llamacpp={PYTHON}", f"vllm={PYTHON}"])
-    assert [peer.name for peer in peers] == [
-        *("llamacpp_f32", "llamacpp_q8_0"),
-        *("vllm", "vllm_w8a8"),
-    ]
+    peers = replace(PLAN, peer=[f"llamacpp={PYTHON}", f"vllm={PYTHON}"]).peers
+    names = ["llamacpp_f32", "llamacpp_q8_0", "vllm", "vllm_w8a8"]
+    assert [peer.name for peer in peers] == names
     assert peers[-1] == EnginePeer("vllm_w8a8", "vllm", "w8a8", PYTHON)
-
-
-def test_valid_plan_is_returned_unchanged():
-    assert check(PLAN) is PLAN

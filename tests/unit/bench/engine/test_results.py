@@ -12,10 +12,8 @@ from bench.common.roofline import (
     decode_work,
     least_time_s,
 )
-from bench.engine.plan import (
-    EngineJob,
-    jobs_of,
-)
+from bench.engine.jobs import EngineJob
+from bench.engine.plan import jobs_of
 from bench.engine.results import (
     CeilingExceeded,
     EngineMeasured,

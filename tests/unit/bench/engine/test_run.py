@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from bench.common.report import Missing
 from bench.common.roofline import Ceilings, ModelMemory, ModelSize
 from bench.engine import run as bench_engine
+from bench.engine.jobs import EngineJob
 from bench.engine.ours import prefill_steps, tables_of
-from bench.engine.plan import (
-    EngineJob,
-)
 from bench.engine.results import (
     JobTime,
 )

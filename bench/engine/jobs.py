@@ -1,14 +1,57 @@
-"""Shapes of models for `bench.gpu`, their jobs, and blocks for their KV. Pure."""
+"""Jobs of engines on CPUs and GPUs, the models of `bench.gpu`, and blocks for their KV. Pure.
+
+`bench.gpu` imports this file on machines with few packages: it needs neither typer nor rich.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from bench.common.prompts import PromptShape, token_prompts
 from bench.common.shapes import Shape
 from engine.layout import KVSection
 from engine.worker.blocks import BlockId
 
 MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """Sequences behind contexts of one length, computed (prefill) or decoded for some steps."""
+
+    name: str
+    num_sequences: int
+    context_len: int
+    num_steps: int  # 0: the prefill is measured
+    for_peers: bool
+    prefills_all: bool = True  # False: one context is computed and copied
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of tokens that count for the job's speed."""
+        return self.num_sequences * (self.num_steps or self.context_len)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Returns the number of tokens with KV at the end of the job."""
+        return self.num_sequences * (self.context_len + self.num_steps + 1)
+
+
+def prompts_of(job: EngineJob, vocab_size: int, *, seed: int, repeat: int) -> list[list[int]]:
+    """Returns the job's prompts: the same for every engine, different in every repetition."""
+    rng = Random(f"{seed}/{job.name}/{repeat}")
+    num_prompts = job.num_sequences if job.prefills_all else 1
+    shape = PromptShape(num_prompts=num_prompts, input_len=job.context_len)
+    return [[*prompt] for prompt in token_prompts(range(vocab_size), shape, rng)]
+
+
+def limits_of(jobs: Sequence[EngineJob]) -> dict[str, int]:
+    """Returns the largest sizes of these jobs, by the drivers' option names."""
+    return {
+        "--max-sequences": max(job.num_sequences for job in jobs),
+        "--max-len": max(job.context_len + job.num_steps + 1 for job in jobs),
+        "--max-tokens": max(job.kv_tokens for job in jobs),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +73,7 @@ class GpuShape:
         return KVSection(num_layers or model.num_layers, model.num_kv_heads, model.head_dim)
 
 
-SHAPES = {
+GPU_SHAPES = {
     "8b": GpuShape(
         model=Shape(
             hidden_size=4096,
