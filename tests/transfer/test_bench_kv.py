@@ -13,7 +13,6 @@ from bench.lab.kv.cases import KIB, Mover, WrongBytes, mover_of
 from bench.lab.kv.contest import PHASES, TRANSFER, KvMeasured, results, warnings
 from bench.lab.kv.study import KvStudy
 from bench.processes.deployment import ServerFailed, serving
-from bench.processes.driven import DrivenFailed
 
 pytestmark = pytest.mark.long
 
@@ -78,11 +77,6 @@ def test_half_of_the_heads_is_moved_in_pieces(name):
     with opened(name) as (mover, [way]):
         for case in PULLS.cases:
             mover.verify(way, case, PULLS.of(case, 0)[0])
-
-
-def test_a_missing_backend_gives_its_reason():
-    with pytest.raises(DrivenFailed, match="'pigeon' is not a valid Transport"), opened("pigeon"):
-        pass
 
 
 @pytest.mark.skipif(not HAS_NIXL, reason="neither nixl_cu12 nor nixl_cu13 is installed")

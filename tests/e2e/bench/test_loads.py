@@ -21,11 +21,6 @@ MOONCAKE = [  # milliseconds, prompt, answer, blocks of 512 tokens
     (120, 30, 1, [11]),
     (450, 512, 4, [7]),
 ]
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 23:59:59.9000000,40,8
-2023-11-17 00:00:00.1000000,80,4
-2023-11-17 00:00:00.7005000,4,12
-"""
 
 
 class Counter:
@@ -125,20 +120,6 @@ def test_a_mooncake_trace_keeps_its_times_lengths_and_shared_blocks(load, tmp_pa
     assert by_len[30] != by_len[512][:30]
     told = [*csv.DictReader(rows.read_text().splitlines())]
     assert [float(row["due_s"]) for row in told] == [0.0, 0.12, 0.12, 0.45]
-
-
-def test_an_azure_trace_is_sped_up_and_shortened(load, tmp_path):
-    trace, report = tmp_path / "trace.csv", tmp_path / "report.json"
-    trace.write_text(AZURE)
-    options = ("--trace", trace, "--speed-up", 2, "--shorten", 4, "--json", report)
-    [(server, measured)], done = load(*options)
-    [run] = measured.runs
-    assert [one.due_s for one in run.outcomes] == pytest.approx([0.0, 0.1, 0.40025])
-    assert sent_at_their_times(run)
-    assert [len(prompt) for prompt in server.prompts] == [10, 20, 1]
-    assert [answer.num_output_tokens for answer in run.answers] == [2, 1, 3]
-    assert "3 requests of trace.csv × 2" in done.output
-    assert from_json(report.read_bytes()).config["trace"] == "trace.csv"
 
 
 def test_a_sweep_finds_what_a_server_of_known_capacity_can_do(load, monkeypatch, tmp_path):

@@ -9,12 +9,12 @@ import torch
 
 from bench.common.report import from_json
 from bench.common.roofline import ModelMemory, decode_work, prefill_work
-from bench.engine.jobs import GPU_SHAPES, scattered_tables
+from bench.engine.jobs import GPU_SHAPES
 from bench.gpu import __main__ as gpu
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import models as gpu_models
 from bench.gpu import run as gpu_run
-from bench.gpu.kernels import AttentionCase, arguments_of, attention_cases, check_attention
+from bench.gpu.kernels import AttentionCase, check_attention
 from bench.gpu.models import check_sampling
 from bench.gpu.run import GpuBench
 from bench.gpu.session import GpuSession
@@ -72,32 +72,12 @@ def test_sections_without_time_are_listed_as_skipped(capsys):
     assert "skipped ceilings: no time" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--peer", "sglang=python"], "is not NAME=PYTHON with a NAME of vllm"),
-        (["--peer", "vllm=/no/such/python"], "there is no /no/such/python"),
-        (["--peer", f"vllm={sys.executable}", "--serve", "x"], "no meaning with --serve"),
-    ],
-)
-def test_wrong_peers_are_refused_in_one_line(arguments, reason, capsys):
-    assert gpu.main([*ON_A_CPU, *arguments]) == 2
-    assert reason in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_gpu_is_reported_in_one_line(capsys):
     assert gpu.main([]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "bench.gpu: no CUDA device here; --device cpu --shape tiny tries out the bench itself"
     ]
-
-
-def test_missing_packages_are_named_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package", "nor_this"))
-    assert gpu.main(ON_A_CPU) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("bench.gpu: no_such_package and nor_this not installed")
 
 
 @pytest.mark.gpu
@@ -179,19 +159,6 @@ def test_products_of_groups_are_checked(monkeypatch):
     assert gpu_kernels.check_groups("cpu")[0].startswith("fp8 product of groups, 1 rows: error 0.2")
 
 
-def test_case_is_equal_after_passing_through_arguments(capsys, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        gpu_kernels, "check_attention", lambda case, device: seen.append((case, device)) or ["so"]
-    )
-    cases = attention_cases(is_quick=False)
-    for case in cases:
-        gpu_kernels.main(arguments_of(case, "cuda"))
-    assert seen == [(case, "cuda") for case in cases]
-    assert {case.kv_format for case in cases} == set(KVFormat)
-    assert capsys.readouterr().out.splitlines() == ["so"] * len(cases)
-
-
 # ------------------------------------------------------------ what it adds up to
 
 
@@ -219,11 +186,6 @@ def test_section_without_time_left_is_skipped():
     assert found.skipped == ["second: no time"]
 
 
-def test_the_large_shape_has_eight_thousand_million_weights():
-    size = GPU_SHAPES["8b"].model.size
-    assert 7.4e9 < size.layer_weights + size.head_weights < 7.6e9  # the embedding is not read
-
-
 def test_limits_are_bytes_for_decoding_and_products_for_prompts():
     ceilings = GpuCeilings(bytes_per_s=4e12, bf16_flops_per_s=800e12, fp8_flops_per_s=1600e12)
     size = GPU_SHAPES["8b"].model.size
@@ -235,12 +197,6 @@ def test_limits_are_bytes_for_decoding_and_products_for_prompts():
     assert in_bf16 == pytest.approx(prompt.flops / 800e12)
     matrices_s = prompt.matrix_flops / 1600e12
     assert in_bf16 - ceilings.least_time_s(prompt, WeightFormat.FP8) == pytest.approx(matrices_s)
-
-
-def test_block_tables_use_each_block_once():
-    tables = scattered_tables([1, 16, 17, 40], 16, seed=3)
-    assert [len(table) for table in tables] == [1, 1, 2, 3]
-    assert sorted(block for table in tables for block in table) == list(range(7))
 
 
 def test_the_command_itself_imports_nothing_heavy():

@@ -66,15 +66,6 @@ def test_copied_contexts_decode_like_computed_ones(ours):
     assert copied["decode_s"] > 0
 
 
-def test_int8_weights_take_a_quarter_of_the_memory(ours, checkpoint):
-    small = open_engine(checkpoint, "int8", "int8")
-    matrices = 2 * (2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 128) + 512 * 64
-    assert matrices <= small.facts["weights_bytes"] < 1.3 * matrices
-    assert 2 * matrices <= ours.facts["weights_bytes"] <= 4.3 * matrices
-    assert small.facts["kv_token_bytes"] < ours.facts["kv_token_bytes"] / 3
-    assert small.memory()["resident_bytes"] > matrices
-
-
 def test_ceilings_are_measured_and_plausible():
     found = CeilingProbe(threads=1).measure(read_bytes=2**24)
     assert found["read_bytes_per_s"] > 1e8

@@ -12,16 +12,12 @@ from bench.quality import corpus
 from bench.quality.run import (
     EXACT,
     SETTINGS,
-    QualitySetting,
-    Scores,
     attention_errors,
     capacities,
-    figures_of,
     held_out_windows,
     measure,
     score,
 )
-from engine.config import WeightFormat
 from engine.layout import KVFormat, KVLayout
 from tests.kits.checkpoints import tiny_checkpoint
 
@@ -81,24 +77,6 @@ def test_capacity_counts_whole_blocks(checkpoint):
         block_bytes = KVLayout(16, form, sections).block_bytes
         expected = 2**30 // block_bytes * 16
         assert capacities(checkpoint)[f"capacity/kv_{form}"].value == expected
-
-
-def test_changes_are_relative_to_fp32():
-    exact = Scores(-2.0, torch.tensor([1, 2, 3, 4]))
-    worse = Scores(-2.1, torch.tensor([1, 2, 3, 0]))
-    setting = QualitySetting(WeightFormat.INT8, KVFormat.INT8)
-    figures = figures_of(setting, worse, exact)
-    assert setting.name == "weights_int8_kv_int8"
-    assert figures[f"perplexity/{setting.name}"].value == pytest.approx(math.exp(2.1))
-    change = figures[f"perplexity_change/{setting.name}"].value
-    assert change == pytest.approx(100 * (math.exp(0.1) - 1))
-    assert figures[f"top1_agreement/{setting.name}"].value == 75
-
-
-def test_every_kv_format_is_measured_and_the_exact_setting_first():
-    assert SETTINGS[0] is EXACT
-    assert {s.kv_format for s in SETTINGS if s.weights is WeightFormat.FP32} == set(KVFormat)
-    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 
 
 def test_the_whole_measurement_has_a_figure_for_each_setting(checkpoint, windows):

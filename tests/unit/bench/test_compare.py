@@ -1,7 +1,7 @@
 import pytest
 
 from bench.common.report import Hardware, Report, result_of
-from bench.compare import are_single, changes_of, settings_that_differ
+from bench.compare import changes_of
 from engine.errors import ConfigError
 
 HERE = Hardware("cpu", 2, None, (), "3.11")
@@ -41,16 +41,6 @@ def test_failures_are_worse_and_the_clients_own_figures_only_differ():
         return Report("serve", "c", "d", None, HERE, 0, {}, results)
 
     assert [*verdicts(of(1.0), of(9.0)).values()] == ["worse", "differs", "differs"]
-
-
-def test_single_runs_are_reported():
-    assert are_single(report(ttft=[1.0]), report(ttft=[2.0]))
-    assert not are_single(report(ttft=[1.0]), report(ttft=[2.0, 3.0]))
-
-
-def test_settings_that_differ_are_named():
-    lines = [*settings_that_differ(report(), report(seed=4))]
-    assert lines == ["seed: 0 and 4"]
 
 
 @pytest.mark.parametrize("other", [report(bench="kv", ttft=[1.0]), report(rate=[1.0])])

@@ -2,20 +2,10 @@
 
 from pathlib import Path
 
-from bench.gpu.wheels import command_of, name_of, needed, needs_of, pinned
+from bench.gpu.wheels import command_of, needed
 
 NEEDS = {"a": ["b", "c"], "b": ["torch", "d"], "c": ["a"], "d": [], "torch": ["cuda"]}
 KNOWN = dict.fromkeys(("a", "b", "c", "d", "torch", "cuda"), "1.0")
-
-
-def test_names_are_canonical():
-    assert name_of("grpcio-health-checking>=1.85") == "grpcio-health-checking"
-    assert name_of("Markdown_It.Py[x]; python_version<'4'") == "markdown-it-py"
-
-
-def test_versions_are_those_of_the_tests():
-    text = "# exact\naiohttp==3.14.5\nast_serialize==0.1  # why\ntorch>=2.11\n"
-    assert pinned(text) == {"aiohttp": "3.14.5", "ast-serialize": "0.1"}
 
 
 def test_all_that_is_lacking_is_collected():
@@ -26,11 +16,6 @@ def test_all_that_is_lacking_is_collected():
     assert needed(["a"], needs, have=("torch", "B"), known=KNOWN) == ["a", "c"]
     of_another_system = {name: "1" for name in KNOWN if name != "d"}
     assert needed(["a"], needs, have=("torch",), known=of_another_system) == ["a", "b", "c"]
-
-
-def test_installed_packages_report_their_requirements():
-    assert "idna" in needs_of("anyio")
-    assert needs_of("no-such-package") == []
 
 
 def test_wheels_are_for_the_other_python():

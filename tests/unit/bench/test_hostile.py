@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.hostile.assaults import ASSAULTS, AssaultRun, private_bytes
-from bench.hostile.corpus import CHAT, COMPLETIONS, Shot, shots
+from bench.hostile.assaults import AssaultRun, private_bytes
+from bench.hostile.corpus import CHAT, Shot, shots
 from bench.hostile.results import (
     Heard,
     HostileRun,
@@ -15,11 +15,8 @@ from bench.hostile.results import (
     complaints,
     growth,
     results,
-    warnings,
 )
-from bench.hostile.study import HostileStudy
 from bench.hostile.waves import Outcomes, Slow, is_wrong
-from engine.errors import ConfigError
 
 CALM = HostileRun(
     phases=(Phase("calm", 0.0, 5.0), Phase("bodies", 5.0, 9.0)),
@@ -32,12 +29,6 @@ CALM = HostileRun(
     leases_left=0,
     num_ended=0,
 )
-
-
-def test_the_same_seed_sends_the_same_requests():
-    first, again, other = (list(shots(50, seed=seed)) for seed in (3, 3, 4))
-    assert first == again != other
-    assert {shot.path for shot in first} == {CHAT, COMPLETIONS}
 
 
 def test_no_body_is_beyond_what_a_gateway_takes_by_default():
@@ -84,22 +75,6 @@ def test_workers_that_an_assault_loads_are_slower_for_all():
     assert complaints(run) == []
 
 
-@pytest.mark.parametrize("name", ASSAULTS)
-def test_an_assault_repeats_the_same_bytes(name):
-    once, twice = ASSAULTS[name](1), ASSAULTS[name](2)
-    assert once.requests + once.requests == twice.requests
-    assert once.messages + once.messages == twice.messages
-    assert all(request.startswith(b"POST /") for request in once.requests)
-    longest = max(map(len, (*once.requests, *(each.data for each in once.messages))))
-    assert longest < 10 * 2**20
-
-
-def test_a_long_pause_is_a_warning():
-    paused = replace(CALM, heard=Heard(gaps=[(5.5, 6.0)]))
-    assert len(warnings(CALM)) == 0
-    assert len(warnings(paused)) == 1
-
-
 def test_every_kind_of_damage_is_a_complaint():
     bodies = Outcomes()
     bodies.note(500, Shot(CHAT, b"x"), "internal error")
@@ -126,8 +101,3 @@ def test_only_the_private_memory_of_the_sessions_counts(tmp_path):
         (process / "stat").write_text(f"{pid} (a b) S 1 {session} {session} 0")
         (process / "status").write_text(f"Name: x\nRssAnon:\t{kib} kB\nRssShmem:\t900 kB\n")
     assert private_bytes([5], tmp_path) == 120 * 1024
-
-
-def test_an_unknown_assault_is_refused():
-    with pytest.raises(ConfigError, match="there is no assault 'x'; there are chunks, grpc"):
-        HostileStudy(assault=["x"])

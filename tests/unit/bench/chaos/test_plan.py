@@ -10,17 +10,13 @@ import msgspec
 import pytest
 
 from bench.chaos.faults import (
-    CONTROLLER,
     ORDER_WITHIN_S,
-    Cuts,
     Director,
     FaultFailed,
     Orders,
     candidates,
-    parent_of,
 )
 from bench.chaos.plan import (
-    LASTING,
     LONG_SILENCE_S,
     OF_GATEWAYS,
     OF_RAY,
@@ -29,16 +25,13 @@ from bench.chaos.plan import (
     FaultKind,
     check,
     chosen,
-    config_of,
     faults_of,
     kinds_in_turn,
-    quick,
 )
 from bench.chaos.run import is_whole
 from bench.chaos.streams import KINDS, chaos_requests
 from bench.processes.deployment import NOTHING, OrderFailed, SeenGateway, SeenPools, SeenWorker
 from engine.clock import MonotonicClock
-from engine.config import Transport
 from engine.errors import ConfigError
 from engine.messages import Role
 
@@ -62,34 +55,11 @@ def test_kills_come_every_so_many_seconds_with_another_fault_between_each_two():
     assert all(0 < fault.at_s < PLAN.duration_s for fault in faults)
 
 
-def test_all_other_kinds_take_turns():
-    counts = Counter(fault.kind for fault in faults_of(PLAN) if fault.kind is not FaultKind.KILL)
-    assert counts.keys() == set(ALL) - {FaultKind.KILL}
-    assert max(counts.values()) - min(counts.values()) <= 1
-
-
-def test_without_kills_other_faults_keep_the_pace():
-    faults = faults_of(replace(PLAN, kinds=(FaultKind.STOP, FaultKind.SLOW)))
-    assert {fault.kind for fault in faults} == {FaultKind.STOP, FaultKind.SLOW}
-    assert {round(b.at_s - a.at_s, 9) for a, b in pairwise(faults)} == {5.0}
-
-
-def test_only_faults_that_end_by_themselves_last():
-    faults = faults_of(PLAN)
-    assert all((fault.seconds > 0) == (fault.kind in LASTING) for fault in faults)
-
-
 @pytest.mark.parametrize("kind", [FaultKind.STOP, FaultKind.PARTITION])
 def test_some_silences_last_longer_than_they_are_believed_and_some_do_not(kind):
     silences_s = [fault.seconds for fault in faults_of(replace(PLAN, kinds=(kind,)))]
     assert LONG_SILENCE_S in silences_s
     assert min(silences_s) < LONG_SILENCE_S / 2
-
-
-def test_kv_moves_over_the_network_only_where_that_is_to_be_cut():
-    partitioned = replace(PLAN, kinds=(FaultKind.KILL, FaultKind.PARTITION))
-    assert config_of(partitioned)["kv_transport"] == Transport.ZMQ
-    assert config_of(replace(PLAN, kinds=(FaultKind.KILL,)))["kv_transport"] == Transport.AUTO
 
 
 def test_a_victim_is_drawn_from_all_candidates():
@@ -114,11 +84,6 @@ def test_a_victim_is_drawn_from_all_candidates():
 def test_a_plan_that_can_show_nothing_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         check(replace(PLAN, **changes))
-
-
-def test_quick_is_a_plan_of_few_requests():
-    assert quick(PLAN).num_requests == 60
-    assert quick(replace(PLAN, num_requests=5)).num_requests == 5
 
 
 def worker(name: str, role: Role, /, **changes) -> SeenWorker:
@@ -183,35 +148,9 @@ def test_a_whole_pool_is_hit_only_while_all_workers_work():
     assert faults == [(FaultKind.POOL, "decode", [7, 7])]
 
 
-def test_a_mixed_worker_counts_for_both_pools():
-    mixed = worker("m0", Role.MIXED)
-    assert candidates(FaultKind.KILL, pools(mixed, P0, D0), held=()) == ["d0", "m0", "p0"]
-
-
 def test_a_gateway_is_hit_only_while_there_is_another_one():
     assert candidates(FaultKind.GATEWAY, pools(P0, D0), held=()) == ["g0", "g1"]
     assert candidates(FaultKind.GATEWAY, pools(P0, D0), held=["g0"]) == []
-
-
-def test_controller_is_stopped_once_at_a_time_and_only_with_known_gateways():
-    assert candidates(FaultKind.STOP_CONTROLLER, pools(P0, D0), held=()) == [CONTROLLER]
-    assert candidates(FaultKind.STOP_CONTROLLER, pools(P0, D0), held=[CONTROLLER]) == []
-    assert candidates(FaultKind.STOP_CONTROLLER, NOTHING, held=()) == []
-
-
-@pytest.mark.parametrize("kind", sorted(OF_RAY))
-def test_parts_of_ray_are_hit_while_nothing_else_is_under_way(kind):
-    whole = pools(P0, D0)
-    assert candidates(kind, whole, held=()) == [kind.value]
-    assert candidates(kind, whole, held=["p0"]) == []
-    assert candidates(kind, msgspec.structs.replace(whole, settled=False), held=()) == []
-
-
-def test_faults_of_ray_need_services_on_ray_and_no_partition():
-    assert ChaosPlan(kinds=(FaultKind.GCS,)).launcher == "ray"
-    assert ChaosPlan(kinds=(FaultKind.KILL,)).launcher == "process"
-    with pytest.raises(ConfigError, match="without Ray"):
-        check(ChaosPlan(kinds=(FaultKind.RAYLET, FaultKind.PARTITION)))
 
 
 def test_the_rarest_kind_goes_first_and_a_kill_is_nothing_else():
@@ -271,12 +210,6 @@ def test_kill_without_victim_is_skipped():
     assert [fault.kind for fault in director.skipped] == [FaultKind.KILL]
 
 
-def test_the_process_that_keeps_the_pools_is_the_command_itself():
-    stop = Fault(0.0, FaultKind.STOP_CONTROLLER, 0.0)
-    _, faults = directed(pools(P0, D0), stop, kinds=(FaultKind.STOP_CONTROLLER,))
-    assert faults == [(FaultKind.STOP_CONTROLLER, CONTROLLER, [99])]
-
-
 class LaterClock:
     """Whenever it is read, more time is over than an order may take."""
 
@@ -318,18 +251,6 @@ def test_an_order_that_was_not_carried_out_is_taken_back(kind, ordered):
     with pytest.raises(FaultFailed, match=f"as {ordered} in 20 s"):
         asyncio.run(Orders(deployment, LaterClock()).inject(Fault(0.0, kind, 0.0), "p0", 7))
     assert deployment.orders == [ordered, Role.PREFILL]
-
-
-def test_an_order_that_was_refused_leaves_nothing_to_take_back():
-    deployment, flip = StubbornDeployment(refuses=True), Fault(0.0, FaultKind.FLIP, 0.0)
-    with pytest.raises(FaultFailed, match=r"^409$"):
-        asyncio.run(Orders(deployment, LaterClock()).inject(flip, "p0", 7))
-
-
-def test_the_network_of_a_process_that_is_gone_cannot_be_cut():
-    cut, free_pid = Fault(0.0, FaultKind.PARTITION, 0.0), 2**22 + 1
-    with pytest.raises(FaultFailed, match=f"/proc/{free_pid}"):
-        asyncio.run(Cuts().inject(cut, "p0", [free_pid]))
 
 
 @pytest.mark.parametrize(
@@ -378,26 +299,3 @@ def test_requests_are_of_all_kinds_and_each_names_its_seed():
     assert all(body["stream"] and "seed" in body for body in bodies)
     assert all(body.get("n", 1) == ask.num_choices for ask, body in zip(made, bodies, strict=True))
     assert {ask.num_choices for ask in made} == {1, 2, 3}
-
-
-def test_many_prompts_begin_alike():
-    bodies = [
-        json.loads(ask.body) for ask in chaos_requests(100, vocab=range(5, 4096), model="m", seed=1)
-    ]
-    begins = Counter(tuple(body["prompt"][:16]) for body in bodies if "prompt" in body)
-    assert len(begins) <= 8
-    prompts = [tuple(body["prompt"]) for body in bodies if "prompt" in body]
-    assert len(set(prompts)) == len(prompts)
-
-
-def test_disks_are_full_for_processes_only():
-    assert candidates(FaultKind.DISK_FULL, pools(P0, D0, D1), held=()) == ["d0", "d1"]
-    with pytest.raises(ConfigError, match="without Ray"):
-        check(ChaosPlan(kinds=(FaultKind.DISK_FULL, FaultKind.GCS)))
-
-
-def test_parent_is_found_whatever_the_name_of_the_process(tmp_path):
-    (tmp_path / "7").mkdir()
-    (tmp_path / "7" / "stat").write_text("7 (baton) (x) 1) S 42 7 7 0")
-    assert parent_of(7, tmp_path) == 42
-    assert parent_of(8, tmp_path) is None

@@ -6,16 +6,12 @@ import signal
 import pytest
 
 from bench.chaos import services as stores
-from bench.chaos.faults import STORE, FaultFailed, candidates, store_process
-from bench.chaos.plan import ChaosPlan, Fault, FaultKind, check
+from bench.chaos.faults import STORE, FaultFailed, store_process
+from bench.chaos.plan import Fault, FaultKind
 from bench.chaos.services import StoreKills, StoreLeft, left_of
-from bench.processes.deployment import SeenGateway, SeenPools
 from engine.clock import MonotonicClock
-from engine.errors import ConfigError
 
 KILL = Fault(0.0, FaultKind.STORE, 0.0)
-GATEWAY = SeenGateway("gateway", 9, "serving", None, members_version=1)
-POOLS = SeenPools(settled=True, version=1, workers=[], gateways=[GATEWAY])
 
 
 class WithStore:
@@ -70,24 +66,6 @@ def test_a_store_that_is_not_replaced_is_a_failed_fault(monkeypatch):
     monkeypatch.setattr(stores, "REPLACED_WITHIN_S", 0.0)
     with pytest.raises(FaultFailed, match="process was not replaced"):
         inject(StoreKills(deployment, MonotonicClock()), deployment)
-
-
-def test_a_process_without_a_keeper_is_a_failed_fault(deployment, monkeypatch):
-    monkeypatch.setattr(stores, "parent_of", lambda _: None)
-    with pytest.raises(FaultFailed, match="no keeper"):
-        inject(StoreKills(deployment, MonotonicClock()), deployment)
-    assert deployment.killed == []
-
-
-def test_the_store_is_hit_by_one_fault_at_a_time():
-    assert candidates(FaultKind.STORE, POOLS, held=()) == [STORE]
-    assert candidates(FaultKind.STORE, POOLS, held=(STORE,)) == []
-
-
-def test_a_store_can_be_killed_only_if_there_is_one():
-    with pytest.raises(ConfigError, match="--store-mib"):
-        check(ChaosPlan(kinds=(FaultKind.STORE,)))
-    assert check(ChaosPlan(kinds=(FaultKind.STORE,), store_mib=64)).has_store
 
 
 IDLE = {"slots:free": 6.0, "slots:cached": 4.0, "open_leases": 0.0}

@@ -43,25 +43,10 @@ def test_pieces_have_the_time_at_which_they_came():
     assert found.failure is None
 
 
-def test_chats_say_the_same_in_their_own_way():
-    found = read(
-        chunk(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}]),
-        chunk(choices=[{"index": 0, "delta": {"content": "a"}}]),
-        chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "length"}]),
-    )
-    assert found.pieces == (ReceivedPiece(3.0, 0, "a"), ReceivedPiece(4.0, 0, finish="length"))
-
-
 def test_log_probabilities_are_kept_by_token():
     scored = {"tokens": ["a", "b"], "token_logprobs": [-0.5, None], "text_offset": [0, 1]}
     (piece,) = read(text(0, "ab", logprobs=scored)).pieces
     assert piece.logprobs == (("a", -0.5), ("b", None))
-
-
-def test_what_comes_after_the_end_is_counted():
-    found = read(text(0, "a", "stop"), DONE, text(0, "b"), DONE)
-    assert (found.num_done, found.num_after_done) == (2, 1)
-    assert len(found.pieces) == 2
 
 
 def test_errors_in_a_stream_are_failures():

@@ -65,24 +65,6 @@ def test_e2e_is_ttft_and_a_tpot_for_each_token_after_the_first(num_tokens, gaps_
     assert answer.e2e_s == pytest.approx(answer.ttft_s + (num_tokens - 1) * answer.tpot_s)
 
 
-def test_one_token_has_no_tpot():
-    assert read(text("a"), usage(1), DONE).tpot_s is None
-
-
-def test_without_usage_a_chunk_counts_as_a_token():
-    answer = read(text("a"), text("b"), DONE)
-    assert (answer.num_output_tokens, answer.num_prompt_tokens) == (2, None)
-
-
-def test_the_last_usage_counts_when_every_chunk_carries_one():
-    assert read(text("a"), usage(1), text("b"), usage(2), DONE).num_output_tokens == 2
-
-
-def test_cached_prompt_tokens_are_read():
-    details = {"prompt_tokens": 8, "prompt_tokens_details": {"cached_tokens": 6}}
-    assert read(text("a"), event(choices=[], usage=details), DONE).num_cached_tokens == 6
-
-
 def test_a_timeline_keeps_the_stages_that_were_reached():
     timeline = {"queue_s": 0.5, "kv_wait": 0.25, "first_step_s": None, "attempts": 1, "worker": "p"}
     answer = read(text("a"), event(choices=[], baton_timeline=timeline), DONE)
@@ -128,9 +110,3 @@ def test_a_completions_body_asks_for_a_stream_of_exact_length_with_usage():
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-
-
-def test_a_chat_body_holds_one_message_of_the_user():
-    body = json.loads(request_body(Endpoint.CHAT, "hi", model="m", output_len=3, temperature=0.0))
-    assert body["messages"] == [{"role": "user", "content": "hi"}]
-    assert "prompt" not in body

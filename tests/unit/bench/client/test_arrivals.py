@@ -35,19 +35,6 @@ def test_gaps_have_the_mean_of_the_rate_and_the_spread_of_the_burstiness(burstin
     assert statistics.pstdev(gaps) / mean_s == pytest.approx(1 / math.sqrt(burstiness), rel=0.08)
 
 
-def test_with_burstiness_one_gaps_are_exponential():
-    share_above_the_mean = statistics.fmean(gap > 1 / 20 for gap in gaps_s(20.0, 1.0))
-    assert share_above_the_mean == pytest.approx(math.exp(-1), abs=0.03)
-
-
-def test_an_infinite_rate_sends_all_at_once():
-    assert arrival_times_s(math.inf, 3, burstiness=1, rng=Random(0)) == [0.0, 0.0, 0.0]
-
-
-def test_no_requests_have_no_arrivals():
-    assert arrival_times_s(1.0, 0, burstiness=1, rng=Random(0)) == []
-
-
 @pytest.mark.parametrize(("rate", "burstiness"), [(0, 1), (-1, 1), (math.nan, 1), (1, 0)])
 def test_a_rate_or_burstiness_without_meaning_raises(rate, burstiness):
     with pytest.raises(ValueError, match="above 0"):

@@ -38,12 +38,6 @@ def test_events_do_not_depend_on_where_the_network_cuts(cuts):
 
 
 @FEW
-@given(st.lists(st.binary(max_size=20), max_size=10))
-def test_no_bytes_make_the_parser_raise(pieces):
-    parse(*pieces)
-
-
-@FEW
 @given(st.sampled_from([b"\n", b"\r", b"\r\n"]), st.lists(st.integers(0, 9), max_size=8))
 def test_all_three_line_ends_mean_the_same(end, numbers):
     stream = b"".join(b"data: %d%s%s" % (number, end, end) for number in numbers)
@@ -54,14 +48,6 @@ def test_an_event_is_handed_out_as_soon_as_its_blank_line_ends():
     parser = SseParser()
     assert parser.feed(b"data: x\r\n\r") == [SseEvent(b"x")]
     assert parser.feed(b"\n") == []
-
-
-def test_a_byte_order_mark_at_the_start_is_ignored():
-    assert parse(b"\xef\xbb\xbfdata: x\n\n") == [SseEvent(b"x")]
-
-
-def test_an_event_without_data_is_dropped_and_its_kind_forgotten():
-    assert parse(b"event: ping\n\ndata: x\n\n") == [SseEvent(b"x")]
 
 
 @pytest.mark.parametrize("tail", [b"data: [DONE]", b"data: [DONE]\n", b"data: [DONE]\r"])

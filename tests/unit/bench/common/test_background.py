@@ -52,11 +52,6 @@ def test_seconds_of_a_session_are_those_of_all_its_threads(tmp_path):
         background.session_seconds(1, tmp_path)
 
 
-def test_share_of_others_is_unknown_without_proc(tmp_path):
-    assert background.read({7}, tmp_path / "none") is None
-    assert background.share_of_others(None, None) is None
-
-
 def test_a_watch_has_a_share_for_each_repetition():
     watch = background.BusyWatch(lambda: [os.getsid(0)])
     for idle_s in (0.0, 0.05):

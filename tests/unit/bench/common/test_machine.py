@@ -34,16 +34,6 @@ def test_hardware_lists_the_gpus_of_the_machine(outputs):
     assert machine.hardware().gpus == ("one", "two")
 
 
-def test_hardware_names_the_cores_this_process_may_use(outputs):
-    assert machine.hardware().num_cores >= 1
-
-
-def test_a_command_that_is_missing_or_fails_prints_nothing():
-    assert machine._output("no-such-command-here") is None
-    assert machine._output("false") is None
-    assert machine._output("echo", "said") == "said"
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

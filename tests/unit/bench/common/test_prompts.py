@@ -7,13 +7,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from bench.common.prompts import (
-    WORDS,
     PromptShape,
     plain_token_ids,
-    text_prompts,
     token_prompts,
 )
-from engine.errors import ConfigError
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
 
@@ -38,32 +35,6 @@ def test_prompts_share_exactly_the_prefix_that_was_asked_for(count, prefix_len, 
     assert len({prompt[prefix_len] for prompt in prompts}) == count
 
 
-@FEW
-@given(st.integers(1, 50), st.integers(1, 40), st.integers())
-def test_text_prompts_have_one_word_for_a_token_and_differ_from_the_first(count, input_len, seed):
-    prompts = [
-        prompt.split() for prompt in text_prompts(PromptShape(count, input_len), Random(seed))
-    ]
-    assert [len(words) for words in prompts] == [input_len] * count
-    assert len({words[0] for words in prompts}) == count
-
-
-def test_the_seed_decides_the_prompts():
-    shape = PromptShape(4, 16)
-    assert text_prompts(shape, Random(3)) == text_prompts(shape, Random(3))
-    assert text_prompts(shape, Random(3)) != text_prompts(shape, Random(4))
-
-
-def test_more_prompts_than_words_repeat_a_first_word_only():
-    prompts = text_prompts(PromptShape(len(WORDS) + 1, 12), Random(0))
-    assert prompts[0].split()[0] == prompts[-1].split()[0]
-    assert prompts[0] != prompts[-1]
-
-
-def test_the_words_are_distinct():
-    assert len(set(WORDS)) == len(WORDS)
-
-
 def test_a_shared_prefix_must_leave_room_for_a_token_of_its_own():
     with pytest.raises(ValueError, match="no room"):
         PromptShape(1, 8, shared_prefix_len=8)
@@ -75,8 +46,3 @@ def test_special_tokens_are_not_drawn(tmp_path):
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert plain_token_ids(tmp_path) == [1, 2]
-
-
-def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no .*tokenizer\.json"):
-        plain_token_ids(tmp_path)

@@ -12,7 +12,6 @@ from bench.common.report import (
     Peer,
     Report,
     Result,
-    from_json,
     results_of,
     to_json,
 )
@@ -76,10 +75,6 @@ def test_json_of_a_report_has_the_documented_shape():
     }
 
 
-def test_report_read_from_its_json_is_equal():
-    assert from_json(to_json(report(RESULT))) == report(RESULT)
-
-
 @FEW
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=9))
 def test_the_value_of_a_result_is_the_median_of_its_runs(values):
@@ -88,19 +83,6 @@ def test_the_value_of_a_result_is_the_median_of_its_runs(values):
     assert min(values) <= result.value <= max(values)
     assert sum(v < result.value for v in values) <= len(values) / 2
     assert sum(v > result.value for v in values) <= len(values) / 2
-
-
-def test_result_keeps_only_the_runs_that_define_it():
-    runs = [{"a": Figure(1, "ms")}, {"a": Figure(3, "ms"), "b": Figure(5, "s")}]
-    assert [(r.name, r.value, r.unit, r.runs) for r in results_of(runs)] == [
-        ("a", 2.0, "ms", (1, 3)),
-        ("b", 5, "s", (5,)),
-    ]
-
-
-def test_value_of_a_result_is_found_by_name():
-    assert report(RESULT).value("ttft/p50") == 2.0
-    assert report(RESULT).value("itl/p50") is None
 
 
 def test_printed_tables_hold_every_result_also_in_a_narrow_terminal():

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.common.plots import MOST_BINS, RequestSpan, TimeBins, in_flight, panels_of
+from bench.common.plots import RequestSpan, TimeBins, in_flight, panels_of
 
 FEW = settings(max_examples=20)
 SPANS = st.lists(
@@ -28,15 +28,6 @@ def test_rates_hold_every_token_and_every_request(spans):
     assert requests == pytest.approx(len(spans))
 
 
-def test_long_runs_have_more_bins_and_all_end_with_the_run():
-    spans = [RequestSpan(float(at_s), at_s + 1.0, at_s + 2.0, 2) for at_s in range(300)]
-    assert [TimeBins.over(spans[:number]).number for number in (1, 100, 300)] == [10, 16, 50]
-    assert TimeBins.over(spans * 2).number == MOST_BINS
-    bins = TimeBins.over(spans)
-    assert bins.width_s * bins.number == pytest.approx(301)
-    assert bins.middles[-1] < 301
-
-
 def test_requests_in_flight_are_due_and_not_ended():
     spans = [RequestSpan(0, 1, 4, 2), RequestSpan(2, 3, 6, 2)]
     assert in_flight(spans, [1, 3, 5, 7]) == [1, 2, 1, 0]
@@ -48,12 +39,3 @@ def test_failed_requests_have_a_line_but_no_latency():
     assert "failed" in by_title["requests/s"].lines
     assert by_title["TTFT from due time (ms)"].points == ([0], [1000])
     assert by_title["TTFT from due time (ms)"].bound == 5
-
-
-def test_no_requests_have_no_panels():
-    assert panels_of([]) == []
-
-
-def test_answers_of_one_token_have_no_panel_of_tpot():
-    titles = [panel.title for panel in panels_of([RequestSpan(0, 1, 1, 1)])]
-    assert titles[:2] == ["TTFT from due time (ms)", "requests in flight"]

@@ -5,23 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from bench.common import shapes
 from bench.common.shapes import (
     SHAPES,
-    SPECIAL_TOKENS,
     Gains,
-    cache_dir,
     cached_checkpoint,
     cached_pair,
     config_of,
     make_checkpoint,
-    shape_named,
     tensors_of,
-    to_bfloat16,
     tokenizer_of,
 )
 from engine.errors import ConfigError
@@ -82,22 +75,6 @@ def test_a_checkpoint_is_made_once(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 
-def test_another_seed_or_shape_is_another_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHAPES, "small", TINY)
-    paths = [cached_checkpoint("small", seed, cache=tmp_path) for seed in (0, 1)]
-    monkeypatch.setitem(SHAPES, "small", replace(TINY, num_layers=2))
-    paths.append(cached_checkpoint("small", 0, cache=tmp_path))
-    assert len(set(paths)) == 3
-
-
-def test_checkpoint_made_meanwhile_by_another_process_is_kept(tmp_path):
-    make_checkpoint(tmp_path / "model", TINY, seed=0)
-    (tmp_path / "model" / "mark").touch()
-    make_checkpoint(tmp_path / "model", TINY, seed=0)
-    assert (tmp_path / "model" / "mark").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
 def test_unfinished_checkpoint_leaves_no_files(tmp_path):
     with pytest.raises(ConfigError, match="vocabulary of 100"):
         make_checkpoint(tmp_path / "model", replace(TINY, vocab_size=100), seed=0)
@@ -108,39 +85,6 @@ def test_every_id_of_the_tokenizer_has_a_text():
     tokenizer = tokenizer_of(SHAPES["tiny"].vocab_size)
     assert tokenizer.get_vocab_size() == SHAPES["tiny"].vocab_size
     assert all(tokenizer.id_to_token(i) for i in range(SHAPES["tiny"].vocab_size))
-
-
-@given(st.text(max_size=20).filter(lambda text: not any(s in text for s in SPECIAL_TOKENS)))
-def test_any_text_survives_the_tokenizer(text):
-    ids = TOKENIZER.encode(text).ids
-    assert TOKENIZER.decode(ids) == text
-
-
-TOKENIZER: Tokenizer = tokenizer_of(SHAPES["tiny"].vocab_size)
-
-
-def test_bf16_rounds_halves_to_even():
-    exact = np.array([1.0, -2.5, 0.0, 3.0e38], np.float32)
-    step = 2.0**-7  # bf16's between 1 and 2
-    halves = np.array([1 + step / 2, 1 + 3 * step / 2], np.float32)
-    near = np.array([1 + step * 0.49, 1 + step * 0.51], np.float32)
-    assert as_fp32(to_bfloat16(halves)).tolist() == [1.0, 1 + 2 * step]
-    assert as_fp32(to_bfloat16(near)).tolist() == [1.0, 1 + step]
-    assert as_fp32(to_bfloat16(exact)) == pytest.approx(exact, rel=2**-8)
-
-
-def as_fp32(bits):
-    return (bits.astype("<u4") << 16).view("<f4")
-
-
-def test_cache_folder_follows_xdg_cache_home(tmp_path):
-    assert cache_dir({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "baton" / "bench"
-    assert cache_dir({}).parts[-3:] == (".cache", "baton", "bench")
-
-
-def test_unknown_shape_is_refused_with_the_known_names():
-    with pytest.raises(ConfigError, match="'9b' is none of 88m, tiny"):
-        shape_named("9b")
 
 
 # Pairs
@@ -189,9 +133,3 @@ def test_a_stranger_has_the_drafts_shape_and_other_weights(pair):
     for name, values in draft.items():
         assert values.shape == stranger[name].shape
         assert values.ndim == 1 or not (values == stranger[name]).all()
-
-
-def test_a_pair_is_made_once(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(shapes, "write_checkpoint", None)
-    assert cached_pair("small", 0, cache=tmp_path) == pair
-    assert len({pair.target, pair.draft, pair.stranger}) == len(list(tmp_path.iterdir())) == 3

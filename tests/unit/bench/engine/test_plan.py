@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from bench.engine.jobs import EngineJob, limits_of, prompts_of
-from bench.engine.plan import EnginePeer, is_comparable, jobs_of, kv_format_of, warm_up_jobs
+from bench.engine.jobs import EngineJob, prompts_of
+from bench.engine.plan import is_comparable, jobs_of, kv_format_of, warm_up_jobs
 from engine.config import WeightFormat
 from engine.layout import KVFormat
-from tests.kits.bench.engine import PLAN, PYTHON
+from tests.kits.bench.engine import PLAN
 
 
 def test_the_jobs_for_peers_are_those_that_the_goals_name():
@@ -35,10 +35,6 @@ def test_quick_plan_keeps_the_jobs_for_peers():
     assert work[0] < work[1] / 10
 
 
-def test_peers_warm_up_with_all_of_their_jobs():
-    assert warm_up_jobs(PLAN.quick()) == [job for job in jobs_of(PLAN) if job.for_peers]
-
-
 def test_kv_format_follows_the_weights_unless_given():
     assert kv_format_of(PLAN, WeightFormat.INT8) is KVFormat.INT8
     assert kv_format_of(PLAN, WeightFormat.FP32) is KVFormat.FP32
@@ -63,15 +59,3 @@ def test_prompts_are_equal_for_all_engines_and_new_in_each_repetition():
     assert len(prompts) == 32
     assert {len(prompt) for prompt in prompts} == {8}
     assert all(0 <= token < 512 for prompt in prompts for token in prompt)
-
-
-def test_drivers_get_the_largest_sizes_of_their_jobs():
-    jobs = [EngineJob("a", 8, 512, 0, for_peers=True), EngineJob("b", 32, 8, 32, for_peers=True)]
-    assert limits_of(jobs) == {"--max-sequences": 32, "--max-len": 513, "--max-tokens": 8 * 513}
-
-
-def test_a_peer_option_may_stand_for_several_engines():
-    peers = replace(PLAN, peer=[f"llamacpp={PYTHON}", f"vllm={PYTHON}"]).peers
-    names = ["llamacpp_f32", "llamacpp_q8_0", "vllm", "vllm_w8a8"]
-    assert [peer.name for peer in peers] == names
-    assert peers[-1] == EnginePeer("vllm_w8a8", "vllm", "w8a8", PYTHON)

@@ -4,7 +4,6 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from bench.common.report import Missing
 from bench.common.roofline import (
     Ceilings,
     ModelMemory,
@@ -24,7 +23,6 @@ from bench.engine.results import (
     limit_s,
     results,
     step_bytes,
-    warnings,
     work_of,
 )
 from tests.kits.bench.engine import PLAN
@@ -154,26 +152,10 @@ def test_comparable_peers_are_compared_by_medians():
     assert found["decode_b8_ctx128/fp32"].peers == {}
 
 
-def test_peer_that_failed_midway_is_compared_by_its_finished_jobs():
-    complete = measured()
-    first, second = complete.repetitions
-    rest = {key: s for key, s in second.samples.items() if key[0] != "transformers"}
-    cut = replace(complete, repetitions=(first, replace(second, samples=rest)))
-    found = by_name(results(PLAN, cut))
-    assert found["prefill/fp32"].peers["transformers"].value == pytest.approx(4096 / 6)
-
-
 def test_overhead_is_the_share_of_the_steps_outside_the_forward_pass():
     found = by_name(results(PLAN, measured()))
     assert found["decode_b32_overhead/fp32"].runs == pytest.approx((5.0, 2.5))
     assert found["decode_b32_overhead/fp32"].unit == "%"
-
-
-def test_a_model_of_unknown_size_has_speeds_without_limits():
-    found = by_name(results(PLAN, measured(size=None)))
-    assert found["prefill/fp32"].limit is None
-    assert found["prefill/fp32"].peers
-    assert not any("_compute" in name for name in found)
 
 
 def test_engines_are_checked_to_choose_the_same_tokens():
@@ -181,18 +163,3 @@ def test_engines_are_checked_to_choose_the_same_tokens():
     assert found["same_tokens/transformers"].value == 100
     assert found["same_tokens/int8"].value == 75
     assert "same_tokens/fp32" not in found
-
-
-def test_warnings_name_failed_peers_and_a_busy_machine():
-    assert warnings(measured()) == []
-    failed = Missing("vllm", "no answer in 300 s")
-    lines = warnings(measured(failed=(failed,), background=(0.1, 0.2)))
-    assert lines[0] == "vllm was not measured: no answer in 300 s"
-    assert "20% of the CPU" in lines[1]
-
-
-def test_background_cpu_is_left_out_without_a_reading():
-    assert by_name(results(PLAN, measured()))["background/cpu"].runs == (1.0, 2.0)
-    found = by_name(results(PLAN, measured(background=())))
-    assert "background/cpu" not in found
-    assert found["ceiling/int8"].value == pytest.approx(0.04)

@@ -60,37 +60,10 @@ def test_int8_speeds_up_matrices_but_not_attention():
     assert least_time_s(work, CEILINGS, "bf16") == pytest.approx(50)  # computed in fp32
 
 
-def test_int8_kv_is_attended_to_at_half_the_peak_of_int8():
-    work = Work(matrix_flops=0, attention_flops=4e8, read_bytes=0)
-    assert least_time_s(work, CEILINGS, "fp32", "int8") == pytest.approx(20)
-    assert least_time_s(work, CEILINGS, "int8", "fp32") == pytest.approx(40)
-    slow = replace(CEILINGS, int8_flops_per_s=1e7)
-    assert least_time_s(work, slow, "int8", "int8") == pytest.approx(40)
-
-
-def test_fp32_products_are_three_of_bf16_where_that_is_faster():
-    work = Work(matrix_flops=4e8, attention_flops=1e8, read_bytes=0)
-    with_amx = replace(CEILINGS, bf16_flops_per_s=6e7)
-    assert least_time_s(work, with_amx, "fp32") == pytest.approx(30)
-    assert least_time_s(work, with_amx, "int8") == pytest.approx(20)
-    assert least_time_s(work, replace(with_amx, bf16_flops_per_s=1e7), "fp32") == pytest.approx(50)
-
-
-def test_the_higher_of_two_measurements_is_the_ceiling():
-    other = Ceilings(read_bytes_per_s=2e6, fp32_flops_per_s=1e6, int8_flops_per_s=5e7)
-    assert CEILINGS.or_higher(other) == Ceilings(2e6, 1e7, 5e7)
-
-
 def test_the_size_of_a_model_comes_from_its_files(tmp_path):
     shape = SHAPES["tiny"]
     make_checkpoint(tmp_path / "model", shape, seed=0)
     assert model_size(tmp_path / "model") == shape.size
-
-
-def test_model_with_experts_has_no_size(tmp_path):
-    make_checkpoint(tmp_path / "model", SHAPES["tiny"], seed=0)
-    rewrite_config(tmp_path / "model", num_local_experts=8)
-    assert model_size(tmp_path / "model") is None
 
 
 def test_a_config_without_layers_is_refused(tmp_path):

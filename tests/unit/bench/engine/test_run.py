@@ -1,7 +1,5 @@
 """A round of jobs is run by all engines."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,10 +39,6 @@ def test_prefill_steps_compute_every_token_once_and_sample_at_each_end(lens, chu
                 assert mine == prompts[int(row.seq_id)]
     assert done == prompts
     assert sorted(sampled) == list(range(len(lens)))
-
-
-def test_block_tables_do_not_overlap():
-    assert tables_of([1, 4, 5], 4) == [[0], [1], [2, 3]]
 
 
 SIZE = ModelSize(num_layers=2, attention_size=16, layer_weights=1000, head_weights=100)
@@ -114,11 +108,6 @@ def test_without_ceilings_jobs_are_timed_all_the_same(monkeypatch):
     assert contest.failed == [Missing("ceilings", "it could not be started")]
     samples = run_round(contest, monkeypatch)
     assert samples["fp32", "prefill"] == JobTime(0.5, (7,))
-
-
-def test_grid_job_is_not_given_to_peers(monkeypatch):
-    job = replace(JOB, for_peers=False)
-    assert list(run_round(contest_of(WORKS), monkeypatch, job=job)) == [("fp32", "prefill")]
 
 
 def test_dead_peer_is_reported_and_the_others_continue(monkeypatch):

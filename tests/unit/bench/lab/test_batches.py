@@ -82,14 +82,6 @@ def test_a_killed_batch_is_compared_with_the_undisturbed_one():
     assert "killed/equal: 3 of 4" in warnings(data)
 
 
-def test_pairs_with_other_load_are_left_out_of_the_quiet_ones():
-    pairs = [window(which, t, pair=p) for p, t in ((0, 0.1), (1, 0.9)) for which in (WITH, WITHOUT)]
-    found = found_in(measured(*pairs, background=(0.01, 0.4)))
-    assert found["quiet/ttft/p99"] == pytest.approx(100)
-    assert found["quiet/pairs"] == 1
-    assert "quiet/pairs" not in found_in(measured(*pairs, background=(0.2, 0.4)))
-
-
 def test_the_noise_is_that_of_windows_without_batches():
     def pair(number, ttft_s):
         return window(WITHOUT, ttft_s, pair=number), window(WITH, 9.0, num_answered=1, pair=number)

@@ -6,9 +6,7 @@ from bench.client.answers import Failure
 from bench.client.load import LoadRun, RequestOutcome
 from bench.lab.elastic_live import (
     LOAD,
-    MAX_RUNNING,
     READING,
-    SLACK,
     WRITING,
     ElasticLiveStudy,
     LiveRun,
@@ -39,17 +37,6 @@ def test_load_alternates_below_the_measured_rate():
         assert len(due) == pytest.approx(10 * PACE.rate_per_s(mix), rel=0.5)
     assert PACE.rate_per_s(READING) == PACE.rate_per_s(WRITING) == pytest.approx(LOAD * 8.0)
     assert load == sorted(load, key=lambda each: each[0])
-
-
-def test_bounds_are_a_multiple_of_the_closed_loop_times():
-    assert PACE.slo.ttft_s == pytest.approx(SLACK * 2 / 8.0)
-    assert PACE.slo.tpot_s == pytest.approx(SLACK * 2 * MAX_RUNNING / (8.0 * WRITING.output_len))
-
-
-def test_load_is_equal_within_a_repetition_and_differs_between_them():
-    assert list(STUDY.load_of(PACE, 0)) == list(STUDY.load_of(PACE, 0))
-    assert list(STUDY.load_of(PACE, 0)) != list(STUDY.load_of(PACE, 1))
-    assert STUDY.arms == {"fixed_1+2": 1, "fixed_2+1": 2, "planner": 1}
 
 
 def test_ratio_is_to_the_best_split_of_its_repetition():

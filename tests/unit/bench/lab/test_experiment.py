@@ -73,12 +73,6 @@ def test_options_are_the_fields_of_the_study_and_go_into_its_report(tmp_path):
         assert printed in done.output
 
 
-def test_a_quick_study_is_smaller(tmp_path):
-    path = tmp_path / "listening.json"
-    assert listened("--quick", "--json", str(path)).exit_code == 0
-    assert from_json(path.read_bytes()).results[0].runs == (1,)
-
-
 def test_help_names_every_option():
     shown = listened("--help").output
     assert "Measure how loud it is." in shown

@@ -12,7 +12,6 @@ from bench.lab.gateway.study import (
     GatewayRun,
     GatewayStudy,
     results,
-    warnings,
 )
 
 STUDY = GatewayStudy(
@@ -57,28 +56,6 @@ def test_added_ttft_subtracts_the_bare_server_of_the_same_repetition():
     assert added.runs == pytest.approx((0.4, 0.4))
     assert added.peers["fastapi"].ratio == pytest.approx(0.5)
     assert BARE not in added.peers
-
-
-def test_every_load_has_its_percentiles():
-    found = by_name(measured(background=(0.01, 0.02)))
-    assert found["gateway/itl_p99/64"].value == pytest.approx(10)
-    assert found["gateway/itl_p99/512"].value == pytest.approx(50)
-    assert found["gateway/ttft_p99/512"].peers[BARE].ratio == pytest.approx(55 / 15)
-    assert found["background/cpu"].runs == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("rest", "told"),
-    [
-        ({"num_events": 3}, "baton sent fewer events than tokens at 64"),
-        ({"client_cpu_s": 8.0}, "the client used 80% of a core for baton at 64"),
-        ({"cpu_s": 9.9}, "baton was saturated at 64"),
-    ],
-)
-def test_saturation_and_a_busy_client_give_warnings(rest, told):
-    spoilt = [run(OURS, STUDY.loads[0], **rest)]
-    [line] = warnings(STUDY, GatewayMeasured(tuple(spoilt)))
-    assert line.startswith(told)
 
 
 def test_request_holds_the_pace_for_workers_and_peers():

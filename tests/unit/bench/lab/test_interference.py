@@ -6,8 +6,6 @@ from bench.lab.interference import (
     APART,
     IDLE,
     TOGETHER,
-    figures_of,
-    loaded_share,
     promises,
     results,
     warnings,
@@ -55,28 +53,7 @@ def test_each_p99_has_its_peer():
     ]
 
 
-def test_prompts_and_cpu_are_reported_for_each_arm():
-    idle, apart = figures_of(run(IDLE, 0.01)), figures_of(run(APART, 0.01))
-    assert "ttft" not in idle
-    values = {
-        (idle["prompts_per_s"], 0),
-        (apart["prompts_per_s"], 4.04),
-        (apart["ttft"], 250),
-        (idle["cpu_gateway"], 5),
-        (idle["cpu_client"], 10),
-        (idle["cpu_others"], 1),
-    }
-    assert all(figure.value == pytest.approx(value, rel=0.01) for figure, value in values)
-
-
 def test_a_load_with_pauses_warns():
     assert warnings(RUNS) == []
     [line] = warnings([run(APART, 0.01, others=(answer_at([0.5], sent_s=0),))])
     assert line == "prompts were under way for only 49% of a run"
-
-
-def test_overlapping_prompts_count_once():
-    times = ((0.0, 0.6), (0.2, 0.4), (0.5, 0.8))
-    loaded = run(APART, 0.01, others=tuple(answer_at([e], sent_s=s) for s, e in times))
-    begin_s, end_s = loaded.window_s
-    assert loaded_share(loaded) == pytest.approx((0.8 - begin_s) / (end_s - begin_s))

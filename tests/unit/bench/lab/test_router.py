@@ -14,7 +14,6 @@ from bench.lab.router.routers import (
     World,
 )
 from bench.lab.router.study import PEER, RouterMeasured, RouterStudy, results
-from engine.errors import ConfigError
 
 MAIN = RouterMeasured(
     RouterCase(1000, 10**6),
@@ -42,28 +41,6 @@ def test_decisions_have_a_peer_and_a_goal():
     assert GOALS.is_met(found)
     assert by_name()["decisions/10000/1e7"].peers == {}
     assert GOALS.is_met(by_name()["decisions/10000/1e7"]) is None
-
-
-def test_latencies_are_percentiles_of_single_decisions():
-    found = by_name()
-    assert found["latency_p50/1000"].runs == pytest.approx((4, 5, 8))
-    assert found["latency_p99/1000"].value == pytest.approx(5)
-    assert max(found["latency_p999/1000"].runs) > 50
-    assert GOALS.is_met(found["latency_p99/1000"])
-
-
-def test_ingest_and_memory_are_results_at_a_million_blocks():
-    found = by_name()
-    assert (found["ingest"].value, found["ingest"].peers[PEER].ratio) == (5e6, 5)
-    assert found["bytes_per_block"].runs == (34.0,)
-    assert GOALS.is_met(found["bytes_per_block"])
-
-
-def test_invalid_case_is_refused_by_option():
-    with pytest.raises(ConfigError, match="6 workers at least"):
-        RouterStudy(cases="5:1000")
-    with pytest.raises(ConfigError, match="24 blocks at least"):
-        RouterStudy(cases="10:5")
 
 
 def test_prompts_are_as_long_as_planned_and_begin_with_a_chain():

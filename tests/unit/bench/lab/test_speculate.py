@@ -1,4 +1,3 @@
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,7 +15,6 @@ from bench.lab.speculate.figures import (
     mean_acceptance,
     predicted_speedup,
     results,
-    warnings,
 )
 from bench.lab.speculate.plan import (
     CALIBRATED_LENS,
@@ -24,7 +22,6 @@ from bench.lab.speculate.plan import (
     GOALS,
     NUM_CHOICES,
     identity_asks,
-    random_prompts,
     repeating_asks,
     until_end,
 )
@@ -76,26 +73,7 @@ def test_each_setup_has_the_workloads_of_its_models():
     assert Speculate.OFF in bad.modes
 
 
-def test_a_quick_study_is_smaller_and_keeps_all_promised_speeds():
-    small = PLAN.quick()
-    assert small.repeat == 1
-    assert small.tokens < PLAN.tokens
-    assert small.identity < PLAN.identity
-    assert small.num_prompts < PLAN.num_prompts
-    assert [[c.thing for c in small.cells_of(s)[::3]] for s in small.setups_of()] == [
-        ["bundled_text", "bundled_repeat"],
-        ["tiny_random", "tiny_repeat"],
-    ]
-    assert replace(PLAN, setups="bad").quick().setups == "bad"
-
-
 # Prompts
-
-
-def test_random_prompts_are_a_function_of_the_seed_and_begin_apart():
-    prompts = random_prompts(100, 32, 0)
-    assert prompts == random_prompts(100, 32, 0) != random_prompts(100, 32, 1)
-    assert len({prompt[0] for prompt in prompts}) == len(prompts)
 
 
 def test_a_repeating_prompt_holds_an_earlier_answer_and_asks_for_no_more_than_it():
@@ -149,10 +127,6 @@ def test_the_mean_acceptance_counts_tokens_behind_accepted_ones_only():
     assert mean_acceptance([(4, 1, 1)]) == 1 / 2  # the second was refused, the rest not tried
     assert mean_acceptance([(2, 2, 3)]) == 1
     assert mean_acceptance([(0, 0, 9)]) is None
-
-
-def test_place_is_accepted_if_all_places_before_it_are():
-    assert acceptance_by_place([(2, 2, 1), (2, 0, 1), (1, 1, 2)]) == [(3 / 4, 4), (1 / 2, 2)]
 
 
 @FEW
@@ -223,13 +197,6 @@ def test_promised_result_is_the_lowest_of_its_cells():
     assert found["identical_share/fp32"].value == 0.9
 
 
-def test_speed_up_compares_runs_of_one_repetition():
-    found = by_name(measured_with(lambda cell, mode: 1.0 if mode is Speculate.OFF else 0.5))
-    assert found["speedup/tiny_repeat/auto_b8"].runs == (2.0, 2.0, 2.0)
-    assert found["decode/tiny_repeat/auto_b8"].runs == (2.0, 1.0, 0.5)
-    assert "speedup/tiny_repeat/off_b8" not in found
-
-
 def test_acceptance_by_place_has_its_expectation():
     measured = measured_with(lambda cell, mode: 1.0)
     for key, runs in measured.runs.items():
@@ -241,11 +208,3 @@ def test_acceptance_by_place_has_its_expectation():
     assert found["acceptance/tiny_random_draft_p2"].value == pytest.approx(2 / 3)
     assert found["expected_acceptance/tiny_random_draft_p2"].value == pytest.approx((4 / 5) ** 2)
     assert "acceptance/tiny_random_off_p1" not in found
-
-
-def test_busy_machine_and_differing_answers_give_warnings():
-    quiet = SpeculateMeasured(background=[0.01], num_compared=4, num_same=4)
-    assert warnings(quiet) == []
-    [busy, differ] = warnings(SpeculateMeasured(background=[0.5], num_compared=4, num_same=3))
-    assert "50%" in busy
-    assert differ.startswith("1 of 4")

@@ -1,9 +1,7 @@
 """Streams, the requests beside them, and the gaps in a run's window."""
 
 import asyncio
-import json
-from itertools import count, islice
-from random import Random
+from itertools import count
 
 import pytest
 
@@ -11,12 +9,9 @@ from bench.client.answers import Failure
 from bench.client.load import RequestsFailed
 from bench.lab.streams import (
     BesideRun,
-    StreamAsk,
     StreamsApart,
-    answer_warnings,
     answered_per_s,
     ascii_tokenizer,
-    bodies,
     run_beside,
     run_beside_arrivals,
 )
@@ -35,30 +30,6 @@ def test_only_gaps_count_in_which_all_streams_decode():
 def test_streams_that_never_ran_together_have_no_window():
     with pytest.raises(StreamsApart):
         BesideRun("idle", (answer_at([0, 1, 2]), answer_at([3, 4, 5]))).together()
-
-
-def test_disturbed_measurements_warn():
-    even = (answer_at([0, 1, 2], num_tokens=3),)
-    assert answer_warnings(even, even, [0.01, None]) == []
-    merged = (answer_at([0, 1, 2], num_tokens=4),)
-    others = (answer_at([1], num_cached=64), Failure("http_500", "no"))
-    told = answer_warnings(merged, others, [0.2])
-    assert [line[:20] for line in told] == [
-        "failed: 1 http_500 (",
-        "other processes used",
-        "1.33 tokens came in ",
-        "64 tokens of prompts",
-    ]
-
-
-def test_no_two_prompts_are_alike():
-    some = bodies(StreamAsk(1, 16, 4), range(3, 512), model="m", rng=Random(1))
-    asked = [json.loads(body) for body in islice(some, 50)]
-    assert len({tuple(body["prompt"]) for body in asked}) == 50
-    assert {len(body["prompt"]) for body in asked} == {16}
-    assert {(body["max_tokens"], body["ignore_eos"], body["stream"]) for body in asked} == {
-        (4, True, True)
-    }
 
 
 def test_every_token_has_a_text_of_its_own():
@@ -116,12 +87,6 @@ def test_a_failed_prompt_is_reported_and_the_load_continues():
     _, others = beside(FakeServer(num_prompts=3, fails=(b"prompt 1",)), num_loaders=1)
     assert Failure("http_500", "prompt 1") in others
     assert len(others) >= 4
-
-
-def test_run_with_a_failed_stream_has_no_figures():
-    server = FakeServer(num_prompts=3, fails=(b"stream 2",))
-    with pytest.raises(RequestsFailed, match="1 of 2 streams failed: 1 http_500"):
-        beside(server, num_loaders=1)
 
 
 def test_answers_count_by_their_share_in_the_window():

@@ -6,17 +6,16 @@ from typer.testing import CliRunner
 
 from bench.client.load import SloBounds
 from bench.common.report import from_json
-from bench.planner.load import ExpectedLoad, PoolEstimate, num_conversations
+from bench.planner.load import ExpectedLoad, PoolEstimate
 from bench.planner.model import MODELS
 from bench.planner.plan import CannotPlan, CapacityPlan, PlanInput, SizedPools, plan_of
 from bench.planner.pricing import GPUS, ModelOptions, Platform, worker_of
 from bench.planner.report import figures_of, print_plan
 from bench.planner.search import Cells, Depth, Search
-from bench.planner.stores import StoreOffer, StorePrices, cheapest, offers, take_bytes_per_s
+from bench.planner.stores import StorePrices, cheapest, offers, take_bytes_per_s
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.tiers import StoreSizes
 from deploy.commands.main import app
-from engine.errors import ConfigError
 
 SMALL_GPU = replace(GPUS["a100"], memory_bytes=22e9)  # little room beside the weights
 SIZES = (StoreSizes(64), StoreSizes(64, 512))
@@ -98,26 +97,10 @@ def test_no_stores_are_tried_where_they_cannot_be_judged(ask):
     assert plan_of(ask, steps=False).stores == ()
 
 
-def test_price_of_a_store_is_the_price_of_its_memory_and_disk():
-    assert StorePrices(0.5, 0.25).usd_per_hour(StoreSizes(4, 8)) == 4.0
-    with pytest.raises(ConfigError):
-        StorePrices(-1.0, 0.0)
-
-
-def test_offer_that_misses_the_bounds_is_never_the_cheapest():
-    missed = StoreOffer(StoreSizes(1), 1, 2, None, 1.0, 1.0)
-    assert cheapest([missed]) is None
-
-
 def test_store_has_to_take_what_workers_compute(plan):
     made = 3000 * 0.15 + 8
     bytes_per_s = 20.0 * made * MODELS["qwen3-8b"].kv_token_bytes(ASK.options.kv_format)
     assert take_bytes_per_s(ASK.load, plan.best.worker, 2) == pytest.approx(bytes_per_s / 2)
-
-
-def test_few_requests_hold_few_conversations():
-    assert num_conversations(ASK.load, 80) == 10
-    assert num_conversations(ASK.load, 80_000) == 1200
 
 
 def test_command_says_whether_a_store_lowers_the_cost(tmp_path):

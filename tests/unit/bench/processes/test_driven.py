@@ -5,7 +5,7 @@ import select
 
 import pytest
 
-from bench.processes.driven import Driven, DrivenFailed
+from bench.processes.driven import DrivenFailed
 from tests.kits.driven import started
 
 ECHO = """
@@ -81,20 +81,3 @@ def test_process_that_ignores_closing_is_killed_with_its_children():
     ended, _, _ = select.select([child], [], [], 10)
     os.close(child)
     assert ended
-
-
-@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"other": 1}'])
-def test_process_that_prints_no_valid_answer_is_ended(line):
-    with (
-        started(f"print({line!r}, flush=True); time.sleep(60)") as engine,
-        pytest.raises(DrivenFailed, match="it said"),
-    ):
-        engine.ready(10)
-
-
-def test_missing_command_is_reported_when_waiting_for_ready():
-    engine = Driven("peer", ["/no/such/python"])
-    engine.start()
-    with pytest.raises(DrivenFailed, match="could not be started") as caught:
-        engine.ready(10)
-    assert "No such file" in caught.value.last_lines[0]

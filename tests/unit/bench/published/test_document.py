@@ -3,7 +3,7 @@
 import pytest
 
 from bench.common.report import Goals, Hardware, Peer, Report, Result, to_json
-from bench.published import Headline, fault_of, fill_in, names_in, read_reports, stale_documents
+from bench.published import Headline, fault_of, fill_in, read_reports, stale_documents
 from engine.errors import ConfigError
 
 SPEED = Result("prefill/int8", 2048.0, "tokens/s", (1024.0, 2048.0, 2100.0), 4096.0, 0.5)
@@ -61,17 +61,6 @@ def test_the_command_of_a_finished_study_names_its_commit():
     assert "```text\nbaton bench engine --peer vllm=PYTHON  # at commit b099256\n```" in text
 
 
-def test_marker_within_a_line_is_text():
-    mentioned = f"A block begins with `<!-- report: NAME -->` and has an end.\n{DOCUMENT}"
-    assert names_in(mentioned) == {"engine"}
-    assert "prefill/int8" in fill_in(mentioned, REPORTS, ())
-
-
-def test_filling_in_twice_changes_nothing():
-    once = fill_in(DOCUMENT, REPORTS, ())
-    assert fill_in(once, REPORTS, ()) == once
-
-
 def test_patterns_choose_results():
     text = fill_in("<!-- report: engine load/* -->\n<!-- end -->", REPORTS, ())
     assert "load/int8" in text
@@ -85,11 +74,6 @@ def test_goals_stand_in_the_table():
     text = fill_in(DOCUMENT, REPORTS, (), {"engine": goals})
     assert "| 3,000 | no |" in text
     assert "| 2 | yes |" in text
-
-
-def test_block_without_a_report_says_so():
-    assert "No report is kept yet." in fill_in(DOCUMENT, {}, ())
-    assert names_in(DOCUMENT) == {"engine"}
 
 
 def test_headlines_stand_beside_their_peer_or_limit():
@@ -109,11 +93,6 @@ def test_headline_of_a_figure_that_its_report_lacks_is_an_error(result, peer):
     rows = (Headline("x", "engine", result, peer),)
     with pytest.raises(ConfigError, match="engine has no result"):
         fill_in("<!-- headline -->\n<!-- end -->", REPORTS, rows)
-
-
-def test_report_is_read_by_the_name_of_its_file(tmp_path):
-    (tmp_path / "engine.json").write_bytes(to_json(REPORT))
-    assert read_reports(tmp_path) == REPORTS
 
 
 @pytest.mark.parametrize(

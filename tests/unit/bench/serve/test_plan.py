@@ -16,13 +16,10 @@ from bench.serve.plan import (
     ServePlan,
     ServeReplay,
     ServeTarget,
-    base_url,
     check,
     config_of,
-    pace_of,
     quick,
     sessions,
-    shape_of,
 )
 from engine.errors import ConfigError
 
@@ -121,20 +118,3 @@ def test_a_quick_plan_is_short_and_can_be_carried_out(rate, num_requests, num_re
 def test_a_plan_that_cannot_be_carried_out_names_the_option(plan, option):
     with pytest.raises(ConfigError, match=option):
         check(plan)
-
-
-@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
-def test_url_may_end_with_a_slash_or_v1(url):
-    assert base_url(url) == "http://h:1"
-
-
-def test_a_plan_tells_its_pace_and_its_shape():
-    assert (pace_of(PLAN), shape_of(PLAN)) == ("at 5/s", ", 20 tokens in, 8 out")
-    load = replace(PLAN.load, ramp_to_per_s=8.0, burstiness=0.5)
-    assert pace_of(replace(PLAN, load=load)) == "at 5 to 8/s, burstiness 0.5"
-    assert pace_of(replace(PLAN, load=replace(load, clients=3))) == "by 3 clients"
-    replay = replace(PLAN, replay=ServeReplay(Path("t.csv"), 2.0))
-    assert (pace_of(replay), shape_of(replay)) == ("of t.csv × 2", "")
-    ask = replace(PLAN.ask, shared_prefix_len=9)
-    agents = replace(PLAN, ask=ask, talk=TalkShape(fixed(3), steps=fixed(5)))
-    assert shape_of(agents) == ", 20 tokens in (9 shared), 8 out, 3 turns a session, 5 steps a turn"

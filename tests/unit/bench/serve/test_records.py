@@ -7,10 +7,10 @@ import pytest
 from bench.client.answers import Failure
 from bench.client.load import ClientCost, LoadRun, RequestOutcome, SloBounds, figures_of_runs
 from bench.common.report import Hardware, Report, results_of
-from bench.serve.html import page_of, slowest_of, timelines_of
+from bench.serve.html import page_of
 from bench.serve.lengths import fixed
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
-from bench.serve.processes import merged, share_of
+from bench.serve.processes import share_of
 from bench.serve.records import COLUMNS, csv_of
 from bench.serve.run import ENDED, NUM_COUNTS, Tally, told
 from tests.kits.answers import answer_at
@@ -45,12 +45,6 @@ def test_the_clients_cost_is_of_the_machine_a_request_and_an_event():
     assert figures["client/cpu_per_event"].value == pytest.approx(0.05e6)
 
 
-def test_shares_of_processes_add_up():
-    run = merged([LoadRun(3.0, (LATE,), ClientCost(0.1, 2)), LoadRun(4.0, (QUICK,), RUN.cost)])
-    assert (run.duration_s, run.outcomes) == (4.0, (QUICK, LATE))
-    assert run.cost == ClientCost(pytest.approx(0.3), 2)
-
-
 def test_clients_and_slots_are_divided_among_processes():
     load = ServeLoad(1.0, 9, clients=8, num_processes=3)
     plan = ServePlan(ServeTarget("http://h"), load, ServeAsk(fixed(1), fixed(1)))
@@ -68,23 +62,6 @@ def test_a_tally_counts_requests_in_flight():
     assert counts[ENDED] == 2
     assert told(counts) == "1 in flight · 1 failed · TTFT 100 ms · 2 tokens"
     assert "TTFT 100 ms · 50% in bounds · 2 tokens" in told(counts, SLO)
-
-
-def test_the_slowest_count_from_their_due_time():
-    assert [one for one, _ in slowest_of(RUN)] == [LATE, QUICK]
-
-
-def test_a_bar_shows_the_servers_stages_in_their_order():
-    answer = replace(
-        answer_at([0.1, 0.2]), timeline_s={"queue": 0.02, "prefill": 0.06, "kv_transfer": 0.5}
-    )
-    legend, bar = timelines_of(LoadRun(1.0, (replace(QUICK, result=answer),)))
-    assert legend.index("</i>queue") < legend.index("</i>prefill")
-    assert "kv_transfer" not in legend  # it overlaps stages
-    assert 'x="0.0" width="104.0" y="18"' in bar  # 0.02 of 0.2 s
-    assert 'x="104.0" width="312.0" y="18"' in bar
-    assert "kv_transfer 500.0 ms" in bar
-    assert timelines_of(LoadRun(1.0, (FAILED,))) == ["<p>No request was answered.</p>"]
 
 
 def test_the_page_is_whole_and_escapes_what_others_said():

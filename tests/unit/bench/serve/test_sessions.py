@@ -70,12 +70,6 @@ def test_due_times_rise_and_a_closed_loop_has_none(rate, num_requests, seed):
     assert {one.due_s for one in closed} == {None}
 
 
-def test_a_rate_counts_requests_and_not_sessions():
-    sessions = drawn(4000, talk=TalkShape(fixed(4)))
-    last = arranged(sessions, ArrivalShape(10.0), Random(1))[-1]
-    assert 360 < last.due_s < 440
-
-
 REQUESTS = (
     TraceRequest(0.0, 10, 3, (1, 2, 3)),
     TraceRequest(0.5, 9, 2, (1, 2, 9)),
@@ -91,12 +85,6 @@ def test_a_replay_keeps_times_lengths_and_shared_prefixes():
     assert a[:8] == b[:8]
     assert a[8] != b[8]
     assert [len(prompt_tokens(r, 4)) for r in REQUESTS[:2]] == [len(a), len(b)]
-
-
-def test_repetitions_of_a_replay_differ():
-    trace = Trace("t", 4, REQUESTS)
-    assert replayed(trace, VOCAB, "0/1") == replayed(trace, VOCAB, "0/1")
-    assert replayed(trace, VOCAB, "0/1") != replayed(trace, VOCAB, "0/2")
 
 
 def test_chat_sends_earlier_turns_and_the_answers_of_the_server():

@@ -46,23 +46,12 @@ def test_a_server_without_limit_is_not_bounded():
     assert not search.is_bounded
 
 
-def test_a_server_that_never_passes_gives_no_rate():
-    assert searched(1.0, lambda rate: 0.0).found_per_s is None
-
-
 def test_a_share_near_the_goal_is_tried_again_and_then_marked():
     search = RateSearch(1.0, GOAL)
     steps = [search.take(9, 10) for _ in range(MOST_TRIALS)]
     assert [step.passed for step in steps] == [None, None, True]
     assert not steps[-1].is_sure
     assert steps[-1].num_sent == 30
-
-
-@pytest.mark.parametrize(
-    ("met", "sent", "low", "high"), [(0, 10, 0.0, 0.278), (9, 10, 0.596, 0.982), (50, 50, 0.929, 1)]
-)
-def test_wilsons_interval(met, sent, low, high):
-    assert wilson(met, sent) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
 
 
 @FEW

@@ -104,12 +104,6 @@ def test_cached_prompt_is_not_computed_again():
     assert ttft_s == pytest.approx(TINY.prefill.seconds(44, 40))
 
 
-def test_an_answer_of_one_token_ends_with_its_prompt():
-    run = run_of(trace_of((0.0, 16, 1)), SimulationSetup(TINY, ONE_AND_ONE))
-    assert len(run.records[0].times_s) == 1
-    assert run.workers[1].num_steps == 0
-
-
 # ---------------------------------------------------------------- many requests
 
 
@@ -297,14 +291,6 @@ def test_aborted_pull_releases_its_lease():
     future.run()
     assert source.heard == [LeaseEnded("a", "released")]
     assert sink.heard == [PullFailed(SeqId("a"), "aborted", ())]
-
-
-def test_unknown_lease_cannot_be_held():
-    future, transfers, _, sink = transfers_between()
-    transfers.hold(sink, SeqId("a"), ref("a", 3))
-    transfers.start(sink, SeqId("a"), (0,))
-    future.run()
-    assert sink.heard == [PullFailed(SeqId("a"), "unknown")]
 
 
 # ---------------------------------------------------------------- roles

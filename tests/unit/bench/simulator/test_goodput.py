@@ -37,12 +37,6 @@ def test_greatest_speed_is_found_within_5_percent(limit, found):
     assert speed <= limit
 
 
-def test_no_speed_below_the_least_is_tried():
-    tried = []
-    assert greatest_speed(lambda s: bool(tried.append(s)), least=1.0, most=16.0) == 0.0
-    assert tried == [1.0]
-
-
 def test_distserve_goodput_is_the_highest_rate_with_90_percent_attainment():
     alone_s = HARDWARE.prefill.seconds(PROMPT_LEN)
     requests = [TraceRequest(i / 10, PROMPT_LEN, 2) for i in range(40)]
@@ -78,7 +72,3 @@ def test_gap_summary_equals_that_of_one_list(gaps_s, num_bins):
     expected = summarize(gaps)
     assert (found.p50, found.p90, found.p99) == (expected.p50, expected.p90, expected.p99)
     assert found.mean == pytest.approx(expected.mean, rel=1e-12)
-
-
-def test_answers_of_one_token_have_no_gaps():
-    assert summary_of_gaps([record_of([]), record_of([])]) is None

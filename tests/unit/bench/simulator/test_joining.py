@@ -1,14 +1,11 @@
 """A decode worker that joins a simulated cluster under load takes its share."""
 
 import random
-from dataclasses import replace
-
-import pytest
 
 from bench.client.load import SloBounds
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
 from bench.simulator.hardware import PROFILES
-from bench.simulator.pools import Evenness, join_figures, ratio
+from bench.simulator.pools import Evenness, join_figures
 from bench.simulator.results import figures_of
 from bench.simulator.traces import Chat, synthetic
 from engine.config import RouterConfig
@@ -38,13 +35,6 @@ def test_sequences_move_to_the_worker_that_joined_and_every_answer_is_whole():
     assert after["join/balance"].value < 2.0
 
 
-def test_without_a_join_there_are_no_figures():
-    setup = replace(SETUP, joins_s=None)
-    few = replace(TRACE, requests=TRACE.requests[:3])
-    ran = simulate(few, setup, RouterMachine(RouterConfig(seed=1)))
-    assert join_figures(ran.evenness, ran.num_moved) == {}
-
-
 def test_figures_of_samples():
     evenness = Evenness(10.0, [(10.0, (57, 0)), (11.0, (30, 12)), (12.0, (24, 18)), (20.0, (9, 9))])
     figures = join_figures(evenness, 20)
@@ -56,11 +46,6 @@ def test_figures_of_samples():
     }
     never = join_figures(Evenness(10.0, [(10.0, (57, 0))]), 0)
     assert "join/balance" not in never
-
-
-@pytest.mark.parametrize(("nums", "expected"), [((8, 4), 2.0), ((8, 0), 8.0), ((0, 0), 1.0)])
-def test_ratio(nums, expected):
-    assert ratio(nums) == expected
 
 
 def test_every_figure_is_explained():

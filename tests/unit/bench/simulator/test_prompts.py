@@ -43,14 +43,6 @@ def test_router_and_workers_share_hashes_of_prompt_and_answer():
     assert facts.largest_id == MAX_ID
 
 
-def test_other_block_sizes_are_hashed_by_tokens():
-    prompts = SimulatedPrompts(Trace("t", 8, ()), 4)
-    tokens, hashes = prompts.open(RequestId("a"), TraceRequest(0.0, 10, 4, (1, 2)), SAMPLING)
-    assert tokens == (1,) * 8 + (2,) * 2
-    assert hashes is None
-    assert read(prompts, "a.0", tokens) == (hash_blocks(tokens, 4), 2, None)
-
-
 def test_ended_request_is_forgotten():
     prompts = SimulatedPrompts(TRACE, 4)
     tokens, _ = prompts.open(RequestId("a"), FIRST, SAMPLING)
@@ -91,10 +83,3 @@ def test_copy_grows_independently():
     unwritten = Unwritten(7, 3, 0)
     unwritten.copy().append(3)
     assert len(unwritten) == 3
-
-
-def test_part_of_a_prompt_has_only_its_own_hashes():
-    prompts = SimulatedPrompts(TRACE, 4)
-    tokens, _ = prompts.open(RequestId("a"), FIRST, SAMPLING)
-    whole = read(prompts, "a.0", tokens).block_hashes
-    assert list(read(prompts, "a.1.copy", tokens[:4]).block_hashes) == list(whole[:1])

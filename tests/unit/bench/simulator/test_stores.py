@@ -16,15 +16,14 @@ from bench.simulator.cluster import (
 )
 from bench.simulator.cluster import _Cluster as Cluster
 from bench.simulator.hardware import HardwareProfile
-from bench.simulator.stores import SimStore, store_of
-from bench.simulator.tiers import GIB, SimulatedStores, SimulatedTier, StoreSizes, TierPrice
+from bench.simulator.stores import SimStore
+from bench.simulator.tiers import GIB, SimulatedStores, SimulatedTier, TierPrice
 from bench.simulator.traces import Chat, Trace, TraceRequest, synthetic, with_ids, write_trace
 from bench.simulator.transfers import Future, Rank, Transfers
 from bench.simulator.workers import SimWorker
 from deploy.commands.main import app
 from engine.config import RouterConfig, RouterPolicy, StoreEviction
 from engine.demand import DecodeCost
-from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     BlocksOffered,
@@ -188,11 +187,6 @@ def test_store_offers_what_a_lost_worker_had():
     assert node.store.record().counters["offered_blocks:host"] == 10
 
 
-def test_store_that_took_nothing_offers_nothing():
-    node = Node(SimulatedStores(64))
-    assert node.pull() == (0, 0.0)
-
-
 def test_disk_is_slower_than_memory_by_its_price():
     setup = SimulatedStores(10, 64, disk=DISK, eviction=StoreEviction.LRU)
     node = Node(setup)
@@ -277,10 +271,6 @@ def test_events_of_a_store_name_the_medium():
         BlockRemoved([a, b], medium="host"),
         BlockRemoved([c], medium="disk"),
     ]
-
-
-def test_id_of_a_pull_names_its_store():
-    assert store_of(SeqId("store-12-7")) == "store-12"
 
 
 # ---------------------------------------------------------------- one tier
@@ -371,45 +361,7 @@ def test_store_larger_than_the_workers_finds_more():
     assert hits[1] > 1.2 * hits[0]
 
 
-def test_nodes_have_neighbours_and_a_store_each():
-    setup = SimulationSetup(SLOW, SimulatedPools(2, 3), stores=STORES)
-    trace = with_ids(busy_trace(1))
-    cluster = Cluster(trace, in_order(trace.requests), setup, machine_of(), lambda *_: None)
-    near = {name: [s.worker_id for s in stores] for name, stores in cluster._near.items()}
-    assert [near[f"worker-{i}"] for i in range(5)] == [
-        ["store-0"],
-        ["store-0"],
-        ["store-1"],
-        ["store-1"],
-        ["store-2"],
-    ]
-    assert near["store-1"] == ["store-0", "store-2"]
-
-
 # ---------------------------------------------------------------- options
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: SimulatedStores(0),
-        lambda: SimulatedStores(1, -1),
-        lambda: SimulatedStores(1, node_workers=0),
-        lambda: SimulatedStores(1, take_bytes_per_s=0.0),
-        lambda: TierPrice(0.0, 1.0, 0.0, 1),
-        lambda: TierPrice(1.0, 1.0, -1.0, 1),
-        lambda: TierPrice(1.0, 1.0, 0.0, 0),
-        lambda: StoreSizes(BLOCK_BYTES / 2 / GIB).blocks(SLOW.layout),
-    ],
-)
-def test_impossible_stores_are_refused(wrong):
-    with pytest.raises(ConfigError):
-        wrong()
-
-
-def test_sizes_in_gib_become_blocks():
-    sizes = StoreSizes(3.5 * BLOCK_BYTES / GIB, 1.0)
-    assert sizes.blocks(SLOW.layout) == (3, GIB // BLOCK_BYTES, 0)
 
 
 def test_command_reports_hits_by_medium(tmp_path):

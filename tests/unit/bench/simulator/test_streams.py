@@ -71,10 +71,6 @@ def test_a_sketch_is_wrong_by_less_than_a_bin(gaps_s):
         assert value == pytest.approx(lower, rel=WIDTH)
 
 
-def test_a_sketch_without_gaps_has_no_summary():
-    assert GapSketch().summary() is None
-
-
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 2**20), min_size=1, max_size=5), st.integers(1, 4)),

@@ -104,11 +104,6 @@ def test_unreadable_line_is_named_with_its_reason(tmp_path, text, where):
     assert where in str(error.value)
 
 
-def test_missing_file_is_an_error_with_its_name(tmp_path):
-    with pytest.raises(TraceError, match="missing"):
-        read_trace(tmp_path / "missing.jsonl")
-
-
 def test_tokens_are_equal_exactly_for_equal_ids(tmp_path):
     trace = read_trace(written(tmp_path, MOONCAKE))
     first, second = (prompt_tokens(r, 512) for r in trace.requests)
@@ -134,12 +129,6 @@ def test_scaling_speed_and_length_keeps_shared_prefixes():
     assert [r.arrived_s for r in scaled.requests] == [0.0, 2.0]
     assert [(r.input_len, r.output_len) for r in scaled.requests] == [(16, 1), (9, 1)]
     assert [len(r.block_ids) for r in scaled.requests] == [2, 2]
-
-
-@pytest.mark.parametrize("factor", [0, -1, 3])
-def test_lengths_are_divided_only_by_divisors_of_a_block(factor):
-    with pytest.raises(TraceError, match=f"--shorten {factor} does not divide"):
-        Trace("t", 512, ()).shortened(factor)
 
 
 def test_synthetic_trace_depends_on_its_seed_and_shares_prefixes():

@@ -1,7 +1,7 @@
 """Recordings, the fit of profiles to them, shared cores, and the comparison."""
 
 import asyncio
-from itertools import count, pairwise
+from itertools import count
 from random import Random
 
 import pytest
@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bench.common.command import splits_of
 from bench.lab.validation.fitting import Fitted, TooFewSamples, WorkerLimits, _runs, fit
 from bench.lab.validation.live import DeploymentFailed, _ask_all
 from bench.lab.validation.recordings import (
@@ -27,7 +26,6 @@ from bench.simulator.transfers import Future, Rank
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
 from engine.demand import DecodeCost
-from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     PROTOCOL_VERSION,
@@ -312,16 +310,6 @@ def test_decode_steps_beside_a_local_prompt_are_left_out():
     assert found.decode.seconds(3, 900) == pytest.approx(clean.decode.seconds(3, 900), rel=0.01)
 
 
-def test_interrupted_step_hardly_changes_the_fit():
-    told = told_of()
-    interrupted = told.attempts["7.0"]
-    interrupted.done_s += 0.2
-    told.attempts["8.0"].sent_s += 0.2
-    found = fit([told], LIMITS, name="found").hardware
-    ratio = found.prefill.seconds(1000) / PREFILL.seconds(1000)
-    assert 1.0 < ratio < 1.1  # but for its share of all the time that there was
-
-
 def test_recordings_with_too_few_samples_are_refused():
     with pytest.raises(TooFewSamples, match="no worker"):
         fit([], LIMITS, name="found")
@@ -364,11 +352,6 @@ def test_workers_share_cores_while_there_are_too_few():
     assert ends_s == pytest.approx({"a": 1.25, "c": 1.75, "b": 2.25})
 
 
-def test_workers_with_own_cores_do_not_slow_each_other():
-    ends_s = Crowded().run(*((0.0, name, CHUNK, 1.0) for name in "abc"))
-    assert ends_s == {"a": 1.0, "b": 1.0, "c": 1.0}
-
-
 def test_decoding_worker_keeps_the_gateway_busy():
     ends_s = Crowded(cores=2, gateway_load=0.5).run((0.0, "a", STEP, 1.0), (0.0, "b", CHUNK, 1.0))
     assert ends_s == {"a": pytest.approx(1.25), "b": pytest.approx(1.25)}
@@ -384,24 +367,6 @@ def test_shared_cores_do_all_work_without_idling(begins_and_work):
     last, but_one = sorted(ends_s.values(), reverse=True)[:2]
     cores_s = 2 * (but_one - began_s[1]) + (began_s[1] - began_s[0]) + (last - but_one)
     assert cores_s == pytest.approx(sum(seconds for *_, seconds in steps))
-
-
-def test_step_variations_are_drawn_by_kind():
-    chances = Chances(prefill=(3.0,), decode=(0.5,))
-    ends_s = Crowded(chances).run((0.0, "a", CHUNK, 1.0), (0.0, "b", STEP, 1.0))
-    assert ends_s == {"a": 3.0, "b": 0.5}
-
-
-def test_consecutive_decode_variations_are_drawn_together():
-    late_and_early = (1.9, 0.1) * 50  # frames that come in pairs
-    crowded = Crowded(Chances(decode=late_and_early))
-    steps = [(10.0 * i, f"{i}", STEP, 1.0) for i in range(2000)]
-    ends_s = crowded.run(*((at_s, "a", step, work_s) for at_s, _, step, work_s in steps))
-    assert ends_s.keys() == {"a"}
-    took_s = [end_s - step[0] for step, end_s in zip(steps, crowded.all_ends_s, strict=True)]
-    alike = sum(a == pytest.approx(b) for a, b in pairwise(took_s))
-    assert alike < 2000 / 16  # half of the numbers that were drawn anew
-    assert sum(took_s) / 2000 == pytest.approx(1.0, abs=0.05)
 
 
 # ---------------------------------------------------------------- loads and figures
@@ -440,10 +405,3 @@ def test_results_hold_both_figures_and_the_error():
     assert GOALS.bound("validation/2+2/tpot_p99") == 0.20
     assert GOALS.bound("validation/2+2/tpot_p50") is None
     assert GOALS.bound("validation/2+2/tpot_p99/measured") is None
-
-
-def test_splits_are_read_or_refused():
-    assert splits_of("1+1,2+3") == ((1, 1), (2, 3))
-    for text in ("", "1", "1+0", "1+1+1", "a+b"):
-        with pytest.raises(ConfigError, match="splits"):
-            splits_of(text)

@@ -13,7 +13,6 @@ from bench.lab.fluid.figures import (
     MixRun,
     results,
     rivals_of,
-    warnings,
 )
 from bench.lab.streams import BesideRun
 from tests.kits.answers import answer_at
@@ -81,11 +80,3 @@ def test_gaps_beside_prompts_are_held_against_those_without():
     assert found["prompts/bound"].value == pytest.approx(1 / 1.188)
     assert "prompts/bound_idle" not in found
     assert found["failed"].value == 1
-
-
-def test_disturbed_measurements_warn():
-    run = MixRun("m", FLUID, 0, 0.0, 10.0, (answer_at([1.0], num_cached=64),), others_share=0.2)
-    assert [line[:20] for line in warnings(FluidMeasured([run]))] == [
-        "other processes used",
-        "64 tokens of prompts",
-    ]

@@ -2,18 +2,11 @@
 
 import pytest
 
-from bench.lab.fluid.figures import mixes_of, parts_of, starts_s
+from bench.lab.fluid.figures import mixes_of, parts_of
 from bench.lab.fluid.study import FluidStudy
 from engine.errors import ConfigError
 
 MIXES = mixes_of("1024/16,64/256,turning")
-
-
-def test_mixes_are_named_after_their_tokens():
-    steady, _, turning = MIXES
-    assert (steady.name, steady.phases) == ("1024+16", ((1024, 16),))
-    assert steady.lengths_at(1e3, 2.0) == (1024, 16)
-    assert turning.phases == ((1024, 16), (64, 256))
 
 
 def test_turning_mix_alternates_in_the_ramp_too():
@@ -21,15 +14,6 @@ def test_turning_mix_alternates_in_the_ramp_too():
     times_s = (-2.1, -1, 0, 1.9, 2, 3.9, 4)
     reads = [turning.lengths_at(elapsed_s, 2.0)[0] == 1024 for elapsed_s in times_s]
     assert reads == [True, False, True, True, False, False, True]
-
-
-def test_clients_begin_one_after_the_other():
-    assert starts_s(4, 2.0) == [0.0, 0.5, 1.0, 1.5]
-    assert starts_s(4, 0.0) == [0.0] * 4
-
-
-def test_each_phase_of_a_mix_has_a_whole_window():
-    assert [mix.window_s(10.0) for mix in MIXES] == [10.0, 10.0, 20.0]
 
 
 def test_turning_mix_is_that_of_the_two_extremes():
@@ -50,13 +34,6 @@ def test_parts_are_read_from_a_list():
     for text in ("", "all", "goodput"):
         with pytest.raises(ConfigError, match="--parts"):
             parts_of(text, known)
-
-
-def test_a_quick_study_plays_two_steady_mixes_once():
-    brief = FluidStudy(mixes="1024/16,256/64,64/256,turning").quick()
-    assert (brief.mixes, brief.parts, brief.repeat) == ("1024/16,64/256", "mixes", 1)
-    assert (brief.window_s, brief.ramp_s) == (3.0, 1.5)
-    assert not brief.has("bound")
 
 
 @pytest.mark.parametrize(

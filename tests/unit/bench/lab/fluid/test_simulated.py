@@ -35,19 +35,6 @@ PLAN = SimulatedFluidPlan(
 )
 
 
-def test_all_settings_have_the_same_number_of_workers():
-    uses = list(PLAN.settings())
-    assert [use.name for use in uses] == [
-        "fluid_2+1",
-        "split_1+2",
-        "split_2+1",
-        "mixed_3_chunk_256",
-        "mixed_3_chunk_2048",
-    ]
-    assert {use.pools.total for use in uses} == {3}
-    assert [use.is_fluid for use in uses] == [True, False, False, False, False]
-
-
 def test_fluid_is_held_against_the_best_of_each_kind():
     goodput = {"fluid_2+1": 6.0, "split_1+2": 4.0, "split_2+1": 5.0, "mixed_3_chunk_256": 8.0}
     found = ratios(goodput)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.lab.kv.cases import KIB, MIB, bytes_of, layout_of, limit_of, size_name, split_of
+from bench.lab.kv.cases import KIB, MIB, limit_of, split_of
 from bench.lab.kv.study import KvStudy
 from engine.errors import ConfigError
 from kvtransfer.records import plan_pieces
@@ -38,12 +38,6 @@ def test_blocks_are_distinct_in_the_pool_and_the_same_for_every_mover(case, repe
             assert set(blocks) <= set(pool)
     assert pulls == plan.of(case, repeat)
     assert pulls != plan.of(case, repeat + 1)
-
-
-@pytest.mark.parametrize("size", PULLS.block_sizes)
-def test_a_layout_has_blocks_of_the_wanted_size(size):
-    assert layout_of(size).block_bytes == size
-    assert bytes_of(size_name(size)) == size
 
 
 def test_a_split_of_the_heads_is_a_mover_of_its_own_beside_its_backend():

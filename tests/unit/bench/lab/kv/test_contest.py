@@ -1,22 +1,16 @@
 """How `bench kv` drives its movers: with fakes in this process, that move bytes in a dict."""
 
-import os
 from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bench.common.command import say_nothing
 from bench.lab.kv import cases as kv_movers
 from bench.lab.kv import contest as kv
 from bench.lab.kv.cases import KIB, KvPulls, Mover, NotMovable, WrongBytes, mover_of
-from bench.lab.kv.limits import calls_of, unfinished
-from bench.peers.kv_memory import PoolMemory, digest, fill
 from bench.processes.driven import DrivenFailed
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
 PULLS = KvPulls((16 * KIB,), 2, 64 * KIB)
 MOVERS = ("shm", "zmq", "nixl", "memcpy", "tcp", "bare_nixl")
 
@@ -153,33 +147,3 @@ def test_bare_nixl_runs_in_the_python_that_has_nixl(monkeypatch, tmp_path):
 
 
 # Memory and buffers
-
-
-def test_blocks_of_filled_memory_differ():
-    memory = PoolMemory(64 * KIB)
-    fill(memory.array, 1)
-    rows = memory.blocks(4 * KIB)
-    assert len({digest(rows, [block]) for block in range(len(rows))}) == 16
-    assert digest(rows, [1, 2]) != digest(rows, [2, 1])
-
-
-def test_memory_shows_whole_blocks_only():
-    assert PoolMemory(10_000).blocks(4096).shape == (2, 4096)
-
-
-@FEW
-@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 100))
-def test_calls_hold_all_bytes_in_order_within_their_size(num_blocks, size, num_bytes):
-    blocks = [memoryview(os.urandom(size)) for _ in range(num_blocks)]
-    calls = [*calls_of(blocks, num_bytes)]
-    assert b"".join(view for views in calls for view in views) == b"".join(blocks)
-    assert all(sum(map(len, views)) <= num_bytes for views in calls)
-
-
-@FEW
-@given(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_size=5), st.data())
-def test_unfinished_bytes_go_to_the_next_call(blocks, data):
-    whole = b"".join(blocks)
-    num_done = data.draw(st.integers(0, len(whole)))
-    rest = unfinished([memoryview(block) for block in blocks], num_done)
-    assert b"".join(rest) == whole[num_done:]

@@ -1,10 +1,8 @@
 """The figures of `bench kv` from times that were never measured."""
 
-from dataclasses import replace
-
 import pytest
 
-from bench.common.report import Missing, Peer
+from bench.common.report import Peer
 from bench.lab.kv.cases import KIB, KvPulls
 from bench.lab.kv.contest import Handoffs, KvMeasured, TimeKey, results, warnings
 
@@ -55,11 +53,6 @@ def by_name(measured=MEASURED, handoffs=()):
     }
 
 
-def without(*movers):
-    kept = {key: runs for key, runs in MEASURED.seconds.items() if key.mover not in movers}
-    return replace(MEASURED, seconds=kept)
-
-
 def test_backend_has_its_limit_and_all_peers():
     shm = by_name()["shm/64KiB"]
     assert shm.runs == pytest.approx((2, 4, 3))
@@ -69,21 +62,6 @@ def test_backend_has_its_limit_and_all_peers():
     assert shm.peers == {"mooncake": Peer(pytest.approx(0.5), pytest.approx(6))}
     zmq = by_name()["zmq/64KiB"]
     assert (zmq.limit, zmq.of_limit) == (pytest.approx(2), pytest.approx(0.5))
-
-
-def test_one_block_is_a_latency_in_microseconds():
-    shm = by_name()["shm/64KiB/latency"]
-    assert (shm.value, shm.unit) == (pytest.approx(1e3 / 48), "µs")
-    assert shm.limit is None
-    assert shm.peers["mooncake"].ratio == pytest.approx(1 / 6)  # less is better
-
-
-def test_missing_mover_is_left_out_of_all_results():
-    names = by_name(without("mooncake", "tcp", "zmq"))
-    assert not [name for name in names if name.startswith(("tcp", "zmq", "mooncake"))]
-    assert names["shm/64KiB"].peers == {}
-    alone = by_name(without("memcpy"))["shm/64KiB"]
-    assert (alone.limit, alone.of_limit) == (None, None)
 
 
 def test_hidden_share_counts_all_transfer_time_of_a_repetition():
@@ -114,19 +92,3 @@ def test_timeline_without_transfer_times_gives_a_warning_and_no_share():
         "2 requests over shm failed",
         "over shm not every timeline has kv_transfer_s, kv_exposed_s: left out",
     ]
-
-
-def test_warnings_name_missing_movers_and_a_busy_machine():
-    measured = replace(
-        MEASURED, missing=(Missing("nixl", "not installed"),), background=(0.01, 0.3)
-    )
-    missing, busy = warnings(measured)
-    assert missing == "nixl was not measured: not installed"
-    assert "30%" in busy
-    assert warnings(MEASURED, [HANDOFFS]) == []
-
-
-def test_memcpy_without_c_compiler_gives_a_warning():
-    kept = {key: runs for key, runs in MEASURED.seconds.items() if key.way != "c"}
-    [line] = warnings(replace(MEASURED, seconds=kept))
-    assert "no C compiler" in line

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from bench.client.load import LoadRun, RequestOutcome
-from bench.common.report import Missing
 from bench.lab.kv.contest import GIB, TimeKey
 from bench.lab.store.disk import DiskRates
-from bench.lab.store.figures import StoreMeasured, results, warnings
+from bench.lab.store.figures import StoreMeasured, results
 from bench.lab.store.parts import RestartTimes, StreamsMeasured, TurnsMeasured
 from bench.lab.store.peer import PeerRestart
 from bench.lab.store.study import StoreStudy
@@ -97,14 +96,6 @@ def test_ratios_are_within_a_repetition():
     assert by_name["itl_p99_ratio/again"].value == pytest.approx(1.025)
 
 
-def test_turns_have_hits_and_times_of_both_settings():
-    by_name = found()
-    assert by_name["hit_share/without"].value == pytest.approx(0.1)
-    assert by_name["hit_share/with"].value == pytest.approx(0.7)
-    assert by_name["turn_ttft/with/p50"].value == pytest.approx(2000)
-    assert by_name["turns_per_s/with"].value == pytest.approx(0.5)
-
-
 def test_each_goal_has_a_result_and_knows_which_way_is_better():
     by_name = found()
     met = {name: GOALS.is_met(result) for name, result in by_name.items()}
@@ -124,21 +115,3 @@ def test_the_peer_stands_beside_computed_prompts_and_those_from_disk():
     assert by_name["ttft/cold"].peers["vllm"].ratio == pytest.approx(0.5)
     assert by_name["ttft/disk"].peers["vllm"].ratio == pytest.approx(0.5)
     assert not by_name["ttft/memory"].peers
-
-
-def test_what_is_missing_is_told_and_has_no_result():
-    disk = DiskRates((1.0 * GIB,), None, "fio is not installed")
-    measured = StoreMeasured(disk=disk, missing=(Missing("ttft", "no server"),))
-    assert set(found(measured)) == {"disk_load"}
-    assert warnings(measured, ()) == [
-        "ttft was not measured: no server",
-        "loads from disk stand alone: fio is not installed",
-    ]
-
-
-def test_noise_that_hides_a_goal_is_reported():
-    quiet = results(MEASURED)
-    assert warnings(MEASURED, quiet) == []
-    runs = (*MEASURED.streams.runs[:2], gaps("again", 0.03))
-    loud = replace(MEASURED, streams=replace(MEASURED.streams, runs=runs))
-    assert "differs by up to 50% from itself" in warnings(loud, results(loud))[0]
