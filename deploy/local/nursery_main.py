@@ -59,9 +59,9 @@ def import_services(kind: str) -> None:
 
     import_service(kind)
     if kind == "worker":
-        from deploy.worker.opening import import_torch
+        from deploy.worker.opening import import_before_forks
 
-        import_torch()
+        import_before_forks()
 
 
 def fork_until_closed(requests: socket.socket, prepare: Prepare) -> str | None:

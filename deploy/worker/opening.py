@@ -26,6 +26,13 @@ def import_torch(num_threads: int | None = None) -> None:
         use_threads(num_threads)
 
 
+def import_before_forks() -> None:
+    """Imports the runner, and prepares what the load of every model begins with."""
+    from engine.model.runner import prepare_loading
+
+    prepare_loading()
+
+
 def group_of(spec: WorkerSpec, place: RankPlace, rendezvous: str) -> "RankGroup":
     """A rank's view of its worker's ranks. No rank gives up before a step counts as stuck."""
     from engine.model.parallel.group import TIMEOUT_S, RankGroup

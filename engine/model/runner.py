@@ -498,6 +498,18 @@ def use_threads(number: int) -> None:
     torch.set_num_threads(number)
 
 
+def prepare_loading() -> None:
+    """Does once, before workers are forked, what the load of every model begins with.
+
+    transformers compiles a thousand patterns of weight names, which takes seconds. The modules of
+    decoders import others that all decoders share.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    get_checkpoint_conversion_mapping("llama")
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
