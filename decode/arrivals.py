@@ -25,12 +25,12 @@ Source: two owners of a block, sglang#24527.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from math import inf
 
 from engine.messages import PREEMPTED, PULL_FAILED, STUCK, Decode, GivenBack, KvReady, SeqId
-from engine.worker.blocks import BlockId, BlockPool
+from engine.worker.blocks import IN_FLIGHT, BlockId, BlockPool
 from engine.worker.events import AbortPull, Effect, Emit, HoldLease, PullDone, PullFailed, StartPull
 from engine.worker.sequence import Sequence
 
@@ -39,75 +39,20 @@ HOLD_S = 0.02  # longest time for which a step is held
 REST_S = 0.05  # time after a held step in which no step is held
 
 
-class DecodeMemory:
-    """Judges the room in the pool. `growth_tokens` is the growth to reserve for each sequence."""
-
-    def __init__(self, pool: BlockPool, *, block_size: int, growth_tokens: int) -> None:
-        self.pool = pool
-        self.block_size = block_size
-        self.growth_tokens = growth_tokens
-
-    def blocks_of(self, num_tokens: int) -> int:
-        """Returns the number of blocks for `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
-
-    def soon_blocks(self, seq: Sequence) -> int:
-        """Returns the blocks that a sequence lacks for its tokens and the next `growth_tokens`."""
-        length = min(seq.limits.max_len, len(seq.token_ids) + self.growth_tokens)
-        return max(self.blocks_of(length) - len(seq.block_table), 0)
-
-    def has_room(
-        self, candidate: Sequence, *, num_admitted: int, admitted: Callable[[], Iterable[Sequence]]
-    ) -> bool:
-        """True if the pool has room for the candidate's prompt and all admitted sequences' growth.
-
-        If no other sequence is admitted, only the prompt must fit. `admitted` is called only if
-        `num_admitted` alone does not decide the answer.
-        """
-        if not num_admitted:
-            return candidate.num_blocks - len(candidate.block_table) <= self.pool.num_idle
-        # A sequence lacks at most its growth, a partly filled block, and an unassigned block.
-        most = self.growth_tokens // self.block_size + 2
-        if self.soon_blocks(candidate) + num_admitted * most <= self.pool.num_idle:
-            return True
-        num_soon = sum(map(self.soon_blocks, (candidate, *admitted())))
-        return num_soon <= self.pool.num_idle
-
-    def take_for_draft(
-        self, seq: Sequence, num_tokens: int, admitted: Callable[[], Iterable[Sequence]]
-    ) -> int:
-        """Takes blocks for drafted tokens; returns the number of tokens that fit.
-
-        Blocks that other sequences may need soon stay idle.
-        """
-        length = len(seq.token_ids)
-        num_missing = self.blocks_of(length + num_tokens) - len(seq.block_table)
-        if num_missing > 0:
-            others = sum(map(self.soon_blocks, admitted())) - self.soon_blocks(seq)
-            num_blocks = min(num_missing, self.pool.num_idle, self.pool.num_idle - others)
-            seq.block_table += self.pool.allocate(max(num_blocks, 0))
-        return min(num_tokens, len(seq.block_table) * self.block_size - length)
-
-
 class StepHold:
     """Decides whether the next step is held. Counts `held_steps` and `held_steps:late`."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         self._awaited: set[SeqId] = set()  # moved here, and pulling since the last step
-        self._until_s: float | None = None  # end of the hold of the next step
+        self.until_s: float | None = None  # the next step is held until then; None: it is not
         self._delays_running = False  # the held step delays sequences that run
         self._rests_until_s = -inf
 
     @property
-    def until_s(self) -> float | None:
-        """The time until which the next step is held; None if it is not held."""
-        return self._until_s
-
-    @property
     def is_open(self) -> bool:
         """True if the next step is held, or if a moved sequence may still make it wait."""
-        return bool(self._awaited) or self._until_s is not None
+        return bool(self._awaited) or self.until_s is not None
 
     def await_blocks(self, seq_id: SeqId) -> None:
         """Waits for the blocks of a sequence that moved here."""
@@ -115,13 +60,11 @@ class StepHold:
 
     def holds(self, now_s: float, arriving: Set[SeqId], *, is_any_running: bool) -> bool:
         """True if no step may begin now: blocks of moved sequences are still on their way."""
-        if not self.is_open:
-            return False  # the usual case
         self._awaited &= arriving
         if self._awaited and now_s >= self._rests_until_s:
-            if self._until_s is None:
-                self._until_s = now_s + HOLD_S
-            if now_s < self._until_s:
+            if self.until_s is None:
+                self.until_s = now_s + HOLD_S
+            if now_s < self.until_s:
                 self._delays_running = self._delays_running or is_any_running
                 return True
         if self._delays_running:
@@ -129,7 +72,7 @@ class StepHold:
             self._counters["held_steps:late"] += bool(self._awaited)
             self._rests_until_s = now_s + REST_S
         self._awaited.clear()
-        self._until_s, self._delays_running = None, False
+        self.until_s, self._delays_running = None, False
         return False
 
 
@@ -145,24 +88,70 @@ class ArrivingSequence:
     is_copy: bool = False
     is_moved: bool = False
 
-    def may_keep(self, index: int, block_size: int) -> bool:
-        """True if a block of the prompt is full for the draft model too."""
-        seen = self.num_draft_tokens
-        return seen is None or (index + 1) * block_size <= seen
+
+class DecodeMemory:
+    """The sequences that have memory and need more, and the room for their growth.
+
+    `growth_tokens` is the growth to reserve for each sequence.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int, growth_tokens: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.growth_tokens = growth_tokens
+        self.running: dict[SeqId, Sequence] = {}  # oldest first
+        self.arriving: dict[SeqId, ArrivingSequence] = {}
+
+    def _soon_blocks(self, seq: Sequence) -> int:
+        """Returns the blocks that a sequence lacks for its tokens and the next `growth_tokens`."""
+        length = min(seq.limits.max_len, len(seq.token_ids) + self.growth_tokens)
+        return max(-(-length // self.block_size) - len(seq.block_table), 0)
+
+    def _growth_blocks(self) -> int:
+        """Returns the blocks that all admitted sequences may need soon."""
+        arriving = [arriving.seq for arriving in self.arriving.values()]
+        return sum(map(self._soon_blocks, (*self.running.values(), *arriving)))
+
+    def has_room(self, candidate: Sequence) -> bool:
+        """True if the pool has room for the candidate's prompt and all admitted sequences' growth.
+
+        If no other sequence is admitted, only the prompt must fit.
+        """
+        num_admitted, num_idle = len(self.running) + len(self.arriving), self.pool.num_idle
+        if not num_admitted:
+            return candidate.num_prompt_blocks - len(candidate.block_table) <= num_idle
+        # A sequence lacks at most its growth, a partly filled block, and an unassigned block.
+        most = self.growth_tokens // self.block_size + 2
+        num_soon = self._soon_blocks(candidate)
+        if num_soon + num_admitted * most <= num_idle:
+            return True
+        return num_soon + self._growth_blocks() <= num_idle
+
+    def allocate_for_draft(self, seq: Sequence, num_tokens: int) -> int:
+        """Gives a sequence blocks for drafted tokens; returns the number of tokens that fit.
+
+        Blocks that other sequences may need soon stay idle.
+        """
+        length = len(seq.token_ids)
+        num_missing = -(-(length + num_tokens) // self.block_size) - len(seq.block_table)
+        if num_missing > 0:
+            others = self._growth_blocks() - self._soon_blocks(seq)
+            num_blocks = min(num_missing, self.pool.num_idle, self.pool.num_idle - others)
+            seq.block_table += self.pool.allocate(max(num_blocks, 0))
+        return min(num_tokens, len(seq.block_table) * self.block_size - length)
 
 
 class Arrivals:
     """Queued, arriving and aborting sequences, and copies. Owns the blocks of all of them."""
 
-    def __init__(
-        self, pool: BlockPool, *, block_size: int, hold: StepHold, counters: Counter[str]
-    ) -> None:
-        self._pool = pool
-        self._block_size = block_size
+    def __init__(self, memory: DecodeMemory, *, hold: StepHold, counters: Counter[str]) -> None:
+        self._memory = memory
+        self._pool = memory.pool
+        self._block_size = memory.block_size
         self._hold = hold
         self._counters = counters
         self.queued: OrderedDict[SeqId, ArrivingSequence] = OrderedDict()
-        self.arriving: dict[SeqId, ArrivingSequence] = {}
+        self.arriving = memory.arriving
         self.copies: dict[SeqId, Sequence] = {}  # complete copies, oldest first
         self.aborting: dict[SeqId, ArrivingSequence] = {}
         self._stuck_id: SeqId | None = None  # head of the queue while no other sequence is here
@@ -172,10 +161,6 @@ class Arrivals:
     def stuck_until_s(self) -> float | None:
         """The time at which the head of the queue is given back; None if the head is not stuck."""
         return self._stuck_until_s if self._stuck_id in self.queued else None
-
-    def __contains__(self, seq_id: SeqId) -> bool:
-        has_memory = seq_id in self.arriving or seq_id in self.copies
-        return has_memory or seq_id in self.queued or seq_id in self.aborting
 
     @property
     def num_waiting(self) -> int:
@@ -199,25 +184,22 @@ class Arrivals:
         )
         return HoldLease(seq.seq_id, message.lease)
 
-    def admit(self, max_arriving: int, has_room: Callable[[Sequence], bool]) -> list[Effect]:
-        """Gives memory to queued sequences and starts their pulls, at most `max_arriving` at once.
-
-        `has_room` is called for a sequence after its cached blocks are taken.
-        """
+    def admit(self, max_arriving: int) -> list[Effect]:
+        """Gives memory to queued sequences and starts their pulls, up to `max_arriving` at once."""
         effects: list[Effect] = []
         while self.queued and len(self.arriving) < max_arriving:
             arriving = next(iter(self.queued.values()))
             seq = arriving.seq
             cached = self._pool.match(seq.block_hashes)
             seq.adopt_cached(cached, self._pool)
-            if has_room(seq):
+            if self._memory.has_room(seq):
                 effects.append(self._start_pull(arriving, len(cached)))
                 continue
             seq.release(self._pool)
             if arriving.is_copy:
                 effects += [*self.cancel(seq.seq_id), self._dropped(seq)]
-            elif self.copies:
-                effects.append(self.drop_copy())
+            elif (dropped := self.drop_copy()) is not None:
+                effects.append(dropped)
             else:
                 break
         return effects
@@ -239,23 +221,22 @@ class Arrivals:
 
     def _start_pull(self, arriving: ArrivingSequence, num_cached: int) -> Effect:
         seq = arriving.seq
-        blocks = self._pool.allocate(seq.num_blocks - num_cached)
-        self._pool.begin_write(blocks)
+        blocks = self._pool.allocate(seq.num_prompt_blocks - num_cached)
+        self._pool.hold(IN_FLIGHT, blocks)
         seq.block_table += blocks
         arriving.pulled = tuple(blocks)
         self.arriving[seq.seq_id] = self.queued.pop(seq.seq_id)
         if arriving.is_moved:
             self._hold.await_blocks(seq.seq_id)
-        indices = range(num_cached, seq.num_blocks)
+        indices = range(num_cached, seq.num_prompt_blocks)
         return StartPull(seq.seq_id, tuple(zip(indices, blocks, strict=True)))
 
     # ------------------------------------------------------------ pulled blocks
 
-    def on_pull_done(self, done: PullDone) -> list[Effect]:
+    def on_pull_done(self, arriving: ArrivingSequence, done: PullDone) -> list[Effect]:
         """Counts the pulled tokens as computed; the sequence may be complete now."""
-        arriving = self._end_pull(done.seq_id)
-        if arriving is None:
-            return []
+        assert arriving.pulled is not None
+        self._pool.release(IN_FLIGHT, arriving.pulled)
         seq = arriving.seq
         num_seen = arriving.num_draft_tokens
         if num_seen is not None:
@@ -265,7 +246,6 @@ class Arrivals:
         if self.aborting.pop(done.seq_id, None) is not None:
             seq.release(self._pool)
             return []
-        assert arriving.pulled is not None
         arriving.kv_here = True
         if arriving.is_copy:
             self.copies[done.seq_id] = self.arriving.pop(done.seq_id).seq
@@ -280,41 +260,28 @@ class Arrivals:
         )
         return [Emit(seq.gateway_id, ready)]
 
-    def on_pull_failed(self, failed: PullFailed) -> list[Effect]:
-        """Gives back the sequence of a failed pull; the blocks that arrived stay cached."""
-        seq_id = failed.seq_id
-        reason = f"{PULL_FAILED}: {failed.reason}"
-        if (queued := self.queued.pop(seq_id, None)) is not None:
-            return [Emit(queued.seq.gateway_id, GivenBack(seq_id, reason))]
-        arriving = self._end_pull(seq_id)
-        if arriving is None:
-            return []
-        num_kept_tokens = self._keep(arriving, failed.arrived)
-        if self.aborting.pop(seq_id, None) is not None:
-            return []
-        del self.arriving[seq_id]
-        return [Emit(arriving.seq.gateway_id, GivenBack(seq_id, reason, num_kept_tokens))]
+    def on_lease_lost(self, failed: PullFailed) -> list[Effect]:
+        """Gives back a queued sequence, whose lease ended."""
+        seq = self.queued.pop(failed.seq_id).seq
+        return [Emit(seq.gateway_id, GivenBack(seq.seq_id, f"{PULL_FAILED}: {failed.reason}"))]
 
-    def _keep(self, arriving: ArrivingSequence, arrived: tuple[int, ...]) -> int:
-        """Releases a sequence; returns the tokens whose KV stays cached with the arrived blocks."""
-        seq = arriving.seq
+    def on_pull_failed(self, arriving: ArrivingSequence, failed: PullFailed) -> list[Effect]:
+        """Gives back the sequence of a failed pull; the blocks that arrived stay cached."""
+        seq, seen, size = arriving.seq, arriving.num_draft_tokens, self._block_size
+        assert arriving.pulled is not None
+        self._pool.release(IN_FLIGHT, arriving.pulled)
         num_cached_tokens = seq.num_computed_tokens
-        kept = frozenset(i for i in arrived if arriving.may_keep(i, self._block_size))
+        # Only blocks that are full for the draft model too are kept.
+        kept = frozenset(i for i in failed.arrived if seen is None or (i + 1) * size <= seen)
         seq.keep_pulled(kept, self._pool)
         num_kept_tokens = seq.num_computed_tokens
-        num_new_blocks = (num_kept_tokens - num_cached_tokens) // self._block_size
-        self._counters["kept_blocks"] += num_new_blocks
+        self._counters["kept_blocks"] += (num_kept_tokens - num_cached_tokens) // size
         seq.release(self._pool)
-        return num_kept_tokens
-
-    def _end_pull(self, seq_id: SeqId) -> ArrivingSequence | None:
-        """Frees the blocks from the pull; returns the pull's sequence, cancelled or not."""
-        arriving = self.arriving.get(seq_id) or self.aborting.get(seq_id)
-        if arriving is None or arriving.kv_here:
-            return None
-        assert arriving.pulled is not None
-        self._pool.end_write(arriving.pulled)
-        return arriving
+        if self.aborting.pop(seq.seq_id, None) is not None:
+            return []
+        del self.arriving[seq.seq_id]
+        reason = f"{PULL_FAILED}: {failed.reason}"
+        return [Emit(seq.gateway_id, GivenBack(seq.seq_id, reason, num_kept_tokens))]
 
     # ------------------------------------------------------------ ends
 
@@ -334,8 +301,10 @@ class Arrivals:
         self.aborting[seq_id] = arriving
         return [AbortPull(seq_id)]
 
-    def drop_copy(self) -> Effect:
-        """Gives back the youngest copy; its blocks stay cached as long as there is memory."""
+    def drop_copy(self) -> Effect | None:
+        """Gives back the youngest copy, if any; its blocks stay cached while there is memory."""
+        if not self.copies:
+            return None
         _, seq = self.copies.popitem()
         seq.release(self._pool)
         return self._dropped(seq)

@@ -10,7 +10,6 @@ for the sequence again, or when a block is full. Other workers find a block only
 """
 
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,57 +55,39 @@ NO_DRAFT = RowDraft()
 
 
 class DraftPlanner:
-    """Plans the drafts of running sequences. Without a speculator it drafts nothing."""
+    """Plans the drafts of running sequences."""
 
     def __init__(
-        self,
-        speculator: Speculator | None,
-        memory: DecodeMemory,
-        counters: Counter[str],
+        self, speculator: Speculator, memory: DecodeMemory, counters: Counter[str]
     ) -> None:
-        self.has_draft_model = speculator is not None and speculator.has_draft_model
-        is_needed = self.has_draft_model or (speculator is not None and speculator.is_on)
-        self.speculator = speculator if is_needed else None
+        self.has_draft_model = speculator.has_draft_model
+        self.speculator = speculator
         self._memory = memory
         self._block_size = memory.block_size
         self._counters = counters
-        uses_ngrams = speculator is not None and speculator.uses_ngrams
-        self._ngrams = Ngrams() if uses_ngrams else None
+        self._ngrams = Ngrams() if speculator.uses_ngrams else None
         self._drafts: dict[SeqId, _Draft] = {}
         self.marked: list[_Draft] = []  # with a proposal or seen, in the latest planned step
 
-    @property
-    def needs_last_step(self) -> bool:
-        """True if rows depend on the tokens of the last step, or on the draft model's KV."""
-        return self.speculator is not None
-
     def join(self, seq: Sequence) -> None:
         """Adds a sequence that runs from now on."""
-        if self.speculator is not None:
-            ngrams = None if self._ngrams is None else self._ngrams.open(seq.token_ids)
-            self._drafts[seq.seq_id] = _Draft(seq, ngrams)
+        ngrams = None if self._ngrams is None else self._ngrams.open(seq.token_ids)
+        self._drafts[seq.seq_id] = _Draft(seq, ngrams)
 
     def leave(self, seq_id: SeqId) -> None:
         """Removes a sequence that no longer runs."""
-        if self.speculator is not None:
-            self.speculator.remove(seq_id)
-            del self._drafts[seq_id]
+        self.speculator.remove(seq_id)
+        del self._drafts[seq_id]
 
     # ------------------------------------------------------------ before a step
 
-    def plan(
-        self,
-        chosen: Items[Sequence],
-        budget_tokens: int,
-        admitted: Callable[[], list[Sequence]],
-    ) -> bool:
+    def plan(self, chosen: Items[Sequence], budget_tokens: int) -> bool:
         """Plans the drafts of the chosen sequences, and which sequences the draft model computes.
 
-        `admitted` returns the sequences that may need memory soon. Returns True if anything is
-        drafted.
+        Returns True if anything is drafted.
         """
         speculator = self.speculator
-        if speculator is None or not chosen:
+        if not chosen:
             return False
         if self.marked:
             for draft in self.marked:
@@ -116,7 +97,7 @@ class DraftPlanner:
             return False
         proposed: list[_Draft] = []
         if not speculator.rests():
-            proposed = self._propose(chosen, speculator, budget_tokens, admitted)
+            proposed = self._propose(chosen, speculator, budget_tokens)
         seen = self._look(chosen, proposed, speculator) if self.has_draft_model else []
         self.marked = proposed + seen
         return bool(proposed)
@@ -126,7 +107,6 @@ class DraftPlanner:
         chosen: Items[Sequence],
         speculator: Speculator,
         budget_tokens: int,
-        admitted: Callable[[], list[Sequence]],
     ) -> list[_Draft]:
         """Returns the drafts that have a proposal now."""
         drafts = [self._drafts[seq.seq_id] for seq in chosen]
@@ -147,7 +127,7 @@ class DraftPlanner:
             if proposal is None:
                 continue
             num_tokens = min(proposal.num_tokens, budget_tokens)
-            num_tokens = self._memory.take_for_draft(draft.seq, num_tokens, admitted)
+            num_tokens = self._memory.allocate_for_draft(draft.seq, num_tokens)
             budget_tokens -= num_tokens
             if num_tokens == proposal.num_tokens:
                 draft.proposal = proposal
@@ -207,8 +187,6 @@ class DraftPlanner:
 
     def row_draft(self, seq: Sequence) -> RowDraft:
         """Returns the drafting fields of the sequence's row in the planned step."""
-        if not self.marked:
-            return NO_DRAFT
         draft = self._drafts[seq.seq_id]
         unseen = seq.token_ids[seq.num_draft_tokens :] if draft.is_seen else ()
         if draft.proposal is None:
@@ -236,8 +214,6 @@ class DraftPlanner:
 
     def learn(self, seq_id: SeqId, result: RowResult, num_accepted: int) -> None:
         """Learns from a verified draft; `num_accepted` counts no tokens past the answer's end."""
-        if self.speculator is None or not self.marked:
-            return
         proposal = self._drafts[seq_id].proposal
         if proposal is None:
             return

@@ -2,8 +2,8 @@
 
     waiting    owns no blocks; starts when the pool has blocks for the whole prompt
     pulling    owns its blocks; the prefix that another worker offered is being pulled into the
-               first of these blocks, while later prompts go ahead
-    aborting   cancelled, but its pull may still write into its blocks
+               first of these blocks, while later prompts go ahead. If the prompt is cancelled, it
+               stays until its pull has ended
 
 An offered prefix is held from arrival on, but not while memory is short. Otherwise two workers that
 wait for memory and hold each other's blocks could wait for ever. A prompt does not depend on its
@@ -12,20 +12,13 @@ pull: blocks that the pull does not bring are computed.
 Source: two owners of a block, sglang#24527.
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.messages import Generate, LeaseId, LeaseRef, Logprobs, Prefill, SeqId
-from engine.worker.blocks import BlockId, BlockPool
-from engine.worker.events import (
-    AbortPull,
-    Effect,
-    HoldLease,
-    PullDone,
-    PullFailed,
-    StartPull,
-)
+from engine.worker.blocks import IN_FLIGHT, BlockId, BlockPool
+from engine.worker.events import AbortPull, Effect, HoldLease, PullDone, PullFailed, StartPull
 from engine.worker.sequence import Sequence
 
 
@@ -35,9 +28,10 @@ class PendingPrompt:
 
     seq: Sequence
     hands_over: bool  # True if the KV is leased to another worker, which decodes
-    place: int  # in the order of arrival
+    number: int  # in the order of arrival
     prefix: LeaseRef | None = None  # held until its pull starts or it is given up
     pulled: tuple[BlockId, ...] = ()  # blocks that the pull writes: from the first uncached one
+    is_cancelled: bool = False  # only while its prefix is being pulled
     num_pulled: int = 0  # blocks that a successful pull brought
     pull_s: float = 0.0  # time of the pull
     lease_id: LeaseId | None = None  # open from the first chunk until the lease ends
@@ -58,34 +52,25 @@ class WaitingPrompts:
         self._pool = pool
         self._block_size = block_size
         self._counters = counters
-        self.waiting: deque[PendingPrompt] = deque()
+        self.waiting: OrderedDict[SeqId, PendingPrompt] = OrderedDict()
         self.pulling: dict[SeqId, PendingPrompt] = {}
-        self.aborting: dict[SeqId, PendingPrompt] = {}
-
-    def __contains__(self, seq_id: SeqId) -> bool:
-        return (
-            seq_id in self.pulling
-            or seq_id in self.aborting
-            or any(prompt.seq.seq_id == seq_id for prompt in self.waiting)
-        )
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.pulling)
 
     def prompts(self) -> list[PendingPrompt]:
         """Returns the prompts that are not cancelled."""
-        return [*self.waiting, *self.pulling.values()]
+        pulling = [prompt for prompt in self.pulling.values() if not prompt.is_cancelled]
+        return [*self.waiting.values(), *pulling]
 
     # ------------------------------------------------------------ arrival and start
 
     def enqueue(self, prompt: PendingPrompt, prefix: LeaseRef | None) -> list[Effect]:
         """Appends a prompt and holds the prefix that was offered for it."""
-        self.waiting.append(prompt)
+        seq_id = prompt.seq.seq_id
+        self.waiting[seq_id] = prompt
         if prefix is None:
             return []
-        held: Effect = HoldLease(prompt.seq.seq_id, prefix)
+        held: Effect = HoldLease(seq_id, prefix)
         if prompt.num_top is not None:
-            return [held, AbortPull(prompt.seq.seq_id)]  # frees the source from keeping the blocks
+            return [held, AbortPull(seq_id)]  # frees the source from keeping the blocks
         prompt.prefix = prefix
         return [held]
 
@@ -95,54 +80,43 @@ class WaitingPrompts:
         Returns the prompt. Its next chunk can run unless the prompt is `pulling`. If memory is
         short, returns None: the prompt stays first, and all held prefixes are given up.
         """
-        prompt = self.waiting[0]
-        if not self._take_blocks(prompt):
+        prompt = next(iter(self.waiting.values()))
+        seq, pool = prompt.seq, self._pool
+        # At least one token must be computed, and all tokens if their scores are wanted.
+        num_reusable = (len(seq.token_ids) - 1) // self._block_size
+        cached = pool.match(seq.block_hashes[:num_reusable]) if prompt.num_top is None else []
+        seq.adopt_cached(cached, pool)
+        missing = seq.num_prompt_blocks - len(cached)
+        if missing > pool.num_idle:
+            seq.release(pool)
             return None, self._give_up_prefixes()
-        self.waiting.popleft()
-        effects: list[Effect] = []
-        if prompt.prefix is not None:
-            effects.append(self._start_pull(prompt, prompt.prefix))
-        if prompt.pulled:
-            self.pulling[prompt.seq.seq_id] = prompt
-        return prompt, effects
+        seq.block_table += pool.allocate(missing)
+        del self.waiting[seq.seq_id]
+        if prompt.prefix is None:
+            return prompt, []
+        return prompt, [self._start_pull(prompt, prompt.prefix, num_reusable)]
 
-    def _take_blocks(self, prompt: PendingPrompt) -> bool:
-        """Takes blocks for a whole prompt. Returns False if memory is short."""
-        seq = prompt.seq
-        num_reusable = self._reusable_blocks(seq) if prompt.num_top is None else 0
-        cached = self._pool.match(seq.block_hashes[:num_reusable])
-        seq.adopt_cached(cached, self._pool)
-        missing = seq.num_blocks - len(cached)
-        if missing > self._pool.num_idle:
-            seq.release(self._pool)
-            return False
-        seq.block_table += self._pool.allocate(missing)
-        return True
-
-    def _reusable_blocks(self, seq: Sequence) -> int:
-        """Returns how many full blocks may be reused: at least one token must be computed."""
-        return (len(seq.token_ids) - 1) // self._block_size
-
-    def _start_pull(self, prompt: PendingPrompt, prefix: LeaseRef) -> Effect:
+    def _start_pull(self, prompt: PendingPrompt, prefix: LeaseRef, num_reusable: int) -> Effect:
         """Pulls the offered blocks that are not cached here; aborts the pull if all are cached."""
         seq = prompt.seq
         first = seq.num_computed_tokens // self._block_size
-        indices = range(first, min(prefix.num_blocks, self._reusable_blocks(seq)))
+        indices = range(first, min(prefix.num_blocks, num_reusable))
         prompt.prefix = None
         if not indices:
             return AbortPull(seq.seq_id)
         prompt.pulled = tuple(seq.block_table[indices.start : indices.stop])
-        self._pool.begin_write(prompt.pulled)
+        self._pool.hold(IN_FLIGHT, prompt.pulled)
+        self.pulling[seq.seq_id] = prompt
         return StartPull(seq.seq_id, tuple(zip(indices, prompt.pulled, strict=True)))
 
     def _give_up_prefixes(self) -> list[Effect]:
         """Gives up all held prefixes: a prompt that waits for memory must hold no remote blocks."""
         effects: list[Effect] = []
-        for prompt in self.waiting:
+        for seq_id, prompt in self.waiting.items():
             if prompt.prefix is not None:
                 prompt.prefix = None
                 self._counters["fallbacks:prefix_without_memory"] += 1
-                effects.append(AbortPull(prompt.seq.seq_id))
+                effects.append(AbortPull(seq_id))
         return effects
 
     # ------------------------------------------------------------ ends
@@ -151,54 +125,48 @@ class WaitingPrompts:
         """Keeps the blocks that arrived. Returns the prompt, which can be computed from now on."""
         seq_id = ended.seq_id
         failed = ended if isinstance(ended, PullFailed) else None
-        prompt = self.pulling.get(seq_id) or self.aborting.get(seq_id)
+        prompt = self.pulling.pop(seq_id, None)
         if prompt is None:
-            if failed is not None:
-                self._lose_offer(seq_id)
+            waiting = self.waiting.get(seq_id)
+            if failed is not None and waiting is not None and waiting.prefix is not None:
+                waiting.prefix = None  # its lease ended before the prompt had memory
+                self._counters["fallbacks:prefix_pull_failed"] += 1
             return None
         if isinstance(ended, PullDone):
             prompt.num_pulled, prompt.pull_s = len(prompt.pulled), ended.transfer_s
         seq = prompt.seq
-        self._pool.end_write(prompt.pulled)
+        self._pool.release(IN_FLIGHT, prompt.pulled)
         first = seq.num_computed_tokens // self._block_size
         everything = range(first, first + len(prompt.pulled))
         arrived: Collection[int] = everything if failed is None else frozenset(failed.arrived)
         seq.keep_pulled(arrived, self._pool)
         prompt.pulled = ()
-        self._counters["pulled_prefix_blocks"] += (
-            seq.num_computed_tokens // self._block_size - first
-        )
-        if self.aborting.pop(seq_id, None) is not None:
+        num_kept_blocks = seq.num_computed_tokens // self._block_size - first
+        self._counters["pulled_prefix_blocks"] += num_kept_blocks
+        if prompt.is_cancelled:
             seq.release(self._pool)
             return None
         if failed is not None:
             self._counters["fallbacks:prefix_pull_failed"] += 1
-        return self.pulling.pop(seq_id)
-
-    def _lose_offer(self, seq_id: SeqId) -> None:
-        """Records that the lease on a prefix ended before the prompt had memory."""
-        for prompt in self.waiting:
-            if prompt.seq.seq_id == seq_id and prompt.prefix is not None:
-                prompt.prefix = None
-                self._counters["fallbacks:prefix_pull_failed"] += 1
+        return prompt
 
     def cancel(self, seq_id: SeqId) -> list[Effect]:
         """Removes a prompt. While its prefix is being pulled, its blocks stay allocated."""
-        if (prompt := self.pulling.pop(seq_id, None)) is not None:
-            self.aborting[seq_id] = prompt
+        prompt = self.pulling.get(seq_id)
+        if prompt is not None and not prompt.is_cancelled:
+            prompt.is_cancelled = True
             return [AbortPull(seq_id)]
-        dropped = [prompt for prompt in self.waiting if prompt.seq.seq_id == seq_id]
-        self.waiting = deque(p for p in self.waiting if p.seq.seq_id != seq_id)
-        return [AbortPull(seq_id) for prompt in dropped if prompt.prefix is not None]
+        waiting = self.waiting.pop(seq_id, None)
+        return [] if waiting is None or waiting.prefix is None else [AbortPull(seq_id)]
 
     def validate(self) -> None:
         """Asserts the invariants of waiting prompts."""
-        for prompt in self.waiting:
+        assert not self.waiting.keys() & self.pulling.keys()
+        for prompt in self.waiting.values():
             assert not prompt.seq.block_table
             assert prompt.seq.num_computed_tokens == 0
             assert not prompt.pulled
-        assert not set(self.pulling) & set(self.aborting)
-        for prompt in (*self.pulling.values(), *self.aborting.values()):
+        for prompt in self.pulling.values():
             assert prompt.pulled
             assert prompt.lease_id is None
             assert prompt.prefix is None

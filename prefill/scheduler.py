@@ -25,13 +25,11 @@ Source: chunked prefill, Agrawal et al., Sarathi-Serve, OSDI 2024.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from engine.grammar.guide import OpenedGuide
 from engine.messages import (
     ROLE_CHANGED,
-    Cancel,
-    FinishReason,
     GatewayId,
     Generate,
     GivenBack,
@@ -44,23 +42,20 @@ from engine.messages import (
 )
 from engine.worker.batch import Row, RowResult
 from engine.worker.blocks import BlockPool
-from engine.worker.core import NOTHING, Scheduled, Workload
 from engine.worker.events import (
-    Adopted,
+    NOTHING,
     Effect,
     Emit,
-    Event,
-    FromGateway,
-    GatewayLost,
     GrowLease,
-    LeaseEnded,
     PullDone,
     PullFailed,
     RevokeLease,
+    Scheduled,
 )
 from engine.worker.intake import Intake
 from engine.worker.offers import LeaseTable
 from engine.worker.pace import StepPace
+from engine.worker.sequence import Sequence as OpenSequence
 from prefill.prompts import PendingPrompt, WaitingPrompts
 
 # A step of this number of tokens keeps a GPU busy: beyond it, time grows in proportion to tokens.
@@ -77,16 +72,19 @@ class PrefillScheduler:
         intake: Intake,
         chunk_tokens: int,
         address: TransferAddress,
+        adopt: Callable[[OpenSequence], list[Effect]],
         pace: StepPace | None = None,
     ) -> None:
         """Gives back prompts that `intake` refuses. Sinks pull from `address`.
 
-        `pace` bounds the chunks in steps that also decode.
+        `adopt` gets each sequence that this worker also decodes. `pace` bounds the chunks in steps
+        that also decode.
         """
         self._pool = pool
         self._intake = intake
         self._block_size = intake.block_size
         self._chunk_tokens = chunk_tokens
+        self._adopt = adopt
         self._pace = pace
         self._num_prompts = 0  # prompts that have arrived since the start
         self._counters: Counter[str] = Counter()
@@ -97,7 +95,7 @@ class PrefillScheduler:
     @property
     def num_waiting(self) -> int:
         """The number of prompts without a computed chunk."""
-        return len(self.waiting)
+        return len(self.waiting.prompts())
 
     @property
     def num_running(self) -> int:
@@ -105,82 +103,62 @@ class PrefillScheduler:
         return len(self.computing)
 
     @property
-    def workload(self) -> Workload:
+    def num_prompt_tokens(self) -> int:
         """Tokens of all prompts that are not fully computed, cached tokens included."""
         prompts = (*self.waiting.prompts(), *self.computing.values())
-        return Workload(prompt_tokens=sum(len(prompt.seq.token_ids) for prompt in prompts))
-
-    @property
-    def num_leases(self) -> int:
-        """The number of leases that have not ended."""
-        return len(self.leases)
+        return sum(len(prompt.seq.token_ids) for prompt in prompts)
 
     @property
     def counters(self) -> Mapping[str, int]:
         """Counts of pulled prefix blocks, and of offered prefixes that had to be computed."""
         return self._counters
 
-    def accepts(self, kind: type) -> bool:
-        """True for prompts."""
-        return kind in (Prefill, Generate)
-
-    def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
+    def give_back(self, accepted: Container[type]) -> list[Effect]:
         """Gives back waiting prompts of kinds that this worker no longer accepts."""
         effects: list[Effect] = []
-        late = [prompt for prompt in self.waiting.waiting if not accepts(prompt.kind)]
+        late = [prompt for prompt in self.waiting.waiting.values() if prompt.kind not in accepted]
         for prompt in reversed(late):  # the gateway puts each one at its queue's front
             seq = prompt.seq
-            effects += self._cancel(seq.seq_id)
+            effects += self.cancel(seq.seq_id)
             effects.append(Emit(seq.gateway_id, GivenBack(seq.seq_id, ROLE_CHANGED)))
         return effects
 
-    def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Handles an event."""
-        match event:
-            case FromGateway(gateway_id, Prefill() | Generate() as message, guide):
-                return self._enqueue(gateway_id, message, guide)
-            case FromGateway(_, Cancel(seq_id)):
-                return self._cancel(seq_id)
-            case GatewayLost(gateway_id):
-                return self._remove_gateway(gateway_id)
-            case LeaseEnded(lease_id, reason):
-                return self._on_lease_ended(lease_id, reason)
-            case PullDone() | PullFailed():
-                return self._on_pull_ended(event)
-            case _:
-                return []
-
-    def _enqueue(
+    def enqueue(
         self, gateway_id: GatewayId, message: Prefill | Generate, guide: OpenedGuide | None
     ) -> list[Effect]:
-        if self._is_known(message.seq_id):
-            return [Emit(gateway_id, GivenBack(message.seq_id, "the id is in use"))]
+        """Appends a prompt, or gives it back."""
+        seq_id, waiting = message.seq_id, self.waiting
+        if (
+            seq_id in waiting.waiting
+            or seq_id in waiting.pulling
+            or seq_id in self.computing
+            or LeaseId(seq_id) in self.leases.opened
+        ):
+            return [Emit(gateway_id, GivenBack(seq_id, "the id is in use"))]
         seq = self._intake.open(gateway_id, message, guide)
         if isinstance(seq, GivenBack):
             return [Emit(gateway_id, seq)]
-        if seq.num_blocks > self._pool.num_blocks:
-            return [Emit(gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
+        if seq.num_prompt_blocks > self._pool.num_blocks:
+            return [Emit(gateway_id, GivenBack(seq_id, "prompt exceeds the KV pool"))]
         hands_over = isinstance(message, Prefill)
         prompt = PendingPrompt(seq, hands_over, self._num_prompts, num_top=message.prompt_logprobs)
         self._num_prompts += 1
-        return self.waiting.enqueue(prompt, message.prefix)
+        return waiting.enqueue(prompt, message.prefix)
 
-    def _is_known(self, seq_id: SeqId) -> bool:
-        return seq_id in self.waiting or seq_id in self.computing or LeaseId(seq_id) in self.leases
-
-    def _on_pull_ended(self, ended: PullDone | PullFailed) -> list[Effect]:
+    def on_pull_ended(self, ended: PullDone | PullFailed) -> list[Effect]:
+        """Computes a prompt whose prefix was pulled, or could not be pulled."""
         prompt = self.waiting.end_pull(ended)
         if prompt is None:
             return []
         effects = self._begin(prompt)
         # Later prompts went ahead during the pull. From now on this prompt is before them again.
-        in_order = sorted(self.computing.items(), key=lambda item: item[1].place)
+        in_order = sorted(self.computing.items(), key=lambda item: item[1].number)
         self.computing = dict(in_order)
         return effects
 
     # ------------------------------------------------------------ computing
 
-    def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
+    def schedule(self, budget_tokens: int) -> Scheduled:
         """Returns one chunk of each prompt, in order of arrival, while budget and memory last.
 
         A chunk may be scheduled while the previous chunk is in flight. A step that completes a
@@ -219,21 +197,15 @@ class PrefillScheduler:
         )
         return [*effects, Emit(seq.gateway_id, started)]
 
-    def _grow_lease(self, prompt: PendingPrompt, num_ready: int) -> list[Effect | Adopted]:
-        """Adds newly computed blocks to the lease, up to `num_ready` in all."""
-        if prompt.lease_id is None or num_ready == prompt.num_leased_ready:
-            return []
-        block_ids = tuple(prompt.seq.block_table[prompt.num_leased_ready : num_ready])
-        prompt.num_leased_ready = num_ready
-        return [GrowLease(prompt.lease_id, block_ids)]
-
     def _add_row(self, prompt: PendingPrompt, left: int, scheduled: Scheduled) -> int:
         """Adds the next chunk of a prompt, of at most `left` tokens; returns the tokens left.
 
         If the chunk completes the prompt, the tokens left are cut to `FULL_STEP_TOKENS` in all.
         """
         seq = prompt.seq
-        start = seq.num_planned_tokens
+        start = seq.num_computed_tokens
+        for row in seq.in_flight:
+            start += len(row.token_ids)
         num = min(left, self._chunk_tokens, len(seq.token_ids) - start)
         if self._pace is not None:
             most = self._pace.most_tokens(start)
@@ -264,74 +236,79 @@ class PrefillScheduler:
         room = max(FULL_STEP_TOKENS - scheduled.num_tokens, 0) if last else left
         return min(left - num, room)
 
-    def advance(
-        self, rows: Sequence[Row], results: Sequence[RowResult], now_s: float
-    ) -> list[Effect | Adopted]:
+    def advance(self, rows: Sequence[Row], results: Sequence[RowResult]) -> list[Effect]:
         """Counts chunks as computed. The last chunk brings the answer's first token."""
-        effects: list[Effect | Adopted] = []
+        effects: list[Effect] = []
         for row, result in zip(rows, results, strict=True):
-            effects += self._advance(row, result)
+            prompt = self.computing.get(row.seq_id)
+            if prompt is None or not prompt.seq.in_flight or prompt.seq.in_flight[0] is not row:
+                continue  # cancelled during the step
+            seq = prompt.seq
+            del seq.in_flight[0]
+            seq.advance(len(row.token_ids), self._pool)
+            prompt.scored += result.scored
+            if seq.guide is not None and result.token_ids and (fault := seq.fault) is not None:
+                effects += self._give_up(prompt, fault)
+                continue
+            num_ready = seq.num_computed_tokens // self._block_size
+            if result.token_ids:
+                num_ready = len(seq.block_table)
+            if prompt.lease_id is not None and num_ready > prompt.num_leased_ready:
+                block_ids = tuple(seq.block_table[prompt.num_leased_ready : num_ready])
+                prompt.num_leased_ready = num_ready
+                effects.append(GrowLease(prompt.lease_id, block_ids))
+            if result.token_ids:
+                effects += self._complete(prompt, result)
         return effects
-
-    def _advance(self, row: Row, result: RowResult) -> list[Effect | Adopted]:
-        prompt = self.computing.get(row.seq_id)
-        if prompt is None or not prompt.seq.lands(row):
-            return []  # cancelled during the step
-        seq = prompt.seq
-        seq.advance(len(row.token_ids), self._pool)
-        prompt.scored += result.scored
-        if not result.token_ids:
-            return self._grow_lease(prompt, seq.num_computed_tokens // self._block_size)
-        [token] = result.token_ids
-        del self.computing[row.seq_id]
-        if (fault := seq.fault) is not None:
-            return self._give_up(prompt, fault)
-        effects = self._grow_lease(prompt, len(seq.block_table))
-        finish = seq.append(token)
-        logprobs = result.logprobs[0] if result.logprobs else None
-        done = PrefillDone(
-            row.seq_id, token, finish, logprobs, prompt.scored, embedding=result.embedding
-        )
-        effects.append(Emit(seq.gateway_id, done))
-        return effects + self._leave(prompt, finish)
 
     # ------------------------------------------------------------ ends
 
-    def _leave(self, prompt: PendingPrompt, finish: FinishReason | None) -> list[Effect | Adopted]:
+    def _complete(self, prompt: PendingPrompt, result: RowResult) -> list[Effect]:
         """Passes a computed prompt on to the decode scheduler, or releases its blocks."""
+        seq = prompt.seq
+        del self.computing[seq.seq_id]
+        [token], finish = seq.extend(result.token_ids)
+        logprobs = result.logprobs[0] if result.logprobs else None
+        done = PrefillDone(
+            seq.seq_id, token, finish, logprobs, prompt.scored, embedding=result.embedding
+        )
+        effects: list[Effect] = [Emit(seq.gateway_id, done)]
         if not prompt.hands_over and finish is None:
-            return [Adopted(prompt.seq)]
-        prompt.seq.release(self._pool)  # the lease, if any, still holds the blocks
+            return effects + self._adopt(seq)
+        seq.release(self._pool)  # the lease, if any, still holds the blocks
         if prompt.lease_id is not None and finish is not None:
-            return [RevokeLease(prompt.lease_id)]
-        return []
+            effects.append(RevokeLease(prompt.lease_id))
+        return effects
 
-    def _give_up(self, prompt: PendingPrompt, fault: str) -> list[Effect | Adopted]:
+    def _give_up(self, prompt: PendingPrompt, fault: str) -> list[Effect]:
         """Ends an answer that no worker can continue."""
+        del self.computing[prompt.seq.seq_id]
         prompt.seq.release(self._pool)
         given_back = GivenBack(prompt.seq.seq_id, fault, hopeless=True)
         revoked = [] if prompt.lease_id is None else [RevokeLease(prompt.lease_id)]
         return [Emit(prompt.seq.gateway_id, given_back), *revoked]
 
-    def _cancel(self, seq_id: SeqId) -> list[Effect]:
+    def cancel(self, seq_id: SeqId) -> list[Effect]:
+        """Removes a prompt, and revokes its lease."""
         effects: list[Effect] = []
         if (prompt := self.computing.pop(seq_id, None)) is not None:
             prompt.seq.release(self._pool)
         else:
             effects += self.waiting.cancel(seq_id)
-        if LeaseId(seq_id) in self.leases:
+        if LeaseId(seq_id) in self.leases.opened:
             effects.append(RevokeLease(LeaseId(seq_id)))
         return effects
 
-    def _remove_gateway(self, gateway_id: GatewayId) -> list[Effect]:
+    def remove_gateway(self, gateway_id: GatewayId) -> list[Effect]:
         """Cancels a lost gateway's prompts, and revokes the leases on its computed prompts."""
         prompts = [*self.waiting.prompts(), *self.computing.values()]
         mine = [prompt.seq.seq_id for prompt in prompts if prompt.seq.gateway_id == gateway_id]
         mine += map(SeqId, self.leases.of(gateway_id))
-        return [effect for seq_id in dict.fromkeys(mine) for effect in self._cancel(seq_id)]
+        return [effect for seq_id in dict.fromkeys(mine) for effect in self.cancel(seq_id)]
 
-    def _on_lease_ended(self, lease_id: LeaseId, reason: str) -> list[Effect]:
-        if not self.leases.end(lease_id):
+    def on_lease_ended(self, lease_id: LeaseId, reason: str) -> list[Effect]:
+        """Releases the blocks of a lease. Gives back a prompt whose sink is silent."""
+        if not self.leases.close(lease_id):
             return []
         seq_id = SeqId(lease_id)
         prompt = self.computing.get(seq_id)
@@ -347,11 +324,11 @@ class PrefillScheduler:
     def validate(self) -> None:
         """Asserts the scheduler's invariants."""
         self.waiting.validate()
-        assert not self.computing.keys() & {*self.waiting.pulling, *self.waiting.aborting}
+        assert not self.computing.keys() & self.waiting.pulling.keys()
         for seq_id, prompt in self.computing.items():
             assert prompt.prefix is None
             assert prompt.seq.seq_id == seq_id
-            assert len(prompt.seq.block_table) == prompt.seq.num_blocks
-            assert prompt.num_leased_ready <= prompt.seq.num_blocks
+            assert len(prompt.seq.block_table) == prompt.seq.num_prompt_blocks
+            assert prompt.num_leased_ready <= prompt.seq.num_prompt_blocks
             if prompt.lease_id is not None:
-                assert prompt.lease_id in self.leases
+                assert prompt.lease_id in self.leases.opened

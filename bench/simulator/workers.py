@@ -29,7 +29,7 @@ from bench.simulator.crowd import Crowd
 from bench.simulator.hardware import HardwareProfile, Pricing, StepPrice
 from bench.simulator.prompts import base_of
 from bench.simulator.transfers import Future, Rank, Transfers
-from deploy.worker.core import worker_core
+from deploy.worker.core import WorkerCore
 from engine.demand import DecodeCost
 from engine.messages import (
     PROTOCOL_VERSION,
@@ -146,7 +146,7 @@ class SimWorker:
         self._block_size = hardware.layout.block_size
         self.pool = BlockPool(hardware.num_blocks, keeps_news=True, tells_tokens=False)
         self._stretch_limit = stretch
-        parts = worker_core(
+        self.core = WorkerCore(
             self.pool,
             hardware,
             intake=Intake(self._block_size, read=read),
@@ -154,7 +154,7 @@ class SimWorker:
             role=role,
             stretch=stretch,
         )
-        self.core, self._decode = parts.core, parts.decode
+        self._decode = self.core.decode
         self._inbox: list[Event] = []
         self._expected: dict[SeqId, _Told] = {}  # sequences that are to decode here
         self._told: dict[SeqId, _Told] = {}  # sequences that have begun to decode
@@ -232,7 +232,7 @@ class SimWorker:
             self._has_news = True
             self._note_lengths(events)
             for event in events:
-                self._perform(self.core.handle(event, now_s))
+                self._perform(self.core.handle(event))
         if self.reports and now_s >= self._next_report_s:
             self._report()
         self._plan()
@@ -248,7 +248,7 @@ class SimWorker:
         self._send()
         if plan is not None:
             self._begin(plan)
-        elif (held_until_s := self._decode.held_until_s) is not None:
+        elif (held_until_s := self.core.held_until_s) is not None:
             self._future.plan(held_until_s, Rank.ROUTINE, self._on_held_until, None)
         elif (stuck_until_s := self._decode.arrivals.stuck_until_s) is not None:
             self._future.plan(

@@ -31,7 +31,6 @@ from deploy.ranks.frames import (
     TransferRefused,
 )
 from deploy.worker.opening import group_of
-from deploy.worker.step_watch import FIRST_STEPS_FACTOR
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 from engine.layout import Shard
@@ -42,6 +41,7 @@ from engine.net.silence import Silence
 from engine.socket_child import start_with_socket
 from engine.worker.events import TransferOrder, TransferReport
 from engine.worker.ranks import RankPlace
+from engine.worker.steps import FIRST_STEPS_FACTOR
 from kvtransfer.endpoint import EndpointConfig
 from kvtransfer.messages import Identity
 

@@ -555,7 +555,7 @@ class _StoreListener:
         self._gateway_id = gateway_id
         self._handle = handle
 
-    def take(self, message: ToWorker) -> None:
+    def receive(self, message: ToWorker) -> None:
         assert not isinstance(message, Hello)
         if isinstance(message, SetRole):
             log.warning("a store cannot become a %s worker", message.role)

@@ -1,22 +1,38 @@
-"""Sessions of gateways with a worker or a store.
+"""Sessions of gateways with a worker or a store, and the messages that they bring to a worker.
 
 Frames are sent in the call that posts them. A gateway that reads too slowly is cut off. A gateway
 has one session at a time; its end is reported before its next session can begin.
+
+A `SessionInbox` turns a session's messages into events for the step thread. A message without a
+grammar passes at once. Opening a guide means a compile and a replay of the answer so far: up to a
+second of a thread. Neither the step loop nor the session's reader waits for it. The messages of one
+sequence stay in order: they wait here behind the message that brings the sequence's grammar.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from engine.errors import ProtocolError
+from engine.errors import GrammarError, ProtocolError
+from engine.grammar.guide import Guides, OpenedGuide
+from engine.log_context import REQUEST, request_ids
 from engine.messages import (
     PROTOCOL_VERSION,
+    Decode,
     GatewayId,
+    Generate,
     Hello,
+    Prefetch,
+    Prefill,
     Refused,
+    Role,
+    SeqId,
+    SetRole,
+    StoreHint,
     ToWorker,
     Welcome,
     decode_to_worker,
@@ -24,18 +40,21 @@ from engine.messages import (
 )
 from engine.net.sessions import Line, SessionServer
 from engine.net.trust import Secret
+from engine.worker.events import FromGateway, OfGateway
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_UNSENT_BYTES = 16 * 2**20  # to one gateway, which is cut off if it has more
+MAX_OPENING = 1024  # sequences of one gateway whose guides are being opened
+MAX_KEPT = 8192  # ids of the latest sequences
 
 
 class GatewayListener(Protocol):
     """Handles the messages of one session."""
 
-    def take(self, message: ToWorker) -> None:
-        """Takes a message. A second `Hello` has no meaning and is never passed on."""
+    def receive(self, message: ToWorker) -> None:
+        """Handles a message. A second `Hello` has no meaning and is never passed on."""
         ...
 
     def close(self) -> None:
@@ -110,7 +129,12 @@ class GatewaySessions:
         self._lines[gateway_id] = line
         listener = self._listen(gateway_id)
         try:
-            await _read_all(gateway_id, listener, line)
+            while (frame := await line.receive()) is not None:
+                for message in decode_to_worker(frame):
+                    if not isinstance(message, Hello):
+                        listener.receive(message)
+        except ProtocolError as error:
+            log.warning("cut off gateway %s: %s", gateway_id, error)
         finally:
             listener.close()
             self._on_lost(gateway_id)  # must precede the next session of this gateway
@@ -132,13 +156,118 @@ class GatewaySessions:
                 return Refused("the first frame must be one Hello")
 
 
-async def _read_all(gateway_id: GatewayId, listener: GatewayListener, line: Line) -> None:
-    async for frame in line:
+class RequestIds:
+    """The ids of each sequence's request. One thread records them, any may log."""
+
+    def __init__(self) -> None:
+        self._client_ids: dict[SeqId, str] = {}  # for sequences that have one, oldest first
+
+    @contextmanager
+    def logged(self, seq_id: SeqId, client_id: str = "") -> Iterator[None]:
+        """Lines that are logged inside have the ids of the sequence's request.
+
+        Keeps `client_id`, if given, for later lines. If there are too many, the oldest are dropped.
+        """
+        if client_id:
+            self._client_ids.pop(seq_id, None)
+            self._client_ids[seq_id] = client_id
+            if len(self._client_ids) > MAX_KEPT:
+                del self._client_ids[next(iter(self._client_ids))]
+        own_id = seq_id.partition(".")[0]  # a router adds the number of its attempt
+        token = REQUEST.set(request_ids(own_id, self._client_ids.get(seq_id)))
         try:
-            messages = decode_to_worker(frame)
-        except ProtocolError as error:
-            log.warning("cut off gateway %s: %s", gateway_id, error)
-            return
-        for message in messages:
-            if not isinstance(message, Hello):
-                listener.take(message)
+            yield
+        finally:
+            REQUEST.reset(token)
+
+
+class SessionInbox:
+    """Handles the messages of one session, on one event loop.
+
+    `put` gets every message as an event, with its guide if it has one. `on_crash` gets bugs.
+    """
+
+    def __init__(  # noqa: PLR0913 - all that a session reaches
+        self,
+        gateway_id: GatewayId,
+        guides: Guides,
+        *,
+        executor: Executor,
+        put: Callable[[FromGateway], None],
+        on_crash: Callable[[BaseException], None],
+        request_ids: RequestIds,
+        possible_roles: Collection[Role],
+    ) -> None:
+        """`request_ids` gets the ids of each sequence's request."""
+        self._gateway_id = gateway_id
+        self._guides = guides
+        self._executor = executor
+        self._put = put
+        self._on_crash = on_crash
+        self._request_ids = request_ids
+        self._possible_roles = possible_roles
+        # The messages that wait behind each guide that is being opened.
+        self._behind: dict[SeqId, list[OfGateway]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def receive(self, message: ToWorker) -> None:
+        """Passes the message on, now or once its sequence's guide is open."""
+        assert not isinstance(message, Hello)
+        has_grammar = False
+        if isinstance(message, Prefill | Generate | Decode):
+            has_grammar = message.sampling.grammar is not None
+            with self._request_ids.logged(message.seq_id, message.client_id):
+                kind = type(message).__name__.lower()
+                log.info("takes a sequence: %s, %d tokens", kind, len(message.token_ids))
+        elif isinstance(message, SetRole) and message.role not in self._possible_roles:
+            why_not = "workers of that role hold KV in another format"
+            log.warning("this worker cannot become a %s worker: %s", message.role, why_not)
+        if has_grammar or self._behind:
+            self._pass_in_order(message)
+        else:
+            self._put(FromGateway(self._gateway_id, message))
+
+    def _pass_in_order(self, message: OfGateway) -> None:
+        """Opens the guide of a message, or lets the message wait behind its sequence's guide."""
+        if (
+            not isinstance(message, SetRole | Prefetch | StoreHint)
+            and message.seq_id in self._behind
+        ):
+            self._behind[message.seq_id].append(message)
+        elif not isinstance(message, Prefill | Generate | Decode) or not message.sampling.grammar:
+            self._put(FromGateway(self._gateway_id, message))
+        elif len(self._behind) >= MAX_OPENING:
+            fault = GrammarError(f"more than {MAX_OPENING} grammars wait to be compiled")
+            self._put(FromGateway(self._gateway_id, message, fault))
+        else:
+            self._behind[message.seq_id] = []
+            task = asyncio.create_task(self._open(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def close(self) -> None:
+        """Drops waiting messages: the session has ended, and no event of it may follow."""
+        for task in self._tasks:
+            task.cancel()
+        self._behind.clear()
+
+    async def _open(self, message: Prefill | Generate | Decode) -> None:
+        loop = asyncio.get_running_loop()
+        guide = await loop.run_in_executor(self._executor, _opened, self._guides, message)
+        self._put(FromGateway(self._gateway_id, message, guide))
+        for later in self._behind.pop(message.seq_id):
+            self._pass_in_order(later)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_crash(error)
+
+
+def _opened(guides: Guides, message: Prefill | Generate | Decode) -> OpenedGuide:
+    grammar = message.sampling.grammar
+    assert grammar is not None
+    try:
+        return guides.open(grammar, message.token_ids[message.limits.prompt_len :], message.salt)
+    except GrammarError as error:
+        return error

@@ -26,11 +26,9 @@ import msgspec
 
 from decode.speculation import Speculator
 from deploy.worker.block_publisher import BlockPublisher
-from deploy.worker.core import worker_core
-from deploy.worker.gateway_sessions import GatewaySessions
+from deploy.worker.core import WorkerCore
+from deploy.worker.gateway_sessions import GatewaySessions, RequestIds, SessionInbox
 from deploy.worker.process_facts import cpu_s, process_gauges
-from deploy.worker.session_inbox import RequestIds, SessionInbox
-from deploy.worker.step_watch import StepWatch
 from engine.clock import Clock
 from engine.devices.settings import WorkerSettings
 from engine.grammar.guides import LlGuides
@@ -54,10 +52,9 @@ from engine.net.trust import Secret
 from engine.worker.batch import BatchPlan, LaunchedStep, Runner
 from engine.worker.block_events import EventLog
 from engine.worker.blocks import BlockPool
-from engine.worker.core import WorkerCore
-from engine.worker.effort import ModelSizes, StepEffort
 from engine.worker.events import Effect, Emit, EmitToAll, Event, GatewayLost, PullFailed
 from engine.worker.intake import Intake
+from engine.worker.steps import ModelSizes, StepEffort, StepWatch
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.group_endpoint import GroupEndpoint, RemoteEndpoint
 from kvtransfer.lease.sink import ABORTED
@@ -207,7 +204,9 @@ class WorkerHost:
 
     def _open_core(self, address: TransferAddress) -> WorkerCore:
         config, model = self._config, self._model
-        pool = self._pool = BlockPool(self._runner.num_blocks, keeps_news=True)
+        self._pool = BlockPool(
+            self._runner.num_blocks, keeps_news=True, tells_tokens=config.publish_token_ids
+        )
         speculator = Speculator(
             config.speculate,
             max_draft_tokens=config.max_draft_tokens,
@@ -216,8 +215,8 @@ class WorkerHost:
         intake = Intake(
             self._runner.layout.block_size, model.guides, model.vocab_size, model.context_len
         )
-        return worker_core(
-            pool,
+        return WorkerCore(
+            self._pool,
             config,
             intake=intake,
             address=address,
@@ -225,7 +224,7 @@ class WorkerHost:
             possible=self._possible,
             stretch=config.stretch,
             speculator=speculator,
-        ).core
+        )
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -339,7 +338,7 @@ class WorkerHost:
         try:
             while True:
                 if event is not None:
-                    effects += self._core.handle(event, self._clock.now_s())
+                    effects += self._core.handle(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
             pass

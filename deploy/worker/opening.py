@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from deploy.base.spec import WorkerSpec
 from deploy.worker import memory
-from deploy.worker.step_watch import FIRST_STEPS_FACTOR
 from engine.config import DeviceKind
 from engine.worker.ranks import RankPlace
+from engine.worker.steps import FIRST_STEPS_FACTOR
 from kvtransfer.device.blocks import DeviceBlocks, DevicePool
 from kvtransfer.device.cuda_driver import CudaDriver
 from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool

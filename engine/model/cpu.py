@@ -29,9 +29,10 @@ from engine.model.attention.hook import forward
 from engine.model.attention.kvcache import KVCache
 from engine.model.loading import company, probe
 from engine.model.loading.checkpoint import LoadedModel, try_again
-from engine.model.native import speculate
+from engine.model.native import decoder as native_decoder
 from engine.model.native.attention import NativeAttention
-from engine.model.native.decoder import Decoder, NotFused, PreparedCall, build
+from engine.model.native.building import NotFused, build
+from engine.model.native.decoder import Decoder, Drafting, PreparedCall
 from engine.model.native.invariant import InvariantProducts
 from engine.model.native.linear import PackedLinear, Team, bare_bytes, pack_linears
 from engine.model.native.sampling import sample
@@ -200,7 +201,7 @@ class CpuForward:
         if self._decoder is None or has_guide(proposing) or not proposing:
             draft_step_by_step(self, proposals, masks)
             return
-        drafted = speculate.draft(
+        drafted = native_decoder.draft(
             self._decoder,
             [proposal.seen() for proposal in proposals],
             [proposal.choice(0) for proposal in proposing],
@@ -209,58 +210,27 @@ class CpuForward:
         for proposal, token_ids in zip(proposing, drafted, strict=True):
             proposal.token_ids = token_ids
 
-    def drafts_along(self, draft: "CpuForward", proposals: Sequence[DraftedRow]) -> bool:
-        """True if `verify` and a pass of `draft` can be one call."""
-        both = self._decoder is not None and draft._decoder is not None
-        return both and not has_guide(proposals)
+    def drafting(
+        self, draft: "CpuForward", seen: Sequence[DraftedRow], proposals: Sequence[DraftedRow]
+    ) -> Drafting | None:
+        """Returns what lets `verify` run a pass of `draft` in the same call; None if it cannot."""
+        if self._decoder is None or draft._decoder is None or has_guide(proposals):
+            return None
+        return Drafting(draft._decoder, seen)
 
-    def draft_and_verify(
+    def verify(
         self,
-        draft: "CpuForward",
-        seen: Sequence[DraftedRow],
         proposals: Sequence[DraftedRow],
+        masks: Masks,
         clock: Clock,
+        drafting: Drafting | None = None,
     ) -> Verified:
-        """Runs `draft.draft` for the proposals in `seen`, then `verify`, in one call."""
-        proposing = [proposal for proposal in seen if proposal.row.num_to_draft > 0]
-        place_of = {id(proposal): place for place, proposal in enumerate(proposals)}
-        for proposal in proposing:
-            proposal.token_ids = [0] * proposal.row.num_to_draft  # to be filled in
-        drafting = speculate.Drafting(
-            draft._decoder,
-            [proposal.seen() for proposal in seen],
-            [place_of[id(proposal)] for proposal in proposing],
-            [proposal.row.num_to_draft for proposal in proposing],
-        )
-        chosen = self._verify(proposals, clock, drafting)
-        for proposal, token_ids in zip(proposing, chosen.drafted, strict=True):
-            proposal.token_ids = token_ids
-        times = chosen.forward_s, chosen.prepare_s, chosen.draft_s
-        return Verified(chosen.token_ids, chosen.logits, *times)
-
-    def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
         """Runs this model over rows and their proposed tokens, and chooses tokens; in one call if
         possible.
         """
         if self._decoder is None or has_guide(proposals):
             return verify_by_parts(self, proposals, masks, clock)
-        chosen = self._verify(proposals, clock)
-        return Verified(chosen.token_ids, chosen.logits, chosen.forward_s, chosen.prepare_s)
-
-    def _verify(
-        self,
-        proposals: Sequence[DraftedRow],
-        clock: Clock,
-        drafting: speculate.Drafting | None = None,
-    ) -> speculate.Chosen:
-        return speculate.verify(
-            self._decoder,
-            [p.row for p in proposals],
-            [None if p.row.sampling is None else p.choice(0) for p in proposals],
-            [p.token_ids for p in proposals],
-            clock,
-            drafting,
-        )
+        return native_decoder.verify(self._decoder, proposals, clock, drafting)
 
     def _warn_of_bare_weights(self) -> None:
         """Warns if much of the model stayed in fp32 although another format was requested."""

@@ -61,8 +61,8 @@ from engine.worker.batch import (
     StepTimes,
 )
 from engine.worker.blocks import BlockId
-from engine.worker.effort import ModelSizes
 from engine.worker.ranks import shards_of
+from engine.worker.steps import ModelSizes
 
 WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
@@ -92,31 +92,21 @@ class Fence(Protocol):
         ...
 
 
-class TorchStep:
+class TorchStep(msgspec.Struct, frozen=True):
     """A step of a `TorchRunner`. Without a fence, the step is already complete."""
 
-    def __init__(
-        self,
-        rows: Sequence[RowResult],
-        times: StepTimes,
-        begin_s: float,
-        clock: Clock,
-        fence: Fence | None = None,
-    ) -> None:
-        """`times` does not yet include sampling, which lasts until the fence."""
-        self._rows = rows
-        self._times = times
-        self._begin_s = begin_s
-        self._clock = clock
-        self._fence = fence
+    rows: Sequence[RowResult]
+    times: StepTimes  # without sampling, which lasts until the fence
+    begin_s: float
+    clock: Clock
+    fence: Fence | None = None
 
     def result(self) -> BatchResult:
         """Waits for the fence. From then on K and V of all tokens are in the buffer."""
-        if self._fence is not None:
-            self._fence.synchronize()
-        passed_s = self._clock.now_s() - self._begin_s
-        sample_s = passed_s - self._times.total_s
-        return BatchResult(self._rows, msgspec.structs.replace(self._times, sample_s=sample_s))
+        if self.fence is not None:
+            self.fence.synchronize()
+        sample_s = self.clock.now_s() - self.begin_s - self.times.total_s
+        return BatchResult(self.rows, msgspec.structs.replace(self.times, sample_s=sample_s))
 
 
 class RunnerChoices(NamedTuple):
@@ -403,16 +393,41 @@ class TorchRunner:
         return self.launch(plan).result()
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
-        """Runs the passes of a plan; on a GPU, queues them."""
-        if self.overlaps:
-            return self._launch_overlapped(plan)
-        return self._launch_alone(plan)
+        """Runs the passes of a plan; the host waits for its tokens. On a GPU, queues the passes."""
+        if self.overlaps and (step := self._launch_overlapped(plan)) is not None:
+            return step
+        begin_s = self._clock.now_s()
+        proposals = []
+        for row in plan.rows:
+            end = row.start + len(row.token_ids) + len(row.draft) + row.num_to_draft
+            assert end <= self.context_len
+            proposals.append(_proposed(row) if row.draft else DraftedRow(row))
+        if not proposals:
+            return TorchStep((), StepTimes(0.0, 0.0, 0.0), begin_s, self._clock)
+        with torch.inference_mode():
+            if self.embeds:
+                verified = verify.verify_by_parts(
+                    self._forward, proposals, self._masks, self._clock
+                )
+            elif self.draft_forward is not None:
+                verified = self._drafted_and_verified(self.draft_forward, proposals)
+            else:
+                verified = self._forward.verify(proposals, self._masks, self._clock)
+            results = verify.results(proposals, verified.chosen, verified.logits)
+            if self.embeds:
+                results = _embedded(results, verified.logits)
+        times = StepTimes(verified.prepare_s, verified.forward_s, 0.0, verified.draft_s)
+        fence = None
+        if self._is_cuda:
+            fence = torch.cuda.Event()
+            fence.record()
+        return TorchStep(results, times, begin_s, self._clock, fence)
 
-    def _launch_overlapped(self, plan: BatchPlan) -> LaunchedStep:
-        """Queues a step, behind the last one if that is in flight."""
+    def _launch_overlapped(self, plan: BatchPlan) -> LaunchedStep | None:
+        """Queues a step, behind the last one if that is in flight. None if drafts need its end."""
         if not plan.rows or any(row.max_drafted for row in plan.rows):
             self._last = None  # no rows are pending, so the last step has ended
-            return self._launch_alone(plan)
+            return None
         assert isinstance(self._forward, CudaForward)
         assert self._tokens is not None
         step = OverlappedStep(
@@ -422,50 +437,24 @@ class TorchRunner:
         self._last = step
         return step
 
-    def _launch_alone(self, plan: BatchPlan) -> "TorchStep":
-        """Runs the passes of a plan; the host waits for its tokens."""
-        if not plan.rows:
-            return TorchStep((), StepTimes(0.0, 0.0, 0.0), self._clock.now_s(), self._clock)
-        assert max(row.end + row.max_drafted for row in plan.rows) <= self.context_len
-        begin_s = self._clock.now_s()
-        with torch.inference_mode():
-            proposals = [_proposed(row) for row in plan.rows]
-            verified = self._drafted_and_verified(proposals)
-            results = verify.results(proposals, verified.chosen, verified.logits)
-            if self.embeds:
-                results = _embedded(results, verified.logits)
-        times = StepTimes(
-            prepare_s=verified.prepare_s,
-            forward_s=verified.forward_s,
-            sample_s=0.0,
-            draft_s=verified.draft_s,
-        )
-        fence = None
-        if self._is_cuda:
-            fence = torch.cuda.Event()
-            fence.record()
-        return TorchStep(results, times, begin_s, self._clock, fence)
-
-    def _drafted_and_verified(self, proposals: Sequence[DraftedRow]) -> Verified:
+    def _drafted_and_verified(
+        self, draft: CpuForward | CudaForward | SharedForward, proposals: Sequence[DraftedRow]
+    ) -> Verified:
         """Runs the draft model over the rows that it sees, and the target over all rows."""
-        draft, clock = self.draft_forward, self._clock
-        if self.embeds:
-            return verify.verify_by_parts(self._forward, proposals, self._masks, clock)
+        clock, masks, forward = self._clock, self._masks, self._forward
         seen = [proposal for proposal in proposals if proposal.row.draft_token_ids]
-        if draft is None or not seen:
-            return self._forward.verify(proposals, self._masks, clock)
+        if not seen:
+            return forward.verify(proposals, masks, clock)
         seen.sort(key=_num_to_draft, reverse=True)
-        if (
-            isinstance(self._forward, CpuForward)
-            and isinstance(draft, CpuForward)
-            and seen[0].row.num_to_draft > 0
-            and self._forward.drafts_along(draft, proposals)
-        ):
-            return self._forward.draft_and_verify(draft, seen, proposals, clock)
+        is_cpu = isinstance(forward, CpuForward) and isinstance(draft, CpuForward)
+        if is_cpu and seen[0].row.num_to_draft > 0:
+            drafting = forward.drafting(draft, seen, proposals)
+            if drafting is not None:
+                return forward.verify(proposals, masks, clock, drafting)
         begin_s = clock.now_s()
-        draft.draft(seen, self._masks)
+        draft.draft(seen, masks)
         draft_s = clock.now_s() - begin_s
-        return self._forward.verify(proposals, self._masks, clock)._replace(draft_s=draft_s)
+        return forward.verify(proposals, masks, clock)._replace(draft_s=draft_s)
 
     def warm_up(self, clock: Clock | None = None) -> float:
         """Runs a chunk and a step on blocks that no sequence owns yet; returns the seconds they
@@ -550,8 +539,6 @@ def _resolve_num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int 
 
 def _proposed(row: Row) -> DraftedRow:
     """Returns the row, with its proposed tokens cut to the leading ones that its grammar allows."""
-    if not row.draft:
-        return DraftedRow(row)
     assert row.num_to_draft == 0
     num_allowed = len(row.draft) if row.guide is None else row.guide.num_allowed(row.draft)
     return DraftedRow(row, list(row.draft[:num_allowed]))

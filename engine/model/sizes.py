@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from engine.layout import KVLayout
 from engine.model.loading.checkpoint import LoadedModel
 from engine.model.parallel.group import RankGroup
-from engine.worker.effort import ModelSizes
+from engine.worker.steps import ModelSizes
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")

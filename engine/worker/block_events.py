@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 from itertools import islice
-from typing import Annotated, TypeGuard
+from typing import Annotated
 
 import msgspec
 
@@ -142,26 +142,6 @@ def decode_answer(frames: Sequence[bytes]) -> tuple[int, list[BlockEvent]] | Non
     return None if number == END_NUMBER else (number, decode_batch(frames[1]))
 
 
-def stored(
-    block_hashes: Sequence[BlockHash],
-    parent: BlockHash | None,
-    *,
-    block_size: int,
-    token_ids: Sequence[int] = (),
-    medium: str | None = None,
-) -> BlockStored:
-    """Returns a BlockStored event; fields that Baton does not use are empty."""
-    return BlockStored(
-        block_hashes=list(block_hashes),
-        parent_block_hash=parent,
-        token_ids=list(token_ids),
-        block_size=block_size,
-        lora_id=None,
-        medium=medium,
-        lora_name=None,
-    )
-
-
 def events_of(
     news: Sequence[CacheNews], block_size: int, *, with_token_ids: bool = False
 ) -> list[BlockEvent]:
@@ -178,28 +158,25 @@ def events_of(
             last = BlockRemoved([item.block_hash], medium=item.medium)
         else:
             token_ids = item.token_ids if with_token_ids else ()
-            if _continues(last, item):
+            if (
+                isinstance(last, BlockStored)
+                and last.block_hashes[-1] == item.parent
+                and last.medium == item.medium
+            ):
                 last.block_hashes.append(item.block_hash)
                 last.token_ids.extend(token_ids)
                 continue
-            last = stored(
+            last = BlockStored(
                 [item.block_hash],
                 item.parent,
-                block_size=block_size,
-                token_ids=token_ids,
+                list(token_ids),
+                block_size,
+                lora_id=None,
                 medium=item.medium,
+                lora_name=None,
             )
         events.append(last)
     return events
-
-
-def _continues(last: BlockEvent | None, item: Stored) -> TypeGuard[BlockStored]:
-    """True if the block follows the last event's blocks, on the same medium."""
-    return (
-        isinstance(last, BlockStored)
-        and last.block_hashes[-1] == item.parent
-        and last.medium == item.medium
-    )
 
 
 class EventLog:

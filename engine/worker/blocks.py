@@ -54,23 +54,12 @@ BlockHash = NewType("BlockHash", bytes)
 
 LIKELY_REUSED_STAY = 3
 ORDINARY, EVICT_FIRST, LIKELY_REUSED = range(3)  # marks of blocks
+OWNED, LEASED, IN_FLIGHT = range(3)  # kinds of holders
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: bytes = b"") -> BlockHash:
-    """Returns the hash of one full block, given its predecessor's hash. All salts in use have
-    the same length.
-    """
-    h = blake2b(salt, digest_size=HASH_BYTES)
-    h.update((parent or b"") + _packed(token_ids))
-    return BlockHash(h.digest())
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    """Packs each id into four bytes, little-endian."""
-    packed = array("I", token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    """Returns the hash of one full block, given its predecessor's hash."""
+    return hash_blocks(token_ids, len(token_ids), salt, parent=parent)[0]
 
 
 def hash_blocks(
@@ -82,12 +71,15 @@ def hash_blocks(
 ) -> list[BlockHash]:
     """Returns the hashes of the full blocks of `token_ids`; the first block follows `parent`.
 
-    A partial block at the end has no hash.
+    A partial block at the end has no hash. All salts in use have the same length.
     """
     hashes: list[BlockHash] = []
     salted = blake2b(salt, digest_size=HASH_BYTES)
     last: bytes = parent or b""
-    packed = _packed(token_ids)
+    numbers = array("I", token_ids)  # four bytes for each id, little-endian
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    packed = numbers.tobytes()
     width = 4 * block_size
     for start in range(0, len(packed) - width + 1, width):
         h = salted.copy()
@@ -147,12 +139,12 @@ class BlockPool:
     ) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        # True if callers of `set_hash` should pass tokens.
+        # True if callers of `set_hashes` should pass tokens.
         self.wants_tokens = keeps_news and tells_tokens
         self._news: list[CacheNews] | None = [] if keeps_news else None
-        self._owned = [0] * num_blocks
-        self._leased = [0] * num_blocks
-        self._in_flight = [0] * num_blocks
+        # For each kind of holder: each block's holders, and the number of blocks with any.
+        self._holders = tuple([0] * num_blocks for _ in (OWNED, LEASED, IN_FLIGHT))
+        self._num_held = [0, 0, 0]
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
         # Number of known prompt blocks that directly follow each block.
@@ -160,9 +152,6 @@ class BlockPool:
         # Parent's hash, set for blocks of prompts.
         self._parent: list[BlockHash | None] = [None] * num_blocks
         self._num_cached = 0  # number of idle blocks with a known hash
-        self._num_leased = self._num_in_flight = (
-            0  # numbers of blocks with this kind of holder; a block may have both kinds
-        )
         # For each step in flight, the blocks that become free when it ends.
         self._freed_in_flight: deque[list[BlockId]] = deque()
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
@@ -185,9 +174,9 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         """Counts the blocks by kind of holder."""
-        in_flight, leased = self._num_in_flight, self._num_leased
-        if in_flight and leased:
-            leased -= sum(map(bool, map(mul, self._in_flight, self._leased)))
+        _, leased, in_flight = self._num_held
+        if in_flight and leased:  # a block may have both kinds of holders
+            leased -= sum(map(bool, map(mul, self._holders[IN_FLIGHT], self._holders[LEASED])))
         in_flight += sum(map(len, self._freed_in_flight))
         owned = self.num_blocks - self.num_idle - leased - in_flight
         cached = self._num_cached
@@ -224,25 +213,28 @@ class BlockPool:
         """
         if num_blocks > self.num_idle:
             raise OutOfBlocks(num_blocks, self.num_idle)
-        owned, known, first, kept = self._owned, self._hash, self._evict_first, self._kept
-        blocks = list(islice(chain(first, self._longest_idle()), num_blocks))
-        num_first, marks, likely_reused = len(first), self._marks, self._likely_reused
+        known, first, kept = self._hash, self._evict_first, self._kept
+        marks, likely_reused = self._marks, self._likely_reused
+        idle = chain(first, self._longest_idle() if likely_reused else kept)
+        blocks, num_first = list(islice(idle, num_blocks)), len(first)
         for block in blocks[:num_first]:
             del first[block]
         for block in blocks[num_first:]:
             del (likely_reused if marks[block] == LIKELY_REUSED else kept)[block]
         self._num_handed_out += num_blocks
+        self._num_held[OWNED] += num_blocks
+        owned, evicted = self._holders[OWNED], []
         for block in blocks:
             owned[block] = 1
-        if evicted := [block for block in blocks if known[block] is not None]:
+            if known[block] is not None:
+                evicted.append(block)
+        if evicted:
             self._num_cached -= len(evicted)
             self._remove(evicted)
         return blocks
 
     def _longest_idle(self) -> Iterable[BlockId]:
         """Returns idle blocks that are worth keeping, in the order in which their stay ends."""
-        if not self._likely_reused:
-            return self._kept
         now, since, marks = self._num_handed_out, self._idle_since, self._marks
 
         def stay(block: BlockId) -> int:
@@ -251,52 +243,38 @@ class BlockPool:
 
         return merge(self._kept, self._likely_reused, key=stay)
 
-    def set_hash(
+    def set_hashes(
         self,
-        block: BlockId,
-        block_hash: BlockHash,
+        blocks: Sequence[BlockId],
+        hashes: Sequence[BlockHash],
         *,
         parent: BlockHash | None = None,
-        token_ids: Sequence[int] = (),
+        token_ids: Sequence[Sequence[int]] = (),
         is_answer: bool = False,
     ) -> None:
-        """Records that `block` is full, and its hash. Of two blocks with the same hash, lookups
-        find the first.
+        """Records that `blocks`, which follow one another, are full, and their hashes.
 
-        `parent`, the hash of the block before it, and the tokens are only passed on as news.
-        With `is_answer`, the block was generated, and does not count as a block that follows its
-        parent.
+        Of two blocks with the same hash, lookups find the first.
+
+        `parent`, the hash of the block before the first, and the blocks' tokens are only passed on
+        as news. With `is_answer`, the blocks were generated, and none counts as a block that
+        follows its parent.
         """
-        if block_hash not in self._by_hash:
-            self._by_hash[block_hash] = block
-            self._hash[block] = block_hash
-            self._num_cached += self._is_idle(block)
-            if not is_answer:
-                self._follow(block, parent)
-            if self._news is not None:
-                self._news.append(Stored(block_hash, parent, token_ids))
-
-    def set_hashes(
-        self, blocks: Sequence[BlockId], hashes: Sequence[BlockHash], *, parent: BlockHash | None
-    ) -> None:
-        """Calls `set_hash` for each block that has a hash in `hashes`, without tokens."""
-        by_hash, known, news = self._by_hash, self._hash, self._news
-        parents = (parent, *hashes)
-        if not by_hash.keys().isdisjoint(hashes):
-            for block, block_hash, before in zip(blocks, hashes, parents, strict=False):
-                self.set_hash(block, block_hash, parent=before)
-            return
-        by_hash.update(zip(hashes, blocks, strict=False))
-        num_children, parent_of, owned = self._num_children, self._parent, self._owned
-        for block, block_hash, before in zip(blocks, hashes, parents, strict=False):
-            known[block] = block_hash
-            parent_of[block] = before
-            if before is not None:
-                num_children[before] = num_children.get(before, 0) + 1
-            if not owned[block]:  # most blocks have an owner, so they are not idle
-                self._num_cached += self._is_idle(block)
-        if news is not None:
-            news += map(_stored, zip(hashes, parents, repeat(()), repeat(None), strict=False))
+        by_hash, known, owned, news = self._by_hash, self._hash, self._holders[OWNED], self._news
+        num_children = self._num_children
+        for block, block_hash, tokens in zip(blocks, hashes, token_ids or repeat(()), strict=False):
+            if block_hash not in by_hash:
+                by_hash[block_hash] = block
+                known[block] = block_hash
+                if not owned[block]:  # most blocks have an owner, so they are not idle
+                    self._num_cached += self._is_idle(block)
+                if not is_answer:
+                    self._parent[block] = parent
+                    if parent is not None:
+                        num_children[parent] = num_children.get(parent, 0) + 1
+                if news is not None:
+                    news.append(_stored((block_hash, parent, tokens, None)))
+            parent = block_hash
 
     def take_news(self) -> list[CacheNews]:
         """Returns the blocks that were stored and evicted since the last call, in order."""
@@ -306,39 +284,59 @@ class BlockPool:
         self._news = []
         return news
 
-    def own(self, blocks: Iterable[BlockId]) -> None:
-        """Adds a sequence as an owner of these blocks."""
-        self._hold(self._owned, blocks)
+    def hold(self, kind: int, blocks: Iterable[BlockId]) -> None:
+        """Adds a holder to each block: a sequence that owns it, a lease, or a pull that writes."""
+        num_first, holders = 0, self._holders[kind]
+        first, kept, known = self._evict_first, self._kept, self._hash
+        likely_reused = self._likely_reused
+        for block in blocks:
+            num_first += not holders[block]
+            holders[block] += 1
+            if block in kept:
+                del kept[block]
+                self._num_cached -= 1
+            elif block in likely_reused:
+                del likely_reused[block]
+                self._num_cached -= 1
+            elif block in first:
+                del first[block]
+                self._num_cached -= known[block] is not None
+        self._num_held[kind] += num_first
 
-    def disown(
-        self, blocks: Sequence[BlockId], *, evict_first: bool = False, likely_reused: bool = False
-    ) -> None:
-        """Removes an owner. The end of a prefix becomes free before its beginning."""
-        if evict_first:
+    def release(self, kind: int, blocks: Sequence[BlockId], mark: int | None = None) -> None:
+        """Removes a holder from each block, and marks the blocks unless `mark` is None.
+
+        The end of a prefix becomes free before its beginning.
+        """
+        marks = self._marks
+        if mark == EVICT_FIRST:
             self._mark_evict_first(blocks)
-        else:
-            mark, marks = LIKELY_REUSED if likely_reused else ORDINARY, self._marks
+        elif mark is not None:
             for block in blocks:
                 marks[block] = mark
-        self._let_go(self._owned, reversed(blocks))
-
-    def lease(self, blocks: Iterable[BlockId]) -> None:
-        """Lets another worker read these blocks from now on."""
-        self._num_leased += self._hold(self._leased, blocks)
-
-    def end_lease(self, blocks: Sequence[BlockId], *, evict_first: bool = False) -> None:
-        """Ends a lease: its reader is gone, but may keep its copies."""
-        if evict_first:
-            self._mark_evict_first(blocks)
-        self._num_leased -= self._let_go(self._leased, reversed(blocks))
-
-    def begin_write(self, blocks: Iterable[BlockId]) -> None:
-        """Marks these blocks as written by a pull."""
-        self._num_in_flight += self._hold(self._in_flight, blocks)
-
-    def end_write(self, blocks: Sequence[BlockId]) -> None:
-        """Ends a pull's writing to these blocks."""
-        self._num_in_flight -= self._let_go(self._in_flight, reversed(blocks))
+        num_last, holders, (owned, leased, in_flight) = 0, self._holders[kind], self._holders
+        first, queues = self._evict_first, (self._kept, self._evict_first, self._likely_reused)
+        since, now = self._idle_since, self._num_handed_out
+        known, freed, num_cached = self._hash, self._freed_in_flight, self._num_cached
+        for block in reversed(blocks):
+            count = holders[block] - 1
+            assert count >= 0, f"block {block} is released more often than it was held"
+            holders[block] = count
+            if count:
+                continue
+            num_last += 1
+            if not (owned[block] or leased[block] or in_flight[block]):
+                if known[block] is not None:
+                    queues[marks[block]][block] = None
+                    since[block] = now
+                    num_cached += 1
+                elif freed:
+                    freed[-1].append(block)
+                else:
+                    first[block] = None
+                    first.move_to_end(block, last=False)
+        self._num_cached = num_cached
+        self._num_held[kind] -= num_last
 
     @property
     def num_steps(self) -> int:
@@ -358,12 +356,12 @@ class BlockPool:
     def validate(self) -> None:
         """Asserts every invariant of the pool."""
         counts = self.counts()
-        holders = list(zip(self._in_flight, self._leased, self._owned, strict=True))
+        holders = list(zip(*reversed(self._holders), strict=True))
         freed = [block for blocks in self._freed_in_flight for block in blocks]
         assert len(set(freed)) == len(freed)
         assert not any(map(self._is_idle, freed))
         assert counts.in_flight == sum(flight > 0 for flight, _, _ in holders) + len(freed)
-        assert self._num_leased == sum(lease > 0 for _, lease, _ in holders)
+        assert self._num_held == [sum(map(bool, held)) for held in self._holders]
         assert counts.leased == sum(lease > 0 and not flight for flight, lease, _ in holders)
         assert counts.owned == sum(
             own > 0 and not (flight or lease) for flight, lease, own in holders
@@ -388,64 +386,8 @@ class BlockPool:
         assert sum(h is not None for h in self._hash) == len(self._by_hash)
         assert Counter(each for each in self._parent if each is not None) == self._num_children
 
-    def _hold(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
-        """Adds a holder to each block; returns the number of blocks that had no holder of this
-        kind.
-        """
-        num_first = 0
-        first, kept, known = self._evict_first, self._kept, self._hash
-        likely_reused = self._likely_reused
-        for block in blocks:
-            num_first += not holders[block]
-            holders[block] += 1
-            if block in kept:
-                del kept[block]
-                self._num_cached -= 1
-            elif block in likely_reused:
-                del likely_reused[block]
-                self._num_cached -= 1
-            elif block in first:
-                del first[block]
-                self._num_cached -= known[block] is not None
-        return num_first
-
-    def _let_go(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
-        """Removes a holder from each block; returns the number of blocks left without a holder
-        of this kind.
-        """
-        num_last = 0
-        owned, leased, in_flight = self._owned, self._leased, self._in_flight
-        first, queues = self._evict_first, (self._kept, self._evict_first, self._likely_reused)
-        marks, since, now = self._marks, self._idle_since, self._num_handed_out
-        known, freed, num_cached = self._hash, self._freed_in_flight, self._num_cached
-        for block in blocks:
-            count = holders[block] - 1
-            assert count >= 0, f"block {block} is let go more often than it was held"
-            holders[block] = count
-            if count:
-                continue
-            num_last += 1
-            if not (owned[block] or leased[block] or in_flight[block]):
-                if known[block] is not None:
-                    queues[marks[block]][block] = None
-                    since[block] = now
-                    num_cached += 1
-                elif freed:
-                    freed[-1].append(block)
-                else:
-                    first[block] = None
-                    first.move_to_end(block, last=False)
-        self._num_cached = num_cached
-        return num_last
-
     def _is_idle(self, block: BlockId) -> bool:
         return block in self._kept or block in self._evict_first or block in self._likely_reused
-
-    def _follow(self, block: BlockId, parent: BlockHash | None) -> None:
-        """Records the parent of a newly known block."""
-        self._parent[block] = parent
-        if parent is not None:
-            self._num_children[parent] = self._num_children.get(parent, 0) + 1
 
     def _mark_evict_first(self, blocks: Sequence[BlockId]) -> None:
         """Marks the blocks of a prefix to be evicted first.

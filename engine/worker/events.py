@@ -1,6 +1,6 @@
 """The events that go into a worker's core, and the effects that come out.
 
-A worker's core is its schedulers. Events are messages of gateways and reports of the transfer
+Events are messages of gateways and reports of the transfer
 endpoint. The worker host carries out effects: messages to gateways, and orders to the transfer
 endpoint, which has no access to a pool. Orders and reports may cross processes, as each rank of a
 worker has its own endpoint.
@@ -30,8 +30,8 @@ from engine.messages import (
     StoreHint,
     ToGateway,
 )
+from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
-from engine.worker.sequence import Sequence
 
 # ---------------------------------------------------------------- events
 
@@ -100,26 +100,8 @@ class PullFailed(msgspec.Struct, frozen=True, tag=True):
     arrived: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """A sequence that this worker prefilled will be decoded here."""
-
-    seq: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A sequence decoded here continues at another worker, under another id; it still owns its
-    blocks.
-    """
-
-    seq: Sequence
-    as_seq_id: SeqId
-
-
-PassedOn = Adopted | Leaving  # passed from one scheduler of a worker to another
 TransferReport = LeaseEnded | PullDone | PullFailed
-Event = FromGateway | GatewayLost | TransferReport | PassedOn
+Event = FromGateway | GatewayLost | TransferReport
 
 # ---------------------------------------------------------------- effects
 
@@ -182,3 +164,16 @@ class AbortPull(msgspec.Struct, frozen=True, tag=True):
 
 TransferOrder = OpenLease | GrowLease | RevokeLease | HoldLease | StartPull | AbortPull
 Effect = Emit | EmitToAll | TransferOrder
+
+
+class Scheduled(msgspec.Struct):  # a struct, since one is created in each step
+    """The rows and effects that a scheduler wants in this step."""
+
+    rows: list[Row] = []
+    num_tokens: int = 0  # tokens of these rows, drafted ones included
+    effects: list[Effect] = []
+    held_until_s: float | None = None  # hold the step until this time or the next event
+    waits: bool = False  # plan nothing until the step in flight has ended
+
+
+NOTHING = Scheduled()  # what a scheduler without work returns; its lists stay empty

@@ -7,20 +7,12 @@ other request with it. A message that fails the check is given back with the rea
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import NamedTuple
 
 from engine.errors import GrammarError
 from engine.grammar.guide import Guide, Guides, OpenedGuide
-from engine.messages import (
-    ComputePrompt,
-    Decode,
-    GatewayId,
-    GivenBack,
-    OfferPrefix,
-    Sampling,
-)
+from engine.messages import ComputePrompt, Decode, GatewayId, GivenBack, OfferPrefix
 from engine.worker.blocks import BlockHash, hash_blocks
 from engine.worker.sequence import Sequence
 
@@ -48,19 +40,26 @@ def read_prompt(message: ComputePrompt | Decode | OfferPrefix, block_size: int) 
     return PromptFacts(hash_blocks(token_ids, block_size, message.salt), max(token_ids))
 
 
-@dataclass(frozen=True, slots=True)
 class Intake:
-    """Turns messages into sequences. A field of None means that a bound is unknown, or that there
-    are no grammars.
+    """Turns messages into sequences."""
 
-    A caller that already has the facts of prompts passes its own `read`.
-    """
+    def __init__(
+        self,
+        block_size: int,
+        guides: Guides | None = None,
+        vocab_size: int | None = None,
+        context_len: int | None = None,
+        read: ReadPrompt = read_prompt,
+    ) -> None:
+        """None means that a bound is unknown, or that there are no grammars.
 
-    block_size: int
-    guides: Guides | None = None
-    vocab_size: int | None = None
-    context_len: int | None = None
-    read: ReadPrompt = read_prompt
+        A caller that already has the facts of prompts passes its own `read`.
+        """
+        self.block_size = block_size
+        self.last_id = MAX_ID if vocab_size is None else vocab_size - 1  # that can be computed
+        self.read = read
+        self._guides = guides
+        self._context_len = context_len
 
     def open(
         self,
@@ -95,14 +94,6 @@ class Intake:
             likely_reused=message.likely_reused,
         )
 
-    def knows(self, token: int) -> bool:
-        """True if this worker can compute the token."""
-        return 0 <= token <= self._last_id
-
-    @property
-    def _last_id(self) -> int:
-        return MAX_ID if self.vocab_size is None else self.vocab_size - 1
-
     def _guide_of(self, message: ComputePrompt | Decode, opened: OpenedGuide | None) -> Guide:
         """Returns the sequence's guide; opens it unless it is open already. Raises GrammarError."""
         if isinstance(opened, GrammarError):
@@ -111,39 +102,36 @@ class Intake:
             return opened
         grammar = message.sampling.grammar
         assert grammar is not None
-        if self.guides is None:
+        if self._guides is None:
             raise GrammarError("this worker follows no grammars")
-        return self.guides.open(
+        return self._guides.open(
             grammar, message.token_ids[message.limits.prompt_len :], message.salt
         )
 
     def _fault(self, message: ComputePrompt | Decode, largest_id: int) -> str | None:
+        """Returns why the message cannot be computed, or None."""
         limits, sampling, length = message.limits, message.sampling, len(message.token_ids)
-        ids = (*limits.stop_token_ids, *(token for token, _ in sampling.logit_bias))
-        if not all(map(self.knows, (largest_id, *ids))):
+        biased, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
+        ids = (largest_id, *limits.stop_token_ids, *biased)
+        if not 0 <= min(ids) <= max(ids) <= self.last_id:
             return "a token id is not in the vocabulary"
         if not 0 <= limits.prompt_len <= length:
             return "the prompt is longer than the tokens"
         longest = max(limits.max_len, length)
-        if self.context_len is not None and longest > self.context_len:
+        if self._context_len is not None and longest > self._context_len:
             return "the answer may exceed the context"
-        num_tops = [sampling.logprobs]
-        if not isinstance(message, Decode):
-            num_tops.append(message.prompt_logprobs)
-        if not all(n is None or 0 <= n <= self._last_id for n in num_tops):
+        scored = None if isinstance(message, Decode) else message.prompt_logprobs
+        if not (
+            0 <= (sampling.logprobs or 0) <= self.last_id and 0 <= (scored or 0) <= self.last_id
+        ):
             return "that many log-probabilities are not available"
-        return None if _is_sound(sampling) else "a parameter of sampling is out of range"
-
-
-def _is_sound(sampling: Sampling) -> bool:
-    """True if the arithmetic of sampling is defined for these parameters."""
-    biases = [bias for _, bias in sampling.logit_bias]
-    penalties = (sampling.presence_penalty, sampling.frequency_penalty)
-    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *penalties, *biases)
-    return (
-        all(map(isfinite, numbers))
-        and 0 < sampling.repetition_penalty < float("inf")
-        and sampling.temperature >= 0
-        and 0 <= sampling.top_k <= MAX_ID
-        and 0 <= sampling.seed <= MAX_SEED
-    )
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty)
+        numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *penalties, *biases)
+        is_sound = (  # the arithmetic of sampling is defined for these parameters
+            all(map(isfinite, numbers))
+            and 0 < sampling.repetition_penalty < inf
+            and sampling.temperature >= 0
+            and 0 <= sampling.top_k <= MAX_ID
+            and 0 <= sampling.seed <= MAX_SEED
+        )
+        return None if is_sound else "a parameter of sampling is out of range"

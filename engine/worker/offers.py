@@ -17,18 +17,17 @@ blocks out of the free list, but never blocks from a sequence. A sequence that h
 prefix may not wait for memory (see `prefill.scheduler`). So offers cannot make workers wait for
 each other.
 
-This scheduler has no rows, as nothing is computed. It knows no clock, tensor or socket.
+Nothing is computed here. This module knows no clock, tensor or socket.
 
 Sources: pulling a prefix from any node that holds it, Qin et al., Mooncake, FAST 2025.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.messages import (
     BlocksOffered,
-    Cancel,
     GatewayId,
     HandedOver,
     LeaseId,
@@ -39,23 +38,10 @@ from engine.messages import (
     SeqId,
     TransferAddress,
 )
-from engine.worker.batch import Row, RowResult
-from engine.worker.blocks import BlockHash, BlockId, BlockPool
-from engine.worker.core import NOTHING, Scheduled, Workload
-from engine.worker.events import (
-    Adopted,
-    Effect,
-    Emit,
-    Event,
-    FromGateway,
-    GatewayLost,
-    GrowLease,
-    LeaseEnded,
-    Leaving,
-    OpenLease,
-    RevokeLease,
-)
+from engine.worker.blocks import EVICT_FIRST, LEASED, BlockHash, BlockId, BlockPool
+from engine.worker.events import Effect, Emit, GrowLease, OpenLease, RevokeLease
 from engine.worker.intake import Intake
+from engine.worker.sequence import Sequence as OpenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +61,6 @@ class LeaseTable:
         self._pool = pool
         self._address = address
         self.opened: dict[LeaseId, OpenedLease] = {}
-
-    def __len__(self) -> int:
-        return len(self.opened)
-
-    def __contains__(self, lease_id: LeaseId) -> bool:
-        return lease_id in self.opened
 
     def of(self, gateway_id: GatewayId) -> list[LeaseId]:
         """Returns the leases that a gateway wanted."""
@@ -102,20 +82,21 @@ class LeaseTable:
         assert lease_id not in self.opened
         lease = OpenedLease(gateway_id, tuple(block_ids), evict_first)
         self.opened[lease_id] = lease
-        self._pool.lease(lease.block_ids)
+        self._pool.hold(LEASED, lease.block_ids)
         effects: list[Effect] = [OpenLease(lease_id, len(block_ids))]
         if num_ready:
             effects.append(GrowLease(lease_id, lease.block_ids[:num_ready]))
         return LeaseRef(lease_id, self._address, len(block_ids)), effects
 
-    def end(self, lease_id: LeaseId) -> bool:
+    def close(self, lease_id: LeaseId) -> bool:
         """Releases the blocks of a lease that ended. Returns False if the lease is not in this
         table.
         """
         lease = self.opened.pop(lease_id, None)
         if lease is None:
             return False
-        self._pool.end_lease(lease.block_ids, evict_first=lease.evict_first)
+        mark = EVICT_FIRST if lease.evict_first else None
+        self._pool.release(LEASED, lease.block_ids, mark)
         return True
 
 
@@ -148,69 +129,20 @@ class PrefixOffers:
         self._counters: Counter[str] = Counter()
 
     @property
-    def num_waiting(self) -> int:
-        """Returns zero: nothing waits here."""
-        return 0
-
-    @property
-    def num_running(self) -> int:
-        """Returns zero: nothing is computed here."""
-        return 0
-
-    @property
-    def workload(self) -> Workload:
-        """Returns no work: offered blocks are computed already."""
-        return Workload()
-
-    @property
-    def num_leases(self) -> int:
-        """Number of open offers."""
-        return len(self.leases)
-
-    @property
     def counters(self) -> Mapping[str, int]:
         """Returns counts of offered prefixes, of offers without any block, and of sequences
         handed over.
         """
         return self._counters
 
-    def accepts(self, kind: type) -> bool:
-        """True for sequences that leave this worker: they pass through this scheduler."""
-        return kind is Leaving
+    def cancel(self, seq_id: SeqId) -> list[Effect]:
+        """Revokes the offers for a sequence."""
+        lease_ids = (prefix_lease_id(seq_id), moved_lease_id(seq_id))
+        return [RevokeLease(lease_id) for lease_id in lease_ids if lease_id in self.leases.opened]
 
-    def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
-        """Returns no effects: nothing waits here."""
-        return []
-
-    def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Handles an event."""
-        match event:
-            case FromGateway(gateway_id, OfferPrefix() as message):
-                return self._offer(gateway_id, message)
-            case FromGateway(gateway_id, OfferBlocks() as message):
-                return self._offer_blocks(gateway_id, message)
-            case FromGateway(_, Cancel(seq_id)):
-                lease_ids = (prefix_lease_id(seq_id), moved_lease_id(seq_id))
-                return [RevokeLease(lease_id) for lease_id in lease_ids if lease_id in self.leases]
-            case Leaving():
-                return self._hand_over(event)
-            case GatewayLost(gateway_id):
-                return [RevokeLease(lease_id) for lease_id in self.leases.of(gateway_id)]
-            case LeaseEnded(lease_id):
-                self.leases.end(lease_id)
-                return []
-            case _:
-                return []
-
-    def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
-        """Returns no rows: there is nothing to compute."""
-        return NOTHING
-
-    def advance(
-        self, rows: Sequence[Row], results: Sequence[RowResult], now_s: float
-    ) -> list[Effect | Adopted]:
-        """Never called, since there are no rows."""
-        raise AssertionError("an offer has no rows")
+    def remove_gateway(self, gateway_id: GatewayId) -> list[Effect]:
+        """Revokes all offers that a gateway wanted."""
+        return [RevokeLease(lease_id) for lease_id in self.leases.of(gateway_id)]
 
     def validate(self) -> None:
         """Asserts the invariants."""
@@ -218,9 +150,10 @@ class PrefixOffers:
             assert lease.block_ids
             assert len(set(lease.block_ids)) == len(lease.block_ids)
 
-    def _offer(self, gateway_id: GatewayId, message: OfferPrefix) -> list[Effect]:
+    def offer(self, gateway_id: GatewayId, message: OfferPrefix) -> list[Effect]:
+        """Leases the cached blocks of a prompt's beginning."""
         lease_id = prefix_lease_id(message.seq_id)
-        if lease_id in self.leases:
+        if lease_id in self.leases.opened:
             return []  # a repeated request gets no second answer
         # At least one token must be left to compute: sampling needs its logits.
         num_blocks = (len(message.token_ids) - 1) // self._block_size
@@ -239,10 +172,10 @@ class PrefixOffers:
         )
         return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
 
-    def _offer_blocks(self, gateway_id: GatewayId, message: OfferBlocks) -> list[Effect]:
+    def offer_blocks(self, gateway_id: GatewayId, message: OfferBlocks) -> list[Effect]:
         """Leases blocks by their hashes, whatever their place in a prompt."""
         lease_id = prefix_lease_id(message.seq_id)
-        if lease_id in self.leases:
+        if lease_id in self.leases.opened:
             return []  # a repeated request gets no second answer
         hashes = dict.fromkeys(BlockHash(each) for each in message.hashes)
         found = self._pool.find(hashes)
@@ -251,15 +184,17 @@ class PrefixOffers:
         self._counters["offered_blocks"] += len(found)
         block_ids = tuple(block for _, block in found)
         lease, effects = self.leases.open(lease_id, gateway_id, block_ids, num_ready=len(block_ids))
-        held = [place for place, _ in found]
+        held = [index for index, _ in found]
         return [*effects, Emit(gateway_id, BlocksOffered(message.seq_id, lease, held))]
 
-    def _hand_over(self, leaving: Leaving) -> list[Effect]:
-        """Moves the blocks of a sequence to a lease."""
-        seq = leaving.seq
-        lease_id = moved_lease_id(leaving.as_seq_id)
+    def hand_over(self, seq: OpenSequence, as_seq_id: SeqId) -> list[Effect]:
+        """Moves the blocks of a sequence that stopped running to a lease.
+
+        The sequence continues at another worker, under another id.
+        """
+        lease_id = moved_lease_id(as_seq_id)
         # A gateway used the same id twice, which is a fault of the gateway.
-        if lease_id in self.leases:
+        if lease_id in self.leases.opened:
             seq.release(self._pool)
             return [Emit(seq.gateway_id, HandedOver(seq.seq_id, None))]
         self._counters["handed_over"] += 1

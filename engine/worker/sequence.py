@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from engine.grammar.guide import Guide
 from engine.messages import FinishReason, GatewayId, Limits, Sampling, SeqId
 from engine.worker.batch import Row
-from engine.worker.blocks import BlockHash, BlockId, BlockPool, hash_block, hash_blocks
+from engine.worker.blocks import (
+    EVICT_FIRST,
+    LIKELY_REUSED,
+    ORDINARY,
+    OWNED,
+    BlockHash,
+    BlockId,
+    BlockPool,
+    hash_blocks,
+)
 
 
 @dataclass(slots=True)
@@ -49,6 +58,7 @@ class Sequence:
     num_draft_tokens: int = 0
     num_cached_tokens: int = 0
     num_hashed_blocks: int = 0  # number of blocks whose hash the pool knows
+    num_prompt_blocks: int = 0  # blocks of the tokens that the message brought
     evict_first: bool = False
     likely_reused: bool = False
     history: "array[int] | None" = None
@@ -56,33 +66,11 @@ class Sequence:
     in_flight: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.num_prompt_blocks = -(-len(self.token_ids) // self.block_size)
         if not self.block_hashes:
             self.block_hashes = hash_blocks(self.token_ids, self.block_size, self.salt)
         if self.sampling.has_penalties:
             self.history = array("i", self.token_ids)
-
-    @property
-    def num_planned_tokens(self) -> int:
-        """Returns the number of computed tokens once the steps in flight have ended. The last
-        one may be unknown yet.
-        """
-        if not self.in_flight:
-            return self.num_computed_tokens
-        return self.num_computed_tokens + sum(len(row.token_ids) for row in self.in_flight)
-
-    def lands(self, row: Row) -> bool:
-        """Removes a row whose step has ended from `in_flight`. False if the row belongs to
-        another sequence with this id.
-        """
-        if not self.in_flight or self.in_flight[0] is not row:
-            return False
-        del self.in_flight[0]
-        return True
-
-    @property
-    def num_blocks(self) -> int:
-        """Returns the number of blocks that all present tokens need."""
-        return -(-len(self.token_ids) // self.block_size)
 
     @property
     def num_unseen_tokens(self) -> int:
@@ -119,34 +107,28 @@ class Sequence:
             end = min(end, self.limits.min_len)
         return max(end - length - 1, 0)
 
-    def append(self, token: int) -> FinishReason | None:
-        """Adds a chosen token; returns the finish reason if the sequence is now complete."""
-        self.token_ids.append(token)
-        if self.history is not None:
-            self.history.append(token)
-        finish = self.limits.finish_reason(len(self.token_ids), token)
-        if self.guide is not None and finish is None:
-            self.guide.consume(token)
-        return finish
-
     def extend(self, tokens: Tokens[int]) -> tuple[list[int], FinishReason | None]:
-        """Adds tokens, up to the token that completes the sequence. Returns the added tokens and
-        the finish reason.
+        """Adds chosen tokens, up to the token that completes the sequence. Returns the added tokens
+        and the finish reason.
         """
-        if self.guide is None and not self.limits.stop_token_ids:
-            room = max(self.limits.max_len - len(self.token_ids), 1)
+        limits, guide, length = self.limits, self.guide, len(self.token_ids)
+        if guide is None and not limits.stop_token_ids:
+            room = max(limits.max_len - length, 1)
             taken = list(tokens if len(tokens) <= room else tokens[:room])
-            self.token_ids += taken
-            if self.history is not None:
-                self.history.extend(taken)
-            return taken, FinishReason.LENGTH if taken and len(taken) >= room else None
-        taken = []
-        for token in tokens:
-            taken.append(token)
-            finish = self.append(token)
-            if finish is not None:
-                return taken, finish
-        return taken, None
+            finish = FinishReason.LENGTH if taken and len(taken) >= room else None
+        else:
+            taken, finish = [], None
+            for token in tokens:
+                taken.append(token)
+                finish = limits.finish_reason(length + len(taken), token)
+                if finish is not None:
+                    break
+                if guide is not None:
+                    guide.consume(token)
+        self.token_ids += taken
+        if self.history is not None:
+            self.history.extend(taken)
+        return taken, finish
 
     def advance(
         self, num_tokens: int, pool: BlockPool, *, num_draft_tokens: int | None = None
@@ -164,44 +146,40 @@ class Sequence:
         self.num_computed_tokens, self.num_draft_tokens = num_computed, num_draft_tokens
         num_full = num_draft_tokens // self.block_size
         if num_full > self.num_hashed_blocks:
-            self._tell_hashes(num_full, pool)
+            self._report_hashes(num_full, pool)
 
-    def _tell_hashes(self, num_full: int, pool: BlockPool) -> None:
-        first = self.num_hashed_blocks
-        if not pool.wants_tokens:
-            known = self.block_hashes[first:num_full]
-            parent = self.block_hashes[first - 1] if first and known else None
-            blocks = self.block_table[first : first + len(known)]
-            pool.set_hashes(blocks, known, parent=parent)
-            first += len(known)
-        for i in range(first, num_full):
-            parent = self.block_hashes[i - 1] if i else None
-            tokens: list[int] = []
-            is_answer = i == len(self.block_hashes)
-            if pool.wants_tokens or is_answer:
-                tokens = self.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            if is_answer:
-                self.block_hashes.append(hash_block(parent, tokens, self.salt))
-            pool.set_hash(
-                self.block_table[i],
-                self.block_hashes[i],
-                parent=parent,
-                token_ids=tokens,
-                is_answer=is_answer,
-            )
+    def _report_hashes(self, num_full: int, pool: BlockPool) -> None:
+        """Tells the pool the hashes of the newly full blocks: of the prompt, then of the answer."""
+        size, hashes, first = self.block_size, self.block_hashes, self.num_hashed_blocks
+        num_known = min(num_full, len(hashes))
+        if num_full > num_known:
+            answer = self.token_ids[num_known * size : num_full * size]
+            hashes += hash_blocks(answer, size, self.salt, parent=hashes[-1] if hashes else None)
+        for begin, end in ((first, num_known), (num_known, num_full)):
+            if begin < end:
+                tokens: list[list[int]] = []
+                if pool.wants_tokens:
+                    tokens = [self.token_ids[i * size : (i + 1) * size] for i in range(begin, end)]
+                pool.set_hashes(
+                    self.block_table[begin:end],
+                    hashes[begin:end],
+                    parent=hashes[begin - 1] if begin else None,
+                    token_ids=tokens,
+                    is_answer=end > num_known,
+                )
         self.num_hashed_blocks = num_full
 
     def trim(self, pool: BlockPool) -> None:
         """Frees blocks that only rejected drafts used."""
         num_blocks = -(-len(self.token_ids) // self.block_size)
         if len(self.block_table) > num_blocks:
-            pool.disown(self.block_table[num_blocks:])
+            pool.release(OWNED, self.block_table[num_blocks:], ORDINARY)
             del self.block_table[num_blocks:]
 
     def adopt_cached(self, blocks: list[BlockId], pool: BlockPool) -> None:
         """Starts from a prefix hit: owns `blocks` and counts their tokens as computed."""
         assert not self.block_table
-        pool.own(blocks)
+        pool.hold(OWNED, blocks)
         self.block_table.extend(blocks)
         num_tokens = len(blocks) * self.block_size
         self.num_computed_tokens = self.num_cached_tokens = self.num_draft_tokens = num_tokens
@@ -222,9 +200,8 @@ class Sequence:
 
     def release(self, pool: BlockPool) -> None:
         """Gives up every block; no token counts as computed any more."""
-        pool.disown(
-            self.block_table, evict_first=self.evict_first, likely_reused=self.likely_reused
-        )
+        mark = LIKELY_REUSED if self.likely_reused else ORDINARY
+        pool.release(OWNED, self.block_table, EVICT_FIRST if self.evict_first else mark)
         self.block_table = []
         self.num_computed_tokens = self.num_cached_tokens = self.num_draft_tokens = 0
         self.num_hashed_blocks = 0

@@ -8,7 +8,7 @@ from itertools import chain, repeat
 
 from decode.acceptance import Proposer
 from decode.choosing import Proposal
-from deploy.worker.core import worker_core
+from deploy.worker.core import WorkerCore
 from engine.messages import (
     Cancel,
     Decode,
@@ -352,7 +352,7 @@ class Rig:
     ) -> None:
         """`intake`: guides, vocab_size, context_len."""
         self.pool = BlockPool(num_blocks)
-        parts = worker_core(
+        self.core = WorkerCore(
             self.pool,
             WorkerShape(role, max_batch_tokens=budget, chunk_tokens=chunk, max_running=max_running),
             intake=Intake(BLOCK_SIZE, **intake),
@@ -362,8 +362,8 @@ class Rig:
             speculator=speculator,
             growth_tokens=growth,
         )
-        self.core = parts.core
-        self.decode, self.prefill, self.offers = parts.decode, parts.prefill, parts.offers
+        self.decode, self.prefill = self.core.decode, self.core.prefill
+        self.offers = self.core.offers
         self.rows: tuple[Row, ...] = ()  # in the last step
         self.seconds: float | None = None  # the runner's time of a step
         self.now_s = 0.0
@@ -373,7 +373,7 @@ class Rig:
             return [self.pool.counts()]
         if isinstance(event, Step):
             return self.step(*event.tokens)
-        return list(self.core.handle(event, self.now_s))
+        return list(self.core.handle(event))
 
     def arrive(self, name: str, prompt, token=SAMPLED, **fields) -> None:
         """Submits a sequence, pulls its KV, and delivers its first token."""

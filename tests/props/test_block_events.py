@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.messages import WorkerId
 from engine.worker import block_events
 from engine.worker.block_events import BlockStored, EventLog, Numbered, decode_batch
-from engine.worker.blocks import BlockHash, BlockId, BlockPool
+from engine.worker.blocks import ORDINARY, OWNED, BlockHash, BlockId, BlockPool
 from router import block_news
 from router.block_news import (
     Apply,
@@ -111,13 +111,13 @@ class TellingWorker(RuleBasedStateMachine):
         """Runs a step: releases some blocks and fills others, which may evict."""
         self.num_steps += 1
         kept = data.draw(st.lists(st.sampled_from(self.held), max_size=1)) if self.held else []
-        self.pool.disown([block for block in self.held if block not in kept])
+        self.pool.release(OWNED, [block for block in self.held if block not in kept], ORDINARY)
         self.held = kept
         contents = contents[: self.pool.num_idle]
         for block, content in zip(self.pool.allocate(len(contents)), contents, strict=True):
             self.held.append(block)
             if content is not None:
-                self.pool.set_hash(block, content, parent=data.draw(st.sampled_from(HASHES)))
+                self.pool.set_hashes([block], [content], parent=data.draw(st.sampled_from(HASHES)))
         self.publish()
 
     def publish(self) -> None:

@@ -9,7 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.errors import OutOfBlocks
 from engine.worker.blocks import (
+    EVICT_FIRST,
+    IN_FLIGHT,
+    LEASED,
+    LIKELY_REUSED,
     LIKELY_REUSED_STAY,
+    ORDINARY,
+    OWNED,
     BlockCounts,
     BlockHash,
     BlockPool,
@@ -21,8 +27,8 @@ NUM_BLOCKS = 6
 HASHES = [BlockHash(bytes([i])) for i in range(4)]  # few, so that blocks collide
 MARKS = ("ordinary", "spare", "recurring")
 KINDS = ("owned", "leased", "in_flight")  # a block held in two ways counts as the later
-HOLD = {"owned": BlockPool.own, "leased": BlockPool.lease, "in_flight": BlockPool.begin_write}
-LET_GO = {"owned": BlockPool.disown, "leased": BlockPool.end_lease}
+KIND_OF = {"owned": OWNED, "leased": LEASED, "in_flight": IN_FLIGHT}
+MARK_OF = {"ordinary": ORDINARY, "spare": EVICT_FIRST, "recurring": LIKELY_REUSED}
 
 
 @dataclass
@@ -77,7 +83,7 @@ class PoolAndItsTwin(RuleBasedStateMachine):
     def fill(self, data, content):
         blank = [i for i, b in enumerate(self.twin) if not b.is_idle and b.content is None]
         block = data.draw(st.sampled_from(blank))
-        self.pool.set_hash(block, content)
+        self.pool.set_hashes([block], [content])
         if all(b.content != content for b in self.twin):
             self.twin[block].content = content
 
@@ -95,7 +101,7 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         self._hold(kind, data.draw(st.lists(st.sampled_from(cached), min_size=1, unique=True)))
 
     def _hold(self, kind, blocks):
-        HOLD[kind](self.pool, blocks)
+        self.pool.hold(KIND_OF[kind], blocks)
         for block in blocks:
             self.twin[block].holds[kind] += 1
         self._take(blocks)
@@ -109,10 +115,10 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         held = [i for i, b in enumerate(self.twin) if b.holds[kind]]
         blocks = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
         if kind == "in_flight":
-            self.pool.end_write(blocks)
+            self.pool.release(IN_FLIGHT, blocks)
         else:
-            recur = {"likely_reused": mark == "recurring"} if kind == "owned" else {}
-            LET_GO[kind](self.pool, blocks, evict_first=mark == "spare", **recur)
+            is_marked = kind == "owned" or mark == "spare"
+            self.pool.release(KIND_OF[kind], blocks, MARK_OF[mark] if is_marked else None)
             self._mark(blocks, kind, mark)
         for block in reversed(blocks):
             twin = self.twin[block]

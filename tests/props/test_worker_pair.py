@@ -18,8 +18,8 @@ from decode.drafts import DraftPlanner
 from decode.scheduler import DecodeScheduler
 from engine.config import Speculate
 from engine.messages import Grammar, GrammarKind, Limits, Role, Sampling, WorkerId
-from engine.worker.blocks import BlockPool
-from engine.worker.events import PullDone
+from engine.worker.blocks import IN_FLIGHT, LEASED, BlockPool
+from engine.worker.events import GrowLease, PullDone
 from engine.worker.sequence import Sequence as EngineSequence
 from prefill.prompts import WaitingPrompts
 from prefill.scheduler import PrefillScheduler
@@ -196,8 +196,9 @@ class Traffic:
         for worker in self.cluster.workers.values():
             counts = worker.pool.counts()
             assert counts.free + counts.cached == worker.shape.num_blocks
-            assert worker.endpoint.source.num_leases == worker.prefill.num_leases == 0
-            assert worker.offers.num_leases == 0
+            assert worker.endpoint.source.num_leases == 0
+            assert not worker.prefill.leases.opened
+            assert not worker.offers.leases.opened
             assert worker.endpoint.sink.num_pulls == 0
 
     def _live(self, which: int) -> list[tuple[FakeGateway, Ask]]:
@@ -301,9 +302,10 @@ def _keep_what_has_not_arrived(self, arrived, pool):
 def _remove_the_aborted_prefix(self, seq_id):
     """Releases blocks of a cancelled prompt while its pull still writes to them."""
     effects = _cancel_prompt(self, seq_id)
-    if (job := self.aborting.pop(seq_id, None)) is not None:
-        self._pool.end_write(job.pulled)
-        job.seq.release(self._pool)
+    if (prompt := self.pulling.get(seq_id)) is not None and prompt.is_cancelled:
+        del self.pulling[seq_id]
+        self._pool.release(IN_FLIGHT, prompt.pulled)
+        prompt.seq.release(self._pool)
     return effects
 
 
@@ -312,22 +314,36 @@ def _count_all_as_pulled(self, ended):
     return _end_pull(self, PullDone(ended.seq_id, "shm"))
 
 
-def _lease_no_idle_block(self, blocks):
+def _lease_no_idle_block(self, kind, blocks):
     """Leases only blocks that have an owner."""
-    _lease(self, [block for block in blocks if not self._is_idle(block)])
+    if kind == LEASED:
+        blocks = [block for block in blocks if not self._is_idle(block)]
+    _hold(self, kind, blocks)
 
 
-def _grow_too_early(self, job, num_ready):
+def _keep_leased(self, kind, blocks, mark=None):
+    """Keeps the blocks of a finished lease."""
+    if kind != LEASED:
+        _release(self, kind, blocks, mark)
+
+
+def _grow_too_early(self, rows, results):
     """Counts a block as ready when its first token is computed."""
-    computed = -(-job.seq.num_computed_tokens // self._block_size)
-    return _grow(self, job, max(num_ready, computed))
+    effects = _advance_prompts(self, rows, results)
+    for prompt in self.computing.values():
+        seq, first = prompt.seq, prompt.num_leased_ready
+        computed = -(-seq.num_computed_tokens // self._block_size)
+        if prompt.lease_id is not None and computed > first:
+            prompt.num_leased_ready = computed
+            effects.append(GrowLease(prompt.lease_id, tuple(seq.block_table[first:computed])))
+    return effects
 
 
 def _remove_the_aborted(self, seq_id):
     """Forgets a cancelled pull before it has ended."""
     effects = _cancel(self, seq_id)
     if (arriving := self.aborting.pop(seq_id, None)) is not None:
-        self._pool.end_write(arriving.pulled)
+        self._pool.release(IN_FLIGHT, arriving.pulled)
         arriving.seq.release(self._pool)
     return effects
 
@@ -344,13 +360,12 @@ def _see_what_was_left_out(self, row, result, seq):
     return None
 
 
-def _free_at_once(self, holders, blocks):
+def _free_at_once(self, kind, blocks, mark=None):
     """Hands blocks out again that a step in flight may write to."""
-    num_last = _let_go(self, holders, blocks)
+    _release(self, kind, blocks, mark)
     for freed in self._freed_in_flight:
         self._evict_first.update(dict.fromkeys(freed))
         freed.clear()
-    return num_last
 
 
 def _write_late(self, writes):
@@ -370,44 +385,43 @@ def _take_all_that_was_accepted(self, seq, row, result):
     return tokens
 
 
-def _append_without_history(self, token):
+def _extend_without_history(self, tokens):
     history, self.history = self.history, None
-    finish = _append(self, token)
+    extended = _extend_seq(self, tokens)
     self.history = history
-    return finish
+    return extended
 
 
-def _append_without_guide(self, token):
+def _extend_without_guide(self, tokens):
     guide, self.guide = self.guide, None
-    finish = _append(self, token)
+    extended = _extend_seq(self, tokens)
     self.guide = guide
-    return finish
+    return extended
 
 
-_append = EngineSequence.append
-_let_go = BlockPool._let_go
+_extend_seq = EngineSequence.extend
+_hold, _release = BlockPool.hold, BlockPool.release
 _write = FakeRunner.write
 _num_seen = DraftPlanner.num_seen
 _extend = DecodeScheduler._extend
-_lease = BlockPool.lease
 _keep = EngineSequence.keep_pulled
 _cancel_prompt = WaitingPrompts.cancel
 _end_pull = WaitingPrompts.end_pull
-_grow = PrefillScheduler._grow_lease
+_advance_prompts = PrefillScheduler.advance
 _cancel = Arrivals.cancel
 
 MISTAKES = {
     "an evicted block is still found": (BlockPool, "_remove", lambda self, block: None),
     "a stop is not banned": (EngineSequence, "banned", lambda self, num_pending=0: ()),
-    "a block is free while a step may write to it": (BlockPool, "_let_go", _free_at_once),
+    "a block is free while a step may write to it": (BlockPool, "release", _free_at_once),
     "a step's writes are not waited for": (FakeRunner, "write", _write_late),
-    "a half computed block is leased": (PrefillScheduler, "_grow_lease", _grow_too_early),
+    "a half computed block is leased": (PrefillScheduler, "advance", _grow_too_early),
     "an aborted pull holds nothing": (Arrivals, "cancel", _remove_the_aborted),
     "a cancelled prefix pull holds nothing": (WaitingPrompts, "cancel", _remove_the_aborted_prefix),
     "a failed prefix pull is taken for done": (WaitingPrompts, "end_pull", _count_all_as_pulled),
     "what has not arrived is kept": (EngineSequence, "keep_pulled", _keep_what_has_not_arrived),
-    "an offered prefix is not leased": (BlockPool, "lease", _lease_no_idle_block),
-    "a finished lease keeps its blocks": (BlockPool, "end_lease", lambda *_, **__: None),
+    "an offered prefix is not leased": (BlockPool, "hold", _lease_no_idle_block),
+    "a finished lease keeps its blocks": (BlockPool, "release", _keep_leased),
     "the draft model has seen its last proposal": (
         DraftPlanner,
         "num_seen",
@@ -421,8 +435,8 @@ MISTAKES = {
     ),
     "tokens behind a stop are taken": (DecodeScheduler, "_extend", _take_all_that_was_accepted),
     "blocks of rejected tokens are kept": (EngineSequence, "trim", lambda self, pool: None),
-    "penalties do not see the answer": (EngineSequence, "append", _append_without_history),
-    "a grammar does not see the answer": (EngineSequence, "append", _append_without_guide),
+    "penalties do not see the answer": (EngineSequence, "extend", _extend_without_history),
+    "a grammar does not see the answer": (EngineSequence, "extend", _extend_without_guide),
 }
 
 

@@ -25,7 +25,7 @@ import msgspec
 
 from bench.peers.driver import drive, stdout_for_answers
 from decode.speculation import Speculator
-from deploy.worker.core import worker_core
+from deploy.worker.core import WorkerCore
 from engine.clock import MonotonicClock
 from engine.config import DeviceKind, Speculate, WeightFormat, WorkerConfig
 from engine.devices.settings import resolve
@@ -153,14 +153,14 @@ class MixedCore:
     def __init__(self, runner: Any, pool: BlockPool, *, speculator: Speculator, guides: Guides):
         self._runner = runner
         intake = Intake(runner.layout.block_size, guides, runner.vocab_size, runner.context_len)
-        self.core = worker_core(
+        self.core = WorkerCore(
             pool,
             DEFAULTS,
             intake=intake,
             address=NOWHERE,
             role=Role.MIXED,
             speculator=speculator,
-        ).core
+        )
         self._names = (SeqId(str(number)) for number in count())
 
     def submit(self, asks: Sequence[CoreAsk]) -> list[SeqId]:
@@ -169,14 +169,14 @@ class MixedCore:
         for ask in asks:
             seq_id = next(self._names)
             message = Generate(seq_id, ask.prompt, ask.sampling, ask.limits)
-            _no_refusal(self.core.handle(FromGateway(GATEWAY, message), _clock.now_s()))
+            _no_refusal(self.core.handle(FromGateway(GATEWAY, message)))
             seq_ids.append(seq_id)
         return seq_ids
 
     def cancel(self, seq_ids: Sequence[SeqId]) -> None:
         """Ends requests."""
         for seq_id in seq_ids:
-            self.core.handle(FromGateway(GATEWAY, Cancel(seq_id)), _clock.now_s())
+            self.core.handle(FromGateway(GATEWAY, Cancel(seq_id)))
 
     def step(self) -> CoreStep:
         """Runs one step."""

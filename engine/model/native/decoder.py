@@ -1,55 +1,30 @@
-"""Runs a transformers model with one call into the kernels per forward pass.
+"""A decoder whose forward pass is one call into the kernels, and so is a whole decode step.
 
-This module knows no model by name. `build` looks for the parts that decoders of Llama's shape have.
-It measures what it can instead of reading it: what a norm multiplies by, how an embedding is
-scaled, which function activates, how each layer scores. It gives up if a part is missing. Then the
-result is tried: its logits must equal the model's own (see `cpu`).
+A step is the passes of a draft model, the pass over rows and the tokens proposed behind them, and
+the choice of tokens from its logits. `building` makes decoders from transformers models.
 """
 
 import ctypes
-import logging
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
-from engine.errors import BatonError
+from engine.clock import Clock
 from engine.layout import KVLayout
-from engine.model.attention.base import AttentionBatch, Scoring
-from engine.model.attention.hook import ForwardContext
+from engine.model.attention.base import AttentionBatch
 from engine.model.attention.kvcache import KVCache
 from engine.model.native import structs as native
-from engine.model.native.linear import PackedLinear, PackedMatrix, Team, exact_in_bf16
+from engine.model.native.linear import Team
+from engine.model.native.sampling import draws_of
+from engine.model.sampling.changes import TokenChoice
+from engine.model.sampling.draft import DraftedRow
+from engine.model.sampling.verify import Verified
 from engine.native.build import FORMATS
 from engine.native.library import Native
 from engine.worker.batch import Row
-
-log = logging.getLogger(__name__)
-
-ACTIVATIONS = (
-    nn.functional.silu,
-    lambda x: nn.functional.gelu(x, approximate="tanh"),
-    nn.functional.gelu,
-)
-SAME = 1e-5  # measured constants with a smaller difference count as equal
-
-
-class NotFused(BatonError):
-    """A model whose shape the kernels do not compute; the message names the missing part."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCall:
-    """One layer's attention: the layer's index, and its scoring."""
-
-    layer: int
-    scoring: Scoring
-    num_heads: int
 
 
 class PackedRows(NamedTuple):
@@ -73,7 +48,7 @@ class Decoder:
         self._team = team
         self._struct = struct
         self._keep = keep
-        self._handle: int | None = None
+        self.handle: int | None = None
         self.vocab_size = struct.head.rows
         self._logits = torch.empty(0, self.vocab_size)
 
@@ -89,16 +64,16 @@ class Decoder:
         self.close()
         self._cache = cache_struct(cache, self._team.library)
         self._buffer = cache.buffer
-        self._block_size = cache.layout.block_size
-        self._handle = self._team.library.baton_decoder_open(
+        self.block_size = cache.layout.block_size
+        self.handle = self._team.library.baton_decoder_open(
             self._team.handle, ctypes.byref(self._struct), ctypes.byref(self._cache)
         )
 
     def close(self) -> None:
         """Drops the cache."""
-        if self._handle is not None:
-            self._team.library.baton_decoder_close(self._handle)
-            self._handle = self._buffer = None
+        if self.handle is not None:
+            self._team.library.baton_decoder_close(self.handle)
+            self.handle = self._buffer = None
 
     def prepare(
         self, rows: Sequence[Row], keep: Sequence[int], origins: Sequence[int] = ()
@@ -108,10 +83,10 @@ class Decoder:
 
         Each row's entry in `origins` is added to the positions of its tokens.
         """
-        packed = self.pack(rows)
+        packed = pack(rows, self.block_size)
         if origins:
             far = array("q", origins)
-            packed.struct.origins = address_of(far)
+            packed.struct.origins = far.buffer_info()[0]
             packed = PackedRows(packed.struct, (*packed.arrays, far))
         return PreparedCall(packed, array("q", keep))
 
@@ -119,9 +94,9 @@ class Decoder:
         """Computes logits [num_keep, vocab] fp32."""
         num_keep = len(prepared.keep)
         logits = torch.empty(num_keep, self.vocab_size)
-        wanted = native.NativeWanted(address_of(prepared.keep), logits.data_ptr(), num_keep)
+        wanted = native.NativeWanted(prepared.keep.buffer_info()[0], logits.data_ptr(), num_keep)
         self._team.library.baton_decoder_forward(
-            self._handle, ctypes.byref(prepared.packed.struct), ctypes.byref(wanted)
+            self.handle, ctypes.byref(prepared.packed.struct), ctypes.byref(wanted)
         )
         return logits
 
@@ -131,59 +106,26 @@ class Decoder:
             self._logits = torch.empty(2 * num_rows, self.vocab_size)
         return self._logits[:num_rows]
 
-    def draft(self, rows: PackedRows, logits: torch.Tensor, proposals: native.Proposals) -> None:
-        """Runs all passes of a draft model and fills `proposals`.
-
-        `logits` [proposals.num_rows, vocab] is working memory. Raises IndexError if a draw names an
-        id that is not in the vocabulary.
-        """
-        run = self._team.library.baton_decoder_draft
-        self._run(run, rows, logits, proposals)
-
-    def verify(self, rows: PackedRows, logits: torch.Tensor, choices: native.Choices) -> None:
-        """Runs a pass over rows and the tokens proposed behind them; fills `logits` and `choices`.
-
-        Raises IndexError if a draw names an id that is not in the vocabulary.
-        """
-        run = self._team.library.baton_decoder_verify
-        self._run(run, rows, logits, choices)
-
-    def draft_and_verify(
+    def run(
         self,
-        rows: PackedRows,
-        logits: torch.Tensor,
-        choices: native.Choices,
-        *,
-        draft: "Decoder",
-        seen: PackedRows,
-        drafting: native.NativeDrafting,
-    ) -> None:
-        """Runs `draft`, which computes the rows `seen`, and then `verify`."""
-        run = self._team.library.baton_decoder_speculate
-        more = draft._handle, ctypes.byref(seen.struct), ctypes.byref(drafting)
-        self._run(run, rows, logits, choices, *more)
-
-    def _run(
-        self,
-        run: Callable,
+        call: str,
         rows: PackedRows,
         logits: torch.Tensor,
         struct: ctypes.Structure,
         *more: object,
     ) -> None:
-        pointers = ctypes.byref(rows.struct), logits.data_ptr(), ctypes.byref(struct)
-        if not run(self._handle, *pointers, *more):
-            raise IndexError(f"a choice names ids beyond a vocabulary of {self.vocab_size}")
+        """Runs `draft`, `verify` or `speculate`, and fills `logits` and `struct`.
 
-    def pack(self, rows: Sequence[Row], ahead: Sequence[int] = ()) -> PackedRows:
-        """Packs rows for `draft` and `verify`; for `ahead` see the function `pack`."""
-        return pack(rows, self._block_size, ahead)
+        Raises IndexError if a draw names an id that is not in the vocabulary.
+        """
+        run = getattr(self._team.library, f"baton_decoder_{call}")
+        pointers = ctypes.byref(rows.struct), logits.data_ptr(), ctypes.byref(struct)
+        if not run(self.handle, *pointers, *more):
+            raise IndexError(f"a choice names ids beyond a vocabulary of {self.vocab_size}")
 
 
 def pack(rows: Sequence[Row], block_size: int, ahead: Sequence[int] = ()) -> PackedRows:
-    """Packs rows for the kernels. Entry i of `ahead` is the number of tokens that may follow row
-    i.
-    """
+    """Packs rows for the kernels. At most `ahead[i]` tokens may follow row i."""
     token_ids: list[int] = []
     lens: list[int] = []
     ends: list[int] = []
@@ -200,15 +142,126 @@ def pack(rows: Sequence[Row], block_size: int, ahead: Sequence[int] = ()) -> Pac
         table_lens.append(num_blocks)
         blocks += row.block_table[:num_blocks]
     ids, numbers = array("q", token_ids), array("i", lens + ends + table_lens + blocks)
-    first, num_rows = address_of(numbers), len(lens)
-    nth = [first + n * num_rows * numbers.itemsize for n in range(4)]
-    struct = native.Ragged(address_of(ids), nth[0], nth[1], nth[3], nth[2], num_rows)
+    (first, _), num_rows = numbers.buffer_info(), len(lens)
+    size = num_rows * numbers.itemsize
+    struct = native.Ragged(
+        *(ids.buffer_info()[0], first, first + size, first + 3 * size, first + 2 * size, num_rows)
+    )
     return PackedRows(struct, (ids, numbers))
 
 
-def address_of(numbers: "array[int]") -> int:
-    """Returns the address of an array's values, valid until a value is appended."""
-    return numbers.buffer_info()[0]
+def draft(
+    decoder: Decoder, rows: Sequence[Row], choices: Sequence[TokenChoice], counts: Sequence[int]
+) -> list[list[int]]:
+    """Computes `rows` with a draft model. The first `len(choices)` rows propose tokens.
+
+    A choice says how a row's first token is chosen. `counts`, in descending order, has the number
+    of tokens that each row proposes. The proposals are returned. Raises IndexError if a choice
+    names an id that is not in the vocabulary.
+    """
+    num_rows, longest = len(choices), counts[0]
+    numbers, proposed = array("i", counts), array("i", bytes(4 * num_rows * longest))
+    kept: list[object] = []
+    draws = draws_of(choices, decoder.vocab_size, kept)
+    proposals = native.Proposals(
+        numbers.buffer_info()[0], draws, proposed.buffer_info()[0], num_rows
+    )
+    decoder.run(
+        "draft", pack(rows, decoder.block_size, counts), decoder.logits(num_rows), proposals
+    )
+    token_ids = proposed.tolist()
+    starts = range(0, num_rows * longest, longest)
+    return [token_ids[start : start + count] for start, count in zip(starts, counts, strict=True)]
+
+
+class Drafting(NamedTuple):
+    """A draft model, and the rows that it computes before they are verified.
+
+    The rows that propose most tokens come first.
+    """
+
+    decoder: Decoder
+    seen: Sequence[DraftedRow]
+
+
+def verify(
+    decoder: Decoder,
+    proposals: Sequence[DraftedRow],
+    clock: Clock,
+    drafting: Drafting | None = None,
+) -> Verified:
+    """Computes each row and its proposed tokens, and chooses at each of their places.
+
+    With `drafting`, the draft model first proposes tokens for its rows. The logits are valid until
+    the next call. Raises IndexError if a choice names an id that is not in the vocabulary.
+    """
+    begin_s = clock.now_s()
+    rows, choices, proposed = [], [], []
+    counts, scored, lens = [], [], []
+    for proposal in proposals:
+        row, token_ids = proposal.row, proposal.token_ids
+        if drafting is not None and row.num_to_draft and row.draft_token_ids:
+            token_ids = [0] * row.num_to_draft  # replaced by the draft model
+        rows.append(row)
+        proposed += token_ids
+        lens.append(len(token_ids))
+        scored.append(len(row.scored))
+        counts.append(0 if row.sampling is None else 1 + len(token_ids))
+        if row.sampling is not None:
+            choices.append(proposal.choice(0))
+    num_choices = sum(counts)
+    numbers = array("i", counts + scored + proposed)
+    (first, _), size = numbers.buffer_info(), len(rows) * numbers.itemsize
+    chosen = array("q", bytes(8 * num_choices))
+    logits = decoder.logits(num_choices + sum(scored))
+    kept: list[object] = []
+    draws = draws_of(choices, decoder.vocab_size, kept)
+    struct = native.Choices(
+        *(first, first + size, draws, first + 2 * size, chosen.buffer_info()[0])
+    )
+    packed = pack(rows, decoder.block_size, lens)
+    draft_s = 0.0
+    if drafting is None:
+        prepared_s = clock.now_s()
+        decoder.run("verify", packed, logits, struct)
+    else:
+        more = _pack_drafting(drafting, proposals)
+        prepared_s = clock.now_s()
+        decoder.run("speculate", packed, logits, struct, *more.pointers)
+        draft_s = more.order.seconds
+        ends = list(accumulate(lens, initial=2 * len(rows)))
+        for row, proposal in enumerate(proposals):
+            if proposal.row.num_to_draft and proposal.row.draft_token_ids:
+                proposal.token_ids = numbers[ends[row] : ends[row + 1]].tolist()
+    return Verified(chosen.tolist(), logits, struct.forward_s, prepared_s - begin_s, draft_s)
+
+
+class _PackedDrafting(NamedTuple):
+    """A draft model's part of a call, with what its pointers point into."""
+
+    pointers: tuple[object, ...]
+    order: native.NativeDrafting
+    kept: tuple[object, ...]
+
+
+def _pack_drafting(drafting: Drafting, proposals: Sequence[DraftedRow]) -> _PackedDrafting:
+    """Packs the rows of a draft model for `speculate`."""
+    place_of = {id(proposal): place for place, proposal in enumerate(proposals)}
+    proposing = [one for one in drafting.seen if one.row.num_to_draft > 0]
+    lens = [one.row.num_to_draft for one in proposing]
+    num_rows, decoder = len(lens), drafting.decoder
+    which = array("i", [*(place_of[id(one)] for one in proposing), *lens])
+    first, _ = which.buffer_info()
+    logits = decoder.logits(num_rows)
+    order = native.NativeDrafting(
+        rows=first,
+        counts=first + num_rows * which.itemsize,
+        logits=logits.data_ptr(),
+        num_rows=num_rows,
+    )
+    seen = pack([one.seen() for one in drafting.seen], decoder.block_size, lens)
+    pointers = decoder.handle, ctypes.byref(seen.struct), ctypes.byref(order)
+    return _PackedDrafting(pointers, order, (which, seen, logits))
 
 
 def cache_struct(cache: KVCache, library: Native) -> native.Cache:
@@ -244,190 +297,3 @@ def batch_struct(batch: AttentionBatch) -> native.Batch:
         num_tokens=len(batch.slot_mapping),
         max_blocks=batch.block_tables.shape[1],
     )
-
-
-def build(model: PreTrainedModel, context: ForwardContext, team: Team) -> Decoder:
-    """Builds the decoder that computes what `model` computes. Its linear layers must be packed.
-    Raises NotFused.
-    """
-    try:
-        return _Builder(model, context, team).build()
-    except (AttributeError, TypeError, RuntimeError) as error:
-        raise NotFused(str(error)) from error
-
-
-class _Builder:
-    def __init__(self, model: PreTrainedModel, context: ForwardContext, team: Team) -> None:
-        self._model = model
-        self._context = context
-        self._team = team
-        self._keep: list[object] = []
-
-    def build(self) -> Decoder:
-        base = self._model.get_decoder()
-        calls = _record(self._model, self._context)
-        heads = {call.num_heads for call in calls}
-        if [call.layer for call in calls] != list(range(len(base.layers))) or len(heads) > 1:
-            raise NotFused("its layers do not each attend once, with the same heads")
-        ropes: list[tuple[torch.Tensor, float]] = []
-        layers = (native.Layer * len(base.layers))()
-        for layer, module, call in zip(layers, base.layers, calls, strict=True):
-            self._fill_layer(layer, module, call.scoring)
-            layer.rope = _index_of(ropes, _rope(base.rotary_emb, module))
-        first = base.layers[0]
-        text = self._model.config.get_text_config(decoder=True)
-        embedding, scale = self._embedding(base.embed_tokens)
-        struct = native.Model(
-            layers=layers,
-            ropes=self._ropes(ropes),
-            embedding=embedding.data_ptr(),
-            final_norm=self._norm(base.norm),
-            head=self._linear(self._model.get_output_embeddings()).struct,
-            num_layers=len(layers),
-            num_ropes=len(ropes),
-            hidden=embedding.shape[1],
-            num_heads=heads.pop(),
-            feed_forward=layers[0].down.cols,
-            embedding_kind=native.BF16 if embedding.dtype is torch.bfloat16 else native.FP32,
-            activation=_activation(first.mlp),
-            epsilon=_epsilon(first.input_layernorm),
-            embedding_scale=scale,
-            logit_softcap=getattr(text, "final_logit_softcapping", None) or 0.0,
-        )
-        self._keep += [layers, self._model]
-        return Decoder(self._team, struct, self._keep)
-
-    def _fill_layer(self, layer: native.Layer, module: nn.Module, scoring: Scoring) -> None:
-        attention, mlp = module.self_attn, module.mlp
-        merged = getattr(attention, "qkv_proj", None)
-        parts = [merged] if merged else [attention.q_proj, attention.k_proj, attention.v_proj]
-        for i, part in enumerate(parts):
-            layer.qkv[i] = self._linear(part).struct
-        layer.num_qkv = len(parts)
-        if len({layer.qkv[i].kind for i in range(len(parts))}) > 1:
-            raise NotFused("queries, keys and values have weights of different formats")
-        layer.output = self._linear(attention.o_proj).struct
-        layer.gate, layer.up = self._gate_and_up(mlp)
-        layer.down = self._linear(mlp.down_proj).struct
-        layer.input_norm = self._norm(module.input_layernorm)
-        for name, field in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
-            norm = getattr(attention, name, None)
-            if norm is not None:
-                setattr(layer, field, self._norm(norm))
-        before = getattr(module, "pre_feedforward_layernorm", None)
-        if before is None:
-            layer.feed_forward_norm = self._norm(module.post_attention_layernorm)
-        else:
-            layer.post_attention_norm = self._norm(module.post_attention_layernorm)
-            layer.feed_forward_norm = self._norm(before)
-            layer.post_feed_forward_norm = self._norm(module.post_feedforward_layernorm)
-        layer.scoring = native.NativeScoring(
-            scaling=scoring.scaling, softcap=scoring.softcap or 0.0, window=scoring.window or 0
-        )
-
-    def _gate_and_up(self, mlp: nn.Module) -> tuple[native.Weight, native.Weight]:
-        merged = getattr(mlp, "gate_up_proj", None)
-        if merged is None:
-            gate, up = (self._linear(x).struct for x in (mlp.gate_proj, mlp.up_proj))
-            if gate.kind != up.kind:
-                raise NotFused("gate and up have weights of different formats")
-            return gate, up
-        matrix = self._linear(merged)
-        half = matrix.struct.rows // 2
-        if half % self._team.library.baton_panel() or matrix.bias is not None:
-            raise NotFused("gate and up share a matrix and a panel")
-        gate, up = (native.Weight.from_buffer_copy(matrix.struct) for _ in range(2))
-        gate.rows = up.rows = half
-        up.panels += matrix.panels.nbytes // 2
-        up.scales += half * matrix.scales.element_size()
-        up.offsets += half * matrix.offsets.element_size()
-        return gate, up
-
-    def _linear(self, module: nn.Module) -> PackedMatrix:
-        if not isinstance(module, PackedLinear):
-            raise NotFused(f"a {type(module).__name__} where a linear layer was expected")
-        return module.matrix
-
-    def _norm(self, module: nn.Module) -> int:
-        """Returns the address of the norm's factors. They are measured: the norm maps ones to
-        almost exactly its factors.
-        """
-        size = module.weight.shape[0]
-        scale = (1.0 + _epsilon(module)) ** 0.5
-        factors = (module(torch.ones(1, size))[0] * scale).float().contiguous()
-        self._keep.append(factors)
-        return factors.data_ptr()
-
-    def _embedding(self, module: nn.Embedding) -> tuple[torch.Tensor, float]:
-        table = module.weight.detach().float().contiguous()
-        token = int(table.abs().amax(1).argmax())
-        largest = int(table[token].abs().argmax())
-        scale = float(module(torch.tensor([token]))[0, largest] / table[token, largest])
-        if exact_in_bf16(table):
-            table = table.bfloat16()
-        self._keep.append(table)
-        return table, scale
-
-    def _ropes(self, ropes: Sequence[tuple[torch.Tensor, float]]) -> ctypes.Array[native.Rope]:
-        structs = (native.Rope * len(ropes))()
-        for struct, (frequencies, scale) in zip(structs, ropes, strict=True):
-            struct.inverse_frequencies = frequencies.data_ptr()
-            struct.rotary_dim = 2 * len(frequencies)
-            struct.scale = scale
-            self._keep.append(frequencies)
-        self._keep.append(structs)
-        return structs
-
-
-def _record(model: PreTrainedModel, context: ForwardContext) -> list[LayerCall]:
-    """Finds the arguments of each layer's attention by computing one token."""
-    calls: list[LayerCall] = []
-
-    def attend(query, _key, _value, _cache, layer, _batch, scoring):
-        calls.append(LayerCall(layer, scoring, query.shape[1]))
-        return torch.zeros_like(query)
-
-    before = context.attend, context.cache
-    context.attend, context.cache = attend, object()
-    try:
-        model(
-            input_ids=torch.zeros(1, 1, dtype=torch.long),
-            position_ids=torch.zeros(1, 1, dtype=torch.long),
-            use_cache=False,
-        )
-    finally:
-        context.attend, context.cache = before
-    return calls
-
-
-def _rope(rotary: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, float]:
-    """Returns the inverse frequencies and the scale; some models have them for each type of
-    layer.
-    """
-    kind = getattr(layer.self_attn, "layer_type", None)
-    prefix = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
-    frequencies = getattr(rotary, f"{prefix}inv_freq").float().contiguous()
-    return frequencies, float(getattr(rotary, f"{prefix}attention_scaling"))
-
-
-def _index_of(ropes: list[tuple[torch.Tensor, float]], rope: tuple[torch.Tensor, float]) -> int:
-    for i, (frequencies, scale) in enumerate(ropes):
-        if scale == rope[1] and torch.equal(frequencies, rope[0]):
-            return i
-    ropes.append(rope)
-    return len(ropes) - 1
-
-
-def _activation(mlp: nn.Module) -> int:
-    """Finds the known activation function that the feed-forward layer uses."""
-    function = getattr(mlp, "act_fn", None) or mlp.activation_fn
-    x = torch.linspace(-6, 6, 97)
-    for index, known in enumerate(ACTIVATIONS):
-        if torch.allclose(function(x), known(x), rtol=0, atol=SAME):
-            return index
-    raise NotFused(f"an activation that is not known: {function}")
-
-
-def _epsilon(norm: nn.Module) -> float:
-    epsilon = getattr(norm, "variance_epsilon", None)
-    return float(norm.eps if epsilon is None else epsilon)

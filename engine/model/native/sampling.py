@@ -44,23 +44,23 @@ def draws_of(choices: Sequence[TokenChoice], vocab: int, kept: list[object]) -> 
     """Returns the address of the choices in the kernels' form, valid while the objects in `kept`
     live.
     """
-    draws = array("B", b"".join([_draw(choice, vocab, kept) for choice in choices]))
+    draws = array("B", bytes(DRAW.size * len(choices)))
+    for i, choice in enumerate(choices):
+        sampling = choice.sampling
+        DRAW.pack_into(
+            draws,
+            i * DRAW.size,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed & MASK_64,
+            choice.position,
+            sampling.top_k if 0 < sampling.top_k < vocab else 0,
+            0,
+            0 if choice.is_plain else _changes(choice, kept),
+        )
     kept.append(draws)
     return draws.buffer_info()[0]
-
-
-def _draw(choice: TokenChoice, vocab: int, kept: list[object]) -> bytes:
-    sampling = choice.sampling
-    return DRAW.pack(
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.seed & MASK_64,
-        choice.position,
-        sampling.top_k if 0 < sampling.top_k < vocab else 0,
-        0,
-        0 if choice.is_plain else _changes(choice, kept),
-    )
 
 
 def _changes(choice: TokenChoice, kept: list[object]) -> int:

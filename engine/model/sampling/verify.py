@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from engine.clock import Clock
@@ -90,56 +91,49 @@ def results(
 
     Logits are not needed unless a row asks for log-probabilities.
     """
-    kept = _kept(proposals, chosen)
-    if logits is None or not needs_logits(proposals):
-        pairs = zip(proposals, kept, strict=True)
-        return [RowResult(tokens, len(proposal.token_ids)) for proposal, tokens in pairs]
-    logprobs = _logprobs(proposals, kept, logits)
-    scored = _scored(proposals, logits[len(chosen) :])
-    return [
-        RowResult(tokens, len(proposal.token_ids), logprobs.get(i, ()), scored.get(i, ()))
-        for i, (proposal, tokens) in enumerate(zip(proposals, kept, strict=True))
-    ]
-
-
-def _kept(proposals: Sequence[DraftedRow], chosen: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns each row's tokens: the chosen ones, up to the first that differs from its
-    proposal.
-    """
-    kept: list[tuple[int, ...]] = []
-    begin = 0
+    results: list[RowResult] = []
+    begin, wants_logits = 0, False
     for proposal in proposals:
-        if proposal.row.sampling is None:
-            kept.append(())
+        row, proposed = proposal.row, proposal.token_ids
+        wants_logits = wants_logits or bool(row.scored)
+        if row.sampling is None:
+            results.append(RowResult((), len(proposed)))
             continue
+        wants_logits = wants_logits or row.sampling.logprobs is not None
         end = begin + 1
-        for token in proposal.token_ids:
+        for token in proposed:  # kept are the tokens up to the first that differs
             if chosen[end - 1] != token:
                 break
             end += 1
-        kept.append(tuple(chosen[begin:end]))
-        begin += len(proposal.token_ids) + 1
-    return kept
+        results.append(RowResult(tuple(chosen[begin:end]), len(proposed)))
+        begin += len(proposed) + 1
+    if logits is None or not wants_logits:
+        return results
+    logprobs = _logprobs(proposals, results, logits)
+    scored = _scored(proposals, logits[len(chosen) :])
+    return [
+        msgspec.structs.replace(one, logprobs=logprobs.get(i, ()), scored=scored.get(i, ()))
+        for i, one in enumerate(results)
+    ]
 
 
 def needs_logits(proposals: Sequence[DraftedRow]) -> bool:
     """True if the results of these rows need logits."""
-    return any(map(_asks_for_logprobs, proposals))
-
-
-def _asks_for_logprobs(proposal: DraftedRow) -> bool:
-    row = proposal.row
-    return bool(row.scored) or (row.sampling is not None and row.sampling.logprobs is not None)
+    return any(
+        row.scored or (row.sampling is not None and row.sampling.logprobs is not None)
+        for row in (proposal.row for proposal in proposals)
+    )
 
 
 def _logprobs(
-    proposals: Sequence[DraftedRow], kept: Sequence[tuple[int, ...]], logits: torch.Tensor
+    proposals: Sequence[DraftedRow], results: Sequence[RowResult], logits: torch.Tensor
 ) -> dict[int, tuple[Logprobs, ...]]:
     """Returns the log-probabilities of the rows that request them, by row index."""
     asking: list[int] = []
     index: list[int] = []
     begin = 0
-    for i, (proposal, tokens) in enumerate(zip(proposals, kept, strict=True)):
+    for i, (proposal, result) in enumerate(zip(proposals, results, strict=True)):
+        tokens = result.token_ids
         if not tokens:
             continue
         if proposal.row.sampling.logprobs is not None:
@@ -149,7 +143,7 @@ def _logprobs(
     if not asking:
         return {}
     nums = [proposals[i].row.sampling.logprobs for i in asking]
-    return _shared_out(logits[index], asking, [kept[i] for i in asking], nums)
+    return _shared_out(logits[index], asking, [results[i].token_ids for i in asking], nums)
 
 
 def _scored(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from decode.acceptance import Proposer
 from decode.choosing import Candidate, Proposal
 from decode.speculation import Speculator
-from deploy.worker.core import worker_core
+from deploy.worker.core import WorkerCore
 from engine.config import Speculate
 from engine.messages import Role, SeqId, WorkerId, encode_frame
 from engine.worker.batch import BatchPlan, BatchResult
-from engine.worker.blocks import BlockHash, BlockId, BlockPool
+from engine.worker.blocks import IN_FLIGHT, LEASED, BlockHash, BlockId, BlockPool
 from engine.worker.events import Effect, Emit, EmitToAll, Event
 from engine.worker.intake import Intake
 from engine.worker.sequence import Sequence as EngineSequence
@@ -91,29 +91,19 @@ class SpoilingPool(BlockPool):
         self._runner.spoil(blocks)
         return blocks
 
-    def disown(
-        self, blocks: Sequence[BlockId], *, evict_first: bool = False, likely_reused: bool = False
-    ) -> None:
-        super().disown(blocks, evict_first=evict_first, likely_reused=likely_reused)
-        self._spoil_free(blocks)
-
-    def end_lease(self, blocks: Sequence[BlockId], *, evict_first: bool = False) -> None:
-        super().end_lease(blocks, evict_first=evict_first)
-        self._spoil_free(blocks)
-
-    def end_write(self, blocks: Sequence[BlockId]) -> None:
-        super().end_write(blocks)
+    def release(self, kind: int, blocks: Sequence[BlockId], mark: int | None = None) -> None:
+        super().release(kind, blocks, mark)
         self._spoil_free(blocks)
 
     def is_leased(self, block: BlockId) -> bool:
-        return self._leased[block] > 0
+        return self._holders[LEASED][block] > 0
 
     def is_in_flight(self, block: BlockId) -> bool:
-        return self._in_flight[block] > 0
+        return self._holders[IN_FLIGHT][block] > 0
 
     def holders(self) -> tuple[list[int], list[int], list[int]]:
         """The number of owners, leases and pulls of each block."""
-        return self._owned, self._leased, self._in_flight
+        return self._holders
 
     def known(self) -> Iterator[tuple[BlockId, BlockHash]]:
         """Blocks that a prefix match can find."""
@@ -167,7 +157,7 @@ class FakeWorker:
         )
         self.pool = SpoilingPool(self.runner)
         self.endpoint = FakeEndpoint(self, cluster)
-        parts = worker_core(
+        self.core = WorkerCore(
             self.pool,
             shape,
             intake=Intake(BLOCK_SIZE, FakeGuides(), VOCAB_SIZE),
@@ -177,15 +167,15 @@ class FakeWorker:
             speculator=shape.speculator(),
             growth_tokens=shape.growth_tokens,
         )
-        self.core = parts.core
-        self.decode, self.prefill, self.offers = parts.decode, parts.prefill, parts.offers
+        self.decode, self.prefill = self.core.decode, self.core.prefill
+        self.offers = self.core.offers
         self.inbox: deque[Event] = deque()
         self.in_flight: deque[FakeStep] = deque()
         self._early: list[object] = []  # the results that each row of the first step will have
         self.stuck: set[str] = set()  # the parts that are stopped: see PARTS
 
     def take_event(self) -> None:
-        self._perform(self.core.handle(self.inbox.popleft(), self._cluster.now_s))
+        self._perform(self.core.handle(self.inbox.popleft()))
 
     def begin_step(self) -> None:
         plan, effects = self.core.plan(self._cluster.now_s)
@@ -223,7 +213,7 @@ class FakeWorker:
 
     def _seqs(self) -> list[EngineSequence]:
         prompts = self.prefill.computing.values()
-        return [*(prompt.seq for prompt in prompts), *self.decode.running.seqs()]
+        return [*(prompt.seq for prompt in prompts), *self.decode.running.members.values()]
 
     def validate(self) -> None:
         """Checks the invariants of the worker and across its parts."""
@@ -238,10 +228,10 @@ class FakeWorker:
     def _check_holders(self) -> None:
         """Every hold on a block has an owner, so no block leaks or is released twice."""
         prefill, decode = self.prefill, self.decode
-        pulling = [*prefill.waiting.pulling.values(), *prefill.waiting.aborting.values()]
+        pulling = prefill.waiting.pulling.values()
         arriving = [*decode.arrivals.arriving.values(), *decode.arrivals.aborting.values()]
         holders = [*prefill.computing.values(), *pulling, *arriving]
-        seqs = [*(holder.seq for holder in holders), *decode.running.seqs()]
+        seqs = [*(holder.seq for holder in holders), *decode.running.members.values()]
         tables = [seq.block_table for seq in seqs]
         tables_of_leases = (prefill.leases, self.offers.leases)
         leases = [lease.block_ids for t in tables_of_leases for lease in t.opened.values()]
@@ -266,7 +256,7 @@ class FakeWorker:
         prompts = [*prefill.waiting.prompts(), *prefill.computing.values()]
         prefilling = {prompt.seq.seq_id for prompt in prompts}
         arriving = {*decode.arrivals.queued, *decode.arrivals.arriving}
-        return prefilling | arriving | {seq.seq_id for seq in decode.running.seqs()}
+        return prefilling | arriving | {seq.seq_id for seq in decode.running.members.values()}
 
     def is_at_rest(self) -> bool:
         """True if the worker holds no blocks, leases or sequences."""

@@ -20,7 +20,7 @@ import numpy as np
 from decode.acceptance import Proposer
 from decode.choosing import Candidate, Proposal
 from decode.speculation import Speculator
-from deploy.worker.core import worker_core
+from deploy.worker.core import WorkerCore
 from engine.config import Speculate
 from engine.grammar.guide import Guides
 from engine.messages import (
@@ -164,7 +164,7 @@ class Worker:
         self.speculator = speculator(
             speculate, max_draft_tokens=8, has_draft_model=runner.draft_forward is not None
         )
-        self.core = worker_core(
+        self.core = WorkerCore(
             self.pool,
             WorkerShape(role, max_batch_tokens=256, chunk_tokens=64, max_running=max_running),
             intake=Intake(runner.layout.block_size, guides),
@@ -173,7 +173,7 @@ class Worker:
             stretch=stretch,
             speculator=self.speculator,
             growth_tokens=growth_tokens,
-        ).core
+        )
 
     @property
     def blocks(self) -> np.ndarray:
@@ -240,7 +240,7 @@ class Pools:
 
     def _step(self, worker: Worker) -> None:
         while worker.inbox:
-            self._perform(worker, worker.core.handle(worker.inbox.popleft(), 0.0))
+            self._perform(worker, worker.core.handle(worker.inbox.popleft()))
         plan, effects = worker.core.plan(0.0)
         self._perform(worker, effects)
         if plan is not None:

@@ -13,16 +13,17 @@ import pytest
 
 from decode.acceptance import Proposer
 from decode.choosing import Candidate, Proposal
-from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
+from deploy.worker.core import WorkerCore
 from engine.config import Speculate
-from engine.messages import Cancel, GatewayId, Limits, Sampling, SeqId
+from engine.messages import Cancel, GatewayId, Limits, Role, Sampling, SeqId
 from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.worker.blocks import BlockPool
-from engine.worker.core import WorkerCore
-from engine.worker.events import Adopted, FromGateway
+from engine.worker.events import FromGateway
 from engine.worker.intake import Intake
 from engine.worker.sequence import Sequence
+from tests.kits.fakes.worker import WorkerShape
+from tests.kits.worker_core import HERE
 
 VOCAB_SIZE = 1000
 PROMPT_LEN = 64
@@ -137,10 +138,15 @@ class Bench:
             mode, max_draft_tokens=MAX_DRAFT_TOKENS, has_draft_model=has_draft_model
         )
         pool = BlockPool(batch * 500)
-        self.decode = DecodeScheduler(
-            pool, intake=Intake(16), max_running=64, speculator=speculator
+        self.core = WorkerCore(
+            pool,
+            WorkerShape(Role.DECODE, max_batch_tokens=512, max_running=64),
+            intake=Intake(16),
+            address=HERE,
+            role=Role.DECODE,
+            speculator=speculator,
         )
-        self.core = WorkerCore([self.decode], pool, 512, observe=speculator.observe)
+        self.decode = self.core.decode
         self._now_s = 0.0
         self.speculator = speculator
         self.num_looks = 0
@@ -155,7 +161,7 @@ class Bench:
     def replace_all(self) -> None:
         """Other sequences take the place of all."""
         for i in range(self._num_adopted - self.batch, self._num_adopted):
-            self.core.handle(FromGateway(GatewayId("g"), Cancel(SeqId(f"s{i}"))), self._now_s)
+            self.core.handle(FromGateway(GatewayId("g"), Cancel(SeqId(f"s{i}"))))
         self._adopt_all()
 
     def _adopt_all(self) -> None:
@@ -166,9 +172,9 @@ class Bench:
     def _adopt(self, seq_id: SeqId, prompt_len: int, pool: BlockPool) -> None:
         tokens = [self.runner.texts.at(seq_id, i) for i in range(prompt_len + 1)]
         seq = Sequence(seq_id, GatewayId("g"), tokens, Sampling(), Limits(10**6), block_size=16)
-        seq.block_table = pool.allocate(seq.num_blocks)
+        seq.block_table = pool.allocate(seq.num_prompt_blocks)
         seq.advance(prompt_len, pool)
-        self.core.handle(Adopted(seq), 0.0)
+        self.decode.adopt(seq)
 
     def _look(
         self, candidates: Items[Candidate], *, num_others: int, others_tokens: int

@@ -566,13 +566,17 @@ def test_a_prompt_that_waits_for_memory_still_finds_its_prefix_afterwards():
     )
 
 
+def counts(r: Rig) -> tuple[int, int, int]:
+    return r.prefill.num_waiting, r.prefill.num_running, len(r.prefill.leases.opened)
+
+
 def test_waiting_and_running_prompts_are_counted():
     r = rig(chunk=4, num_blocks=4)
     for name, prompt in (("a", range(12)), ("b", range(20, 32)), ("c", range(40, 44))):
         r.take(prefill(name, prompt))
-    assert (r.prefill.num_waiting, r.prefill.num_running, r.prefill.num_leases) == (3, 0, 0)
+    assert counts(r) == (3, 0, 0)
     r.step()
-    assert (r.prefill.num_waiting, r.prefill.num_running, r.prefill.num_leases) == (2, 1, 1)
+    assert counts(r) == (2, 1, 1)
 
 
 # ---------------------------------------------------------------- log-probabilities, rows

@@ -8,9 +8,9 @@ import pytest
 
 from decode.arrivals import HOLD_S
 from deploy.worker import host as worker_host
+from deploy.worker.core import WorkerCore
 from deploy.worker.gateway_sessions import MAX_UNSENT_BYTES
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
-from deploy.worker.step_watch import StepWatch
 from engine.config import DeviceKind, WorkerConfig
 from engine.devices.settings import resolve
 from engine.messages import (
@@ -26,9 +26,9 @@ from engine.messages import (
 )
 from engine.net.trust import Secret
 from engine.worker.batch import BatchResult, RowResult
-from engine.worker.core import WorkerCore
 from engine.worker.events import GatewayLost
 from engine.worker.pace import FIRST_TOKENS
+from engine.worker.steps import StepWatch
 from tests.kits.fakes.model import VOCAB_SIZE, FakeGuides, FakeRunner
 from tests.kits.worker_core import HERE, decode, generate, given_back, hold, prefill
 
@@ -80,26 +80,26 @@ def test_worker_accepts_the_work_of_its_announced_role(role, stretch, takes):
         worker._events = None
         core = worker._open_core(HERE)
         effects = TAKEN[name] if name in takes else [given_back("a", "wrong role")]
-        assert core.handle(event, 0.0) == effects
+        assert core.handle(event) == effects
         assert worker._welcome().generates == ("generate" in takes)
 
 
 def test_fluid_worker_computes_short_chunks_beside_decodes_until_steps_were_timed():
     core = host(Role.DECODE, stretch=4.0)._open_core(HERE)
-    core.handle(generate("a", 3), 0.0)
+    core.handle(generate("a", 3))
     assert step(core) == [("a", 3)]
-    core.handle(generate("b", [1] * 100), 0.0)
-    core.handle(generate("c", [2] * 40), 0.0)
+    core.handle(generate("b", [1] * 100))
+    core.handle(generate("c", [2] * 40))
     assert step(core) == [("a", 1), ("b", FIRST_TOKENS)]
 
 
 def test_mixed_worker_computes_prompts_in_chunks_after_decodes():
     config = {"max_batch_tokens": 64, "chunk_tokens": 32, "max_running": 4}
     core = host(Role.MIXED, stretch=4.0, **config)._open_core(HERE)
-    core.handle(generate("a", 3), 0.0)
+    core.handle(generate("a", 3))
     assert step(core) == [("a", 3)]
-    core.handle(generate("b", [1] * 100), 0.0)
-    core.handle(generate("c", [2] * 40), 0.0)
+    core.handle(generate("b", [1] * 100))
+    core.handle(generate("c", [2] * 40))
     assert step(core) == [("a", 1), ("b", 32), ("c", 31)]
     assert step(core) == [("a", 1), ("b", 32), ("c", 9)]
     assert step(core) == [("a", 1), ("c", 1), ("b", 32)]
@@ -112,7 +112,7 @@ def test_held_step_begins_in_time_without_events():
     core = worker._core = worker._open_core(HERE)
     worker._clock = clock
     assert worker._idle_s() == worker_host.REPORT_EVERY_S
-    core.handle(decode("a", 5, is_moved=True), 0.0)
+    core.handle(decode("a", 5, is_moved=True))
     core.plan(0.0)
     clock.at_s = 0.75 * HOLD_S
     assert worker._idle_s() == pytest.approx(0.25 * HOLD_S)
@@ -125,7 +125,7 @@ def test_held_step_begins_in_time_without_events():
 def test_an_idle_worker_looks_for_leaks_once_until_something_happens():
     worker, looks = host(Role.MIXED), []
     worker._core = SimpleNamespace(
-        held_until_s=None, validate=lambda: looks.append(1), handle=lambda event, now_s: []
+        held_until_s=None, validate=lambda: looks.append(1), handle=lambda event: []
     )
     worker._clock = SetClock()
     for _ in range(3):

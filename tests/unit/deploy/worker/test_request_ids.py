@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from deploy.worker.session_inbox import MAX_KEPT, RequestIds
+from deploy.worker.gateway_sessions import MAX_KEPT, RequestIds
 from engine.log_context import REQUEST
 from engine.messages import GatewayId, Generate, Limits, Role, Sampling, SeqId
 from engine.worker.events import FromGateway, PullDone, PullFailed
@@ -35,7 +35,8 @@ def lines():
 
 def test_both_ids_are_known_while_a_line_is_logged():
     ids = RequestIds()
-    ids.record(SEQ_ID, "mine")
+    with ids.logged(SEQ_ID, "mine"):
+        pass
     with ids.logged(SEQ_ID):
         assert REQUEST.get() == "cmpl-1 mine"
     with ids.logged(SeqId("cmpl-2.0.copy")):
@@ -46,8 +47,8 @@ def test_both_ids_are_known_while_a_line_is_logged():
 def test_only_the_latest_ids_are_kept():
     ids = RequestIds()
     for number in range(MAX_KEPT + 10):
-        ids.record(SeqId(f"cmpl-{number}.0"), "mine")
-        ids.record(SeqId(f"cmpl-x{number}.0"), "")
+        with ids.logged(SeqId(f"cmpl-{number}.0"), "mine"), ids.logged(SeqId(f"cmpl-x{number}.0")):
+            pass
     assert len(ids._client_ids) == MAX_KEPT
     with ids.logged(SeqId("cmpl-0.0")):
         assert REQUEST.get() == "cmpl-0"
@@ -59,10 +60,10 @@ def test_lines_of_a_sequence_have_its_ids_from_its_start_to_its_failure(lines):
     worker = host(Role.MIXED)
     message = Generate(SEQ_ID, [1, 2, 3], Sampling(), Limits(9), client_id="mine")
 
-    async def take():
-        worker._listen(GatewayId("g")).take(message)
+    async def receive():
+        worker._listen(GatewayId("g")).receive(message)
 
-    asyncio.run(take())
+    asyncio.run(receive())
     worker._on_transfer(PullFailed(SEQ_ID, "lease was lost"))
     worker._on_transfer(PullDone(SEQ_ID, "shm"))
     worker._on_transfer(PullFailed(SEQ_ID, ABORTED))  # as its gateway wished

@@ -12,15 +12,24 @@ from engine.worker.block_events import (
     END_NUMBER,
     AllBlocksCleared,
     BlockRemoved,
+    BlockStored,
     EventLog,
     decode_answer,
     decode_batch,
     decode_number,
     encode_number,
-    stored,
     topic_of,
 )
-from engine.worker.blocks import HASH_BYTES, BlockHash, BlockPool, Evicted, Stored, hash_blocks
+from engine.worker.blocks import (
+    HASH_BYTES,
+    ORDINARY,
+    OWNED,
+    BlockHash,
+    BlockPool,
+    Evicted,
+    Stored,
+    hash_blocks,
+)
 from engine.worker.sequence import Sequence
 from router import block_news
 from router.block_news import (
@@ -45,6 +54,10 @@ from tests.kits.twins.prefix_map import PrefixMap
 
 BLOCK_SIZE = 4
 A, B = WorkerId("a"), WorkerId("b")
+
+
+def stored(block_hashes, parent, *, block_size, token_ids=()) -> BlockStored:
+    return BlockStored(list(block_hashes), parent, list(token_ids), block_size, None, None, None)
 
 
 def hashes(num, first=0):
@@ -192,12 +205,12 @@ def test_a_pool_notes_stored_and_evicted_blocks():
     pool = BlockPool(2, keeps_news=True)
     first, second = hashes(2)
     blocks = pool.allocate(2)
-    pool.set_hash(blocks[0], first, token_ids=(0, 1, 2, 3))
-    pool.set_hash(blocks[1], second, parent=first)
+    pool.set_hashes([blocks[0]], [first], token_ids=[(0, 1, 2, 3)])
+    pool.set_hashes([blocks[1]], [second], parent=first)
     assert pool.take_news() == [Stored(first, None, (0, 1, 2, 3)), Stored(second, first)]
-    pool.disown(blocks)
+    pool.release(OWNED, blocks, ORDINARY)
     assert pool.take_news() == []  # it is still cached
-    pool.disown(pool.allocate(1))
+    pool.release(OWNED, pool.allocate(1), ORDINARY)
     assert pool.take_news() == [Evicted(second)]  # the end of a prefix goes first
 
 
@@ -205,20 +218,20 @@ def test_a_duplicate_block_is_reported_once():
     pool = BlockPool(2, keeps_news=True)
     one, other = pool.allocate(2)
     [content] = hashes(1)
-    pool.set_hash(one, content)
-    pool.set_hash(other, content)
+    pool.set_hashes([one], [content])
+    pool.set_hashes([other], [content])
     assert pool.take_news() == [Stored(content, None)]
-    pool.disown([other])
-    pool.disown(pool.allocate(1))
+    pool.release(OWNED, [other], ORDINARY)
+    pool.release(OWNED, pool.allocate(1), ORDINARY)
     assert pool.take_news() == []
-    pool.disown([one])
-    pool.disown(pool.allocate(2))
+    pool.release(OWNED, [one], ORDINARY)
+    pool.release(OWNED, pool.allocate(2), ORDINARY)
     assert pool.take_news() == [Evicted(content)]
 
 
 def test_pool_without_readers_records_no_events():
     pool = BlockPool(1)
-    pool.set_hash(pool.allocate(1)[0], hashes(1)[0])
+    pool.set_hashes(pool.allocate(1), hashes(1))
     assert pool.take_news() == []
     assert pool._news is None
 

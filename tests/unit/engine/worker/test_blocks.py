@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 
 from engine.errors import OutOfBlocks
-from engine.worker.blocks import BlockCounts, BlockId, BlockPool, hash_block, hash_blocks
+from engine.worker.blocks import (
+    EVICT_FIRST,
+    IN_FLIGHT,
+    LEASED,
+    LIKELY_REUSED,
+    ORDINARY,
+    OWNED,
+    BlockCounts,
+    BlockId,
+    BlockPool,
+    hash_block,
+    hash_blocks,
+)
 
 
 def hashes(name: str, num_blocks: int):
@@ -23,7 +35,7 @@ def allocate_full(pool: BlockPool, name: str, num_blocks: int):
     """Allocates blocks for a sequence and fills them."""
     taken = pool.allocate(num_blocks)
     for block, block_hash in zip(taken, hashes(name, num_blocks), strict=True):
-        pool.set_hash(block, block_hash)
+        pool.set_hashes([block], [block_hash])
     return taken
 
 
@@ -65,90 +77,85 @@ def test_asking_for_more_than_is_idle_takes_nothing(pool):
 
 def test_a_shared_block_is_cached_when_the_last_sequence_lets_go(pool):
     taken = allocate_full(pool, "a", 2)
-    pool.own(taken)
-    pool.disown(taken)
+    pool.hold(OWNED, taken)
+    pool.release(OWNED, taken, ORDINARY)
     assert pool.counts() == BlockCounts(free=4, cached=0, owned=2, leased=0, in_flight=0)
-    pool.disown(taken)
+    pool.release(OWNED, taken, ORDINARY)
     assert pool.counts() == BlockCounts(free=4, cached=2, owned=0, leased=0, in_flight=0)
 
 
-HOLDS = {
-    "owned": (BlockPool.own, BlockPool.disown),
-    "leased": (BlockPool.lease, BlockPool.end_lease),
-    "in flight": (BlockPool.begin_write, BlockPool.end_write),
-}
+KINDS = (OWNED, LEASED, IN_FLIGHT)
 
 
-@pytest.mark.parametrize("order", list(permutations(HOLDS)))
+@pytest.mark.parametrize("order", list(permutations(KINDS)))
 def test_a_block_is_free_only_when_every_kind_of_holder_has_let_go(pool, order):
     taken = pool.allocate(2)
-    pool.lease(taken)
-    pool.begin_write(taken)
+    pool.hold(LEASED, taken)
+    pool.hold(IN_FLIGHT, taken)
     for kind in order:
         assert pool.num_idle == 4
-        HOLDS[kind][1](pool, taken)
+        pool.release(kind, taken)
     assert pool.counts() == BlockCounts(free=6, cached=0, owned=0, leased=0, in_flight=0)
 
 
 def test_a_block_with_several_holders_is_counted_once(pool):
     taken = pool.allocate(3)
-    pool.lease(taken[:2])
-    pool.begin_write(taken[:1])
+    pool.hold(LEASED, taken[:2])
+    pool.hold(IN_FLIGHT, taken[:1])
     assert pool.counts() == BlockCounts(free=3, cached=0, owned=1, leased=1, in_flight=1)
     assert pool.counts().total == 6
-    pool.end_write(taken[:1])
-    pool.end_lease(taken[:2])
+    pool.release(IN_FLIGHT, taken[:1])
+    pool.release(LEASED, taken[:2])
 
 
 def test_two_leases_of_one_block_end_one_by_one(pool):
     taken = pool.allocate(1)
-    pool.lease(taken)
-    pool.lease(taken)
-    pool.disown(taken)
-    pool.end_lease(taken)
+    pool.hold(LEASED, taken)
+    pool.hold(LEASED, taken)
+    pool.release(OWNED, taken, ORDINARY)
+    pool.release(LEASED, taken)
     assert pool.counts().leased == 1
-    pool.end_lease(taken)
+    pool.release(LEASED, taken)
     assert pool.counts().free == 6
 
 
 def test_leasing_a_cached_block_protects_it_from_eviction(pool):
-    pool.disown(allocate_full(pool, "a", 2))
+    pool.release(OWNED, allocate_full(pool, "a", 2), ORDINARY)
     hit = pool.match(hashes("a", 2))
-    pool.lease(hit)
+    pool.hold(LEASED, hit)
     pool.allocate(4)
     with pytest.raises(OutOfBlocks):
         pool.allocate(1)
     assert pool.match(hashes("a", 2)) == hit
 
 
-@pytest.mark.parametrize("kind", HOLDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_releasing_a_block_that_is_not_held_is_a_bug(kind):
-    with pytest.raises(AssertionError, match="let go more often"):
-        HOLDS[kind][1](BlockPool(2), [BlockId(0)])
+    with pytest.raises(AssertionError, match="released more often"):
+        BlockPool(2).release(kind, [BlockId(0)])
 
 
 def test_a_misplaced_block_is_noticed():
     pool = BlockPool(2)
-    pool._owned[0] = 1
+    pool._holders[OWNED][0] = 1
     with pytest.raises(AssertionError):
         pool.validate()
 
 
-def cached(pool, hashes, *, evict_first=False, likely_reused=False, after=()):
+def cached(pool, hashes, *, mark=ORDINARY, after=()):
     """Caches a prefix; of its blocks, those `after` are cached already."""
     blocks = list(pool.match(after))
-    pool.own(blocks)
+    pool.hold(OWNED, blocks)
     blocks += pool.allocate(len(hashes) - len(blocks))
-    for block, block_hash, parent in zip(blocks, hashes, (None, *hashes), strict=False):
-        pool.set_hash(block, block_hash, parent=parent)
-    pool.disown(blocks, evict_first=evict_first, likely_reused=likely_reused)
+    pool.set_hashes(blocks, hashes)
+    pool.release(OWNED, blocks, mark)
     pool.validate()
 
 
 def test_spare_blocks_are_evicted_before_older_ones():
     pool = BlockPool(4)
     cached(pool, [b"old", b"old2"])
-    cached(pool, [b"new", b"new2"], evict_first=True)
+    cached(pool, [b"new", b"new2"], mark=EVICT_FIRST)
     pool.allocate(2)
     assert len(pool.match([b"old", b"old2"])) == 2
     assert not pool.match([b"new"])
@@ -157,7 +164,7 @@ def test_spare_blocks_are_evicted_before_older_ones():
 def test_a_prefix_that_a_kept_block_follows_is_not_spare():
     pool = BlockPool(4)
     cached(pool, [b"system", b"theirs"])
-    cached(pool, [b"system", b"ours"], evict_first=True, after=[b"system"])
+    cached(pool, [b"system", b"ours"], mark=EVICT_FIRST, after=[b"system"])
     pool.allocate(2)  # a free block, and the one spare block
     assert len(pool.match([b"system", b"theirs"])) == 2
     pool.validate()
@@ -167,11 +174,11 @@ def test_a_prompt_that_only_an_answer_follows_may_be_spare():
     pool = BlockPool(4)
     cached(pool, [b"old", b"old2"])
     blocks = pool.allocate(2)
-    pool.set_hash(blocks[0], b"prompt")
-    pool.set_hash(blocks[1], b"answer", parent=b"prompt", is_answer=True)
-    pool.disown(blocks)
-    pool.lease(blocks[:1])
-    pool.end_lease(blocks[:1], evict_first=True)
+    pool.set_hashes([blocks[0]], [b"prompt"])
+    pool.set_hashes([blocks[1]], [b"answer"], parent=b"prompt", is_answer=True)
+    pool.release(OWNED, blocks, ORDINARY)
+    pool.hold(LEASED, blocks[:1])
+    pool.release(LEASED, blocks[:1], EVICT_FIRST)
     pool.validate()
     pool.allocate(1)
     assert not pool.match([b"prompt"])
@@ -181,7 +188,7 @@ def test_a_prompt_that_only_an_answer_follows_may_be_spare():
 
 def test_a_spare_prefix_that_is_used_again_is_kept():
     pool = BlockPool(4)
-    cached(pool, [b"a", b"b"], evict_first=True)
+    cached(pool, [b"a", b"b"], mark=EVICT_FIRST)
     cached(pool, [b"c", b"d"])
     cached(pool, [b"a", b"b"], after=[b"a", b"b"])
     pool.allocate(2)
@@ -193,8 +200,8 @@ def test_what_a_reader_keeps_is_spare_once_its_lease_ended():
     cached(pool, [b"a", b"b"])
     cached(pool, [b"c", b"d"])
     blocks = pool.match([b"c", b"d"])
-    pool.lease(blocks)
-    pool.end_lease(blocks, evict_first=True)
+    pool.hold(LEASED, blocks)
+    pool.release(LEASED, blocks, EVICT_FIRST)
     pool.allocate(2)
     assert len(pool.match([b"a", b"b"])) == 2
     assert not pool.match([b"c"])
@@ -202,7 +209,7 @@ def test_what_a_reader_keeps_is_spare_once_its_lease_ended():
 
 def test_recurring_blocks_stay_longer_than_others_but_not_for_ever():
     pool = BlockPool(8)
-    cached(pool, [b"a", b"a2"], likely_reused=True)
+    cached(pool, [b"a", b"a2"], mark=LIKELY_REUSED)
     for name in (b"b", b"c", b"d"):
         cached(pool, [name, name + b"2"])
     for number in range(4):  # the oldest of the others were idle for 4 blocks, then handed out

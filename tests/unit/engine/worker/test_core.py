@@ -18,8 +18,8 @@ from engine.messages import (
     UnpinBlocks,
 )
 from engine.worker.batch import BatchResult, RowResult
-from engine.worker.core import MAX_STEPS_OF_A_KIND
 from engine.worker.events import FromGateway
+from engine.worker.steps import MAX_STEPS_OF_A_KIND
 from tests.kits.worker_core import (
     LENGTH,
     SAMPLED,
@@ -242,7 +242,7 @@ def test_blocks_of_a_cancelled_prompt_are_free_when_its_step_has_ended():
     rig = Rig(Role.PREFILL, num_blocks=8)
     rig.take(prefill("a", 5, more=1))
     rig.core.plan(0.0)
-    assert rig.core.handle(cancel("a"), 0.0) == []
+    assert rig.core.handle(cancel("a")) == []
     assert rig.take(Blocks()) == blocks(free=6, in_flight=2)
     rig.core.validate()
     assert rig.core.finish(BatchResult([RowResult((7,))]), 0.0) == []
@@ -326,7 +326,7 @@ def test_after_a_step_events_are_handled_again():
     rig.take(prefill("a", 5, more=1))
     rig.core.plan(0.0)
     rig.core.finish(BatchResult([RowResult((7,))]), 0.0)
-    assert rig.core.handle(cancel("a"), 0.0) == []
+    assert rig.core.handle(cancel("a")) == []
 
 
 def test_a_result_must_have_one_entry_per_row():

@@ -72,7 +72,7 @@ def test_a_prefill_worker_pulls_the_computed_prefix_and_computes_the_rest(seed, 
     assert num_pulled == len(PROMPT) // BLOCK_SIZE or counters["fallbacks:prefix_pull_failed"] == 1
     assert min(start for start, _ in rows) == num_pulled * BLOCK_SIZE
     assert max(end for _, end in rows) >= len(prompt)  # more if its answer came back
-    assert pair.worker("p1").offers.num_leases == 0
+    assert not pair.worker("p1").offers.leases.opened
 
 
 def test_a_prefill_worker_pulls_an_answer_from_the_worker_that_generated_it():

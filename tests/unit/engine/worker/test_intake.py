@@ -1,7 +1,5 @@
 """Messages that would end a worker if they reached its runner."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 
@@ -116,12 +114,10 @@ def test_a_grammar_is_opened_with_the_answer_so_far():
 def test_a_grammar_that_cannot_be_followed_gives_the_sequence_back():
     bad = prefill(grammar=Grammar(GrammarKind.REGEX, "bad"))
     assert outcome(bad) == "grammar: no such thing"
-    assert outcome(bad, replace(INTAKE, guides=None)) == "grammar: this worker follows no grammars"
-
-
-@pytest.mark.parametrize(("token", "known"), [(-1, False), (0, True), (49, True), (50, False)])
-def test_a_token_is_known_if_it_is_in_the_vocabulary(token, known):
-    assert INTAKE.knows(token) is known
+    assert (
+        outcome(bad, Intake(4, vocab_size=50, context_len=100))
+        == "grammar: this worker follows no grammars"
+    )
 
 
 def test_a_sequence_uses_the_guide_that_the_shell_opened():

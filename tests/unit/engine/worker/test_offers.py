@@ -119,7 +119,7 @@ def test_offers_are_counted_in_the_report_and_never_wait_or_run(rig):
     report = rig.core.load(1, {"pulls_done": 2.0})
     assert report.counters == {"prefix_offers:held": 1, "pulls_done": 2.0}
     assert (report.waiting_seqs, report.running_seqs, report.leased_blocks) == (0, 0, 3)
-    assert rig.offers.num_leases == 1
+    assert len(rig.offers.leases.opened) == 1
 
 
 def test_a_prefix_and_a_handover_have_different_leases():

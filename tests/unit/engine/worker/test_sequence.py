@@ -37,7 +37,7 @@ def test_the_full_blocks_of_a_prompt_are_hashed_from_the_start():
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (4, 1), (5, 2), (8, 2)])
 def test_a_sequence_needs_blocks_for_all_its_tokens(num_tokens, num_blocks):
-    assert sequence(range(num_tokens)).num_blocks == num_blocks
+    assert sequence(range(num_tokens)).num_prompt_blocks == num_blocks
 
 
 def test_a_block_is_found_by_others_as_soon_as_it_is_full(pool):
@@ -57,7 +57,7 @@ def test_blocks_of_the_answer_are_hashed_as_they_fill(pool):
     seq.block_table = pool.allocate(2)
     seq.advance(3, pool)
     for token in (50, 51, 52, 53, 54):
-        seq.append(token)
+        seq.extend([token])
         seq.advance(1, pool)
     tokens = [*range(3), 50, 51, 52, 53, 54]
     assert pool.match(hash_blocks(tokens, BLOCK_SIZE)) == seq.block_table
@@ -67,7 +67,7 @@ def test_blocks_of_the_answer_are_hashed_as_they_fill(pool):
 def test_the_salt_covers_blocks_of_the_answer_too(pool):
     seq = sequence(range(3), salt=b"s")
     seq.block_table = pool.allocate(1)
-    seq.append(50)
+    seq.extend([50])
     seq.advance(4, pool)
     assert seq.block_hashes == hash_blocks([0, 1, 2, 50], BLOCK_SIZE, b"s")
 
@@ -153,7 +153,7 @@ def test_a_least_length_beyond_the_greatest_does_not_matter():
 def test_stops_are_banned_below_the_least_length(num_tokens, banned):
     seq = sequence(range(num_tokens), min_len=4, stop_token_ids=(7, 8))
     assert seq.banned() == banned
-    assert (seq.append(7) is STOP) == (banned == ())
+    assert (seq.extend([7])[1] is STOP) == (banned == ())
 
 
 def test_without_stops_nothing_is_banned():
@@ -162,7 +162,7 @@ def test_without_stops_nothing_is_banned():
 
 def test_append_returns_the_finish_reason():
     seq = sequence(range(3), max_len=5)
-    assert [seq.append(9), seq.append(9)] == [None, LENGTH]
+    assert [seq.extend([9])[1], seq.extend([9])[1]] == [None, LENGTH]
     assert seq.token_ids == [0, 1, 2, 9, 9]
 
 
@@ -228,7 +228,7 @@ def test_only_penalties_need_a_history():
     plain, penalised = sequence(range(3)), sequence(range(3))
     penalised.sampling = Sampling(frequency_penalty=0.5)
     penalised.__post_init__()
-    penalised.append(9)
+    penalised.extend([9])
     assert plain.history is None
     assert list(penalised.history) == [0, 1, 2, 9]
 
@@ -237,7 +237,7 @@ def test_a_grammar_follows_the_answer_up_to_its_last_token():
     consumed = []
     seq = sequence(range(3), max_len=6, stop_token_ids=(7,))
     seq.guide = SimpleNamespace(consume=consumed.append)
-    assert [seq.append(token) for token in (4, 5, 7)] == [None, None, FinishReason.STOP]
+    assert [seq.extend([token])[1] for token in (4, 5, 7)] == [None, None, FinishReason.STOP]
     assert consumed == [4, 5]
 
 
@@ -251,7 +251,7 @@ def test_tokens_added_together_end_as_they_would_one_by_one(limits, penalty):
     finish, taken = None, []
     for token in (5, 6, 7, 8):
         taken.append(token)
-        finish = single.append(token)
+        _, finish = single.extend([token])
         if finish is not None:
             break
     assert together.extend((5, 6, 7, 8)) == (taken, finish)

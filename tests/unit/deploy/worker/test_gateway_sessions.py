@@ -4,8 +4,8 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from deploy.worker import session_inbox
-from deploy.worker.session_inbox import RequestIds, SessionInbox
+from deploy.worker import gateway_sessions
+from deploy.worker.gateway_sessions import RequestIds, SessionInbox
 from engine.errors import GrammarError
 from engine.messages import (
     Cancel,
@@ -106,7 +106,7 @@ def test_other_sequences_pass_while_a_grammar_is_compiled():
             Cancel(SeqId("a")),
             Cancel(SeqId("b")),
         ):
-            session.opening.take(message)
+            session.opening.receive(message)
         passed = [("Decode", "b"), ("SetRole", ""), ("SessionEnd", ""), ("Cancel", "b")]
         assert session.seen() == passed
         session.guides.go.set()
@@ -119,7 +119,7 @@ def test_other_sequences_pass_while_a_grammar_is_compiled():
 
 def test_guide_replays_the_answer_and_a_refusal_is_passed_on():
     async def scene(session):
-        session.opening.take(asked("a", BAD, tokens=(1, 2, 7, 8), prompt_len=2))
+        session.opening.receive(asked("a", BAD, tokens=(1, 2, 7, 8), prompt_len=2))
         await session.until(1)
         assert session.guides.opened == [("bad", [7, 8])]
         assert isinstance(session.events[0].guide, GrammarError)
@@ -129,10 +129,10 @@ def test_guide_replays_the_answer_and_a_refusal_is_passed_on():
 
 def test_ended_session_emits_no_event():
     async def scene(session):
-        session.opening.take(asked("a", SLOW))
+        session.opening.receive(asked("a", SLOW))
         session.opening.close()
         session.guides.go.set()
-        session.opening.take(asked("b"))
+        session.opening.receive(asked("b"))
         await session.until(1)
         assert session.seen() == [("Decode", "b")]
 
@@ -140,11 +140,11 @@ def test_ended_session_emits_no_event():
 
 
 def test_number_of_waiting_grammars_is_bounded(monkeypatch):
-    monkeypatch.setattr(session_inbox, "MAX_OPENING", 2)
+    monkeypatch.setattr(gateway_sessions, "MAX_OPENING", 2)
 
     async def scene(session):
         for i in range(3):
-            session.opening.take(asked(f"s{i}", SLOW))
+            session.opening.receive(asked(f"s{i}", SLOW))
         assert session.seen() == [("Decode", "s2")]
         assert isinstance(session.events[0].guide, GrammarError)
 
@@ -154,7 +154,7 @@ def test_number_of_waiting_grammars_is_bounded(monkeypatch):
 def test_bug_in_opening_a_guide_ends_the_worker():
     async def scene(session):
         session.guides.open = None
-        session.opening.take(asked("a", BAD))
+        session.opening.receive(asked("a", BAD))
         async with asyncio.timeout(TIMEOUT_S):
             while not session.crashes:
                 await asyncio.wait([*session.opening._tasks] or [asyncio.create_task(_turn())])

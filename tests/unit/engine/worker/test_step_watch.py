@@ -2,10 +2,10 @@
 
 import pytest
 
-from deploy.worker.step_watch import FIRST_STEPS_FACTOR, LONG_STEP_S, NUM_FIRST_STEPS, StepWatch
 from engine.errors import StepStuck
 from engine.messages import StillStepping
 from engine.worker.batch import BatchPlan, Row
+from engine.worker.steps import FIRST_STEPS_FACTOR, LONG_STEP_S, NUM_FIRST_STEPS, StepWatch
 
 
 def plan(*rows: tuple[int, int]) -> BatchPlan:

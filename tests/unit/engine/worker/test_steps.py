@@ -2,7 +2,7 @@
 
 from engine.messages import Sampling
 from engine.worker.batch import Row
-from engine.worker.effort import ModelSizes, StepEffort
+from engine.worker.steps import ModelSizes, StepEffort
 
 SIZES = ModelSizes(
     layer_weights=100, head_weights=10, attention_size=3, weights_bytes=1000, kv_token_bytes=7
