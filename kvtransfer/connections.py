@@ -27,7 +27,7 @@ from kvtransfer.transports.seam import (
     BlocksArrived,
     BlocksFailed,
     BlockTransport,
-    FetchNews,
+    FetchEnd,
     TransferContext,
     TransportUnavailable,
 )
@@ -111,8 +111,8 @@ class SourceConnections:
     def poll(self, ready: Collection[int] = (), *, may_wait: bool = False) -> None:
         """Handles fetches that ended."""
         for transport in self._transports:
-            for news in transport.poll(ready, may_wait=may_wait):
-                self.perform(self._take_news(news))
+            for fetched in transport.poll(ready, may_wait=may_wait):
+                self.perform(self._on_fetched(fetched))
         ending, self._ending = self._ending, []
         for end in ending:
             self._end(end)
@@ -123,12 +123,12 @@ class SourceConnections:
         if link is None or not has_mail(link.socket):
             return False
         header = link.socket.recv(zmq.NOBLOCK)
-        news: FetchNews | None = None
+        fetched: FetchEnd | None = None
         try:
             message = decode_to_sink(header)
             if isinstance(message, Data):
                 payload, places = self._payload(link), self._machine.places(address, message)
-                news = self._by_message.place(address, message, payload, places)
+                fetched = self._by_message.place(address, message, payload, places)
             elif link.socket.get(zmq.RCVMORE):
                 raise ProtocolError("unexpected payload")
         except ProtocolError as error:
@@ -137,8 +137,8 @@ class SourceConnections:
         if isinstance(message, MaySeal):
             self._sealed.connect(address, message.lanes)
         self.perform(self._machine.receive(address, message, self._clock.now_s()))
-        if news is not None:
-            self.perform(self._take_news(news))
+        if fetched is not None:
+            self.perform(self._on_fetched(fetched))
         return True
 
     def _payload(self, link: _Connection) -> memoryview:
@@ -155,37 +155,34 @@ class SourceConnections:
         log.warning("cut off source %s: %s", address, error)
         return self._machine.refuse_source(address, "source sends nonsense")
 
-    def _take_news(self, news: FetchNews) -> list[SinkEffect]:
-        now_s, link = self._clock.now_s(), self._links.get(news.address)
+    def _on_fetched(self, end: FetchEnd) -> list[SinkEffect]:
+        now_s, link = self._clock.now_s(), self._links.get(end.address)
         if link is None:
             return []  # the connection was closed meanwhile
-        if isinstance(news, BlocksArrived):
-            are_good = news.data is not None
-            if news.data is not None:
-                self._machine.receive(news.address, news.data, now_s)
-            if not news.indices:
+        if isinstance(end, BlocksArrived):
+            are_good = end.data is not None
+            if end.data is not None:
+                self._machine.receive(end.address, end.data, now_s)
+            if not end.indices:
                 return []
-            num_bytes = len(news.indices) * link.share_bytes
+            num_bytes = len(end.indices) * link.share_bytes
             self._count("pulled_blocks", num_bytes / self._block_bytes)
             self._count("pulled_bytes", num_bytes)
-            what = news.address, news.lease_id, news.indices, now_s
-            return self._machine.fetched(*what, are_good=are_good or self._prove(link, news))
-        if not isinstance(news, BlocksFailed):
-            return self._cut_off(news.address, news.error)
-        log.warning("could not fetch blocks of lease %s: %s", news.lease_id, news.reason)
-        self._count(f"failed_fetches:{news.reason.split(':')[0].replace(' ', '_')}", 1)
-        if news.damaged:
-            return self._machine.damaged(news.address, news.lease_id, news.indices, now_s)
-        return self._machine.fetch_failed(news.address, news.lease_id, news.reason, now_s)
-
-    def _prove(self, link: _Connection, news: BlocksArrived) -> bool:
-        """True if the lease's word proves that the lease was open after its blocks were copied."""
-        if link.words is None:
-            return False
-        if news.word is None:
-            self._count("fallbacks:lease_without_word", 1)
-            return False
-        return link.words.prove(news.word)
+            if not are_good and link.words is not None:
+                # An unchanged word proves that the lease was open after its blocks were copied.
+                if end.word is None:
+                    self._count("fallbacks:lease_without_word", 1)
+                else:
+                    are_good = link.words.prove(end.word)
+            what = end.address, end.lease_id, end.indices, now_s
+            return self._machine.fetched(*what, are_good=are_good)
+        if not isinstance(end, BlocksFailed):
+            return self._cut_off(end.address, end.error)
+        log.warning("could not fetch blocks of lease %s: %s", end.lease_id, end.reason)
+        self._count(f"failed_fetches:{end.reason.split(':')[0].replace(' ', '_')}", 1)
+        if end.damaged:
+            return self._machine.damaged(end.address, end.lease_id, end.indices, now_s)
+        return self._machine.fetch_failed(end.address, end.lease_id, end.reason, now_s)
 
     # ------------------------------------------------------------ effects
 
@@ -202,8 +199,8 @@ class SourceConnections:
                 case Fetch():
                     transport = self._links[effect.address].transport
                     assert transport is not None, "the source has not accepted us"
-                    for news in transport.fetch(effect):
-                        todo += self._take_news(news)
+                    for fetched in transport.fetch(effect):
+                        todo += self._on_fetched(fetched)
                 case CloseSource():
                     self._close_link(effect.address)
                 case PullDone() | PullFailed():

@@ -28,7 +28,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
 
 import msgspec
 import zmq
@@ -59,14 +58,13 @@ from engine.worker.events import (
 from kvtransfer.connections import SourceConnections
 from kvtransfer.device.blocks import DevicePool, reach
 from kvtransfer.device.cuda_driver import DriverError
-from kvtransfer.lease.effects import Peer
 from kvtransfer.lease.group import RankedPulls
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
 from kvtransfer.lease_words import LeaseWords, NoWords
 from kvtransfer.memory import Pool, keep_freed_memory, touch
-from kvtransfer.messages import Identity, LeaseMessage, Offers
+from kvtransfer.messages import Identity, Offers
 from kvtransfer.native.stream import can_seal
 from kvtransfer.source_end import SourceEnd
 from kvtransfer.transports.ipc import DeviceTransport
@@ -156,7 +154,10 @@ class TransferEndpoint:
             offers=offers,
         )
         self._source_end = SourceEnd(
-            *(shared, self.source, self._by_message), words=words, on_ended=self._report
+            *(shared, self.source, self._by_message),
+            words=words,
+            before=self._take_orders,
+            on_ended=self._report,
         )
         address = self._source_end.open(config.host)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -169,7 +170,13 @@ class TransferEndpoint:
 
     def perform(self, order: TransferOrder) -> None:
         """Queues an order, or carries it out if it is short. Safe from any thread."""
-        if self._is_short(order) and self._orders.empty() and self._lock.acquire(blocking=False):
+        is_short = (
+            isinstance(order, StartPull)
+            and len(order.blocks) * self._pool.block_bytes <= SHORT_PULL_BYTES
+            # A device's copies need its context, which this thread may lack.
+            and not isinstance(self._pool, DevicePool)
+        )
+        if is_short and self._orders.empty() and self._lock.acquire(blocking=False):
             must_wake = self._perform_now(order)
         else:
             self._orders.put(order)
@@ -267,12 +274,7 @@ class TransferEndpoint:
 
     # ------------------------------------------------------------ on the ordering thread
 
-    def _is_short(self, order: TransferOrder) -> TypeGuard[StartPull]:
-        if not isinstance(order, StartPull) or isinstance(self._pool, DevicePool):
-            return False  # a device's copies need its context, which this thread may lack
-        return len(order.blocks) * self._pool.block_bytes <= SHORT_PULL_BYTES
-
-    def _perform_now(self, order: StartPull) -> bool:
+    def _perform_now(self, order: TransferOrder) -> bool:
         """Carries out an order on this thread, which holds the turn, and releases the turn.
 
         Returns True if the endpoint's thread must continue the work.
@@ -324,7 +326,7 @@ class TransferEndpoint:
     def _take_turn(self, ready: Collection[int]) -> None:
         self._by_message.wait_for_buffer(BUFFER_WAIT_S)
         self._take_orders()
-        self._source_end.receive(self._on_sinks_message, ready)
+        self._source_end.receive(ready)
         self._source_end.send_blocks(may_wait=not self._connections.must_poll)
         self._connections.receive(ready, may_wait=not self._by_message.has_work)
         if (now_s := self._clock.now_s()) >= self._due_s:
@@ -413,13 +415,8 @@ class TransferEndpoint:
             self._connections.perform(self._ranked.ended(end, self._clock.now_s()))
 
     def _report(self, report: TransferReport) -> None:
-        for name, amount in counts_of(report).items():
-            self._count(name, amount)
+        self._counters.update(counts_of(report))
         self._on_event(report)
-
-    def _on_sinks_message(self, peer: Peer, message: LeaseMessage) -> None:
-        self._take_orders()  # the order that opened the lease precedes this message
-        self._source_end.perform(self.source.receive(peer, message, self._clock.now_s()))
 
     def _count(self, name: str, amount: float = 1) -> None:
         self._counters[name] += amount  # type: ignore[assignment]

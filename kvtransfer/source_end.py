@@ -40,15 +40,21 @@ class SourceEnd:
         transport: ZmqTransport,
         *,
         words: LeaseWords | None,
+        before: Callable[[], None],
         on_ended: Callable[[LeaseEnded], None],
     ) -> None:
-        """`transport` sends blocks to sinks that cannot read the pool's memory."""
+        """`transport` sends blocks to sinks that cannot read the pool's memory.
+
+        `before` is called before each message is handled: the order that opened a lease precedes
+        the messages about the lease.
+        """
         self._context = context
         self._count = context.count
         self._machine = machine
         self._transport = transport
         self._sealed = transport.sealed_source
         self._words = words
+        self._before = before
         self._on_ended = on_ended
         self.has_mail = False  # True if messages may wait that no descriptor reports
 
@@ -72,7 +78,7 @@ class SourceEnd:
         self._transport.stop()
         self.socket.close(linger=0)
 
-    def receive(self, handle: Callable[[Peer, LeaseMessage], None], ready: Collection[int]) -> None:
+    def receive(self, ready: Collection[int]) -> None:
         """Handles a limited number of messages. A sink that sends an invalid one is disconnected.
 
         `ready` are the descriptors that can be read or written.
@@ -81,21 +87,25 @@ class SourceEnd:
             if isinstance(read, ProtocolError):
                 self._refuse(peer, read)
             else:
-                handle(peer, read)
+                self._handle(peer, read)
         self.has_mail = False
         for _ in range(MAX_MESSAGES_PER_TURN):
             if not has_mail(self.socket):
                 return
             peer = self.socket.recv(zmq.NOBLOCK)
             try:
-                message = decode_to_source(self._only_frame())
+                frame = self.socket.recv() if self.socket.get(zmq.RCVMORE) else b""
+                if self.socket.get(zmq.RCVMORE):
+                    drain(self.socket)
+                    raise ProtocolError("a sink's message must have one frame")
+                message = decode_to_source(frame)
             except ProtocolError as error:
                 self._refuse(peer, error)
                 continue
             if isinstance(message, AskSealed):
                 self._admit(peer, message)
             else:
-                handle(peer, message)
+                self._handle(peer, message)
         self.has_mail = True  # more messages may wait
 
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
@@ -112,12 +122,9 @@ class SourceEnd:
             self._sealed.admit(peer, ask)
             self._send(peer, encode(MaySeal(agreed_lanes(ask.lanes))))
 
-    def _only_frame(self) -> bytes:
-        frame = self.socket.recv() if self.socket.get(zmq.RCVMORE) else b""
-        if not self.socket.get(zmq.RCVMORE):
-            return frame
-        drain(self.socket)
-        raise ProtocolError("a sink's message must have one frame")
+    def _handle(self, peer: Peer, message: LeaseMessage) -> None:
+        self._before()
+        self.perform(self._machine.receive(peer, message, self._context.clock.now_s()))
 
     def perform(self, effects: list[SourceEffect]) -> None:
         """Performs effects, but leaves the blocks to `send_blocks`."""

@@ -116,8 +116,8 @@ class GatewaySessions:
     async def _session(self, line: Line) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                messages = decode_to_worker(await anext(line))
-        except (ProtocolError, StopAsyncIteration, TimeoutError) as error:
+                messages = decode_to_worker(await line.receive() or b"")
+        except (ProtocolError, TimeoutError) as error:
             log.warning("a gateway was refused: %s", error)
             return
         gateway_id = self._known(messages)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.blocks import BlockId
-from engine.worker.events import PullDone, PullFailed
+from engine.worker.events import PullDone
 from kvtransfer.lease.effects import Fetch, SendToSource
 from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import MAX_BLOCKS_PER_READ, Hold, LeaseWord, Ready, Release, ToSource
@@ -50,10 +50,6 @@ class KnownSource:
         if self.asked_s is None:
             self.asked_s = now_s
         return SendToSource(self.address.address, message)
-
-    def hear(self, now_s: float) -> None:
-        """Records the arrival of a message from the source."""
-        self.heard_s, self.asked_s = now_s, None
 
     def deadline_s(self, timing: Timing) -> float:
         """Returns when to drop the source: its answer is overdue, or no pull needs it."""
@@ -102,11 +98,6 @@ class Pull:
     transfer_s: float = 0.0  # total time in flight before `busy_s`
     hidden_s: float = 0.0  # part of `transfer_s` before the source computed its last block
 
-    def start(self, blocks: Iterable[tuple[int, BlockId]]) -> None:
-        """Sets the wanted blocks, each with the local block that it goes to."""
-        self.wanted = dict(blocks)
-        self.todo.extend(self.wanted)
-
     def learn(self, ready: Ready, now_s: float) -> str | None:
         """Records the blocks that are ready. Returns a fault if the source named invalid blocks."""
         if ready.stamp == self.stamp:
@@ -142,8 +133,8 @@ class Pull:
             self.source.address.address,
             self.lease.lease_id,
             indices=tuple(batch),
-            source_blocks=tuple([self.source_blocks[i] for i in batch]),
-            block_ids=tuple([self.wanted[i] for i in batch]),
+            source_blocks=tuple(map(self.source_blocks.__getitem__, batch)),
+            block_ids=tuple(map(self.wanted.__getitem__, batch)),
             word=self.word,
         )
 
@@ -159,8 +150,6 @@ class Pull:
         if room < most and (room == 0 or self.todo[room] < num_ready):
             self.source.lacks_room = True
             return []
-        if num_ready == self.lease.num_blocks:  # a fast path of the loop below
-            return [self.todo.popleft() for _ in range(most)]
         batch: list[int] = []
         while len(batch) < most and self.todo[0] < num_ready:
             batch.append(self.todo.popleft())
@@ -168,12 +157,13 @@ class Pull:
 
     def arrive(self, indices: Iterable[int], now_s: float, *, are_good: bool) -> None:
         """Records blocks that have arrived in their places."""
-        arrived = [i for i in indices if i in self.asked]
-        self.source.num_asked -= len(set(arrived))
-        self.asked.difference_update(arrived)
-        self.here.update(dict.fromkeys(arrived))
-        if are_good:
-            self.good.update(arrived)
+        for i in indices:
+            if i in self.asked:
+                self.asked.remove(i)
+                self.source.num_asked -= 1
+                self.here[i] = None
+                if are_good:
+                    self.good.add(i)
         self.waiting_s = now_s
         if not self.asked:
             self.idle(now_s)
@@ -201,10 +191,6 @@ class Pull:
         total_s = self._transferred_s(now_s)
         transport = self.source.means.transport
         return PullDone(self.seq_id, transport, total_s, total_s - self.hidden_s)
-
-    def fail(self, reason: str) -> list[PullFailed]:
-        """Returns the failure with the good blocks; an empty list after `finish`."""
-        return [] if self.done else [PullFailed(self.seq_id, reason, tuple(sorted(self.good)))]
 
     # ------------------------------------------------------------ time
 

@@ -52,6 +52,7 @@ The machine knows no socket, memory or block pool. Confirmation by the source is
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from operator import attrgetter
 
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId
@@ -66,7 +67,6 @@ from kvtransfer.messages import (
     AttachRefused,
     Data,
     Ended,
-    Hold,
     Identity,
     MaySeal,
     Ready,
@@ -89,7 +89,7 @@ class SinkMachine:
         self._pulls: dict[SeqId, Pull] = {}
         self._sources: dict[str, KnownSource] = {}
         self._next_pull_id = 0
-        self._next_stamp = 0
+        self._stamps = count()
         self.num_rereads = 0  # blocks asked for again
 
     @property
@@ -119,7 +119,7 @@ class SinkMachine:
             body = AttachBody(self._incarnation, lease.source.incarnation, self._identity)
             effects.append(source.ask(attach(body), now_s))
         elif source.attached:
-            effects.append(source.ask(self._hold(pull), now_s))
+            effects.append(source.ask(pull.hold(next(self._stamps)), now_s))
         return effects
 
     def start(
@@ -130,10 +130,11 @@ class SinkMachine:
         if pull is None:
             return [PullFailed(seq_id, LOST_WHILE_WAITING)]
         assert pull.wanted is None
-        indices = [index for index, _ in blocks]
-        if blocks and not (min(indices) >= 0 and max(indices) < pull.lease.num_blocks):
+        wanted = dict(blocks)
+        if wanted and not (min(wanted) >= 0 and max(wanted) < pull.lease.num_blocks):
             return self._give_up(pull, "lease is too short", now_s)
-        pull.start(blocks)
+        pull.wanted = wanted
+        pull.todo.extend(wanted)
         return self._advance(pull, now_s)
 
     def awaited(self, seq_id: SeqId) -> list[BlockId]:
@@ -155,7 +156,7 @@ class SinkMachine:
         source = self._sources.get(address)
         if source is None:
             return []
-        source.hear(now_s)
+        source.heard_s, source.asked_s = now_s, None
         match message:
             case Attached():
                 return self._on_attached(source, message, now_s)
@@ -189,7 +190,9 @@ class SinkMachine:
         effects: list[SinkEffect] = [UseSource(address, wire, message)]
         effects += [source.ask(release, now_s) for release in source.given_up]
         source.given_up = []
-        effects += [source.ask(self._hold(pull), now_s) for pull in source.pulls.values()]
+        effects += [
+            source.ask(pull.hold(next(self._stamps)), now_s) for pull in source.pulls.values()
+        ]
         return effects
 
     def _on_ready(self, source: KnownSource, message: Ready, now_s: float) -> list[SinkEffect]:
@@ -204,9 +207,9 @@ class SinkMachine:
         if pull is None:
             return []
         confirmed = message.reason == RELEASED and message.pull_id == pull.pull_id
-        if pull.releasing and confirmed and not pull.done:
+        if pull.releasing and confirmed:
             self._remove(pull)
-            return [pull.finish(now_s)]
+            return [] if pull.done else [pull.finish(now_s)]
         reason = message.reason if message.reason in END_REASONS else "ended"
         return [*self._drop(pull, f"lease {reason}"), *self._advance_all(source, now_s)]
 
@@ -246,7 +249,9 @@ class SinkMachine:
         if pull is None:
             return []
         pull.arrive(indices, now_s, are_good=are_good)
-        return self._use_room(pull, now_s)
+        if pull.source.lacks_room:  # for another pull, which may have room now
+            return self._advance_all(pull.source, now_s)
+        return self._advance(pull, now_s)
 
     def damaged(
         self, address: str, lease_id: LeaseId, indices: Sequence[int], now_s: float
@@ -283,7 +288,10 @@ class SinkMachine:
                 effects += self._ask_again(pull, set(pull.asked), now_s)
             if pull.next_hold_s <= now_s:
                 pull.next_hold_s = now_s + self._timing.hold_every_s
-                effects += self._renew(pull, now_s)
+                if pull.source.attached:
+                    releasing = pull.releasing
+                    message = pull.release() if releasing else pull.hold(next(self._stamps))
+                    effects.append(pull.source.ask(message, now_s))
         return effects
 
     def next_wake_s(self) -> float | None:
@@ -305,12 +313,6 @@ class SinkMachine:
             source.validate()
 
     # ------------------------------------------------------------ pulling
-
-    def _use_room(self, pull: Pull, now_s: float) -> list[SinkEffect]:
-        """Continues a pull that left room in the window, and pulls that lack room."""
-        if pull.source.lacks_room:
-            return self._advance_all(pull.source, now_s)
-        return self._advance(pull, now_s)
 
     def _advance_all(self, source: KnownSource, now_s: float) -> list[SinkEffect]:
         """Continues all pulls from a source, since the window may have room.
@@ -347,21 +349,15 @@ class SinkMachine:
         waiting_s = pull.waiting_s
         pull.lose(indices)
         self.num_rereads += len(indices)
-        effects = self._use_room(pull, now_s)
+        source = pull.source
+        if source.lacks_room:
+            effects = self._advance_all(source, now_s)
+        else:
+            effects = self._advance(pull, now_s)
         pull.waiting_s = waiting_s
         if not pull.asked:
             pull.idle(now_s)  # idle until other pulls leave room in the window
         return effects
-
-    def _hold(self, pull: Pull) -> Hold:
-        self._next_stamp += 1
-        return pull.hold(self._next_stamp - 1)
-
-    def _renew(self, pull: Pull, now_s: float) -> list[SinkEffect]:
-        if not pull.source.attached:
-            return []
-        message = pull.release() if pull.releasing else self._hold(pull)
-        return [pull.source.ask(message, now_s)]
 
     # ------------------------------------------------------------ ends
 
@@ -376,8 +372,10 @@ class SinkMachine:
         return [*effects, *self._advance_all(source, now_s)]
 
     def _drop(self, pull: Pull, reason: str) -> list[SinkEffect]:
+        """Ends a pull. Returns its failure with the good blocks, unless PullDone was reported."""
         self._remove(pull)
-        return [*pull.fail(reason)]
+        good = tuple(sorted(pull.good))
+        return [] if pull.done else [PullFailed(pull.seq_id, reason, good)]
 
     def _remove(self, pull: Pull) -> None:
         pull.source.num_asked -= len(pull.asked)

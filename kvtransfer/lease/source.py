@@ -99,15 +99,6 @@ class _Early:
 
 
 @dataclass(slots=True)
-class _Holder:
-    """A rank of a sink that holds a lease, or has released it."""
-
-    shard: Shard
-    expires_s: float
-    has_released: bool = False
-
-
-@dataclass(slots=True)
 class _Lease:
     num_blocks: int
     expires_s: float  # the lease expires then if a rank of the sink is missing
@@ -115,44 +106,28 @@ class _Lease:
     block_ids: list[BlockId] = field(default_factory=list)
     sink: Incarnation | None = None
     num_holders: int = 1  # ranks of the sink that will hold the lease
-    holders: dict[Peer, _Holder] = field(default_factory=dict)
+    holders: dict[Peer, Shard] = field(default_factory=dict)  # ranks that hold it or have held it
+    pulling: dict[Peer, float] = field(default_factory=dict)  # holders, and when each expires
 
-    @property
-    def is_awaited(self) -> bool:
-        """True if a rank of the sink does not hold the lease yet."""
-        return len(self.holders) < self.num_holders
+    def admit(self, peer: Peer, rank: _Peer, due_s: float) -> bool:
+        """Makes the peer a holder, if the lease is free or held by other ranks of its sink.
 
-    def pulling(self) -> dict[Peer, _Holder]:
-        """Returns the holders that have not released the lease."""
-        return {peer: one for peer, one in self.holders.items() if not one.has_released}
-
-    def is_pulled_by(self, peer: Peer) -> bool:
-        """True if the peer holds the lease and has not released it."""
-        holder = self.holders.get(peer)
-        return holder is not None and not holder.has_released
-
-    def holder(self, peer: Peer, rank: _Peer, due_s: float) -> _Holder | None:
-        """Returns the peer's holder, made if the lease is free or held by the peer's sink."""
-        if peer in self.holders:
-            return self.holders[peer]
+        Returns False if the lease is held by another.
+        """
         if not self.holders:
             self.sink, self.num_holders, self.expires_s = rank.sink, rank.wire.num_holders, due_s
-        is_new = all(holder.shard != rank.shard for holder in self.holders.values())
-        if rank.sink != self.sink or not is_new or not self.is_awaited:
-            return None
-        self.holders[peer] = _Holder(rank.shard, due_s)
-        return self.holders[peer]
-
-    def renew(self, due_s: float) -> None:
-        """Moves all deadlines to `due_s`."""
-        self.expires_s = due_s
-        for holder in self.holders.values():
-            holder.expires_s = due_s
+        is_full = len(self.holders) >= self.num_holders
+        if rank.sink != self.sink or rank.shard in self.holders.values() or is_full:
+            return False
+        self.holders[peer] = rank.shard
+        return True
 
     def deadline_s(self) -> float:
         """Returns when the lease expires."""
-        due = [holder.expires_s for holder in self.pulling().values()]
-        return min([*due, self.expires_s] if self.is_awaited else due)
+        due = self.pulling.values()
+        if len(self.holders) < self.num_holders:  # a rank of the sink does not hold it yet
+            return min(*due, self.expires_s) if due else self.expires_s
+        return min(due)
 
 
 class SourceMachine:
@@ -186,13 +161,19 @@ class SourceMachine:
     def open(self, lease_id: LeaseId, num_blocks: int, now_s: float) -> list[SourceEffect]:
         """Opens a lease on `num_blocks` blocks, none of which is ready."""
         assert lease_id not in self._leases
-        word = self._take_word()
+        word, effects = None, list[SourceEffect]()
+        if self._free_words:
+            word = LeaseWord(self._free_words.pop(), self._next_generation)
+            self._next_generation += 1
+            effects.append(SetWord(word.place, word.generation))
         self._leases[lease_id] = _Lease(num_blocks, now_s + self._timing.ttl_s, word)
-        opened = [] if word is None else [SetWord(word.place, word.generation)]
+        if not self._early:
+            return effects
         early = [one for one in self._early if one.message.lease_id == lease_id]
         self._early = [one for one in self._early if one not in early]
-        answers = [e for one in early for e in self.receive(one.peer, one.message, now_s)]
-        return [*opened, *answers]
+        for one in early:
+            effects += self.receive(one.peer, one.message, now_s)
+        return effects
 
     def grow(
         self, lease_id: LeaseId, block_ids: tuple[BlockId, ...], now_s: float
@@ -204,9 +185,13 @@ class SourceMachine:
         first = len(lease.block_ids)
         lease.block_ids.extend(block_ids)
         assert len(lease.block_ids) <= lease.num_blocks
-        lease.renew(now_s + self._timing.ttl_s)
+        lease.expires_s = now_s + self._timing.ttl_s
         ready = Ready(lease_id, first, list(block_ids), word=lease.word)
-        return [SendToSink(peer, ready) for peer in lease.pulling()]
+        effects: list[SourceEffect] = []
+        for peer in lease.pulling:
+            lease.pulling[peer] = lease.expires_s
+            effects.append(SendToSink(peer, ready))
+        return effects
 
     def revoke(self, lease_id: LeaseId, now_s: float) -> list[SourceEffect]:
         """Ends a lease by order of the source's worker."""
@@ -223,28 +208,32 @@ class SourceMachine:
         if lease is None:
             return self._on_unknown(_Early(peer, message, now_s + self._timing.early_s))
         due_s = now_s + self._timing.ttl_s
-        holder = lease.holder(peer, rank, due_s)
-        if holder is None:
-            return [SendToSink(peer, Ended(message.lease_id, "held by another"))]
-        if holder.has_released:
-            return [SendToSink(peer, Ended(message.lease_id, "unknown"))]
-        holder.expires_s = due_s
+        if peer not in lease.pulling:
+            if peer in lease.holders:  # the peer has released the lease
+                return [SendToSink(peer, Ended(message.lease_id, "unknown"))]
+            if not lease.admit(peer, rank, due_s):
+                return [SendToSink(peer, Ended(message.lease_id, "held by another"))]
+        lease.pulling[peer] = due_s
         match message:
             case Hold():
                 known = max(0, min(message.num_known, len(lease.block_ids)))
-                news: list[int] = [*lease.block_ids[known:]]
-                ready = Ready(message.lease_id, known, news, message.stamp, lease.word)
+                more: list[int] = [*lease.block_ids[known:]]
+                ready = Ready(message.lease_id, known, more, message.stamp, lease.word)
                 return [SendToSink(peer, ready)]
             case Read():
                 return self._read(peer, rank.wire, lease, message)
             case Release():
-                holder.has_released = True
-                return self._release(peer, lease, message)
+                # The last holder's Release ends the lease.
+                del lease.pulling[peer]
+                is_over = not lease.pulling and len(lease.holders) == lease.num_holders
+                ended = self._end(message.lease_id, RELEASED) if is_over else []
+                confirmed = Ended(message.lease_id, RELEASED, message.pull_id)
+                return [*ended, SendToSink(peer, confirmed)]
 
     def send_away(self, peer: Peer, reason: str = "bad message") -> list[SourceEffect]:
         """Ends all leases of a peer that breaks the protocol or does not read its answers."""
         self._peers.pop(peer, None)
-        held = [i for i, lease in self._leases.items() if lease.is_pulled_by(peer)]
+        held = [i for i, lease in self._leases.items() if peer in lease.pulling]
         return [effect for lease_id in held for effect in self._end(lease_id, reason)]
 
     def is_attached(self, peer: Peer) -> bool:
@@ -254,7 +243,7 @@ class SourceMachine:
     def may_send(self, read: SendBlocks) -> bool:
         """True if that peer still holds the lease, so the lease's blocks are unchanged."""
         lease = self._leases.get(read.lease_id)
-        return lease is not None and lease.is_pulled_by(read.peer)
+        return lease is not None and read.peer in lease.pulling
 
     def sweep(self, now_s: float) -> list[SourceEffect]:
         """Ends leases of which a holder sent no message in time."""
@@ -275,9 +264,10 @@ class SourceMachine:
             assert len(lease.block_ids) <= lease.num_blocks
             assert len(set(lease.block_ids)) == len(lease.block_ids)
             assert all(0 <= b < self._num_blocks for b in lease.block_ids)
-            shards = {holder.shard for holder in lease.holders.values()}
-            assert len(shards) == len(lease.holders) <= lease.num_holders
-            assert lease.is_awaited or lease.pulling(), "all have released it"
+            assert len(set(lease.holders.values())) == len(lease.holders) <= lease.num_holders
+            assert lease.pulling.keys() <= lease.holders.keys()
+            is_awaited = len(lease.holders) < lease.num_holders
+            assert is_awaited or lease.pulling, "all have released it"
         words = [lease.word.place for lease in self._leases.values() if lease.word is not None]
         assert len({*words, *self._free_words}) == len(words) + len(self._free_words)
         assert not any(one.message.lease_id in self._leases for one in self._early)
@@ -316,31 +306,19 @@ class SourceMachine:
         blocks = tuple(lease.block_ids[i] for i in message.indices)
         return [SendBlocks(peer, wire, message.lease_id, tuple(message.indices), blocks)]
 
-    def _release(self, peer: Peer, lease: _Lease, message: Release) -> list[SourceEffect]:
-        """Confirms a holder's Release. The last holder's Release ends the lease."""
-        is_over = not lease.is_awaited and not lease.pulling()
-        ended = self._end(message.lease_id, RELEASED) if is_over else []
-        return [*ended, SendToSink(peer, Ended(message.lease_id, RELEASED, message.pull_id))]
-
     def _end(self, lease_id: LeaseId, reason: str) -> list[SourceEffect]:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return []
-        told = [SendToSink(peer, Ended(lease_id, reason)) for peer in lease.pulling()]
-        return [*self._end_word(lease.word), LeaseEnded(lease_id, reason), *told]
-
-    def _take_word(self) -> LeaseWord | None:
-        if not self._free_words:
-            return None
-        self._next_generation += 1
-        return LeaseWord(self._free_words.pop(), self._next_generation - 1)
-
-    def _end_word(self, word: LeaseWord | None) -> list[SourceEffect]:
-        """Sets a word to zero. Another lease may use its place at once, with a new generation."""
-        if word is None:
-            return []
-        self._free_words.append(word.place)
-        return [SetWord(word.place, 0)]
+        effects: list[SourceEffect] = []
+        if lease.word is not None:
+            # Another lease may use the word's slot at once, with a new generation.
+            self._free_words.append(lease.word.place)
+            effects.append(SetWord(lease.word.place, 0))
+        effects.append(LeaseEnded(lease_id, reason))
+        for peer in lease.pulling:
+            effects.append(SendToSink(peer, Ended(lease_id, reason)))
+        return effects
 
 
 def _unknown(early: _Early) -> SourceEffect:

@@ -17,7 +17,7 @@ from kvtransfer.transports.seam import (
     READ_BYTES,
     BlocksArrived,
     BlocksFailed,
-    FetchNews,
+    FetchEnd,
     TransportUnavailable,
     num_records,
 )
@@ -71,7 +71,7 @@ class DeviceTransport:
             window_blocks=num_records(2 * READ_BYTES, use.wire),
         )
 
-    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
+    def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
         """Queues the copies. Returns no news, since no block is in place yet."""
         source, there = self._sources[fetch.address], fetch.source_blocks
         if not (min(there) >= 0 and max(there) < source.num_blocks):
@@ -81,9 +81,9 @@ class DeviceTransport:
         self._reads[self._device.fetch(source.wire, rows, fetch.block_ids)] = source, fetch
         return ()
 
-    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
+    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
         """Returns the copies that ended. Raises DriverError if the device failed."""
-        news: list[FetchNews] = []
+        news: list[FetchEnd] = []
         for mark, (source, fetch) in list(self._reads.items()):
             if not self._device.driver.is_done(mark):  # later copies have not ended either
                 break

@@ -69,7 +69,7 @@ from kvtransfer.transports.seam import (
     READ_BYTES,
     BlocksArrived,
     BlocksFailed,
-    FetchNews,
+    FetchEnd,
     TransportUnavailable,
     num_records,
 )
@@ -125,7 +125,7 @@ class NixlTransport:
         self._closing: list[_Source] = []  # closed sources whose reads have not ended
         self._read_ids = itertools.count(secrets.randbits(48))  # differ between sinks
         self._reads: dict[int, _Read] = {}
-        self._ended: list[FetchNews] = []
+        self._ended: list[FetchEnd] = []
         self.num_restarts = 0
 
     @property
@@ -170,7 +170,7 @@ class NixlTransport:
             window_blocks=num_records(2 * READ_BYTES, use.wire),
         )
 
-    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
+    def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
         """Starts a read. At the end of the read, the source is notified.
 
         If UCX finishes the read at once, as it does on one host, the result has all blocks. Raises
@@ -197,7 +197,7 @@ class NixlTransport:
             self._restart(f"a read failed: {error}")  # part of the read may be in flight
         return self._news()
 
-    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
+    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
         """Returns the reads that ended or failed, which write no more."""
         failure = None
         for read_id, read in list(self._reads.items()):
@@ -269,7 +269,7 @@ class NixlTransport:
         else:
             self._ended.append(BlocksFailed(*what, failure))
 
-    def _news(self) -> Sequence[FetchNews]:
+    def _news(self) -> Sequence[FetchEnd]:
         ended, self._ended = self._ended, []
         return ended
 

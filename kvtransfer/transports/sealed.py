@@ -52,7 +52,7 @@ from kvtransfer.packing import rows_to_receive, unpack
 from kvtransfer.transports.seam import (
     BlocksArrived,
     BlocksFailed,
-    FetchNews,
+    FetchEnd,
     SourceFault,
     TransferContext,
 )
@@ -326,9 +326,9 @@ class SealedSink:
             self._ask(address)
         return source.link is not None and source.link.read(read)
 
-    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
+    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
         """Returns the blocks that have arrived. A source's news end with its first new blocks."""
-        news: list[FetchNews] = []
+        news: list[FetchEnd] = []
         for address, source in list(self._sources.items()):
             link = source.link
             if link is not None and (link.fileno() in ready or link.has_more):
@@ -355,8 +355,8 @@ class SealedSink:
 
     def _receive(
         self, address: str, link: SealedLink, target: Target, *, may_wait: bool
-    ) -> list[FetchNews]:
-        news: list[FetchNews] = []
+    ) -> list[FetchEnd]:
+        news: list[FetchEnd] = []
         for _ in range(MAX_STEPS_PER_TURN):
             try:
                 landed = link.receive(target, may_wait=may_wait)
@@ -371,7 +371,7 @@ class SealedSink:
                 break
         return news
 
-    def _lose(self, address: str, link: SealedLink, reason: str) -> list[FetchNews]:
+    def _lose(self, address: str, link: SealedLink, reason: str) -> list[FetchEnd]:
         """Closes a lost stream. Blocks come over CURVE until another stream exists."""
         source, landing = self._sources[address], link.landing
         link.close()

@@ -92,7 +92,7 @@ class SourceFault(msgspec.Struct, frozen=True):
     error: ProtocolError
 
 
-FetchNews = BlocksArrived | BlocksFailed | SourceFault
+FetchEnd = BlocksArrived | BlocksFailed | SourceFault
 
 
 class BlockTransport(Protocol):
@@ -116,11 +116,11 @@ class BlockTransport(Protocol):
         """Prepares to fetch blocks of a source. Raises TransportUnavailable."""
         ...
 
-    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
+    def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
         """Starts a fetch; returns the fetches that have ended already."""
         ...
 
-    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
+    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
         """Returns the fetches that ended or failed since the last call.
 
         `ready` are the descriptors that can be read or written. With `may_wait` it waits for a

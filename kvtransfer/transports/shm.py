@@ -16,7 +16,7 @@ from kvtransfer.packing import convert_blocks
 from kvtransfer.transports.seam import (
     BATCH_BYTES,
     BlocksArrived,
-    FetchNews,
+    FetchEnd,
     TransportUnavailable,
     num_records,
 )
@@ -51,12 +51,12 @@ class ShmTransport:
         batch = num_records(BATCH_BYTES, wire)
         return Means(self.name, batch_blocks=batch, window_blocks=batch)
 
-    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
+    def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
         """Copies all blocks before it returns."""
         self._copies[fetch.address](fetch.block_ids, fetch.source_blocks)
         return [BlocksArrived(fetch.address, fetch.lease_id, fetch.indices, fetch.word)]
 
-    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
+    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
         """Returns nothing: `fetch` reports everything."""
         return ()
 

@@ -33,7 +33,7 @@ from kvtransfer.transports.seam import (
     WINDOW_BYTES,
     BlocksArrived,
     BlocksFailed,
-    FetchNews,
+    FetchEnd,
     TransferContext,
     TransportUnavailable,
     num_records,
@@ -142,7 +142,7 @@ class ZmqTransport:
         self.sealed_sink.open(use, self._pool, max_blocks=means.batch_blocks)
         return means
 
-    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
+    def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
         """Asks the source for blocks. Returns no news, since no block is in place yet."""
         read = Read(fetch.lease_id, list(fetch.indices))
         if not self.sealed_sink.read(fetch.address, read):
@@ -151,7 +151,7 @@ class ZmqTransport:
 
     def place(
         self, address: str, data: Data, payload: memoryview, places: Sequence[BlockId | None]
-    ) -> FetchNews:
+    ) -> FetchEnd:
         """Puts records that came over CURVE in their places. None: no pull waits for the block.
 
         Damage is found only after the records are in place. The places belong to this pull alone,
@@ -176,7 +176,7 @@ class ZmqTransport:
         checksum = unpack(wire, records, rows, self._pool, blocks)
         return here if checksum == data.checksum else damaged
 
-    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchNews]:
+    def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
         """Returns the blocks from sealed streams. `place` reports the blocks from CURVE."""
         return self.sealed_sink.poll(ready, may_wait=may_wait)
 

@@ -165,10 +165,7 @@ class FakeGateway:
         self.session: asyncio.Task[None] | None = None
         self._hello: bytes | None = encode_frame([Hello(PROTOCOL_VERSION, GatewayId("g"))])
 
-    def __aiter__(self) -> "FakeGateway":
-        return self
-
-    async def __anext__(self) -> bytes:
+    async def receive(self) -> bytes:
         hello, self._hello = self._hello, None
         if hello is None:
             await asyncio.Event().wait()
