@@ -167,7 +167,7 @@ def test_prompts_and_messages_become_requests_for_one_token(tmp_path):
 def test_a_wrong_line_is_named(tmp_path, line, reason):
     path = tmp_path / "prompts"
     path.write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
-    with pytest.raises(ConfigError, match="warming, line 2") as error:
+    with pytest.raises(ConfigError, match="prompts, line 2") as error:
         list(read_prompts(path))
     assert reason in str(error.value)
 
