@@ -32,7 +32,7 @@ from engine.messages import RequestId
 from engine.net.seldom import Seldom
 from router.access.limits import UNLIMITED, KeyAccounts, KeyUse, Tenant
 from router.gateway.answers.batching import TextBatch
-from router.gateway.answers.choice import AnswerChoice, AnswerPiece, PromptScores
+from router.gateway.answers.choice import AnswerChoice, AnswerPiece, PromptScores, choice_of
 from router.gateway.answers.following import Following
 from router.gateway.answers.searching import Searches
 from router.gateway.answers.writing import (
@@ -234,12 +234,12 @@ class AnswerService:
         for index, request in enumerate(call.requests):
             if not index % call.num_candidates:
                 prompt = PromptScores()
-            choice = AnswerChoice(
+            choice = choice_of(
                 index,
                 call,
                 prompt,
-                parser=None if call.reader is None else call.reader.parser(parts.rng),
-                meter=ChoiceMeter(meter, len(request.token_ids)),
+                ChoiceMeter(meter, len(request.token_ids)),
+                rng=parts.rng,
                 in_cpp=in_cpp,
             )
             choices.append(choice)

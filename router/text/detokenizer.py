@@ -77,8 +77,12 @@ class ByteDetokenizer:
         self._bytes_by_id = bytes_by_id
         self._hidden_ids = hidden_ids
         self._state = state or PlainTextState()
-        if prompt_ids and not _ends_whole(prompt_ids, bytes_by_id, hidden_ids):
-            end = b"".join([bytes_by_id[i] for i in _visible_end(prompt_ids, hidden_ids)])
+        # Most prompts end with an ASCII character, so no character is incomplete.
+        last_id = prompt_ids[-1] if prompt_ids else -1
+        last = bytes_by_id.get(last_id, b"")
+        if prompt_ids and (not last or not last[-1:].isascii() or last_id in hidden_ids):
+            visible = _visible_end(prompt_ids, hidden_ids)
+            end = b"".join([bytes_by_id.get(token_id, b"") for token_id in visible])
             _, num_decoded = utf_8_decode(end, "replace")
             if num_decoded < len(end):
                 self._state.rest = end[num_decoded:]
@@ -87,7 +91,7 @@ class ByteDetokenizer:
         """Returns the text that this token completes."""
         if token_id in self._hidden_ids:
             return ""
-        data = self._bytes_by_id[token_id]
+        data = self._bytes_by_id.get(token_id, b"")
         state = self._state
         if rest := state.rest:
             data = rest + data
@@ -170,16 +174,6 @@ def _visible_end(prompt_ids: Sequence[int], hidden_ids: frozenset[int]) -> list[
     return list(islice(visible, CONTEXT_TOKENS))[::-1]
 
 
-def _ends_whole(
-    prompt_ids: Sequence[int], bytes_by_id: Mapping[int, bytes], hidden_ids: frozenset[int]
-) -> bool:
-    """True if a prompt ends with an ASCII character, as most do: no character is incomplete."""
-    for token_id in reversed(prompt_ids):
-        if token_id not in hidden_ids:
-            return bytes_by_id[token_id][-1:].isascii() and bool(bytes_by_id[token_id])
-    return True
-
-
 class StopFinder:
     """Finds the stop string that is complete first, in a text that comes in pieces.
 
@@ -227,9 +221,6 @@ class StopFinder:
         return len(text)
 
 
-_NO_STOP = StopFinder(())  # finds and holds nothing, so all answers may share it
-
-
 class AnswerText:
     """The text of one answer: hides its end token, counts its tokens, cuts it at a stop string.
 
@@ -255,8 +246,9 @@ class AnswerText:
         # Hidden tokens that end the answer, and the number of tokens before one may end it.
         self.hidden_end_ids = frozenset(() if shows_stop else limits.stop_token_ids)
         self.min_tokens = limits.min_len - prompt_len
-        self._stop = StopFinder(stop, keeps=shows_stop) if stop else _NO_STOP
-        self._has_stop = bool(stop)
+        self._stop = StopFinder(stop, keeps=shows_stop) if stop else None
+        self.stop_string: str | None = None  # the stop string that has ended the answer
+        self.stopped = False  # True once a stop string has ended the answer
 
     @property
     def num_tokens(self) -> int:
@@ -264,19 +256,9 @@ class AnswerText:
         return self._state.num_tokens
 
     @property
-    def stopped(self) -> bool:
-        """True if a stop string has ended the answer."""
-        return self._has_stop and self._stop.found is not None
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that has ended the answer, if any."""
-        return self._stop.found
-
-    @property
     def held_len(self) -> int:
         """The number of held characters, which may begin a stop string."""
-        return self._stop.held_len
+        return 0 if self._stop is None else self._stop.held_len
 
     def hides(self, token_id: int) -> bool:
         """True if this token, as the next one, would end the answer without being shown."""
@@ -284,26 +266,32 @@ class AnswerText:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns text to show now. Tokens after a stop string are neither shown nor counted."""
-        if len(token_ids) == 1 and not self._has_stop:  # the usual case
-            return self._push_one(token_ids[0])
-        pieces = []
+        state, stop, pieces = self._state, self._stop, list[str]()
+        num_tokens = state.num_tokens
         for token_id in token_ids:
             if self.stopped:
                 break
-            pieces.append(self._push_one(token_id))
+            num_tokens += 1
+            if token_id in self.hidden_end_ids and num_tokens > self.min_tokens:
+                continue
+            text = self._detokenizer.push(token_id)
+            if stop is not None and num_tokens > self.min_tokens:
+                text = self._before_stop(stop, text)
+            pieces.append(text)
+        state.num_tokens = num_tokens
         return "".join(pieces)
 
     def finish(self) -> str:
         """Returns the text that is still held at the end of the answer."""
         if self.stopped:
             return ""
-        text = self._stop.push(self._detokenizer.flush())
-        return text + self._stop.flush()
+        text = self._detokenizer.flush()
+        return (
+            text if self._stop is None else self._before_stop(self._stop, text) + self._stop.flush()
+        )
 
-    def _push_one(self, token_id: int) -> str:
-        state = self._state
-        state.num_tokens = num_tokens = state.num_tokens + 1
-        if token_id in self.hidden_end_ids and num_tokens > self.min_tokens:
-            return ""
-        text = self._detokenizer.push(token_id)
-        return self._stop.push(text) if self._has_stop and num_tokens > self.min_tokens else text
+    def _before_stop(self, stop: StopFinder, text: str) -> str:
+        text = stop.push(text)
+        self.stop_string = stop.found
+        self.stopped = stop.found is not None
+        return text

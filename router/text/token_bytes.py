@@ -10,7 +10,7 @@ decoder:
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -50,30 +50,23 @@ class TokenBytes:
         return name.encode()
 
 
-class ByteTable(dict[int, bytes]):
-    """The bytes of each token under a ByteLevel decoder, computed on demand.
+def byte_table(tokenizer: Tokenizer) -> Mapping[int, bytes] | None:
+    """Returns the bytes of each token of a tokenizer with a ByteLevel decoder; else None.
 
     Each letter of a name stands for a byte. If any letter does not, the name is taken literally, as
     in the decoder. This applies to added tokens too.
     """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token_id: int) -> bytes:
-        name = self._tokenizer.id_to_token(token_id) or ""
-        letters = [_BYTE_OF_LETTER.get(letter) for letter in name]
-        data = b"".join(byte for byte in letters if byte is not None)
-        self[token_id] = data = name.encode() if None in letters else data
-        return data
-
-
-def byte_table(tokenizer: Tokenizer) -> ByteTable | None:
-    """Returns the table of a tokenizer whose texts are the bytes of their tokens; else None."""
     decoder = _decoder_of(tokenizer)
-    is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
-    return ByteTable(tokenizer) if is_byte_level else None
+    if decoder is None or decoder["type"] != "ByteLevel":
+        return None
+    return {token_id: _bytes_of(name) for name, token_id in tokenizer.get_vocab().items()}
+
+
+def _bytes_of(name: str) -> bytes:
+    try:
+        return name.translate(_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return name.encode()
 
 
 def _decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -109,4 +102,6 @@ def _letters() -> Iterator[tuple[str, bytes]]:
 
 
 _BYTE_OF_LETTER = dict(_letters())
+# Letters become characters below 256. Other characters below 256 become a greater one.
+_BYTES = dict.fromkeys(range(256), 256) | {ord(a): b[0] for a, b in _BYTE_OF_LETTER.items()}
 LETTERS = frozenset(_BYTE_OF_LETTER)  # letters that stand for bytes

@@ -39,7 +39,7 @@ from router.text.detokenizer import (
 )
 from router.text.forms.chosen import AUTO, AnswerForms, forms_of
 from router.text.logprobs import NUM_CACHED
-from router.text.native.step import NativeVocabulary
+from router.text.native import NativeVocabulary
 from router.text.prompt_length import chars_per_token
 from router.text.templates import DEFAULT, DEFAULT_OPTIONS, ChatTemplates, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
@@ -122,7 +122,8 @@ class TextModel:
         may_exceed: bool = False,
     ) -> list[int]:
         """Encodes a conversation; the template writes special tokens. Raises InvalidRequest."""
-        text = self.templates.choose(with_tools=bool(tools)).render(messages, tools, options)
+        templates = self._templates or self.templates
+        text = templates.choose(with_tools=bool(tools)).render(messages, tools, options)
         added = add_special_tokens
         return self._encode(text, context_len, "messages", added=added, may_exceed=may_exceed)
 
@@ -190,7 +191,8 @@ class TextModel:
         may_exceed: bool = False,
     ) -> list[int]:
         """Encodes a text; refuses a long text before encoding or before ids become objects."""
-        self._check_length(text, context_len, param, may_exceed=may_exceed)
+        if len(text) > context_len:  # a token may have one character
+            self._check_length(text, context_len, param, may_exceed=may_exceed)
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=added)
         if may_exceed and len(encoding) > max(context_len, LONGEST_CUT):
             raise context_exceeded(f"the text has {len(encoding)} tokens: too many", param)

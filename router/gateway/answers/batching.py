@@ -3,7 +3,7 @@
 A step of a worker brings a token for each of its streams. Most streams need only the text of a
 token. Their tokens are collected. At the end of the turn C++ makes chunks for all responses at once
 and sends them (`router.text.native`). If a socket does not take all bytes, the transport gets the
-rest. Tokens that Python handles must be sent after that rest: see `FastPath.close`.
+rest. Tokens that Python handles must be sent after that rest: see `TextBatch.release`.
 
 Once a stream runs, its tokens do not need Python at all. Then C++ reads the tokens from the
 worker's frame, and sends the chunks while it parses the frame. This stops before anything else is
@@ -11,20 +11,36 @@ sent to the client, and when the client's socket is full.
 """
 
 import asyncio
+import ctypes
 import logging
+from array import array
 from collections.abc import Sequence
 from contextvars import Context
+from itertools import chain
 
 from engine.messages import SeqId
-from router.edge.exchange import NO_SOCKET
-from router.gateway.answers.choice import AnswerChoice
-from router.gateway.answers.stream import StreamedAnswer
-from router.gateway.answers.writing import AnswerWriter
+from engine.native.library import library
+from router.edge.exchange import NO_SOCKET, BodyPipe
 from router.gateway.metrics.meters import GatewayMetrics
 from router.port import Handle
-from router.text.native.step import BatchedText, TextSteps
+from router.text.native import NativeText, TakenFrame
 
 log = logging.getLogger(__name__)
+
+REST = 3  # numbers per rest in C++: its addition or stream, start, end
+
+
+class FastPath:
+    """The way of one choice's tokens to its client, through C++."""
+
+    __slots__ = ("batch", "number", "pipe", "seq_id", "text")
+
+    def __init__(self, batch: "TextBatch", text: NativeText, pipe: BodyPipe) -> None:
+        self.batch = batch
+        self.text = text
+        self.pipe = pipe
+        self.number = 0  # in C++
+        self.seq_id: SeqId | None = None  # the sequence whose tokens are read from frames
 
 
 class TextBatch:
@@ -33,152 +49,137 @@ class TextBatch:
     def __init__(self, metrics: GatewayMetrics) -> None:
         """Raises BuildError if the C++ library is missing."""
         self._metrics = metrics
-        self._steps = TextSteps()
+        self._library = library()
+        self._handle: int = self._library.baton_text_open()
+        self._frame = TakenFrame()
         self._added: list[tuple[FastPath, Sequence[int], float]] = []
-        self._paths: dict[int, FastPath] = {}  # paths whose tokens are read from frames, by number
-        self._numbers: dict[SeqId, int] = {}  # the numbers of these paths
+        self._by_seq: dict[SeqId, FastPath] = {}  # paths whose tokens are read from frames
+        self._by_number: dict[int, FastPath] = {}
         self._num_opened = 0
 
-    def path(
-        self, choice: AnswerChoice, writer: AnswerWriter, *, is_alone: bool
-    ) -> "FastPath | None":
-        """Returns the fast path of a choice, which may be the only one of its answer.
+    def __del__(self) -> None:
+        self._library.baton_text_close(self._handle)
 
-        None if Python has to handle the choice's tokens.
+    def add(
+        self, path: FastPath, token_ids: Sequence[int], now_s: float, handle: Handle | None
+    ) -> None:
+        """Adds tokens of a path; their text is sent at the end of the turn.
+
+        With the handle of its request, later tokens are read from frames where that is possible. No
+        other choice may write to the client then.
         """
-        if not isinstance(writer, StreamedAnswer) or writer.events.pipe is None:
-            return None
-        if not (choice.vocabulary is not None and writer.shows_text_alone):
-            return None
-        return FastPath(self, choice, writer, is_alone=is_alone)
-
-    def add(self, path: "FastPath", token_ids: Sequence[int], now_s: float) -> None:
-        """Adds tokens of a path; their text is sent at the end of the turn."""
         if not self._added:
             asyncio.get_running_loop().call_soon(self.flush, context=Context())
         self._added.append((path, token_ids, now_s))
-
-    def open(self, seq_id: SeqId, path: "FastPath") -> None:
-        """Starts to read the tokens of a sequence from frames, if that is possible now."""
-        if seq_id in self._numbers:
+        if handle is None:
             return
-        socket = path.pipe.socket()
+        seq_id = handle.offer_frames(self)
+        if path.seq_id is not None and path.seq_id != seq_id:
+            self.close(path.seq_id)
+        if seq_id is not None and path.seq_id is None:
+            self.open(seq_id, path)
+
+    def open(self, seq_id: SeqId, path: FastPath) -> None:
+        """Starts to read the tokens of a sequence from frames, unless its socket forbids it."""
+        socket, name, text = path.pipe.socket(), seq_id.encode(), ctypes.addressof(path.text)
         number = self._num_opened = self._num_opened + 1
-        if socket != NO_SOCKET and self._steps.open_stream(
-            number, seq_id.encode(), path.text, socket
+        if socket == NO_SOCKET or not self._library.baton_lane_open(
+            self._handle, name, len(name), text, socket, number
         ):
-            self._paths[number] = path
-            self._numbers[seq_id] = number
-            path.seq_id = seq_id
+            return
+        path.number, path.seq_id = number, seq_id
+        self._by_number[number] = self._by_seq[seq_id] = path
 
     def close(self, seq_id: SeqId) -> None:
         """Stops reading the tokens of this sequence from frames."""
-        number = self._numbers.pop(seq_id, None)
-        if number is not None:
-            self._steps.close_stream(seq_id.encode())
-            del self._paths[number]
+        path = self._by_seq.pop(seq_id, None)
+        if path is not None:
+            name = seq_id.encode()
+            self._library.baton_lane_close(self._handle, name, len(name))
+            del self._by_number[path.number]
+            path.seq_id = None
+
+    def release(self, path: FastPath) -> None:
+        """Sends all added tokens. Call it before the choice is changed in any other way."""
+        self.flush()
+        if path.seq_id is not None:
+            self.close(path.seq_id)
 
     def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:
-        """Sends the tokens of fast paths in a worker's frame; returns the positions of other
-        messages.
+        """Sends the tokens of paths in a worker's frame; returns the positions of other messages.
 
-        None if the frame has nothing for fast paths.
+        None if the frame has nothing for any path.
         """
-        if not self._paths:
+        if not self._by_seq:
             return None
         self.flush()  # tokens that arrived before this frame
-        try:
-            taken = self._steps.take_frame(frame, now_s, self._learn)
-        except Exception:  # a bug; no token was read
-            log.exception("a frame is left to Python")
+        taken = self._frame
+        if not self._library.baton_text_frame(
+            self._handle, frame, len(frame), now_s, ctypes.byref(taken)
+        ):
             return None
-        if taken is None:
-            return None
-        self._count(taken.num_tokens)
-        for path, rest in [(self._paths[number], rest) for number, rest in taken.rests]:
-            path.send_rest(rest)
-        return taken.left
+        self._metrics.num_generation_tokens += taken.num_tokens
+        self._metrics.num_batched_tokens += taken.num_tokens
+        if taken.num_rests:
+            self._send_rests(taken.rests[: REST * taken.num_rests], taken.out, self._by_number)
+        if taken.num_taken == taken.num_messages:
+            return ()
+        return [i for i in range(taken.num_messages) if taken.taken[i] is None]
 
     def flush(self) -> None:
         """Sends all added tokens now."""
         if not self._added:
             return
         added, self._added = self._added, []
+        self.send(added)
+
+    def send(self, added: Sequence[tuple[FastPath, Sequence[int], float]]) -> None:
+        """Sends tokens of several paths, with the times at which they came. Without text there is
+        no chunk.
+        """
         paths, token_ids, times_s = zip(*added, strict=True)
-        self._count(sum(map(len, token_ids)))
         paths[0].pipe.flush()  # parts of response bodies that were written before
         try:
-            sockets = [path.pipe.socket() for path in paths]
-            rests = self._steps.take([path.text for path in paths], token_ids, times_s, sockets)
+            sockets = array("i", [path.pipe.socket() for path in paths])
+            addresses = array("Q", [ctypes.addressof(path.text) for path in paths])
+            lengths, times = array("q", map(len, token_ids)), array("d", times_s)
+            ids = array("q", chain.from_iterable(token_ids))
+            rests, out = array("q", bytes(8 * REST * len(paths))), ctypes.c_void_p()
+            num_rests = self._library.baton_text_step(
+                self._handle,
+                addresses.buffer_info()[0],
+                lengths.buffer_info()[0],
+                times.buffer_info()[0],
+                len(paths),
+                ids.buffer_info()[0],
+                sockets.buffer_info()[0],
+                rests.buffer_info()[0],
+                ctypes.byref(out),
+            )
         except Exception:  # a bug: without these tokens the answers would be wrong
             log.exception("tokens became no text: the connections of their streams are cut")
             for path in paths:
                 path.pipe.cut()
             return
-        for place, rest in rests:
-            paths[place].send_rest(rest)
+        self._metrics.num_generation_tokens += len(ids)
+        self._metrics.num_batched_tokens += len(ids)
+        if num_rests:
+            self._send_rests(rests[: REST * num_rests], out.value, paths)
 
-    def _learn(self, vocabulary: int, token_id: int) -> None:
-        """Adds a token to the vocabulary with this handle."""
-        for path in self._paths.values():
-            if path.text.vocabulary.handle == vocabulary:
-                path.text.vocabulary.learn(token_id)
-                return
-        raise LookupError("a token of no vocabulary")
-
-    def _count(self, num_tokens: int) -> None:
-        self._metrics.num_generation_tokens += num_tokens
-        self._metrics.num_batched_tokens += num_tokens
-
-
-class FastPath:
-    """Carries the tokens of one choice to its client through a `TextBatch`."""
-
-    text: BatchedText  # set once the stream is open
-
-    def __init__(
-        self, batch: TextBatch, choice: AnswerChoice, writer: StreamedAnswer, *, is_alone: bool
+    def _send_rests(
+        self,
+        rests: Sequence[int],
+        out: int | None,
+        paths: "Sequence[FastPath] | dict[int, FastPath]",
     ) -> None:
-        assert writer.events.pipe is not None
-        self.pipe = writer.events.pipe
-        self.seq_id: SeqId | None = None  # the sequence whose tokens were last read from frames
-        self._batch = batch
-        self._choice = choice
-        self._writer = writer
-        self._is_alone = is_alone  # no other choice writes to the client
-        self._is_begun = False
-
-    def take(self, token_ids: Sequence[int], now_s: float, handle: Handle | None) -> bool:
-        """Passes tokens of a running choice to C++, while its writer is not full.
-
-        Returns False if Python has to handle them.
-        """
-        choice = self._choice
-        if not choice.num_tokens:
-            return False
-        if not self._is_begun:
-            self.text, self._is_begun = choice.batched(self._writer.frame_of(choice.index)), True
-        self._batch.add(self, token_ids, now_s)
-        if self._is_alone and handle is not None:
-            seq_id = handle.offer_frames(self._batch)
-            if seq_id != self.seq_id:
-                self._close_frames()
-            if seq_id is not None:
-                self._batch.open(seq_id, self)
-        return True
-
-    def close(self) -> None:
-        """Sends all added tokens. Call it before the choice is changed in any other way."""
-        if self._is_begun:
-            self._batch.flush()
-            self._close_frames()
-
-    def send_rest(self, rest: bytes) -> None:
-        """Passes on the bytes that the socket did not take. Later chunks must not overtake them."""
-        self.pipe.write_coded(rest)
-        self._close_frames()
-
-    def _close_frames(self) -> None:
-        if self.seq_id is not None:
-            self._batch.close(self.seq_id)
-            self.seq_id = None
+        """Passes on the bytes that sockets did not take. Later chunks must not overtake them."""
+        assert out is not None
+        numbers, begins, ends = rests[::REST], rests[1::REST], rests[2::REST]
+        found = [
+            (paths[number], ctypes.string_at(out + begin, end - begin))
+            for number, begin, end in zip(numbers, begins, ends, strict=True)
+        ]
+        for path, data in found:
+            path.pipe.write_coded(data)
+            if path.seq_id is not None:
+                self.close(path.seq_id)

@@ -3,8 +3,9 @@
 This module does not know HTTP or JSON.
 """
 
+import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -12,7 +13,6 @@ from engine.messages import FinishReason, Logprobs
 from router.gateway.metrics.meters import ChoiceMeter
 from router.gateway.requests.calls import CheckedCall
 from router.machine.requests import Finished, Outcome, Timeline, Update
-from router.policies.base import Decision
 from router.text.detokenizer import AnswerText, PlainTextState
 from router.text.forms.deltas import (
     AnswerParser,
@@ -22,9 +22,8 @@ from router.text.forms.deltas import (
     Delta,
     Reasoning,
 )
-from router.text.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
-from router.text.native.step import BatchedText, NativeVocabulary
-from router.text.native.structs import NativeText
+from router.text.logprobs import Entry, ScoredText, prompt_entries
+from router.text.native import NativeText
 
 SCORED_AT_ONCE = 16  # tokens with twenty alternatives each
 PLAIN_AT_ONCE = 256
@@ -82,27 +81,26 @@ class PromptScores:
     def __init__(self) -> None:
         self.entries: tuple[Entry, ...] = ()
         self.are_known = False  # True once they have arrived
+        self.waiting: list[Callable[[], None]] = []  # called when they arrive
 
 
 class AnswerChoice:
-    """The progress of one choice. A `parser` separates reasoning and tool calls from the text.
+    """The progress of one choice whose tokens only become text, and that only tokens end."""
 
-    An echo of the prompt is a part of the first piece. If log-probabilities are requested, the echo
-    needs those of the prompt. Only the first choice of a prompt receives them, so the others must
-    wait for `prompt`.
-    """
+    num_at_once = PLAIN_AT_ONCE  # tokens handled at once, which takes some milliseconds
+    begins_with_scores = False  # True if the next piece has an entry for each token of the prompt
+    awaited: PromptScores | None = None  # no piece can be made before these are known
 
     def __init__(
         self,
         index: int,
         call: CheckedCall,
         prompt: PromptScores,
-        *,
-        parser: AnswerParser | None,
         meter: ChoiceMeter,
+        *,
         in_cpp: bool = False,
     ) -> None:
-        """With `in_cpp`, C++ may handle its tokens: see `batched`."""
+        """With `in_cpp`, C++ may handle its tokens."""
         self.index = index
         self.request = request = call.requests[index]
         self.shown_id = call.asked.client_id or request.request_id
@@ -111,70 +109,111 @@ class AnswerChoice:
         self.timeline: Timeline | None = None
         self.prompt = prompt
         self.num_reasoning_tokens = 0
-        self._call = call
-        self._body = body = call.body
-        self._meter = meter
-        self._last_s = 0.0  # time of the last update
-        self._last_id: int | None = None
+        self.logprobs = array("d")  # one per token, if the choice is scored
         leads = not index % call.num_candidates
         # Tokens of the first answer to a prompt, if stores are to be told which blocks it used.
         self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None
-        self._logprobs = array("d")  # one per token, if the choice is scored
-        self._is_scored = (
-            request.sampling.logprobs is not None or request.prompt_logprobs is not None
-        )
-        # At most this many tokens are handled at once: that takes some milliseconds.
-        self.num_at_once = SCORED_AT_ONCE if self._is_scored else PLAIN_AT_ONCE
-        self._parser = parser
-        self._echo = call.echoes[index // call.num_candidates]
-        has_scores = body.num_top_logprobs is not None
-        # True if its tokens only become text, and only tokens can end the choice.
-        self.is_plain = not (
-            self._is_scored
-            or self._echo is not None
-            or has_scores
-            or body.stop
-            or call.stop_token_ids
-            or body.return_token_ids
-            or parser is not None
-        )
-        self.vocabulary: NativeVocabulary | None = None  # None: C++ cannot handle its tokens
-        if in_cpp and self.is_plain and self.noted_ids is None and not body.is_only_prompt:
-            self.vocabulary = call.served.text.vocabulary
-        self._state = PlainTextState() if self.vocabulary is None else NativeText()
-        meter.state = self._state
-        shows_all = body.skip_special_tokens is False
+        self._meter = meter
+        self._last_s = 0.0  # time of the last update
+        body, text = call.body, call.served.text
+        vocabulary = text.vocabulary if in_cpp and self.noted_ids is None else None
+        self.state = PlainTextState() if vocabulary is None else NativeText()
+        meter.state = self.state
+        shows_special = body.skip_special_tokens is False
         marks = () if call.reader is None else call.reader.marks
         self._text = AnswerText(
-            call.served.text.detokenizer(
-                request.token_ids, marks, shows_all=shows_all, state=self._state
-            ),
+            text.detokenizer(request.token_ids, marks, shows_all=shows_special, state=self.state),
             prompt_len=len(request.token_ids),
             limits=request.limits,
             stop=body.stop_strings,
             shows_stop=bool(body.include_stop_str_in_output),
-            state=self._state,
+            state=self.state,
         )
+        if isinstance(self.state, NativeText):
+            assert vocabulary is not None
+            self.state.describe(
+                vocabulary,
+                end_ids=sorted(self._text.hidden_end_ids),
+                min_tokens=self._text.min_tokens,
+                gaps=meter.gaps,
+                shows_special=shows_special,
+            )
+
+    def take(self, update: Update, now_s: float) -> AnswerPiece:
+        """Returns the piece that this update makes ready to be shown."""
+        self._last_s = now_s
+        if update.token_ids:
+            self._meter.tokens(len(update.token_ids), now_s)
+            if self.noted_ids is not None:
+                self.noted_ids += update.token_ids
+        if update.timeline is not None:
+            self.timeline = update.timeline
+        return self._piece(update)
+
+    def _piece(self, update: Update) -> AnswerPiece:
+        text, finish = self._text.push(update.token_ids), None
+        self.outcome = outcome = update.outcome
+        if isinstance(outcome, Finished):
+            text, finish = text + self._text.finish(), outcome.reason.value
+        num_tokens = self.state.num_tokens
+        return AnswerPiece(self.index, text, num_tokens, outcome=outcome, finish=finish)
+
+    @property
+    def last_s(self) -> float:
+        """The time of the last update."""
+        return max(self._last_s, self.state.last_s)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the choice so far."""
+        return self.state.num_tokens
+
+    def measure(self) -> None:
+        """Counts the choice if it has ended: only once, when its client has received the end."""
+        if self.outcome is not None:
+            self._meter.end(self.outcome, self.timeline)
+
+
+class FormedChoice(AnswerChoice):
+    """A choice with scores, forms, stop strings, token ids or an echo, or without an answer.
+
+    A `parser` separates reasoning and tool calls from the text. An echo of the prompt is a part of
+    the first piece. If log-probabilities are requested, the echo needs those of the prompt. Only
+    the first choice of a prompt receives them, so the others must wait for `prompt`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        call: CheckedCall,
+        prompt: PromptScores,
+        meter: ChoiceMeter,
+        parser: AnswerParser | None,
+    ) -> None:
+        super().__init__(index, call, prompt, meter)
+        request, body = self.request, call.body
+        self._call, self._body, self._parser = call, body, parser
+        self._last_id: int | None = None
+        scored = request.sampling.logprobs is not None or request.prompt_logprobs is not None
+        self._is_scored = scored
+        if scored:
+            self.num_at_once = SCORED_AT_ONCE
+        self._echo = call.echoes[index // call.num_candidates]
+        self.begins_with_scores = body.echoes_scores
+        if body.echoes_scores and request.leader is not None:
+            self.awaited = prompt
+        has_scores = body.num_top_logprobs is not None
         self._scores_all_tokens = has_scores and body.scores_all_tokens
         self._scored: ScoredText | None = None
         if has_scores and not self._scores_all_tokens:
             self._scored = ScoredText(self._text)
 
-    def take(self, update: Update, now_s: float) -> AnswerPiece:
-        """Returns the piece that this update makes ready to be shown."""
-        self._last_s = now_s
-        has_tokens = bool(update.token_ids)
-        if has_tokens:
-            self._meter.tokens(len(update.token_ids), now_s)
-            if self.noted_ids is not None:
-                self.noted_ids += update.token_ids
-            if self._is_scored:
-                self._record_scores(update)
-            if self._body.is_only_prompt:
-                update = _without_answer(update)
-        if update.timeline is not None:
-            self.timeline = update.timeline
-        state = self._state
+    def _piece(self, update: Update) -> AnswerPiece:
+        has_tokens, body, state = bool(update.token_ids), self._body, self.state
+        if has_tokens and self._is_scored:
+            self._record_scores(update)
+        if has_tokens and body.is_only_prompt:
+            update = _without_answer(update)
         num_before = state.num_tokens
         deltas: list[Delta] = []
         if self._parser is not None:
@@ -187,10 +226,9 @@ class AnswerChoice:
             entries = tuple(zip(token_ids, update.logprobs, strict=False))
         if token_ids:
             self._last_id = token_ids[-1]
-        outcome = update.outcome
-        ends = outcome is not None or self._text.stopped
+        ends = update.outcome is not None or self._text.stopped
         if ends:
-            text, entries = self._end(text, entries, outcome)
+            text, entries = self._end(text, entries, update.outcome)
         reasoning, calls = "", tuple[CallDelta, ...]()
         if self._parser is not None:
             if ends:
@@ -205,66 +243,13 @@ class AnswerChoice:
             state.num_tokens,
             entries,
             calls,
-            token_ids if self._body.return_token_ids else (),
+            token_ids if body.return_token_ids else (),
             self.outcome,
             self._finish_reason() if ends else None,
             self._stop_reason() if ends else None,
-            reasoning if self._body.shows_reasoning else "",
+            reasoning if body.shows_reasoning else "",
             update.embedding,
         )
-
-    def take_tokens(self, token_ids: Sequence[int], now_s: float) -> AnswerPiece:
-        """Returns the piece that tokens make ready, for a running choice that `is_plain`."""
-        self._last_s = now_s
-        self._meter.tokens(len(token_ids), now_s)
-        if self.noted_ids is not None:
-            self.noted_ids += token_ids
-        return AnswerPiece(self.index, self._text.push(token_ids), self._state.num_tokens)
-
-    def batched(self, frame: tuple[bytes, bytes]) -> BatchedText:
-        """Returns the state of a begun choice for C++; `frame` surrounds the text of a chunk."""
-        assert isinstance(self._state, NativeText)
-        assert self.vocabulary is not None
-        return BatchedText(
-            self._state,
-            self.vocabulary,
-            frame=frame,
-            end_ids=sorted(self._text.hidden_end_ids),
-            min_tokens=self._text.min_tokens,
-            gaps=self._meter.gaps,
-            shows_special=self._body.skip_special_tokens is False,
-        )
-
-    @property
-    def last_s(self) -> float:
-        """The time of the last update."""
-        return max(self._last_s, self._state.last_s)
-
-    @property
-    def waits_for_prompt(self) -> bool:
-        """True if no piece can be made before the log-probabilities of the prompt are known."""
-        follows = self.request.leader is not None
-        return follows and self._body.echoes_scores and not self.prompt.are_known
-
-    @property
-    def begins_with_scores(self) -> bool:
-        """True if the next piece has an entry for each token of the prompt."""
-        return self._body.echoes_scores and self._echo is not None
-
-    @property
-    def decision(self) -> Decision | None:
-        """The placement decision, once the router has reported it."""
-        return None if self.timeline is None else self.timeline.decision
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the choice so far."""
-        return self._state.num_tokens
-
-    @property
-    def mean_logprob(self) -> float:
-        """The mean log-probability of its tokens, including the token that ended the choice."""
-        return mean_logprob(self._logprobs[: self.num_tokens])
 
     def _pushed(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
@@ -302,11 +287,6 @@ class AnswerChoice:
         self.outcome = Finished(FinishReason.STOP) if self._text.stopped else outcome
         return text, entries
 
-    def measure(self) -> None:
-        """Counts the choice if it has ended: only once, when its client has received the end."""
-        if self.outcome is not None:
-            self._meter.end(self.outcome, self.timeline)
-
     def _finish_reason(self) -> str | None:
         """Returns OpenAI's finish reason; None if the choice failed."""
         if not isinstance(self.outcome, Finished):
@@ -324,20 +304,49 @@ class AnswerChoice:
         return self._last_id if self.outcome == Finished(FinishReason.STOP) else None
 
     def _record_scores(self, update: Update) -> None:
-        self._logprobs.extend([scores.logprob for scores in update.logprobs])
-        request = self.request
-        if request.prompt_logprobs is not None and not self.prompt.are_known:
-            self.prompt.entries = prompt_entries(request.token_ids, update.prompt_logprobs)
-            self.prompt.are_known = True
+        self.logprobs.extend([scores.logprob for scores in update.logprobs])
+        request, prompt = self.request, self.prompt
+        if request.prompt_logprobs is not None and not prompt.are_known:
+            prompt.entries = prompt_entries(request.token_ids, update.prompt_logprobs)
+            prompt.are_known = True
+            for wake in prompt.waiting:
+                wake()
 
     def _take_echo(self, text: str, entries: tuple[Entry, ...]) -> tuple[str, tuple[Entry, ...]]:
         """Returns the text and entries of the first piece, with the echo before them."""
         assert self._echo is not None
         text, self._echo = self._echo + text, None
-        if self._body.echoes_scores:
+        if self.begins_with_scores:
             assert self.prompt.are_known
-            entries = self.prompt.entries + entries
+            entries, self.begins_with_scores = self.prompt.entries + entries, False
         return text, entries
+
+
+def choice_of(
+    index: int,
+    call: CheckedCall,
+    prompt: PromptScores,
+    meter: ChoiceMeter,
+    *,
+    rng: random.Random,
+    in_cpp: bool,
+) -> AnswerChoice:
+    """Returns a new choice. Ids of calls are drawn from `rng`; `in_cpp`: C++ may handle tokens."""
+    body, sampling = call.body, call.requests[index].sampling
+    if (
+        call.reader is None
+        and sampling.logprobs is None
+        and call.requests[index].prompt_logprobs is None
+        and not body.echoes_prompt
+        and not body.stop_strings
+        and not call.stop_token_ids
+        and not body.return_token_ids
+        and not body.is_only_prompt
+    ):
+        in_cpp = in_cpp and not body.usage_in_every_chunk
+        return AnswerChoice(index, call, prompt, meter, in_cpp=in_cpp)
+    parser = None if call.reader is None else call.reader.parser(rng)
+    return FormedChoice(index, call, prompt, meter, parser)
 
 
 def _without_answer(update: Update) -> Update:

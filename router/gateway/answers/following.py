@@ -1,20 +1,22 @@
 """Follows the choices of an answer to their ends and writes their pieces.
 
-Most tokens are written in the call that delivers them: through the fast path of the text batch, or
-as pieces. If a client has no room, updates are kept and merged, and the task of the answer writes
-them.
+Most tokens are written in the call that delivers them: through C++ (`TextBatch`), or as pieces. If
+a client has no room, updates are kept and merged, and the task of the answer writes them.
 """
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from engine.clock import Clock
-from router.gateway.answers.batching import TextBatch
+from router.gateway.answers.batching import FastPath, TextBatch
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
+from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.writing import AnswerWriter, write_and_wait
 from router.inbox.loop_turns import Turn
 from router.machine.requests import Update, joined
 from router.port import Handle, RequestPort
+from router.text.native import NativeText
 
 LONG_PROMPT_TOKENS = 2048  # tokens; hashing and encoding them takes some 0.3 ms
 MAX_OPEN = 128  # requests of one call that are at the router at once
@@ -29,7 +31,7 @@ class Following:
         self.writer = writer
         self.turn = turn
         self._port = port
-        self._due: list[_ChoiceSink] = []  # sinks that the task has to flush
+        self._due: list[ChoiceSink] = []  # sinks that the task has to flush
         self._waiter: asyncio.Future[None] | None = None  # the future that the task awaits
 
     async def run(self, choices: Sequence[AnswerChoice], batch: TextBatch | None) -> AnswerPiece:
@@ -40,20 +42,20 @@ class Following:
         end of the answer waits for the client. Leaders come before followers.
         """
         unsubmitted, num_left = iter(choices), len(choices)
-        sinks: set[_ChoiceSink] = set()
+        sinks: set[ChoiceSink] = set()
         try:
             while True:
                 if len(sinks) < MAX_OPEN and (choice := next(unsubmitted, None)) is not None:
                     if len(choice.request.token_ids) > LONG_PROMPT_TOKENS:
                         await self.turn()  # the router hashes and encodes the prompt
-                    sink = _ChoiceSink(self, choice, batch, is_alone=len(choices) == 1)
+                    sink = ChoiceSink(self, choice, batch, is_alone=len(choices) == 1)
                     sinks.add(sink)
                     sink.handle = self._port.submit(choice.request, sink)
-                elif not self._due_now():
+                elif not self._due:
                     self._waiter = asyncio.get_running_loop().create_future()
                     await self._waiter
-                for sink in self._due_now():
-                    self._due.remove(sink)
+                due, self._due = self._due, []
+                for sink in due:
                     last = await sink.flush()
                     if last is None:
                         continue
@@ -67,18 +69,15 @@ class Following:
             for sink in sinks:
                 sink.close()
 
-    def wake(self, sink: "_ChoiceSink") -> None:
+    def wake(self, sink: "ChoiceSink") -> None:
         """Wakes the task to flush a sink."""
         self._due.append(sink)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _due_now(self) -> list["_ChoiceSink"]:
-        return [sink for sink in self._due if not sink.choice.waits_for_prompt]
 
-
-class _ChoiceSink:
-    """The sink of one choice: writes its updates as pieces, or keeps updates for later."""
+class ChoiceSink:
+    """The sink of one choice: passes tokens to C++, writes updates as pieces, or keeps them."""
 
     def __init__(
         self,
@@ -88,37 +87,46 @@ class _ChoiceSink:
         *,
         is_alone: bool,
     ) -> None:
+        """With `is_alone`, no other choice writes to the client."""
         self.choice = choice
         self.handle: Handle | None = None
         self._following = following
         self._writer = writer = following.writer
-        self._fast = None if batch is None else batch.path(choice, writer, is_alone=is_alone)
+        self._is_alone = is_alone
+        self._path: FastPath | None = None  # None: Python handles all tokens
+        pipe = writer.pipe if isinstance(writer, StreamedAnswer) else None
+        if batch is not None and pipe is not None and isinstance(choice.state, NativeText):
+            self._path = FastPath(batch, choice.state, pipe)
+        self._is_fast = False  # C++ knows the parts of a chunk
         self._is_due = False  # the task has to flush; until then nothing may be written directly
         self._unread: list[Update] = []
         self._last: AnswerPiece | None = None
         self._error: Exception | None = None
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Writes or keeps tokens. Most tokens go through the fast path."""
-        if self._has_room(len(token_ids)):
-            if self._fast is not None and self._fast.take(token_ids, now_s, self.handle):
-                return
-            if self.choice.is_plain:
-                self._writer.write(self.choice.take_tokens(token_ids, now_s))
-                return
-        self.update(Update(tuple(token_ids)))
+        """Writes or keeps tokens. Most tokens go through C++."""
+        choice, path, writer = self.choice, self._path, self._writer
+        if self._is_due or writer.is_full or len(token_ids) > choice.num_at_once:
+            self._keep(Update(tuple(token_ids)))
+        elif path is not None and path.text.num_tokens:
+            if not self._is_fast:
+                assert isinstance(writer, StreamedAnswer)
+                path.text.surround(*writer.frame_of(choice.index))
+                self._is_fast = True
+            path.batch.add(path, token_ids, now_s, self.handle if self._is_alone else None)
+        else:
+            self._write(Update(tuple(token_ids)), now_s)
 
     def update(self, update: Update) -> None:
         """Writes or keeps an update."""
-        if self._fast is not None:
-            self._fast.close()
-        if not self._has_room(len(update.token_ids)) or self.choice.begins_with_scores:
-            self._unread.append(update)
-            self._wake()
+        choice = self.choice
+        if self._is_fast and self._path is not None:
+            self._path.batch.release(self._path)
+        is_long = len(update.token_ids) > choice.num_at_once or choice.begins_with_scores
+        if is_long or self._is_due or self._writer.is_full:
+            self._keep(update)
         else:
-            self._write(update)
-            if self._last is not None:
-                self._wake()
+            self._write(update, self._following.clock.now_s())
 
     def fail(self, error: Exception) -> None:
         """Makes the task raise an error."""
@@ -127,15 +135,19 @@ class _ChoiceSink:
 
     async def flush(self) -> AnswerPiece | None:
         """Writes the kept updates. Returns the last piece of the choice instead of writing it."""
-        num_at_once, following = self.choice.num_at_once, self._following
+        choice, following = self.choice, self._following
+        awaited = choice.awaited
+        if awaited is not None and not awaited.are_known:
+            awaited.waiting.append(partial(following.wake, self))
+            return None
         updates, self._unread = self._unread[:1], self._unread[1:]  # the update that woke the task
         while updates and self._last is None:
             update = joined(updates)
-            is_long = len(update.token_ids) > num_at_once
-            for part in update.parts(num_at_once):
+            is_long = len(update.token_ids) > choice.num_at_once
+            for part in update.parts(choice.num_at_once):
                 if is_long:
                     await following.turn()
-                self._write(part)
+                self._write(part, following.clock.now_s())
                 if self._last is not None:
                     break
                 if self._writer.is_full:
@@ -150,19 +162,20 @@ class _ChoiceSink:
         """Cancels the request."""
         if self.handle is not None:
             self.handle.cancel()
-        if self._fast is not None:
-            self._fast.close()
+        if self._is_fast and self._path is not None:
+            self._path.batch.release(self._path)
 
-    def _has_room(self, num_tokens: int) -> bool:
-        """True if this many tokens may be written at once."""
-        return not (self._is_due or self._writer.is_full or num_tokens > self.choice.num_at_once)
-
-    def _write(self, update: Update) -> None:
-        piece = self.choice.take(update, self._following.clock.now_s())
+    def _write(self, update: Update, now_s: float) -> None:
+        piece = self.choice.take(update, now_s)
         if piece.outcome is not None:
-            self._last = piece
+            self._last = piece  # the task writes it
+            self._wake()
         elif update.token_ids:
             self._writer.write(piece)
+
+    def _keep(self, update: Update) -> None:
+        self._unread.append(update)
+        self._wake()
 
     def _wake(self) -> None:
         if not self._is_due:

@@ -3,6 +3,8 @@
 The parts of a chunk that are the same for every token are encoded once.
 """
 
+from typing import Any
+
 import msgspec
 from starlette.types import Send
 
@@ -32,7 +34,6 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # otherwise nginx would buffer events
 }
-_INDEX = b'[{"index":'
 _ROLE = b',"delta":{"role":"assistant","content":""}'
 _CALLS = b',"delta":{"tool_calls":['
 _UNSCORED = b',"logprobs":null'
@@ -42,36 +43,32 @@ _UNFINISHED = _GOES_ON + b"}]"
 _encode = msgspec.json.Encoder().encode
 
 
-class EventStream:
-    """The body of a response of server-sent events. It uses `pipe` when the pipe is ready.
+class EventWriter(AnswerWriter):
+    """Sends a response of server-sent events, through the pipe while the pipe is ready.
 
     The head of the response is sent with the first events.
     """
 
     def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
+        self.heading = heading
         self.pipe = pipe
-        self.has_head = False  # True once the head is sent
-        self._heading = heading
+        self.unsent: list[Any] = []  # pieces or events that wait for `flush`
         self._send = send
+        self._has_head = False  # True once the head is sent
         self._is_open = False  # the head is sent, and nothing is waiting to be sent
 
     @property
     def is_full(self) -> bool:
-        """True if events have to wait for `send`."""
-        return not (self._is_open and self.pipe is not None and self.pipe.is_ready)
-
-    def write(self, data: bytes) -> None:
-        """Sends events without waiting; if the stream is full, they are kept."""
-        assert self.pipe is not None
-        if data:
-            self.pipe.write(data)
+        """True if the head is not sent yet, or some data is waiting to be sent."""
+        pipe = self.pipe
+        return not (self._is_open and pipe is not None and pipe.is_ready and not self.unsent)
 
     async def send(self, data: bytes, *, is_last: bool = False) -> None:
         """Sends events, or the end of the body, and waits until the client has room for more."""
         self._is_open = False
-        if not self.has_head:
-            self.has_head = True
-            headers = {**STREAM_HEADERS, **self._heading.headers}
+        if not self._has_head:
+            self._has_head = True
+            headers = {**STREAM_HEADERS, **self.heading.headers}
             await send_head(self._send, 200, EVENT_STREAM, headers)
         if self.pipe is not None:
             self.pipe.flush()
@@ -81,81 +78,71 @@ class EventStream:
         self._is_open = True
 
 
-class StreamedAnswer(AnswerWriter):
+class StreamedAnswer(EventWriter):
     """Sends an answer as events."""
 
     def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
-        self.events = EventStream(heading, send, pipe)
-        self._heading = heading
-        self._send = send
-        self._chunk: _ChunkEncoder | None = None  # None until the head of the response is sent
-        self._unsent: list[AnswerPiece] = []
-        self._unfinished = heading.num_choices
+        super().__init__(heading, send, pipe)
+        self._chunks: _ChunkEncoder | None = None  # None until the head of the response is sent
+        self._unfinished = len(heading.call.requests)
         self._last = b""  # the end of the last choice, sent together with the end of the answer
-
-    @property
-    def is_full(self) -> bool:
-        """True if the head is not sent yet, or some data is waiting to be sent."""
-        return bool(self._unsent) or self.events.is_full
-
-    @property
-    def shows_text_alone(self) -> bool:
-        """False if each chunk also reports the number of tokens so far."""
-        return not self._heading.call.body.usage_in_every_chunk
 
     def frame_of(self, choice: int) -> tuple[bytes, bytes]:
         """The bytes around the text of each chunk, in a stream that is not full."""
-        assert self._chunk is not None
-        return self._chunk.before_text[choice], self._chunk.after_text
+        assert self._chunks is not None
+        return self._chunks.before_text[choice], self._chunks.after_text
 
     def write(self, piece: AnswerPiece) -> None:
         """Sends the chunks of a piece, if it has anything to show."""
-        if self._chunk is None or self.is_full:
-            self._unsent.append(piece)
-        else:
-            self.events.write(self._encoded(self._chunk, piece))
+        if self._chunks is None or self.is_full:
+            self.unsent.append(piece)
+        elif data := self._encoded(self._chunks, piece):
+            assert self.pipe is not None
+            self.pipe.write(data)
 
     async def flush(self) -> None:
         """Sends all pending pieces; log-probabilities of a long prompt are sent in parts."""
-        while self._unsent:
-            for number, part in enumerate(self._unsent.pop(0).parts(SCORED_AT_ONCE)):
+        while self.unsent:
+            piece = self.unsent.pop(0)
+            is_short = len(piece.entries) <= SCORED_AT_ONCE
+            for number, part in enumerate((piece,) if is_short else piece.parts(SCORED_AT_ONCE)):
                 if number:
-                    await self._heading.turn()
-                data, chunk = self._opened()
-                await self.events.send(data + self._encoded(chunk, part))
+                    await self.heading.turn()
+                data, chunks = self._opened()
+                await self.send(data + self._encoded(chunks, part))
 
     async def end(self, ending: Ending) -> None:
         """Sends the last chunks. A failed stream has no [DONE]."""
         await self.flush()
-        outcome = ending.outcome
-        if self._chunk is None and not isinstance(outcome, Finished):
+        outcome, call = ending.outcome, self.heading.call
+        if self._chunks is None and not isinstance(outcome, Finished):
             await send_failure(self._send, outcome)
             return
-        data, chunk = self._opened()
+        data, chunks = self._opened()
         if isinstance(outcome, Finished):
             data += self._last
-            if self._heading.call.body.usage_in_stream:
-                data += chunk.extra(b"usage", ending.usage())
-            if self._heading.call.asked.debugs(TIMELINE_HEADER):
-                data += chunk.extra(b"baton_timeline", ending.timeline)
+            if call.body.usage_in_stream:
+                data += chunks.extra(b"usage", ending.usage())
+            if call.asked.debugs(TIMELINE_HEADER):
+                data += chunks.extra(b"baton_timeline", ending.timeline)
             data += DONE
         elif not isinstance(outcome, Cancelled):
             data += b"data: " + _encode(failure_body(outcome)) + b"\n\n"
-        await self.events.send(data, is_last=True)
+        await self.send(data, is_last=True)
 
-    def _opened(self) -> tuple[bytes, "_ChunkEncoder"]:
+    def _opened(self) -> "tuple[bytes, _ChunkEncoder]":
         """Returns the encoder, and the first chunks if they are not sent yet."""
-        if self._chunk is not None:
-            return b"", self._chunk
-        self._chunk = _ChunkEncoder(self._heading)
-        return self._chunk.first(), self._chunk
+        if self._chunks is not None:
+            return b"", self._chunks
+        self._chunks = _ChunkEncoder(self.heading)
+        return self._chunks.first, self._chunks
 
-    def _encoded(self, chunk: "_ChunkEncoder", piece: AnswerPiece) -> bytes:
+    def _encoded(self, chunks: "_ChunkEncoder", piece: AnswerPiece) -> bytes:
         """Returns the chunks of a piece that are to be sent now."""
+        data = chunks.of(piece)
         if piece.finish is None:
-            return chunk.of(piece)
+            return data
         self._unfinished -= 1
-        data = chunk.finish(piece)
         if self._unfinished:
             return data
         self._last = data
@@ -169,93 +156,71 @@ class _ChunkEncoder:
         dialect, call, body = heading.dialect, heading.call, heading.call.body
         head = _encode(heading.fields(dialect.chunk_name)).removesuffix(b"}")
         self._head = b"data: " + head + b',"choices":'
-        begin = self._head + _INDEX
-        self._before_index = [begin + b"%d" % index for index in range(heading.num_choices)]
-        self.before_text = [before + dialect.text_start for before in self._before_index]
         self._after = b',"usage":null}\n\n' if body.usage_in_stream else b"}\n\n"
         self.after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
+        self.before_text: list[bytes] = []  # by choice
+        self._before_index: list[bytes] = []
         self._dialect = dialect
         self._call = call
         self._counts = body.usage_in_every_chunk
-        num_top = body.num_top_logprobs
-        self._has_scores = num_top is not None
-        self._is_plain = num_top is None and not (self._counts or body.return_token_ids)
-        has_ids = body.return_token_ids and not dialect.is_chat
-        self._without_prompt = set(range(heading.num_choices)) if has_ids else set()
+        self._has_ids = bool(body.return_token_ids)
+        self._has_scores = body.num_top_logprobs is not None
+        self._is_plain = not (self._has_scores or self._counts or self._has_ids)
+        self._without_prompt: set[int] = set()  # completions whose prompt's ids are not sent
         self._logprobs: list[LogprobsWriter] = []
-        if num_top is not None:
-            bytes_of, by_id = call.served.text.bytes_of, bool(body.return_tokens_as_token_ids)
-            self._logprobs = [
-                dialect.logprobs_writer(bytes_of, num_top, ids_for_names=by_id)
-                for _ in self._before_index
-            ]
-
-    def first(self) -> bytes:
-        """Returns the chunks with which each choice of a chat begins."""
-        if not self._dialect.is_chat:
-            return b""
-        chunk = _ROLE + _UNSCORED + _UNFINISHED
-        if self._call.body.return_token_ids:
-            chunk += b',"prompt_token_ids":' + _encode(self._call.first.token_ids)
-        befores = enumerate(self._before_index)
-        return b"".join([before + chunk + self._counted(i, 0) for i, before in befores])
-
-    def of_text(self, choice: int, text: str) -> bytes:
-        """Returns a chunk with only text."""
-        return self.before_text[choice] + _encode(text) + self.after_text
+        prompt = b',"prompt_token_ids":' + _encode(call.first.token_ids) if self._has_ids else b""
+        first: list[bytes] = []
+        for index in range(len(call.requests)):
+            before = self._head + b'[{"index":%d' % index
+            self._before_index.append(before)
+            self.before_text.append(before + dialect.text_start)
+            if dialect.is_chat:
+                end = self._after if not self._counts else self._counted(index, 0)
+                first.append(before + _ROLE + _UNSCORED + _UNFINISHED + prompt + end)
+            elif self._has_ids:
+                self._without_prompt.add(index)
+            if body.num_top_logprobs is not None:
+                self._logprobs.append(dialect.logprobs_writer(call, body.num_top_logprobs))
+        self.first = b"".join(first)  # the chunks with which each choice of a chat begins
 
     def of(self, piece: AnswerPiece) -> bytes:
-        """Returns the chunks of a piece; empty if there is nothing to show."""
-        text = piece.text
+        """Returns the chunks of a piece; empty if there is nothing to show.
+
+        The reason of a choice's end shares a chunk with the last text, as in vLLM.
+        """
+        text, index, calls = piece.text, piece.choice, piece.calls
+        after = self._after if not self._counts else self._counted(index, piece.num_tokens)
+        before, reasons, data = self._before_index[index], _GOES_ON, b""
         if piece.reasoning:
-            rest = msgspec.structs.replace(piece, reasoning="")
-            return self._reasoning(piece) + self.of(rest)
-        if self._is_plain and not piece.calls:
-            return self.of_text(piece.choice, text) if text else b""
-        has_chunk = text or piece.entries or piece.token_ids
-        data = self._before(piece) + self._behind(piece, _GOES_ON) if has_chunk else b""
-        return data + self._calls(piece) if piece.calls else data
+            delta = _encode(reasoning_fields(piece.reasoning))
+            data = before + b',"delta":' + delta + _UNSCORED + _UNFINISHED + after
+        if piece.finish is not None:
+            reasons = b',"finish_reason":' + _encode(piece.finish)
+            reasons += b',"stop_reason":' + _encode(piece.stop_reason)
+        is_joint = piece.finish is not None and not calls
+        if is_joint or text or piece.entries or piece.token_ids:
+            if self._dialect.is_chat and not text:  # a chat's delta without text is empty
+                data += before + self._dialect.no_text
+            else:
+                data += self.before_text[index] + _encode(text) + self._dialect.text_end
+            data += _UNSCORED if self._is_plain else self._scores(piece)
+            data += reasons if is_joint else _GOES_ON
+            data += (b"}]" if self._is_plain else self._ids(piece) + b"}]") + after
+        for call in calls:
+            delta = _encode(call_delta(call))
+            data += before + _CALLS + delta + b"]}" + _UNSCORED + _UNFINISHED + after
+        if calls and piece.finish is not None:
+            data += before + self._dialect.no_text + _UNSCORED + reasons + b"}]" + after
+        return data
 
-    def finish(self, piece: AnswerPiece) -> bytes:
-        """Returns the chunks of a choice's last piece. Text and reason share one, as in vLLM."""
-        if piece.reasoning:
-            rest = msgspec.structs.replace(piece, reasoning="")
-            return self._reasoning(piece) + self.finish(rest)
-        reasons = b',"finish_reason":' + _encode(piece.finish)
-        reasons += b',"stop_reason":' + _encode(piece.stop_reason)
-        if not piece.calls:
-            return self._before(piece) + self._behind(piece, reasons)
-        end = self._before_index[piece.choice] + self._dialect.no_text + _UNSCORED + reasons
-        return self.of(piece) + end + b"}]" + self._counted(piece.choice, piece.num_tokens)
-
-    def _before(self, piece: AnswerPiece) -> bytes:
-        """Returns the chunk of a piece up to its text. A chat's delta without text is empty."""
-        if self._dialect.is_chat and not piece.text:
-            return self._before_index[piece.choice] + self._dialect.no_text
-        return self.before_text[piece.choice] + _encode(piece.text) + self._dialect.text_end
-
-    def _behind(self, piece: AnswerPiece, reasons: bytes) -> bytes:
-        """Returns the part of a piece's chunk after its text."""
-        data = self._scores(piece) + reasons
-        if self._call.body.return_token_ids:
-            data += b',"token_ids":' + _encode(piece.token_ids)
+    def _ids(self, piece: AnswerPiece) -> bytes:
+        """Returns the token ids of a piece's chunk, if the client wants them."""
+        data = b',"token_ids":' + _encode(piece.token_ids) if self._has_ids else b""
         if piece.choice in self._without_prompt:
             self._without_prompt.remove(piece.choice)
             prompt_ids = self._call.requests[piece.choice].token_ids
             data += b',"prompt_token_ids":' + _encode(prompt_ids)
-        return data + b"}]" + self._counted(piece.choice, piece.num_tokens)
-
-    def _calls(self, piece: AnswerPiece) -> bytes:
-        """Returns one chunk for each part of a tool call."""
-        before, after = self._before_index[piece.choice] + _CALLS, b"]}" + _UNSCORED + _UNFINISHED
-        deltas = (_encode(call_delta(delta)) for delta in piece.calls)
-        after += self._counted(piece.choice, piece.num_tokens)
-        return b"".join(before + delta + after for delta in deltas)
-
-    def _reasoning(self, piece: AnswerPiece) -> bytes:
-        delta = b',"delta":' + _encode(reasoning_fields(piece.reasoning))
-        data = self._before_index[piece.choice] + delta + _UNSCORED + _GOES_ON
-        return data + b"}]" + self._counted(piece.choice, piece.num_tokens)
+        return data
 
     def extra(self, name: bytes, value: object) -> bytes:
         """Returns a chunk without choices."""
@@ -268,8 +233,6 @@ class _ChunkEncoder:
         return b',"logprobs":' + encode_lazy(scores)
 
     def _counted(self, choice: int, num_tokens: int) -> bytes:
-        """Returns the end of a chunk, with the choice's usage so far if the client wants it."""
-        if not self._counts:
-            return self._after
+        """Returns the end of a chunk with the choice's usage so far."""
         usage = usage_of(len(self._call.requests[choice].token_ids), num_tokens)
         return b',"usage":' + _encode(usage) + b"}\n\n"

@@ -81,7 +81,7 @@ class WholeAnswer(AnswerWriter):
     def __init__(self, heading: Heading, send: Send) -> None:
         self._heading = heading
         self._send = send
-        self._kept = [KeptChoice() for _ in range(heading.num_choices)]
+        self._kept = [KeptChoice() for _ in heading.call.requests]
 
     def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
@@ -128,10 +128,7 @@ class WholeAnswer(AnswerWriter):
         assert last.finish is not None
         logprobs = None
         if (num_top := call.body.num_top_logprobs) is not None:
-            by_id = bool(call.body.return_tokens_as_token_ids)
-            writer = dialect.logprobs_writer(
-                call.served.text.bytes_of, num_top, ids_for_names=by_id
-            )
+            writer = dialect.logprobs_writer(call, num_top)
             logprobs = writer.shape(kept.entries)
         choice = dialect.whole_choice(kept.text, kept.calls, last.finish, logprobs, kept.reasoning)
         choice.index, choice.stop_reason = place, last.stop_reason
@@ -160,7 +157,7 @@ class EmbeddingAnswer(AnswerWriter):
         self._heading = heading
         self._form = form
         self._send = send
-        self._found = [b""] * heading.num_choices
+        self._found = [b""] * len(heading.call.requests)
         self._are_numbers = True  # False once a value was infinite or NaN
 
     def write(self, piece: AnswerPiece) -> None:

@@ -31,11 +31,11 @@ from router.inbox.loop_turns import Turn
 from router.machine.requests import UNFIT, Failed, Finished, Outcome, Rejected, Timeline
 from router.text.forms.deltas import CallArguments, CallBegun
 from router.text.logprobs import (
-    BytesOf,
     ChatLogprobs,
     CompletionLogprobs,
     Entry,
     LogprobsWriter,
+    mean_logprob,
 )
 
 DECISION_HEADER = "x-baton-decision"
@@ -81,12 +81,11 @@ class Dialect:
             message.reasoning_content = message.reasoning = reasoning
         return ChatChoice(index=0, finish_reason=finish, message=message, logprobs=scores)
 
-    def logprobs_writer(
-        self, bytes_of: BytesOf, num_top: int, *, ids_for_names: bool
-    ) -> LogprobsWriter:
+    def logprobs_writer(self, call: CheckedCall, num_top: int) -> LogprobsWriter:
         """Returns the writer of one choice's log-probabilities."""
         writer = ChatLogprobs if self.is_chat else CompletionLogprobs
-        return writer(bytes_of, num_top, ids_for_names=ids_for_names)
+        by_id = bool(call.body.return_tokens_as_token_ids)
+        return writer(call.served.text.bytes_of, num_top, ids_for_names=by_id)
 
 
 def _whole_calls(deltas: Sequence[CallDelta]) -> list[ShownCall]:
@@ -155,11 +154,6 @@ class Heading(msgspec.Struct, frozen=True):
     turn: Turn  # awaited before each piece of long work
 
     @property
-    def num_choices(self) -> int:
-        """The number of choices that are generated, shown or not."""
-        return len(self.call.requests)
-
-    @property
     def headers(self) -> dict[str, str]:
         """Returns the headers of every answer. The decision is JSON without line breaks."""
         headers = {"x-request-id": self.call.asked.shown_id}
@@ -169,9 +163,10 @@ class Heading(msgspec.Struct, frozen=True):
             headers.update(self.trace_headers)
         if self.call.ignored:
             headers[IGNORED_HEADER] = ", ".join(self.call.ignored)
-        decision = self.choices[0].decision if self.call.asked.debugs(DECISION_HEADER) else None
-        if decision is not None:
-            shown = msgspec.structs.replace(decision, candidates=())  # keeps the head short
+        debugs = self.call.asked.debugs(DECISION_HEADER)
+        timeline = self.choices[0].timeline if debugs else None
+        if timeline is not None and timeline.decision is not None:
+            shown = msgspec.structs.replace(timeline.decision, candidates=())  # a short head
             headers[DECISION_HEADER] = _encode(shown).decode()
         return headers
 
@@ -204,7 +199,7 @@ class Ending(msgspec.Struct, frozen=True):
         shown: list[int] = []
         for first in range(0, len(choices), call.num_candidates):
             group = range(first, first + call.num_candidates)
-            ranked = sorted(group, key=lambda index: -choices[index].mean_logprob)
+            ranked = sorted(group, key=lambda index: -_mean_logprob(choices[index]))
             shown += ranked[: call.body.num_choices]
         return shown
 
@@ -260,6 +255,11 @@ class Ending(msgspec.Struct, frozen=True):
         if num_drafted or num_reasoning:
             usage.completion_tokens_details = details
         return usage
+
+
+def _mean_logprob(choice: AnswerChoice) -> float:
+    """Returns the mean log-probability of its tokens, with the token that ended the choice."""
+    return mean_logprob(choice.logprobs[: choice.num_tokens])
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> TokenUsage:

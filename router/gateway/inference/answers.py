@@ -38,7 +38,7 @@ class WholeInference(AnswerWriter):
         self._form = form
         self._send = send
         self._fail = fail
-        self._kept = [KeptChoice() for _ in range(heading.num_choices)]
+        self._kept = [KeptChoice() for _ in heading.call.requests]
 
     def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
@@ -81,9 +81,11 @@ class StreamedInference(AnswerWriter):
         self._send = send
         self._fail = fail
         self._unsent: list[AnswerPiece] = []
-        self._unfinished = heading.num_choices
-        self._counted = [0] * heading.num_choices  # tokens reported so far, by choice
-        self._sums = [0.0] * heading.num_choices  # sums of log-probabilities so far, by choice
+        self._unfinished = len(heading.call.requests)
+        self._counted = [0] * len(heading.call.requests)  # tokens reported so far, by choice
+        self._sums = [0.0] * len(
+            heading.call.requests
+        )  # sums of log-probabilities so far, by choice
         self._last: Any = None  # the response that ends the answer
 
     @property
@@ -118,7 +120,7 @@ class StreamedInference(AnswerWriter):
         await self._send(self._last)
 
     def _response_to(self, piece: AnswerPiece) -> Any:
-        choices = [AnswerPiece(index, "", 0) for index in range(self._heading.num_choices)]
+        choices = [AnswerPiece(index, "", 0) for index in range(len(self._heading.call.requests))]
         news = piece.num_tokens - self._counted[piece.choice]
         self._counted[piece.choice] = piece.num_tokens
         self._sums[piece.choice] += _sum_of(piece.entries)

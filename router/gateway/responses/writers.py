@@ -14,7 +14,7 @@ from engine.clock import unix_time_s
 from router.edge.exchange import BodyPipe
 from router.edge.responses import send_parts
 from router.gateway.answers.choice import AnswerPiece
-from router.gateway.answers.stream import EventStream
+from router.gateway.answers.stream import EventWriter
 from router.gateway.answers.writing import AnswerWriter, Ending, Heading, send_failure
 from router.gateway.responses.draft import (
     ResponseDraft,
@@ -85,7 +85,7 @@ class WholeResponse(AnswerWriter):
         await send_parts(self._send, parts, self._heading.headers, self._heading.turn)
 
 
-class StreamedResponse(AnswerWriter):
+class StreamedResponse(EventWriter):
     """Sends a response as events."""
 
     def __init__(
@@ -96,36 +96,28 @@ class StreamedResponse(AnswerWriter):
         send: Send,
         pipe: BodyPipe | None,
     ) -> None:
-        self._heading = heading
+        super().__init__(heading, send, pipe)
         self._draft = draft
         self._keeper = keeper
-        self._send = send
-        self._stream = EventStream(heading, send, pipe)
         self._has_begun = False
-        self._unsent: list[Event] = []
-
-    @property
-    def is_full(self) -> bool:
-        """True if the head is not sent yet, or some data is waiting to be sent."""
-        return bool(self._unsent) or self._stream.is_full
 
     def write(self, piece: AnswerPiece) -> None:
         """Sends the events of a piece."""
-        is_full = self.is_full
         events = [*self._begun(), *self._draft.take(piece)]
-        if is_full:
-            self._unsent += events
-        else:
-            self._stream.write(encode_events(events))
+        if self.is_full:
+            self.unsent += events
+        elif events:
+            assert self.pipe is not None
+            self.pipe.write(encode_events(events))
 
     async def flush(self) -> None:
         """Sends all pending events."""
-        events, self._unsent = self._unsent, []
-        await self._stream.send(encode_events(events))
+        events, self.unsent = self.unsent, []
+        await self.send(encode_events(events))
 
     async def end(self, ending: Ending) -> None:
         """Sends the last events."""
-        if self._unsent:
+        if self.unsent:
             await self.flush()
         if not self._has_begun and not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
@@ -134,10 +126,10 @@ class StreamedResponse(AnswerWriter):
         await self._keeper.keep(self._draft)
         events += self._draft.last()
         for part in chain.from_iterable(map(event_parts, events)):
-            await self._stream.send(part)
+            await self.send(part)
             if len(part) >= PART_BYTES:
-                await self._heading.turn()
-        await self._stream.send(b"", is_last=True)
+                await self.heading.turn()
+        await self.send(b"", is_last=True)
 
     def _begun(self) -> list[Event]:
         """Returns the first events, unless the response has begun."""

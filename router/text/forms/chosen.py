@@ -46,17 +46,16 @@ OTHER_NAMES = {"deepseek_v3.1": "deepseek_v31", "llama3": "llama3_json", "qwen25
 OPENAI_GPT_OSS = "openai_gptoss"  # vLLM's name of gpt-oss's reasoning parser
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class AnswerForms:
     """The forms of one model. gpt-oss uses its own messages for both reasoning and calls."""
 
     calls: CallForm
     thinking: ThinkingForm | None = None
 
-    @property
-    def is_harmony(self) -> bool:
-        """True if every answer must be parsed, since all its text is between marks."""
-        return self.calls is HARMONY
+    def __post_init__(self) -> None:
+        # True if every answer must be parsed, since all its text is between marks.
+        self.is_harmony = self.calls is HARMONY
 
 
 class AnswerParsing(NamedTuple):

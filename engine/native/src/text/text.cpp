@@ -18,39 +18,26 @@ namespace {
 
 constexpr std::string_view REPLACEMENT = "\xef\xbf\xbd";
 
-// The bytes of each token, by id. They are added when they are first needed.
+// The bytes of each token, by id.
 class Vocabulary {
  public:
-  explicit Vocabulary(int64_t size) : tokens_(static_cast<size_t>(size)) {}
-
-  bool knows(int64_t id) const { return !has(id) || tokens_[static_cast<size_t>(id)].is_known; }
-
-  void put(int64_t id, std::string_view bytes, bool is_special) {
-    if (!has(id)) return;
-    Token& token = tokens_[static_cast<size_t>(id)];
-    token = {bytes_.size(), static_cast<uint32_t>(bytes.size()), true, is_special};
-    bytes_.append(bytes);
-  }
+  // Token i has the bytes up to ends[i].
+  Vocabulary(const char* bytes, const int64_t* ends, const char* is_special, int64_t size)
+      : ends_(ends, ends + size), is_special_(is_special, is_special + size),
+        bytes_(bytes, size ? static_cast<size_t>(ends[size - 1]) : 0) {}
 
   // A token beyond the vocabulary has no bytes.
   std::string_view bytes_of(int64_t id, bool shows_special) const {
-    if (!has(id)) return {};
-    const Token& token = tokens_[static_cast<size_t>(id)];
-    if (token.is_special && !shows_special) return {};
-    return std::string_view(bytes_).substr(token.offset, token.length);
+    if (id < 0 || id >= static_cast<int64_t>(ends_.size())) return {};
+    const auto at = static_cast<size_t>(id);
+    if (is_special_[at] && !shows_special) return {};
+    const auto begin = static_cast<size_t>(at ? ends_[at - 1] : 0);
+    return std::string_view(bytes_).substr(begin, static_cast<size_t>(ends_[at]) - begin);
   }
 
  private:
-  struct Token {
-    size_t offset = 0;
-    uint32_t length = 0;
-    bool is_known = false;
-    bool is_special = false;
-  };
-
-  bool has(int64_t id) const { return id >= 0 && id < static_cast<int64_t>(tokens_.size()); }
-
-  std::vector<Token> tokens_;
+  std::vector<int64_t> ends_;
+  std::vector<char> is_special_;
   std::string bytes_;
 };
 
@@ -67,7 +54,7 @@ struct Series {
   }
 };
 
-// Mirrors `NativeText` of structs.py.
+// Mirrors `NativeText` of router/text/native.py.
 struct Text {
   const Vocabulary* vocabulary;
   const char* before;  // the part of a chunk before its text
@@ -170,25 +157,22 @@ size_t add_text(std::string_view bytes, std::string& out) {
   return 0;
 }
 
-// The unsent rest of the chunk of addition `place`: a range of the output. Mirrors `REST` of
-// step.py.
+// The unsent rest of the chunk of addition `place`: a range of the output.
 struct Rest {
   int64_t place, begin, end;
 };
 
 struct Lane;
 
-// The result of handling a frame. Mirrors `TakenFrame` of structs.py.
+// The result of handling a frame. Mirrors `TakenFrame` of router/text/native.py.
 struct TakenFrame {
   int64_t num_messages;
   int64_t num_taken;         // of these
   int64_t num_tokens;        // of those
   const Lane* const* taken;  // by message; null: not taken
   int64_t num_rests;
-  const Rest* rests;   // chunks that sockets did not accept at once, by lane number
-  const char* out;     // the output of which `rests` are ranges
-  int64_t unknown_id;  // a token whose bytes must be added first; else -1
-  const Vocabulary* unknown_vocabulary;
+  const Rest* rests;  // chunks that sockets did not accept at once, by lane number
+  const char* out;    // the output of which `rests` are ranges
 };
 
 // The kernel's unique number of a socket (its cookie); 0: the socket is closed, or has no number.
@@ -282,43 +266,34 @@ extern "C" {
 void* baton_text_open() { return new Step; }
 void baton_text_close(void* step) { delete static_cast<Step*>(step); }
 
-void* baton_vocabulary_open(int64_t size) { return new Vocabulary(size); }
-void baton_vocabulary_close(void* vocabulary) { delete static_cast<Vocabulary*>(vocabulary); }
-
-void baton_vocabulary_put(void* vocabulary, int64_t id, const char* bytes, int64_t length,
-                          int32_t is_special) {
-  static_cast<Vocabulary*>(vocabulary)->put(id, {bytes, static_cast<size_t>(length)}, is_special);
+void* baton_vocabulary_open(const char* bytes, const int64_t* ends, const char* is_special,
+                            int64_t size) {
+  return new Vocabulary(bytes, ends, is_special, size);
 }
+void baton_vocabulary_close(void* vocabulary) { delete static_cast<Vocabulary*>(vocabulary); }
 
 // Adds the next tokens of `count` texts: text i gets the next lengths[i] of `ids`, at times_s[i].
 // Its chunk is sent to sockets[i], unless that is negative, or did not take all of an earlier
 // chunk. Without text there is no chunk. Unsent bytes are listed in `rests`, which has room for
-// all, as ranges of the output; `begin` is set to its start. Returns -1. If the bytes of a token
-// are not known yet, nothing is done, and the index of the token in `ids` is returned.
+// all, as ranges of the output; `begin` is set to its start. Returns the number of rests.
 int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
                         const double* times_s, int64_t count, const int64_t* ids, int32_t* sockets,
-                        Rest* rests, int64_t* num_rests, const char** begin) {
-  const int64_t* next = ids;
-  for (int64_t i = 0; i < count; ++i) {
-    for (int64_t j = 0; j < lengths[i]; ++j, ++next) {
-      if (!texts[i]->vocabulary->knows(*next)) return next - ids;
-    }
-  }
+                        Rest* rests, const char** begin) {
   Step& step = *open;
   step.out.clear();
   for (int64_t i = 0; i < count; ++i) {  // all chunks first: the output moves while it grows
     rests[i] = step.add_chunk(*texts[i], i, ids, lengths[i], times_s[i]);
     ids += lengths[i];
   }
-  *num_rests = 0;
+  int64_t num_rests = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Rest rest = step.send(i, rests[i].begin, rests[i].end, sockets[i]);
     if (rest.begin == rest.end) continue;
-    rests[(*num_rests)++] = rest;
+    rests[num_rests++] = rest;
     if (sockets[i] >= 0) std::replace(sockets + i + 1, sockets + count, sockets[i], -1);
   }
   *begin = step.out.data();
-  return -1;
+  return num_rests;
 }
 
 // Opens a lane: from now on the tokens of this sequence in frames go to the text and its socket.
@@ -338,13 +313,12 @@ void baton_lane_close(Step* step, const char* seq_id, int64_t length) {
 }
 
 // Handles the plain tokens of open lanes in a worker's frame, and sends their chunks. Mirrors
-// `TakenFrame` of structs.py. Returns 0 if it handled none; then nothing has changed.
+// `TakenFrame`. Returns 0 if it handled none; then nothing has changed.
 int32_t baton_text_frame(Step* open, const char* data, int64_t length, double now_s,
                          TakenFrame* told) {
   Step& step = *open;
   FrameParser& frame = step.frame;
   *told = {};
-  told->unknown_id = -1;
   if (!frame.read({data, static_cast<size_t>(length)})) return 0;
   step.taken.clear();
   ++step.num_frames;
@@ -357,13 +331,6 @@ int32_t baton_text_frame(Step* open, const char* data, int64_t length, double no
     if (!lane) continue;
     ++told->num_taken;
     told->num_tokens += message.num_ids;
-    for (int64_t j = 0; j < message.num_ids; ++j) {
-      const int64_t id = frame.ids[static_cast<size_t>(message.first_id + j)];
-      if (lane->text->vocabulary->knows(id)) continue;
-      told->unknown_id = id;
-      told->unknown_vocabulary = lane->text->vocabulary;
-      return 0;
-    }
   }
   if (!told->num_taken) return 0;
   step.out.clear();

@@ -1,1 +1,0 @@
-"""Makes the text of many streams in one call of C++."""
