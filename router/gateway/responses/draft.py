@@ -1,24 +1,164 @@
-"""A response in progress: its status, output and events, numbered in order. Pure."""
+"""A response in progress: its status, its output items and its events, numbered in order. Pure.
 
-from collections.abc import Iterator, Mapping, Sequence
+Items follow each other: an item is closed before the next one is opened. The events of a message
+are, in this order: `response.output_item.added`, `response.content_part.added`, a
+`response.output_text.delta` for each piece, `response.output_text.done`,
+`response.content_part.done`, `response.output_item.done`. Reasoning has the same events with
+`response.reasoning_text`. A call has deltas of its arguments or input instead of parts.
+
+Source: OpenAI API reference, streaming events of responses.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 
-from router.gateway.answers.choice import AnswerPiece
+from router.gateway.answers.choice import AnswerPiece, CallDelta
 from router.gateway.answers.writing import TIMED_OUT, TIMELINE_HEADER, Ending
 from router.gateway.requests.calls import CheckedCall
-from router.gateway.responses.items import NewId
-from router.gateway.responses.output import Event, OutputItems
-from router.gateway.responses.tools.offer import ToolOrigin
+from router.gateway.responses.items import (
+    Item,
+    NewId,
+    Status,
+    new_call,
+    new_message,
+    new_reasoning,
+    text_part,
+)
+from router.gateway.responses.tools import CustomInput, ToolOrigin
 from router.inbox.json_parts import json_parts
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected
+from router.text.forms.deltas import CallBegun
 from router.text.logprobs import ChatLogprobs, Entry
 
+Event = dict[str, Any]
+Scores = Callable[[Sequence[Entry]], list[object]]  # returns JSON values
+# The events of an item's text, and the field of its whole text, by the type of the item.
+_TEXTS = {
+    "message": ("output_text", "text"),
+    "reasoning": ("reasoning_text", "text"),
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
 _END = b"\n\n"  # ends a server-sent event
 
 _encode = msgspec.json.Encoder().encode
+
+
+class OutputItems:
+    """The output of one response, as it grows."""
+
+    def __init__(
+        self, new_id: NewId, scores: Scores, origins: Mapping[str, ToolOrigin] | None = None
+    ) -> None:
+        """`scores` encodes log-probabilities; `origins` has the client's names of tools."""
+        self.items: list[Item] = []
+        self._new_id = new_id
+        self._scores = scores
+        self._origins = origins or {}
+        self._custom: CustomInput | None = None  # the open item's input
+        self._is_open = False  # whether the last item is open
+        self._texts: list[str] = []  # texts of the open item
+        self._logprobs: list[object] = []  # log-probabilities of the open item
+
+    def take(self, piece: AnswerPiece) -> list[Event]:
+        """Adds a piece of the answer."""
+        events: list[Event] = []
+        if piece.reasoning:
+            if not self._is_in("reasoning"):
+                part = {"type": "reasoning_text", "text": ""}
+                events += self._open(new_reasoning(self._new_id("rs_")), part)
+            events.append(self._delta(piece.reasoning))
+        if piece.text or piece.entries:
+            if not self._is_in("message"):
+                events += self._open(new_message(self._new_id("msg_")), text_part("", []))
+            logprobs = self._scores(piece.entries) if piece.entries else []
+            self._logprobs += logprobs
+            events.append({**self._delta(piece.text), "logprobs": logprobs})
+        for delta in piece.calls:
+            events += self._call(delta)
+        return events
+
+    def close(self, status: Status) -> list[Event]:
+        """Ends the last item. An answer without any text gets an empty message."""
+        events: list[Event] = []
+        if not self.items and status == "completed":
+            events = self._open(new_message(self._new_id("msg_")), text_part("", []))
+        return events + self._close(status)
+
+    def _is_in(self, kind: str) -> bool:
+        return self._is_open and self.items[-1]["type"] == kind
+
+    def _call(self, delta: CallDelta) -> list[Event]:
+        if not isinstance(delta, CallBegun):
+            text = delta.text if self._custom is None else self._custom.feed(delta.text)
+            return [self._delta(text)] if text or self._custom is None else []
+        name, namespace, is_custom = self._origins.get(delta.name, (delta.name, None, False))
+        new_id = self._new_id("ctc_" if is_custom else "fc_")
+        item = new_call(new_id, delta.id, name, namespace, is_custom=is_custom)
+        events = self._open(item)
+        self._custom = CustomInput() if is_custom else None
+        return events
+
+    def _open(self, item: Item, part: dict[str, Any] | None = None) -> list[Event]:
+        """Opens an item, with the part of its content if it has any."""
+        events = self._close("completed")
+        self.items.append(item)
+        self._is_open = True
+        events.append(self._item_event("added"))
+        if part is not None:
+            events.append(self._text_event("content_part.added", part=part))
+        return events
+
+    def _close(self, status: Status) -> list[Event]:
+        """Completes the open item, if any."""
+        if not self._is_open:
+            return []
+        events: list[Event] = []
+        if self._custom is not None and (rest := self._custom.finish()):
+            events.append(self._delta(rest))
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        name, field = _TEXTS[item["type"]]
+        done: dict[str, Any] = {field: text}
+        if item["type"] == "function_call":
+            done = {"name": item["name"], **done}
+        if item["type"] == "message":
+            done["logprobs"] = self._logprobs
+        events.append(self._text_event(f"{name}.done", **done))
+        if "content" in item:
+            is_text = item["type"] == "message"
+            part = text_part(text, self._logprobs) if is_text else {"type": name, "text": text}
+            item["content"].append(part)
+            events.append(self._text_event("content_part.done", part=part))
+        else:
+            item[field] = text
+        events.append(self._item_event("done"))
+        self._is_open, self._texts, self._logprobs, self._custom = False, [], [], None
+        return events
+
+    def _delta(self, text: str) -> Event:
+        self._texts.append(text)
+        name, _ = _TEXTS[self.items[-1]["type"]]
+        return self._text_event(f"{name}.delta", delta=text)
+
+    def _text_event(self, kind: str, **fields: object) -> Event:
+        """Returns an event of the open item's text, or of its only part."""
+        item = self.items[-1]
+        place = {"content_index": 0} if "content" in item else {}
+        at = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        return {"type": f"response.{kind}", **at, **place, **fields}
+
+    def _item_event(self, kind: str) -> Event:
+        # A copy: events may be encoded after the item has grown.
+        item = dict(self.items[-1])
+        for name in ("content", "summary"):
+            if name in item:
+                item[name] = list(item[name])
+        kind = f"response.output_item.{kind}"
+        return {"type": kind, "output_index": len(self.items) - 1, "item": item}
 
 
 class ResponseAnswer(msgspec.Struct, kw_only=True):

@@ -152,19 +152,13 @@ def text_part(text: str, logprobs: list[object]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def new_call(id: str, call_id: str, name: str, namespace: str | None = None) -> Item:
-    """Returns a call of a function, without arguments yet."""
-    return _called(id, "function_call", call_id, name, namespace) | {"arguments": ""}
-
-
-def new_custom_call(id: str, call_id: str, name: str, namespace: str | None = None) -> Item:
-    """Returns a call of a custom tool, without its input yet."""
-    return _called(id, "custom_tool_call", call_id, name, namespace) | {"input": ""}
-
-
-def _called(id: str, kind: str, call_id: str, name: str, namespace: str | None) -> Item:
+def new_call(
+    id: str, call_id: str, name: str, namespace: str | None = None, *, is_custom: bool = False
+) -> Item:
+    """Returns a call of a function or of a custom tool, without arguments or input yet."""
+    kind, field = ("custom_tool_call", "input") if is_custom else ("function_call", "arguments")
     item = {"id": id, "type": kind, "status": "in_progress", "call_id": call_id, "name": name}
-    return item if namespace is None else {**item, "namespace": namespace}
+    return item | ({} if namespace is None else {"namespace": namespace}) | {field: ""}
 
 
 def new_reasoning(id: str) -> Item:
@@ -233,9 +227,9 @@ def _item(body: ItemBody, place: str, kept: Mapping[str, Item], new_id: NewId) -
 def _call_item(body: ItemBody, id: str, place: str) -> Item:
     is_custom = body.type == "custom_tool_call"
     _require(body, ("call_id", "name", *(("input",) if is_custom else ())), place)
-    new = new_custom_call if is_custom else new_call
     said = {"input": body.input} if is_custom else {"arguments": body.arguments or "{}"}
-    item = new(id, body.call_id or "", body.name or "", body.namespace)
+    call_id, name = body.call_id or "", body.name or ""
+    item = new_call(id, call_id, name, body.namespace, is_custom=is_custom)
     return {**item, **said, "status": body.status or "completed"}
 
 

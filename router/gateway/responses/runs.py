@@ -22,15 +22,9 @@ from router.gateway.answers.choice import AnswerPiece
 from router.gateway.answers.writing import AnswerWriter, Ending, Heading
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
 from router.gateway.requests.calls import ApiCall
-from router.gateway.responses.draft import (
-    ResponseDraft,
-    encode_events,
-    event_parts,
-)
-from router.gateway.responses.output import Event
-from router.gateway.responses.store import LEASE_S, ResponseStore
+from router.gateway.responses.draft import Event, ResponseDraft, encode_events, event_parts
+from router.gateway.responses.store import LEASE_S, ResponseKeeper, ResponseStore
 from router.gateway.responses.table import KeptEvent, KeptResponse, NewResponse
-from router.gateway.responses.writers import ResponseKeeper
 from router.inbox.api_errors import ApiError
 from router.inbox.json_parts import joined_in_turns
 from router.inbox.loop_turns import Turn, no_turn

@@ -6,11 +6,15 @@ The life of one response:
 2. Both become a chat completion, which is answered like all others. Its errors get our field names.
 3. The answer becomes items and events for a waiting client. A background response is written into
    the store, from which clients read it.
+
+A response is stored before its client learns that it is complete, so that the client can refer to
+it at once. If it cannot be stored, the client still gets the answer, with `store: false`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,19 +22,27 @@ import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import Send
 
+from engine.clock import unix_time_s
 from engine.errors import InvalidRequest
 from router.access.limits import Tenant
 from router.edge.exchange import BodyPipe
+from router.edge.responses import send_parts
 from router.gateway.answering import LONG_BODY_BYTES, AnswerService, GatewayParts
-from router.gateway.answers.writing import CHAT, AnswerWriter, Heading
+from router.gateway.answers.choice import AnswerPiece
+from router.gateway.answers.stream import EventWriter
+from router.gateway.answers.writing import CHAT, AnswerWriter, Ending, Heading, send_failure
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.pages.tokens import tokenized
 from router.gateway.requests.calls import ApiCall
 from router.gateway.requests.chat import ChatBody
 from router.gateway.responses.body import ResponseBody, decode_response_body
-from router.gateway.responses.conversation import messages_of
-from router.gateway.responses.conversion import ChatForm, chat_form, repeated_fields
-from router.gateway.responses.draft import ResponseDraft
+from router.gateway.responses.conversation import (
+    ChatForm,
+    chat_form,
+    messages_of,
+    repeated_fields,
+)
+from router.gateway.responses.draft import Event, ResponseDraft, encode_events, event_parts
 from router.gateway.responses.items import (
     Item,
     PlacedItem,
@@ -38,9 +50,10 @@ from router.gateway.responses.items import (
     references_in,
 )
 from router.gateway.responses.runs import BackgroundRun, BackgroundRuns
-from router.gateway.responses.store import Context, ResponseStore
-from router.gateway.responses.writers import ResponseKeeper, StreamedResponse, WholeResponse
+from router.gateway.responses.store import Context, ResponseKeeper, ResponseStore
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion
+from router.inbox.json_parts import PART_BYTES, json_parts
+from router.machine.requests import Finished
 from router.port import RequestPort
 
 RESPONSE = replace(CHAT, id_prefix="resp_", object_name="response")
@@ -61,6 +74,86 @@ class Accepted(NamedTuple):
     body: dict[str, Any]
     headers: dict[str, str]
     is_streamed: bool
+
+
+class WholeResponse(AnswerWriter):
+    """Sends a response when it is complete."""
+
+    def __init__(
+        self, heading: Heading, draft: ResponseDraft, keeper: ResponseKeeper, send: Send
+    ) -> None:
+        self._heading = heading
+        self._draft = draft
+        self._keeper = keeper
+        self._send = send
+
+    def write(self, piece: AnswerPiece) -> None:
+        """Keeps the piece."""
+        self._draft.take(piece)
+
+    async def end(self, ending: Ending) -> None:
+        """Sends the response, or the error."""
+        if not isinstance(ending.outcome, Finished):
+            await send_failure(self._send, ending.outcome)
+            return
+        self._draft.end(ending, unix_time_s())
+        await self._keeper.keep(self._draft)
+        parts = json_parts(self._draft.body())
+        await send_parts(self._send, parts, self._heading.headers, self._heading.turn)
+
+
+class StreamedResponse(EventWriter):
+    """Sends a response as events."""
+
+    def __init__(
+        self,
+        heading: Heading,
+        draft: ResponseDraft,
+        keeper: ResponseKeeper,
+        send: Send,
+        pipe: BodyPipe | None,
+    ) -> None:
+        super().__init__(heading, send, pipe)
+        self._draft = draft
+        self._keeper = keeper
+        self._has_begun = False
+
+    def write(self, piece: AnswerPiece) -> None:
+        """Sends the events of a piece."""
+        events = [*self._begun(), *self._draft.take(piece)]
+        if self.is_full:
+            self.unsent += events
+        elif events:
+            assert self.pipe is not None
+            self.pipe.write(encode_events(events))
+
+    async def flush(self) -> None:
+        """Sends all pending events."""
+        events, self.unsent = self.unsent, []
+        await self.send(encode_events(events))
+
+    async def end(self, ending: Ending) -> None:
+        """Sends the last events."""
+        if self.unsent:
+            await self.flush()
+        if not self._has_begun and not isinstance(ending.outcome, Finished):
+            await send_failure(self._send, ending.outcome)
+            return
+        events = [*self._begun(), *self._draft.end(ending, unix_time_s())]
+        await self._keeper.keep(self._draft)
+        events += self._draft.last()
+        for part in chain.from_iterable(map(event_parts, events)):
+            await self.send(part)
+            if len(part) >= PART_BYTES:
+                await self.heading.turn()
+        await self.send(b"", is_last=True)
+
+    def _begun(self) -> list[Event]:
+        """Returns the first events, unless the response has begun."""
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        return self._draft.begin()
 
 
 class ResponseService:

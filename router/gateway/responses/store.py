@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from engine.clock import unix_time_s
 from engine.config import GatewayConfig
 from router.gateway.responses import table
+from router.gateway.responses.draft import ResponseDraft
 from router.gateway.responses.items import Item
 from router.gateway.responses.table import KeptEvent, KeptResponse, NewResponse
 from router.gateway.storage import Storage
@@ -168,6 +169,33 @@ class ResponseStore:
             log.exception("the store of responses failed")
             message = f"the store of responses failed: {error}"
             raise ApiError(message, code="store_failed", status=503) from error
+
+
+class ResponseKeeper:
+    """Stores one response when it has ended, if its client wants that."""
+
+    def __init__(self, store: ResponseStore, owner: str, input: Sequence[Item]) -> None:
+        self._store = store
+        self._owner = owner
+        self._input = input
+
+    async def keep(self, draft: ResponseDraft) -> None:
+        """Stores the response. If that fails, the response has `store: false`."""
+        fields = draft.fields()
+        if not fields["store"]:
+            return
+        try:
+            await self._store.add(self.record(draft))
+        except ApiError as error:
+            self._store.counters["not_kept"] += 1
+            log.warning("the response %s is not kept: %s", draft.id, error.message)
+            draft.remove()
+
+    def record(self, draft: ResponseDraft) -> NewResponse:
+        """Returns the data to be stored for the present response."""
+        fields = draft.fields()
+        previous = fields["previous_response_id"]
+        return NewResponse(draft.id, self._owner, previous, fields, self._input, [*draft.items])
 
 
 def _found(found: T | None, id: str) -> T:

@@ -1,6 +1,8 @@
 """The output of answer parsers, and the parsers' common interface."""
 
 import random
+import re
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,9 +69,53 @@ class AnswerParser(Protocol):
         ...
 
 
-def new_call(rng: random.Random, index: int, name: str) -> CallBegun:
-    """Returns the beginning of a call, with a new id."""
-    return CallBegun(index, f"call_{rng.getrandbits(96):024x}", name)
+class CallParser:
+    """The common part of parsers of calls: text is held until a call, or no call, is certain."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.num_calls = 0
+        self.is_reasoning = False
+        self._rng = rng  # draws the ids of calls
+        self._pending = ""  # not reported yet
+        self._in_calls = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Adds text of the answer and returns the deltas that are now certain."""
+        self._pending += text
+        deltas = [] if self._in_calls else self._content()
+        while self._in_calls and (more := self._step()) is not None:
+            deltas += more
+        return merged(deltas)
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Returns the held text, which might have begun a mark, unless a call was cut."""
+        rest, self._pending = self._pending, ""
+        return [] if self._in_calls or is_cut else merged([Content(rest)])
+
+    def _content(self) -> list[Delta]:
+        """Returns the text before the calls, which may begin now."""
+        return []
+
+    @abstractmethod
+    def _step(self) -> list[Delta] | None:
+        """Parses the next part of a call; None if more text is needed."""
+
+    def _next(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Removes what matches from the held text; None if more text is needed."""
+        found = pattern.match(self._pending)
+        if found is not None:
+            self._pending = self._pending[found.end() :]
+        elif len(self._pending) > MAX_HEAD_LEN:
+            self._pending = ""  # no model's grammar allows this
+        return found
+
+    def _begun(self, name: str) -> Delta:
+        """Begins a call, with a new id."""
+        self.num_calls += 1
+        return CallBegun(self.num_calls - 1, f"call_{self._rng.getrandbits(96):024x}", name)
+
+    def _arguments(self, text: str) -> Delta:
+        return CallArguments(self.num_calls - 1, text)
 
 
 def first_mark(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:

@@ -27,13 +27,12 @@ from router.text.forms.calling import (
 )
 from router.text.forms.deltas import (
     MAX_HEAD_LEN,
-    CallArguments,
+    CallParser,
     Content,
     Delta,
     Reasoning,
     first_mark,
     merged,
-    new_call,
 )
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
@@ -113,30 +112,16 @@ def _written_call(name: str, token_of: TokenOf) -> str:
     return f'(({channel} {where} " " {to} | " " {to} {channel} {where}) {kind} {message})'
 
 
-class HarmonyParser:
+class HarmonyParser(CallParser):
     """Parses one answer of gpt-oss, with or without tools."""
 
     def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._pending = ""
+        super().__init__(rng)
+        self._in_calls = True  # all text is in messages
         self._in_head = True
         self._is_begin = True  # no head has come yet
         self._channel = ""
         self._is_call = False  # whether the present message is a call
-        self.num_calls = 0
-
-    @property
-    def is_reasoning(self) -> bool:
-        """True inside a message of the analysis channel."""
-        return not self._in_head and self._channel == "analysis"
-
-    def feed(self, text: str) -> list[Delta]:
-        """Adds text of the answer and returns the deltas that are now certain."""
-        self._pending += text
-        deltas: list[Delta] = []
-        while (more := self._head() if self._in_head else self._body()) is not None:
-            deltas += more
-        return merged(deltas)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
         """Returns the held text; a head that was cut is not shown."""
@@ -145,7 +130,9 @@ class HarmonyParser:
             return []
         return [] if is_cut else merged([self._delta(rest)])
 
-    def _head(self) -> list[Delta] | None:
+    def _step(self) -> list[Delta] | None:
+        if not self._in_head:
+            return self._body()
         head, found, rest = first_mark(self._pending, (MESSAGE,))
         if self._is_begin and not _may_be_head(self._pending):
             self._in_head = self._is_begin = False  # a text without marks is an answer
@@ -158,24 +145,22 @@ class HarmonyParser:
         self._pending, self._in_head, self._is_begin = rest, False, False
         _, _, channel = head.rpartition(CHANNEL)
         self._channel = (channel.split() or [""])[0]
+        self.is_reasoning = self._channel == "analysis"
         recipient = _RECIPIENT.search(head)
         self._is_call = recipient is not None
-        if recipient is None:
-            return []
-        self.num_calls += 1
-        return [new_call(self._rng, self.num_calls - 1, recipient[1])]
+        return [] if recipient is None else [self._begun(recipient[1])]
 
     def _body(self) -> list[Delta] | None:
         text, found, rest = first_mark(self._pending, (END, START, CALL, RETURN, CHANNEL))
         self._pending = rest
         if found is None:
             return [self._delta(text)] if text else None
-        self._in_head = True
+        self._in_head, self.is_reasoning = True, False
         return [self._delta(text)]
 
     def _delta(self, text: str) -> Delta:
         if self._is_call:
-            return CallArguments(self.num_calls - 1, text)
+            return self._arguments(text)
         return Reasoning(text) if self._channel == "analysis" else Content(text)
 
 

@@ -12,48 +12,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from router.text.forms.calling import Calling
-from router.text.forms.deltas import (
-    MAX_HEAD_LEN,
-    CallArguments,
-    Content,
-    Delta,
-    JsonEnd,
-    first_mark,
-    merged,
-    new_call,
-)
+from router.text.forms.deltas import CallParser, Content, Delta, JsonEnd, first_mark
 
 
-class JsonCallParser:
+class JsonCallParser(CallParser):
     """Parses one answer in a form with JSON arguments."""
 
     def __init__(
         self, form: "JsonCallForm", rng: random.Random, functions: Collection[str] = ()
     ) -> None:
+        super().__init__(rng)
         self._form = form
-        self._rng = rng
         self._begin = form.begin_of(functions)
-        self._pending = ""  # not reported yet
         self._is_begin = True  # only blanks have come so far
-        self._in_calls = False
         self._end: JsonEnd | None = None  # set while arguments come
         self._tail = False  # the tail of a call comes next
         self._unnamed: list[str] | None = None  # arguments that wait for their function's name
-        self.num_calls = 0
-        self.is_reasoning = False
-
-    def feed(self, text: str) -> list[Delta]:
-        """Adds text of the answer and returns the deltas that are now certain."""
-        self._pending += text
-        deltas: list[Delta] = [] if self._in_calls else self._content()
-        while self._in_calls and (more := self._step()) is not None:
-            deltas += more
-        return merged(deltas)
-
-    def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the held text, which might have begun a mark, unless a call was cut."""
-        rest, self._pending = self._pending, ""
-        return [] if self._in_calls or is_cut else merged([Content(rest)])
 
     def _content(self) -> list[Delta]:
         form = self._form
@@ -74,35 +48,24 @@ class JsonCallParser:
         return [Content(text)]
 
     def _step(self) -> list[Delta] | None:
-        """Parses the next part of a call; None if more text is needed."""
         if self._end is not None:
-            return self._arguments(self._end)
+            return self._value(self._end)
         if self._unnamed is not None:
             return self._name(self._unnamed)
-        pattern = self._form.tail if self._tail else self._form.head
-        found = pattern.match(self._pending)
-        if found is None and not self._tail and self._form.unnamed_head is not None:
-            found = self._form.unnamed_head.match(self._pending)
-            self._unnamed = None if found is None else []
-        if found is None:
-            self._bound_wait()
-            return None
-        self._pending = self._pending[found.end() :]
         if self._tail:
-            self._tail = False
+            self._tail = self._next(self._form.tail) is None
+            return None if self._tail else []
+        unnamed = self._form.unnamed_head
+        if unnamed is not None and unnamed.match(self._pending):
+            self._next(unnamed)
+            self._end, self._unnamed = JsonEnd(), []
             return []
+        if (found := self._next(self._form.head)) is None:
+            return None
         self._end = JsonEnd()
-        return [] if self._unnamed is not None else [self._begun(found[1])]
+        return [self._begun(found[1])]
 
-    def _bound_wait(self) -> None:
-        if len(self._pending) > MAX_HEAD_LEN:
-            self._pending = ""  # no model's grammar allows this
-
-    def _begun(self, name: str) -> Delta:
-        self.num_calls += 1
-        return new_call(self._rng, self.num_calls - 1, name)
-
-    def _arguments(self, end: JsonEnd) -> list[Delta] | None:
+    def _value(self, end: JsonEnd) -> list[Delta] | None:
         if end.is_new:
             self._pending = self._pending.lstrip()
         if not self._pending:
@@ -114,17 +77,15 @@ class JsonCallParser:
             self._unnamed.append(text)
         if length is not None:
             self._end, self._tail = None, self._unnamed is None
-        return [] if self._unnamed is not None else [CallArguments(self.num_calls - 1, text)]
+        return [] if self._unnamed is not None else [self._arguments(text)]
 
     def _name(self, unnamed: Sequence[str]) -> list[Delta] | None:
         """Parses the name after the arguments, and the end of the call."""
         assert self._form.named_tail is not None
-        found = self._form.named_tail.match(self._pending)
-        if found is None:
-            self._bound_wait()
+        if (found := self._next(self._form.named_tail)) is None:
             return None
-        self._pending, self._unnamed = self._pending[found.end() :], None
-        return [self._begun(found[1]), CallArguments(self.num_calls - 1, "".join(unnamed))]
+        self._unnamed = None
+        return [self._begun(found[1]), self._arguments("".join(unnamed))]
 
 
 @dataclass(frozen=True, slots=True)

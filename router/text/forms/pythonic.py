@@ -20,14 +20,7 @@ from router.text.forms.calling import (
     literal,
     unlike_calls,
 )
-from router.text.forms.deltas import (
-    MAX_HEAD_LEN,
-    CallArguments,
-    Content,
-    Delta,
-    merged,
-    new_call,
-)
+from router.text.forms.deltas import CallParser, Content, Delta
 from router.text.forms.json_parser import CallBegin
 from router.text.forms.lenient import BLANKS, RULES, LenientSchema
 from router.text.forms.written_values import (
@@ -126,63 +119,44 @@ _PY_HEAD = re.compile(rf"\s*[\[,]\s*({NAME})\s*\(")
 _PY_NEXT = re.compile(r"\s*,?\s*(?:([A-Za-z_][\w.-]*)\s*=\s*|(\)))")
 
 
-class PythonicParser:
+class PythonicParser(CallParser):
     """Parses one answer in the form of `Pythonic`."""
 
     def __init__(self, rng: random.Random, begin: CallBegin) -> None:
-        self._rng = rng
+        super().__init__(rng)
         self._begin = begin
-        self._pending = ""
         self._is_begin = True  # unknown whether calls come
-        self._in_calls = False
         self._in_call = False
         self._num_values = 0
         self._end: _PythonEnd | None = None  # set while a value comes
         self._value = ""
-        self.num_calls = 0
-        self.is_reasoning = False
 
-    def feed(self, text: str) -> list[Delta]:
-        """Adds text of the answer and returns the deltas that are now certain."""
-        self._pending += text
+    def _content(self) -> list[Delta]:
         if self._is_begin:
             is_call = self._begin.is_call(self._pending)
             if is_call is None:
                 return []
             self._is_begin, self._in_calls = False, is_call
-        if not self._in_calls:
-            shown, self._pending = self._pending, ""
-            return merged([Content(shown)])
-        deltas: list[Delta] = []
-        while (more := self._step()) is not None:
-            deltas += more
-        return merged(deltas)
-
-    def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the held text, which might have begun a mark, unless a call was cut."""
-        rest, self._pending = self._pending, ""
-        return [] if self._in_calls or is_cut else merged([Content(rest)])
+        if self._in_calls:
+            return []
+        shown, self._pending = self._pending, ""
+        return [Content(shown)]
 
     def _step(self) -> list[Delta] | None:
         if self._end is not None:
             return self._argument(self._end)
-        found = (_PY_NEXT if self._in_call else _PY_HEAD).match(self._pending)
-        if found is None:
-            if len(self._pending) > MAX_HEAD_LEN:
-                self._pending = ""  # no model's grammar allows this
+        if (found := self._next(_PY_NEXT if self._in_call else _PY_HEAD)) is None:
             return None
-        self._pending = self._pending[found.end() :]
         if not self._in_call:
             self._in_call, self._num_values = True, 0
-            self.num_calls += 1
-            return [new_call(self._rng, self.num_calls - 1, found[1])]
+            return [self._begun(found[1])]
         if found[2] is not None:
             self._in_call = False
-            return [CallArguments(self.num_calls - 1, "}" if self._num_values else "{}")]
+            return [self._arguments("}" if self._num_values else "{}")]
         head = ("{" if self._num_values == 0 else ", ") + json.dumps(found[1]) + ": "
         self._num_values += 1
         self._end, self._value = _PythonEnd(), ""
-        return [CallArguments(self.num_calls - 1, head)]
+        return [self._arguments(head)]
 
     def _argument(self, end: "_PythonEnd") -> list[Delta] | None:
         length = end.find(self._pending)
@@ -191,7 +165,7 @@ class PythonicParser:
         if length is None:
             return None
         self._end = None
-        return [CallArguments(self.num_calls - 1, _json_of_python(self._value))]
+        return [self._arguments(_json_of_python(self._value))]
 
 
 class _PythonEnd:

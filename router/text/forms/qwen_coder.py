@@ -22,15 +22,7 @@ from router.text.forms.calling import (
     start,
     text_before,
 )
-from router.text.forms.deltas import (
-    MAX_HEAD_LEN,
-    CallArguments,
-    Content,
-    Delta,
-    first_mark,
-    merged,
-    new_call,
-)
+from router.text.forms.deltas import CallParser, Content, Delta, first_mark
 from router.text.forms.lenient import RULES, LenientSchema
 from router.text.forms.written_values import (
     OF_WHOLE,
@@ -176,56 +168,33 @@ _XML_NEXT = re.compile(rf"\s*(?:<parameter=({_KEY})>|(</function>))")
 _XML_ENDS = ("\n</parameter>", "</parameter>")
 
 
-class QwenCoderParser:
+class QwenCoderParser(CallParser):
     """Parses one answer in the form of `QwenCoder`."""
 
     def __init__(self, calling: Calling, rng: random.Random) -> None:
+        super().__init__(rng)
         self._functions = calling.functions
-        self._rng = rng
-        self._pending = ""
-        self._in_calls = False
         self._schema: Mapping[str, Any] | None = None  # set while a call comes
         self._num_values = 0  # values of the present call so far
         self._kinds: frozenset[str] | None = None  # types of the present value; None: no value
         self._is_first = False  # no text of this value has come
-        self.num_calls = 0
-        self.is_reasoning = False
 
-    def feed(self, text: str) -> list[Delta]:
-        """Adds text of the answer and returns the deltas that are now certain."""
-        self._pending += text
-        deltas: list[Delta] = []
-        if not self._in_calls:
-            shown, found, rest = first_mark(self._pending, ("<tool_call>",))
-            self._in_calls, self._pending = found is not None, (found or "") + rest
-            deltas.append(Content(shown))
-        while self._in_calls and (more := self._step()) is not None:
-            deltas += more
-        return merged(deltas)
-
-    def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the held text, which might have begun a mark, unless a call was cut."""
-        rest, self._pending = self._pending, ""
-        return [] if self._in_calls or is_cut else merged([Content(rest)])
+    def _content(self) -> list[Delta]:
+        shown, found, rest = first_mark(self._pending, ("<tool_call>",))
+        self._in_calls, self._pending = found is not None, (found or "") + rest
+        return [Content(shown)]
 
     def _step(self) -> list[Delta] | None:
         if self._kinds is not None:
             return self._value(self._kinds)
-        pattern = _XML_HEAD if self._schema is None else _XML_NEXT
-        found = pattern.match(self._pending)
-        if found is None:
-            if len(self._pending) > MAX_HEAD_LEN:
-                self._pending = ""  # no model's grammar allows this
+        if (found := self._next(_XML_HEAD if self._schema is None else _XML_NEXT)) is None:
             return None
-        self._pending = self._pending[found.end() :]
         if self._schema is None:
             self._schema, self._num_values = self._functions.get(found[1], {}), 0
-            self.num_calls += 1
-            return [new_call(self._rng, self.num_calls - 1, found[1])]
+            return [self._begun(found[1])]
         if found[2] is not None:
-            text = "}" if self._num_values else "{}"
             self._schema = None
-            return [self._arguments(text)]
+            return [self._arguments("}" if self._num_values else "{}")]
         key = found[1]
         known = (self._schema.get("properties") or {}).get(key)
         self._kinds, self._is_first = kinds_of(known, self._schema), True
@@ -251,9 +220,6 @@ class QwenCoderParser:
         if not is_text:
             return [self._arguments(_json_of(shown, kinds))]
         return [self._arguments(_escaped(shown) + ('"' if found is not None else ""))]
-
-    def _arguments(self, text: str) -> CallArguments:
-        return CallArguments(self.num_calls - 1, text)
 
 
 def _escaped(text: str) -> str:

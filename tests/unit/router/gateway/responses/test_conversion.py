@@ -4,10 +4,9 @@ import msgspec
 import pytest
 
 from router.gateway.responses.body import decode_response_body
-from router.gateway.responses.conversation import messages_of
-from router.gateway.responses.conversion import chat_form, repeated_fields
+from router.gateway.responses.conversation import chat_form, messages_of, repeated_fields
 from router.gateway.responses.items import items_of
-from router.gateway.responses.tools.offer import flat_name
+from router.gateway.responses.tools import flat_name
 from router.inbox.api_errors import ApiError, invalid_value
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "description": "d"}

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.gateway.answers.choice import AnswerPiece
-from router.gateway.responses.output import OutputItems
-from router.gateway.responses.tools.custom_input import CustomInput
-from router.gateway.responses.tools.offer import ToolOrigin
+from router.gateway.responses.draft import OutputItems
+from router.gateway.responses.tools import CustomInput, ToolOrigin
 from router.text.forms.deltas import CallArguments, CallBegun
 
 ORIGINS = {"n__f": ToolOrigin("f", "n", False), "patch": ToolOrigin("patch", None, True)}
@@ -73,8 +72,8 @@ def test_text_is_one_message():
 def test_reasoning_is_an_item_before_the_message():
     output = new_output()
     events = [
-        *output.take_reasoning("h"),
-        *output.take_reasoning("m"),
+        *output.take(AnswerPiece(0, "", 1, reasoning="h")),
+        *output.take(AnswerPiece(0, "", 1, reasoning="m")),
         *output.take(piece("yes")),
         *output.close("completed"),
     ]
@@ -188,7 +187,7 @@ def test_events_alone_give_the_items(steps, status):
         if kind == "text":
             events += output.take(piece(text))
         elif kind == "reasoning":
-            events += output.take_reasoning(text)
+            events += output.take(AnswerPiece(0, "", 1, reasoning=text))
         else:
             begun = CallBegun(num_calls, f"c{num_calls}", "f")
             events += output.take(piece("", begun, CallArguments(num_calls, text)))
