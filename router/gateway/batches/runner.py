@@ -41,6 +41,7 @@ from router.gateway.batches.lines import (
 from router.gateway.batches.records import BatchRecord, BatchStatus
 from router.gateway.batches.stepping import BatchGate, VersionLeaves
 from router.gateway.metrics.meters import INVALID, GatewayMetrics, RequestMeter
+from router.gateway.storage import Storage
 from router.inbox.api_errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,31 @@ class _Job:
     def is_done(self) -> bool:
         """True if every line has a result."""
         return self.is_read and not (self.lines or self.later or self.tasks)
+
+    async def next_line(self, storage: Storage, now_s: float) -> _WaitingLine | None:
+        """Removes and returns the next line that is due, if there is one."""
+        due = next((line for line in self.later if line.due_s <= now_s), None)
+        if due is not None:
+            self.later.remove(due)
+            return due
+        if not self.lines and not self.is_read:
+            read = partial(
+                tables.lines_left, batch_id=self.batch.id, after=self.after, limit=PAGE_LINES
+            )
+            rows = await storage.run(read)
+            self.lines.extend(_WaitingLine(*row) for row in rows)
+            self.is_read = len(rows) < PAGE_LINES
+            self.after = rows[-1][0] if rows else self.after
+        return self.lines.popleft() if self.lines else None
+
+    async def cancel(self) -> None:
+        """Cancels all running lines, and waits for them."""
+        tasks = list(self.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.lines.clear()
+        self.later.clear()
 
 
 class BatchRunner:
@@ -238,7 +264,7 @@ class BatchRunner:
     async def _drop_jobs(self) -> None:
         jobs, self._jobs = list(self._jobs.values()), {}
         for job in jobs:
-            await _cancel(job)
+            await job.cancel()
 
     async def _clean(self) -> None:
         """Removes expired files and broken uploads, one per transaction."""
@@ -260,39 +286,24 @@ class BatchRunner:
     async def _advance(self, job: _Job) -> None:
         """Validates, ends or writes a part of a batch."""
         batch, now_s = job.batch, self._unix_s()
-        if batch.status is BatchStatus.VALIDATING and now_s < batch.expires_s:
-            validate = partial(
-                tables.validate_slice,
-                owner=self._owner,
-                batch_id=batch.id,
-                max_line_bytes=self._max_line_bytes,
-                now_s=now_s,
-            )
-            self._record(job, await self._storage.run(validate))
+        is_over = now_s >= batch.expires_s
+        if batch.status is BatchStatus.VALIDATING and not is_over:
+            await self._change(job, tables.validate_slice, max_line_bytes=self._max_line_bytes)
         elif batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
-            if now_s >= batch.expires_s:
-                await self._begin_end(job, BatchStatus.EXPIRED)
-            elif job.is_done:
-                await self._begin_end(job, BatchStatus.COMPLETED)
+            if is_over or job.is_done:
+                ending = BatchStatus.EXPIRED if is_over else BatchStatus.COMPLETED
+                await job.cancel()
+                await self._change(job, tables.begin_end, ending=ending)
+                # If it is still in progress, some line has no result.
+                job.after, job.is_read = 0, False
         else:
-            await _cancel(job)
-            write = partial(tables.write_slice, owner=self._owner, batch_id=batch.id, now_s=now_s)
-            self._record(job, await self._storage.run(write))
+            await job.cancel()
+            await self._change(job, tables.write_slice)
 
-    async def _begin_end(self, job: _Job, ending: BatchStatus) -> None:
-        await _cancel(job)
-        begin = partial(
-            tables.begin_end,
-            owner=self._owner,
-            batch_id=job.batch.id,
-            ending=ending,
-            now_s=self._unix_s(),
-        )
-        self._record(job, await self._storage.run(begin))
-        job.after, job.is_read = 0, False  # if it is still in progress, some line has no result
-
-    def _record(self, job: _Job, batch: BatchRecord) -> None:
-        """Records a batch's new state. With more to validate or write, it goes on at once."""
+    async def _change(self, job: _Job, change: Callable[..., BatchRecord], **given: object) -> None:
+        """Changes a batch in the database. With more to validate or write, it goes on at once."""
+        owned = partial(change, owner=self._owner, batch_id=job.batch.id, now_s=self._unix_s())
+        batch = await self._storage.run(partial(owned, **given))
         if batch.status is not job.batch.status:
             log.info("%s is %s", batch.id, batch.status)
         job.batch = batch
@@ -306,7 +317,11 @@ class BatchRunner:
 
     async def _start_lines(self) -> None:
         """Starts lines while there is room, in turns among tenants."""
-        while self._has_room():
+        while self._gate.num_free > 0:
+            # Lines whose results are being stored have left the gate.
+            num_tasks = sum([len(job.tasks) for job in self._jobs.values()])
+            if num_tasks >= self._gate.num_allowed + MAX_KEEPING:
+                return
             found = await self._next_line()
             if found is None:
                 return
@@ -321,11 +336,6 @@ class BatchRunner:
             if self._clock.now_s() >= self._renew_at_s:
                 return
 
-    def _has_room(self) -> bool:
-        """True if a line may start. Lines whose results are being stored have left the gate."""
-        num_tasks = sum(len(job.tasks) for job in self._jobs.values())
-        return self._gate.num_free > 0 and num_tasks < self._gate.num_allowed + MAX_KEEPING
-
     async def _next_line(self) -> tuple[_Job, _WaitingLine] | None:
         """Returns a line of the oldest batch of the tenant whose turn it is."""
         tried: set[str] = set()
@@ -333,35 +343,20 @@ class BatchRunner:
             tenant = job.batch.tenant
             if tenant in tried or job.batch.status is not BatchStatus.IN_PROGRESS:
                 continue
-            line = await self._line_of(job)
+            line = await job.next_line(self._storage, self._clock.now_s())
             if line is None:
                 continue
             self._jobs = _with_tenant_last(self._jobs, tenant)
             return job, line
         return None
 
-    async def _line_of(self, job: _Job) -> _WaitingLine | None:
-        now_s = self._clock.now_s()
-        due = next((line for line in job.later if line.due_s <= now_s), None)
-        if due is not None:
-            job.later.remove(due)
-            return due
-        if not job.lines and not job.is_read:
-            read = partial(
-                tables.lines_left, batch_id=job.batch.id, after=job.after, limit=PAGE_LINES
-            )
-            rows = await self._storage.run(read)
-            job.lines.extend(_WaitingLine(*row) for row in rows)
-            job.is_read = len(rows) < PAGE_LINES
-            job.after = rows[-1][0] if rows else job.after
-        return job.lines.popleft() if job.lines else None
-
     async def _answer(self, job: _Job, line: _WaitingLine) -> None:
         """Answers a line and stores its result, or schedules another try."""
         batch, answer = job.batch, CapturedAnswer()
+        endpoint = self._endpoints.get(batch.endpoint)
         line.tries += 1
         try:
-            request_id = await self._ask(batch, line, answer)
+            request_id = await _ask(endpoint, batch, line, answer, self._quiet)
         except Exception as error:
             if _is_leaving(error):
                 self.num_by_outcome["started again"] += 1
@@ -378,7 +373,7 @@ class BatchRunner:
             if code in LOST:
                 line.num_lost += 1
                 lost = partial(tables.record_lost, owner=self._owner, number=line.number)
-                await self._change(job, line, partial(lost, batch_id=batch.id))
+                await self._keep(job, line, partial(lost, batch_id=batch.id))
             self._try_later(job, line, retry_after_s(line.tries, answer.headers.get("retry-after")))
             return
         name = tables.line_id(batch.id, line.number)
@@ -390,28 +385,10 @@ class BatchRunner:
             result=answered_line(name, line.custom_id, status, request_id, answer.body),
             is_error=status != 200,
         )
-        if await self._change(job, line, keep):
+        if await self._keep(job, line, keep):
             self.num_by_outcome["completed" if status == 200 else "failed"] += 1
 
-    async def _ask(self, batch: BatchRecord, line: _WaitingLine, answer: CapturedAnswer) -> str:
-        """Answers a line like a call of its endpoint. Returns the id of the call."""
-        endpoint = self._endpoints.get(batch.endpoint)
-        if endpoint is None:
-            message = f"this server has no {batch.endpoint}"
-            await answer.refuse(ApiError(message, param="url", code="not_found", status=404))
-            return ""
-        name = batch.tenant.removeprefix(f"{batch.sharing}/")
-        tenant = Tenant(name, batch.sharing, UNLIMITED, may_debug=False)
-        seed = _seed(batch.id, line.number)
-        with RequestMeter(self._quiet) as meter:
-            try:
-                await endpoint(line.body, tenant, seed, answer, meter)
-            except InvalidRequest as error:
-                meter.outcome = INVALID
-                await answer.refuse(error)
-            return meter.request_id
-
-    async def _change(
+    async def _keep(
         self, job: _Job, line: _WaitingLine, work: Callable[[sqlite3.Connection], object]
     ) -> bool:
         """Changes the database for a line. If that fails, the line is tried again."""
@@ -482,11 +459,24 @@ def _is_leaving(error: Exception) -> bool:
     return isinstance(error, VersionLeaves)
 
 
-async def _cancel(job: _Job) -> None:
-    """Cancels all running lines of a batch, and waits for them."""
-    tasks = list(job.tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    job.lines.clear()
-    job.later.clear()
+async def _ask(
+    endpoint: BatchEndpoint | None,
+    batch: BatchRecord,
+    line: _WaitingLine,
+    answer: CapturedAnswer,
+    metrics: GatewayMetrics,
+) -> str:
+    """Answers a line like a call of its endpoint. Returns the id of the call."""
+    if endpoint is None:
+        message = f"this server has no {batch.endpoint}"
+        await answer.refuse(ApiError(message, param="url", code="not_found", status=404))
+        return ""
+    name = batch.tenant.removeprefix(f"{batch.sharing}/")
+    tenant = Tenant(name, batch.sharing, UNLIMITED, may_debug=False)
+    with RequestMeter(metrics) as meter:
+        try:
+            await endpoint(line.body, tenant, _seed(batch.id, line.number), answer, meter)
+        except InvalidRequest as error:
+            meter.outcome = INVALID
+            await answer.refuse(error)
+        return meter.request_id
