@@ -126,10 +126,12 @@ class Connection(BodyPipe):
         self._clients.connections.discard(self)
         self._clients.ended.set()
         self._feeder.remove(self)
-        self._remove_body()
+        if self._num_body:
+            self._remove_body()
         self.uncount()
         self._is_writable.set()
-        self._leave_exchanges()
+        if self._exchanges:
+            self._leave_exchanges()
         del self._parser  # it refers to this object
 
     def data_received(self, data: bytes) -> None:

@@ -67,7 +67,8 @@ class BodyPipe(asyncio.Protocol):
 
     def write_coded(self, data: bytes) -> None:
         """Sends parts that are already in the chunked coding, at once. Call `flush` before."""
-        _write(self.transport, data)
+        self._outbox.parts.append((self.transport, data))
+        self._outbox.send()
 
     def flush(self) -> None:
         """Sends all waiting parts now, also those of other connections."""
@@ -287,15 +288,9 @@ class Outbox:
         """Sends all parts whose clients are connected."""
         parts, self.parts = self.parts, []
         for transport, data in parts:
-            _write(transport, data)
-
-
-def _write(transport: asyncio.Transport, data: bytes) -> None:
-    """Sends data to a connected client. Other clients must not be affected by a failure."""
-    if transport.is_closing():
-        return
-    try:
-        transport.write(data)
-    except Exception:
-        log.exception("sending a part of a body failed: its connection is cut")
-        transport.abort()
+            if not transport.is_closing():
+                try:
+                    transport.write(data)
+                except Exception:  # other clients must not be affected
+                    log.exception("sending a part of a body failed: its connection is cut")
+                    transport.abort()

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
+from operator import methodcaller
 from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
@@ -35,6 +37,7 @@ from router.gateway.requests.json_fields import endpoint_of
 from router.inbox.api_errors import ApiError
 from router.inbox.task_groups import LightTaskGroup
 
+_decoded = methodcaller("decode", "latin-1")
 BODY_TIMEOUT_S = 30.0  # seconds from the first part of a body to its last part
 
 
@@ -123,8 +126,8 @@ def headers_of(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
     Starlette's own mapping searches the whole list for each name.
     """
-    named = reversed(headers)
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in named}
+    texts = map(_decoded, chain.from_iterable(reversed(headers)))
+    return dict(zip(texts, texts, strict=True))  # names and values alternate
 
 
 async def read_body(receive: Receive, config: GatewayConfig) -> bytes:

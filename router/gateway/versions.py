@@ -313,24 +313,12 @@ class VersionTally:
     ended: int = 0
     failed: int = 0
     late: int = 0
-    _longest: list[int] = field(default_factory=lambda: [0, 0])  # in the last and present span
-    _span: int = 0
+    longest: dict[int, int] = field(default_factory=dict)  # tokens, in the last two spans
 
     def longest_len(self, now_s: float) -> int:
         """Returns the length of the longest recent sequence, in tokens."""
-        self._turn(now_s)
-        return max(self._longest)
-
-    def record_len(self, num_tokens: int, now_s: float) -> None:
-        """Records the length of an ended sequence."""
-        self._turn(now_s)
-        self._longest[1] = max(self._longest[1], num_tokens)
-
-    def _turn(self, now_s: float) -> None:
         span = int(now_s // LONGEST_FOR_S)
-        if span != self._span:
-            self._longest = [self._longest[1] if span == self._span + 1 else 0, 0]
-            self._span = span
+        return max(self.longest.get(span, 0), self.longest.get(span - 1, 0))
 
 
 class Tallies:
@@ -355,4 +343,7 @@ class Tallies:
         tally.ended += 1
         tally.failed += failed
         tally.late += late
-        tally.record_len(num_tokens, now_s)
+        span, longest = int(now_s // LONGEST_FOR_S), tally.longest
+        if span not in longest:
+            tally.longest = longest = {span - 1: longest.get(span - 1, 0), span: 0}
+        longest[span] = max(longest[span], num_tokens)

@@ -202,17 +202,9 @@ class RecentRequests:
         return self._rates.stalls_of(request_id)
 
     def _record_hits(self, request: Request, timeline: Timeline) -> None:
-        hits, decision = self.hits, timeline.decision
-        cached = timeline.num_cached_tokens
+        """Counts cached tokens, and those that an unbounded cache would hold; remembers others."""
+        cached, decision = timeline.num_cached_tokens, timeline.decision
         pulled = 0 if decision is None else decision.pulled_of(cached)
-        hits.prompt_tokens += len(request.token_ids)
-        hits.peer += pulled
-        hits.local += cached - pulled
-        infinite = self._remembered(request)
-        hits.infinite += max(infinite, cached)
-
-    def _remembered(self, request: Request) -> int:
-        """Returns the leading tokens that an unbounded cache would hold; remembers the others."""
         key, held, is_prefix = hash(request.salt), 0, True
         units, tokens = self._units, request.token_ids
         end = min(len(tokens), MAX_PROMPT_TOKENS) // UNIT_TOKENS * UNIT_TOKENS
@@ -224,9 +216,13 @@ class RecentRequests:
             else:
                 units[key] = None
                 is_prefix = False
-        while len(self._units) > MAX_UNITS:
-            self._units.popitem(last=False)
-        return held
+        while len(units) > MAX_UNITS:
+            units.popitem(last=False)
+        hits = self.hits
+        hits.prompt_tokens += len(tokens)
+        hits.peer += pulled
+        hits.local += cached - pulled
+        hits.infinite += max(held, cached)
 
 
 def bounds_of(request: Request, default: Bounds) -> Bounds:

@@ -192,7 +192,8 @@ class GatewayMetrics:
         try:
             yield
         finally:
-            self.count(meter)
+            self.num_in_flight -= 1
+            self.num_by_outcome[meter.outcome] += 1
 
     def own(self) -> list[Metric]:
         """Returns the counts of this process only."""
@@ -204,11 +205,6 @@ class GatewayMetrics:
     def exposition(self, others: Sequence[Sequence[Metric]] = ()) -> bytes:
         """Returns all metrics in Prometheus' text format 0.0.4; `others` are other processes'."""
         return generate_latest(CompleteFamilies([*self._families(others)]))
-
-    def count(self, meter: "RequestMeter") -> None:
-        """Counts an ended request."""
-        self.num_in_flight -= 1
-        self.num_by_outcome[meter.outcome] += 1
 
     def _families(self, others: Sequence[Sequence[Metric]]) -> Iterator[Metric]:
         counted = joined([self.own(), *others])
@@ -304,7 +300,8 @@ class RequestMeter:
 
     def __exit__(self, *_: object) -> None:
         if not self.is_detached:
-            self.metrics.count(self)
+            self.metrics.num_in_flight -= 1
+            self.metrics.num_by_outcome[self.outcome] += 1
 
     def accept(self, received_s: float, prompt_tokens: int, version: str, *, key: str = "") -> None:
         """Records that the request is valid and goes to the router of a version.
