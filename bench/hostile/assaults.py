@@ -225,10 +225,6 @@ def main(name: str, times: str, url: str, address: str) -> None:
         tell_parent({"ends": dict(uvloop.run(_assault(assault, url, address)))})
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-
-
 ATTACKER = "bench.hostile.assaults"
 READY_TIMEOUT_S = 60.0
 RECOVERY_S = 30.0  # deadline for memory to shrink after an assault
@@ -312,3 +308,7 @@ def _rss_anon_bytes(process: Path) -> int:
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * KIB
     return 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -112,7 +112,8 @@ def join_figures_of(run: JoinRun) -> dict[str, Figure]:
 
 JOIN_OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--threads": 1}
 OPTIONS: Mapping[str, Scalar] = {**JOIN_OPTIONS, "--decode": 2}
-STAYS = {"BATON_ROUTER__BALANCE": "false"}  # streams move only when their worker is flipped
+# Streams run on decode workers alone, and move only when their worker is flipped.
+STAYS = {"BATON_ROUTER__BALANCE": "false", "BATON_POOLS__FLUID": "false"}
 CALM_S = 2.0  # streams run this long undisturbed: as long as a flip may take
 QUICK_REPEATS = 2
 ORDER_WITHIN_S = 30.0
