@@ -28,8 +28,14 @@ from msgspec.structs import replace
 
 from bench.simulator.crowd import NO_CHANCES, Chances, Crowd
 from bench.simulator.hardware import HardwareProfile
-from bench.simulator.pools import AFTER_S, EVERY_S, Evenness, SimulatedDecision, SimulatedPlanner
-from bench.simulator.pools import EVERY_S as SAMPLED_EVERY_S
+from bench.simulator.pools import (
+    AFTER_S,
+    EVERY_S,
+    SAMPLED_EVERY_S,
+    Evenness,
+    SimulatedDecision,
+    SimulatedPlanner,
+)
 from bench.simulator.prompts import SimulatedPrompts
 from bench.simulator.stores import SimStore, StoreRecord, store_of
 from bench.simulator.tiers import SimulatedStores

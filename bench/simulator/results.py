@@ -22,10 +22,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.client.load import SloBounds
 from bench.common.plots import RequestSpan
@@ -53,7 +51,6 @@ from router.machine.machine import RouterMachine
 
 MOONCAKE_TTFT_S = 30.0
 MOONCAKE_TBT_S = (0.1, 0.2, 0.3)
-NUM_BINS = 2**16  # in a histogram of gaps
 NUM_TOGETHER = 4096
 
 
@@ -141,64 +138,30 @@ def _latency_figures(tally: RequestTally, gaps: Summary | None) -> dict[str, Fig
     return figures
 
 
-def summary_of_gaps(
-    records: Sequence[SimulatedRequest],
-    *,
-    num_bins: int = NUM_BINS,
-    num_together: int = NUM_TOGETHER,
-) -> Summary | None:
-    """Returns the summary of all gaps between tokens of an answer, in seconds.
-
-    It is exact without holding all gaps in memory. A histogram finds the bins of the percentiles;
-    then only the gaps in these bins are sorted.
-    """
-    parts = partial(_gaps_s, records, num_together)
-    least, most = math.inf, -math.inf
-    number, total = 0, 0.0
-    for part in parts():
-        least, most = min(least, float(part.min())), max(most, float(part.max()))
-        number, total = number + len(part), total + float(part.sum())
-    if not number:
+def summary_of_gaps(records: Sequence[SimulatedRequest]) -> Summary | None:
+    """Returns the summary of all gaps between tokens of an answer, in seconds."""
+    parts = [*_gaps_s(records)]
+    if not parts:
         return None
-    edges = np.linspace(least, most, num_bins + 1)
-    counts = np.zeros(num_bins + 1, dtype=np.int64)
-    for part in parts():
-        counts += np.bincount(_bin(part, edges), minlength=num_bins + 1)
-    behind = np.cumsum(counts)  # gaps up to the end of each bin
-    positions = {q: (number - 1) * q / 100 for q in (50, 90, 99)}
-    places = sorted({f(at) for at in positions.values() for f in (math.floor, math.ceil)})
-    wanted = np.unique(np.searchsorted(behind, places, side="right"))
-    closer: Values = np.sort(
-        np.concatenate([part[np.isin(_bin(part, edges), wanted)] for part in parts()])
-    )
-    kept_before = np.concatenate(([0], np.cumsum(counts[wanted])))
-    at_place: dict[int, float] = {}
-    for place in places:
-        bin_ = int(np.searchsorted(behind, place, side="right"))
-        first = int(behind[bin_] - counts[bin_])
-        nth = int(kept_before[int(np.searchsorted(wanted, bin_))])
-        at_place[place] = float(closer[nth + place - first])
-    p50, p90, p99 = (
-        at_place[math.floor(at)]
-        + (at_place[math.ceil(at)] - at_place[math.floor(at)]) * (at - math.floor(at))
-        for at in positions.values()
-    )
-    return Summary(mean=total / number, p50=p50, p90=p90, p99=p99)
+    total = sum(float(part.sum()) for part in parts)
+    ordered: Values = np.concatenate(parts)
+    del parts  # the gaps of a long run take as much memory as its records
+    ordered.sort()
+    p50, p90, p99 = (_percentile_of_sorted(ordered, q) for q in (50, 90, 99))
+    return Summary(mean=total / len(ordered), p50=p50, p90=p90, p99=p99)
 
 
-def _bin(values: Values, edges: Values) -> NDArray[np.int64]:
-    """Returns the bin of each value; bins keep the order of values."""
-    width = edges[1] - edges[0]
-    if not width:
-        return np.zeros(len(values), dtype=np.int64)
-    bins: NDArray[np.int64] = ((values - edges[0]) / width).astype(np.int64)
-    return bins
+def _percentile_of_sorted(ordered: Values, q: float) -> float:
+    """Interpolates as `bench.common.stats.percentile` does."""
+    at = (len(ordered) - 1) * q / 100
+    low, high = float(ordered[math.floor(at)]), float(ordered[math.ceil(at)])
+    return low + (high - low) * (at - math.floor(at))
 
 
-def _gaps_s(records: Sequence[SimulatedRequest], num_together: int) -> Iterator[Values]:
-    """Yields the gaps of `num_together` records at a time."""
-    for start in range(0, len(records), num_together):
-        some = records[start : start + num_together]
+def _gaps_s(records: Sequence[SimulatedRequest]) -> Iterator[Values]:
+    """Yields the gaps of some records at a time."""
+    for start in range(0, len(records), NUM_TOGETHER):
+        some = records[start : start + NUM_TOGETHER]
         parts = [gaps_of(record.times_s) for record in some if len(record.times_s) > 1]
         if parts:
             yield np.concatenate(parts)
