@@ -6,12 +6,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from deploy.admin.client import AdminClient, AdminError
 from deploy.admin.declared import absolute, read_declaration
-from deploy.admin.schema import Declaration, PoolCounts, PoolsAnswer, UpdateBody, VersionInfo
+from deploy.admin.schema import Declaration, PoolCounts, PoolsAnswer, UpdateBody
 from deploy.base.cluster_config import load_up_config, read_yaml
 from deploy.base.defaults import pools_of
 from deploy.commands.operator import follow
@@ -26,7 +24,7 @@ from deploy.commands.options import (
     parse_numbers,
     parse_seconds,
 )
-from deploy.commands.views import Output, table_of
+from deploy.commands.views import Output, versions_table
 from engine.config import Config, load_config, read_toml
 from engine.control import SERVING_ROLES
 from engine.errors import ConfigError
@@ -209,42 +207,6 @@ def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
     settings = msgspec.to_builtins(config.worker)
     worker = {key: settings[key] for key in tree.get("worker", {})}
     return UpdateBody(worker=worker or None, pools=counts, model_name=config.gateway.model_name)
-
-
-def versions_table(answer: PoolsAnswer) -> Table:
-    """Returns a row for each version: state, model, present and wanted workers, weight."""
-    title = "versions"
-    if answer.taking_over is not None:
-        title += f": {answer.taking_over} takes over"
-    texts = ("version", "state", "fingerprint", "model", "workers")
-    numbers, wraps = ("weight", "requests"), ("state", "model", "workers")
-    table = table_of(title, texts, numbers, wraps=wraps)
-    for each in answer.versions:
-        workers = ", ".join(
-            f"{each.serving.of(role)}/{each.wanted.of(role)} {role}"
-            for role in SERVING_ROLES
-            if each.serving.of(role) or each.wanted.of(role)
-        )
-        table.add_row(
-            f"[bold]{escape(each.name)}[/bold]" if each.is_current else escape(each.name),
-            _state(each),
-            each.fingerprint,
-            escape(f"{each.model_name} ({each.model})"),
-            workers,
-            str(each.weight),
-            str(each.num_requests),
-        )
-    return table
-
-
-def _state(version: VersionInfo) -> str:
-    if version.is_leaving:
-        return "leaving"
-    if version.is_asleep:
-        return "asleep"
-    if version.missing is not None:
-        return f"[red]{escape(version.missing)}[/red]"
-    return "serving" if version.serving.total else "starting"
 
 
 def _follow(

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -24,6 +24,15 @@ from deploy.admin.schema import (
     WorkerInfo,
 )
 from deploy.base.spec import WorkerFacts
+from deploy.terminal.rows import (
+    COLUMNS,
+    TopRow,
+    View,
+    pool_rows,
+    request_rows,
+    version_rows,
+    worker_rows,
+)
 from engine.config import Config, DashboardMode, DeviceKind, Speculate
 from engine.control import SERVING_ROLES, Pools, with_role
 
@@ -113,13 +122,8 @@ class Output:
 
 def pools_view(answer: PoolsAnswer) -> Group:
     """Returns the pools, workers and gateways as tables, then the last steps."""
-    table = table_of("pools", ("role",), ("wanted", "serving", "on the way"))
-    for role in SERVING_ROLES:
-        of_role = [w for w in answer.workers if w.target is role]
-        serving = sum(w.state == "serving" and w.is_connected for w in of_role)
-        wanted = sum(version.wanted.of(role) for version in answer.versions)
-        if wanted or of_role:
-            table.add_row(role, str(wanted), str(serving), str(len(of_role) - serving))
+    used = [row for row in pool_rows(answer) if set(row.cells[1:]) != {"0"}]
+    table = table_with(View.POOLS, used)
     planner = f"planner {answer.planner.mode}"
     lines = [f"{answer.state}; at most {answer.max_workers} workers; {planner}"]
     lines += [f"[red]{escape(trouble)}[/red]" for trouble in answer.troubles]
@@ -173,26 +177,19 @@ def table_of(
     return table
 
 
+def table_with(
+    view: View, rows: Iterable[TopRow], title: str = "", *, wraps: Sequence[str] = ()
+) -> Table:
+    """Returns the table of a view."""
+    table = table_of(title or view.value, *COLUMNS[view], wraps=wraps)
+    for row in rows:
+        table.add_row(*map(escape, row.cells), style=row.style)
+    return table
+
+
 def workers_view(workers: list[WorkerInfo]) -> Group:
     """Returns a row for each worker, then remarks on some of them."""
-    texts = ("worker", "version", "role", "state")
-    table = table_of("workers", texts, ("for", "runs", "waits", "KV free", "pid"))
-    for w in workers:
-        role = w.role or "?"
-        if w.target not in (None, w.role):
-            role += f" → {w.target}"
-        free = f"{100 * w.free_blocks / w.num_blocks:.0f} %" if w.num_blocks and w.role else ""
-        table.add_row(
-            w.worker_id,
-            w.version,
-            role,
-            w.state,
-            f"{w.state_s:.0f} s",
-            str(w.running_seqs),
-            str(w.waiting_seqs),
-            free,
-            "" if w.pid is None else str(w.pid),
-        )
+    table = table_with(View.WORKERS, worker_rows(workers))
     remarks = [(w.worker_id, remark) for w in workers if (remark := _remark(w))]
     told = [(w.worker_id, w.facts) for w in workers if w.facts and _is_worth_telling(w.facts)]
     remarks += [(name, f"computes on {escape(str(facts))}") for name, facts in told]
@@ -229,24 +226,15 @@ def _gateways_view(gateways: list[GatewayInfo]) -> Group:
 
 def requests_table(answer: RequestsAnswer) -> Table:
     """Returns a row for each request that is being served."""
-    texts = ("request", "state", "prefill", "decode", "gateway")
-    numbers = ("age", "prompt", "answer", "attempts")
     title = f"{answer.num_requests} requests"
-    table = table_of(title, texts, numbers, wraps=("request", "gateway"))
-    for each in answer.requests:
-        r = each.request
-        table.add_row(
-            r.request_id,
-            r.state,
-            r.prefill or "",
-            r.decode or "",
-            each.gateway,
-            f"{r.age_s:.1f} s",
-            str(r.prompt_len),
-            str(r.answer_len),
-            str(r.num_attempts),
-        )
-    return table
+    return table_with(View.REQUESTS, request_rows(answer), title, wraps=("request", "gateway"))
+
+
+def versions_table(answer: PoolsAnswer) -> Table:
+    """Returns a row for each version. The current ones are bold."""
+    over = f": {answer.taking_over} takes over" if answer.taking_over is not None else ""
+    rows, wraps = version_rows(answer.versions), ("state", "model", "workers")
+    return table_with(View.VERSIONS, rows, f"versions{over}", wraps=wraps)
 
 
 def step_line(step: StepInfo) -> str:

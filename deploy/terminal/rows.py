@@ -1,6 +1,7 @@
-"""The rows of each view of `baton top`, and the orders that an operator types in it. Pure.
+"""The rows of tables about a deployment, and the orders that are typed in `baton top`. Pure.
 
-Rows come from the answers of the admin API. Orders have the words of the command line:
+Rows come from the answers of the admin API; commands print the same rows. Orders have the words of
+the command line:
 
 pools prefill=1 decode=2     planner off|dry-run|on       finish VERSION
 flip WORKER ROLE             weight VERSION=WEIGHT ...    abort VERSION
@@ -8,7 +9,7 @@ drain WORKER                 rollback [VERSION]           stop WORKER
 """
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
 from urllib.parse import quote
@@ -22,9 +23,12 @@ from deploy.admin.schema import (
     RequestsAnswer,
     StepInfo,
     StoreInfo,
+    VersionInfo,
+    WorkerInfo,
 )
 from engine.control import SERVING_ROLES, with_role
 from engine.errors import ConfigError
+from engine.messages import Role
 
 MAX_EVENTS = 500
 
@@ -40,29 +44,36 @@ class View(StrEnum):
     STORES = "stores"
 
 
-COLUMNS: dict[View, tuple[str, ...]] = {
-    View.POOLS: ("role", "wanted", "serving", "on the way"),
+# The columns of each view: texts, then numbers.
+COLUMNS: dict[View, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    View.POOLS: (("role",), ("wanted", "serving", "on the way")),
     View.WORKERS: (
-        *("worker", "version", "role", "state", "for", "runs", "waits", "KV free", "fails", "pid"),
+        ("worker", "version", "role", "state"),
+        ("for", "runs", "waits", "KV free", "fails", "pid"),
     ),
     View.REQUESTS: (
-        *("request", "state", "age", "prompt", "answer", "prefill", "decode", "tries", "version"),
-        "gateway",
+        ("request", "state", "prefill", "decode", "version", "gateway"),
+        ("age", "prompt", "answer", "tries"),
     ),
-    View.VERSIONS: ("version", "state", "weight", "workers", "requests", "model"),
-    View.EVENTS: ("ago", "what", "happened", "why"),
+    View.VERSIONS: (
+        ("version", "state", "fingerprint", "model", "workers"),
+        ("weight", "requests"),
+    ),
+    View.EVENTS: (("ago", "what", "happened", "why"), ()),
     View.STORES: (
-        *("store", "version", "state", "tier", "blocks", "full", "hits", "new", "leases", "fault"),
+        ("store", "version", "state", "tier"),
+        ("blocks", "full", "hits", "new", "leases", "fault"),
     ),
 }
 
 
 class TopRow(msgspec.Struct, frozen=True):
-    """One row of the table: its key, its cells, and all its fields."""
+    """One row of a table: its key, its cells, all its fields, and its style on a terminal."""
 
     key: str
     cells: tuple[str, ...]
     detail: Any = None
+    style: str = ""
 
 
 class TopSeen(msgspec.Struct, frozen=True):
@@ -76,14 +87,20 @@ class TopSeen(msgspec.Struct, frozen=True):
 
 def rows_of(view: View, seen: TopSeen, pattern: str = "") -> list[TopRow]:
     """Returns the rows of a view that contain the pattern in any cell, in any case."""
-    rows = {
-        View.POOLS: _pools,
-        View.WORKERS: _workers,
-        View.REQUESTS: _requests,
-        View.VERSIONS: _versions,
-        View.EVENTS: _events,
-        View.STORES: _stores,
-    }[view](seen)
+    rows: Iterable[TopRow]
+    match view:
+        case View.POOLS:
+            rows = pool_rows(seen.pools)
+        case View.WORKERS:
+            rows = worker_rows(seen.pools.workers)
+        case View.REQUESTS:
+            rows = request_rows(seen.requests)
+        case View.VERSIONS:
+            rows = version_rows(seen.pools.versions)
+        case View.EVENTS:
+            rows = _events(seen)
+        case View.STORES:
+            rows = _stores(seen)
     wanted = pattern.casefold()
     return [row for row in rows if any(wanted in cell.casefold() for cell in row.cells)]
 
@@ -117,8 +134,8 @@ def _lines(value: Any, indent: str) -> Iterator[str]:
             yield f"{indent}{name:<18} {each}"
 
 
-def _pools(seen: TopSeen) -> Iterator[TopRow]:
-    pools = seen.pools
+def pool_rows(pools: PoolsAnswer) -> Iterator[TopRow]:
+    """Yields a row for each role."""
     for role in SERVING_ROLES:
         own = [w for w in pools.workers if w.target is role]
         serving = sum(w.state == "serving" and w.is_connected for w in own)
@@ -128,37 +145,47 @@ def _pools(seen: TopSeen) -> Iterator[TopRow]:
         yield TopRow(role.value, cells, detail)
 
 
-def _workers(seen: TopSeen) -> Iterator[TopRow]:
-    for w in seen.pools.workers:
-        free = f"{w.free_blocks / w.num_blocks:.0%}" if w.num_blocks else ""
+def worker_rows(workers: Iterable[WorkerInfo]) -> Iterator[TopRow]:
+    """Yields a row for each worker."""
+    for w in workers:
+        free = f"{w.free_blocks / w.num_blocks:.0%}" if w.num_blocks and w.role else ""
+        role = w.role or "?"
+        if w.target not in (None, w.role):
+            role += f" → {w.target}"
         cells = (
-            *(w.worker_id, w.version, w.role or "", w.state, _age(w.state_s)),
+            *(w.worker_id, w.version, role, w.state, _age(w.state_s)),
             *(str(w.running_seqs), str(w.waiting_seqs), free, str(w.failures), str(w.pid or "")),
         )
         yield TopRow(w.worker_id, cells, w)
 
 
-def _requests(seen: TopSeen) -> Iterator[TopRow]:
-    for each in seen.requests.requests:
+def request_rows(answer: RequestsAnswer) -> Iterator[TopRow]:
+    """Yields a row for each request that is being served."""
+    for each in answer.requests:
         r = each.request
         cells = (
-            *(str(r.request_id), r.state, _age(r.age_s), str(r.prompt_len), str(r.answer_len)),
-            *(r.prefill or "", r.decode or "", str(r.num_attempts), r.version, each.gateway),
+            *(str(r.request_id), r.state, r.prefill or "", r.decode or "", r.version, each.gateway),
+            *(_age(r.age_s), str(r.prompt_len), str(r.answer_len), str(r.num_attempts)),
         )
         yield TopRow(f"{each.gateway}/{r.request_id}", cells, each)
 
 
-def _versions(seen: TopSeen) -> Iterator[TopRow]:
-    for v in seen.pools.versions:
+def version_rows(versions: Iterable[VersionInfo]) -> Iterator[TopRow]:
+    """Yields a row for each version: state, model, present and wanted workers, weight."""
+    for v in versions:
         workers = ", ".join(
             f"{v.serving.of(role)}/{v.wanted.of(role)} {role}"
             for role in SERVING_ROLES
             if v.serving.of(role) or v.wanted.of(role)
         )
-        shown = "asleep" if v.is_asleep else v.missing or "serving"
-        state = "leaving" if v.is_leaving else shown
-        cells = (v.name, state, str(v.weight), workers, str(v.num_requests), v.model_name)
-        yield TopRow(v.name, cells, v)
+        serving = "serving" if v.serving.total else "starting"
+        shown = "asleep" if v.is_asleep else v.missing or serving
+        cells = (
+            *(v.name, "leaving" if v.is_leaving else shown, v.fingerprint),
+            *(f"{v.model_name} ({v.model})", workers, str(v.weight), str(v.num_requests)),
+        )
+        style = "red" if shown == v.missing else "bold" if v.is_current else ""
+        yield TopRow(v.name, cells, v, style)
 
 
 def _events(seen: TopSeen) -> Iterator[TopRow]:
@@ -195,23 +222,23 @@ def _age(seconds: float) -> str:
 
 
 def order_for(key: str, view: View, row: TopRow | None) -> str:
-    """Returns the order that a key begins for the selected row; empty if there is none."""
-    name = "" if row is None else row.cells[0]
-    orders: Sequence[tuple[View, str, str]] = (
-        (View.WORKERS, "f", f"flip {name} {_other_role(row)}"),
-        (View.WORKERS, "d", f"drain {name}"),
-        (View.WORKERS, "x", f"stop {name}"),
-        (View.VERSIONS, "w", f"weight {name}="),
-        (View.VERSIONS, "F", f"finish {name}"),
-        (View.VERSIONS, "a", f"abort {name}"),
-    )
-    return next((text for of, k, text in orders if row and (of, k) == (view, key)), "")
+    """Returns the order that a key opens for the selected row; empty if there is none."""
+    if row is None:
+        return ""
+    name = row.cells[0]
+    match view, key:
+        case View.WORKERS, "f":
+            return f"flip {name} {'decode' if row.detail.role is Role.PREFILL else 'prefill'}"
+        case View.WORKERS, ("d" | "x"):
+            return f"{'drain' if key == 'd' else 'stop'} {name}"
+        case View.VERSIONS, "w":
+            return f"weight {name}="
+        case View.VERSIONS, ("F" | "a"):
+            return f"{'finish' if key == 'F' else 'abort'} {name}"
+    return ""
 
 
-def _other_role(row: TopRow | None) -> str:
-    role = row.cells[2] if row is not None and len(row.cells) > 2 else ""
-    return "decode" if role == "prefill" else "prefill"
-
+# ---------------------------------------------------------------- orders
 
 USAGE = {
     "pools": "pools prefill=1 decode=2",
@@ -224,9 +251,6 @@ USAGE = {
     "abort": "abort VERSION",
     "rollback": "rollback [VERSION]",
 }
-
-
-# ---------------------------------------------------------------- orders
 
 
 class TypedOrder(msgspec.Struct, frozen=True):

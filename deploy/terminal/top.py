@@ -218,9 +218,10 @@ class Top(App[None]):
         selected = self._selected()
         self._rows = rows_of(self._view, self._seen, self._pattern)
         labels = [str(column.label) for column in table.ordered_columns]
-        if labels != list(COLUMNS[self._view]):
+        texts, numbers = COLUMNS[self._view]
+        if labels != [*texts, *numbers]:
             table.clear(columns=True)
-            table.add_columns(*COLUMNS[self._view])
+            table.add_columns(*texts, *numbers)
         scroll_y = table.scroll_y
         table.clear()
         for row in self._rows:

@@ -23,8 +23,7 @@ from deploy.base.run_dir import AdminAccess, announce, announced, run_directory
 from deploy.base.spec import BlockEventsAnswer
 from deploy.commands.operator import COUNTS, check_role
 from deploy.commands.options import parse_numbers
-from deploy.commands.versions import versions_table
-from deploy.commands.views import planner_view, pools_view
+from deploy.commands.views import planner_view, pools_view, versions_table
 from deploy.controller.metrics import controller_families
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
