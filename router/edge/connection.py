@@ -33,7 +33,7 @@ from router.edge.limits import (
     Feeder,
     Overdue,
 )
-from router.edge.refusals import (
+from router.edge.responses import (
     LONG_HEAD,
     NO_ROOM,
     NOT_HTTP,

@@ -1,4 +1,4 @@
-"""Complete responses over ASGI: JSON, and errors in OpenAI's form. Refuses wrong body types.
+"""Complete responses: JSON over ASGI, and errors in OpenAI's form. Refuses wrong body types.
 
 Bodies of the API are JSON, bodies of uploads are forms. Browsers send forms and plain text to any
 server without a preflight request. So the check of the type also keeps pages of other sites from
@@ -8,12 +8,14 @@ Sources: RFC 9110, 8.3 and 15.5.16; RFC 6839, 3.1, for types such as `applicatio
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
 from starlette.types import Scope, Send
 
 from engine.errors import InvalidRequest
+from router.edge.limits import Overdue
 from router.inbox.api_errors import ApiError, ErrorReply, error_body
 from router.inbox.json_parts import PART_BYTES
 from router.inbox.loop_turns import Turn
@@ -24,6 +26,7 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 UPLOAD_PATHS = frozenset({"/v1/files"})
 _MAX_SHOWN = 100  # characters of a client's text in an error
 
+CRLF = "\r\n"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -137,3 +140,43 @@ def _refused(message: str, header: str) -> ApiError:
 
 def _shown(value: bytes) -> str:
     return repr(value.decode("latin-1")[:_MAX_SHOWN])
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeRefusal:
+    """The error response to unacceptable input."""
+
+    status: int
+    phrase: str
+    code: str
+    message: str
+
+    def response(self) -> bytes:
+        """Returns a complete response; the connection is closed after it."""
+        is_ours = self.status == 503
+        kind = "server_error" if is_ours else "invalid_request_error"
+        body = _encode(error_body(self.message, kind=kind, code=self.code))
+        head = (
+            f"HTTP/1.1 {self.status} {self.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{'retry-after: 1' + CRLF if is_ours else ''}"
+            "connection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+NOT_HTTP = EdgeRefusal(400, "Bad Request", "bad_request", "this is not an HTTP/1.1 request")
+LONG_HEAD = EdgeRefusal(
+    431, "Request Header Fields Too Large", "head_too_large", "the head of the request is too long"
+)
+SLOW_HEAD = EdgeRefusal(408, "Request Timeout", "request_timeout", Overdue.HEAD)
+SLOW_BODY = EdgeRefusal(408, "Request Timeout", "request_timeout", Overdue.BODY)
+TOO_MANY = EdgeRefusal(
+    400, "Bad Request", "too_many_requests", "too many requests wait on this connection"
+)
+SMALL_PARTS = EdgeRefusal(
+    400, "Bad Request", "bad_request", "the body comes in too many small parts"
+)
+TWICE = EdgeRefusal(
+    400, "Bad Request", "bad_request", "the header host or authorization is given twice"
+)
+NO_ROOM = EdgeRefusal(503, "Service Unavailable", "overloaded", "no room for more request bodies")

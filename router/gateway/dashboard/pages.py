@@ -1,10 +1,16 @@
-"""The handlers of the pages for people.
+"""The pages for people: their files, from this package, and their handlers.
 
-The files of the pages need no key, as they hold no data. `/dashboard/state` and `/dashboard/events`
-reveal the load of all tenants, so they need a key that may debug. Orders also need the admin key.
+The files are HTML, styles, scripts and the chart library. They are read once. They need no key, as
+they hold no data: scripts fetch data, and insert it as text. `/dashboard/state` and
+`/dashboard/events` reveal the load of all tenants, so they need a key that may debug. Orders also
+need the admin key.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
+from hashlib import blake2b
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,13 +22,64 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import InvalidRequest
 from router.access.guard import tenant_of
-from router.gateway.dashboard.assets import ASSET_PREFIX, PAGES, Asset, load_assets
 from router.gateway.dashboard.orders import KEY_HEADER, MAX_BODY_BYTES, OrderDesk
 from router.gateway.dashboard.service import Dashboard
 from router.gateway.pages.replies import gone, http_error, internal_error, invalid
 from router.inbox.api_errors import ApiError
 
+PAGES = {"/": "index.html", "/dashboard": "dashboard.html", "/play": "play.html"}
+ASSET_PREFIX = "/assets/"
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",  # revalidate each time; mostly the answer is 304
+}
 _DATA_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+class Asset:
+    """One file, and an ETag that changes with its content."""
+
+    def __init__(self, name: str, content: bytes) -> None:
+        self._content = content
+        self._type = _TYPES[name.rpartition(".")[2]]
+        self.tag = f'"{blake2b(content, digest_size=12).hexdigest()}"'
+
+    def response(self, known_tag: str | None) -> Response:
+        """Returns the file; 304 if the client already has it."""
+        headers = {**HEADERS, "etag": self.tag}
+        if known_tag == self.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(self._content, media_type=self._type, headers=headers)
+
+
+def load_assets() -> dict[str, Asset]:
+    """Returns all files by path."""
+    found = dict(_assets_in(files(__package__).joinpath("static"), ASSET_PREFIX))
+    for path, name in PAGES.items():
+        found[path] = found.pop(f"{ASSET_PREFIX}{name}")
+    return found
+
+
+def _assets_in(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
+    """Yields the files of a folder and of its subfolders, by path."""
+    for each in folder.iterdir():
+        if each.is_dir():
+            yield from _assets_in(each, f"{prefix}{each.name}/")
+        elif each.name.rpartition(".")[2] in _TYPES:
+            yield f"{prefix}{each.name}", Asset(each.name, each.read_bytes())
 
 
 class WebPages:
@@ -32,10 +89,10 @@ class WebPages:
         self._dashboard = dashboard
         self._takes_orders = takes_orders
         self._desk = OrderDesk()
-        files = [Route(path, self._file) for path in (*PAGES, f"{ASSET_PREFIX}{{name:path}}")]
+        paths = (*PAGES, f"{ASSET_PREFIX}{{name:path}}")
         self._app = Starlette(
             routes=[
-                *files,
+                *(Route(path, self._file) for path in paths),
                 Route("/dashboard/state", self._state),
                 Route("/dashboard/events", self._events),
                 Route("/dashboard/orders/{path:path}", self._order, methods=["GET", "POST"]),

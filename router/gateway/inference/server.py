@@ -2,16 +2,19 @@
 
 Several gateway processes share the port: each accepts connections from the same socket, and relays
 them to gRPC's library (`router.edge.relay`). Health and reflection need no key, like the
-corresponding HTTP pages.
+corresponding HTTP pages. Their messages have a few bytes, so long or malformed ones are refused.
+The number of their streams, such as watches of health, is limited.
 """
 
 import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
@@ -22,7 +25,6 @@ from engine.net.grpc_library import grpc
 from router.edge.relay import Relay
 from router.edge.tls import TlsFiles
 from router.gateway.inference.service import SERVICE, InferenceService
-from router.gateway.inference.small_messages import SmallMessages
 from router.gateway.versions import Versions
 
 MORE_MESSAGE_BYTES = 64 * 2**10  # bytes of a message outside its tensors
@@ -33,6 +35,9 @@ MAX_IDLE_S = 60  # seconds without a call; clients reconnect by themselves
 CLIENT_PINGS_S = 10  # minimum seconds between pings of a client
 LOOK_EVERY_S = 0.5  # seconds between updates of health from readiness
 INNER = "inner-"  # prefix of the socket's name for gRPC's library
+MAX_SMALL_BYTES = 4096  # bytes of a message of a method that needs no key
+MAX_STREAMS = 256  # streams of such methods, of all clients together
+_CODES = grpc.StatusCode
 _NO_COMPRESSION = 1  # bit mask of allowed algorithms
 
 
@@ -186,3 +191,87 @@ def _credentials(tls: TlsFiles) -> Any:
     return grpc.dynamic_ssl_server_credentials(
         configuration(), changed, require_client_authentication=used[2] is not None
     )
+
+
+class SmallMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Applies the limits to every method whose messages gRPC's library parses."""
+
+    def __init__(self) -> None:
+        self._num_streams = 0
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
+    ) -> Any:
+        """Returns the handler of a method with the limits applied."""
+        handler = await continuation(details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        bounded = handler._replace(request_deserializer=_reader(handler.request_deserializer))
+        if handler.unary_unary is not None:
+            return bounded._replace(unary_unary=_checked(handler.unary_unary))
+        if handler.unary_stream is not None:
+            watch = self._counted(_checked(handler.unary_stream))
+            return bounded._replace(unary_stream=watch)
+        return bounded._replace(stream_stream=self._checked_stream(handler.stream_stream))
+
+    def _counted(self, method: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+        async def run(request: Any, context: Any) -> None:
+            await self._enter(context)
+            try:
+                await method(request, context)
+            finally:
+                self._num_streams -= 1
+
+        return run
+
+    def _checked_stream(self, method: Callable[[Any, Any], AsyncIterator[Any]]) -> Any:
+        async def run(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            await self._enter(context)
+            try:
+                async for response in method(_each_checked(requests, context), context):
+                    yield response
+            finally:
+                self._num_streams -= 1
+
+        return run
+
+    async def _enter(self, context: Any) -> None:
+        """Counts a stream, or ends its call if there are too many."""
+        if self._num_streams >= MAX_STREAMS:
+            await context.abort(_CODES.RESOURCE_EXHAUSTED, "too many such streams are open")
+        self._num_streams += 1
+
+
+def _reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Returns a parser that returns None for a message that is too long or malformed."""
+
+    def read(message: bytes) -> Any:
+        if len(message) > MAX_SMALL_BYTES:
+            return None
+        try:
+            return parse(message)
+        except DecodeError:
+            return None
+
+    return read
+
+
+def _checked(method: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+    async def run(request: Any, context: Any) -> Any:
+        await _check(request, context)
+        return await method(request, context)
+
+    return run
+
+
+async def _each_checked(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async for request in requests:
+        await _check(request, context)
+        yield request
+
+
+async def _check(request: Any, context: Any) -> None:
+    """Ends the call if its message was refused."""
+    if request is None:
+        text = f"the message is malformed, or longer than {MAX_SMALL_BYTES} bytes"
+        await context.abort(_CODES.INVALID_ARGUMENT, text)

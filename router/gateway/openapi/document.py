@@ -5,9 +5,8 @@ from typing import Any
 from router.access.guard import DEBUG_PATHS, OPEN_PATHS
 from router.gateway.answering import ID_HEADER
 from router.gateway.answers.writing import IGNORED_HEADER
-from router.gateway.openapi.bodies import REF, body_components, components_of
+from router.gateway.openapi.bodies import EXAMPLES, REF, body_components, components_of
 from router.gateway.openapi.errors import reasons_of
-from router.gateway.openapi.examples import EXAMPLES
 from router.gateway.openapi.operations import JSON, OPERATIONS, UPLOAD_FORM, Operation
 from router.inbox.api_errors import ErrorReply
 
@@ -94,7 +93,7 @@ def _operation(each: Operation, *, needs_key: bool) -> Json:
     if each.body is not None:
         media_type = FORM if each.body == UPLOAD_FORM else JSON
         content = _content(each.body, media_type)
-        if examples := EXAMPLES.get(f"{each.method} {each.path}"):
+        if examples := EXAMPLES.get(each.call):
             shown = {name: {"value": value} for name, value in examples.items()}
             content[media_type]["examples"] = shown
         found["requestBody"] = {"required": True, "content": content}

@@ -57,8 +57,7 @@ class Operation(NamedTuple):
     `events` is the event type of its stream, if it can stream.
     """
 
-    method: str
-    path: str
+    call: str  # method and path
     tag: str
     summary: str
     answer: type[Struct] | str | None  # a media type, if the answer is not JSON; None: status 204
@@ -69,6 +68,16 @@ class Operation(NamedTuple):
     other_answers: tuple[tuple[int, type[Struct]], ...] = ()
     description: str = ""
     is_list: bool = False  # the answer is a list of items of type `answer`
+
+    @property
+    def method(self) -> str:
+        """The method, in lower case."""
+        return self.call.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        """The path, with names of parameters in braces."""
+        return self.call.partition(" ")[2]
 
 
 def _header(name: str, description: str, schema: Json) -> Json:
@@ -142,8 +151,7 @@ _STREAMS = (
 
 OPERATIONS = (
     Operation(
-        "post",
-        "/v1/chat/completions",
+        "post /v1/chat/completions",
         "Answers",
         "Answer messages",
         ChatAnswer,
@@ -154,8 +162,7 @@ OPERATIONS = (
         description=_STREAMS,
     ),
     Operation(
-        "post",
-        "/v1/completions",
+        "post /v1/completions",
         "Answers",
         "Continue a text or token ids, or several",
         CompletionAnswer,
@@ -166,8 +173,7 @@ OPERATIONS = (
         description=_STREAMS,
     ),
     Operation(
-        "post",
-        "/v1/embeddings",
+        "post /v1/embeddings",
         "Answers",
         "Turn texts or token ids into embeddings",
         EmbeddingList,
@@ -177,8 +183,7 @@ OPERATIONS = (
         description="Of models of embeddings, which answer nothing else; of others it is a 404.",
     ),
     Operation(
-        "post",
-        "/invocations",
+        "post /invocations",
         "Answers",
         "Answer a chat, continue a text or embed one, by the body, as SageMaker asks",
         CompletionAnswer,
@@ -192,8 +197,7 @@ OPERATIONS = (
         ),
     ),
     Operation(
-        "post",
-        "/v1/responses",
+        "post /v1/responses",
         "Responses",
         "Make a response",
         ResponseAnswer,
@@ -207,8 +211,7 @@ OPERATIONS = (
         ),
     ),
     Operation(
-        "post",
-        "/v1/responses/input_tokens",
+        "post /v1/responses/input_tokens",
         "Responses",
         "Count the tokens of a response's prompt",
         InputTokens,
@@ -217,8 +220,7 @@ OPERATIONS = (
         errors=_READS,
     ),
     Operation(
-        "get",
-        "/v1/responses/{response_id}",
+        "get /v1/responses/{response_id}",
         "Responses",
         "Read a response, or follow its events",
         ResponseAnswer,
@@ -235,8 +237,7 @@ OPERATIONS = (
         errors=(*_EDGE, 404),
     ),
     Operation(
-        "delete",
-        "/v1/responses/{response_id}",
+        "delete /v1/responses/{response_id}",
         "Responses",
         "Delete a response",
         DeletedResponse,
@@ -244,8 +245,7 @@ OPERATIONS = (
         errors=(*_EDGE, 404),
     ),
     Operation(
-        "post",
-        "/v1/responses/{response_id}/cancel",
+        "post /v1/responses/{response_id}/cancel",
         "Responses",
         "Cancel a response that is made in the background",
         ResponseAnswer,
@@ -253,22 +253,15 @@ OPERATIONS = (
         errors=(*_EDGE, 404, 415),
     ),
     Operation(
-        "get",
-        "/v1/responses/{response_id}/input_items",
+        "get /v1/responses/{response_id}/input_items",
         "Responses",
         "List the input of a response",
         ItemList,
-        parameters=(
-            _RESPONSE_ID,
-            _limit(100),
-            _ORDER,
-            _AFTER,
-        ),
+        parameters=(_RESPONSE_ID, _limit(100), _ORDER, _AFTER),
         errors=(*_EDGE, 404),
     ),
     Operation(
-        "post",
-        "/v1/files",
+        "post /v1/files",
         "Batches",
         "Upload the requests of a batch",
         ShownFile,
@@ -276,8 +269,7 @@ OPERATIONS = (
         errors=(*_EDGE, 413, 415, 501),
     ),
     Operation(
-        "get",
-        "/v1/files",
+        "get /v1/files",
         "Batches",
         "List files",
         FileList,
@@ -290,8 +282,7 @@ OPERATIONS = (
         errors=_OF_FILES,
     ),
     Operation(
-        "get",
-        "/v1/files/{file_id}",
+        "get /v1/files/{file_id}",
         "Batches",
         "A file, without its content",
         ShownFile,
@@ -299,8 +290,7 @@ OPERATIONS = (
         errors=_OF_FILES,
     ),
     Operation(
-        "delete",
-        "/v1/files/{file_id}",
+        "delete /v1/files/{file_id}",
         "Batches",
         "Delete a file",
         DeletedFile,
@@ -308,8 +298,7 @@ OPERATIONS = (
         errors=_OF_FILES,
     ),
     Operation(
-        "get",
-        "/v1/files/{file_id}/content",
+        "get /v1/files/{file_id}/content",
         "Batches",
         "The content of a file",
         ANY,
@@ -317,8 +306,7 @@ OPERATIONS = (
         errors=_OF_FILES,
     ),
     Operation(
-        "post",
-        "/v1/batches",
+        "post /v1/batches",
         "Batches",
         "Run the requests of a file when the pools are idle",
         ShownBatch,
@@ -326,8 +314,7 @@ OPERATIONS = (
         errors=(*_OF_FILES, 413, 415, 429),
     ),
     Operation(
-        "get",
-        "/v1/batches",
+        "get /v1/batches",
         "Batches",
         "List batches",
         BatchList,
@@ -335,8 +322,7 @@ OPERATIONS = (
         errors=_OF_FILES,
     ),
     Operation(
-        "get",
-        "/v1/batches/{batch_id}",
+        "get /v1/batches/{batch_id}",
         "Batches",
         "A batch",
         ShownBatch,
@@ -344,8 +330,7 @@ OPERATIONS = (
         errors=_OF_FILES,
     ),
     Operation(
-        "post",
-        "/v1/batches/{batch_id}/cancel",
+        "post /v1/batches/{batch_id}/cancel",
         "Batches",
         "Cancel a batch",
         ShownBatch,
@@ -353,8 +338,7 @@ OPERATIONS = (
         errors=(*_OF_FILES, 409, 415),
     ),
     Operation(
-        "post",
-        "/tokenize",
+        "post /tokenize",
         "Tokens",
         "Tokens of a text or of messages",
         Tokenized,
@@ -364,8 +348,7 @@ OPERATIONS = (
         description="Counts what the same body would take as a request.",
     ),
     Operation(
-        "post",
-        "/detokenize",
+        "post /detokenize",
         "Tokens",
         "The text of tokens",
         Detokenized,
@@ -374,8 +357,7 @@ OPERATIONS = (
         errors=_READS,
     ),
     Operation(
-        "delete",
-        f"/v1/sessions/{{{SESSION_PARAM}}}",
+        f"delete /v1/sessions/{{{SESSION_PARAM}}}",
         "Sessions",
         "End a session: stores of KV blocks need not keep it",
         None,
@@ -383,8 +365,7 @@ OPERATIONS = (
         description="Of any session, known or not. Without a store it does nothing.",
     ),
     Operation(
-        "post",
-        "/v1/pins",
+        "post /v1/pins",
         "Sessions",
         "Pin the blocks of a prompt in stores of KV blocks",
         ShownPin,
@@ -394,8 +375,7 @@ OPERATIONS = (
         description="Stores keep pinned blocks within the share of `store.pinned_share` of a key.",
     ),
     Operation(
-        "delete",
-        "/v1/pins",
+        "delete /v1/pins",
         "Sessions",
         "Unpin the blocks of a prompt",
         None,
@@ -404,20 +384,18 @@ OPERATIONS = (
         errors=(*_READS, 501),
         description="The body is the one that pinned them.",
     ),
-    Operation("get", "/v1/models", "Models", "All models", ModelList),
+    Operation("get /v1/models", "Models", "All models", ModelList),
     Operation(
-        "get",
-        "/v1/models/{model_id}",
+        "get /v1/models/{model_id}",
         "Models",
         "A model",
         ShownModel,
         parameters=(_path("model_id", "a name, which may hold slashes"),),
         errors=(*_EDGE, 404),
     ),
-    Operation("get", "/health", "State", "Whether the process is alive", Health),
+    Operation("get /health", "State", "Whether the process is alive", Health),
     Operation(
-        "get",
-        "/ready",
+        "get /ready",
         "State",
         "Whether requests can be served",
         Readiness,
@@ -425,8 +403,7 @@ OPERATIONS = (
         other_answers=((503, Readiness),),
     ),
     Operation(
-        "get",
-        "/ping",
+        "get /ping",
         "State",
         "The same, as SageMaker asks",
         Readiness,
@@ -434,25 +411,23 @@ OPERATIONS = (
         other_answers=((503, Readiness),),
     ),
     Operation(
-        "post",
-        "/ping",
+        "post /ping",
         "State",
         "The same, as SageMaker asks",
         Readiness,
         errors=(*(set(_EDGE) - {503}), 415),
         other_answers=((503, Readiness),),
     ),
-    Operation("get", "/load", "State", "Requests of this gateway process", ServerLoad),
-    Operation("get", "/metrics", "State", "Metrics in Prometheus' format", TEXT),
+    Operation("get /load", "State", "Requests of this gateway process", ServerLoad),
+    Operation("get /metrics", "State", "Metrics in Prometheus' format", TEXT),
     Operation(
-        "get",
-        "/metrics/targets",
+        "get /metrics/targets",
         "State",
         "Targets for Prometheus' discovery",
         TargetGroup,
         is_list=True,
     ),
-    Operation("get", "/version", "State", "The version of Baton", ServerVersion),
-    Operation("get", "/openapi.json", "Description", "This document", JSON),
-    Operation("get", "/docs", "Description", "This document as a page", HTML),
+    Operation("get /version", "State", "The version of Baton", ServerVersion),
+    Operation("get /openapi.json", "Description", "This document", JSON),
+    Operation("get /docs", "Description", "This document as a page", HTML),
 )

@@ -269,7 +269,7 @@ async def test_a_message_that_does_not_come_is_not_waited_for(monkeypatch):
 
 @in_time
 async def test_streams_that_need_no_key_are_bounded(monkeypatch):
-    monkeypatch.setattr("router.gateway.inference.small_messages.MAX_STREAMS", 1)
+    monkeypatch.setattr("router.gateway.inference.server.MAX_STREAMS", 1)
     async with inference(FakeRouter()) as client:
         health = health_pb2_grpc.HealthStub(client.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.gateway.dashboard.feed import MAX_SUBSCRIBERS, MAX_UNREAD, Feed
+from router.gateway.dashboard.service import MAX_SUBSCRIBERS, MAX_UNREAD, Feed
 from router.inbox.api_errors import ApiError
 
 

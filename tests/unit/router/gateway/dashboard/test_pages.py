@@ -12,8 +12,7 @@ from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.learning import MovedKv
 from router.gateway.app import app_of, dashboard_of
 from router.gateway.background import BackgroundWork
-from router.gateway.dashboard.assets import load_assets
-from router.gateway.dashboard.pages import WebPages
+from router.gateway.dashboard.pages import WebPages, load_assets
 from router.gateway.dashboard.snapshot import counts_of
 from router.machine.requests import Update
 from router.port import WorkerStatus

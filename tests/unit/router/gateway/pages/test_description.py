@@ -13,9 +13,9 @@ from referencing.jsonschema import DRAFT202012
 
 from engine.config import DashboardMode
 from engine.messages import Logprobs
+from router.gateway.openapi.bodies import EXAMPLES
 from router.gateway.openapi.document import document
 from router.gateway.openapi.errors import ERRORS
-from router.gateway.openapi.examples import EXAMPLES
 from router.machine.requests import Update
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import EOS, STOP, FakeRouter, answer, get, make_app, post
