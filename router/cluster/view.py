@@ -173,7 +173,8 @@ class WorkerView:
         This happens often and changes little, so it does not put the worker into `touched`.
         """
         self.decodes[seq_id].context_tokens += num_tokens
-        self.grow_decodes(num_tokens)
+        self.context_tokens += num_tokens
+        self.totals.context_tokens += num_tokens
 
     def grow_decodes(self, num_tokens: int) -> None:
         """Adds `num_tokens` to the context totals after claims have grown."""

@@ -98,8 +98,9 @@ class Ends:
     ) -> list[RouterEffect]:
         """Ends all attempts of a request, and releases their claims."""
         effects: list[RouterEffect] = []
-        for attempt in flight.attempts:
-            effects += self._end_one(flight, attempt, now_s, tell_workers=tell_workers)
+        for attempt in (flight.attempt, flight.hedge):
+            if attempt is not None:
+                effects += self._end_one(flight, attempt, now_s, tell_workers=tell_workers)
         flight.attempt = flight.hedge = None
         return effects
 

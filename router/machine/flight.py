@@ -3,7 +3,6 @@
 Plain records. `ends`, `placing` and `progress` decide what happens to them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -214,11 +213,6 @@ class Flight:
             self._prompt = self.request.prompt()
         return self._prompt
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens to the answer."""
-        self.tokens += token_ids
-        self.length += len(token_ids)
-
     def predicted_len(self, lengths: AnswerLengths) -> int:
         """Returns the predicted final length, prompt included; memory is reserved for it.
 
@@ -327,5 +321,12 @@ def timeline(flight: Flight, now_s: float, stamps: Stamps | None = None) -> Time
         prefill_worker=flight.workers[0],
         decode_worker=flight.workers[1],
         decision=flight.decision,
-        stays=(*flight.past, *[each.stay(flight.request.received_s) for each in flight.attempts]),
+        stays=(
+            *flight.past,
+            *[
+                attempt.stay(flight.request.received_s)
+                for attempt in (flight.attempt, flight.hedge)
+                if attempt is not None
+            ],
+        ),
     )

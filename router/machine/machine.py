@@ -290,7 +290,7 @@ class RouterMachine:
         if self.demand.is_observed and not request.is_background:
             self.demand.arrived(flight, now_s)
         effects: list[RouterEffect] = []
-        is_full = state.waiting.num_requests >= state.config.max_queue
+        is_full = state.waiting.queue.size + state.waiting.num_held >= state.config.max_queue
         if is_full:
             effects = self._rebalance.make_place(flight, now_s)
         is_bounded = (

@@ -34,11 +34,11 @@ from router.policies.candidates import (
     Backlog,
     decode_blocks,
     find,
+    keeper,
     predicted_ready_s,
     tokens_to_compute,
     with_leader,
 )
-from router.policies.keeping import keeper
 from router.policies.pulling import Bid, Holders, bid
 
 HEDGE_LEAST_S = 1.0  # seconds; predictions on a busy machine are less exact than this

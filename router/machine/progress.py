@@ -316,9 +316,17 @@ class Progress:
         tell_workers: bool,
     ) -> list[RouterEffect]:
         """Appends tokens to an answer, which may end with them."""
-        num_before = len(flight.tokens)
-        flight.append(update.token_ids)
-        self._grow(flight, len(update.token_ids))
+        num_before, num_new, attempt = len(flight.tokens), len(update.token_ids), flight.attempt
+        assert attempt is not None
+        flight.tokens += update.token_ids
+        flight.length += num_new
+        worker = self._state.view.workers[attempt.decode]
+        worker.grow_decode(attempt.seq_id, num_new)
+        if flight.length > attempt.reserved_len:  # an outgrown prediction is replaced by a new one
+            attempt.reserved_len = flight.predicted_len(self._state.lengths)
+            num_blocks = worker.info.layout.num_blocks_for(attempt.reserved_len)
+            worker.extend_decode(attempt.seq_id, num_blocks)
+            self._state.counters["answer", "longer than predicted"] += 1
         if num_before == 0:
             flight.stamps.first_token_s = now_s
         if num_before < 2 <= len(flight.tokens):
@@ -329,18 +337,6 @@ class Progress:
         if num_before < 2:
             update = replace(update, timeline=timeline(flight, now_s))
         return [update]
-
-    def _grow(self, flight: Flight, num_tokens: int) -> None:
-        """Grows the claim at the decode worker. An outgrown prediction is replaced by a new one."""
-        attempt = flight.attempt
-        assert attempt is not None
-        worker = self._state.view.workers[attempt.decode]
-        worker.grow_decode(attempt.seq_id, num_tokens)
-        if flight.length > attempt.reserved_len:
-            attempt.reserved_len = flight.predicted_len(self._state.lengths)
-            num_blocks = worker.info.layout.num_blocks_for(attempt.reserved_len)
-            worker.extend_decode(attempt.seq_id, num_blocks)
-            self._state.counters["answer", "longer than predicted"] += 1
 
     # ------------------------------------------------------------ returned sequences
 

@@ -33,7 +33,9 @@ class PrefixHashes:
     ) -> None:
         """`known` has the hashes of the first full blocks, by block size."""
         self._salt = salt
-        self._hashes = {size: list(hashes) for size, hashes in (known or {}).items()}
+        self._hashes: dict[int, list[BlockHash]] = {}
+        if known is not None:
+            self._hashes = {size: list(hashes) for size, hashes in known.items()}
 
     def copy(self) -> "PrefixHashes":
         """Returns the same hashes for a longer prompt that begins with all of these tokens."""

@@ -34,6 +34,7 @@ from router.policies.base import (
 )
 
 LEAST_WAIT_S = 1e-3  # seconds; predictions and sums of times are less exact than this
+LEAST_ROOM = 1 / 16  # minimum share of a worker's blocks, as a full decode worker gets room again
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,3 +316,34 @@ def kept_tokens(asked: Asked, prefill: Worker) -> int:
         return 0
     kept = asked.need.kept_tokens
     return max((kept.get(i, 0) for i, _ in asked.candidates.partners(prefill[0])), default=0)
+
+
+def keeper(
+    prefill: WorkerView, decode: WorkerView, decision: Decision, num_tokens: int
+) -> WorkerId:
+    """Chooses which of two workers that hold a prompt keeps its KV, and adds to its turnover.
+
+    After a hand-over, both workers hold the prompt. One copy is redundant, so its worker evicts
+    these blocks before all others. The same holds after a pull of a prefix.
+
+    The keeper is the worker whose cache has turned over less so far: blocks stored, as a share of
+    its room for cached blocks. So the caches of all workers turn over equally fast, and together
+    they hold as much as one cache of their total size. Blocks that a worker has cached already are
+    not counted again. So a conversation mostly stays on its worker.
+
+    A worker that stored nothing for a long time does not get everything afterwards: it is assumed
+    to be at most one turnover behind.
+    """
+    pulled_here = decode.info.worker_id == decision.pulled_from
+    here = _turnover_with(prefill, num_tokens - decision.num_matched_tokens)
+    there = _turnover_with(decode, num_tokens - (decision.num_cached_tokens if pulled_here else 0))
+    chosen, end = (prefill, here) if here <= there else (decode, there)
+    chosen.turnover = max(end, max(prefill.turnover, decode.turnover) - 1.0)
+    return chosen.info.worker_id
+
+
+def _turnover_with(worker: WorkerView, num_new_tokens: int) -> float:
+    """Returns the turnover of a worker's cache after it has stored these tokens."""
+    info = worker.info
+    room = max(info.num_blocks - worker.promised_blocks, LEAST_ROOM * info.num_blocks)
+    return worker.turnover + info.layout.num_blocks_for(num_new_tokens) / room

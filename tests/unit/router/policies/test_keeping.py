@@ -4,7 +4,7 @@ from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, Welcome
 from router.cluster.view import WorkerView
 from router.policies.base import Decision
-from router.policies.keeping import keeper
+from router.policies.candidates import keeper
 
 LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(1, 1, 16),))
 
