@@ -217,12 +217,11 @@ class WorkerLinks:
             self.joined.set()
             feed = self._follow(info)
             while (frame := await client.receive()) is not None:
-                messages = self._take_frame(info.worker_id, frame)
-                if feed is not None:
-                    _count_batches(feed, messages)
-                match messages:
-                    case [StillStepping() as step]:
-                        self._check_step(info.worker_id, step)
+                for message in self._take_frame(info.worker_id, frame):
+                    if isinstance(message, StillStepping):
+                        self._check_step(info.worker_id, message)
+                    elif isinstance(message, LoadReport) and feed is not None:
+                        feed.counted(message.num_event_batches)
         except (ConnectionError, ProtocolError, StepStuck) as error:
             reason = type(error).__name__
             raise
@@ -323,10 +322,3 @@ def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) 
     if len(set(formats.values())) == 1:
         return f"{fingerprint}-{next(iter(formats.values()))}"
     return "-".join([fingerprint, *(f"{role}_{formats[role]}" for role in formats)])
-
-
-def _count_batches(feed: BlockFeed, messages: Sequence[ToGateway]) -> None:
-    """Passes the worker's number of published batches to its feed."""
-    for message in messages:
-        if isinstance(message, LoadReport):
-            feed.counted(message.num_event_batches)

@@ -207,21 +207,14 @@ class Estimates:
         """Returns the formula for pulls to a worker, timed from the request for the blocks."""
         known = self._pull_costs.get(key := worker_class(worker))
         if known is None:
-            bare = self._bare_pull_cost(worker)
+            bare = self._online.costs(key).pull if self._of("pull", worker).are_enough else None
+            bare = bare or self._prior.pull
+            if bare is None:
+                byte_s = self._pull_rate.s_per_unit or 1 / FIRST_PULL_BYTES_PER_S
+                bare = PullCost(0.0, 0.0, 1 / max(byte_s, 1e-15))
             known = PullCost(bare.fixed_s + PULL_OVERHEAD_S, bare.block_s, bare.bytes_per_s)
             self._pull_costs[key] = known
         return known
-
-    def _bare_pull_cost(self, worker: WorkerView) -> PullCost:
-        if self._of("pull", worker).are_enough:
-            learned = self._online.costs(worker_class(worker)).pull
-            if learned is not None:
-                return learned
-        if self._prior.pull is not None:
-            return self._prior.pull
-        byte_s = self._pull_rate.s_per_unit
-        bytes_per_s = FIRST_PULL_BYTES_PER_S if byte_s is None else 1 / max(byte_s, 1e-15)
-        return PullCost(0.0, 0.0, bytes_per_s)
 
     def load_cost(self, store: WorkerView, medium: str) -> LoadCost:
         """Returns the formula for a store's reads of a lower medium: its own, or a guess."""
@@ -237,17 +230,14 @@ class Estimates:
         """Returns the formula for a worker's decode steps."""
         key = worker_class(worker)
         if key not in self._decode_costs:
-            self._decode_costs[key] = self._find_decode_cost(worker)
+            known, cost = self._known("decode", worker), self._prior.decode
+            step_s = self._step_rate.s_per_unit
+            if known is not None:
+                cost = self._online.costs(known).decode
+            elif cost is None and step_s is not None:
+                cost = DecodeCost(step_s, 0.0, 0.0)
+            self._decode_costs[key] = cost
         return self._decode_costs[key]
-
-    def _find_decode_cost(self, worker: WorkerView) -> DecodeCost | None:
-        known = self._known("decode", worker)
-        if known is not None:
-            return self._online.costs(known).decode
-        if self._prior.decode is not None:
-            return self._prior.decode
-        step_s = self._step_rate.s_per_unit
-        return None if step_s is None else DecodeCost(step_s, 0.0, 0.0)
 
     def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
         """Predicts the seconds to compute a prompt with `num_cached` leading tokens cached."""

@@ -63,7 +63,7 @@ from router.machine.events import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.flight import Attempt, Flight, Stamps, timeline
+from router.machine.flight import Flight, Stamps, timeline
 from router.machine.hedging import Hedging
 from router.machine.moves.moving import Moving
 from router.machine.moves.stages import MoveStage
@@ -79,19 +79,6 @@ from router.policies.candidates import longest_predicted_s, predicted_ready_s
 STUCK_FACTOR = 20.0  # even on the busiest machine no step takes this many times its prediction
 EARLY_FACTOR = 10.0  # times `stuck_step_s`, for steps that may compile something first
 NO_BOUNDS = (None, None, None)
-
-__all__ = [
-    "Arrived",
-    "ClientGone",
-    "FromWorker",
-    "RouterEffect",
-    "RouterEvent",
-    "RouterMachine",
-    "SendTo",
-    "Tick",
-    "WorkerJoined",
-    "WorkerLost",
-]
 
 
 class RouterMachine:
@@ -215,7 +202,10 @@ class RouterMachine:
         """
         match event:
             case BlocksChanged(worker_id):
-                return self._may_prefill_locally(worker_id)
+                worker = self.state.view.workers.get(worker_id)
+                if worker is None or not self.state.policy.is_fluid:
+                    return False
+                return worker.info.is_fluid and worker.info.role.decodes
             case BlockEventsMissed() | Arrived(more_come=True):
                 return False
             case FromWorker(_, Tokens(finish=None) | DecodeStarted()):
@@ -224,12 +214,6 @@ class RouterMachine:
                 return any(message.finish is not None for message in tokens)
             case _:
                 return True
-
-    def _may_prefill_locally(self, worker_id: WorkerId) -> bool:
-        worker = self.state.view.workers.get(worker_id)
-        if worker is None or not self.state.policy.is_fluid:
-            return False
-        return worker.info.is_fluid and worker.info.role.decodes
 
     def next_wake_s(self) -> float | None:
         """Returns the time in seconds of the next `Tick` that is needed; None if nothing is due."""
@@ -342,17 +326,13 @@ class RouterMachine:
                     effects += self._ends.excuse(flight, "worker lost", now_s)
                 else:
                     effects += self._ends.retry(flight, "worker lost", now_s)
+            elif attempt.holder == worker_id and attempt.offer_due_s is not None:
+                effects += self._placing.compute_all(flight, attempt, "prefix holder lost", now_s)
             elif attempt.holder == worker_id:
-                effects += self._on_holder_lost(flight, attempt, now_s)
+                attempt.holder = None  # the prefill worker detects the loss itself
             elif attempt.move is not None and attempt.move.decode == worker_id:
                 effects += self._moving.redirect(flight, attempt, now_s)
         return effects
-
-    def _on_holder_lost(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
-        if attempt.offer_due_s is not None:
-            return self._placing.compute_all(flight, attempt, "prefix holder lost", now_s)
-        attempt.holder = None  # the prefill worker detects the loss itself
-        return []
 
     # ------------------------------------------------------------ deadlines
 
@@ -383,11 +363,9 @@ class RouterMachine:
             return self._ends.retry(flight, "no news in time", now_s)
         if flight.tokens:
             return self._ends.end(flight, Failed(self._why_late()), now_s)
-        return self._ends.end(flight, self._overdue(now_s), now_s)
-
-    def _overdue(self, now_s: float) -> Rejected:
         self.state.counters["rejected", "no room in time"] += 1
-        return Rejected(self._why_late(), self._admission.drain_s(now_s))
+        refusal = Rejected(self._why_late(), self._admission.drain_s(now_s))
+        return self._ends.end(flight, refusal, now_s)
 
     def _why_late(self) -> str:
         missing = self.state.view.missing()

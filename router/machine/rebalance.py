@@ -69,7 +69,8 @@ class Rebalance:
         """Places requests that have waited `turn_after_s` in room freed from other keys."""
         after_s = self._state.config.turn_after_s
         effects: list[RouterEffect] = []
-        if after_s is None or self._placing.busy is None or not self._is_asked_by_key():
+        # Either all requests have a key, or none has.
+        if after_s is None or self._placing.busy is None or next(self._firsts(), None) is None:
             self.due_s = None
             return effects
         if now_s < self._look_at_s:
@@ -145,11 +146,6 @@ class Rebalance:
             if flight.request.has_key:
                 held[flight.request.tenant] += _held_by(flight)
         return held
-
-    def _is_asked_by_key(self) -> bool:
-        """True if a request with an API key waits. Either all requests have a key, or none has."""
-        first = next(iter(self._state.waiting.queue.firsts()), None)
-        return first is not None and self._state.flights[first].request.has_key
 
     def _is_contended(self) -> bool:
         """True if a key waits while another key holds room."""

@@ -42,7 +42,7 @@ from engine.demand import DecodeCost
 from engine.messages import Role, SeqId, WorkerId
 from engine.worker.costs import PullCost
 from router.cluster.learning import AnswerLengths
-from router.cluster.view import ClusterView, DecodeClaim, WorkerView
+from router.cluster.view import ClusterView, WorkerView
 from router.policies.base import Costs, Need, Worker
 from router.policies.candidates import has_room, least, promised_share
 from router.policies.slo import LEND_RATIO, LEND_SHARE, tpot_s
@@ -209,13 +209,14 @@ def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
 
 def _leavers(worker: WorkerView, lengths: AnswerLengths) -> list[_Leaver]:
     """Returns the sequences of a worker; those with most to gain come first."""
-    leavers = [_leaver(seq_id, claim, lengths) for seq_id, claim in worker.decodes.items()]
+    leavers = []
+    for seq_id, claim in worker.decodes.items():
+        left, context_tokens = (
+            lengths.left(claim.max_tokens, claim.num_tokens),
+            claim.context_tokens,
+        )
+        leavers.append(_Leaver(seq_id, context_tokens, left, left / max(context_tokens, 1)))
     return sorted(leavers, key=attrgetter("worth"), reverse=True)
-
-
-def _leaver(seq_id: SeqId, claim: DecodeClaim, lengths: AnswerLengths) -> _Leaver:
-    left = lengths.left(claim.max_tokens, claim.num_tokens)
-    return _Leaver(seq_id, claim.context_tokens, left, left / max(claim.context_tokens, 1))
 
 
 def _may_gain(source: _Load, target: _Load, least_gain: float) -> bool:

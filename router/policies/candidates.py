@@ -19,6 +19,7 @@ than failing again.
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from engine.messages import Role, WorkerId
 from router.cluster.view import ClusterView, WorkerView
@@ -56,12 +57,12 @@ class Backlog:
         if ready_s is not None:
             behind_s = worker.ready(foreign_prefill_s(worker, self.costs) or 0.0)[1]
             if behind_s - self.seconds >= LEAST_WAIT_S:
-                return float("inf")
+                return inf
             wait_s = ready_s - self.seconds
             return wait_s if wait_s >= LEAST_WAIT_S else 0.0
         backlog = worker.reserved_tokens
         fits = backlog == 0 or backlog + num_tokens <= self.tokens
-        return 0.0 if fits else float("inf")
+        return 0.0 if fits else inf
 
 
 def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float | None:
@@ -125,7 +126,8 @@ def find(
         return Busy()
     waits = [(_wait_s(w, need, backlog), i, w) for i, w in prefillers]
     open_prefillers = [(i, w) for wait_s, i, w in waits if wait_s == 0.0]
-    if not open_decoders and not any(_may_decode(w) for _, w in open_prefillers):
+    may_decode = (w.info.is_fluid and not w.info.role.decodes for _, w in open_prefillers)
+    if not open_decoders and not any(may_decode):
         return Busy()
     busy = Busy()
     if open_prefillers:
@@ -135,20 +137,12 @@ def find(
         if isinstance(found, Candidates):
             return found
     else:
-        until_s = _soonest_s(min(wait_s for wait_s, _, _ in waits), backlog)
+        wait_s = min((wait_s for wait_s, _, _ in waits))
+        until_s = None if backlog is None or wait_s == inf else backlog.now_s + wait_s
         busy = Busy(until_s, Role.PREFILL)
     if is_fluid and any(worker.info.is_fluid for _, worker in open_decoders):
         return Candidates([], open_decoders, busy=busy)
     return busy
-
-
-def _may_decode(worker: WorkerView) -> bool:
-    """True if a prefill worker may be asked to decode."""
-    return worker.info.is_fluid and not worker.info.role.decodes
-
-
-def _soonest_s(wait_s: float, backlog: Backlog | None) -> float | None:
-    return None if backlog is None or wait_s == float("inf") else backlog.now_s + wait_s
 
 
 def _fault(
@@ -163,7 +157,7 @@ def _fault(
 
 def _wait_s(worker: WorkerView, need: Need, backlog: Backlog | None) -> float:
     if worker.info.role.decodes and not has_room(worker, need):
-        return float("inf")
+        return inf
     if backlog is None:
         return 0.0
     return backlog.wait_s(worker, tokens_to_compute(worker, need))

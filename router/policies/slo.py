@@ -118,9 +118,11 @@ def slowdown_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> floa
 
     Infinite if the sequences there leave no time for it. Mixed workers do not limit chunks.
     """
-    info = worker.info
-    pace_s = _present_step_s(worker, costs)
-    if not pace_s or not info.is_fluid or info.stretch is None:
+    info, num_seqs = worker.info, worker.num_decoding  # sequences that decode there now
+    if not num_seqs or not info.is_fluid or info.stretch is None:
+        return 1.0
+    pace_s = costs.step_s(worker, num_seqs, worker.decoding_context_tokens)
+    if not pace_s:
         return 1.0
     return slowdown_at(pace_s, info.stretch, bound_s)
 
@@ -163,12 +165,6 @@ def lending_loss_s(queue: Queue, slowdown: float) -> float:
     The sequence waits for the queued prompts, and each prompt waits for those before it.
     """
     return queue.seconds * (1.0 + (slowdown - 1.0) * (queue.waiting + 1.0) / 2.0)
-
-
-def _present_step_s(worker: WorkerView, costs: Costs) -> float | None:
-    """Seconds of a step of the sequences that decode there now; 0 if none decodes."""
-    num_seqs = worker.num_decoding
-    return costs.step_s(worker, num_seqs, worker.decoding_context_tokens) if num_seqs else 0.0
 
 
 def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:

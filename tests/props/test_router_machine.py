@@ -71,19 +71,20 @@ from engine.worker.blocks import BlockHash, hash_blocks
 from engine.worker.costs import LoadCost, PrefillCost, PullCost
 from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
-from router.machine.events import BlockEventsMissed, BlocksChanged
-from router.machine.flight import BALANCED, DRAINED, GATHERED, GIVEN_BACK
-from router.machine.machine import (
+from router.machine.events import (
     Arrived,
+    BlockEventsMissed,
+    BlocksChanged,
     ClientGone,
     FromWorker,
     RouterEvent,
-    RouterMachine,
     SendTo,
     Tick,
     WorkerJoined,
     WorkerLost,
 )
+from router.machine.flight import BALANCED, DRAINED, GATHERED, GIVEN_BACK
+from router.machine.machine import RouterMachine
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request, Update
 from router.recording.records import Recorder, replay
 from tests.kits.seeds import seeds

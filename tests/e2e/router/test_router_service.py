@@ -28,7 +28,7 @@ from engine.messages import (
 from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from router import links
-from router.machine.machine import Arrived, RouterEffect, RouterEvent, Tick
+from router.machine.events import Arrived, RouterEffect, RouterEvent, Tick
 from router.machine.requests import Cancelled, Failed, Finished
 from router.service import Router
 from tests.kits.router.scripted_workers import (

@@ -20,13 +20,8 @@ from engine.messages import (
     TransferAddress,
     Welcome,
 )
-from router.machine.machine import (
-    Arrived,
-    FromWorker,
-    RouterMachine,
-    SendTo,
-    WorkerJoined,
-)
+from router.machine.events import Arrived, FromWorker, SendTo, WorkerJoined
+from router.machine.machine import RouterMachine
 from router.machine.requests import Request, Update
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))

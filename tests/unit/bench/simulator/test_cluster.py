@@ -31,7 +31,8 @@ from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from engine.worker.events import FromGateway, LeaseEnded, PullDone, PullFailed
 from engine.worker.pace import StepPace
 from router.cluster.estimates import Estimates
-from router.machine.machine import Arrived, RouterMachine
+from router.machine.events import Arrived
+from router.machine.machine import RouterMachine
 from router.machine.requests import Finished
 
 TINY = HardwareProfile(

@@ -22,7 +22,7 @@ from engine.messages import (
     ToGateway,
     Tokens,
 )
-from router.machine.machine import ClientGone, FromWorker, Tick, WorkerLost
+from router.machine.events import ClientGone, FromWorker, Tick, WorkerLost
 from router.machine.progress import SEVERED_S
 from router.machine.requests import UNFIT, Cancelled, Failed, Finished, Rejected, Update
 from tests.kits.router.machine import LEASE, Driver, ends, sent

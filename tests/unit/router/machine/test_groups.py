@@ -19,7 +19,7 @@ from engine.messages import (
     Sampling,
     Tokens,
 )
-from router.machine.machine import Arrived, ClientGone, Tick, WorkerLost
+from router.machine.events import Arrived, ClientGone, Tick, WorkerLost
 from router.machine.requests import Cancelled, Finished, Rejected, Request, Update
 from tests.kits.router.machine import LEASE, Driver, ends, sent
 

@@ -20,8 +20,9 @@ from engine.messages import (
 )
 from engine.worker.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
+from router.machine.events import ClientGone, Tick, WorkerLost
 from router.machine.hedging import AGAIN_S, HEDGE_BURST, HEDGE_SHARE
-from router.machine.machine import ClientGone, RouterMachine, Tick, WorkerLost
+from router.machine.machine import RouterMachine
 from router.machine.placing import HEDGE_LEAST_S
 from router.machine.requests import Cancelled, Finished, Update
 from tests.kits.router.machine import LEASE, Driver, First, ends, sent

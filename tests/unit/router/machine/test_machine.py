@@ -16,7 +16,7 @@ from engine.messages import (
     RequestId,
     Tokens,
 )
-from router.machine.machine import ClientGone, Tick
+from router.machine.events import ClientGone, Tick
 from router.machine.requests import Cancelled, Failed, Finished, Rejected, Update
 from tests.kits.router.machine import LEASE, Driver, ends, sent
 

@@ -25,8 +25,9 @@ from engine.messages import (
     Tokens,
     Welcome,
 )
-from router.machine.machine import Arrived, FromWorker, RouterMachine, SendTo, Tick
-from router.machine.machine import WorkerJoined as Joined
+from router.machine.events import Arrived, FromWorker, SendTo, Tick
+from router.machine.events import WorkerJoined as Joined
+from router.machine.machine import RouterMachine
 from router.machine.requests import Finished, Request, Update
 
 BLOCK_SIZE = 16

@@ -29,8 +29,8 @@ from engine.messages import (
     Tokens,
     TransferAddress,
 )
+from router.machine.events import ClientGone, Tick, WorkerLost
 from router.machine.flight import DRAINED
-from router.machine.machine import ClientGone, Tick, WorkerLost
 from router.machine.moves.copying import NOT_HANDED_OVER
 from router.machine.moves.moving import NOT_MOVED
 from router.machine.moves.rule import GATHER_S

@@ -16,8 +16,8 @@ from engine.messages import (
     RequestId,
     Tokens,
 )
+from router.machine.events import ClientGone, WorkerLost
 from router.machine.flight import MAX_STAYS, running_timeline
-from router.machine.machine import ClientGone, WorkerLost
 from router.machine.requests import Stay, Timeline, Update
 from tests.kits.router.machine import LAYOUT, LEASE, Driver
 

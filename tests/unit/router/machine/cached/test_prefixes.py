@@ -22,8 +22,7 @@ from engine.messages import (
 )
 from engine.worker.block_events import AllBlocksCleared, stored
 from engine.worker.blocks import hash_blocks
-from router.machine.events import BlocksChanged
-from router.machine.machine import ClientGone, Tick, WorkerLost
+from router.machine.events import BlocksChanged, ClientGone, Tick, WorkerLost
 from router.machine.requests import Finished
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, ends, sent
 

@@ -29,8 +29,8 @@ from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemov
 from engine.worker.blocks import hash_blocks
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import PULL_OVERHEAD_S, Estimates
-from router.machine.events import BlockEventsMissed, BlocksChanged
-from router.machine.machine import RouterMachine, Tick, WorkerJoined, WorkerLost
+from router.machine.events import BlockEventsMissed, BlocksChanged, Tick, WorkerJoined, WorkerLost
+from router.machine.machine import RouterMachine
 from router.planning.demand import members
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, First, sent
 

@@ -1,6 +1,5 @@
 """The request machine when a decode worker joins beside a full one: sequences may move to it."""
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +32,8 @@ from engine.messages import (
 )
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
-from router.machine.machine import Arrived, RouterMachine, Tick, WorkerLost
+from router.machine.events import Arrived, Tick, WorkerLost
+from router.machine.machine import RouterMachine
 from router.machine.moves.stages import MoveStage
 from router.machine.requests import Request
 from tests.kits.router.machine import Driver, First, sent
@@ -140,25 +140,6 @@ def test_a_target_that_dies_costs_the_sequence_nothing(copying):
     assert copying.say("d0", Tokens("a.0", [6]))
 
 
-def test_a_source_that_dies_restarts_the_sequence_like_any_other(copying):
-    effects = copying.handle(WorkerLost("d0", "gone"))
-    assert ("d1", Cancel("a.1.copy")) in sent(effects, Cancel)
-    assert copying.counted("retried", "worker lost") == 3
-
-
-def test_a_target_that_dies_after_the_source_was_told_to_stop_is_replaced(leaving):
-    leaving.join("d2")
-    leaving.handle(WorkerLost("d1", "gone"))
-    effects = leaving.say("d0", HandedOver("a.0", LEASE))
-    assert [worker for worker, _ in sent(effects, Decode)] == ["d2"]
-
-
-def test_without_another_target_the_sequence_is_prefilled_again(leaving):
-    leaving.handle(WorkerLost("d1", "gone"))
-    assert leaving.counted("retried", "role changed") == 1
-    assert leaving.machine.state.flights["a"].num_counted == 1  # no failed attempt
-
-
 def test_a_late_copy_ends_the_move_and_the_sequence_rests(copying):
     copying.now_s += copying.machine.state.config.move_timeout_s
     copying.handle(Tick())
@@ -202,25 +183,6 @@ def test_a_drain_of_another_worker_goes_first():
     assert driver.counted("balance", "begun") == 0
     driver.report()
     assert driver.counted("balance", "begun") == 0
-
-
-def test_both_sides_of_a_pair_of_gateways_see_each_other():
-    """Each of the two knows three of the six sequences, and moves its half of the surplus."""
-    drivers = [Balanced(), Balanced()]
-    load = LoadReport(50, 0, 1, 1, 1, 0, 6, 0, decode_seqs=6, decode_blocks=24, context_tokens=48)
-    for driver in drivers:
-        driver.join("d1")
-        driver.say("d0", load, 1.0)
-    assert [driver.counted("balance", "begun") for driver in drivers] == [1, 1]
-
-
-def test_ties_break_the_same_way_each_time():
-    one, other = Balanced(), Balanced()
-    random.seed(1)
-    for driver in (one, other):
-        driver.join("d1")
-        driver.join("d2")
-    assert sent(one.report(), OfferPrefix) == sent(other.report(), OfferPrefix)
 
 
 # ---------------------------------------------------------------- idle prefill workers
