@@ -91,7 +91,7 @@ class _Sizes:
 
 
 class Estimates:
-    """Predictions of one gateway. Implements `router.policies.base.Costs`."""
+    """Predictions of one gateway. None means that nothing was measured yet."""
 
     def __init__(self, prior: WorkerCosts | None = None) -> None:
         """`prior` is used for a class until it was observed enough."""

@@ -41,9 +41,10 @@ from msgspec.structs import replace
 from engine.demand import DecodeCost
 from engine.messages import Role, SeqId, WorkerId
 from engine.worker.costs import PullCost
+from router.cluster.estimates import Estimates
 from router.cluster.learning import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
-from router.policies.base import Costs, Need, Worker
+from router.policies.base import Need, Worker
 from router.policies.candidates import has_room, least, promised_share
 from router.policies.slo import LEND_RATIO, LEND_SHARE, tpot_s
 
@@ -117,7 +118,7 @@ class _Leaver(msgspec.Struct, frozen=True):
 
 def relief(
     view: ClusterView,
-    costs: Costs,
+    costs: Estimates,
     lengths: AnswerLengths,
     *,
     least_gain: float,
@@ -155,7 +156,7 @@ def relief(
     return None
 
 
-def counted_step_s(worker: WorkerView, costs: Costs) -> float | None:
+def counted_step_s(worker: WorkerView, costs: Estimates) -> float | None:
     """Returns the weighted seconds of a worker's present step; None if nothing was measured."""
     load = _load(worker, costs)
     return None if load.cost is None else load.step_s()
@@ -168,7 +169,7 @@ def is_idle_lender(worker: WorkerView) -> bool:
     return info.role is Role.PREFILL and info.is_fluid and not has_prompts
 
 
-def _load(worker: WorkerView, costs: Costs, lenders: Lenders = NO_LENDERS) -> _Load:
+def _load(worker: WorkerView, costs: Estimates, lenders: Lenders = NO_LENDERS) -> _Load:
     idle_s = lenders.idle_s.get(worker.info.worker_id)
     return _Load(
         worker,
@@ -232,7 +233,7 @@ def _weight(source: _Load) -> float:
 
 
 def _chosen(
-    source: _Load, target: _Load, leavers: Iterable[_Leaver], costs: Costs, least_gain: float
+    source: _Load, target: _Load, leavers: Iterable[_Leaver], costs: Estimates, least_gain: float
 ) -> Iterator[SeqId]:
     """Yields the sequences that move, until both workers are predicted to be equally fast."""
     weight, pull = _weight(source), costs.pull_cost(target.worker)
@@ -272,7 +273,7 @@ def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, pull: P
 
 
 def next_decoder(
-    view: ClusterView, need: Need, *, source: WorkerId, costs: Costs, rng: random.Random
+    view: ClusterView, need: Need, *, source: WorkerId, costs: Estimates, rng: random.Random
 ) -> WorkerId | None:
     """Chooses where a sequence at `source` continues. None if no worker has room for it now.
 

@@ -13,9 +13,8 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from engine.demand import DecodeCost
 from engine.messages import Role, WorkerId
-from engine.worker.costs import PullCost
+from router.cluster.estimates import Estimates
 from router.cluster.view import ClusterView, WorkerView
 
 Worker = tuple[WorkerId, WorkerView]
@@ -83,38 +82,6 @@ class Known(Protocol):
 
     def matched_below(self) -> Mapping[tuple[WorkerId, str], int]:
         """Leading tokens on lower media of stores, by store and medium (`router.native.index`)."""
-        ...
-
-
-class Costs(Protocol):
-    """Predicted seconds. None means that nothing was measured yet."""
-
-    def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
-        """Seconds to compute a prompt of which `num_cached` leading tokens are cached."""
-        ...
-
-    def pull_s(self, worker: WorkerView, num_tokens: int) -> float:
-        """Seconds for this worker to pull `num_tokens` in full blocks; at first a guess."""
-        ...
-
-    def pull_cost(self, worker: WorkerView) -> PullCost:
-        """The formula of `pull_s`."""
-        ...
-
-    def load_s(self, store: WorkerView, medium: str, num_blocks: int) -> float:
-        """Seconds for a store to read `num_blocks` from a lower medium; at first a guess."""
-        ...
-
-    def offer_s(self) -> float:
-        """Seconds for a worker that is computing prompts to answer a request for a prefix."""
-        ...
-
-    def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
-        """Seconds of a decode step of `num_seqs` sequences with `context_tokens` in total."""
-        ...
-
-    def decode_cost(self, worker: WorkerView) -> DecodeCost | None:
-        """The formula of `step_s`."""
         ...
 
 
@@ -218,7 +185,7 @@ class Asked:
     candidates: Candidates
     need: Need
     known: Known
-    costs: Costs
+    costs: Estimates
     now_s: float
     rng: random.Random
     wait_bound_s: float = inf  # longest queue in seconds at a worker that prefills

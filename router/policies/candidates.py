@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from math import inf
 
 from engine.messages import Role, WorkerId
+from router.cluster.estimates import Estimates
 from router.cluster.view import ClusterView, WorkerView
 from router.policies.base import (
     Asked,
     Busy,
     Candidates,
-    Costs,
     Decision,
     Impossible,
     Need,
@@ -44,7 +44,7 @@ class Backlog:
 
     tokens: int  # limit with the new prompt included; an idle worker takes any prompt
     seconds: float  # limit without the new prompt; used if times are known
-    costs: Costs
+    costs: Estimates
     now_s: float
 
     def wait_s(self, worker: WorkerView, num_tokens: int) -> float:
@@ -65,7 +65,7 @@ class Backlog:
         return 0.0 if fits else inf
 
 
-def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float | None:
+def predicted_ready_s(worker: WorkerView, costs: Estimates, now_s: float) -> float | None:
     """Returns the seconds until the worker has computed all its prompts. None if unknown."""
     if worker.prefills and not worker.reserved_s:
         return None
@@ -73,7 +73,7 @@ def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float |
     return None if foreign_s is None else worker.ready_s(now_s, foreign_s=foreign_s)
 
 
-def longest_predicted_s(worker: WorkerView, costs: Costs) -> float | None:
+def longest_predicted_s(worker: WorkerView, costs: Estimates) -> float | None:
     """Returns the longest predicted step of a worker: all its work, with whole prompts.
 
     None if unknown.
@@ -89,7 +89,7 @@ def longest_predicted_s(worker: WorkerView, costs: Costs) -> float | None:
     return None if step_s is None else prefill_s + step_s
 
 
-def foreign_prefill_s(worker: WorkerView, costs: Costs) -> float | None:
+def foreign_prefill_s(worker: WorkerView, costs: Estimates) -> float | None:
     """Returns the seconds of other gateways' prompts at the last report. None if unknown."""
     if not worker.foreign.prompt_tokens:
         return 0.0

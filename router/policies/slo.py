@@ -73,8 +73,9 @@ from math import inf
 from typing import ClassVar
 
 from engine.messages import Role
+from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
-from router.policies.base import Asked, Busy, Costs, Decision, Need, Queue
+from router.policies.base import Asked, Busy, Decision, Need, Queue
 from router.policies.candidates import has_memory, has_room
 from router.policies.simple import shortest_backlog
 
@@ -113,7 +114,7 @@ def bound_s(asked: Asked) -> float | None:
     return bound_s if any(step_s is None or step_s <= bound_s for step_s in alone) else None
 
 
-def slowdown_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
+def slowdown_of(worker: WorkerView, costs: Estimates, bound_s: float | None) -> float:
     """Returns the factor by which decoding on the worker lengthens a prompt.
 
     Infinite if the sequences there leave no time for it. Mixed workers do not limit chunks.
@@ -133,7 +134,7 @@ def slowdown_at(step_s: float, stretch: float, bound_s: float | None) -> float:
     return limit_s / (limit_s - step_s) if limit_s > step_s else inf
 
 
-def lent_tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
+def lent_tpot_s(worker: WorkerView, need: Need, costs: Estimates) -> float | None:
     """Returns the seconds per token if a fluid prefill worker decoded. None if it may not."""
     info = worker.info
     if info.role is not Role.PREFILL or not info.is_fluid or not has_room(worker, need):
@@ -167,13 +168,13 @@ def lending_loss_s(queue: Queue, slowdown: float) -> float:
     return queue.seconds * (1.0 + (slowdown - 1.0) * (queue.waiting + 1.0) / 2.0)
 
 
-def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
+def tpot_s(worker: WorkerView, need: Need, costs: Estimates) -> float | None:
     """Returns the seconds per token at a decode worker once the request has joined."""
     context_tokens = worker.mean_context_tokens + need.mean_context_tokens
     return costs.step_s(worker, worker.num_decodes + 1, context_tokens)
 
 
-def joined_price_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
+def joined_price_s(worker: WorkerView, need: Need, costs: Estimates) -> float | None:
     """Returns the same, plus the slowdown of the sequences that decode there."""
     own_tokens = need.mean_context_tokens
     context_tokens = worker.mean_context_tokens + own_tokens
@@ -181,7 +182,7 @@ def joined_price_s(worker: WorkerView, need: Need, costs: Costs) -> float | None
 
 
 def token_price_s(
-    worker: WorkerView, costs: Costs, num_seqs: int, context_tokens: int, own_tokens: int
+    worker: WorkerView, costs: Estimates, num_seqs: int, context_tokens: int, own_tokens: int
 ) -> float | None:
     """Returns the seconds per token of one sequence, plus the time that it adds to the steps of
     others.

@@ -10,9 +10,10 @@ from math import inf
 import msgspec
 
 from engine.messages import Role, Welcome, WorkerId
+from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
 from router.native.fleet import reason
-from router.policies.base import EMPTY, Asked, Busy, Costs, Decision, Queue, Worker
+from router.policies.base import EMPTY, Asked, Busy, Decision, Queue, Worker
 from router.policies.candidates import has_memory, predicted_ready_s, with_leader
 from router.policies.pulling import Holder, Holders, bid
 from router.policies.slo import (
@@ -304,7 +305,7 @@ class _Question:
         return tpot_s(self._asked.view.workers[decode], self._asked.need, self._asked.costs)
 
 
-def weight_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
+def weight_of(worker: WorkerView, costs: Estimates, bound_s: float | None) -> float:
     """The slowdown, and without a bound on their pace the sequences that wait for the prompt."""
     delays = worker.info.is_fluid and bound_s is None
     return slowdown_of(worker, costs, bound_s) + (worker.num_decoding if delays else 0)
