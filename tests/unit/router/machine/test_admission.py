@@ -1,34 +1,26 @@
 """Refusals of new requests, their `Retry-After`, and two pools under twice their load."""
 
-import heapq
-import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 from statistics import mean, pstdev
 
 import msgspec
 import pytest
 
+from bench.simulator.cluster import SimulatedPools, SimulatedRequest, SimulationSetup, simulate
+from bench.simulator.hardware import HardwareProfile
+from bench.simulator.traces import Trace, TraceRequest
 from engine.config import RouterConfig, RouterPolicy
 from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     PROTOCOL_VERSION,
-    Decode,
-    FinishReason,
-    FirstToken,
-    KvReady,
     LeaseRef,
     Limits,
-    Prefill,
-    PrefillDone,
-    PrefillStarted,
     RequestId,
     Role,
     RoleChanged,
     Sampling,
-    Tokens,
     TransferAddress,
     Welcome,
 )
@@ -36,7 +28,7 @@ from engine.worker.blocks import hash_blocks
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.admission import Admission, DecodeLoad
-from router.machine.events import Arrived, FromWorker, SendTo, Tick, WorkerJoined
+from router.machine.events import Arrived, FromWorker, Tick, WorkerJoined
 from router.machine.machine import RouterMachine
 from router.machine.requests import Rejected, Request, Update
 
@@ -186,151 +178,52 @@ class Late(Admission):
         return DecodeLoad(there / len(decoders), 0.0)
 
 
-@dataclass
-class Told:
-    """The answer of one client so far, and its length at the end."""
-
-    sent_s: float
-    num_tokens: int
-    first_s: float | None = None
-    last_s: float | None = None
-    refused: bool = False
-
-    def is_good(self, ttft_s: float, tpot_s: float) -> bool:
-        if self.first_s is None or self.last_s is None:
-            return False
-        pace_s = (self.last_s - self.first_s) / max(self.num_tokens - 1, 1)
-        return self.first_s - self.sent_s <= ttft_s and pace_s <= tpot_s
-
-
-STRIDE = 5  # steps at once: quicker, and all the same
-
-
-@dataclass
-class Loop:
-    """A machine with workers that take as long as the costs predict."""
-
-    router: RouterMachine
-    costs: WorkerCosts
-    now_s: float = 0.0
-    heap: list = field(default_factory=list)
-    clients: dict[str, Told] = field(default_factory=dict)
-    prompts: dict[str, list[str]] = field(default_factory=dict)  # by prefill worker, first is run
-    running: dict[str, dict[str, int]] = field(default_factory=dict)  # tokens to come, by sequence
-    order: itertools.count = field(default_factory=itertools.count)
-
-    def at(self, at_s: float, act) -> None:
-        heapq.heappush(self.heap, (at_s, next(self.order), act))
-
-    def run(self) -> None:
-        while self.heap:
-            self.now_s, _, act = heapq.heappop(self.heap)
-            act()
-
-    def handle(self, event) -> None:
-        for effect in self.router.handle(event, self.now_s):
-            match effect:
-                case SendTo(worker, Prefill(seq_id)):
-                    self.prompts.setdefault(worker, []).append(seq_id)
-                    if len(self.prompts[worker]) == 1:
-                        self.begin(worker)
-                case SendTo(worker, FirstToken(seq_id)):
-                    self.join(worker, seq_id)
-                case SendTo(_, Decode()):
-                    pass
-                case Update(outcome=Rejected(), request_id=request_id):
-                    self.clients[request_id].refused = True
-                case Update(outcome=outcome, request_id=request_id):
-                    told = self.clients[request_id]
-                    told.first_s = told.first_s or self.now_s
-                    if outcome is not None:
-                        told.last_s = self.now_s
-                case other:
-                    raise AssertionError(other)
-        wake_s = self.router.next_wake_s() if self.router.state.waiting.queue else None
-        if wake_s is not None and wake_s > self.now_s:
-            self.at(wake_s, lambda: self.handle(Tick()))
-
-    def begin(self, worker: str) -> None:
-        seq_id = self.prompts[worker][0]
-        self.handle(FromWorker(worker, PrefillStarted(seq_id, 0, LEASE)))
-        seconds = self.costs.prefill.seconds(PROMPT_LEN)
-        self.at(self.now_s + seconds, lambda: self.computed(worker, seq_id))
-
-    def computed(self, worker: str, seq_id: str) -> None:
-        self.prompts[worker].pop(0)
-        waits = bool(self.prompts[worker])
-        self.handle(FromWorker(worker, PrefillDone(seq_id, 1, None)))
-        if waits:
-            self.begin(worker)
-
-    def join(self, worker: str, seq_id: str) -> None:
-        running = self.running.setdefault(worker, {})
-        running[seq_id] = self.clients[seq_id.removesuffix(".0")].num_tokens - 1
-        self.handle(FromWorker(worker, KvReady(seq_id, 1, 0, "toy", 1e-6)))
-        if len(running) == 1:
-            self.step(worker)
-
-    def step(self, worker: str) -> None:
-        running = self.running[worker]
-        if running:
-            pace_s = self.costs.decode.seconds(len(running), 0)
-            self.at(self.now_s + STRIDE * pace_s, lambda: self.stepped(worker, list(running)))
-
-    def stepped(self, worker: str, seq_ids: list[str]) -> None:
-        running = self.running[worker]
-        for seq_id in seq_ids:
-            running[seq_id] -= STRIDE
-            finish = None
-            if running[seq_id] <= 0:
-                del running[seq_id]
-                finish = FinishReason.STOP
-            self.handle(FromWorker(worker, Tokens(seq_id, [1] * STRIDE, finish)))
-        self.step(worker)
-
-
 TTFT_S, TPOT_S = 5.0, 0.030
-NUM_PREFILL, NUM_DECODE = 28, 2
 # a prompt takes two seconds; ten sequences a decode worker keep the pace: seven requests a second
-SLOW = WorkerCosts(PrefillCost(0.0, 0.02), DecodeCost(0.01, 0.002, 0.0), PullCost(0.0, 0.0, 1e12))
+SLOW = HardwareProfile(
+    name="slow",
+    source="made up",
+    layout=LAYOUT,
+    num_blocks=10_000,
+    prefill=PrefillCost(0.0, 0.02),
+    decode=DecodeCost(0.01, 0.002, 0.0),
+    pull=COSTS.pull,
+)
 RATE_PER_S = 13.5
-DURATION_S, WARM_S, WINDOW_S = 60, 12, 2
+DURATION_S, WARM_S, WINDOW_S = 60, 24, 2  # until then it learns the lengths of answers
 
 
-def overload(admission: type[Admission]) -> Loop:
+def overload(admission: type[Admission]) -> list[SimulatedRequest]:
+    """Requests and their results, in order of arrival. The policy itself keeps no bounds."""
     rng = random.Random(1)
-    workers = [welcome(f"p{i:02}") for i in range(NUM_PREFILL)]
-    workers += [welcome(f"d{i}") for i in range(NUM_DECODE)]
-    estimates = Estimates(SLOW)
-    config = {"slo_ttft_s": TTFT_S, "slo_tpot_s": TPOT_S}
-    # the policy knows no bounds: only admission keeps them
-    config["policy"] = RouterPolicy.LEAST_LOADED
-    router = machine(*workers, estimates=estimates, **config)
+    policy = RouterPolicy.LEAST_LOADED
+    config = RouterConfig(policy=policy, slo_ttft_s=TTFT_S, slo_tpot_s=TPOT_S)
+    estimates = Estimates(WorkerCosts(SLOW.prefill, SLOW.decode, SLOW.pull))
+    router = RouterMachine(config, estimates=estimates)
     router._admission = admission(router.state)
-    loop = Loop(router, SLOW)
-    for number in range(int(RATE_PER_S * DURATION_S)):
-        sent_s = number / RATE_PER_S
-        num_tokens = min(int(rng.expovariate(1 / 100)) + 2, 400)
-        loop.clients[f"r{number}"] = Told(sent_s, num_tokens)
-        event = arrival(f"r{number}", sent_s, max_tokens=400)
-        loop.at(sent_s, lambda event=event: loop.handle(event))
-    loop.run()
-    router.validate()
-    assert router.num_flights == 0
-    return loop
+    lengths = [min(int(rng.expovariate(1 / 100)) + 2, 400) for _ in range(810)]
+    requests = [TraceRequest(i / RATE_PER_S, PROMPT_LEN, n) for i, n in enumerate(lengths)]
+    setup = SimulationSetup(SLOW, SimulatedPools(28, 2), max_answer_tokens=400)
+    return simulate(Trace("overload", 16, tuple(requests)), setup, router).records
 
 
-def admitted(loop: Loop) -> list[int]:
+def let_in(records: list[SimulatedRequest]) -> list[SimulatedRequest]:
+    return [record for record in records if not isinstance(record.outcome, Rejected)]
+
+
+def admitted(records: list[SimulatedRequest]) -> list[int]:
     """Counts admitted requests, by window."""
-    counts = Counter(
-        int(told.sent_s / WINDOW_S) for told in loop.clients.values() if not told.refused
-    )
+    counts = Counter(int(record.asked.arrived_s / WINDOW_S) for record in let_in(records))
     return [counts[window] for window in range(WARM_S // WINDOW_S, DURATION_S // WINDOW_S)]
 
 
-def goodput(loop: Loop) -> int:
-    """Counts answers within their bounds; a stride is as slow as its slowest step."""
-    return sum(told.is_good(TTFT_S, 1.1 * TPOT_S) for told in loop.clients.values())
+def goodput(records: list[SimulatedRequest]) -> int:
+    """Counts answers within their bounds."""
+    return sum(
+        record.times_s[0] - record.asked.arrived_s <= TTFT_S
+        and record.times_s[-1] - record.times_s[0] <= 1.1 * TPOT_S * (len(record.times_s) - 1)
+        for record in let_in(records)
+    )
 
 
 def test_cluster_under_twice_its_load_admits_a_steady_rate_and_keeps_bounds():
@@ -340,8 +233,4 @@ def test_cluster_under_twice_its_load_admits_a_steady_rate_and_keeps_bounds():
     assert pstdev(steady) < 0.4 * mean(steady)  # answers end at random: that alone is 0.28
     assert pstdev(steady) < 0.5 * pstdev(waves)
     assert goodput(early) >= goodput(late)
-    assert goodput(early) / sum(let_in(early)) > goodput(late) / sum(let_in(late))
-
-
-def let_in(loop: Loop) -> list[bool]:
-    return [not told.refused for told in loop.clients.values()]
+    assert goodput(early) / len(let_in(early)) > goodput(late) / len(let_in(late))
