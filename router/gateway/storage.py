@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from engine.errors import ConfigError
 from router.gateway.batches.tables import TABLES as BATCH_TABLES
@@ -26,8 +26,8 @@ BUSY_TIMEOUT_S = 10.0  # seconds; other processes hold the file for milliseconds
 # The whole schema. Each part of the gateway adds its tables here, with IF NOT EXISTS.
 TABLES = BATCH_TABLES + RESPONSE_TABLES
 
+P = ParamSpec("P")
 T = TypeVar("T")
-Work = Callable[[sqlite3.Connection], T]
 
 
 class Storage:
@@ -48,14 +48,19 @@ class Storage:
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"gateway.store: {self._path}: {error}") from error
 
-    async def run(self, work: Work[T]) -> T:
-        """Runs one transaction and returns its result.
+    async def run(
+        self,
+        work: Callable[Concatenate[sqlite3.Connection, P], T],
+        *args: P.args,
+        **given: P.kwargs,
+    ) -> T:
+        """Calls `work` in one transaction, with the connection, and returns its result.
 
         Exceptions in `work` roll it back. Raises ApiError if too much work is waiting.
         """
         if self._num_waiting >= MAX_WAITING:
             raise ApiError("the store is busy; try again", code="overloaded", status=503)
-        return await self._in_thread(lambda: self._transaction(work))
+        return await self._in_thread(lambda: self._transaction(work, *args, **given))
 
     async def close(self) -> None:
         """Waits for the work in progress, and closes the file."""
@@ -92,11 +97,16 @@ class Storage:
         self._connection = connection
         return connection
 
-    def _transaction(self, work: Work[T]) -> T:
+    def _transaction(
+        self,
+        work: Callable[Concatenate[sqlite3.Connection, P], T],
+        *args: P.args,
+        **given: P.kwargs,
+    ) -> T:
         connection = self._opened()
         connection.execute("BEGIN IMMEDIATE")
         try:
-            result = work(connection)
+            result = work(connection, *args, **given)
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:

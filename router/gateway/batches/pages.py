@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +20,6 @@ from router.gateway.batches import tables
 from router.gateway.batches.records import (
     BatchList,
     BatchRecord,
-    BatchStatus,
     DeletedFile,
     FileList,
     FilePurpose,
@@ -119,17 +117,16 @@ class BatchPages:
         exchange: Exchange | None = request.scope.get(EXCHANGE)
         if exchange is not None:
             exchange.streams_body = True
-        await self._storage.run(partial(tables.begin_file, file=record))
+        await self._storage.run(tables.begin_file, file=record)
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
                 filename, fields = await self._receive(request, file_id)
             expires_s = _checked_form(fields, now_s)
-            complete = partial(
+            file = await self._storage.run(
                 tables.complete_file, file_id=file_id, filename=filename, expires_s=expires_s
             )
-            file = await self._storage.run(complete)
         except BaseException as error:
-            await asyncio.shield(self._storage.run(partial(tables.delete_file, file_id=file_id)))
+            await asyncio.shield(self._storage.run(tables.delete_file, file_id=file_id))
             if isinstance(error, TimeoutError):
                 message = f"the upload did not end within {UPLOAD_TIMEOUT_S:g} s"
                 raise ApiError(message, code="request_timeout", status=408) from error
@@ -144,10 +141,9 @@ class BatchPages:
         num_bytes = 0
 
         async def store(data: bytes) -> None:
-            append = partial(
+            await self._storage.run(
                 tables.append_piece, file_id=file_id, data=data, now_s=unix_time_s(), config=config
             )
-            await self._storage.run(append)
 
         async for data in _body_of(request):
             num_bytes += len(data)
@@ -165,14 +161,13 @@ class BatchPages:
     async def files(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/files."""
         page = _page_of(request, "files")
-        find = partial(
+        files = await self._storage.run(
             tables.list_files,
             tenant=tenant.owner,
             purpose=request.query_params.get("purpose"),
             page=_with_one_more(page),
             now_s=unix_time_s(),
         )
-        files = await self._storage.run(find)
         # there may be 10,000 files
         return await asyncio.to_thread(_listing, files, page.limit, FileList)
 
@@ -183,7 +178,7 @@ class BatchPages:
     async def delete(self, request: HttpRequest, tenant: Tenant) -> Response:
         """DELETE /v1/files/{file_id}."""
         file = await self._find(request, tenant)
-        await self._storage.run(partial(tables.delete_file, file_id=file.id))
+        await self._storage.run(tables.delete_file, file_id=file.id)
         return json_reply(200, DeletedFile(file.id))
 
     async def content(self, request: HttpRequest, tenant: Tenant) -> Response:
@@ -197,22 +192,17 @@ class BatchPages:
     async def _pieces(self, file: FileRecord) -> AsyncIterator[bytes]:
         start = 0
         while start < file.num_bytes:
-            piece = await self._storage.run(
-                partial(tables.read_piece, file_id=file.id, start=start)
-            )
+            piece = await self._storage.run(tables.read_piece, file_id=file.id, start=start)
             if not piece:  # deleted while it is sent: the client sees that the body is too short
                 raise ClientDisconnect
             start += len(piece)
             yield piece
 
     async def _find(self, request: HttpRequest, tenant: Tenant) -> FileRecord:
-        find = partial(
-            tables.find_file,
-            tenant=tenant.owner,
-            file_id=request.path_params["file_id"],
-            now_s=unix_time_s(),
+        file_id = request.path_params["file_id"]
+        return await self._storage.run(
+            tables.find_file, tenant=tenant.owner, file_id=file_id, now_s=unix_time_s()
         )
-        return await self._storage.run(find)
 
     # ------------------------------------------------------------ batches
 
@@ -229,25 +219,10 @@ class BatchPages:
             window=body.completion_window,
             metadata=body.metadata,
             output_expires_after_s=_expiry_of(body.output_expires_after),
-            status=BatchStatus.VALIDATING,
-            ending=None,
             created_s=now_s,
             expires_s=now_s + window_s(body.completion_window),
-            in_progress_s=None,
-            finalizing_s=None,
-            cancelling_s=None,
-            ended_s=None,
-            num_lines=0,
-            num_completed=0,
-            num_failed=0,
-            num_read_bytes=0,
-            num_read_lines=0,
-            num_written_lines=0,
-            output_file_id=None,
-            error_file_id=None,
-            errors=[],
         )
-        await self._storage.run(partial(tables.create_batch, batch=batch, now_s=now_s))
+        await self._storage.run(tables.create_batch, batch=batch, now_s=now_s)
         self._wake()
         return json_reply(200, batch.shown())
 
@@ -273,24 +248,24 @@ class BatchPages:
     async def batches(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/batches."""
         page = _page_of(request, "batches")
-        find = partial(tables.list_batches, tenant=tenant.owner, page=_with_one_more(page))
-        return _listing(await self._storage.run(find), page.limit, BatchList)
+        batches = await self._storage.run(
+            tables.list_batches, tenant=tenant.owner, page=_with_one_more(page)
+        )
+        return _listing(batches, page.limit, BatchList)
 
     async def batch(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/batches/{batch_id}."""
         batch_id = request.path_params["batch_id"]
-        find = partial(tables.find_batch, tenant=tenant.owner, batch_id=batch_id)
-        return json_reply(200, (await self._storage.run(find)).shown())
+        find, owner = tables.find_batch, tenant.owner
+        batch = await self._storage.run(find, tenant=owner, batch_id=batch_id)
+        return json_reply(200, batch.shown())
 
     async def cancel(self, request: HttpRequest, tenant: Tenant) -> Response:
         """POST /v1/batches/{batch_id}/cancel."""
-        cancel = partial(
-            tables.cancel_batch,
-            tenant=tenant.owner,
-            batch_id=request.path_params["batch_id"],
-            now_s=unix_time_s(),
+        batch_id = request.path_params["batch_id"]
+        batch = await self._storage.run(
+            tables.cancel_batch, tenant=tenant.owner, batch_id=batch_id, now_s=unix_time_s()
         )
-        batch = await self._storage.run(cancel)
         self._wake()
         return json_reply(200, batch.shown())
 

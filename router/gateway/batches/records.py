@@ -88,7 +88,7 @@ class LineFault(msgspec.Struct, frozen=True):
     line: int | None = None
 
 
-class BatchRecord(msgspec.Struct, frozen=True):
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A batch. Times are Unix time, in seconds; `ending` is its status after the last output."""
 
     id: str
@@ -99,23 +99,23 @@ class BatchRecord(msgspec.Struct, frozen=True):
     window: str
     metadata: dict[str, str] | None
     output_expires_after_s: int | None
-    status: BatchStatus
-    ending: BatchStatus | None
+    status: BatchStatus = BatchStatus.VALIDATING
+    ending: BatchStatus | None = None
     created_s: int
     expires_s: int
-    in_progress_s: int | None
-    finalizing_s: int | None
-    cancelling_s: int | None
-    ended_s: int | None
-    num_lines: int
-    num_completed: int
-    num_failed: int
-    num_read_bytes: int  # bytes of the input file that are validated
-    num_read_lines: int  # lines that are validated, including blank lines
-    num_written_lines: int  # number of the last line that was written to the output files
-    output_file_id: str | None
-    error_file_id: str | None
-    errors: list[LineFault]
+    in_progress_s: int | None = None
+    finalizing_s: int | None = None
+    cancelling_s: int | None = None
+    ended_s: int | None = None
+    num_lines: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    num_read_bytes: int = 0  # bytes of the input file that are validated
+    num_read_lines: int = 0  # lines that are validated, including blank lines
+    num_written_lines: int = 0  # number of the last line that was written to the output files
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: list[LineFault] = []
 
     def shown(self) -> "ShownBatch":
         """The batch as OpenAI's API shows it."""

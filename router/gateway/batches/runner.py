@@ -93,10 +93,9 @@ class _Job:
             self.later.remove(due)
             return due
         if not self.lines and not self.is_read:
-            read = partial(
+            rows = await storage.run(
                 tables.lines_left, batch_id=self.batch.id, after=self.after, limit=PAGE_LINES
             )
-            rows = await storage.run(read)
             self.lines.extend(_WaitingLine(*row) for row in rows)
             self.is_read = len(rows) < PAGE_LINES
             self.after = rows[-1][0] if rows else self.after
@@ -180,7 +179,7 @@ class BatchRunner:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._drop_jobs()
         try:
-            await self._storage.run(partial(tables.drop_lease, owner=self._owner))
+            await self._storage.run(tables.drop_lease, owner=self._owner)
         except _STORE_ERRORS as error:
             log.warning("the lease of batches ends by itself: %s", error)
 
@@ -269,7 +268,7 @@ class BatchRunner:
     async def _clean(self) -> None:
         """Removes expired files and broken uploads, one per transaction."""
         now_s = self._unix_s()
-        while await self._storage.run(partial(tables.delete_old_files, now_s=now_s)):
+        while await self._storage.run(tables.delete_old_files, now_s=now_s):
             self.events["file removed"] += 1
 
     # ------------------------------------------------------------ one batch
@@ -302,8 +301,9 @@ class BatchRunner:
 
     async def _change(self, job: _Job, change: Callable[..., BatchRecord], **given: object) -> None:
         """Changes a batch in the database. With more to validate or write, it goes on at once."""
-        owned = partial(change, owner=self._owner, batch_id=job.batch.id, now_s=self._unix_s())
-        batch = await self._storage.run(partial(owned, **given))
+        batch = await self._storage.run(
+            change, owner=self._owner, batch_id=job.batch.id, now_s=self._unix_s(), **given
+        )
         if batch.status is not job.batch.status:
             log.info("%s is %s", batch.id, batch.status)
         job.batch = batch
@@ -372,28 +372,23 @@ class BatchRunner:
         if is_retried(status, line.num_lost + 1, MAX_LOST, LOST, code):
             if code in LOST:
                 line.num_lost += 1
-                lost = partial(tables.record_lost, owner=self._owner, number=line.number)
-                await self._keep(job, line, partial(lost, batch_id=batch.id))
+                await self._keep(job, line, tables.record_lost)
             self._try_later(job, line, retry_after_s(line.tries, answer.headers.get("retry-after")))
             return
         name = tables.line_id(batch.id, line.number)
-        keep = partial(
-            tables.keep_result,
-            owner=self._owner,
-            batch_id=batch.id,
-            number=line.number,
-            result=answered_line(name, line.custom_id, status, request_id, answer.body),
-            is_error=status != 200,
-        )
-        if await self._keep(job, line, keep):
+        result = answered_line(name, line.custom_id, status, request_id, answer.body)
+        if await self._keep(job, line, tables.keep_result, result=result, is_error=status != 200):
             self.num_by_outcome["completed" if status == 200 else "failed"] += 1
 
     async def _keep(
-        self, job: _Job, line: _WaitingLine, work: Callable[[sqlite3.Connection], object]
+        self, job: _Job, line: _WaitingLine, change: Callable[..., object], **given: object
     ) -> bool:
         """Changes the database for a line. If that fails, the line is tried again."""
         try:
-            return await self._storage.run(work) is not False
+            kept = await self._storage.run(
+                change, owner=self._owner, batch_id=job.batch.id, number=line.number, **given
+            )
+            return kept is not False
         except _STORE_ERRORS as error:
             self.events["store failed"] += 1
             log.warning("%s, line %d was not kept: %s", job.batch.id, line.number, error)

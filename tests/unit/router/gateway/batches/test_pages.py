@@ -57,7 +57,7 @@ async def test_a_file_is_kept_listed_read_and_deleted() -> None:
 async def test_full_disk_is_reported_to_the_client_and_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fail(*_: Any) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     async with batch_app(ComputingRouter(), runs=False) as app:

@@ -395,15 +395,15 @@ class CrashingStorage(Storage):
         self._is_done = is_done
         self.crashed = asyncio.Event()
 
-    async def run(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
+    async def run(self, work: Callable[..., Any], **given: Any) -> Any:
         if self.crashed.is_set():
             raise Crashed
         self.num_left -= 1
         if self.num_left >= 0:
-            return await super().run(work)
+            return await super().run(work, **given)
         self.crashed.set()
         if self._is_done:
-            await super().run(work)
+            await super().run(work, **given)
         raise Crashed
 
 
