@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from engine.worker.ranks import split_of
 from router.edge.limits import Book
+from router.gateway.metrics.families import counter, gauge
 from router.gateway.metrics.workers import computing
 from router.gateway.versions import Versions
 from router.port import RouterStatus
@@ -15,10 +16,7 @@ QUEUE = "baton_queue_requests"
 
 def counter_of(name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
     """Returns a counter with one label, whose values are the keys of `counts`."""
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value, count in list(counts.items()):
-        family.add_metric([value], count)
-    return family
+    return counter(name, text, (label,), [((value,), n) for value, n in list(counts.items())])
 
 
 def edge_families(book: Book) -> Iterator[Metric]:
@@ -40,57 +38,39 @@ def router_families(port: RouterStatus) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "baton_severed_pairs", "Pairs of workers between which KV does not arrive", len(severed)
     )
-    pairs = GaugeMetricFamily(
-        "baton_severed_pair",
-        "1 for a pair between which KV does not arrive",
-        labels=["source", "sink"],
-    )
-    for source, sink in severed:
-        pairs.add_metric([source, sink], 1)
-    yield pairs
-    events = CounterMetricFamily(
-        "baton_router_events", "Retries, refusals, fallbacks", labels=["event", "reason"]
-    )
-    for (event, reason), count in port.counters().items():
-        events.add_metric([event, reason], count)
-    yield events
+    text = "1 for a pair between which KV does not arrive"
+    yield gauge("baton_severed_pair", text, ("source", "sink"), [(pair, 1) for pair in severed])
+    text, events = "Retries, refusals, fallbacks", port.counters().items()
+    yield counter("baton_router_events", text, ("event", "reason"), events)
 
 
 def kernel_families(versions: Versions) -> Iterator[Metric]:
     """Yields the kernels of workers, and the number of ranks per worker."""
-    kernels = GaugeMetricFamily(
-        "baton_worker_kernels",
-        "1: what the worker computes with, and how it is split into ranks",
-        labels=["worker", "role", "version", "kernels", "split"],
-    )
-    for each in versions.table:
-        for worker_id, status in computing(each.port).items():
-            if status.kernels:
-                split = split_of(status.kernels)
-                values = [worker_id, status.role.value, each.name, status.kernels, split]
-                kernels.add_metric(values, 1)
-    yield kernels
+    kernels = [
+        ((worker, status.role.value, each.name, status.kernels, split_of(status.kernels)), 1)
+        for each in versions.table
+        for worker, status in computing(each.port).items()
+        if status.kernels
+    ]
+    text = "1: what the worker computes with, and how it is split into ranks"
+    labels = ("worker", "role", "version", "kernels", "split")
+    yield gauge("baton_worker_kernels", text, labels, kernels)
 
 
 def version_families(versions: Versions) -> Iterator[Metric]:
     """Yields each version's weight, served requests, and ends of other requests."""
-    labels = ["version", "fingerprint"]
-    weights = GaugeMetricFamily(
-        "baton_version_weight", "Weight of the version: its share of requests", labels=labels
-    )
-    running = GaugeMetricFamily(
-        "baton_version_requests", "Requests that the version serves now", labels=labels
-    )
-    ended = CounterMetricFamily(
-        "baton_version_ended_requests",
-        "Requests of the version that ended: failed, late or refused, or other",
-        labels=["version", "outcome"],
-    )
+    weights: list[tuple[tuple[str, str], float]] = []
+    running, ended = weights.copy(), weights.copy()
     for each in versions.table:
-        values, tally = [each.name, each.port.fingerprint()], versions.tallies.of(each.name)
+        values, tally = (each.name, each.port.fingerprint()), versions.tallies.of(each.name)
         other = tally.ended - tally.failed - tally.late
         for outcome, number in (("failed", tally.failed), ("late", tally.late), ("other", other)):
-            ended.add_metric([each.name, outcome], number)
-        weights.add_metric(values, each.weight)
-        running.add_metric(values, versions.num_running[each.name])
-    yield from (weights, running, ended)
+            ended.append(((each.name, outcome), number))
+        weights.append((values, each.weight))
+        running.append((values, versions.num_running[each.name]))
+    labels, text = ("version", "fingerprint"), "Weight of the version: its share of requests"
+    yield gauge("baton_version_weight", text, labels, weights)
+    text = "Requests that the version serves now"
+    yield gauge("baton_version_requests", text, labels, running)
+    text = "Requests of the version that ended: failed, late or refused, or other"
+    yield counter("baton_version_ended_requests", text, ("version", "outcome"), ended)

@@ -4,11 +4,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import msgspec
-from prometheus_client.core import (
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+
+Rows = Iterable[tuple[Sequence[str], float]]  # values of the labels, and a value
+
+
+def gauge(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
+    """Returns a gauge with these rows."""
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+def counter(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
+    """Returns a counter with these rows."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
 
 
 class CompleteFamilies(Collector):

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from engine.clock import Clock
 from engine.control import SERVING_ROLES, ClusterNews, Members, PoolNews
 from engine.messages import Role
-from router.gateway.metrics.families import decode_metrics
+from router.gateway.metrics.families import decode_metrics, gauge
 from router.gateway.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -93,12 +93,9 @@ class PoolBoard:
                 log.warning("the controller's metrics cannot be read: %s", error)
 
     def _pools(self) -> Iterator[Metric]:
-        labels = ["version", "role"]
-        wanted = GaugeMetricFamily("baton_pool_wanted_workers", "Workers ordered", labels=labels)
-        serving = GaugeMetricFamily(
-            "baton_pool_serving_workers", "Workers with a session of this gateway", labels=labels
-        )
-        for pool in self.pools or ():
-            wanted.add_metric([pool.version, pool.role.value], pool.wanted)
-            serving.add_metric([pool.version, pool.role.value], pool.serving)
-        yield from (wanted, serving)
+        labels, pools = ("version", "role"), self.pools or ()
+        wanted = [((pool.version, pool.role.value), pool.wanted) for pool in pools]
+        serving = [((pool.version, pool.role.value), pool.serving) for pool in pools]
+        yield gauge("baton_pool_wanted_workers", "Workers ordered", labels, wanted)
+        text = "Workers with a session of this gateway"
+        yield gauge("baton_pool_serving_workers", text, labels, serving)

@@ -16,10 +16,11 @@ tier. `baton_store_slots` has the slots of memory by state, which sum to its cap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from engine.messages import LoadReport, Role
 from engine.worker.block_events import LOWER_MEDIA
+from router.gateway.metrics.families import counter, gauge
 from router.gateway.metrics.workers import (
     BLOCK_STATES,
     COUNTER_TEXTS,
@@ -130,17 +131,16 @@ def store_families(port: RouterStatus) -> Iterator[Metric]:
     loads = store_loads(port)
     if not loads:
         return
-    slots = GaugeMetricFamily(
-        "baton_store_slots", "Slots of the store's memory by state", labels=["store", "state"]
-    )
-    leases = GaugeMetricFamily(
-        "baton_store_open_leases", "Leases that workers may pull under", labels=["store"]
-    )
-    for store, load in loads:
-        for state in BLOCK_STATES:
-            slots.add_metric([store, state], getattr(load, f"{state}_blocks"))
-        leases.add_metric([store], load.open_leases)
-    yield from (slots, leases)
+    slots = [
+        ((store, state), getattr(load, f"{state}_blocks"))
+        for store, load in loads
+        for state in BLOCK_STATES
+    ]
+    leases = [((store,), load.open_leases) for store, load in loads]
+    text = "Slots of the store's memory by state"
+    yield gauge("baton_store_slots", text, ("store", "state"), slots)
+    text = "Leases that workers may pull under"
+    yield gauge("baton_store_open_leases", text, ("store",), leases)
     yield from _counts(loads)
     yield from _gauges(loads)
 
@@ -156,40 +156,31 @@ def _counts(loads: list[tuple[str, LoadReport]]) -> Iterator[Metric]:
         has_medium = any(count.medium is not None for _, count, _ in counts)
         has_reason = any(count.reason for _, count, _ in counts)
         labels = ["store", *(["medium"] if has_medium else []), *(["reason"] if has_reason else [])]
-        family = CounterMetricFamily(f"baton_store_{name}", counts[0][1].text, labels=labels)
+        rows = []
         for store, count, value in counts:
             of_tier = [count.medium or ""] if has_medium else []
             why = [count.reason or ""] if has_reason else []
-            family.add_metric([store, *of_tier, *why], value)
-        yield family
+            rows.append(([store, *of_tier, *why], value))
+        yield counter(f"baton_store_{name}", counts[0][1].text, labels, rows)
 
 
 def _gauges(loads: list[tuple[str, LoadReport]]) -> Iterator[Metric]:
     for key, (name, text) in _TIER_GAUGES.items():
-        yield _by_medium(f"baton_store_{name}", text, key, loads)
-    objects = GaugeMetricFamily(
-        "baton_store_object_bytes", "Bytes of all objects of the store's model", labels=["store"]
-    )
-    for store, load in loads:
-        if _OBJECT_BYTES in load.counters:
-            objects.add_metric([store], load.counters[_OBJECT_BYTES])
-    yield objects
+        rows = [
+            ((store, medium), value)
+            for store, load in loads
+            for medium, value in _of(load.gauges, key).items()
+        ]
+        yield gauge(f"baton_store_{name}", text, ("store", "medium"), rows)
+    counts = [(store, load.counters) for store, load in loads]
+    sizes = [((store,), known[_OBJECT_BYTES]) for store, known in counts if _OBJECT_BYTES in known]
+    text = "Bytes of all objects of the store's model"
+    yield gauge("baton_store_object_bytes", text, ("store",), sizes)
     names = {name for _, load in loads for name in load.gauges if ":" not in name}
     for name in sorted(names):
         text = GAUGE_TEXTS.get(name, "Measured by the worker").replace("worker", "store")
-        gauge = GaugeMetricFamily(f"baton_store_{metric_name(name)}", text, labels=["store"])
-        for store, load in loads:
-            if name in load.gauges:
-                gauge.add_metric([store], load.gauges[name])
-        yield gauge
-
-
-def _by_medium(name: str, text: str, key: str, loads: list[tuple[str, LoadReport]]) -> Metric:
-    gauge = GaugeMetricFamily(name, text, labels=["store", "medium"])
-    for store, load in loads:
-        for medium, value in _of(load.gauges, key).items():
-            gauge.add_metric([store, medium], value)
-    return gauge
+        given = [((store,), load.gauges[name]) for store, load in loads if name in load.gauges]
+        yield gauge(f"baton_store_{metric_name(name)}", text, ("store",), given)
 
 
 def _of(gauges: Mapping[str, float], name: str) -> dict[str, float]:

@@ -16,14 +16,10 @@ Stores of KV have none of these series: see `router.gateway.metrics.stores`.
 import re
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from engine.messages import LoadReport, Role, WorkerId
+from router.gateway.metrics.families import counter, gauge
 from router.port import RouterStatus, WorkerStatus
 
 ACCEPTED_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
@@ -79,6 +75,7 @@ GAUGE_TEXTS = {
     "peak_flops_per_second": "Peak of computation, as configured",
     "resident_memory_bytes": "Memory of the worker's process",
 }
+WORKER = ("worker", "role")
 BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
 
 
@@ -100,56 +97,48 @@ def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
 def worker_families(port: RouterStatus) -> Iterator[Metric]:
     """Yields the blocks, sequences, leases and counters of all workers."""
     loads = loads_of(port)
-    blocks = GaugeMetricFamily(
-        "baton_worker_blocks", "KV blocks by state", labels=["worker", "role", "state"]
-    )
-    for worker, load in loads:
-        for state in BLOCK_STATES:
-            blocks.add_metric([*worker, state], getattr(load, f"{state}_blocks"))
-    yield blocks
+    blocks = [
+        ((*worker, state), getattr(load, f"{state}_blocks"))
+        for worker, load in loads
+        for state in BLOCK_STATES
+    ]
+    yield gauge("baton_worker_blocks", "KV blocks by state", (*WORKER, "state"), blocks)
     for name, text in (
         ("waiting_seqs", "Sequences waiting in the worker"),
         ("running_seqs", "Sequences in its running batch"),
         ("open_leases", "Leases that other workers may pull under"),
     ):
-        gauge = GaugeMetricFamily(f"baton_worker_{name}", text, labels=["worker", "role"])
-        for worker, load in loads:
-            gauge.add_metric(worker, getattr(load, name))
-        yield gauge
+        counts = [(worker, getattr(load, name)) for worker, load in loads]
+        yield gauge(f"baton_worker_{name}", text, WORKER, counts)
     yield from _speculation(loads)
     yield from _worker_counters(loads)
-    yield from _worker_gauges(loads)
+    for name in sorted({name for _, load in loads for name in load.gauges}):
+        text = GAUGE_TEXTS.get(name, "Measured by the worker")
+        given = [(worker, load.gauges[name]) for worker, load in loads if name in load.gauges]
+        yield gauge(f"baton_worker_{metric_name(name)}", text, WORKER, given)
 
 
 def forecast_families(port: RouterStatus) -> Iterator[Metric]:
     """Yields the predictions for each worker. Each gateway process learns its own."""
-    labels = ["worker", "role"]
-    waits = GaugeMetricFamily(
-        "baton_worker_predicted_wait_seconds",
-        "Until the worker has computed the prompts that it was given",
-        labels=labels,
-    )
-    paces = GaugeMetricFamily(
-        "baton_worker_predicted_tpot_seconds",
-        "Predicted decode step of all sequences of the worker",
-        labels=labels,
-    )
-    errors = GaugeMetricFamily(
-        "baton_cost_error_ratio",
-        "Recent error of predictions for workers of this class",
-        labels=[*labels, "work"],
-    )
-    for worker_id, status in computing(port).items():
-        worker, forecast = (str(worker_id), status.role.value), status.forecast
-        if forecast.wait_s is not None:
-            waits.add_metric(worker, forecast.wait_s)
-        if forecast.tpot_s is not None:
-            paces.add_metric(worker, forecast.tpot_s)
-        for work in ("prefill", "decode", "pull"):
-            error: float | None = getattr(forecast.errors, work)
-            if error is not None:
-                errors.add_metric([*worker, work], error)
-    yield from (waits, paces, errors)
+    forecasts = [
+        ((str(worker_id), status.role.value), status.forecast)
+        for worker_id, status in computing(port).items()
+    ]
+    for name, text, what in (
+        ("wait", "Until the worker has computed the prompts that it was given", "wait_s"),
+        ("tpot", "Predicted decode step of all sequences of the worker", "tpot_s"),
+    ):
+        times_s = [(worker, getattr(forecast, what)) for worker, forecast in forecasts]
+        known = [(worker, time_s) for worker, time_s in times_s if time_s is not None]
+        yield gauge(f"baton_worker_predicted_{name}_seconds", text, WORKER, known)
+    errors = [
+        ((*worker, work), error)
+        for worker, forecast in forecasts
+        for work in ("prefill", "decode", "pull")
+        if (error := getattr(forecast.errors, work)) is not None
+    ]
+    text = "Recent error of predictions for workers of this class"
+    yield gauge("baton_cost_error_ratio", text, (*WORKER, "work"), errors)
 
 
 def by_reason(load: LoadReport, name: str) -> dict[str, float]:
@@ -161,21 +150,20 @@ def by_reason(load: LoadReport, name: str) -> dict[str, float]:
 
 def _speculation(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
     for name, (our_name, _, text) in BY_PROPOSER.items():
-        counter = CounterMetricFamily(
-            f"baton_{our_name}", text, labels=["worker", "role", "proposer"]
-        )
-        for worker, load in loads:
-            for proposer, count in by_reason(load, name).items():
-                counter.add_metric([*worker, proposer], count)
-        yield counter
+        counts = [
+            ((*worker, proposer), count)
+            for worker, load in loads
+            for proposer, count in by_reason(load, name).items()
+        ]
+        yield counter(f"baton_{our_name}", text, (*WORKER, "proposer"), counts)
     lengths = HistogramMetricFamily(
-        "baton_accepted_length", "Tokens kept of one draft", labels=["worker", "role"]
+        "baton_accepted_length", "Tokens kept of one draft", labels=WORKER
     )
     for worker, load in loads:
-        counts = {int(n): count for n, count in by_reason(load, _ACCEPTED_LEN).items()}
-        if counts:
-            num_tokens = sum(n * count for n, count in counts.items())
-            lengths.add_metric(worker, _cumulative(counts), num_tokens)
+        by_len = {int(n): count for n, count in by_reason(load, _ACCEPTED_LEN).items()}
+        if by_len:
+            num_tokens = sum(n * count for n, count in by_len.items())
+            lengths.add_metric(worker, _cumulative(by_len), num_tokens)
     yield lengths
 
 
@@ -198,27 +186,10 @@ def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterato
                 continue
             by_name.setdefault(metric_name(name), []).append((worker, reason, value))
     for name, counts in sorted(by_name.items()):
-        labels = ["worker", "role"]
-        if any(reason for _, reason, _ in counts):
-            labels.append("reason")
+        labels = (*WORKER, "reason") if any(reason for _, reason, _ in counts) else WORKER
         text = COUNTER_TEXTS.get(name, "Counted by the worker")
-        counter = CounterMetricFamily(f"baton_worker_{name}", text, labels=labels)
-        for worker, reason, value in counts:
-            counter.add_metric([*worker, reason][: len(labels)], value)
-        yield counter
-
-
-def _worker_gauges(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
-    """Yields the gauges of the workers' processes."""
-    for name in sorted({name for _, load in loads for name in load.gauges}):
-        text = GAUGE_TEXTS.get(name, "Measured by the worker")
-        gauge = GaugeMetricFamily(
-            f"baton_worker_{metric_name(name)}", text, labels=["worker", "role"]
-        )
-        for worker, load in loads:
-            if name in load.gauges:
-                gauge.add_metric(worker, load.gauges[name])
-        yield gauge
+        rows = [((*worker, reason)[: len(labels)], value) for worker, reason, value in counts]
+        yield counter(f"baton_worker_{name}", text, labels, rows)
 
 
 def metric_name(name: str) -> str:
