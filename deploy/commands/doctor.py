@@ -56,6 +56,11 @@ class Finding(msgspec.Struct, frozen=True):
     why: str = ""  # the reason why it is not used, or what to do
 
 
+def judged(name: str, found: str, why: str, *, holds: bool, if_not: Verdict) -> Finding:
+    """Returns a finding that is used if a condition holds; `why` is shown only if not."""
+    return Finding(name, Verdict.USED, found) if holds else Finding(name, if_not, found, why)
+
+
 def doctor(config: ConfigFile = None, *, as_json: AsJson = False) -> None:
     """Looks at this machine: found, will be used, why not. Status 1 if something is wrong."""
     findings = diagnose(configured(config))
@@ -94,28 +99,25 @@ def processor(cpuinfo: str, cores: int) -> Finding:
     flags = set(lines[0].split()) if lines else set()
     has = [name for name in FEATURES if name in flags]
     found = f"{cores} cores, {platform.machine()}: {', '.join(has) or 'no vector features'}"
-    if {"avx2", "fma"} <= flags:
-        return Finding("processor", Verdict.USED, found)
-    return Finding("processor", Verdict.UNUSED, found, "the C++ kernels need avx2 and fma")
+    holds = {"avx2", "fma"} <= flags
+    why = "the C++ kernels need avx2 and fma"
+    return judged("processor", found, why, holds=holds, if_not=Verdict.UNUSED)
 
 
 def memory(available: int, num_workers: int) -> Finding:
     """Judges the bytes that may still be allocated."""
     least = num_workers * (HEAD_ROOM_BYTES + LEAST_BYTES)
     found = f"{available / GIB:.1f} GiB available for {num_workers} workers"
-    if available >= least:
-        return Finding("memory", Verdict.USED, found)
     why = f"they take {least / GIB:.1f} GiB without the weights: fewer workers, or more memory"
-    return Finding("memory", Verdict.WRONG, found, why)
+    return judged("memory", found, why, holds=available >= least, if_not=Verdict.WRONG)
 
 
 def descriptors(soft: int, hard: int, connections: int) -> Finding:
     """Judges the limits of open files. Gateways raise theirs to the hard limit."""
     found = f"{_limit(soft)} now, {_limit(hard)} at most"
-    if hard == resource.RLIM_INFINITY or hard >= connections + SPARE_FILES:
-        return Finding("descriptors", Verdict.USED, found)
+    holds = hard == resource.RLIM_INFINITY or hard >= connections + SPARE_FILES
     why = f"fewer than gateway.max_connections = {connections} are accepted: raise `ulimit -Hn`"
-    return Finding("descriptors", Verdict.UNUSED, found, why)
+    return judged("descriptors", found, why, holds=holds, if_not=Verdict.UNUSED)
 
 
 def store_disk(folder: Path, wanted: int) -> Finding:
@@ -127,37 +129,32 @@ def store_disk(folder: Path, wanted: int) -> Finding:
     free = shutil.disk_usage(top).free
     there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     found = f"{folder}: {free / GIB:.1f} GiB free, {there / GIB:.1f} GiB of blocks there"
-    if free + there >= wanted:
-        return Finding(name, Verdict.USED, found)
     why = f"store.disk_gib = {wanted / GIB:g}: a full disk keeps fewer blocks; give less"
-    return Finding(name, Verdict.UNUSED, found, why)
+    return judged(name, found, why, holds=free + there >= wanted, if_not=Verdict.UNUSED)
 
 
 def store_memory(wanted: int, available: int) -> Finding:
     """Judges the memory of a store, which is allocated as blocks come."""
     found = f"{wanted / GIB:.1f} GiB wanted, {available / GIB:.1f} GiB available"
-    if available >= wanted:
-        return Finding("store.memory_mib", Verdict.USED, found)
-    return Finding("store.memory_mib", Verdict.WRONG, found, "less, or more memory")
+    why, holds = "less, or more memory", available >= wanted
+    return judged("store.memory_mib", found, why, holds=holds, if_not=Verdict.WRONG)
 
 
 def lockable(soft: int, wanted: int) -> Finding:
     """Judges the limit of locked memory, which RDMA needs for the memory of a store."""
     found = f"{_limit(soft)} bytes, the store has {wanted}"
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return Finding("store: lockable memory", Verdict.USED, found)
+    holds = soft == resource.RLIM_INFINITY or soft >= wanted
     why = "over RDMA its memory cannot be registered: `ulimit -l unlimited`"
-    return Finding("store: lockable memory", Verdict.UNUSED, found, why)
+    return judged("store: lockable memory", found, why, holds=holds, if_not=Verdict.UNUSED)
 
 
 def huge_pages(setting: str) -> Finding:
     """Judges the kernel's setting of huge pages for shared memory, where a store keeps blocks."""
     chosen = re.search(r"\[(\w+)\]", setting)
     found = chosen[1] if chosen else "unknown"
-    if found in ("always", "within_size", "force"):
-        return Finding("store: huge pages", Verdict.USED, found)
+    holds = found in ("always", "within_size", "force")
     why = f"copies may be slower: echo within_size > {SHMEM_HUGE}"
-    return Finding("store: huge pages", Verdict.UNUSED, found, why)
+    return judged("store: huge pages", found, why, holds=holds, if_not=Verdict.UNUSED)
 
 
 def gpus(config: Config, found: FoundGpus) -> Iterator[Finding]:
@@ -216,11 +213,8 @@ def _compiler(_: Config) -> Iterator[Finding]:
         return
     top = next(path for path in (folder, *folder.parents) if path.is_dir())
     found = f"{folder}: {built}"
-    if os.access(top, os.W_OK):
-        yield Finding("kernel cache", Verdict.USED, found)
-    else:
-        why = f"{top} is not writable: each process builds its own"
-        yield Finding("kernel cache", Verdict.UNUSED, found, why)
+    why, holds = f"{top} is not writable: each process builds its own", os.access(top, os.W_OK)
+    yield judged("kernel cache", found, why, holds=holds, if_not=Verdict.UNUSED)
 
 
 def _packages(config: Config) -> Iterator[Finding]:
@@ -252,10 +246,8 @@ def _rdma(_: Config) -> Iterator[Finding]:
         return
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = f"{', '.join(devices)}; lockable memory {_limit(soft)}"
-    if soft == resource.RLIM_INFINITY:
-        yield Finding("RDMA", Verdict.USED, found)
-    else:
-        yield Finding("RDMA", Verdict.UNUSED, found, "KV may not fit: `ulimit -l unlimited`")
+    why, holds = "KV may not fit: `ulimit -l unlimited`", soft == resource.RLIM_INFINITY
+    yield judged("RDMA", found, why, holds=holds, if_not=Verdict.UNUSED)
 
 
 def _ports(config: Config) -> Iterator[Finding]:
@@ -287,10 +279,8 @@ def _disks(_: Config) -> Iterator[Finding]:
     for name, folder in (("shared memory", "/dev/shm"), ("temporary files", "/tmp")):
         free = shutil.disk_usage(folder).free
         found = f"{folder}: {free / GIB:.1f} GiB free"
-        if free >= LEAST_DISK_BYTES:
-            yield Finding(name, Verdict.USED, found)
-        else:
-            yield Finding(name, Verdict.WRONG, found, "at least 1 GiB is needed")
+        why, holds = "at least 1 GiB is needed", free >= LEAST_DISK_BYTES
+        yield judged(name, found, why, holds=holds, if_not=Verdict.WRONG)
 
 
 def _limits(config: Config) -> Iterator[Finding]:

@@ -5,27 +5,31 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 
 from deploy.base.launcher import Launcher
-from deploy.base.spec import GatewayReady, ServiceReady, StoreReady, WorkerReady
+from deploy.base.spec import (
+    GatewayReady,
+    GatewaySpec,
+    ServiceReady,
+    StoreReady,
+    StoreSpec,
+    WorkerReady,
+)
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
 from deploy.pools.events import (
     Found,
     FoundStore,
-    GatewayFailed,
-    GatewayStarted,
-    GatewayStopped,
     PoolEffect,
     PoolEvent,
+    ServiceFailed,
+    ServiceStarted,
+    ServiceStopped,
     StartGateway,
     StartStore,
     StartWorker,
     StopGateway,
     StopStore,
     StopWorker,
-    StoreFailed,
-    StoreStarted,
-    StoreStopped,
     WorkerStarted,
     WorkerStartFailed,
     WorkerStopped,
@@ -100,12 +104,15 @@ class PoolServices:
                 self._sessions.hang_up(worker_id)
                 self._tasks.spawn(self._stop_worker(worker_id, by_force=by_force))
             case StartGateway(name):
-                self._tasks.spawn(self._start_gateway(name))
+                self._tasks.spawn(self._start(name, lambda: self._gateway_spec(name)))
             case StopGateway(name):
                 self._sessions.hang_up(name)
                 self._tasks.spawn(self._stop_gateway(name))
-            case StartStore():
-                self._tasks.spawn(self._start_store(effect))
+            case StartStore(name):
+                store_spec, wanted = self._plan.store_spec, effect
+                self._tasks.spawn(
+                    self._start(name, lambda: store_spec(wanted, self.machine.members))
+                )
             case StopStore(name, is_over):
                 self._tasks.spawn(self._stop_store(name, is_over=is_over))
 
@@ -143,38 +150,32 @@ class PoolServices:
         self._starts.pop(worker_id, None)
         self._handle(WorkerStopped(worker_id))
 
-    async def _start_gateway(self, name: str) -> None:
+    def _gateway_spec(self, name: str) -> GatewaySpec:
+        return self._plan.gateway_spec(name, self.machine.members, list(self.gateways.values()))
+
+    async def _start(self, name: str, spec_of: Callable[[], GatewaySpec | StoreSpec]) -> None:
+        """Starts a gateway or a store."""
         try:
-            others = list(self.gateways.values())
-            spec = self._plan.gateway_spec(name, self.machine.members, others)
-            ready = await self._tasks.in_thread(self._launcher.start, spec)
-            assert isinstance(ready, GatewayReady)
-        except Exception as error:  # as with workers
-            self._handle(GatewayFailed(name, await self._clean_up(name, error, is_final=True)))
+            ready = await self._tasks.in_thread(self._launcher.start, spec_of())
+        except Exception as error:  # as with workers; requests are served without a store
+            is_final = name in self.machine.gateways
+            reason = await self._clean_up(name, error, is_final=is_final)
+            self._handle(ServiceFailed(name, reason))
             return
-        self.gateways[name] = ready
-        self._sessions.dial_gateway(name, ready)
-        self._handle(GatewayStarted(name))
+        if isinstance(ready, GatewayReady):
+            self.gateways[name] = ready
+            self._sessions.dial_gateway(name, ready)
+            self._handle(ServiceStarted(name))
+        elif isinstance(ready, StoreReady) and name in self.machine.stores:
+            self.stores[name] = ready
+            self._sessions.dial_store(name, ready)
+            self._handle(ServiceStarted(name, ready.address))
+        else:  # the store's version has ended meanwhile
+            await self._end(name, by_force=True)
 
     async def _stop_gateway(self, name: str) -> None:
         await self._end(name, by_force=True)
-        self._handle(GatewayStopped(name))
-
-    async def _start_store(self, wanted: StartStore) -> None:
-        name = wanted.name
-        try:
-            spec = self._plan.store_spec(wanted, self.machine.members)
-            ready = await self._tasks.in_thread(self._launcher.start, spec)
-            assert isinstance(ready, StoreReady)
-        except Exception as error:  # as with workers; requests are served without the store
-            self._handle(StoreFailed(name, await self._clean_up(name, error, is_final=False)))
-            return
-        if name not in self.machine.stores:  # its version has ended meanwhile
-            await self._end(name, by_force=True)
-            return
-        self.stores[name] = ready
-        self._sessions.dial_store(name, ready)
-        self._handle(StoreStarted(name, ready.address))
+        self._handle(ServiceStopped(name))
 
     async def _stop_store(self, name: str, *, is_over: bool) -> None:
         link = self._sessions.store_links.get(name)
@@ -187,7 +188,7 @@ class PoolServices:
         self._sessions.hang_up(name)
         await self._end(name, by_force=False)
         self.stores.pop(name, None)
-        self._handle(StoreStopped(name))
+        self._handle(ServiceStopped(name))
 
     async def _end(self, name: str, *, by_force: bool) -> None:
         """Retries until no process of the service is left."""

@@ -110,22 +110,30 @@ class LoadSeen:
     load: LoadReport
 
 
-# ---------------------------------------------------------------- gateways
+# ---------------------------------------------------------------- gateways and stores
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayStarted:
-    """A gateway listens."""
+class ServiceStarted:
+    """A gateway or a store listens. A store's `address` is for gateways."""
 
     name: str
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayFailed:
-    """A gateway did not start."""
+class ServiceFailed:
+    """A gateway or a store did not start."""
 
     name: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStopped:
+    """A gateway or a store that was told to stop has ended. No process of it is left."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,41 +152,11 @@ class GatewaySilent:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayStopped:
-    """A gateway that was told to stop has ended."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class GatewaySeen:
     """The latest report of a gateway; None once its session is over."""
 
     name: str
     report: GatewayReport | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStarted:
-    """A store listens."""
-
-    name: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoreFailed:
-    """A store did not start."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStopped:
-    """A store has ended. No process of the store is left."""
-
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,20 +220,17 @@ PoolEvent = (
     | Disconnected
     | RoleSeen
     | LoadSeen
-    | GatewayStarted
-    | GatewayFailed
+    | ServiceStarted
+    | ServiceFailed
+    | ServiceStopped
     | GatewayHeard
     | GatewaySilent
-    | GatewayStopped
     | GatewaySeen
     | Overtaken
     | RoomSeen
     | PartsSeen
     | StoresSeen
     | OrdersStored
-    | StoreStarted
-    | StoreFailed
-    | StoreStopped
     | NodesSeen
     | PoolTick
     | Order
@@ -293,21 +268,21 @@ class SetWorkerRole:
 
 @dataclass(frozen=True, slots=True)
 class StartGateway:
-    """Start a gateway. `GatewayStarted` or `GatewayFailed` answers it."""
+    """Start a gateway. `ServiceStarted` or `ServiceFailed` answers it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopGateway:
-    """End a gateway's process by force. `GatewayStopped` answers it."""
+    """End a gateway's process by force. `ServiceStopped` answers it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartStore:
-    """Start a store on a node. `StoreStarted` or `StoreFailed` answers it."""
+    """Start a store on a node. `ServiceStarted` or `ServiceFailed` answers it."""
 
     name: str
     version: Version
@@ -316,7 +291,7 @@ class StartStore:
 
 @dataclass(frozen=True, slots=True)
 class StopStore:
-    """End a store. `StoreStopped` answers it. If its version `is_over`, its blocks are deleted."""
+    """End a store. `ServiceStopped` answers it. If its version `is_over`, its blocks go."""
 
     name: str
     is_over: bool

@@ -18,12 +18,12 @@ from enum import StrEnum
 
 from deploy.pools.events import (
     Died,
-    GatewayFailed,
     GatewaySeen,
     GatewaySilent,
-    GatewayStarted,
-    GatewayStopped,
     PoolEffect,
+    ServiceFailed,
+    ServiceStarted,
+    ServiceStopped,
     StartGateway,
     StopGateway,
 )
@@ -132,19 +132,19 @@ class Gateways:
                 yield self._state.record(now_s, name, "is stopped", why)
                 yield StopGateway(name)
 
-    def on_started(self, event: GatewayStarted, now_s: float) -> Iterator[PoolEffect]:
+    def on_started(self, event: ServiceStarted, now_s: float) -> Iterator[PoolEffect]:
         """Records a start. From now on a session is expected."""
         step = self._state.record_start(event.name, now_s)
         self.serve(event.name, now_s)
         self._silent_since_s[event.name] = now_s
         yield step
 
-    def on_failed(self, event: GatewayFailed, now_s: float) -> Iterator[PoolEffect]:
+    def on_failed(self, event: ServiceFailed, now_s: float) -> Iterator[PoolEffect]:
         """Schedules another start."""
         yield from self._lose(event.name, f"did not start: {event.reason}", now_s)
 
     def on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
-        """Schedules another start. If the gateway was being stopped, `GatewayStopped` follows."""
+        """Schedules another start. If the gateway was being stopped, `ServiceStopped` follows."""
         if self.states[event.name] is not GatewayState.STOPPING:
             yield from self._lose(event.name, event.how, now_s)
 
@@ -155,7 +155,7 @@ class Gateways:
             self._lost.add(event.name)
             yield self._state.record(now_s, event.name, "cannot be reached", event.reason)
 
-    def on_stopped(self, event: GatewayStopped, now_s: float) -> Iterator[PoolEffect]:
+    def on_stopped(self, event: ServiceStopped, now_s: float) -> Iterator[PoolEffect]:
         """Schedules another start."""
         if self.states.get(event.name) is GatewayState.STOPPING:
             yield from self._lose(event.name, "was stopped", now_s)

@@ -34,12 +34,9 @@ from deploy.pools.events import (
     Died,
     Disconnected,
     Found,
-    GatewayFailed,
     GatewayHeard,
     GatewaySeen,
     GatewaySilent,
-    GatewayStarted,
-    GatewayStopped,
     LoadSeen,
     NodesSeen,
     OrdersStored,
@@ -51,10 +48,10 @@ from deploy.pools.events import (
     Publish,
     RoleSeen,
     RoomSeen,
-    StoreFailed,
+    ServiceFailed,
+    ServiceStarted,
+    ServiceStopped,
     StoresSeen,
-    StoreStarted,
-    StoreStopped,
     WorkerStarted,
     WorkerStartFailed,
     WorkerStopped,
@@ -145,14 +142,11 @@ class PoolMachine:
             RoleSeen: self._sightings.on_role,
             LoadSeen: self._sightings.on_load,
             NodesSeen: self._on_nodes,
-            StoreStarted: self._stores.on_started,
-            StoreFailed: self._stores.on_failed,
-            StoreStopped: self._stores.on_stopped,
             StoresSeen: self._stores.on_seen,
-            GatewayStarted: self._gateways.on_started,
-            GatewayFailed: self._gateways.on_failed,
+            ServiceStarted: lambda event, now_s: self._part(event.name).on_started(event, now_s),
+            ServiceFailed: lambda event, now_s: self._part(event.name).on_failed(event, now_s),
+            ServiceStopped: lambda event, now_s: self._part(event.name).on_stopped(event, now_s),
             GatewaySilent: self._gateways.on_silent,
-            GatewayStopped: self._gateways.on_stopped,
             GatewaySeen: self._gateways.on_seen,
             SetPools: orders.set_pools,
             Flip: orders.flip,
@@ -273,11 +267,13 @@ class PoolMachine:
             self._stores.found(store.name, version, store.node, store.address, now_s)
             yield self.state.record(now_s, store.name, "was found running")
 
+    def _part(self, name: str) -> Gateways | Stores:
+        """Returns the part that owns a service. A store may have been removed meanwhile."""
+        return self._gateways if name in self.gateways else self._stores
+
     def _on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
-        if event.name in self.stores:
-            yield from self._stores.on_died(event, now_s)
-            return
-        part = self._gateways if event.name in self.gateways else self._sightings
+        is_worker = event.name not in self.gateways and event.name not in self.stores
+        part = self._sightings if is_worker else self._part(event.name)
         yield from part.on_died(event, now_s)
 
     def _on_nodes(self, event: NodesSeen, _: float) -> Iterator[PoolEffect]:

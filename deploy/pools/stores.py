@@ -18,12 +18,12 @@ from enum import StrEnum
 from deploy.pools.events import (
     Died,
     PoolEffect,
+    ServiceFailed,
+    ServiceStarted,
+    ServiceStopped,
     StartStore,
     StopStore,
-    StoreFailed,
     StoresSeen,
-    StoreStarted,
-    StoreStopped,
 )
 from deploy.pools.state import PoolState
 from engine.control import Member, Version
@@ -131,7 +131,7 @@ class Stores:
         self.by_name[name] = PoolStore(version, node, StoreState.SERVING, address)
         self._state.restarts.started(name, now_s)
 
-    def on_started(self, event: StoreStarted, now_s: float) -> Iterator[PoolEffect]:
+    def on_started(self, event: ServiceStarted, now_s: float) -> Iterator[PoolEffect]:
         """Records a start."""
         store = self.by_name.get(event.name)
         if store is None:
@@ -139,7 +139,7 @@ class Stores:
         store.state, store.address = StoreState.SERVING, event.address
         yield self._state.record_start(event.name, now_s)
 
-    def on_failed(self, event: StoreFailed, now_s: float) -> Iterator[PoolEffect]:
+    def on_failed(self, event: ServiceFailed, now_s: float) -> Iterator[PoolEffect]:
         """Schedules another start."""
         yield from self._lose(event.name, f"did not start: {event.reason}", now_s)
 
@@ -149,7 +149,7 @@ class Stores:
         if store is not None and store.state is not StoreState.STOPPING:
             yield from self._lose(event.name, event.how, now_s)
 
-    def on_stopped(self, event: StoreStopped, now_s: float) -> Iterator[PoolEffect]:
+    def on_stopped(self, event: ServiceStopped, now_s: float) -> Iterator[PoolEffect]:
         """Removes a stopped store."""
         if event.name in self.by_name:
             self._remove(event.name)

@@ -18,13 +18,14 @@ from deploy.pools.events import (
     Found,
     GatewayHeard,
     GatewaySeen,
-    GatewayStarted,
-    GatewayStopped,
     LoadSeen,
     NodesSeen,
     PoolTick,
     Publish,
     RoleSeen,
+    ServiceFailed,
+    ServiceStarted,
+    ServiceStopped,
     SetWorkerRole,
     StartGateway,
     StartStore,
@@ -32,9 +33,6 @@ from deploy.pools.events import (
     StopGateway,
     StopStore,
     StopWorker,
-    StoreFailed,
-    StoreStarted,
-    StoreStopped,
     WorkerStarted,
     WorkerStartFailed,
     WorkerStopped,
@@ -220,23 +218,23 @@ class PoolWorld:
             case SetWorkerRole(worker_id, role):
                 self.set_role(worker_id, role)
             case StartGateway(name):
-                self.later(GatewayStarted(name), 0.5)
+                self.later(ServiceStarted(name), 0.5)
                 if name not in self.hanging:
                     self.later(GatewayHeard(name), 0.6)
             case StopGateway(name):
                 self.stopped_gateways.append((self.now_s, name))
-                self.later(GatewayStopped(name))
+                self.later(ServiceStopped(name))
             case StartStore(name, version):
                 assert name not in self.stores
                 if name in self.failing_stores:
-                    self.later(StoreFailed(name, "no memory"), 0.1)
+                    self.later(ServiceFailed(name, "no memory"), 0.1)
                     return
                 self.stores[name] = version.name
-                self.later(StoreStarted(name, f"{name}:1"), 0.3)
+                self.later(ServiceStarted(name, f"{name}:1"), 0.3)
             case StopStore(name, is_over):
                 del self.stores[name]
                 self.retired += [name] if is_over else []
-                self.later(StoreStopped(name))
+                self.later(ServiceStopped(name))
             case HistoryStep() as step:
                 self.told.append(str(step))
             case Publish(members):

@@ -8,10 +8,10 @@ from deploy.base.spec import StoreReady
 from deploy.pools.events import (
     NodesSeen,
     PoolTick,
+    ServiceFailed,
+    ServiceStarted,
     StartStore,
-    StoreFailed,
     StoresSeen,
-    StoreStarted,
 )
 from deploy.pools.machine import PoolMachine
 from deploy.pools.state import PoolLimits
@@ -55,9 +55,9 @@ class WithStores(FakeController):
         effects += self.machine.handle(PoolTick(), 0.0)
         names = {each.name for each in effects if isinstance(each, StartStore)}
         assert names == {"store-v1", "store-v1@n2", "store-v2", "store-v2@n2"}
-        self.machine.handle(StoreFailed("store-v2@n2", "no memory"), 1.0)
+        self.machine.handle(ServiceFailed("store-v2@n2", "no memory"), 1.0)
         for name in sorted(names - {"store-v2@n2"}):
-            self.machine.handle(StoreStarted(name, f"tcp://{name}"), 1.0)
+            self.machine.handle(ServiceStarted(name, f"tcp://{name}"), 1.0)
         self.stores = {"store-v1": StoreReady("tcp://store-v1", "tcp://control", 77)}
         self.links = {name: FakeLink(REPORT) for name in names}
         self.links["store-v2@n2"].fresh_report = None

@@ -6,8 +6,8 @@ from deploy.pools.events import (
     Died,
     NodesSeen,
     PoolTick,
+    ServiceStarted,
     StartWorker,
-    StoreStarted,
     WorkerStarted,
 )
 from deploy.pools.machine import PoolMachine
@@ -106,7 +106,7 @@ def test_stores_are_shown_with_their_tiers():
     machine = PoolMachine(Intent((Version(pools=Pools(1, 1)),)), limits=limits)
     machine.handle(NodesSeen(("", "n2")), 0.0)
     machine.handle(PoolTick(), 0.0)
-    machine.handle(StoreStarted("store-v1", "tcp://s"), 0.0)
+    machine.handle(ServiceStarted("store-v1", "tcp://s"), 0.0)
     given = {"stores": {"store-v1": store_report(), "store-v1@n2": None}}
     assert values(machine, "baton_pool_stores", **given) == {
         ("v1", "waiting"): 0,

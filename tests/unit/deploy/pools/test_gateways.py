@@ -2,11 +2,11 @@
 
 from deploy.pools.events import (
     Died,
-    GatewayFailed,
     GatewayHeard,
     GatewaySeen,
     GatewaySilent,
-    GatewayStopped,
+    ServiceFailed,
+    ServiceStopped,
 )
 from deploy.pools.gateways import GATEWAY_PATIENCE_S, GATEWAY_UNREACHABLE_S, GatewayState
 from engine.control import GatewayReport, Pools
@@ -19,7 +19,7 @@ def test_dead_gateway_is_started_again():
     assert world.told == ["gateway ended with status -9: it is started again in 1 s"]
     world.settle()
     assert world.told[-1] == "gateway was started again"
-    world.feed(GatewayFailed("gateway", "no port"))
+    world.feed(ServiceFailed("gateway", "no port"))
     assert "did not start: no port" in world.told[-1]
 
 
@@ -66,7 +66,7 @@ def test_end_of_a_stopped_gateway_is_reported_once():
     machine._gateways.states["gateway"] = GatewayState.STOPPING
     assert not machine.handle(Died("gateway", "killed"), 1e4)
     assert machine.gateways["gateway"] is GatewayState.STOPPING
-    machine.handle(GatewayStopped("gateway"), 1e4)
+    machine.handle(ServiceStopped("gateway"), 1e4)
     assert machine.gateways["gateway"] is GatewayState.WAITING
 
 
