@@ -196,7 +196,7 @@ class StreamReader:
     def feed(self, data: bytes, now_s: float) -> None:
         """Reads the bytes that arrived at `now_s`."""
         for event in self._parser.feed(data):
-            self._take(event.data, now_s)
+            self._add(event.data, now_s)
 
     def finish(self, now_s: float) -> ReceivedStream:
         """Returns the stream after the connection ended normally."""
@@ -223,7 +223,7 @@ class StreamReader:
             is_broken=is_broken,
         )
 
-    def _take(self, data: bytes, now_s: float) -> None:
+    def _add(self, data: bytes, now_s: float) -> None:
         if self._num_done and data != DONE:
             self._num_after_done += 1
         if data == DONE:

@@ -138,7 +138,7 @@ class AnswerReader:
     def feed(self, piece: bytes, now_s: float) -> None:
         """Takes bytes that arrived at `now_s`."""
         for event in self._parser.feed(piece):
-            self._take(event, now_s)
+            self._add(event, now_s)
 
     def finish(self) -> Answer | Failure:
         """Returns the answer or the failure, once the stream has ended."""
@@ -153,7 +153,7 @@ class AnswerReader:
             return Failure("empty", "the answer has no content")
         return self._answer()
 
-    def _take(self, event: SseEvent, now_s: float) -> None:
+    def _add(self, event: SseEvent, now_s: float) -> None:
         if event.data == DONE:
             self._complete = True
             return
@@ -165,9 +165,9 @@ class AnswerReader:
         if chunk.error is not None or event.kind == b"error":
             self._fail(shown(event.data))
             return
-        self._take_chunk(chunk, now_s)
+        self._add_chunk(chunk, now_s)
 
-    def _take_chunk(self, chunk: AnswerChunk, now_s: float) -> None:
+    def _add_chunk(self, chunk: AnswerChunk, now_s: float) -> None:
         choices = chunk.choices or ()
         if any(choice.has_content for choice in choices):
             self._chunk_times_s.append(now_s)

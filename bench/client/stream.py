@@ -64,14 +64,14 @@ class SseParser:
         self._rest = b""
         if lines and not lines[-1].endswith((b"\r", b"\n")):
             self._rest = lines.pop()
-        return [event for line in lines if (event := self._take(line.rstrip(b"\r\n")))]
+        return [event for line in lines if (event := self._add(line.rstrip(b"\r\n")))]
 
     def finish(self) -> list[SseEvent]:
         """Returns the last event if the stream ended before its blank line."""
         last_line, self._rest = self._rest, b""
-        return [event for line in (last_line, b"") if (event := self._take(line))]
+        return [event for line in (last_line, b"") if (event := self._add(line))]
 
-    def _take(self, line: bytes) -> SseEvent | None:
+    def _add(self, line: bytes) -> SseEvent | None:
         if self._at_start:
             line = line.removeprefix(BYTE_ORDER_MARK)
             self._at_start = False

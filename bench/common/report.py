@@ -81,7 +81,7 @@ class Missing:
     reason: str
 
     @property
-    def told(self) -> str:
+    def warning(self) -> str:
         """Returns the warning about the missing part."""
         return f"{self.name} was not measured: {self.reason}"
 
@@ -214,11 +214,11 @@ def command_line(arguments: Sequence[str]) -> str:
         if word in OUTPUTS:
             next(following, None)
         elif not word.startswith(tuple(f"{option}=" for option in OUTPUTS)):
-            words.append(_without_place(word))
+            words.append(_without_folder(word))
     return shlex.join(words)
 
 
-def _without_place(word: str) -> str:
+def _without_folder(word: str) -> str:
     """Shortens `name=/a/python` to `name=PYTHON`, and `/a/trace.jsonl` to `trace.jsonl`."""
     name, equals, value = word.partition("=")
     if equals and "/" in value and not name.startswith("-"):

@@ -146,7 +146,7 @@ def check_limits(found: Sequence[Result]) -> None:
 
 def warnings(measured: EngineMeasured) -> list[str]:
     """A line for each reason not to trust the results."""
-    return [*(failed.told for failed in measured.failed), *busy_warning(measured.background)]
+    return [*(failed.warning for failed in measured.failed), *busy_warning(measured.background)]
 
 
 def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:

@@ -281,13 +281,13 @@ class ModelSpeeds:
         ]
         middle = first + num_steps // 2
         work = decode_work(self._shape.model.size, self._memory, [middle] * num_rows)
-        self._tell(num_rows, context_len, work, runs, suffix="", goal=num_rows == 1)
+        self._add_speed(num_rows, context_len, work, runs, suffix="", goal=num_rows == 1)
         rows = _rows_at(tables, middle, [0] * num_rows)
         prepared = self._forward.prepare(rows, range(num_rows))
         queued = self._watch.runs(lambda: self._forward.launch(prepared))
-        self._tell(num_rows, context_len, work, queued, suffix="_queued", goal=False)
+        self._add_speed(num_rows, context_len, work, queued, suffix="_queued", goal=False)
 
-    def _tell(
+    def _add_speed(
         self,
         num_rows: int,
         context_len: int,

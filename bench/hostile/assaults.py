@@ -34,7 +34,7 @@ from bench.common.background import PROC
 from bench.common.waiting import holds_within, pause
 from bench.hostile.corpus import ATTACKER_KEY, CHAT, COMPLETIONS
 from bench.processes.deployment import ServedDeployment
-from bench.processes.driven import Driven, tell_parent
+from bench.processes.driven import Driven, answer_parent
 from engine.clock import Clock
 from engine.net.grpc_library import grpc as grpc_library
 from router.gateway.inference import inference_pb2 as pb
@@ -220,9 +220,9 @@ def main(name: str, times: str, url: str, address: str) -> None:
     """Waits for the command, carries out the assault and prints the requests by status."""
     os.nice(LOW_PRIORITY)
     assault = ASSAULTS[name](int(times))
-    tell_parent({"ready": {}})
+    answer_parent({"ready": {}})
     if sys.stdin.buffer.readline():
-        tell_parent({"ends": dict(uvloop.run(_assault(assault, url, address)))})
+        answer_parent({"ends": dict(uvloop.run(_assault(assault, url, address)))})
 
 
 ATTACKER = "bench.hostile.assaults"

@@ -16,7 +16,7 @@ import uvloop
 
 from bench.common.waiting import pause
 from bench.hostile.corpus import HONEST_KEY, bearer
-from bench.processes.driven import tell_parent
+from bench.processes.driven import answer_parent
 from engine.clock import MonotonicClock
 
 TOLD_S = 0.02
@@ -43,10 +43,10 @@ async def _stream(session: aiohttp.ClientSession, url: str, *, is_short: bool) -
         async for piece in response.content.iter_any():
             now_s = clock.now_s()
             if last_s is not None and now_s - last_s >= TOLD_S:
-                tell_parent([last_s, now_s, is_short and not tail])
+                answer_parent([last_s, now_s, is_short and not tail])
             last_s, tail = now_s, (tail + piece)[-64:]
     if not tail.rstrip().endswith(b"data: [DONE]"):
-        tell_parent(f"broken: the stream ended with {tail!r}")
+        answer_parent(f"broken: the stream ended with {tail!r}")
 
 
 async def _streams(session: aiohttp.ClientSession, url: str, *, is_short: bool) -> None:
@@ -54,7 +54,7 @@ async def _streams(session: aiohttp.ClientSession, url: str, *, is_short: bool) 
         try:
             await _stream(session, url, is_short=is_short)
         except (aiohttp.ClientError, TimeoutError) as error:
-            tell_parent(f"broken: {error!r}")
+            answer_parent(f"broken: {error!r}")
             await pause(RETRY_S)
 
 

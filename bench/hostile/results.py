@@ -44,7 +44,7 @@ class Phase:
 
 
 @dataclass(slots=True)
-class Heard:
+class HonestReports:
     """Reports of the honest clients: gaps of their streams, and broken answers."""
 
     gaps: list[tuple[float, float]] = field(default_factory=list)
@@ -78,7 +78,7 @@ class HostileRun:
     """The result of a run."""
 
     phases: tuple[Phase, ...]
-    heard: Heard
+    reports: HonestReports
     bodies: Outcomes
     slow: Slow
     disconnects: dict[str, int]
@@ -107,8 +107,10 @@ def results(run: HostileRun) -> tuple[Result, ...]:
     for stage, count in sorted(run.disconnects.items()):
         figures[f"disconnects/{stage.replace(' ', '_')}"] = Figure(count, "")
     for phase in run.phases:
-        figures[f"pause/{phase.name}"] = Figure(1e3 * run.heard.longest_s(phase), "ms")
-        figures[f"first_token/{phase.name}"] = Figure(1e3 * run.heard.longest_first_s(phase), "ms")
+        figures[f"pause/{phase.name}"] = Figure(1e3 * run.reports.longest_s(phase), "ms")
+        figures[f"first_token/{phase.name}"] = Figure(
+            1e3 * run.reports.longest_first_s(phase), "ms"
+        )
     for assault in run.assaults:
         for status, count in sorted(assault.ends.items()):
             figures[f"assault/{assault.name}/{status}"] = Figure(count, "")
@@ -117,7 +119,7 @@ def results(run: HostileRun) -> tuple[Result, ...]:
         first_s = first_beyond_calm_s(run, assault.name)
         figures[f"assault/{assault.name}/first_token"] = Figure(1e3 * first_s, "ms")
         figures[f"assault/{assault.name}/kept"] = Figure(100 * assault.kept, "%")
-    figures["honest/broken"] = Figure(len(run.heard.broken), "")
+    figures["honest/broken"] = Figure(len(run.reports.broken), "")
     for kind, before in run.memory.before.items():
         figures[f"memory/{kind}"] = Figure(before / MIB, "MiB")
         figures[f"memory/{kind}_growth"] = Figure(100 * growth(run, kind), "%")
@@ -134,13 +136,13 @@ def growth(run: HostileRun, kind: str) -> float:
 
 def beyond_calm_s(run: HostileRun, name: str) -> float:
     """Returns a phase's longest pause minus the calm's; negative if the phase's was shorter."""
-    longest_s = {phase.name: run.heard.longest_s(phase) for phase in run.phases}
+    longest_s = {phase.name: run.reports.longest_s(phase) for phase in run.phases}
     return longest_s[name] - longest_s[CALM]
 
 
 def first_beyond_calm_s(run: HostileRun, name: str) -> float:
     """Returns a phase's longest wait for a first token minus the calm's."""
-    longest_s = {phase.name: run.heard.longest_first_s(phase) for phase in run.phases}
+    longest_s = {phase.name: run.reports.longest_first_s(phase) for phase in run.phases}
     return longest_s[name] - longest_s[CALM]
 
 
@@ -159,7 +161,7 @@ def _complaints_of_assaults(run: HostileRun) -> Iterator[str]:
 def complaints(run: HostileRun) -> list[str]:
     """Returns violations; the command fails if there are any."""
     found = [f"server error: {example}" for example in run.bodies.examples]
-    found += [f"an honest stream: {line}" for line in run.heard.broken[:5]]
+    found += [f"an honest stream: {line}" for line in run.reports.broken[:5]]
     for kind in run.memory.before:
         if (grown := growth(run, kind)) > MAX_RSS_GROWTH:
             found.append(f"memory of {kind}s grew by {100 * grown:.1f} %")
@@ -178,5 +180,5 @@ def warnings(run: HostileRun) -> Sequence[str]:
     return [
         f"an honest stream paused for {pause_s:.2f} s in the phase {phase.name}"
         for phase in run.phases
-        if (pause_s := run.heard.longest_s(phase)) > MAX_PAUSE_S
+        if (pause_s := run.reports.longest_s(phase)) > MAX_PAUSE_S
     ]

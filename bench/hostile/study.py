@@ -33,7 +33,7 @@ from bench.hostile.assaults import ASSAULTS, AssaultRun, Attacker, private_bytes
 from bench.hostile.corpus import ATTACKER_KEY, HONEST_KEY, shots
 from bench.hostile.results import (
     CALM,
-    Heard,
+    HonestReports,
     HostileRun,
     MemorySample,
     Phase,
@@ -120,7 +120,7 @@ class HostileStudy(Experiment):
     async def _measure(
         self, deployment: OperatedDeployment, grpc_port: int, say: Say
     ) -> HostileRun:
-        clock, heard, served = MonotonicClock(), Heard(), deployment.served
+        clock, reports, served = MonotonicClock(), HonestReports(), deployment.served
 
         def is_whole(seen: SeenPools) -> bool:
             return bool(seen.workers) and seen.is_idle
@@ -132,11 +132,11 @@ class HostileStudy(Experiment):
             await settle(deployment, is_whole, clock, steady_s=STEADY_S)
             before = _memory(served)
             services = served.sessions()
-            with _honest(served.url, self.streams, heard):
+            with _honest(served.url, self.streams, reports):
                 await storm.run()
             await settle(deployment, is_whole, clock, steady_s=STEADY_S)
             after = _memory(served)
-            with _honest(served.url, self.streams, heard):
+            with _honest(served.url, self.streams, reports):
                 for name in self.assault or ASSAULTS:
                     await storm.assault(Attacker(name, self.times, served, grpc_port))
             await settle(deployment, is_whole, clock, steady_s=STEADY_S)
@@ -144,7 +144,7 @@ class HostileStudy(Experiment):
         blocks, leases = seen.leaked
         return HostileRun(
             phases=tuple(storm.phases),
-            heard=heard,
+            reports=reports,
             bodies=storm.bodies,
             slow=storm.slow,
             disconnects=storm.disconnects,
@@ -227,11 +227,11 @@ class _Storm:
 
 
 @contextmanager
-def _honest(url: str, num_streams: int, heard: Heard) -> Iterator[None]:
+def _honest(url: str, num_streams: int, reports: HonestReports) -> Iterator[None]:
     """Runs honest streams inside the block; their reports are read at its end."""
     child = ChildProcess(
         [sys.executable, "-m", HONEST, url, str(num_streams)],
-        on_stdout=lambda line: _hear(line, heard),
+        on_stdout=lambda line: _receive(line, reports),
     )
     try:
         yield
@@ -239,15 +239,15 @@ def _honest(url: str, num_streams: int, heard: Heard) -> Iterator[None]:
         child.close(END_TIMEOUT_S)
 
 
-def _hear(line: str | None, heard: Heard) -> None:
+def _receive(line: str | None, reports: HonestReports) -> None:
     if line is None:
         return
     told = msgspec.json.decode(line)
     if isinstance(told, str):
-        heard.broken.append(told)
+        reports.broken.append(told)
     else:
         begin_s, end_s, is_first = told
-        (heard.firsts if is_first else heard.gaps).append((begin_s, end_s))
+        (reports.firsts if is_first else reports.gaps).append((begin_s, end_s))
 
 
 def _memory(served: ServedDeployment) -> dict[str, int]:

@@ -216,10 +216,10 @@ async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 async def _all(
     items: Iterator[T], one: Callable[[T], Coroutine[Any, Any, None]], at_once: int
 ) -> None:
-    async def take_turns() -> None:
+    async def send_some() -> None:
         for item in items:
             await one(item)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(at_once):
-            group.create_task(take_turns())
+            group.create_task(send_some())

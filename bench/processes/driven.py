@@ -30,7 +30,7 @@ from engine.errors import BatonError
 
 JOIN_TIMEOUT_S = 5.0  # for a thread to see that its pipe has ended
 
-Heard = Callable[[str | None], None]  # called with each line, then with None at the end
+OnLine = Callable[[str | None], None]  # called with each line, then with None at the end
 
 
 class ChildProcess:
@@ -45,8 +45,8 @@ class ChildProcess:
         self,
         command: Sequence[str],
         *,
-        on_stdout: Heard | None = None,
-        on_stderr: Heard | None = None,
+        on_stdout: OnLine | None = None,
+        on_stderr: OnLine | None = None,
         has_stdin: bool = True,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -62,9 +62,9 @@ class ChildProcess:
         )
         self._writer: threading.Thread | None = None
         self._readers: list[tuple[IO[str], threading.Thread]] = []
-        for pipe, heard in ((self.process.stdout, on_stdout), (self.process.stderr, on_stderr)):
-            if pipe is not None and heard is not None:
-                self._readers.append((pipe, _started(_read, pipe, heard)))
+        for pipe, on_line in ((self.process.stdout, on_stdout), (self.process.stderr, on_stderr)):
+            if pipe is not None and on_line is not None:
+                self._readers.append((pipe, _started(_read, pipe, on_line)))
 
     @property
     def pid(self) -> int:
@@ -118,10 +118,10 @@ def _started(function: Callable[..., None], *arguments: object) -> threading.Thr
     return thread
 
 
-def _read(pipe: IO[str], heard: Heard) -> None:
+def _read(pipe: IO[str], on_line: OnLine) -> None:
     for line in pipe:  # read to the end: otherwise the child would block on a full pipe
-        heard(line)
-    heard(None)
+        on_line(line)
+    on_line(None)
 
 
 def _write(pipe: IO[str], line: str) -> None:
@@ -224,9 +224,9 @@ class Driven:
 
     def ask(self, do: str, *, timeout_s: float, **arguments: object) -> Answer:
         """Sends one command and returns the answer. Raises DrivenFailed."""
-        return self.tell({"do": do, **arguments}, timeout_s=timeout_s)
+        return self.send({"do": do, **arguments}, timeout_s=timeout_s)
 
-    def tell(self, message: Mapping[str, object], *, timeout_s: float) -> Answer:
+    def send(self, message: Mapping[str, object], *, timeout_s: float) -> Answer:
         """Sends one message and returns the answer. Raises DrivenFailed."""
         if self._child is None:
             raise DrivenFailed(self.name, "it is not running", self._last_lines)
@@ -269,14 +269,14 @@ class Driven:
             self._last_lines.append(line.rstrip())
 
 
-def begun(process: Driven, stack: ExitStack) -> Driven:
+def started(process: Driven, stack: ExitStack) -> Driven:
     """Starts the process, which ends with the stack, without waiting for it."""
     process.start()
     stack.callback(process.close)
     return process
 
 
-def tell_parent(answer: object) -> None:
+def answer_parent(answer: object) -> None:
     """Prints an answer as one line, in the process that is driven."""
     sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     sys.stdout.buffer.flush()
@@ -291,12 +291,12 @@ STOP_TIMEOUT_S = 30.0
 def launched(kind: Literal["worker", "gateway"], stack: ExitStack) -> Driven:
     """Starts a process that ends with the stack. It waits for its spec (`deploy.base.spec`)."""
     command = [sys.executable, "-m", SERVICE, kind]
-    return begun(Driven(kind, command, close_timeout_s=STOP_TIMEOUT_S), stack)
+    return started(Driven(kind, command, close_timeout_s=STOP_TIMEOUT_S), stack)
 
 
 def listening(service: Driven, spec: Mapping[str, object], *, timeout_s: float) -> Answer:
     """Sends a service its spec; returns its answer once it listens. Raises DrivenFailed."""
-    answer = service.tell(spec, timeout_s=timeout_s)
+    answer = service.send(spec, timeout_s=timeout_s)
     while "type" in answer:  # messages about the start, such as its expected duration
         answer = service.answer(timeout_s)
     return answer

@@ -29,8 +29,8 @@ from bench.serve.plan import (
     ServeTarget,
     check,
     config_of,
-    pace_of,
     quick,
+    rate_text,
     shape_of,
     sized,
 )
@@ -136,7 +136,7 @@ def swept(
         trial, seed = replace(plan, load=load, seed=seed), seed + 1  # no trial meets cached prompts
         measured = measure(trial)
         [run] = measured.runs
-        step = search.take(num_within(run, plan.slo or SloBounds()), len(run.outcomes))
+        step = search.record(num_within(run, plan.slo or SloBounds()), len(run.outcomes))
         verdict = {None: "again", True: "passed", False: "failed"}[step.passed]
         unsure = "" if step.is_sure or step.passed is None else ", unsure"
         say(f"{rate:.3g}/s: {step.num_met} of {step.num_sent} within bounds: {verdict}{unsure}")
@@ -212,5 +212,5 @@ def _plot(
 def _title(plan: ServePlan, report: Report) -> str:
     load = plan.load
     times = f"{load.num_repeats} × " if load.num_repeats > 1 else ""
-    what = f"{times}{load.num_requests} requests {pace_of(plan)}{shape_of(plan)}"
+    what = f"{times}{load.num_requests} requests {rate_text(plan)}{shape_of(plan)}"
     return f"{report.config['model']} at {report.config['url']}: {what}"

@@ -266,7 +266,7 @@ def trace_of(plan: ServePlan, replay: ServeReplay) -> Trace:
     return read.sped_up(replay.speed_up).shortened(replay.shorten)
 
 
-def pace_of(plan: ServePlan) -> str:
+def rate_text(plan: ServePlan) -> str:
     """Describes the load's rate in words."""
     load, replay = plan.load, plan.replay
     if replay is not None:

@@ -30,7 +30,7 @@ from rich.table import Column
 from rich.text import Text
 
 from bench.client.load import ClientCost, LoadRun, SloBounds
-from bench.serve.plan import ServePlan, pace_of
+from bench.serve.plan import ServePlan, rate_text
 from bench.serve.run import (
     ENDED,
     NUM_COUNTS,
@@ -194,5 +194,5 @@ def _progress(counts: Sequence[Sequence[float]], plan: ServePlan) -> Iterator[No
     )
     with shown:
         total = plan.load.num_requests * plan.load.num_repeats
-        shown.add_task(pace_of(plan), total=total)
+        shown.add_task(rate_text(plan), total=total)
         yield

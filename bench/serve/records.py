@@ -158,7 +158,7 @@ class RateSearch:
         """True if a higher rate failed."""
         return self._failing is not None
 
-    def take(self, num_met: int, num_sent: int) -> SweepStep:
+    def record(self, num_met: int, num_sent: int) -> SweepStep:
         """Adds one trial at `next_per_s`, and decides what follows."""
         assert self._next_per_s is not None, "the search is over"
         self._num_met += num_met

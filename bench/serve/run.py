@@ -55,7 +55,7 @@ class Tally:
         self._counts = [0.0] * NUM_COUNTS if counts is None else counts
         self._slo = slo or SloBounds()
 
-    def begun(self) -> None:
+    def submitted(self) -> None:
         """Counts a request that is about to be sent."""
         self._counts[BEGUN] += 1
 
@@ -231,7 +231,7 @@ class SessionRunner:
                 await _sleep_until(due_s, self._clock)
             ready_s = self._clock.now_s()
             this = body or self._body(talk.prompt(turn), turn)
-            self._tally.begun()
+            self._tally.submitted()
             outcome = await _send_one(
                 self._send, this, due_s, ready_s, self._slots, self._clock, self._is_limited
             )

@@ -410,7 +410,7 @@ class _Cluster:
 
     # ------------------------------------------------------------ the gateway
 
-    def hear(self, worker_id: WorkerId, frame: Frame) -> None:
+    def on_frame(self, worker_id: WorkerId, frame: Frame) -> None:
         """Plans the arrival of a frame that a worker sends now."""
         at_s = self._future.now_s + self._setup.latency_s
         self._future.plan(at_s, Rank.MESSAGE, self._on_frame, (worker_id, frame))
@@ -429,7 +429,7 @@ class _Cluster:
                 told.append(said)
                 continue
             if told:
-                self._hear_tokens(worker_id, told)
+                self._on_tokens(worker_id, told)
                 told = []
             if isinstance(message, BlocksOffered):
                 self._stores[store_of(message.seq_id)].answered(worker_id, message)
@@ -442,7 +442,7 @@ class _Cluster:
                 self._settle(places=True)
             self._take(FromWorker(worker_id, message), said.times_s)
         if told:
-            self._hear_tokens(worker_id, told)
+            self._on_tokens(worker_id, told)
 
     def ask(self, store_id: WorkerId, worker_id: WorkerId, message: OfferBlocks | Cancel) -> None:
         """Plans the arrival of a store's message to a worker."""
@@ -470,9 +470,9 @@ class _Cluster:
         until_s = self._future.now_s - self._setup.latency_s
         for worker in self._decoding:
             if told := worker.settle(until_s):
-                self._hear_tokens(worker.worker_id, told)
+                self._on_tokens(worker.worker_id, told)
 
-    def _hear_tokens(self, worker_id: WorkerId, told: Sequence[Said]) -> None:
+    def _on_tokens(self, worker_id: WorkerId, told: Sequence[Said]) -> None:
         """Delivers tokens of answers that continue."""
         tokens = cast("list[Tokens]", [one.message for one in told])
         effects = self._machine.handle(Stepped(worker_id, tokens), self._future.now_s)

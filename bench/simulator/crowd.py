@@ -2,8 +2,8 @@
 
 A step is work, in seconds of one core. A worker computes with one thread, and decoding workers keep
 the gateway busy. If more threads want to run than there are cores, all get equal shares, as
-operating systems give them. With n threads on c cores each runs at c / n of its pace. Each begin or
-end of a step changes the pace of all others at once.
+operating systems give them. With n threads on c cores each runs at c / n of its speed. Each start
+or end of a step changes the speed of all others at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ NO_CHANCES = Chances()
 IN_A_ROW = 16  # average number of consecutive decode steps that are drawn together
 
 
-def pace(cores: int | None, demand: float) -> float:
+def core_share(cores: int | None, demand: float) -> float:
     """Returns the share of a core that each thread gets for this demand in cores."""
     return 1.0 if cores is None or demand <= cores else cores / demand
 
@@ -73,7 +73,7 @@ class Crowd:
         # True if each step is simulated by itself.
         self.watches = hardware.cores is not None or self.varies
 
-    def begin(
+    def start(
         self, worker_id: str, step: StepPrice, seconds: float, on_end: Callable[[], None]
     ) -> None:
         """Begins a worker's step of `seconds` of work; calls `on_end` at its end."""
@@ -107,21 +107,21 @@ class Crowd:
     def _settle(self) -> None:
         """Subtracts the work done since the last call."""
         now_s = self._future.now_s
-        done_s = (now_s - self._settled_s) * self._pace()
+        done_s = (now_s - self._settled_s) * self._share()
         for step in self._steps.values():
             step.left_s -= done_s
         self._settled_s = now_s
 
     def _plan_ends(self) -> None:
-        own_pace = self._pace()
+        own_share = self._share()
         for worker_id, step in self._steps.items():
-            end_s = self._settled_s + max(step.left_s, 0.0) / own_pace
+            end_s = self._settled_s + max(step.left_s, 0.0) / own_share
             if end_s != step.planned_s:
                 step.planned_s = end_s
                 self._future.plan(end_s, Rank.STEP_END, self._on_end, (worker_id, step, end_s))
 
-    def _pace(self) -> float:
-        return pace(self._hardware.cores, sum(step.demand for step in self._steps.values()))
+    def _share(self) -> float:
+        return core_share(self._hardware.cores, sum(step.demand for step in self._steps.values()))
 
     def _on_end(self, planned: tuple[str, _Step, float]) -> None:
         worker_id, step, end_s = planned

@@ -195,7 +195,7 @@ class SimStore:
             self._future.plan(at_s, Rank.ROUTINE, self._on_report_due, None)
         if said or news:
             frame = Frame(said, events_of(news, self._hardware.layout.block_size))
-            self._listener.hear(self.worker_id, frame)
+            self._listener.on_frame(self.worker_id, frame)
         self._look_ahead()
 
     def _perform(self, effect: StoreEffect, said: list[Said]) -> None:
@@ -205,7 +205,7 @@ class SimStore:
             case AskPeer(peer_id, message):
                 self._listener.ask(self.worker_id, peer_id, message)
             case LoadBlock() | WriteBlock():
-                self._tiers[effect.medium].begin(effect)
+                self._tiers[effect.medium].submit(effect)
             case EraseBlock() | EraseAll():
                 pass  # costs nothing
             case _:
@@ -234,7 +234,7 @@ class SimStore:
         gauges = {name: value for t in self._tiers.values() for name, value in t.gauges().items()}
         load = self.machine.load(self._transfers.num_leases_of(self.worker_id), {})
         report = replace(load, gauges=gauges)
-        self._listener.hear(self.worker_id, Frame([Said(report)]))
+        self._listener.on_frame(self.worker_id, Frame([Said(report)]))
 
 
 def store_of(seq_id: SeqId) -> WorkerId:

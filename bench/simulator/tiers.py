@@ -135,7 +135,7 @@ class SimulatedTier:
             f"load_block_s:{self._medium}": self._read_s,
         }
 
-    def begin(self, effect: LoadBlock | WriteBlock) -> None:
+    def submit(self, effect: LoadBlock | WriteBlock) -> None:
         """Begins a read or a write, now or when others have ended."""
         if isinstance(effect, LoadBlock):
             self._loads.append(effect)

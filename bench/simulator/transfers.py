@@ -187,7 +187,7 @@ class Transfers:
         if lease is None:
             return
         self._close(lease_id, lease)
-        self._tell(lease.source, LeaseEnded(lease_id, "revoked"), 0.0)
+        self._notify(lease.source, LeaseEnded(lease_id, "revoked"), 0.0)
         if lease.pull is not None:
             self._fail(lease_id, lease.pull, "revoked", self._latency_s)
 
@@ -195,7 +195,7 @@ class Transfers:
         """Claims a lease for a sink."""
         lease = self._leases.get(ref.lease_id)
         if lease is None:
-            self._tell(sink, PullFailed(seq_id, "unknown"), self._latency_s)
+            self._notify(sink, PullFailed(seq_id, "unknown"), self._latency_s)
             return
         assert lease.pull is None
         lease.pull = _Pull(lease.source, sink, seq_id)
@@ -223,7 +223,7 @@ class Transfers:
         assert lease.pull is not None
         self._close(lease_id, lease)
         self._fail(lease_id, lease.pull, "aborted", 0.0)
-        self._tell(lease.source, LeaseEnded(lease_id, "released"), self._latency_s)
+        self._notify(lease.source, LeaseEnded(lease_id, "released"), self._latency_s)
 
     # ------------------------------------------------------------ transfers
 
@@ -312,15 +312,15 @@ class Transfers:
         del self._held[pull.sink.worker_id, pull.seq_id]
         exposed_s = self._future.now_s - pull.ready_s if pull.wanted else 0.0
         done = PullDone(pull.seq_id, TRANSPORT, pull.transfer_s, exposed_s)
-        self._tell(pull.sink, done, 0.0)
-        self._tell(lease.source, LeaseEnded(lease_id, "released"), self._latency_s)
+        self._notify(pull.sink, done, 0.0)
+        self._notify(lease.source, LeaseEnded(lease_id, "released"), self._latency_s)
 
     def _fail(self, lease_id: LeaseId, pull: _Pull, reason: str, after_s: float) -> None:
         del self._held[pull.sink.worker_id, pull.seq_id]
         arrived = self._arrived(pull)
         self._stop(lease_id, pull)
-        self._tell(pull.sink, PullFailed(pull.seq_id, reason, arrived), after_s)
+        self._notify(pull.sink, PullFailed(pull.seq_id, reason, arrived), after_s)
 
-    def _tell(self, side: TransferSide, event: Event, after_s: float) -> None:
+    def _notify(self, side: TransferSide, event: Event, after_s: float) -> None:
         call: Callable[[list[Event]], None] = side.receive
         self._future.plan(self._future.now_s + after_s, Rank.MESSAGE, call, [event])

@@ -86,7 +86,7 @@ class Frame(msgspec.Struct, frozen=True):
 class FrameListener(Protocol):
     """Receives the frames of workers."""
 
-    def hear(self, worker_id: WorkerId, frame: Frame) -> None:
+    def on_frame(self, worker_id: WorkerId, frame: Frame) -> None:
         """Takes a frame that a worker sends now."""
         ...
 
@@ -187,7 +187,7 @@ class SimWorker:
         """Takes events, which are handled when the running step ends."""
         self._inbox += events
         if self._stretch is None:
-            self._turn()
+            self._run_next()
         else:
             self._cut(self._stretch)
 
@@ -200,9 +200,9 @@ class SimWorker:
         if num_over == len(self._ends_s) and stretch is not None and stretch.num_decoding:
             # The last step has not ended, even if it ends at this moment.
             num_over += bisect_right(stretch.ends_s, until_s, 0, len(stretch.ends_s) - 1)
-        return self._untold(self._num_earlier + num_over)
+        return self._unreported(self._num_earlier + num_over)
 
-    def _untold(self, until_step: int) -> list[Said]:
+    def _unreported(self, until_step: int) -> list[Said]:
         """Returns the unreported tokens of all steps before that one."""
         said: list[Said] = []
         step, times_s = until_step, array("d")  # most sequences share it
@@ -211,7 +211,7 @@ class SimWorker:
                 if told.step != step:
                     step = told.step
                     times_s = self._times_s(step, until_step)
-                said.append(_tell(seq_id, told, times_s))
+                said.append(_send(seq_id, told, times_s))
         return said
 
     def _times_s(self, step: int, until_step: int) -> "array[float]":
@@ -225,7 +225,7 @@ class SimWorker:
 
     # ------------------------------------------------------------ turns
 
-    def _turn(self) -> None:
+    def _run_next(self) -> None:
         now_s = self._future.now_s
         while self._inbox:
             events, self._inbox = self._inbox, []
@@ -245,7 +245,7 @@ class SimWorker:
     def _plan(self) -> None:
         plan, effects = self.core.plan(self._future.now_s)
         self._perform(effects)
-        self._send()
+        self._flush()
         if plan is not None:
             self._begin(plan)
         elif (held_until_s := self.core.held_until_s) is not None:
@@ -257,7 +257,7 @@ class SimWorker:
 
     def _on_held_until(self, _: None) -> None:
         if self._stretch is None:
-            self._turn()
+            self._run_next()
 
     def _note_lengths(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -278,7 +278,7 @@ class SimWorker:
     def _on_report_due(self, _: None) -> None:
         self._report_planned = False
         if self._stretch is None and self.reports:
-            self._turn()
+            self._run_next()
 
     def _report(self) -> None:
         """Reports the worker's load. Reports without news are left out; later ones keep time."""
@@ -292,7 +292,7 @@ class SimWorker:
         self._has_news = False
         load = self.core.load(self._transfers.num_leases_of(self.worker_id), {})
         # The gateway must hear of all tokens that the load counts: it would take them for others'.
-        self._said += self._untold(self._num_steps_decoded)
+        self._said += self._unreported(self._num_steps_decoded)
         self._said.append(Said(load))
         self._num_earlier = self._num_steps_decoded
         del self._ends_s[:]
@@ -331,7 +331,7 @@ class SimWorker:
         """Begins one step whose end depends on the other workers of the machine."""
         stretch = self._run(rows, price, array("d", (math.inf,)))
         on_end = partial(self._on_end_in_crowd, stretch)
-        self._crowd.begin(self.worker_id, price, self._pricing.step_s(price), on_end)
+        self._crowd.start(self.worker_id, price, self._pricing.step_s(price), on_end)
 
     def _on_end_in_crowd(self, stretch: _Stretch) -> None:
         stretch.ends_s[0] = stretch.planned_end_s = self._future.now_s
@@ -359,7 +359,7 @@ class SimWorker:
             return  # the stretch was cut
         self._stretch = None
         self._perform(self._finish(stretch))
-        self._turn()
+        self._run_next()
 
     def _finish(self, stretch: _Stretch) -> list[Effect]:
         """Hands the results of a stretch to the core; they count as one step like the first."""
@@ -392,13 +392,13 @@ class SimWorker:
             else:
                 self._transfers.perform(self, effect)
 
-    def _send(self) -> None:
+    def _flush(self) -> None:
         """Sends all messages of this turn as one frame."""
         news = self.pool.take_news()
         if self._said or news:
             frame = Frame(self._said, events_of(news, self._block_size))
             self._said = []
-            self._listener.hear(self.worker_id, frame)
+            self._listener.on_frame(self.worker_id, frame)
 
     def _say(self, message: ToGateway) -> None:
         """Adds a message to the frame, after the tokens before it."""
@@ -407,7 +407,7 @@ class SimWorker:
             case Tokens(seq_id=seq_id, finish=finish):
                 told = self._told[seq_id]
                 if finish is not None or not told.has_begun:
-                    said.append(_tell(seq_id, told, self._times_s(told.step, num_steps), finish))
+                    said.append(_send(seq_id, told, self._times_s(told.step, num_steps), finish))
                 if finish is not None:
                     self._remove(seq_id)
             case HandedOver(lease=None):
@@ -415,7 +415,7 @@ class SimWorker:
             case GivenBack(seq_id=seq_id) | HandedOver(seq_id=seq_id):
                 last = self._told.get(seq_id)
                 if last is not None and last.step < num_steps:
-                    said.append(_tell(seq_id, last, self._times_s(last.step, num_steps)))
+                    said.append(_send(seq_id, last, self._times_s(last.step, num_steps)))
                 self._remove(seq_id)
                 said.append(Said(message))
             case PrefillDone():
@@ -457,7 +457,7 @@ def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
     return StepPrice(num_new, squares, num_decoding, num_context)
 
 
-def _tell(
+def _send(
     seq_id: SeqId, told: _Told, times_s: "array[float]", finish: FinishReason | None = None
 ) -> Said:
     """Returns the next tokens of an answer, chosen at these times."""

@@ -72,7 +72,7 @@ class BatchServer:
         self.client = client
         self.model = model
 
-    async def begin(self, lines: Lines) -> str:
+    async def submit(self, lines: Lines) -> str:
         """Uploads a file and makes a batch of it. Returns its id."""
         encoded = b"\n".join(map(msgspec.json.encode, lines))
         form = aiohttp.FormData({"purpose": "batch"})
@@ -134,7 +134,7 @@ class BatchServer:
 
     async def complete(self, lines: Lines) -> Texts:
         """Runs a batch to its end. Returns its answers."""
-        return await self.texts(await self.ended(await self.begin(lines)))
+        return await self.texts(await self.ended(await self.submit(lines)))
 
     async def num_pauses(self) -> float:
         """Returns the number of times that batch requests have stepped aside so far."""

@@ -348,7 +348,7 @@ class BatchesStudy(Experiment):
         ]
         batch_id = None
         if which == WITH:
-            batch_id = await server.begin(
+            batch_id = await server.submit(
                 self.lines_of(f"window-{pair}", self.num_of_window, server.model)
             )
             await server.answers(batch_id, 1)
@@ -391,7 +391,7 @@ class BatchesStudy(Experiment):
         async with batch_server(url) as server:
             if batch_id is None:
                 lines = self.lines_of("file", self.requests, server.model)
-                batch_id = await server.begin(lines)
+                batch_id = await server.submit(lines)
             share = (number + 1) / (self.kills + 1)
             return batch_id, await server.answers(batch_id, round(share * self.requests))
 

@@ -61,7 +61,7 @@ class _Connection(asyncio.Protocol):
         self._seen.num_events += num_events
         self._rest = text[-len(EVENT) + 1 :] if len(text) >= len(EVENT) else text
         if text.endswith(LAST_CHUNK):
-            self._take_end()
+            self._receive_end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
@@ -77,7 +77,7 @@ class _Connection(asyncio.Protocol):
         self._sent_s = perf_counter()
         self._transport.write(request)
 
-    def _take_end(self) -> None:
+    def _receive_end(self) -> None:
         if self._last_s is None:
             self.done.set_exception(ConnectionError("an answer without an event"))
             self._transport.close()

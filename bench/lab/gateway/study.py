@@ -50,7 +50,7 @@ from bench.common.report import Result, notes_on, result_of
 from bench.common.stats import percentile
 from bench.lab.experiment import Experiment, Findings, order_of
 from bench.lab.gateway.worker import BLOCK_SIZE, NullWorkerOptions
-from bench.processes.driven import Driven, begun, launched, listening
+from bench.processes.driven import Driven, launched, listening, started
 from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Member, Members, Version
@@ -118,7 +118,7 @@ def _open(
     stack: ExitStack,
     environment: Mapping[str, str] | None = None,
 ) -> Server:
-    process = begun(Driven(name, command, environment), stack)
+    process = started(Driven(name, command, environment), stack)
     facts = process.ready(START_TIMEOUT_S)
     session = process.session
     assert session is not None
@@ -129,7 +129,7 @@ def _open_ours(stack: ExitStack) -> Server:
     token_ids = tuple(load_text_model(BUNDLED_MODEL).encode_text(TEXT, CONTEXT_LEN))
     options = msgspec.json.encode(NullWorkerOptions(TOKEN, STEP_S, token_ids)).decode()
     command = [sys.executable, "-m", "bench.lab.gateway.worker", options]
-    worker = begun(Driven("worker", command), stack)
+    worker = started(Driven("worker", command), stack)
     address = worker.ready(START_TIMEOUT_S)["address"]
     member = Member(WorkerId("null"), address, context_len=CONTEXT_LEN)
     served = Version(model=str(BUNDLED_MODEL), model_name=MODEL)
@@ -277,7 +277,7 @@ class GatewayStudy(Experiment):
         with ExitStack() as stack:
             say("starting the servers")
             servers = open_all(self.peers, stack)
-            client = begun(
+            client = started(
                 Driven("client", [sys.executable, "-m", "bench.lab.gateway.client"]), stack
             )
             client.ready(START_TIMEOUT_S)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 
-from bench.processes.driven import tell_parent
+from bench.processes.driven import answer_parent
 from engine.clock import MonotonicClock
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
@@ -86,10 +86,10 @@ class _Session:
     line: Line
     running: dict[SeqId, _Sequence] = field(default_factory=dict)
 
-    def say(self, news: list[ToGateway]) -> None:
-        if news:
+    def say(self, messages: list[ToGateway]) -> None:
+        if messages:
             with suppress(ConnectionError):  # the gateway is leaving
-                self.line.post(encode_frame(news))
+                self.line.post(encode_frame(messages))
 
 
 class NullWorker:
@@ -126,19 +126,19 @@ class NullWorker:
         try:
             async for frame in line:
                 messages = decode_to_worker(frame)
-                session.say([n for message in messages for n in self._take(session, message)])
+                session.say([n for message in messages for n in self._receive(session, message)])
         finally:
             self._sessions.remove(session)
 
-    def _take(self, session: _Session, message: ToWorker) -> list[ToGateway]:
+    def _receive(self, session: _Session, message: ToWorker) -> list[ToGateway]:
         match message:
             case Generate():
-                return self._begin(session, message)
+                return self._submit(session, message)
             case Cancel(seq_id):
                 session.running.pop(seq_id, None)
         return []
 
-    def _begin(self, session: _Session, message: Generate) -> list[ToGateway]:
+    def _submit(self, session: _Session, message: Generate) -> list[ToGateway]:
         num_tokens = message.limits.max_len - len(message.token_ids)
         sampling = message.sampling
         every = max(1, sampling.top_k)
@@ -172,17 +172,17 @@ class NullWorker:
                 self._step(session)
 
     def _step(self, session: _Session) -> None:
-        news: list[ToGateway] = []
+        messages: list[ToGateway] = []
         for seq_id, sequence in list(session.running.items()):
             if (self._num_steps + sequence.phase) % sequence.every:
                 continue
             token, finish = self._next(sequence)
-            news.append(Tokens(seq_id, [token], finish))
+            messages.append(Tokens(seq_id, [token], finish))
             if finish is not None:
                 del session.running[seq_id]
-        if news and self._num_steps % REPORT_EVERY == 0:
-            news.append(self._load(len(news)))
-        session.say(news)
+        if messages and self._num_steps % REPORT_EVERY == 0:
+            messages.append(self._load(len(messages)))
+        session.say(messages)
 
     def _load(self, num_rows: int) -> LoadReport:
         """A load report of a worker that is never short of anything."""
@@ -207,7 +207,7 @@ def _welcome(options: NullWorkerOptions) -> Welcome:
 async def _main(options: NullWorkerOptions) -> None:
     worker = NullWorker(options)
     address = await worker.open()
-    tell_parent({"ready": {"address": address, "pid": os.getpid()}})
+    answer_parent({"ready": {"address": address, "pid": os.getpid()}})
     await asyncio.to_thread(sys.stdin.read)
     await worker.close()
 

@@ -215,7 +215,7 @@ def results(
 
 def warnings(measured: KvMeasured, handoffs: Sequence[Handoffs] = ()) -> list[str]:
     """A line for each reason not to trust the results."""
-    lines = [missing.told for missing in measured.missing]
+    lines = [missing.warning for missing in measured.missing]
     if "memcpy" in measured.movers and all(key.way != COMPILED for key in measured.seconds):
         lines.append("no C compiler works here: memcpy is called from Python, which is slower")
     lines += busy_warning(measured.background)

@@ -141,7 +141,7 @@ class KvStudy(Experiment):
         found = results(
             measured, handoffs, movers=self.movers, peers=dict.fromkeys(self.chosen, peers)
         )
-        lines = [*warnings(measured, handoffs), *(missing.told for missing in not_handed)]
+        lines = [*warnings(measured, handoffs), *(missing.warning for missing in not_handed)]
         notes = notes_on(measured.versions, [*measured.missing, *not_handed])
         return Findings(found, lines, config=notes)
 

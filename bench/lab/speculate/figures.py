@@ -127,7 +127,7 @@ def mean_acceptance(drafts: Sequence[tuple[int, int, int]]) -> float | None:
     return kept / tried if tried else None
 
 
-def acceptance_by_place(drafts: Sequence[tuple[int, int, int]]) -> list[tuple[float, int]]:
+def acceptance_by_position(drafts: Sequence[tuple[int, int, int]]) -> list[tuple[float, int]]:
     """Returns the accepted share, and the number of drafted tokens, for each place in a draft."""
     kept: Counter[int] = Counter()
     total: Counter[int] = Counter()
@@ -176,7 +176,7 @@ def results(plan: SpeculatePlan, measured: SpeculateMeasured) -> tuple[Result, .
         for result in results_of(_figures(cell, mode, measured))
     ]
     by_cell.sort(key=lambda result: _ORDER.index(result.name.partition("/")[0]))
-    places = [result for cell in cells[:: len(plan.sizes)] for result in _places(cell, measured)]
+    places = [result for cell in cells[:: len(plan.sizes)] for result in _positions(cell, measured)]
     named = [*_named(cells, by_cell), *_identical(measured)]
     return (*map(_with_goal, named), *by_cell, *places, *busy_results(measured.background))
 
@@ -236,7 +236,7 @@ def _drafting(name: str, run: BatchRun, passes: Passes) -> dict[str, Figure]:
     return figures
 
 
-def _places(cell: Cell, measured: SpeculateMeasured) -> Iterator[Result]:
+def _positions(cell: Cell, measured: SpeculateMeasured) -> Iterator[Result]:
     """Acceptance by place, over all batches."""
     for mode in cell.setup.modes:
         runs = [
@@ -249,7 +249,7 @@ def _places(cell: Cell, measured: SpeculateMeasured) -> Iterator[Result]:
         acceptance = mean_acceptance(drafts)
         if acceptance is None:
             continue
-        for place, (share, _) in enumerate(acceptance_by_place(drafts), start=1):
+        for place, (share, _) in enumerate(acceptance_by_position(drafts), start=1):
             name = f"{cell.thing}_{mode}_p{place}"
             yield result_of(f"acceptance/{name}", [share], "share")
             yield result_of(f"expected_acceptance/{name}", [acceptance**place], "share")

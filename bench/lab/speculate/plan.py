@@ -232,7 +232,7 @@ def prompts_for(cell: Cell, count: int, *, turn: int) -> list[int]:
     return [(turn * cell.batch + i) % count for i in range(cell.batch)]
 
 
-def turn_order(modes: Sequence[Speculate], turn: int) -> list[Speculate]:
+def order_of_modes(modes: Sequence[Speculate], turn: int) -> list[Speculate]:
     """Returns the modes in the order of one turn; it varies, so that drift affects all modes
     alike.
     """

@@ -50,11 +50,11 @@ from bench.lab.speculate.plan import (
     SpeculateSetup,
     SpeculateWorkload,
     identity_asks,
+    order_of_modes,
     prompts_for,
     random_prompts,
     repeating_asks,
     text_prompts,
-    turn_order,
 )
 from bench.lab.speculate.worker import CoreAsk, CoreOptions
 from bench.processes.driven import Answer, Driven
@@ -152,7 +152,7 @@ def _measure_cell(
     for round_ in range(MOST_ROUNDS):
         turn = repeat * MOST_ROUNDS + round_
         chosen = msgspec.to_builtins([asks[i] for i in prompts_for(cell, len(asks), turn=turn)])
-        for mode in turn_order(cell.setup.modes, turn):
+        for mode in order_of_modes(cell.setup.modes, turn):
             answer = worker.ask("decode", timeout_s=JOB_TIMEOUT_S, mode=mode, asks=chosen)
             found[mode].append(msgspec.convert(answer, BatchRun))
         plain_s += found[Speculate.OFF][-1].seconds

@@ -118,7 +118,7 @@ class Answers:
     # Number of rows by (drafted, accepted).
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
-    def take(self, messages: Sequence[ToGateway]) -> None:
+    def record(self, messages: Sequence[ToGateway]) -> None:
         """Records the messages of a step."""
         for message in messages:
             match message:
@@ -133,7 +133,7 @@ class Answers:
                 self.finished.add(seq_id)
 
     @property
-    def all_begun(self) -> bool:
+    def all_have_begun(self) -> bool:
         """True if each answer has its first token."""
         return len(self.token_ids) == len(self.wanted)
 
@@ -241,14 +241,14 @@ class Bench:
         all its tokens; drafts may go beyond."""
         service, wanted = self._services[Speculate(mode)], _asks(asks)
         answers = Answers(service.submit(_with_room(wanted, self._options.max_draft_tokens)))
-        while not answers.all_begun:
-            answers.take(service.step().messages)
+        while not answers.all_have_begun:
+            answers.record(service.step().messages)
         answers.drafts.clear()
         num_before = answers.num_tokens
         steps: list[CoreStep] = []
         while not _one_is_complete(answers, wanted):
             steps.append(service.step())
-            answers.take(steps[-1].messages)
+            answers.record(steps[-1].messages)
         service.cancel(answers.wanted)
         service.core.validate()
         if not steps:
@@ -309,7 +309,7 @@ class Bench:
             room = DEFAULTS.max_running - len(answers.wanted) + len(answers.finished)
             for _ in range(min(room, len(waiting))):
                 answers.wanted += service.submit([waiting.pop()])
-            answers.take(service.step().messages)
+            answers.record(service.step().messages)
         service.core.validate()
         return answers.in_order()
 

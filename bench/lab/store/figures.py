@@ -175,7 +175,7 @@ def turn_results(setting: str, run: LoadRun) -> list[Result]:
 
 def warnings(measured: StoreMeasured, found: Iterable[Result]) -> list[str]:
     """Facts that a reader should know before trusting the results."""
-    lines = [missing.told for missing in measured.missing]
+    lines = [missing.warning for missing in measured.missing]
     if measured.disk is not None and measured.disk.fio is None:
         lines.append(f"loads from disk stand alone: {measured.disk.reason}")
     if measured.turns is not None:

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.lab.validation.recordings import DecodeStep, RecordedAttempt, RecordedRun
-from bench.simulator.crowd import NO_CHANCES, Chances, pace
+from bench.simulator.crowd import NO_CHANCES, Chances, core_share
 from bench.simulator.hardware import HardwareProfile
 from engine.demand import DecodeCost
 from engine.errors import ConfigError
@@ -226,7 +226,7 @@ class _Busy:
         self._work_s: dict[WorkerId, Vector] = {}
         for worker_id, own in computes.items():
             with_it = wanted + (1 - own) * demands[worker_id]
-            paces = np.array([pace(cores, float(demand)) for demand in with_it])
+            paces = np.array([core_share(cores, float(demand)) for demand in with_it])
             done_s = np.cumsum(np.diff(self._at_s) * paces)
             self._work_s[worker_id] = np.concatenate(([0.0], done_s))
 

@@ -8,7 +8,7 @@ import pytest
 from bench.hostile.assaults import AssaultRun, private_bytes
 from bench.hostile.corpus import CHAT, Shot, shots
 from bench.hostile.results import (
-    Heard,
+    HonestReports,
     HostileRun,
     MemorySample,
     Phase,
@@ -20,7 +20,7 @@ from bench.hostile.waves import Outcomes, Slow, is_wrong
 
 CALM = HostileRun(
     phases=(Phase("calm", 0.0, 5.0), Phase("bodies", 5.0, 9.0)),
-    heard=Heard(gaps=[(1.0, 1.03), (4.9, 5.2)]),
+    reports=HonestReports(gaps=[(1.0, 1.03), (4.9, 5.2)]),
     bodies=Outcomes(Counter({200: 3, 400: 5, 503: 1, "left": 1})),
     slow=Slow(num_opened=3, num_closed=3, probes_s=[0.1, 0.3]),
     disconnects={"nothing": 2},
@@ -49,7 +49,7 @@ def test_an_assault_may_neither_stall_honest_streams_nor_fill_the_gateway():
     run = replace(
         CALM,
         phases=(*CALM.phases, Phase("chunks", 9.0, 12.0)),
-        heard=Heard(gaps=[(1.0, 1.2), (9.0, 9.4)], firsts=[(2.0, 2.9), (10.0, 11.0)]),
+        reports=HonestReports(gaps=[(1.0, 1.2), (9.0, 9.4)], firsts=[(2.0, 2.9), (10.0, 11.0)]),
         assaults=(AssaultRun("chunks", {"400": 2}, before_bytes=100, after_bytes=109),),
     )
     assert complaints(run) == []
@@ -59,8 +59,8 @@ def test_an_assault_may_neither_stall_honest_streams_nor_fill_the_gateway():
     assert values["assault/chunks/kept"] == pytest.approx(9)
     assert values["first_token/chunks"] == pytest.approx(1000)
     assert values["assault/chunks/first_token"] == pytest.approx(100)
-    stalled = replace(run, heard=Heard(gaps=[(1.0, 1.2), (9.0, 9.6)]))
-    waited = replace(run, heard=Heard(firsts=[(2.0, 2.1), (9.0, 9.6)]))
+    stalled = replace(run, reports=HonestReports(gaps=[(1.0, 1.2), (9.0, 9.6)]))
+    waited = replace(run, reports=HonestReports(firsts=[(2.0, 2.1), (9.0, 9.6)]))
     filled = replace(run, assaults=(replace(run.assaults[0], after_bytes=112),))
     assert [len(complaints(each)) for each in (stalled, waited, filled)] == [1, 1, 1]
 
@@ -69,7 +69,7 @@ def test_workers_that_an_assault_loads_are_slower_for_all():
     run = replace(
         CALM,
         phases=(*CALM.phases, Phase("answers", 9.0, 12.0)),
-        heard=Heard(firsts=[(9.0, 11.0)]),
+        reports=HonestReports(firsts=[(9.0, 11.0)]),
         assaults=(AssaultRun("answers", {"200": 2}, before_bytes=100, after_bytes=100),),
     )
     assert complaints(run) == []
@@ -80,7 +80,7 @@ def test_every_kind_of_damage_is_a_complaint():
     bodies.note(500, Shot(CHAT, b"x"), "internal error")
     damaged = [
         replace(CALM, bodies=bodies),
-        replace(CALM, heard=Heard(broken=["broken: it ended"])),
+        replace(CALM, reports=HonestReports(broken=["broken: it ended"])),
         replace(CALM, memory=MemorySample({"gateway": 100}, {"gateway": 106})),
         replace(CALM, blocks_left=1),
         replace(CALM, num_ended=1),

@@ -9,7 +9,7 @@ from bench.lab.speculate.figures import (
     Passes,
     RunKey,
     SpeculateMeasured,
-    acceptance_by_place,
+    acceptance_by_position,
     expected_tokens,
     expected_total,
     mean_acceptance,
@@ -144,7 +144,7 @@ def test_expectation_matches_tokens_of_equal_acceptance():
     acceptance = mean_acceptance(drafts)
     assert acceptance == pytest.approx(2 / 3)
     assert expected_total(drafts, acceptance) == pytest.approx(27 + 6 + 24)
-    for place, (share, _) in enumerate(acceptance_by_place(drafts), start=1):
+    for place, (share, _) in enumerate(acceptance_by_position(drafts), start=1):
         assert share == pytest.approx(acceptance**place)
 
 

@@ -56,9 +56,9 @@ def test_a_tally_counts_requests_in_flight():
     counts = [0.0] * NUM_COUNTS
     tally = Tally(counts, SLO)
     for outcome in (QUICK, FAILED):
-        tally.begun()
+        tally.submitted()
         tally.ended(outcome)
-    tally.begun()
+    tally.submitted()
     assert counts[ENDED] == 2
     assert told(counts) == "1 in flight · 1 failed · TTFT 100 ms · 2 tokens"
     assert "TTFT 100 ms · 50% in bounds · 2 tokens" in told(counts, SLO)

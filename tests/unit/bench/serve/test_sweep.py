@@ -20,7 +20,7 @@ GOAL = SweepGoal(attainment=0.9, precision=0.1)
 def searched(first, share_at, num_sent=400):
     search = RateSearch(first, GOAL)
     while (rate := search.next_per_s) is not None:
-        search.take(round(num_sent * share_at(rate)), num_sent)
+        search.record(round(num_sent * share_at(rate)), num_sent)
     return search
 
 
@@ -48,7 +48,7 @@ def test_a_server_without_limit_is_not_bounded():
 
 def test_a_share_near_the_goal_is_tried_again_and_then_marked():
     search = RateSearch(1.0, GOAL)
-    steps = [search.take(9, 10) for _ in range(MOST_TRIALS)]
+    steps = [search.record(9, 10) for _ in range(MOST_TRIALS)]
     assert [step.passed for step in steps] == [None, None, True]
     assert not steps[-1].is_sure
     assert steps[-1].num_sent == 30

@@ -40,8 +40,8 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
-from engine.worker.block_events import BlockRemoved, Medium, events_of, stored
-from engine.worker.blocks import BlockHash, Evicted, Stored, hash_block
+from engine.worker.block_events import BlockStored, Medium
+from engine.worker.blocks import BlockHash, hash_block
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from engine.worker.events import FromGateway, LeaseEnded, PullDone
 from engine.worker.intake import read_prompt
@@ -132,7 +132,7 @@ class Node:
         )
         self.store.meet(self.source.worker_id, is_store=False)
 
-    def hear(self, worker_id, frame):
+    def on_frame(self, worker_id, frame):
         self.frames.append((self.future.now_s, frame))
 
     def ask(self, store_id, worker_id, message):
@@ -149,7 +149,7 @@ class Node:
 
     def fill(self):
         """Lets the store take the prompt from the worker, and then lose the worker."""
-        events = [stored(self.hashes, None, block_size=8)]
+        events = [BlockStored(self.hashes, None, [], 8, *3 * [None])]
         self.store.follow(self.source.worker_id, events)
         self.settle()
         self.store.miss(self.source.worker_id)
@@ -245,7 +245,7 @@ def test_store_takes_no_faster_than_its_pace():
 
 def test_store_reports_its_blocks_and_the_price_of_reads():
     node = Node(SimulatedStores(64, 64, disk=DISK))
-    node.store.follow(node.source.worker_id, [stored(node.hashes, None, block_size=8)])
+    node.store.follow(node.source.worker_id, [BlockStored(node.hashes, None, [], 8, *3 * [None])])
     node.future.plan(3.5, Rank.ROUTINE, lambda _: node.future.stop(), None)
     node.future.run()
     last = node.said(LoadReport)[-1]
@@ -253,24 +253,6 @@ def test_store_reports_its_blocks_and_the_price_of_reads():
     assert last.num_blocks == 64
     assert last.gauges["load_fixed_s:disk"] == pytest.approx(0.011)
     assert last.gauges["load_block_s:disk"] == pytest.approx(0.001)
-
-
-def test_events_of_a_store_name_the_medium():
-    a, b, c = (BlockHash(bytes([i]) * 16) for i in range(3))
-    news = [
-        Stored(a, None, (), "host"),
-        Stored(b, a, (), "host"),
-        Stored(c, b, (), "disk"),
-        Evicted(a, "host"),
-        Evicted(b, "host"),
-        Evicted(c, "disk"),
-    ]
-    assert events_of(news, 8) == [
-        stored([a, b], None, block_size=8, medium="host"),
-        stored([c], b, block_size=8, medium="disk"),
-        BlockRemoved([a, b], medium="host"),
-        BlockRemoved([c], medium="disk"),
-    ]
 
 
 # ---------------------------------------------------------------- one tier
@@ -288,8 +270,8 @@ def test_waiting_reads_go_before_waiting_writes_and_few_at_once():
     )
     blocks = [BlockHash(bytes([i]) * 16) for i in range(4)]
     for block in blocks[:3]:
-        tier.begin(WriteBlock(Medium.DISK, block, None, 0, 0))
-    tier.begin(LoadBlock(Medium.DISK, blocks[3], 0, 5))
+        tier.submit(WriteBlock(Medium.DISK, block, None, 0, 0))
+    tier.submit(LoadBlock(Medium.DISK, blocks[3], 0, 5))
     future.run()
     # Two writes at once share the channel; the read that waits overtakes the third write.
     assert done == [

@@ -335,7 +335,7 @@ class Crowded:
 
     def _begin(self, step: tuple[float, str, StepPrice, float]) -> None:
         _, name, price, seconds = step
-        self.crowd.begin(name, price, seconds, lambda: self._end(name))
+        self.crowd.start(name, price, seconds, lambda: self._end(name))
 
     def _end(self, name: str) -> None:
         self.ends_s[name] = self.future.now_s
