@@ -114,13 +114,6 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_marker():
     assert all("usage" not in c and c["system_fingerprint"] == "fp-1" for c in chunks)
 
 
-def test_a_completion_stream_has_text_chunks():
-    *chunks, _ = complete(FakeRouter(answer("hi")), {"stream": True}).events()
-    assert {c["object"] for c in chunks} == {"text_completion"}
-    assert [c["choices"][0]["text"] for c in chunks] == ["h", "i", ""]
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-
-
 def test_usage_comes_in_a_chunk_of_its_own_when_asked_for():
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, usage, _ = chat(FakeRouter(answer("hi")), fields).events()
@@ -176,18 +169,6 @@ def test_the_head_waits_for_the_first_token_and_then_goes_at_once():
     start, chunk = asyncio.run(ask())
     assert start["type"] == "http.response.start"
     assert b'"text":"a"' in chunk["body"]
-
-
-def test_several_tokens_in_one_update_are_one_chunk():
-    script = [tokens("abc"), tokens("de", outcome=LENGTH)]
-    *chunks, _ = complete(FakeRouter(script), {"stream": True}).events()
-    assert [c["choices"][0]["text"] for c in chunks] == ["abc", "de"]
-
-
-def test_text_is_escaped_as_json():
-    text = '"\\\n\t\x00</é'
-    *chunks, _ = complete(FakeRouter(answer(text)), {"stream": True}).events()
-    assert "".join(c["choices"][0]["text"] for c in chunks) == text
 
 
 # ---------------------------------------------------------------- timeline

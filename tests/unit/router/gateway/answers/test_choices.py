@@ -33,16 +33,6 @@ def scored(text: str, logprob: float) -> list[Update]:
     return [tokens(text, logprobs=scores, outcome=LENGTH)]
 
 
-def texts_of(events):
-    """The text of each choice of a stream, by index."""
-    texts: dict[int, str] = {}
-    for event in events[:-1]:
-        for choice in event["choices"]:
-            piece = choice.get("text") or choice.get("delta", {}).get("content", "")
-            texts[choice["index"]] = texts.get(choice["index"], "") + piece
-    return texts
-
-
 async def until_quiet(connection: Connection) -> None:
     """Lets the app run until it sends no more: none of what it awaits takes time."""
     num_sent = -1
@@ -83,14 +73,6 @@ def test_each_choice_is_a_request_that_follows_the_first_and_has_the_next_seed()
     assert len({r.request_id for r in router.requests}) == 3
     assert [r.prompt_logprobs for r in router.requests] == [1, None, None]
     assert {(r.token_ids, r.limits) for r in router.requests} == {(leader.token_ids, leader.limits)}
-
-
-def test_one_choice_is_asked_for_as_it_always_was():
-    one, without = FakeRouter(), FakeRouter()
-    complete(one, {"n": 1, "seed": 5})
-    complete(without, {"seed": 5})
-    assert one.requests[0].sampling == without.requests[0].sampling
-    assert one.requests[0].leader is None
 
 
 def test_an_operator_may_allow_more_or_fewer_choices():
@@ -144,26 +126,6 @@ def test_as_many_candidates_as_answers_are_not_compared():
 
 
 # ---------------------------------------------------------------- streams
-
-
-@pytest.mark.parametrize("ask", [chat, complete])
-def test_each_chunk_of_a_stream_names_its_choice(ask):
-    router = FakeRouter(answer("one"), answer("three"), [tokens("two", outcome=LENGTH)])
-    fields = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
-    *chunks, usage, marker = ask(router, fields).events()
-    assert marker == "[DONE]"
-    assert texts_of([*chunks, marker]) == {0: "one", 1: "three", 2: "two"}
-    finished = [
-        (c["index"], c["finish_reason"])
-        for chunk in chunks
-        for c in chunk["choices"]
-        if c["finish_reason"]
-    ]
-    assert sorted(finished) == [(0, "stop"), (1, "stop"), (2, "length")]
-    assert usage["usage"]["completion_tokens"] == 4 + 6 + 3
-    for index, _ in finished:  # nothing of a choice follows its end
-        of_choice = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
-        assert [c["finish_reason"] for c in of_choice[:-1]] == [None] * (len(of_choice) - 1)
 
 
 def test_every_choice_of_a_chat_stream_begins_with_the_role():

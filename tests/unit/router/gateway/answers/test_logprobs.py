@@ -189,13 +189,6 @@ def test_log_probabilities_of_a_stream_come_with_their_text():
     assert contents(events) == [[("a", -1.0)], [("b", -2.0), ("c", -3.0)]]
 
 
-def test_offsets_go_on_from_chunk_to_chunk():
-    script = [say(("a", -1.0), ("b", -1.0)), say(("c", -1.0), outcome=LENGTH)]
-    events = complete(FakeRouter(script), {"logprobs": 0, "stream": True}).events()
-    scored = [c["logprobs"] for e in events[:-1] for c in e["choices"] if c["logprobs"]]
-    assert [o for s in scored for o in s["text_offset"]] == [0, 1, 2]
-
-
 def test_log_probabilities_of_half_a_character_wait_for_its_end():
     script = [say((byte, -float(i))) for i, byte in enumerate(EURO)]
     script.append(say(("x", -9.0), outcome=LENGTH))
@@ -274,11 +267,6 @@ def test_echo_puts_the_prompt_before_every_choice(prompt, echoed):
     fields = {"echo": True, "prompt": prompt, "n": 2}
     body = complete(FakeRouter(), fields).json()
     assert [c["text"] for c in body["choices"]] == [f"{echoed}hi"] * 2
-
-
-def test_a_stream_begins_with_the_echo():
-    *chunks, _ = complete(FakeRouter(), {"echo": True, "stream": True}).events()
-    assert [c["choices"][0]["text"] for c in chunks] == ["yoh", "i", ""]
 
 
 @pytest.mark.parametrize("stream", [False, True])

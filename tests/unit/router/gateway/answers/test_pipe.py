@@ -93,29 +93,6 @@ SCORED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("script", "fields"),
-    [
-        (answer("hé, a longer answer"), {}),
-        (answer("ends HERE, not there"), {"stop": "HERE"}),
-        (answer("counted"), {"stream_options": {"include_usage": True}}),
-        (
-            [*SCORED, msgspec.structs.replace(SCORED[0], outcome=LENGTH)],
-            {"logprobs": 1, "path": "/v1/completions"},
-        ),
-    ],
-)
-async def test_an_answer_is_the_same_with_a_pipe_and_without(script, fields):
-    plain = connect(FakeRouter(script), in_python=True, **fields)
-    piped = connect(FakeRouter(script), **fields)
-    pipe = Pipe(piped)
-    await plain.run()
-    await piped.run()
-    assert pipe.num_written >= 2
-    assert body(piped.reply) == body(plain.reply)
-    assert piped.reply.is_complete
-
-
 async def test_a_client_that_reads_slowly_gets_larger_pieces():
     connection = connect(FakeRouter(answer("abcd")))
     Pipe(connection)

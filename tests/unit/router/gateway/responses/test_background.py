@@ -20,6 +20,9 @@ from tests.kits.router.gateway import (
     tokens,
 )
 from tests.kits.router.responses import CONTEXT_LEN, app_on, client_of, until, with_client
+from tests.kits.tree.compat import like
+
+STATEFUL = "entrypoints/openai/responses/test_stateful.py"
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +50,7 @@ async def ended(client, id):
     return found
 
 
+@like("vllm", STATEFUL, "test_background")
 def test_a_background_response_is_fetched_when_it_is_ready():
     async def use(client):
         made = await client.responses.create(input="yo", background=True)
@@ -108,6 +112,7 @@ def test_one_that_runs_cannot_be_continued():
     with_client(app_of(FakeRouter([tokens("a"), Never()])), use)
 
 
+@like("vllm", STATEFUL, "test_background_cancel")
 def test_cancelling_ends_the_request():
     router = FakeRouter([tokens("a"), Never()])
 

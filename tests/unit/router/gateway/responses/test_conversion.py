@@ -8,6 +8,11 @@ from router.gateway.responses.conversation import chat_form, messages_of, repeat
 from router.gateway.responses.items import items_of
 from router.gateway.responses.tools import flat_name
 from router.inbox.api_errors import ApiError, invalid_value
+from tests.kits.tree.compat import like
+
+SIMPLE = "entrypoints/openai/responses/test_simple.py"
+STATEFUL = "entrypoints/openai/responses/test_stateful.py"
+SGLANG = "openai_server/basic/test_openai_server.py"
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "description": "d"}
 
@@ -25,6 +30,8 @@ def chat(**fields):
     return msgspec.json.decode(form(**fields).data)
 
 
+@like("vllm", SIMPLE, "test_extra_sampling_params")
+@like("sglang", SGLANG, "TestOpenAIServerv1Responses.test_penalty")
 def test_fields_get_chats_names():
     made = chat(
         model="m",
@@ -223,6 +230,7 @@ def test_errors_name_the_item():
     assert error.param == "input[1].content"
 
 
+@like("vllm", STATEFUL, "test_background_error")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -12,6 +12,10 @@ from router.gateway.responses.items import (
     references_in,
 )
 from router.inbox.api_errors import ApiError
+from tests.kits.tree.compat import like
+
+BASIC = "entrypoints/openai/responses/test_basic.py"
+SIMPLE = "entrypoints/openai/responses/test_simple.py"
 
 
 def bodies(*fields):
@@ -30,6 +34,7 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
 
 
+@like("vllm", BASIC, "test_chat_with_input_type")
 def test_text_is_a_message_of_the_user():
     placed = items_of("hello", {}, lambda prefix: f"{prefix}1")
     assert [one.item for one in placed] == [
@@ -159,6 +164,13 @@ def test_reasoning_goes_to_the_template_with_the_answer_behind_it():
     assert messages(said, reasoning, said) == [said, thought]
 
 
+@like(
+    "vllm",
+    SIMPLE,
+    "test_input_history_openai_shape_e2e",
+    "test_input_history_openresponses_shape_e2e",
+    "test_multiturn_history_replay_without_ids_e2e",
+)
 def test_items_come_back_in_the_form_in_which_they_were_given_out():
     given = {
         "type": "message",

@@ -27,6 +27,7 @@ from tests.kits.router.gateway import (
     tokens,
 )
 from tests.kits.router.responses import CONTEXT_LEN, with_client
+from tests.kits.tree.compat import like
 
 PATH = "/v1/responses"
 TOOL = {
@@ -42,6 +43,13 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}<|assistant|>"
 )
 
+BASIC = "entrypoints/openai/responses/test_basic.py"
+SIMPLE = "entrypoints/openai/responses/test_simple.py"
+STATEFUL = "entrypoints/openai/responses/test_stateful.py"
+CALLS = "entrypoints/openai/responses/test_function_call.py"
+SGLANG = "openai_server/basic/test_openai_server.py"
+SGLANG_CALLS = "openai_server/function_call/test_responses_function_calling.py"
+
 
 def app_of(router, **settings):
     return make_app(router, context_len=CONTEXT_LEN, **settings)
@@ -53,6 +61,14 @@ def prompt_of(router, index=-1):
     return "".join(chr(i) if i < 256 else "\n" for i in ids)
 
 
+@like("vllm", BASIC, "test_instructions", "test_chat")
+@like("vllm", SIMPLE, "test_basic")
+@like(
+    "sglang",
+    SGLANG,
+    "TestOpenAIServerv1Responses.test_response",
+    "TestOpenAIServerv1Responses.test_response_completion",
+)
 def test_a_response_has_everything_that_openais_have():
     router = FakeRouter()
 
@@ -76,6 +92,7 @@ def test_a_response_has_everything_that_openais_have():
     assert prompt_of(router) == "\nbe\nyo\n"
 
 
+@like("vllm", SIMPLE, "test_max_tokens")
 def test_an_answer_that_is_cut_is_incomplete():
     router = FakeRouter([tokens("ab", outcome=LENGTH, timeline=TIMELINE)])
 
@@ -97,6 +114,14 @@ def test_an_empty_answer_is_an_empty_message():
     assert made.output[0].type == "message"
 
 
+@like("vllm", BASIC, "test_streaming")
+@like("vllm", SIMPLE, "test_streaming_types")
+@like(
+    "sglang",
+    SGLANG,
+    "TestOpenAIServerv1Responses.test_response_stream",
+    "TestOpenAIServerv1Responses.test_response_completion_stream",
+)
 def test_a_stream_has_openais_events_in_their_order():
     async def use(client):
         stream = await client.responses.create(input="yo", stream=True)
@@ -132,6 +157,7 @@ def test_events_are_named_for_browsers():
         assert name.removeprefix("event: ") == msgspec.json.decode(data[6:])["type"]
 
 
+@like("vllm", SIMPLE, "test_streaming_output_consistency")
 def test_the_clients_helper_puts_a_stream_together():
     async def use(client):
         async with client.responses.stream(model="tiny", input="yo") as stream:
@@ -140,18 +166,6 @@ def test_the_clients_helper_puts_a_stream_together():
             return await stream.get_final_response()
 
     assert with_client(app_of(FakeRouter()), use).output_text == "hi"
-
-
-def test_a_stream_of_a_cut_answer_ends_as_incomplete():
-    router = FakeRouter([tokens("a"), tokens("b", outcome=LENGTH, timeline=TIMELINE)])
-
-    async def use(client):
-        stream = await client.responses.create(input="yo", stream=True)
-        return [event async for event in stream]
-
-    last = with_client(app_of(router), use)[-1]
-    assert last.type == "response.incomplete"
-    assert last.response.status == "incomplete"
 
 
 def test_a_stream_that_breaks_ends_as_failed():
@@ -179,6 +193,8 @@ def test_an_answer_refused_before_its_first_token_has_a_status(stream):
     with_client(app_of(router), use)
 
 
+@like("vllm", BASIC, "test_logprobs")
+@like("vllm", SIMPLE, "test_streaming_logprobs")
 def test_log_probabilities_come_with_the_text():
     scores = Logprobs(-0.5, 1, (ord("h"), ord("j")), (-0.5, -2.0))
     script = [
@@ -202,6 +218,12 @@ class Point(BaseModel):
     x: int
 
 
+@like(
+    "vllm",
+    "entrypoints/openai/responses/test_structured_output.py",
+    "test_structured_output",
+    "test_structured_output_with_parse",
+)
 def test_a_parsed_answer_is_an_object():
     router = FakeRouter(answer('{"x": 3}'))
 
@@ -213,6 +235,14 @@ def test_a_parsed_answer_is_an_object():
     assert router.requests[0].sampling.grammar is not None
 
 
+@like("vllm", CALLS, "test_function_tool_use")
+@like(
+    "sglang",
+    SGLANG_CALLS,
+    "test_function_tool_schema_validation",
+    "test_function_tool_non_streaming",
+    "test_multiple_function_tools",
+)
 def test_a_function_is_called_and_its_output_is_taken():
     router = FakeRouter(answer("so " + CALL), answer("one"))
 
@@ -234,6 +264,34 @@ def test_a_function_is_called_and_its_output_is_taken():
     assert prompt_of(router) == "\nadd\nso add1\n1\n"
 
 
+@like("vllm", CALLS, "test_max_tokens_with_tool_choice_required")
+def test_a_call_that_is_cut_is_incomplete():
+    router = FakeRouter([tokens(CALL[:40], outcome=LENGTH, timeline=TIMELINE)])
+
+    async def use(client):
+        return await client.responses.create(input="x", tools=[TOOL], tool_choice="required")
+
+    made = with_client(app_of(router), use)
+    assert (made.status, made.output_text) == ("incomplete", "")
+
+
+@like("sglang", SGLANG_CALLS, "test_tool_choice_none")
+def test_without_a_choice_of_tools_there_are_no_calls():
+    async def use(client):
+        return await client.responses.create(input="x", tools=[TOOL], tool_choice="none")
+
+    made = with_client(app_of(FakeRouter(answer(CALL))), use)
+    assert [item.type for item in made.output] == ["message"]
+
+
+@like(
+    "vllm",
+    CALLS,
+    "test_named_tool_use",
+    "test_function_calling_with_streaming_expected_arguments",
+    "test_function_calling_with_streaming_types",
+)
+@like("sglang", SGLANG_CALLS, "test_function_tool_streaming", "test_function_tool_with_strict_mode")
 def test_the_events_of_a_call():
     async def use(client):
         stream = await client.responses.create(
@@ -278,6 +336,7 @@ def test_an_error_asks_whether_a_misspelt_field_was_meant(fields, meant):
     assert message.endswith(f"({wrong} is not a field: did you mean {meant}?)")
 
 
+@like("sglang", SGLANG_CALLS, "test_builtin_and_function_tools_mixed")
 def test_a_custom_tool_of_a_namespace_is_called_and_its_output_is_taken():
     router = FakeRouter(answer("so " + CUSTOM_CALL), answer("one"))
     tools = [SPACE, {"type": "web_search"}]
@@ -312,27 +371,6 @@ def test_what_a_tools_schema_asks_in_vain_is_named_by_the_clients_field():
     assert second.startswith("tools[1].tools[0].parameters")
 
 
-def test_the_events_of_a_custom_call():
-    async def use(client):
-        stream = await client.responses.create(input="x", tools=[SPACE], stream=True)
-        return [event async for event in stream]
-
-    events = with_client(app_of(FakeRouter(answer(CUSTOM_CALL))), use)
-    names = [event.type.removeprefix("response.") for event in events]
-    assert list(dict.fromkeys(names)) == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "custom_tool_call_input.delta",
-        "custom_tool_call_input.done",
-        "output_item.done",
-        "completed",
-    ]
-    text = "".join(e.delta for e in events if e.type.endswith("input.delta"))
-    assert text == "a\nb" == events[-3].input
-    assert events[-1].response.output[0].input == text
-
-
 @pytest.mark.parametrize(
     ("upgrade", "status"), [("websocket", 426), ("WebSocket", 426), ("h2c", 405)]
 )
@@ -342,6 +380,7 @@ def test_a_probe_for_a_websocket_is_told_that_there_is_none(upgrade, status):
     assert ("upgrade" in reply.headers) == (status == 426)
 
 
+@like("vllm", STATEFUL, "test_previous_response_id", "test_two_responses_with_same_prev_id")
 def test_a_conversation_is_a_chain_whose_prompts_extend_each_other():
     router = FakeRouter()
 
@@ -374,11 +413,14 @@ def test_instructions_are_those_of_the_turn():
     assert prompt_of(router) == "\nnew\none\nhi\ntwo\n"
 
 
+@like("vllm", STATEFUL, "test_cancel_completed")
 def test_a_response_is_read_and_deleted():
     async def use(client):
         made = await client.responses.create(input="yo")
         kept = await client.responses.retrieve(made.id)
         assert kept == made
+        with pytest.raises(BadRequestError):
+            await client.responses.cancel(made.id)
         await client.responses.delete(made.id)
         for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
             with pytest.raises(NotFoundError):
@@ -393,6 +435,7 @@ def test_a_response_is_read_and_deleted():
     with_client(app_of(FakeRouter()), use)
 
 
+@like("vllm", STATEFUL, "test_store")
 def test_what_shall_not_be_stored_is_not():
     async def use(client):
         made = await client.responses.create(input="yo", store=False)
@@ -433,6 +476,7 @@ def test_an_item_can_be_named_by_its_id():
     assert prompt_of(router) == "\nhi\nmore\n"
 
 
+@like("sglang", SGLANG, "TestOpenAIServerv1Responses.test_error")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
