@@ -1,4 +1,4 @@
-"""The bytes of each token, which need not be whole characters.
+"""The bytes of each token, which need not be whole characters, and a bound on its length.
 
 Log-probabilities are reported per token, so tokens must have different texts. Many tokens, decoded
 alone, give the same replacement character. The meaning of a token's name depends on the tokenizer's
@@ -10,13 +10,19 @@ decoder:
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import count
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
+NFC_JOINS = 4  # NFC joins at most this many characters into one
+
+_KEEP_ALL = ("ByteLevel", "Metaspace", "Digits")
+_SHORTEN_NOTHING = ("NFD", "Lowercase", "ByteLevel", "Prepend")
+_FALLBACK_NAMES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+_Part = Mapping[str, Any]  # a part of a tokenizer, as in `tokenizer.json`
 _FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -26,7 +32,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items()}
-        decoders = list(_decoders(_decoder_of(tokenizer)))
+        decoders = list(_parts(tokenizer.decoder, "decoders"))
         kinds = {decoder["type"] for decoder in decoders}
         self._is_byte_level = "ByteLevel" in kinds
         self._has_fallback = "ByteFallback" in kinds
@@ -56,8 +62,8 @@ def byte_table(tokenizer: Tokenizer) -> Mapping[int, bytes] | None:
     Each letter of a name stands for a byte. If any letter does not, the name is taken literally, as
     in the decoder. This applies to added tokens too.
     """
-    decoder = _decoder_of(tokenizer)
-    if decoder is None or decoder["type"] != "ByteLevel":
+    decoder = tokenizer.decoder
+    if decoder is None or msgspec.json.decode(decoder.__getstate__())["type"] != "ByteLevel":
         return None
     return {token_id: _bytes_of(name) for name, token_id in tokenizer.get_vocab().items()}
 
@@ -69,23 +75,20 @@ def _bytes_of(name: str) -> bytes:
         return name.encode()
 
 
-def _decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Returns the decoder as in `tokenizer.json`, from its pickled state, without vocabulary."""
-    decoder = tokenizer.decoder
-    return None if decoder is None else msgspec.json.decode(decoder.__getstate__())
+def _parts(part: Any, members: str) -> Iterator[_Part]:
+    """Yields a part of a tokenizer as in `tokenizer.json`, or the members if it is a sequence."""
+    if part is not None:
+        yield from _flattened(msgspec.json.decode(part.__getstate__()), members)
 
 
-def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Returns a decoder, or the members if it is a sequence."""
-    if decoder is None:
-        return
-    if decoder["type"] != "Sequence":
-        yield decoder
-    for member in decoder.get("decoders", []):
-        yield from _decoders(member)
+def _flattened(part: _Part, members: str) -> Iterator[_Part]:
+    if part["type"] != "Sequence":
+        yield part
+    for member in part.get(members, []):
+        yield from _flattened(member, members)
 
 
-def _replacement(decoder: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _replacement(decoder: _Part) -> Iterator[tuple[str, str]]:
     """Returns pairs of a spelling in names and its meaning in text, mostly for spaces."""
     if decoder["type"] == "Metaspace":
         yield decoder["replacement"], " "
@@ -105,3 +108,57 @@ _BYTE_OF_LETTER = dict(_letters())
 # Letters become characters below 256. Other characters below 256 become a greater one.
 _BYTES = dict.fromkeys(range(256), 256) | {ord(a): b[0] for a, b in _BYTE_OF_LETTER.items()}
 LETTERS = frozenset(_BYTE_OF_LETTER)  # letters that stand for bytes
+
+
+# ---------------------------------------------------------------- the length of prompts
+
+
+def chars_per_token(tokenizer: Tokenizer) -> int | None:
+    """Returns the maximum number of characters of one token; None if there is no bound.
+
+    The bound holds only if no text can vanish, so only these parts are accepted:
+
+        normalizer      NFC, NFD, Lowercase, ByteLevel, Prepend, Replace of a string by one as long
+        pre-tokenizer   ByteLevel, Metaspace, Digits, Split that keeps its separators
+        model           BPE with a token for every byte
+        added tokens    all that do not swallow spaces beside them
+    """
+    normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
+    splitters = list(_parts(tokenizer.pre_tokenizer, "pretokenizers"))
+    added = tokenizer.get_added_tokens_decoder().values()
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    if not (
+        all(map(_shortens_little, normalizers))
+        and all(map(_keeps_all, splitters))
+        and _knows_all_bytes(tokenizer, [*normalizers, *splitters], vocab)
+        and not any(token.lstrip or token.rstrip for token in added)
+    ):
+        return None
+    joins = NFC_JOINS if any(part["type"] == "NFC" for part in normalizers) else 1
+    return joins * max(map(len, [*vocab, *(token.content for token in added)]))
+
+
+def _shortens_little(normalizer: _Part) -> bool:
+    """True if the normalizer shortens a text at most as much as NFC does."""
+    if normalizer["type"] == "Replace":
+        replaced = normalizer["pattern"].get("String")
+        return replaced is not None and len(normalizer["content"]) >= len(replaced)
+    return normalizer["type"] in ("NFC", *_SHORTEN_NOTHING)
+
+
+def _keeps_all(splitter: _Part) -> bool:
+    if splitter["type"] == "Split":
+        return bool(splitter["behavior"] != "Removed")
+    return splitter["type"] in _KEEP_ALL
+
+
+def _knows_all_bytes(
+    tokenizer: Tokenizer, parts: Collection[_Part], vocab: Collection[str]
+) -> bool:
+    """True if a run of characters never becomes a single unknown token."""
+    model = tokenizer.model
+    if not isinstance(model, models.BPE):
+        return False
+    if any(part["type"] == "ByteLevel" for part in parts):
+        return all(letter in vocab for letter in LETTERS)
+    return model.byte_fallback and all(name in vocab for name in _FALLBACK_NAMES)

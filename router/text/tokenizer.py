@@ -40,9 +40,8 @@ from router.text.detokenizer import (
 from router.text.forms.chosen import AUTO, AnswerForms, forms_of
 from router.text.logprobs import NUM_CACHED
 from router.text.native import NativeVocabulary
-from router.text.prompt_length import chars_per_token
 from router.text.templates import DEFAULT, DEFAULT_OPTIONS, ChatTemplates, TemplateOptions
-from router.text.token_bytes import TokenBytes, byte_table
+from router.text.token_bytes import TokenBytes, byte_table, chars_per_token
 
 LONGEST_CUT = 2**18  # characters and tokens of a text that is truncated or only counted
 LONGEST_TOKEN = 64  # characters; used if a tokenizer has no bound, as spaces may vanish

@@ -3,11 +3,13 @@
 A long answer is encoded in parts, each in a turn of its tenant (`router.inbox.loop_turns`).
 """
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
 from io import StringIO
 from typing import Any
 
+import msgspec
 from starlette.types import Send
 
 from router.edge.responses import send_data, send_parts
@@ -75,31 +77,44 @@ class KeptChoice:
         self.calls += piece.calls
 
 
-class WholeAnswer(AnswerWriter):
-    """Sends an answer when it is complete."""
+class CompleteWriter(AnswerWriter):
+    """Sends an answer as one JSON body, in parts if it is long."""
 
     def __init__(self, heading: Heading, send: Send) -> None:
         self._heading = heading
         self._send = send
+
+    async def end(self, ending: Ending) -> None:
+        """Sends the whole answer, or the error."""
+        heading = self._heading
+        if not isinstance(ending.outcome, Finished):
+            await send_failure(self._send, ending.outcome)
+        elif self._is_short(ending):
+            await send_data(self._send, 200, encode_lazy(self._body(ending)), heading.headers)
+        else:
+            await heading.turn()
+            parts = json_parts(self._body(ending))
+            await send_parts(self._send, parts, heading.headers, heading.turn)
+
+    @abstractmethod
+    def _is_short(self, ending: Ending) -> bool:
+        """True if the body takes less than some milliseconds to encode."""
+
+    @abstractmethod
+    def _body(self, ending: Ending) -> object:
+        """Returns the body."""
+
+
+class WholeAnswer(CompleteWriter):
+    """Sends an answer with choices when it is complete."""
+
+    def __init__(self, heading: Heading, send: Send) -> None:
+        super().__init__(heading, send)
         self._kept = [KeptChoice() for _ in heading.call.requests]
 
     def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
         self._kept[piece.choice].add(piece)
-
-    async def end(self, ending: Ending) -> None:
-        """Sends the whole answer, or the error."""
-        if not isinstance(ending.outcome, Finished):
-            await send_failure(self._send, ending.outcome)
-            return
-        heading = self._heading
-        if self._is_short(ending):
-            data = encode_lazy(self._body(ending))
-            await send_data(self._send, 200, data, heading.headers)
-            return
-        await heading.turn()
-        parts = json_parts(self._body(ending))
-        await send_parts(self._send, parts, heading.headers, heading.turn)
 
     def _is_short(self, ending: Ending) -> bool:
         num_entries = sum([len(kept.entries) for kept in self._kept])
@@ -150,13 +165,12 @@ class WholeAnswer(AnswerWriter):
                 place.prompt_logprobs = scores
 
 
-class EmbeddingAnswer(AnswerWriter):
+class EmbeddingAnswer(CompleteWriter):
     """Sends the embeddings of all inputs. Tokens that came with them are ignored."""
 
     def __init__(self, heading: Heading, form: EmbeddingForm, send: Send) -> None:
-        self._heading = heading
+        super().__init__(heading, send)
         self._form = form
-        self._send = send
         self._found = [b""] * len(heading.call.requests)
         self._are_numbers = True  # False once a value was infinite or NaN
 
@@ -168,17 +182,13 @@ class EmbeddingAnswer(AnswerWriter):
 
     async def end(self, ending: Ending) -> None:
         """Sends all embeddings, or the error."""
-        if not isinstance(ending.outcome, Finished):
-            await send_failure(self._send, ending.outcome)
-            return
-        heading, form = self._heading, self._form
-        if not self._are_numbers:
-            await send_failure(self._send, Failed("the model gave values that are no numbers"))
-            return
-        if len(self._found) * form.size <= SHORT_NUMBERS:
-            await send_data(self._send, 200, encode_lazy(self._body(ending)), heading.headers)
-            return
-        await send_parts(self._send, json_parts(self._body(ending)), heading.headers, heading.turn)
+        if not self._are_numbers and isinstance(ending.outcome, Finished):
+            outcome = Failed("the model gave values that are no numbers")
+            ending = msgspec.structs.replace(ending, outcome=outcome)
+        await super().end(ending)
+
+    def _is_short(self, ending: Ending) -> bool:
+        return len(self._found) * self._form.size <= SHORT_NUMBERS
 
     def _body(self, ending: Ending) -> EmbeddingList:
         """Returns the whole answer."""

@@ -23,8 +23,7 @@ from router.gateway.hints.claims import (
 )
 from router.gateway.hints.pages import SESSION_PARAM, ShownPin
 from router.gateway.pages.models import ModelList, ShownModel
-from router.gateway.pages.status import Health, Readiness, ServerLoad, ServerVersion
-from router.gateway.pages.targets import TargetGroup
+from router.gateway.pages.status import Health, Readiness, ServerLoad, ServerVersion, TargetGroup
 from router.gateway.pages.tokens import DetokenizeBody, Detokenized, Tokenized
 from router.gateway.requests.chat import ChatAnswer, ChatBody, ChatStreamChunk
 from router.gateway.requests.completion import (

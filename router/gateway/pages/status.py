@@ -1,6 +1,9 @@
 """Pages about the state of the server: health, readiness, load, metrics, version."""
 
+import re
+from collections.abc import Iterable
 from typing import Literal
+from urllib.parse import urlsplit
 
 from msgspec import UNSET, Struct, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,8 +15,11 @@ from router.gateway.metrics.meters import GatewayMetrics
 from router.gateway.metrics.pools import PoolBoard
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.pages.replies import json_reply
-from router.gateway.pages.targets import targets_of
 from router.gateway.versions import Versions
+from router.inbox.api_errors import invalid_value
+
+ANY_ADDRESS = ("0.0.0.0", "::")
+_HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?")
 
 
 class Health(Struct):
@@ -110,3 +116,33 @@ class StatusPages:
     async def version(self, _: HttpRequest) -> Response:
         """GET /version."""
         return json_reply(200, ServerVersion(self._version))
+
+
+class TargetGroup(Struct):
+    """Addresses to scrape, with labels for all of them."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+def targets_of(urls: Iterable[str], scheme: str, asked: str) -> list[TargetGroup]:
+    """Returns groups of targets. `asked` is the `host` header of the request.
+
+    There is one target for each gateway port: processes that share a port answer for each other.
+    Workers have no metrics port. An address that means "all of this machine" is replaced by the
+    host in `asked`.
+
+    While no other gateway is known, `asked` is the only target. Raises ApiError if it is malformed.
+    """
+    if _HOST.fullmatch(asked) is None:
+        raise invalid_value(f"host is {asked[:40]!r}; expected a name or address and a port", None)
+    here = f"{scheme}://{asked}"
+    groups: dict[str, TargetGroup] = {}
+    for url in list(urls) or [here]:
+        parts = urlsplit(url)
+        host = urlsplit(here).hostname if parts.hostname in ANY_ADDRESS else parts.hostname
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        target = f"[{host}]:{port}" if ":" in (host or "") else f"{host}:{port}"
+        labels = {"__scheme__": parts.scheme, "__metrics_path__": "/metrics"}
+        groups[target] = TargetGroup([target], labels)
+    return [groups[target] for target in sorted(groups)]

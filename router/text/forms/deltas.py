@@ -178,3 +178,18 @@ class JsonEnd:
                 if self._depth == 0:
                     return at + 1
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """Distinguishes calls without a mark from other text by their beginning."""
+
+    pattern: re.Pattern[str]
+    compact: Sequence[str]  # all possible beginnings, without blanks
+
+    def is_call(self, text: str) -> bool | None:
+        """True if an answer with this beginning is a call, None if it may become a call."""
+        if self.pattern.match(text):
+            return True
+        compact = "".join(text.split())
+        return None if any(each.startswith(compact) for each in self.compact) else False

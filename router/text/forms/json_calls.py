@@ -1,6 +1,7 @@
 """Forms whose arguments are JSON, after a head that names the function."""
 
 import json
+import random
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from router.text.forms.calling import (
     text_before,
     unlike_calls,
 )
-from router.text.forms.json_parser import CallBegin, JsonCallForm
+from router.text.forms.deltas import CallBegin, CallParser, Content, Delta, JsonEnd, first_mark
 from router.text.forms.lenient import BLANKS, RULES
 
 MAX_WAYS = 16  # functions that a grammar tries in parallel if arguments precede the name
@@ -42,6 +43,45 @@ def _named_tail(after: str) -> re.Pattern[str]:
     return re.compile(rf'\s*,\s*"name"\s*:\s*"({NAME})"\s*\}}{after}')
 
 
+class JsonCallForm:
+    """A form with JSON arguments, after a mark and a head that names the function.
+
+    If a model writes the name after the arguments, `unnamed_head` and `named_tail` match. With a
+    `key`, a call is an object of a name and of arguments under this key.
+    """
+
+    name: ClassVar[str]
+    opening: ClassVar[str]
+    marks: ClassVar[Sequence[str]]
+    head: ClassVar[re.Pattern[str]]
+    tail: ClassVar[re.Pattern[str]]
+    unnamed_head: ClassVar[re.Pattern[str] | None] = None
+    named_tail: ClassVar[re.Pattern[str] | None] = None
+    key: ClassVar[str | None] = None
+
+    def begin_of(self, functions: Collection[str]) -> CallBegin | None:
+        """The beginning of calls without a mark; None if calls always have a mark."""
+        return None
+
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
+        """Text, then calls; no text follows the calls."""
+        marks = [mark(each, token_of) for each in self.marks]
+        before, rules = text_before(self.opening, token_of)
+        calls, more = self._calls(calling, marks)
+        first = start(calls, calling, answer, begin=marks[0], before=before)
+        return _grammar(first, [*rules, *answer.rules, *more], calling, self.key)
+
+    def _calls(self, calling: Calling, marks: Sequence[str]) -> tuple[str, list[str]]:
+        """Returns an expression for the calls after the first mark, and the rules it needs."""
+        raise NotImplementedError
+
+    def parser(self, calling: Calling, rng: random.Random) -> "JsonCallParser":
+        """Returns a parser of one answer."""
+        return JsonCallParser(self, rng, calling.functions)
+
+
 class Hermes(JsonCallForm):
     """`<tool_call>` {"name": "f", "arguments": {…}} `</tool_call>`.
 
@@ -49,25 +89,17 @@ class Hermes(JsonCallForm):
     """
 
     name = "hermes"
+    key = "arguments"
     opening = "<tool_call>"
     marks = ("<tool_call>", "</tool_call>")
     _before, _after = r"\s*<tool_call>\s*", r"\s*</tool_call>"
     head, unnamed_head = _head(_before, "arguments"), _unnamed_head(_before, "arguments")
     tail, named_tail = re.compile(r"\s*\}" + _after), _named_tail(_after)
 
-    def grammar(
-        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
-    ) -> CallGrammar:
-        """Text, then calls; no text follows the calls."""
-        begin, end = (mark(each, token_of) for each in self.marks)
-        before, rules = text_before(self.opening, token_of)
+    def _calls(self, calling: Calling, marks: Sequence[str]) -> tuple[str, list[str]]:
+        begin, end = marks
         more = "" if calling.at_most_one else f" (edge {begin} body)*"
-        return _grammar(
-            start(f"body{more}", calling, answer, begin=begin, before=before),
-            [*rules, *answer.rules, f"body: edge ({any_call(calling)}) edge {end}"],
-            calling,
-            "arguments",
-        )
+        return f"body{more}", [f"body: edge ({any_call(calling)}) edge {end}"]
 
 
 class Llama(JsonCallForm):
@@ -77,6 +109,7 @@ class Llama(JsonCallForm):
     """
 
     name = "llama3_json"
+    key = "parameters"
     opening = "<|python_tag|>"
     marks = ("<|python_tag|>",)
     _before = r"\s*(?:<\|python_tag\|>)?\s*;?\s*"
@@ -115,26 +148,16 @@ class Mistral(JsonCallForm):
     """
 
     name = "mistral"
+    key = "arguments"
     opening = "[TOOL_CALLS]"
     marks = ("[TOOL_CALLS]",)
     _before = r"\s*(?:\[TOOL_CALLS\]\s*\[|,)\s*"
     head, unnamed_head = _head(_before, "arguments"), _unnamed_head(_before, "arguments")
     tail, named_tail = re.compile(r"\s*\}"), _named_tail("")
 
-    def grammar(
-        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
-    ) -> CallGrammar:
-        """Text, then a list of calls."""
-        before, rules = text_before(self.opening, token_of)
+    def _calls(self, calling: Calling, marks: Sequence[str]) -> tuple[str, list[str]]:
         more = "" if calling.at_most_one else f' (edge "," edge ({any_call(calling)}))*'
-        calls = f'edge "[" edge ({any_call(calling)}){more} edge "]"'
-        begin = mark(self.opening, token_of)
-        return _grammar(
-            start(calls, calling, answer, begin=begin, before=before),
-            [*rules, *answer.rules],
-            calling,
-            "arguments",
-        )
+        return f'edge "[" edge ({any_call(calling)}){more} edge "]"', []
 
 
 class MistralArgs(JsonCallForm):
@@ -149,23 +172,14 @@ class MistralArgs(JsonCallForm):
     head = re.compile(rf"\s*\[TOOL_CALLS\]\s*({NAME})\s*\[ARGS\]\s*")
     tail = re.compile(r"")
 
-    def grammar(
-        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
-    ) -> CallGrammar:
-        """Text, then calls."""
-        begin, args = (mark(each, token_of) for each in self.marks)
-        before, rules = text_before(self.opening, token_of)
+    def _calls(self, calling: Calling, marks: Sequence[str]) -> tuple[str, list[str]]:
+        begin, args = marks
         more = "" if calling.at_most_one else f" ({begin} ({any_call(calling)}))*"
-        calls = f"({any_call(calling)}){more}"
         heads = [
             f"call_{i}: edge {literal(name)} edge {args} edge arguments_{i}"
             for i, name in enumerate(calling.functions)
         ]
-        return _grammar(
-            start(calls, calling, answer, begin=begin, before=before),
-            [*rules, *answer.rules, *heads],
-            calling,
-        )
+        return f"({any_call(calling)}){more}", heads
 
 
 class DeepSeek(JsonCallForm):
@@ -191,14 +205,9 @@ class DeepSeek(JsonCallForm):
     before_arguments: ClassVar[str] = ""
     after_arguments: ClassVar[str] = ""
 
-    def grammar(
-        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
-    ) -> CallGrammar:
-        """Text, then calls between their marks."""
-        begin, call, part, end, last = (mark(each, token_of) for each in self.marks)
-        before, rules = text_before(self.opening, token_of)
+    def _calls(self, calling: Calling, marks: Sequence[str]) -> tuple[str, list[str]]:
+        _, call, part, end, last = marks
         more = "" if calling.at_most_one else f" (edge ({any_call(calling)}))*"
-        calls = f"edge ({any_call(calling)}){more} edge {last}"
         heads = [
             " ".join(
                 (
@@ -213,11 +222,7 @@ class DeepSeek(JsonCallForm):
             )
             for i, name in enumerate(calling.functions)
         ]
-        return _grammar(
-            start(calls, calling, answer, begin=begin, before=before),
-            [*rules, *answer.rules, *heads],
-            calling,
-        )
+        return f"edge ({any_call(calling)}){more} edge {last}", heads
 
 
 class DeepSeekFenced(DeepSeek):
@@ -235,6 +240,79 @@ class DeepSeekFenced(DeepSeek):
     before_name = "function"
     before_arguments = "\n```json\n"
     after_arguments = "\n```"
+
+
+class JsonCallParser(CallParser):
+    """Parses one answer in a form with JSON arguments."""
+
+    def __init__(
+        self, form: JsonCallForm, rng: random.Random, functions: Collection[str] = ()
+    ) -> None:
+        super().__init__(rng)
+        self._form = form
+        self._begin = form.begin_of(functions)
+        self._is_begin = True  # only blanks have come so far
+        self._end: JsonEnd | None = None  # set while arguments come
+        self._tail = False  # the tail of a call comes next
+        self._unnamed: list[str] | None = None  # arguments that wait for their function's name
+
+    def _content(self) -> list[Delta]:
+        form = self._form
+        if self._is_begin and self._begin is not None:
+            is_call = self._begin.is_call(self._pending)
+            if is_call is None:
+                return []  # may become a call without a mark
+            if is_call:
+                self._in_calls, self._pending = True, self._pending.lstrip()
+                return []
+        self._is_begin = self._is_begin and not self._pending.strip()
+        if not form.opening:
+            text, self._pending = self._pending, ""
+            return [Content(text)]
+        text, found, rest = first_mark(self._pending, (form.opening,))
+        self._in_calls = found is not None
+        self._pending = (found or "") + rest
+        return [Content(text)]
+
+    def _step(self) -> list[Delta] | None:
+        if self._end is not None:
+            return self._value(self._end)
+        if self._unnamed is not None:
+            return self._name(self._unnamed)
+        if self._tail:
+            self._tail = self._next(self._form.tail) is None
+            return None if self._tail else []
+        unnamed = self._form.unnamed_head
+        if unnamed is not None and unnamed.match(self._pending):
+            self._next(unnamed)
+            self._end, self._unnamed = JsonEnd(), []
+            return []
+        if (found := self._next(self._form.head)) is None:
+            return None
+        self._end = JsonEnd()
+        return [self._begun(found[1])]
+
+    def _value(self, end: JsonEnd) -> list[Delta] | None:
+        if end.is_new:
+            self._pending = self._pending.lstrip()
+        if not self._pending:
+            return None
+        length = end.find(self._pending)
+        text = self._pending[:length]
+        self._pending = self._pending[len(text) :]
+        if self._unnamed is not None:
+            self._unnamed.append(text)
+        if length is not None:
+            self._end, self._tail = None, self._unnamed is None
+        return [] if self._unnamed is not None else [self._arguments(text)]
+
+    def _name(self, unnamed: Sequence[str]) -> list[Delta] | None:
+        """Parses the name after the arguments, and the end of the call."""
+        assert self._form.named_tail is not None
+        if (found := self._next(self._form.named_tail)) is None:
+            return None
+        self._unnamed = None
+        return [self._begun(found[1]), self._arguments("".join(unnamed))]
 
 
 def _grammar(

@@ -20,8 +20,7 @@ from router.text.forms.calling import (
     literal,
     unlike_calls,
 )
-from router.text.forms.deltas import CallParser, Content, Delta
-from router.text.forms.json_parser import CallBegin
+from router.text.forms.deltas import CallBegin, CallParser, Content, Delta
 from router.text.forms.lenient import BLANKS, RULES, LenientSchema
 from router.text.forms.written_values import (
     OF_WHOLE,

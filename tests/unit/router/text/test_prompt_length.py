@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from router.inbox.api_errors import ApiError
-from router.text.prompt_length import NFC_JOINS, chars_per_token
+from router.text.token_bytes import NFC_JOINS, chars_per_token
 from router.text.tokenizer import LONGEST_CUT, TextModel
 from tests.kits.router.gateway import TOKENIZER, byte_tokenizer
 

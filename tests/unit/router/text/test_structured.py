@@ -18,7 +18,7 @@ from engine.messages import Grammar, GrammarKind
 from router.gateway.requests.grammar_checker import Asker, check_structure
 from router.text.forms.chosen import HERMES
 from router.text.forms.deltas import CallArguments, CallBegun, Content
-from router.text.forms.json_parser import JsonCallParser
+from router.text.forms.json_calls import JsonCallParser
 from router.text.structured import Structure, check_combination, structure_of
 from tests.kits.grammar_checks import CheckedAtOnce
 from tests.kits.schemas import faults, terseness, write_answer

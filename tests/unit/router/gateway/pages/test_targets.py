@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import InvalidRequest
-from router.gateway.pages.targets import targets_of
+from router.gateway.pages.status import targets_of
 from tests.kits.router.gateway import FakeRouter, get, make_app
 
 
