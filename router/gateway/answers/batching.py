@@ -83,7 +83,7 @@ class TextBatch:
         """Starts to read the tokens of a sequence from frames, unless its socket forbids it."""
         socket, name, text = path.pipe.socket(), seq_id.encode(), ctypes.addressof(path.text)
         number = self._num_opened = self._num_opened + 1
-        if socket == NO_SOCKET or not self._library.baton_lane_open(
+        if socket == NO_SOCKET or not self._library.baton_text_stream_open(
             self._handle, name, len(name), text, socket, number
         ):
             return
@@ -95,7 +95,7 @@ class TextBatch:
         path = self._by_seq.pop(seq_id, None)
         if path is not None:
             name = seq_id.encode()
-            self._library.baton_lane_close(self._handle, name, len(name))
+            self._library.baton_text_stream_close(self._handle, name, len(name))
             del self._by_number[path.number]
             path.seq_id = None
 

@@ -139,7 +139,7 @@ class AnswerChoice:
                 shows_special=shows_special,
             )
 
-    def take(self, update: Update, now_s: float) -> AnswerPiece:
+    def receive(self, update: Update, now_s: float) -> AnswerPiece:
         """Returns the piece that this update makes ready to be shown."""
         self._last_s = now_s
         if update.token_ids:

@@ -166,7 +166,7 @@ class ChoiceSink:
             self._path.batch.release(self._path)
 
     def _write(self, update: Update, now_s: float) -> None:
-        piece = self.choice.take(update, now_s)
+        piece = self.choice.receive(update, now_s)
         if piece.outcome is not None:
             self._last = piece  # the task writes it
             self._wake()

@@ -167,7 +167,7 @@ class Searches:
                 if last is not None:
                     await write_and_wait(writer, last)
                     await turn()
-                last = choice.take(part, now_s)
+                last = choice.receive(part, now_s)
         assert last is not None
         return last
 

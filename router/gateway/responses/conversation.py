@@ -23,7 +23,7 @@ from router.gateway.responses.items import (
     ENCRYPTED,
     HIDDEN,
     Item,
-    PlacedItem,
+    LocatedItem,
 )
 from router.gateway.responses.tools import INPUT, ToolOrigin, choose, flat_name, offer_of
 from router.inbox.api_errors import invalid_value
@@ -43,83 +43,83 @@ class Messages(msgspec.Struct, frozen=True):
     """
 
     messages: list[dict[str, Any]]
-    places: list[str]
+    paths: list[str]
     tools: list[tuple[str, Any]]
     left_out: list[str]
 
 
-def messages_of(instructions: str | None, items: Sequence[PlacedItem]) -> Messages:
+def messages_of(instructions: str | None, items: Sequence[LocatedItem]) -> Messages:
     """Returns a conversation's chat messages. Raises ApiError for an output without its call."""
     made = Messages([], [], [], [])
     if instructions is not None:
         made.messages.append({"role": "system", "content": instructions})
-        made.places.append("instructions")
+        made.paths.append("instructions")
     calls: set[str] = set()
     answer: dict[str, Any] | None = None  # a message to which further items of the answer are added
     reasoning = ""  # reasoning that precedes the next item
-    for placed in items:
-        item, kind = placed.item, placed.item["type"]
+    for located in items:
+        item, kind = located.item, located.item["type"]
         if kind in HIDDEN:
-            _record_hidden(placed, made)
+            _record_hidden(located, made)
             continue
         if kind == "reasoning":
             if ENCRYPTED in item:
-                made.left_out.append(f"{placed.place}.{ENCRYPTED}")
+                made.left_out.append(f"{located.path}.{ENCRYPTED}")
             reasoning, answer = reasoning + _reasoning_text(item), None
             continue
         if kind in _CALLS and answer is not None:
             message = answer
         else:
-            message = _message(placed)
+            message = _message(located)
             made.messages.append(message)
-            made.places.append(placed.place)
+            made.paths.append(located.path)
             answer = message if message["role"] == "assistant" else None
             if reasoning and answer is not None:
                 message["reasoning_content"] = reasoning
             reasoning = ""
         if kind in _CALLS:
-            call = _chat_call(placed)
+            call = _chat_call(located)
             calls.add(call["id"])
             message.setdefault("tool_calls", []).append(call)
         elif kind in _OUTPUTS and message["tool_call_id"] not in calls:
             shown = message["tool_call_id"][:64]
             text = f"no function call with the call_id {shown!r} comes before"
-            raise invalid_value(text, f"{placed.place}.call_id")
+            raise invalid_value(text, f"{located.path}.call_id")
     return made
 
 
-def _record_hidden(placed: PlacedItem, made: Messages) -> None:
-    kind, tools = placed.item["type"], placed.item.get("tools")
+def _record_hidden(located: LocatedItem, made: Messages) -> None:
+    kind, tools = located.item["type"], located.item.get("tools")
     if kind in ("additional_tools", "tool_search_output") and tools is not None:
-        made.tools.append((f"{placed.place}.tools", tools))
+        made.tools.append((f"{located.path}.tools", tools))
     else:
-        made.left_out.append(f"{placed.place}.{kind}")
+        made.left_out.append(f"{located.path}.{kind}")
 
 
 def _reasoning_text(item: Item) -> str:
     return "".join(part["text"] for part in item.get("content") or ())
 
 
-def _message(placed: PlacedItem) -> dict[str, Any]:
-    item = placed.item
+def _message(located: LocatedItem) -> dict[str, Any]:
+    item = located.item
     if item["type"] in _CALLS:
         return {"role": "assistant", "content": None}
     if item["type"] in _OUTPUTS:
         output = next((item[name] for name in _RESULTS if item.get(name) is not None), "")
-        return {"role": "tool", "tool_call_id": _call_id(placed), "content": _text(output)}
+        return {"role": "tool", "tool_call_id": _call_id(located), "content": _text(output)}
     return {"role": item["role"], "content": _content(item)}
 
 
-def _call_id(placed: PlacedItem) -> str:
+def _call_id(located: LocatedItem) -> str:
     """Returns the id that a call and its output share; for some items the item's own id."""
-    found = placed.item.get("call_id") or placed.item["id"]
+    found = located.item.get("call_id") or located.item["id"]
     if not isinstance(found, str):
-        raise invalid_value("call_id must be a text", f"{placed.place}.call_id")
+        raise invalid_value("call_id must be a text", f"{located.path}.call_id")
     return found
 
 
-def _chat_call(placed: PlacedItem) -> dict[str, Any]:
-    item, kind = placed.item, placed.item["type"]
+def _chat_call(located: LocatedItem) -> dict[str, Any]:
+    item, kind = located.item, located.item["type"]
     if kind in CLIENT_CALLS:
         name = kind.removesuffix("_call")
         arguments = _text(next((item[field] for field in _CHOSEN if field in item), {}))
@@ -128,7 +128,7 @@ def _chat_call(placed: PlacedItem) -> dict[str, Any]:
         is_custom = kind == "custom_tool_call"
         arguments = _text({INPUT: item["input"]}) if is_custom else item["arguments"]
     function = {"name": name, "arguments": arguments}
-    return {"id": _call_id(placed), "type": "function", "function": function}
+    return {"id": _call_id(located), "type": "function", "function": function}
 
 
 def _text(value: Any) -> str:
@@ -159,7 +159,7 @@ class ChatForm(msgspec.Struct, frozen=True):
     """A response as a chat completion: its JSON, and where its parts come from."""
 
     data: bytes
-    places: list[str]  # the client's field for each message
+    paths: list[str]  # the client's field for each message
     tools: list[str]  # the client's field for each tool
     origins: dict[str, ToolOrigin]  # the client's names of tools, by the model's names
     ignored: tuple[str, ...]  # the client's fields that have no effect
@@ -183,7 +183,7 @@ class ChatForm(msgspec.Struct, frozen=True):
 
     def _place(self, found: re.Match[str]) -> str:
         index = int(found[1])
-        name = self.places[index] if index < len(self.places) else "input"
+        name = self.paths[index] if index < len(self.paths) else "input"
         return name + (found[2] or "") if "[" in name else name
 
     def _tool(self, found: re.Match[str]) -> str:
@@ -215,9 +215,9 @@ def chat_form(body: ResponseBody, extras: dict[str, Any], messages: Messages) ->
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     given = {name: value for name, value in fields.items() if value is not None}
-    places = [tool.place for tool in tools]
+    paths = [tool.path for tool in tools]
     ignored = (*offer.left_out, *messages.left_out)
-    return ChatForm(_encode(given), messages.places, places, offer.origins, ignored)
+    return ChatForm(_encode(given), messages.paths, paths, offer.origins, ignored)
 
 
 def repeated_fields(body: ResponseBody) -> dict[str, Any]:

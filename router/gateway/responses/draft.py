@@ -63,7 +63,7 @@ class OutputItems:
         self._texts: list[str] = []  # texts of the open item
         self._logprobs: list[object] = []  # log-probabilities of the open item
 
-    def take(self, piece: AnswerPiece) -> list[Event]:
+    def append(self, piece: AnswerPiece) -> list[Event]:
         """Adds a piece of the answer."""
         events: list[Event] = []
         if piece.reasoning:
@@ -251,10 +251,10 @@ class ResponseDraft:
         first = [] if was_queued else [self._snapshot("created")]
         return self._numbered([*first, self._snapshot("in_progress")])
 
-    def take(self, piece: AnswerPiece) -> list[Event]:
+    def append(self, piece: AnswerPiece) -> list[Event]:
         """Adds a piece of the answer."""
         self._finish = piece.finish or self._finish
-        return self._numbered(self._output.take(piece))
+        return self._numbered(self._output.append(piece))
 
     def end(self, ending: Ending, now: int) -> list[Event]:
         """Ends the response except for its last event. `now` is Unix time in seconds."""

@@ -88,11 +88,11 @@ class _ItemHead(msgspec.Struct):
     id: str | None = None
 
 
-class PlacedItem(msgspec.Struct, frozen=True):
+class LocatedItem(msgspec.Struct, frozen=True):
     """An item, and the name of the client's field that it comes from."""
 
     item: Item
-    place: str
+    path: str
 
 
 def decode_input(data: bytes) -> str | list[ItemBody] | None:
@@ -106,14 +106,14 @@ def decode_input(data: bytes) -> str | list[ItemBody] | None:
     return [_decoded(raw, f"input[{index}]") for index, raw in enumerate(found)]
 
 
-def _decoded(raw: Raw, place: str) -> ItemBody:
+def _decoded(raw: Raw, path: str) -> ItemBody:
     try:
         head = msgspec.json.decode(raw, type=_ItemHead)
         if head.type in _AS_THEY_CAME:
             return ForeignItem(head.type, head.id, raw=raw)
         return msgspec.json.decode(raw, type=ItemBody)
     except msgspec.ValidationError as error:
-        raise from_validation(error, place) from error
+        raise from_validation(error, path) from error
 
 
 def references_in(input: str | Sequence[ItemBody]) -> list[str]:
@@ -129,15 +129,15 @@ def references_in(input: str | Sequence[ItemBody]) -> list[str]:
 
 def items_of(
     input: str | Sequence[ItemBody], kept: Mapping[str, Item], new_id: NewId
-) -> list[PlacedItem]:
+) -> list[LocatedItem]:
     """Returns the items of a request's input. Raises ApiError with the name of the item.
 
     `kept` holds the items to which the input refers.
     """
     if isinstance(input, str):
-        return [PlacedItem(_user_message(input, new_id), "input")]
+        return [LocatedItem(_user_message(input, new_id), "input")]
     return [
-        PlacedItem(_item(body, f"input[{index}]", kept, new_id), f"input[{index}]")
+        LocatedItem(_item(body, f"input[{index}]", kept, new_id), f"input[{index}]")
         for index, body in enumerate(input)
     ]
 
@@ -189,13 +189,13 @@ def _is_reference(body: ItemBody) -> bool:
     return body.type == "item_reference"
 
 
-def _item(body: ItemBody, place: str, kept: Mapping[str, Item], new_id: NewId) -> Item:
+def _item(body: ItemBody, path: str, kept: Mapping[str, Item], new_id: NewId) -> Item:
     if body.id is not None and not 0 < len(body.id) <= MAX_ITEM_ID_LEN:
-        raise invalid_value(f"an id has 1 to {MAX_ITEM_ID_LEN} characters", f"{place}.id")
+        raise invalid_value(f"an id has 1 to {MAX_ITEM_ID_LEN} characters", f"{path}.id")
     if _is_reference(body):
         if body.id is None or body.id not in kept:
             message = f"no item with the id {body.id!r} is stored"
-            raise ApiError(message, param=f"{place}.id", code="item_not_found")
+            raise ApiError(message, param=f"{path}.id", code="item_not_found")
         return kept[body.id]
     kind = body.type or "message"
     if isinstance(body, ForeignItem):
@@ -203,18 +203,18 @@ def _item(body: ItemBody, place: str, kept: Mapping[str, Item], new_id: NewId) -
         return {**raw, "id": body.id or new_id(f"{kind}_")}
     if kind not in _PREFIXES:
         message = f"items of type {kind[:40]!r} are not supported"
-        raise ApiError(message, param=f"{place}.type", code="unsupported_content")
+        raise ApiError(message, param=f"{path}.type", code="unsupported_content")
     id = body.id or new_id(_PREFIXES[kind])
     if kind == "message":
-        return _message_item(body, id, place)
+        return _message_item(body, id, path)
     if kind == "reasoning":
-        return _reasoning_item(body, id, place)
+        return _reasoning_item(body, id, path)
     if kind in ("function_call", "custom_tool_call"):
-        return _call_item(body, id, place)
-    _require(body, ("call_id", "output"), place)
+        return _call_item(body, id, path)
+    _require(body, ("call_id", "output"), path)
     output = body.output
     if not isinstance(output, str):
-        output = "\n".join(_texts(output or (), f"{place}.output"))
+        output = "\n".join(_texts(output or (), f"{path}.output"))
     return {
         "id": id,
         "type": kind,
@@ -224,33 +224,33 @@ def _item(body: ItemBody, place: str, kept: Mapping[str, Item], new_id: NewId) -
     }
 
 
-def _call_item(body: ItemBody, id: str, place: str) -> Item:
+def _call_item(body: ItemBody, id: str, path: str) -> Item:
     is_custom = body.type == "custom_tool_call"
-    _require(body, ("call_id", "name", *(("input",) if is_custom else ())), place)
+    _require(body, ("call_id", "name", *(("input",) if is_custom else ())), path)
     said = {"input": body.input} if is_custom else {"arguments": body.arguments or "{}"}
     call_id, name = body.call_id or "", body.name or ""
     item = new_call(id, call_id, name, body.namespace, is_custom=is_custom)
     return {**item, **said, "status": body.status or "completed"}
 
 
-def _message_item(body: ItemBody, id: str, place: str) -> Item:
-    _require(body, ("role", "content"), place)
+def _message_item(body: ItemBody, id: str, path: str) -> Item:
+    _require(body, ("role", "content"), path)
     if body.role not in _ROLES:
         expected = ", ".join(_ROLES)
         message = f"role is {str(body.role)[:40]!r}; expected {expected}"
-        raise invalid_value(message, f"{place}.role")
+        raise invalid_value(message, f"{path}.role")
     content = body.content
-    texts = [content] if isinstance(content, str) else _texts(content or (), f"{place}.content")
+    texts = [content] if isinstance(content, str) else _texts(content or (), f"{path}.content")
     if body.role == "assistant":
         parts = [text_part(text, []) for text in texts]
         return new_message(id, body.status or "completed") | {"content": parts}
     return _told(id, str(body.role), [{"type": "input_text", "text": text} for text in texts])
 
 
-def _reasoning_item(body: ItemBody, id: str, place: str) -> Item:
+def _reasoning_item(body: ItemBody, id: str, path: str) -> Item:
     content = body.content
-    texts = [content] if isinstance(content, str) else _texts(content or (), f"{place}.content")
-    summary = _texts(body.summary or (), f"{place}.summary")
+    texts = [content] if isinstance(content, str) else _texts(content or (), f"{path}.content")
+    summary = _texts(body.summary or (), f"{path}.summary")
     encrypted = {ENCRYPTED: body.encrypted_content} if body.encrypted_content else {}
     return (
         new_reasoning(id)
@@ -263,23 +263,23 @@ def _reasoning_item(body: ItemBody, id: str, place: str) -> Item:
     )
 
 
-def _texts(parts: Sequence[ContentPart], place: str) -> list[str]:
-    return [_text(part, f"{place}[{index}]") for index, part in enumerate(parts)]
+def _texts(parts: Sequence[ContentPart], path: str) -> list[str]:
+    return [_text(part, f"{path}[{index}]") for index, part in enumerate(parts)]
 
 
-def _text(part: ContentPart, place: str) -> str:
+def _text(part: ContentPart, path: str) -> str:
     name = _TEXTS.get(part.type)
     if name is None:
         message = f"content of type {part.type[:40]!r} is not supported"
-        raise ApiError(message, param=f"{place}.type", code="unsupported_content")
+        raise ApiError(message, param=f"{path}.type", code="unsupported_content")
     text: str | None = getattr(part, name)
     if text is None:
-        raise invalid_value(f"a part of type {part.type!r} needs a {name}", f"{place}.{name}")
+        raise invalid_value(f"a part of type {part.type!r} needs a {name}", f"{path}.{name}")
     return text
 
 
-def _require(body: ItemBody, names: Sequence[str], place: str) -> None:
+def _require(body: ItemBody, names: Sequence[str], path: str) -> None:
     for name in names:
         if getattr(body, name) is None:
-            message = f"{place}.{name} is missing, which items of this type need"
-            raise invalid_value(message, f"{place}.{name}")
+            message = f"{path}.{name} is missing, which items of this type need"
+            raise invalid_value(message, f"{path}.{name}")

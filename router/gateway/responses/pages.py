@@ -150,7 +150,7 @@ class ResponsePages:
         """DELETE /v1/responses/{id}."""
         id = _id(scope)
         await self._store.delete(id, tenant_of(scope).owner)
-        self._service.runs.tell(id)
+        self._service.runs.stop(id)
         await send_json(send, 200, DeletedResponse(id))
 
     async def _cancel(self, scope: Scope, send: Send) -> None:
@@ -158,7 +158,7 @@ class ResponsePages:
         id = _id(scope)
         kept = await self._store.cancel(id, tenant_of(scope).owner)
         if kept.status == "cancelled":
-            self._service.runs.tell(id)
+            self._service.runs.stop(id)
         await self._send(scope, send, kept.body())
 
     async def _input_tokens(self, request: HttpRequest) -> Response:

@@ -23,7 +23,7 @@ from router.gateway.answers.writing import AnswerWriter, Ending, Heading
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
 from router.gateway.requests.calls import ApiCall
 from router.gateway.responses.draft import Event, ResponseDraft, encode_events, event_parts
-from router.gateway.responses.store import LEASE_S, ResponseKeeper, ResponseStore
+from router.gateway.responses.store import LEASE_S, ResponseSaver, ResponseStore
 from router.gateway.responses.table import KeptEvent, KeptResponse, NewResponse
 from router.inbox.api_errors import ApiError
 from router.inbox.json_parts import joined_in_turns
@@ -50,17 +50,17 @@ class BackgroundRun(AnswerWriter):
     def __init__(
         self,
         id: str,
-        keeper: ResponseKeeper,
+        saver: ResponseSaver,
         new_draft: Callable[[Heading], ResponseDraft],
         *,
         has_events: bool,
     ) -> None:
         self.id = id
-        self._keeper = keeper
+        self._saver = saver
         self.has_events = has_events
         self.checked: asyncio.Future[NewResponse] = asyncio.get_running_loop().create_future()
         self.is_kept = asyncio.Event()  # set once the response is in the table
-        self.bell = asyncio.Event()  # set when the table has new events
+        self.changed = asyncio.Event()  # set when the table has new events
         self.events: list[KeptEvent] = []  # events that are not in the table yet
         self.task: asyncio.Task[None] | None = None
         self.draft: ResponseDraft | None = None
@@ -74,14 +74,14 @@ class BackgroundRun(AnswerWriter):
         """The status: queued or in progress."""
         return "in_progress" if self._has_begun else "queued"
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wakes the tasks that wait for events."""
-        self.bell.set()
-        self.bell = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Records that nothing more will come."""
-        self.bell.set()
+        self.changed.set()
         if not self.checked.done():
             self.checked.cancel()
         elif not self.checked.cancelled():
@@ -112,12 +112,12 @@ class BackgroundRun(AnswerWriter):
         self._turn = heading.turn
         self.record(self.draft.queue())
         if not self.checked.done():
-            self.checked.set_result(self._keeper.record(self.draft))
+            self.checked.set_result(self._saver.record(self.draft))
         return self
 
     def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
-        self.record(self._begun().take(piece))
+        self.record(self._begun().append(piece))
 
     async def end(self, ending: Ending) -> None:
         """Keeps the end of the answer."""
@@ -173,15 +173,15 @@ class BackgroundRuns:
             self._writer = asyncio.create_task(self._write(), context=Context())
         return {**begun.fields, "output": []}
 
-    def tell(self, id: str) -> None:
-        """Records that a response is no longer alive in the table."""
+    def stop(self, id: str) -> None:
+        """Stops a response that is no longer alive in the table."""
         if (run := self._runs.get(id)) is not None and run.task is not None:
             run.task.cancel()
 
     async def follow(self, id: str, owner: str, last: int) -> AsyncIterator[bytes]:
         """Yields the events after number `last` as they come, up to the end of the response."""
         while True:
-            bell = self._runs[id].bell if id in self._runs else None
+            changed = self._runs[id].changed if id in self._runs else None
             kept, events = await self._store.events(id, owner, last)
             if kept is None:
                 return  # deleted
@@ -196,7 +196,7 @@ class BackgroundRuns:
                 if data := _missing_end(kept, last):
                     yield data
                 return
-            await _pause(POLL_S, bell)
+            await _pause(POLL_S, changed)
 
     def stop_draining(self) -> None:
         """Makes a running `close` stop waiting."""
@@ -235,7 +235,7 @@ class BackgroundRuns:
             log.exception("the response %s failed", run.id)
             await self._fail(run, "internal error")
         finally:
-            run.leave()
+            run.close()
             del self._runs[run.id]
 
     async def _fail(self, run: BackgroundRun, message: str) -> None:
@@ -274,7 +274,7 @@ class BackgroundRuns:
                 continue
             renewed_s = loop.time() if renews else renewed_s
             for id in gone:
-                self.tell(id)
+                self.stop(id)
 
     async def _beat(self, *, renews: bool) -> set[str]:
         """Writes new events. Returns the ids of runs that must stop."""
@@ -288,15 +288,15 @@ class BackgroundRuns:
             for run in kept:
                 if batch := batches.get(run.id):
                     del run.events[: len(batch)]
-                    run.ring()
+                    run.notify()
         return gone
 
 
-async def _pause(seconds: float, bell: asyncio.Event | None = None) -> None:
-    """Waits for the time, or until the bell is set."""
+async def _pause(seconds: float, changed: asyncio.Event | None = None) -> None:
+    """Waits for the time, or until the event is set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await (bell or asyncio.Event()).wait()
+            await (changed or asyncio.Event()).wait()
 
 
 def _error_event(message: str, number: int) -> bytes:

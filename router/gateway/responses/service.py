@@ -45,12 +45,12 @@ from router.gateway.responses.conversation import (
 from router.gateway.responses.draft import Event, ResponseDraft, encode_events, event_parts
 from router.gateway.responses.items import (
     Item,
-    PlacedItem,
+    LocatedItem,
     items_of,
     references_in,
 )
 from router.gateway.responses.runs import BackgroundRun, BackgroundRuns
-from router.gateway.responses.store import Context, ResponseKeeper, ResponseStore
+from router.gateway.responses.store import Context, ResponseSaver, ResponseStore
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion
 from router.inbox.json_parts import PART_BYTES, json_parts
 from router.machine.requests import Finished
@@ -80,16 +80,16 @@ class WholeResponse(AnswerWriter):
     """Sends a response when it is complete."""
 
     def __init__(
-        self, heading: Heading, draft: ResponseDraft, keeper: ResponseKeeper, send: Send
+        self, heading: Heading, draft: ResponseDraft, saver: ResponseSaver, send: Send
     ) -> None:
         self._heading = heading
         self._draft = draft
-        self._keeper = keeper
+        self._saver = saver
         self._send = send
 
     def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
-        self._draft.take(piece)
+        self._draft.append(piece)
 
     async def end(self, ending: Ending) -> None:
         """Sends the response, or the error."""
@@ -97,7 +97,7 @@ class WholeResponse(AnswerWriter):
             await send_failure(self._send, ending.outcome)
             return
         self._draft.end(ending, unix_time_s())
-        await self._keeper.keep(self._draft)
+        await self._saver.save(self._draft)
         parts = json_parts(self._draft.body())
         await send_parts(self._send, parts, self._heading.headers, self._heading.turn)
 
@@ -109,18 +109,18 @@ class StreamedResponse(EventWriter):
         self,
         heading: Heading,
         draft: ResponseDraft,
-        keeper: ResponseKeeper,
+        saver: ResponseSaver,
         send: Send,
         pipe: BodyPipe | None,
     ) -> None:
         super().__init__(heading, send, pipe)
         self._draft = draft
-        self._keeper = keeper
+        self._saver = saver
         self._has_begun = False
 
     def write(self, piece: AnswerPiece) -> None:
         """Sends the events of a piece."""
-        events = [*self._begun(), *self._draft.take(piece)]
+        events = [*self._begun(), *self._draft.append(piece)]
         if self.is_full:
             self.unsent += events
         elif events:
@@ -140,7 +140,7 @@ class StreamedResponse(EventWriter):
             await send_failure(self._send, ending.outcome)
             return
         events = [*self._begun(), *self._draft.end(ending, unix_time_s())]
-        await self._keeper.keep(self._draft)
+        await self._saver.save(self._draft)
         events += self._draft.last()
         for part in chain.from_iterable(map(event_parts, events)):
             await self.send(part)
@@ -221,13 +221,13 @@ class ResponseService:
         pipe: BodyPipe | None,
     ) -> None:
         """Makes a response for a waiting client. Raises InvalidRequest."""
-        keeper = ResponseKeeper(self.store, call.tenant.owner, prepared.input)
+        saver = ResponseSaver(self.store, call.tenant.owner, prepared.input)
         draft = partial(self._draft, call, prepared)
 
         def writer(heading: Heading) -> AnswerWriter:
             if prepared.body.stream:
-                return StreamedResponse(heading, draft(heading), keeper, send, pipe)
-            return WholeResponse(heading, draft(heading), keeper, send)
+                return StreamedResponse(heading, draft(heading), saver, send, pipe)
+            return WholeResponse(heading, draft(heading), saver, send)
 
         try:
             await self._answers.answer(call, writer, meter)
@@ -236,10 +236,10 @@ class ResponseService:
 
     async def start(self, prepared: Prepared, call: ApiCall, meter: RequestMeter) -> Accepted:
         """Makes a response in the background. Raises InvalidRequest."""
-        keeper = ResponseKeeper(self.store, call.tenant.owner, prepared.input)
+        saver = ResponseSaver(self.store, call.tenant.owner, prepared.input)
         has_events = bool(prepared.body.stream)
         draft = partial(self._draft, call, prepared)
-        run = BackgroundRun(call.request_id, keeper, draft, has_events=has_events)
+        run = BackgroundRun(call.request_id, saver, draft, has_events=has_events)
         try:
             body = await self.runs.start(call, run, meter)
         except InvalidRequest as error:
@@ -258,10 +258,10 @@ class ResponseService:
 
     def _prepared(self, body: ResponseBody, extras: dict[str, Any], context: Context) -> Prepared:
         own = items_of(body.input or "", context.named, self._new_id)
-        before = [PlacedItem(item, "previous_response_id") for item in context.items]
+        before = [LocatedItem(item, "previous_response_id") for item in context.items]
         messages = messages_of(body.instructions, [*before, *own])
         form = chat_form(body, extras, messages)
-        return Prepared(body, form, [placed.item for placed in own])
+        return Prepared(body, form, [located.item for located in own])
 
     def _chosen(self, headers: Mapping[str, str], model: str | None) -> ServedVersion:
         affinity, version = headers.get(AFFINITY_HEADER, ""), headers.get(VERSION_HEADER)

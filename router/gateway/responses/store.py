@@ -171,7 +171,7 @@ class ResponseStore:
             raise ApiError(message, code="store_failed", status=503) from error
 
 
-class ResponseKeeper:
+class ResponseSaver:
     """Stores one response when it has ended, if its client wants that."""
 
     def __init__(self, store: ResponseStore, owner: str, input: Sequence[Item]) -> None:
@@ -179,7 +179,7 @@ class ResponseKeeper:
         self._owner = owner
         self._input = input
 
-    async def keep(self, draft: ResponseDraft) -> None:
+    async def save(self, draft: ResponseDraft) -> None:
         """Stores the response. If that fails, the response has `store: false`."""
         fields = draft.fields()
         if not fields["store"]:

@@ -46,7 +46,7 @@ class OfferedTool(NamedTuple):
 
     function: dict[str, Any]
     origin: ToolOrigin
-    place: str
+    path: str
 
     @property
     def name(self) -> str:
@@ -80,12 +80,12 @@ def offer_of(groups: Sequence[tuple[str, Any]]) -> Offer:
     If two lists have a tool of the same name, the tool of the first list is offered.
     """
     made = Offer([], [])
-    for place, tools in groups:
+    for path, tools in groups:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise invalid_value(f"{place} must be a list of objects", place)
+            raise invalid_value(f"{path} must be a list of objects", path)
         known = {tool.name for tool in made.tools}
         for index, tool in enumerate(tools):
-            found = _offered(tool, f"{place}[{index}]", made.left_out)
+            found = _offered(tool, f"{path}[{index}]", made.left_out)
             made.tools.extend(each for each in found if each.name not in known)
     return made
 
@@ -120,29 +120,29 @@ def choose(choice: Any, offer: Offer) -> tuple[Sequence[OfferedTool], Any]:
     raise invalid_value(message, "tool_choice")
 
 
-def _offered(tool: Tool, place: str, left_out: list[str]) -> Iterator[OfferedTool]:
+def _offered(tool: Tool, path: str, left_out: list[str]) -> Iterator[OfferedTool]:
     kind = tool.get("type")
     if kind == "namespace":
-        yield from _of_namespace(tool, place, left_out)
+        yield from _of_namespace(tool, path, left_out)
     elif kind in _OWN:
-        yield _own_tool(tool, place, left_out)
+        yield _own_tool(tool, path, left_out)
     elif isinstance(kind, str) and _FOREIGN.fullmatch(kind):
-        left_out.append(f"{place}.{kind}")
+        left_out.append(f"{path}.{kind}")
     else:
         message = f"tools of type {str(kind)[:40]!r} are not supported"
-        raise ApiError(message, param=f"{place}.type", code="unsupported_parameter")
+        raise ApiError(message, param=f"{path}.type", code="unsupported_parameter")
 
 
-def _of_namespace(tool: Tool, place: str, left_out: list[str]) -> Iterator[OfferedTool]:
+def _of_namespace(tool: Tool, path: str, left_out: list[str]) -> Iterator[OfferedTool]:
     """Yields the tools of a namespace; the first tool's description starts with the namespace's."""
     name, about, inner = tool.get("name"), tool.get("description") or "", tool.get("tools")
     for field, value, kind in (("name", name, str), ("description", about, str)):
         if not isinstance(value, kind):
-            raise invalid_value(f"{place}.{field} must be a text", f"{place}.{field}")
+            raise invalid_value(f"{path}.{field} must be a text", f"{path}.{field}")
     if not isinstance(inner, list):
-        raise invalid_value(f"{place}.tools must be a list", f"{place}.tools")
+        raise invalid_value(f"{path}.tools must be a list", f"{path}.tools")
     for index, each in enumerate(inner):
-        where = f"{place}.tools[{index}]"
+        where = f"{path}.tools[{index}]"
         if not isinstance(each, dict) or each.get("type") not in _OWN:
             raise invalid_value(f"{where}.type must be function or custom", f"{where}.type")
         told = each
@@ -152,25 +152,25 @@ def _of_namespace(tool: Tool, place: str, left_out: list[str]) -> Iterator[Offer
 
 
 def _own_tool(
-    tool: Tool, place: str, left_out: list[str], namespace: str | None = None
+    tool: Tool, path: str, left_out: list[str], namespace: str | None = None
 ) -> OfferedTool:
     """Returns a function or a custom tool. The function is checked with the chat body."""
     is_custom = tool["type"] == "custom"
     known = _CUSTOM_FIELDS if is_custom else _FUNCTION_FIELDS
     for field, value in tool.items():
         if value and field not in (*known, *_HINTS):
-            where = f"{place}.{field[:40]}"
+            where = f"{path}.{field[:40]}"
             message = f"{where} is not supported"
             raise ApiError(message, param=where, code="unsupported_parameter")
     named = {field: tool[field] for field in known if tool.get(field) is not None}
-    function = _text_function(named, place, left_out) if is_custom else named
+    function = _text_function(named, path, left_out) if is_custom else named
     name = function.get("name")
     if isinstance(name, str):
         function["name"] = flat_name(namespace, name)
-    return OfferedTool(function, ToolOrigin(str(name), namespace, is_custom), place)
+    return OfferedTool(function, ToolOrigin(str(name), namespace, is_custom), path)
 
 
-def _text_function(tool: dict[str, Any], place: str, left_out: list[str]) -> dict[str, Any]:
+def _text_function(tool: dict[str, Any], path: str, left_out: list[str]) -> dict[str, Any]:
     """Returns a custom tool's function. A grammar in Lark is shown to the model, not enforced."""
     text, more = {"type": "string"}, ""
     match tool.pop("format", None):
@@ -181,10 +181,10 @@ def _text_function(tool: dict[str, Any], place: str, left_out: list[str]) -> dic
             tool["strict"] = True  # a format must be enforced
         case {"type": "grammar", "syntax": "lark", "definition": str(definition)}:
             more = f"\n\nThe input follows this grammar in Lark:\n{definition}"
-            left_out.append(f"{place}.format")
+            left_out.append(f"{path}.format")
         case _:
             message = "a format is text, or a grammar in lark or regex with its definition"
-            raise invalid_value(f"{place}.format: {message}", f"{place}.format")
+            raise invalid_value(f"{path}.format: {message}", f"{path}.format")
     if more and isinstance(tool.get("description", ""), str):
         tool["description"] = (tool.get("description", "") + more).lstrip()
     schema = {
@@ -216,7 +216,7 @@ def _named(named: Tool, tools: Sequence[OfferedTool]) -> list[OfferedTool]:
 
 def _allowed(allowed: list[Any], offer: Offer) -> list[OfferedTool]:
     """Returns the tools that the client allows now. Raises ApiError for an unknown tool."""
-    places: set[str] = set()
+    paths: set[str] = set()
     for index, each in enumerate(allowed):
         named = each if isinstance(each, dict) else {}
         if _FOREIGN.fullmatch(str(named.get("type"))):
@@ -225,8 +225,8 @@ def _allowed(allowed: list[Any], offer: Offer) -> list[OfferedTool]:
         if not found:
             where = f"tool_choice.tools[{index}]"
             raise invalid_value(f"{where} names no function among the tools", where)
-        places.update(tool.place for tool in found)
-    return [tool for tool in offer.tools if tool.place in places]
+        paths.update(tool.path for tool in found)
+    return [tool for tool in offer.tools if tool.path in paths]
 
 
 # ---------------------------------------------------------------- inputs of custom tools

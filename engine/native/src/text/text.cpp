@@ -162,16 +162,16 @@ struct Rest {
   int64_t place, begin, end;
 };
 
-struct Lane;
+struct TextStream;
 
 // The result of handling a frame. Mirrors `TakenFrame` of router/text/native.py.
 struct TakenFrame {
   int64_t num_messages;
-  int64_t num_taken;         // of these
-  int64_t num_tokens;        // of those
-  const Lane* const* taken;  // by message; null: not taken
+  int64_t num_taken;               // of these
+  int64_t num_tokens;              // of those
+  const TextStream* const* taken;  // by message; null: not taken
   int64_t num_rests;
-  const Rest* rests;  // chunks that sockets did not accept at once, by lane number
+  const Rest* rests;  // chunks that sockets did not accept at once, by stream number
   const char* out;    // the output of which `rests` are ranges
 };
 
@@ -184,7 +184,7 @@ uint64_t cookie_of(int32_t socket) {
 
 // A stream that gets its tokens from the frames of its worker. After its connection has closed, its
 // descriptor may belong to another connection before Python is told. The cookie reveals that.
-struct Lane {
+struct TextStream {
   Text* text;
   int32_t socket;
   uint64_t cookie;
@@ -203,13 +203,13 @@ struct Step {
   std::string out;      // all chunks, one after the other
   std::string escaped;  // the text of the present one
   std::string joined;   // the rest of a character, and the bytes that may complete it
-  std::unordered_map<std::string, Lane, Hash, std::equal_to<>> lanes;  // by sequence id
+  std::unordered_map<std::string, TextStream, Hash, std::equal_to<>> streams;  // by sequence id
   FrameParser frame;
   int64_t num_frames = 0;
-  std::vector<const Lane*> taken;  // of the present frame, by message; null: left to Python
+  std::vector<const TextStream*> taken;  // of the present frame, by message; null: left to Python
   std::vector<Rest> rests;
 
-  const Lane* lane_at(int64_t place) const { return taken[static_cast<size_t>(place)]; }
+  const TextStream* stream_at(int64_t place) const { return taken[static_cast<size_t>(place)]; }
 
   // The range of the chunk of a text's next tokens.
   Rest add_chunk(Text& text, int64_t place, const int64_t* ids, int64_t num_ids, double now_s) {
@@ -296,23 +296,23 @@ int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
   return num_rests;
 }
 
-// Opens a lane: from now on the tokens of this sequence in frames go to the text and its socket.
+// Opens a stream: from now on the tokens of this sequence in frames go to the text and its socket.
 // Returns 0 if the socket is closed, or if the kernel gives it no number.
-int32_t baton_lane_open(Step* step, const char* seq_id, int64_t length, Text* text, int32_t socket,
-                        int64_t number) {
+int32_t baton_text_stream_open(Step* step, const char* seq_id, int64_t length, Text* text,
+                               int32_t socket, int64_t number) {
   const uint64_t cookie = cookie_of(socket);
   if (!cookie) return 0;
-  step->lanes.insert_or_assign(std::string(seq_id, static_cast<size_t>(length)),
-                               Lane{text, socket, cookie, number});
+  step->streams.insert_or_assign(std::string(seq_id, static_cast<size_t>(length)),
+                                 TextStream{text, socket, cookie, number});
   return 1;
 }
 
-void baton_lane_close(Step* step, const char* seq_id, int64_t length) {
-  const auto found = step->lanes.find(std::string_view(seq_id, static_cast<size_t>(length)));
-  if (found != step->lanes.end()) step->lanes.erase(found);
+void baton_text_stream_close(Step* step, const char* seq_id, int64_t length) {
+  const auto found = step->streams.find(std::string_view(seq_id, static_cast<size_t>(length)));
+  if (found != step->streams.end()) step->streams.erase(found);
 }
 
-// Handles the plain tokens of open lanes in a worker's frame, and sends their chunks. Mirrors
+// Handles the plain tokens of open streams in a worker's frame, and sends their chunks. Mirrors
 // `TakenFrame`. Returns 0 if it handled none; then nothing has changed.
 int32_t baton_text_frame(Step* open, const char* data, int64_t length, double now_s,
                          TakenFrame* told) {
@@ -323,12 +323,13 @@ int32_t baton_text_frame(Step* open, const char* data, int64_t length, double no
   step.taken.clear();
   ++step.num_frames;
   for (const auto& message : frame.messages) {
-    const auto found = step.lanes.find(message.seq_id);
-    Lane* lane = found == step.lanes.end() ? nullptr : &found->second;
-    if (lane && !message.is_plain) lane->held_in = step.num_frames;
-    if (lane && lane->held_in == step.num_frames) lane = nullptr;  // Python has to keep the order
-    step.taken.push_back(lane);
-    if (!lane) continue;
+    const auto found = step.streams.find(message.seq_id);
+    TextStream* stream = found == step.streams.end() ? nullptr : &found->second;
+    if (stream && !message.is_plain) stream->held_in = step.num_frames;
+    if (stream && stream->held_in == step.num_frames)
+      stream = nullptr;  // Python has to keep the order
+    step.taken.push_back(stream);
+    if (!stream) continue;
     ++told->num_taken;
     told->num_tokens += message.num_ids;
   }
@@ -344,17 +345,17 @@ int32_t baton_text_frame(Step* open, const char* data, int64_t length, double no
   }
   size_t num_rests = 0;
   for (const Rest& chunk : step.rests) {
-    const Lane* lane = step.lane_at(chunk.place);
+    const TextStream* stream = step.stream_at(chunk.place);
     const auto end = step.rests.begin() + static_cast<ptrdiff_t>(num_rests);
     const bool waits = std::any_of(step.rests.begin(), end, [&](const Rest& earlier) {
-      return step.lane_at(earlier.place) == lane;
+      return step.stream_at(earlier.place) == stream;
     });
     const Rest rest =
-        step.send(chunk.place, chunk.begin, chunk.end, waits ? -1 : lane->own_socket());
+        step.send(chunk.place, chunk.begin, chunk.end, waits ? -1 : stream->own_socket());
     if (rest.begin != rest.end) step.rests[num_rests++] = rest;
   }
   for (size_t i = 0; i < num_rests; ++i) {
-    step.rests[i].place = step.lane_at(step.rests[i].place)->number;
+    step.rests[i].place = step.stream_at(step.rests[i].place)->number;
   }
   told->num_messages = static_cast<int64_t>(step.taken.size());
   told->taken = step.taken.data();

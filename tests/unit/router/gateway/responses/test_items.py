@@ -36,8 +36,8 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
 
 @like("vllm", BASIC, "test_chat_with_input_type")
 def test_text_is_a_message_of_the_user():
-    placed = items_of("hello", {}, lambda prefix: f"{prefix}1")
-    assert [one.item for one in placed] == [
+    located = items_of("hello", {}, lambda prefix: f"{prefix}1")
+    assert [one.item for one in located] == [
         {
             "id": "msg_1",
             "type": "message",
@@ -46,12 +46,12 @@ def test_text_is_a_message_of_the_user():
             "content": [{"type": "input_text", "text": "hello"}],
         }
     ]
-    made = messages_of("be kind", placed)
+    made = messages_of("be kind", located)
     assert made.messages == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hello"},
     ]
-    assert made.places == ["instructions", "input"]
+    assert made.paths == ["instructions", "input"]
 
 
 def test_parts_of_text_stay_apart():
@@ -129,18 +129,18 @@ def test_calls_of_tools_that_clients_run_stay_in_the_prompt(call, output, shown)
 def test_items_of_other_servers_are_kept_and_not_shown(kind):
     foreign = {"type": kind, "id": "x_1", "status": "failed", "action": {"query": "q"}}
     said = {"role": "user", "content": "x"}
-    placed = items(said, foreign)
-    assert placed[1].item == foreign
-    made = messages_of(None, placed)
+    located = items(said, foreign)
+    assert located[1].item == foreign
+    made = messages_of(None, located)
     assert made.messages == [said]
     assert made.left_out == [f"input[1].{kind}"]
 
 
 def test_reasoning_that_cannot_be_read_is_kept_and_named():
     thought = {"type": "reasoning", "id": "rs_1", "encrypted_content": "zz", "summary": []}
-    placed = items(thought, {"role": "assistant", "content": "x"})
-    assert placed[0].item["encrypted_content"] == "zz"
-    made = messages_of(None, placed)
+    located = items(thought, {"role": "assistant", "content": "x"})
+    assert located[0].item["encrypted_content"] == "zz"
+    made = messages_of(None, located)
     assert made.messages == [{"role": "assistant", "content": "x"}]
     assert made.left_out == ["input[0].encrypted_content"]
 
@@ -152,8 +152,8 @@ def test_a_message_after_calls_is_another_one():
 
 def test_reasoning_goes_to_the_template_with_the_answer_behind_it():
     reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
-    [placed] = items(reasoning)
-    assert placed.item["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    [located] = items(reasoning)
+    assert located.item["content"] == [{"type": "reasoning_text", "text": "hm"}]
     said = {"role": "assistant", "content": "x"}
     asked = {"role": "user", "content": "y"}
     thought = said | {"reasoning_content": "hm"}
@@ -179,16 +179,16 @@ def test_items_come_back_in_the_form_in_which_they_were_given_out():
         "status": "completed",
         "content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}],
     }
-    [placed] = items(given)
-    assert placed.item == given
+    [located] = items(given)
+    assert located.item == given
 
 
 def test_a_reference_is_replaced_by_the_item():
     kept = {"msg_7": {"id": "msg_7", "type": "message", "role": "user", "content": []}}
     for reference in ({"type": "item_reference", "id": "msg_7"}, {"id": "msg_7"}):
         assert references_in(bodies(reference)) == ["msg_7"]
-        [placed] = items(reference, kept=kept)
-        assert placed.item is kept["msg_7"]
+        [located] = items(reference, kept=kept)
+        assert located.item is kept["msg_7"]
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def rebuilt(events):
 def test_reasoning_is_an_item_before_the_message():
     output = new_output()
     events = [
-        *output.take(AnswerPiece(0, "", 1, reasoning="h")),
-        *output.take(AnswerPiece(0, "", 1, reasoning="m")),
-        *output.take(piece("yes")),
+        *output.append(AnswerPiece(0, "", 1, reasoning="h")),
+        *output.append(AnswerPiece(0, "", 1, reasoning="m")),
+        *output.append(piece("yes")),
         *output.close("completed"),
     ]
     assert names(events)[:7] == [
@@ -81,7 +81,10 @@ def test_reasoning_is_an_item_before_the_message():
 def test_the_call_of_a_custom_tool_has_its_input():
     output = new_output()
     begun = (CallBegun(0, "c0", "patch"), CallArguments(0, '{"input": "a'))
-    events = [*output.take(piece("", *begun)), *output.take(piece("", CallArguments(0, '\\nb"}')))]
+    events = [
+        *output.append(piece("", *begun)),
+        *output.append(piece("", CallArguments(0, '\\nb"}'))),
+    ]
     events += output.close("completed")
     assert names(events) == [
         "output_item.added",
@@ -150,12 +153,12 @@ def test_events_alone_give_the_items(steps, status):
     output, events, num_calls = new_output(), [], 0
     for kind, text in steps:
         if kind == "text":
-            events += output.take(piece(text))
+            events += output.append(piece(text))
         elif kind == "reasoning":
-            events += output.take(AnswerPiece(0, "", 1, reasoning=text))
+            events += output.append(AnswerPiece(0, "", 1, reasoning=text))
         else:
             begun = CallBegun(num_calls, f"c{num_calls}", kind)
-            events += output.take(piece("", begun, CallArguments(num_calls, text)))
+            events += output.append(piece("", begun, CallArguments(num_calls, text)))
             num_calls += 1
     events += output.close(status)
     assert rebuilt(events) == output.items
