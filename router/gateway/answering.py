@@ -209,7 +209,7 @@ class AnswerService:
             last = await following
             outcome, last_s = last.outcome, choices[last.choice].last_s
             assert outcome is not None
-            if not last.is_empty or last.finish is not None:
+            if last.finish is not None or not last.is_empty:
                 writer.write(last)
             await writer.end(Ending(outcome, call, choices))
             for number, choice in enumerate(uncounted, start=1):

@@ -28,6 +28,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.errors import CheckpointError, InvalidRequest
 from router.inbox.json_values import decode_value
 
+Message = Mapping[str, Any]  # in the form of chat templates
+
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 # Variables that a client can set only through their request fields.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -88,35 +90,34 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> str:
-        """Renders the prompt, up to the assistant's answer or into it. Raises InvalidRequest."""
+        """Renders the prompt, up to the assistant's answer or into it. Raises InvalidRequest.
+
+        Arguments of earlier calls are given in the first form that succeeds.
+        """
         if self._reads_thinking:
             messages = [_with_thinking(message) for message in messages]
-        if not options.continue_final_message:
-            return self._rendered(messages, tools, options)
-        content = str(messages[-1].get("content", ""))
-        tagged = {**messages[-1], "content": content + _TAG}
-        return _without_end(self._rendered([*messages[:-1], tagged], tools, options), content)
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: TemplateOptions,
-    ) -> str:
-        """Returns the prompt, with earlier calls' arguments in the first form that succeeds."""
+        continues = options.continue_final_message
+        content = str(messages[-1].get("content", "")) if continues else ""
+        if continues:
+            messages = [*messages[:-1], {**messages[-1], "content": content + _TAG}]
+        forms: Iterable[Sequence[Message]] = (messages,)
+        for message in messages:
+            if message.get("tool_calls"):
+                forms = argument_forms(messages)
         faults: list[str] = []
-        for form in argument_forms(messages):
+        for form in forms:
             try:
-                return self._template.render(
+                text = self._template.render(
                     **{**options.variables, **self._special_tokens},
                     messages=form,
                     tools=tools,
                     add_generation_prompt=options.add_generation_prompt,
                 )
+                return _without_end(text, content) if continues else text
             except _TEMPLATE_FAULTS as error:
                 faults.append(str(error))
-        message = f"the chat template refused the messages: {faults[0]}"
-        raise InvalidRequest(message, param="messages")
+        reason = f"the chat template refused the messages: {faults[0]}"
+        raise InvalidRequest(reason, param="messages")
 
 
 class ChatTemplates:
@@ -221,7 +222,6 @@ def _tojson(value: object, **options: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
-Message = Mapping[str, Any]
 Call = Mapping[str, Any]
 Form = Callable[[Any], Any]  # converts arguments from the client's form
 
@@ -230,11 +230,8 @@ def argument_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yields the messages with their calls' arguments decoded, then as mappings, then as texts.
 
     Text that is not JSON stays a text in the first form, and is an empty mapping in the second.
-    Messages without calls are yielded once. Raises ApiError for arguments that are too large.
+    Raises ApiError for arguments that are too large.
     """
-    if not any(message.get("tool_calls") for message in messages):
-        yield messages
-        return
     for form in (_decoded, _mapping, _text):
         yield [_with_arguments(message, form) for message in messages]
 

@@ -225,7 +225,7 @@ def _checked(
     notes = None
     if call.session is not None and (block_size := served.port.store_block_size()) is not None:
         notes = notes_of(call.session, block_size, requests[::num_candidates])
-    echoes = tuple([prompt.echo for prompt in prompts])
+    _, _, echoes = zip(*prompts, strict=True)
     return CheckedCall(
         call, body, served, requests, echoes, structure, reader, ignored, notes, embedding
     )

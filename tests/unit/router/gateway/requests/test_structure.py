@@ -93,29 +93,6 @@ def test_an_odd_tool_is_served_and_named_in_a_header(choice, stream):
     assert "(?!x)" not in source
 
 
-def test_a_strict_promise_that_cannot_be_kept_is_refused():
-    reply = chat(FakeRouter(), {"tools": [WEATHER, odd_tool(strict=True)]})
-    error = reply.json()["error"]
-    assert (reply.status, error["param"]) == (400, "tools[1].function.parameters")
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": ODD}}
-    assert chat(FakeRouter(), {"response_format": form}).status == 200
-    form["json_schema"]["strict"] = True
-    assert chat(FakeRouter(), {"response_format": form}).status == 400
-
-
-def test_tools_go_with_the_form_of_an_answer():
-    fields = {**TOOLS, "response_format": {"type": "json_object"}}
-    grammar = grammar_asked_for(chat, fields)
-    assert "TEXT |" not in grammar.source
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"response_format": {"type": "text"}}, {"tools": []}, {"tool_choice": "none"}]
-)
-def test_without_structure_fields_there_is_no_grammar(fields):
-    assert grammar_asked_for(chat, fields) is None
-
-
 def test_every_choice_has_the_grammar():
     router = FakeRouter()
     complete(router, {"guided_regex": "a+", "n": 3})
