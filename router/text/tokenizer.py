@@ -102,13 +102,26 @@ class TextModel:
         add_special_tokens: bool = True,
         may_exceed: bool = False,
     ) -> list[int]:
-        """Encodes a plain prompt, with the special tokens that the tokenizer adds to every text.
+        """Encodes a text, with the special tokens that the tokenizer adds to every text.
 
-        Raises ApiError if the prompt does not fit the context. With `may_exceed` the prompt may be
-        longer, up to `LONGEST_CUT`.
+        Raises ApiError if the text does not fit the context: before encoding, or before ids become
+        objects. With `may_exceed` it may be longer, up to `LONGEST_CUT`.
         """
-        added = add_special_tokens
-        return self._encode(text, context_len, param, added=added, may_exceed=may_exceed)
+        if len(text) > context_len:  # a token may have one character
+            self._check_length(text, context_len, param, may_exceed=may_exceed)
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        if may_exceed and len(encoding) > max(context_len, LONGEST_CUT):
+            raise context_exceeded(f"the text has {len(encoding)} tokens: too many", param)
+        if not may_exceed and len(encoding) > context_len:
+            raise no_room(context_len, len(encoding), param)
+        ids = encoding.ids
+        if self._has_unknown_ids and max(ids, default=0) >= self.vocab_size:
+            name = self._tokenizer.id_to_token(max(ids))
+            message = f"the text holds {name!r}, which the model's vocabulary does not have"
+            raise invalid_value(message, param)
+        return ids
 
     def encode_chat(
         self,
@@ -123,8 +136,13 @@ class TextModel:
         """Encodes a conversation; the template writes special tokens. Raises InvalidRequest."""
         templates = self._templates or self.templates
         text = templates.choose(with_tools=bool(tools)).render(messages, tools, options)
-        added = add_special_tokens
-        return self._encode(text, context_len, "messages", added=added, may_exceed=may_exceed)
+        return self.encode_text(
+            text,
+            context_len,
+            "messages",
+            add_special_tokens=add_special_tokens,
+            may_exceed=may_exceed,
+        )
 
     def spellings(self, word: str) -> list[list[int]]:
         """Returns the token ids of a word inside a text and after a space, as vLLM bans words."""
@@ -153,7 +171,7 @@ class TextModel:
         if form is None:
             message = "suffix is not supported: this model has no tokens to fill in text with"
             raise ApiError(message, param="suffix", code="unsupported_parameter")
-        behind = self._encode(suffix, context_len, "suffix", added=False)
+        behind = self.encode_text(suffix, context_len, "suffix", add_special_tokens=False)
         # Tokens that begin every text, such as <s>, come before the form and not inside it.
         lead = self._leading_ids
         num_lead = len(lead) if list(prefix[: len(lead)]) == lead else 0
@@ -179,30 +197,6 @@ class TextModel:
         encoding = self._tokenizer.encode("x", add_special_tokens=True)
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return [token_id for token_id, _ in takewhile(lambda pair: pair[1], marked)]
-
-    def _encode(
-        self,
-        text: str,
-        context_len: int,
-        param: str,
-        *,
-        added: bool,
-        may_exceed: bool = False,
-    ) -> list[int]:
-        """Encodes a text; refuses a long text before encoding or before ids become objects."""
-        if len(text) > context_len:  # a token may have one character
-            self._check_length(text, context_len, param, may_exceed=may_exceed)
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=added)
-        if may_exceed and len(encoding) > max(context_len, LONGEST_CUT):
-            raise context_exceeded(f"the text has {len(encoding)} tokens: too many", param)
-        if not may_exceed and len(encoding) > context_len:
-            raise no_room(context_len, len(encoding), param)
-        ids = encoding.ids
-        if self._has_unknown_ids and max(ids, default=0) >= self.vocab_size:
-            name = self._tokenizer.id_to_token(max(ids))
-            message = f"the text holds {name!r}, which the model's vocabulary does not have"
-            raise invalid_value(message, param)
-        return ids
 
     def _check_length(self, text: str, context_len: int, param: str, *, may_exceed: bool) -> None:
         """Raises ApiError if a text has too many characters to be encoded at all."""
