@@ -96,7 +96,7 @@ def tenant_of(scope: Scope) -> Tenant:
 @lru_cache(MAX_REMEMBERED)
 def anonymous_at(address: str) -> Tenant:
     """Returns the tenant of a client address, if no keys are configured."""
-    return msgspec.structs.replace(ANONYMOUS, turn=address)
+    return msgspec.structs.replace(ANONYMOUS, queue=address)
 
 
 def identify(keys: KeyFinder | None, authorization: bytes | None, address: str = "") -> Tenant:

@@ -57,11 +57,11 @@ class Tenant(msgspec.Struct, frozen=True):
     sharing: str
     limits: KeyLimits
     may_debug: bool
-    turn: str = ""  # its work takes turns under this: its name, or the address of a client
+    queue: str = ""  # the fair queue of its work: its name, or the address of a client
 
     def __post_init__(self) -> None:
-        if not self.turn:
-            msgspec.structs.force_setattr(self, "turn", self.name)
+        if not self.queue:
+            msgspec.structs.force_setattr(self, "queue", self.name)
 
     @property
     def owner(self) -> str:

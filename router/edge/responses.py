@@ -17,8 +17,8 @@ from starlette.types import Scope, Send
 from engine.errors import InvalidRequest
 from router.edge.limits import Overdue
 from router.inbox.api_errors import ApiError, ErrorReply, error_body
+from router.inbox.fair_queue import Turn
 from router.inbox.json_parts import PART_BYTES
-from router.inbox.loop_turns import Turn
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"

@@ -64,8 +64,8 @@ from router.gateway.versions import (
     Versions,
 )
 from router.inbox.api_errors import invalid_value
+from router.inbox.fair_queue import LoopQueue, Turn
 from router.inbox.json_values import seconds_in
-from router.inbox.loop_turns import LoopTurns, Turn
 from router.inbox.parse_pools import ParsePools
 from router.machine.requests import Failed
 from router.port import RequestPort
@@ -99,7 +99,7 @@ class GatewayParts:
     grammars: GrammarCheck
     accounts: KeyAccounts
     parse_pools: ParsePools
-    turns: LoopTurns
+    loop_queue: LoopQueue
     storage: Storage
     recent: RecentRequests
     tracing: Tracing | None = None
@@ -194,7 +194,7 @@ class AnswerService:
         searches = Searches(port, clock, call) if call.body.use_beam_search else None
         uncounted = iter(choices)
         outcome, last_s = None, 0.0
-        turn = partial(self._parts.turns.take, call.asked.tenant.turn)
+        turn = partial(self._parts.loop_queue.wait, call.asked.tenant.queue)
         try:
             await self._begin(call, choices, meter, turn)
             traced = {} if meter.trace is None else meter.trace.headers
@@ -296,10 +296,10 @@ class AnswerService:
             checked = parse(call, self._body_type, parts.versions, parts.settings)
         else:
             parsed = partial(parse, call, self._body_type, parts.versions, parts.settings)
-            checked = await parts.parse_pools.run(call.tenant.turn, len(call.data), parsed)
+            checked = await parts.parse_pools.run(call.tenant.queue, len(call.data), parsed)
         if checked.structure.grammar is not None:
             vocabulary = _vocabulary_of(checked.served.text)
-            asker = Asker(call.tenant.turn, checked.first.salt)
+            asker = Asker(call.tenant.queue, checked.first.salt)
             grammars, asked = parts.grammars, checked.structure
             try:
                 structure = await check_structure(grammars, asked, vocabulary, asker)

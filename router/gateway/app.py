@@ -61,7 +61,7 @@ from router.gateway.responses.pages import ResponsePages
 from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing
 from router.gateway.versions import Versions
-from router.inbox.loop_turns import LoopTurns
+from router.inbox.fair_queue import LoopQueue
 from router.inbox.parse_pools import ParsePools
 
 EXPOSED_HEADERS = (  # headers that scripts of other origins may read
@@ -105,7 +105,7 @@ def parts_of(  # noqa: PLR0913 - all that they are
         grammars=grammars,
         accounts=KeyAccounts(limits, shared=shared),
         parse_pools=ParsePools(),
-        turns=LoopTurns(),
+        loop_queue=LoopQueue(),
         storage=storage or Storage(None),
         tracing=tracing,
         recent=RecentRequests(Bounds(router.slo_ttft_s, router.slo_tpot_s), versions.tallies),

@@ -115,7 +115,7 @@ class Invocations:
         """Sends the answer. Raises InvalidRequest."""
         pools, find = self._parts.parse_pools, partial(endpoint_of, body)
         is_long = len(body) >= LONG_BODY_BYTES
-        name = await pools.run(tenant_of(scope).turn, len(body), find) if is_long else find()
+        name = await pools.run(tenant_of(scope).queue, len(body), find) if is_long else find()
         if all(served.text.embedding is not None for served in self._parts.versions.table):
             name = EMBEDDINGS  # also for embeddings of messages
         await self._answers[name].serve(body, scope, meter, send)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from router.inbox.loop_turns import Turn
+from router.inbox.fair_queue import Turn
 
 PART_BYTES = 2**14  # rough size: one to three milliseconds of log-probabilities
 NUM_AT_ONCE = 64  # items of a plain list per call of the encoder

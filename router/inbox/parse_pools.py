@@ -4,8 +4,9 @@ There are two pools, so that a body of a few kilobytes never waits behind a body
 pool limits the bytes of bodies that wait or are being parsed; one tenant may have half of that. A
 body that does not fit is refused; an empty pool accepts any body.
 
-Tenants have equal shares of a pool's bytes (`router.inbox.turns`). A tenant that has a thread never
-gets the last free one: parsing cannot be interrupted, and so the next tenant finds a free thread.
+Tenants have equal shares of a pool's bytes (`router.inbox.fair_queue`). A tenant that has a thread
+never gets the last free one. Parsing cannot be interrupted, and so the next tenant finds a free
+thread.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from engine.devices.heap import return_freed_memory
 from router.inbox.api_errors import ApiError
-from router.inbox.turns import TenantTurns
+from router.inbox.fair_queue import TenantQueue
 
 WIDE_BODY_BYTES = 65_536
 NARROW_BYTES = 4 * 2**20
@@ -30,12 +31,12 @@ THREADS_OF_TENANT = NUM_THREADS - 1
 ResultT = TypeVar("ResultT")
 
 
-class _Place(NamedTuple):
-    """A body that waits or is being parsed; `turn` is done when the body gets a thread."""
+class _QueuedBody(NamedTuple):
+    """A body that waits or is being parsed; `start` is done when the body gets a thread."""
 
     tenant: str
     num_bytes: int
-    turn: "Future[None]"
+    start: "Future[None]"
 
 
 class ParsePool:
@@ -48,7 +49,7 @@ class ParsePool:
         self._num_bytes = 0
         self._bytes_of: Counter[str] = Counter()
         self._running: Counter[str] = Counter()  # running threads by tenant
-        self._waiting: TenantTurns[str, _Place] = TenantTurns()
+        self._waiting: TenantQueue[str, _QueuedBody] = TenantQueue()
 
     @property
     def num_bytes(self) -> int:
@@ -57,15 +58,15 @@ class ParsePool:
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
         """Runs `parse` in a thread and returns its result. Raises ApiError if the pool is full."""
-        place = self._enter(tenant, num_bytes)
+        body = self._enter(tenant, num_bytes)
         try:
-            if not place.turn.done():
-                await asyncio.wrap_future(place.turn)
+            if not body.start.done():
+                await asyncio.wrap_future(body.start)
             future = self._threads.submit(parse)
         except BaseException:
-            self._leave(place)
+            self._leave(body)
             raise
-        future.add_done_callback(partial(self._leave, place))
+        future.add_done_callback(partial(self._leave, body))
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -75,9 +76,9 @@ class ParsePool:
         """Runs short work of the gateway itself in a thread."""
         self._threads.submit(work)
 
-    def _enter(self, tenant: str, num_bytes: int) -> _Place:
-        """Makes a body wait for its turn, which may come at once. Raises ApiError."""
-        place = _Place(tenant, num_bytes, Future())
+    def _enter(self, tenant: str, num_bytes: int) -> _QueuedBody:
+        """Makes a body wait for a thread, which may be free. Raises ApiError."""
+        body = _QueuedBody(tenant, num_bytes, Future())
         with self._lock:
             total, theirs = self._num_bytes, self._bytes_of[tenant]
             is_full = total > 0 and total + num_bytes > self._max_bytes
@@ -86,44 +87,44 @@ class ParsePool:
                 raise _overloaded()
             self._num_bytes += num_bytes
             self._bytes_of[tenant] += num_bytes
-            self._waiting.put(tenant, place, num_bytes)
-        self._give_turns()
-        return place
+            self._waiting.put(tenant, body, num_bytes)
+        self._start_waiting()
+        return body
 
-    def _leave(self, place: _Place, _: object = None) -> None:
+    def _leave(self, body: _QueuedBody, _: object = None) -> None:
         """Removes a body that was parsed, or whose client left."""
-        has_thread = not place.turn.cancel()
+        has_thread = not body.start.cancel()
         with self._lock:
-            self._num_bytes -= place.num_bytes
-            _subtract(self._bytes_of, place.tenant, place.num_bytes)
+            self._num_bytes -= body.num_bytes
+            _subtract(self._bytes_of, body.tenant, body.num_bytes)
             if has_thread:
-                _subtract(self._running, place.tenant, 1)
-        self._give_turns()
+                _subtract(self._running, body.tenant, 1)
+        self._start_waiting()
 
-    def _give_turns(self) -> None:
+    def _start_waiting(self) -> None:
         """Gives free threads to waiting bodies."""
         while True:
             with self._lock:
-                place = self._next()
-            if place is None:
+                body = self._next()
+            if body is None:
                 return
-            if not place.turn.set_running_or_notify_cancel():
-                self._return_thread(place)
+            if not body.start.set_running_or_notify_cancel():
+                self._return_thread(body)
                 continue
-            place.turn.set_result(None)
+            body.start.set_result(None)
 
-    def _next(self) -> _Place | None:
+    def _next(self) -> _QueuedBody | None:
         """Assigns a free thread to the next body, and returns that body."""
         if self._running.total() >= NUM_THREADS:
             return None
-        place = self._waiting.take(lambda tenant: self._running[tenant] < THREADS_OF_TENANT)
-        if place is not None:
-            self._running[place.tenant] += 1
-        return place
+        body = self._waiting.pop(lambda tenant: self._running[tenant] < THREADS_OF_TENANT)
+        if body is not None:
+            self._running[body.tenant] += 1
+        return body
 
-    def _return_thread(self, place: _Place) -> None:
+    def _return_thread(self, body: _QueuedBody) -> None:
         with self._lock:
-            _subtract(self._running, place.tenant, 1)
+            _subtract(self._running, body.tenant, 1)
 
 
 class ParsePools:

@@ -13,7 +13,7 @@ from router.gateway.answers.batching import FastPath, TextBatch
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.writing import AnswerWriter, write_and_wait
-from router.inbox.loop_turns import Turn
+from router.inbox.fair_queue import Turn
 from router.machine.requests import Update, joined
 from router.port import Handle, RequestPort
 from router.text.native import NativeText

@@ -32,7 +32,7 @@ from engine.messages import FinishReason, Limits, Logprobs, RequestId, Sampling
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.writing import AnswerWriter, write_and_wait
 from router.gateway.requests.calls import CheckedCall
-from router.inbox.loop_turns import Turn
+from router.inbox.fair_queue import Turn
 from router.inbox.task_groups import LightTaskGroup
 from router.machine.requests import Finished, Outcome, PrefixHashes, Rejected, Request, Update
 from router.port import RequestPort, ask

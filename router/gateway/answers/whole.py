@@ -1,6 +1,6 @@
 """Sends an answer as one JSON body when it is complete.
 
-A long answer is encoded in parts, each in a turn of its tenant (`router.inbox.loop_turns`).
+A long answer is encoded in parts, each in a turn of its tenant (`router.inbox.fair_queue`).
 """
 
 from abc import abstractmethod

@@ -27,7 +27,7 @@ from router.gateway.requests.chat import (
 )
 from router.gateway.requests.completion import CompletionChoice
 from router.inbox.api_errors import ErrorReply, error_body
-from router.inbox.loop_turns import Turn
+from router.inbox.fair_queue import Turn
 from router.machine.requests import UNFIT, Failed, Finished, Outcome, Rejected, Timeline
 from router.text.forms.deltas import CallArguments, CallBegun
 from router.text.logprobs import (

@@ -125,7 +125,7 @@ class HintPages:
             if len(data) < LONG_BODY_BYTES:
                 pin = work()
             else:
-                pin = await parts.parse_pools.run(tenant.turn, len(data), work)
+                pin = await parts.parse_pools.run(tenant.queue, len(data), work)
         finally:
             use.end(parts.clock.now_s())
         headers = use.headers(parts.clock.now_s())

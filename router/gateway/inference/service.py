@@ -314,7 +314,7 @@ class InferenceService:
         read = partial(_read, message, replies, may_stream=may_stream)
         if len(message) < LONG_REQUEST_BYTES:
             return read()
-        return await self._parts.parse_pools.run(tenant.turn, len(message), read)
+        return await self._parts.parse_pools.run(tenant.queue, len(message), read)
 
     async def _answer(
         self, take: _Take, context: Any, replies: _Replies, *, may_stream: bool

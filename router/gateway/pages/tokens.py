@@ -104,7 +104,7 @@ class TokenPages:
             if len(data) < LONG_BODY_BYTES:
                 body = work()
             else:
-                body = await parts.parse_pools.run(tenant.turn, len(data), work)
+                body = await parts.parse_pools.run(tenant.queue, len(data), work)
         finally:
             use.end(parts.clock.now_s())
         headers = use.headers(parts.clock.now_s())

@@ -38,7 +38,7 @@ from engine.messages import Grammar
 from engine.net.seldom import Seldom
 from engine.socket_child import start_with_socket
 from router.inbox.api_errors import ApiError
-from router.inbox.turns import TenantTurns
+from router.inbox.fair_queue import TenantQueue
 from router.text.structured import Structure
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class GrammarChecker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._verdicts: OrderedDict[bytes, GrammarResult] = OrderedDict()
         self._waiting: dict[bytes, _Waiting] = {}
-        self._turns: TenantTurns[str, _Waiting] = TenantTurns()
+        self._queue: TenantQueue[str, _Waiting] = TenantQueue()
         self._pump: asyncio.Task[None] | None = None
         self._unaccepted = Seldom(LOG_EVERY_S)
         self.counters: Counter[str] = Counter(dict.fromkeys(GrammarVerdict, 0))
@@ -185,7 +185,7 @@ class GrammarChecker:
                 return self._busy("too many grammars wait to be compiled")
             waiting = _Waiting(asked, key, asyncio.get_running_loop().create_future())
             self._waiting[key] = waiting
-            self._turns.put(tenant, waiting)
+            self._queue.put(tenant, waiting)
             if self._pump is None or self._pump.done():
                 self._pump = asyncio.create_task(self._run(), context=Context())
         waiting.num_waiters += 1
@@ -210,7 +210,7 @@ class GrammarChecker:
 
     def _next(self) -> _Waiting | None:
         """Returns the next grammar for which a request still waits."""
-        while (waiting := self._turns.take()) is not None:
+        while (waiting := self._queue.pop()) is not None:
             if waiting.num_waiters:
                 return waiting
             waiting.done.cancel()

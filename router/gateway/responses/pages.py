@@ -187,7 +187,7 @@ class ResponsePages:
 
     async def _send(self, scope: Scope, send: Send, body: object) -> None:
         """Sends a JSON body that may be long."""
-        turn = partial(self._parts.turns.take, tenant_of(scope).turn)
+        turn = partial(self._parts.loop_queue.wait, tenant_of(scope).queue)
         await send_parts(send, json_parts(body), {}, turn)
 
 

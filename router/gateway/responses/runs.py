@@ -26,8 +26,8 @@ from router.gateway.responses.draft import Event, ResponseDraft, encode_events, 
 from router.gateway.responses.store import LEASE_S, ResponseSaver, ResponseStore
 from router.gateway.responses.table import KeptEvent, KeptResponse, NewResponse
 from router.inbox.api_errors import ApiError
+from router.inbox.fair_queue import Turn, no_turn
 from router.inbox.json_parts import joined_in_turns
-from router.inbox.loop_turns import Turn, no_turn
 
 log = logging.getLogger(__name__)
 

@@ -180,7 +180,7 @@ class ResponseService:
     async def prepare(self, data: bytes, tenant: Tenant) -> Prepared:
         """Checks a body and reads the conversation before it. Raises ApiError."""
         decoding = partial(decode_response_body, data)
-        pools, turn = self._parts.parse_pools, tenant.turn
+        pools, turn = self._parts.parse_pools, tenant.queue
         is_long = len(data) >= LONG_BODY_BYTES
         body, extras = await pools.run(turn, len(data), decoding) if is_long else decoding()
         named = references_in(body.input or "")
@@ -202,7 +202,7 @@ class ResponseService:
         try:
             if num_bytes < LONG_BODY_BYTES:
                 return counting().count
-            return (await self._parts.parse_pools.run(tenant.turn, num_bytes, counting)).count
+            return (await self._parts.parse_pools.run(tenant.queue, num_bytes, counting)).count
         except InvalidRequest as error:
             raise prepared.form.translated(error) from None
 

@@ -12,8 +12,8 @@ import pytest
 from engine.embedding import Embedding
 from engine.messages import Logprobs
 from router.gateway.answers.choice import SCORED_AT_ONCE
+from router.inbox.fair_queue import LoopQueue
 from router.inbox.json_parts import NUM_AT_ONCE, PART_BYTES
-from router.inbox.loop_turns import LoopTurns
 from router.machine.requests import Update
 from tests.kits.router.embeddings import app_of
 from tests.kits.router.gateway import LENGTH, Connection, FakeRouter, make_app, tokens
@@ -138,14 +138,14 @@ def test_a_response_with_log_probabilities_comes_in_parts():
 @pytest.mark.parametrize("background", [False, True])
 def test_each_long_event_of_a_response_is_made_in_turns(background, monkeypatch):
     num_turns = 0
-    take = LoopTurns.take
+    take = LoopQueue.wait
 
     async def counted(turns, tenant):
         nonlocal num_turns
         num_turns += 1
         await take(turns, tenant)
 
-    monkeypatch.setattr(LoopTurns, "take", counted)
+    monkeypatch.setattr(LoopQueue, "wait", counted)
     fields = {**INPUT, "stream": True, "background": background}
     reply = asyncio.run(Watched(scored_app(), "/v1/responses", fields).watched())
     num_deltas = -(-NUM_TOKENS // SCORED_AT_ONCE)
