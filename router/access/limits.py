@@ -158,7 +158,7 @@ class KeyUse:
     held_tokens: float = 0.0
     num_used: int = 0  # tokens of its prompt and answers
     _num_streams: int = field(default=1, init=False)
-    _is_over: bool = field(default=False, init=False)
+    _is_released: bool = field(default=False, init=False)
 
     def hold_prompts(self, num_prompts: int, now_s: float) -> None:
         """Counts each prompt of a batch as a request. Raises LimitExceeded."""
@@ -183,13 +183,13 @@ class KeyUse:
             self.held_tokens = min(num_tokens, bucket.size)
             bucket.level -= self.held_tokens
 
-    def end(self, now_s: float) -> None:
+    def release(self, now_s: float) -> None:
         """Returns unused tokens and ends the request."""
         account = self.account
         if account is None:
             return
-        assert not self._is_over
-        self._is_over = True
+        assert not self._is_released
+        self._is_released = True
         with account.held():
             account.num_streams -= self._num_streams
             if account.tokens is not None:
@@ -233,7 +233,7 @@ class KeyAccounts:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def begin(self, name: str, limits: KeyLimits, now_s: float) -> KeyUse:
+    def start(self, name: str, limits: KeyLimits, now_s: float) -> KeyUse:
         """Starts a request of a key. Raises LimitExceeded."""
         limits = limits.or_else(self._defaults)
         if limits == UNLIMITED:

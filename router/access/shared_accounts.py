@@ -96,13 +96,13 @@ class SharedAccounts:
                 record = _Record(name, NO_BUCKET, NO_BUCKET, [0] * len(record.streams))
             record.streams[self._process] = account.num_streams
             account.num_others = sum(record.streams) - account.num_streams
-            _take(account.requests, record.requests)
-            _take(account.tokens, record.tokens)
+            _read_level(account.requests, record.requests)
+            _read_level(account.tokens, record.tokens)
             try:
                 yield
             finally:
                 record.streams[self._process] = account.num_streams
-                requests, tokens = _given(account.requests), _given(account.tokens)
+                requests, tokens = _level_of(account.requests), _level_of(account.tokens)
                 self._write(slot, _Record(name, requests, tokens, record.streams))
 
     def _slot_of(self, name: bytes) -> int | None:
@@ -151,11 +151,11 @@ class SharedAccounts:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
-def _take(bucket: Bucket | None, known: "_Level") -> None:
+def _read_level(bucket: Bucket | None, known: "_Level") -> None:
     """Sets a bucket to the shared level, unless the limit has changed."""
     if bucket is not None and bucket.size == known.size:
         bucket.level, bucket.at_s = known.level, known.at_s
 
 
-def _given(bucket: Bucket | None) -> "_Level":
+def _level_of(bucket: Bucket | None) -> "_Level":
     return NO_BUCKET if bucket is None else _Level(bucket.size, bucket.level, bucket.at_s)

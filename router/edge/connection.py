@@ -344,7 +344,7 @@ class Connection(BodyPipe):
             self._book.head_timeout_s,
             num_unsent=self.transport.get_write_buffer_size(),
             is_answered=len(exchanges) > 1
-            or (len(exchanges) == 1 and (exchanges[0].has_begun or not exchanges[0].more_body)),
+            or (len(exchanges) == 1 and (exchanges[0].has_started or not exchanges[0].more_body)),
         )
         match why:
             case None:
@@ -375,7 +375,7 @@ class Connection(BodyPipe):
         self._book.refuse(refusal.message)
         log.warning("a connection from %s is ended: %s", self.address, refusal.message)
         exchanges = self._exchanges
-        if len(exchanges) > 1 or (exchanges and exchanges[0].has_begun):
+        if len(exchanges) > 1 or (exchanges and exchanges[0].has_started):
             self.transport.close()  # an answer has begun, so an error cannot be sent
             return
         if not self.transport.is_closing():

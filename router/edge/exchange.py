@@ -119,7 +119,7 @@ class Exchange:
     """
 
     def __init__(
-        self, way: BodyPipe, scope: Scope, *, keep_alive: bool, expects_continue: bool
+        self, wire: BodyPipe, scope: Scope, *, keep_alive: bool, expects_continue: bool
     ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
@@ -129,10 +129,10 @@ class Exchange:
         self.body = bytearray()  # received but not taken yet
         self.more_body = True
         self.arrived = asyncio.Event()  # set by more of the body, or its end
-        self.has_begun = self.is_complete = False  # the response's state
+        self.has_started = self.is_complete = False  # the response's state
         self.on_gone: Callable[[], None] | None = None  # called when the client leaves
         self.is_gone = False
-        self._way = way
+        self._wire = wire
         self._expects_continue = expects_continue
         self._held = b""  # the head that is held back
         self._is_chunked = False
@@ -147,14 +147,14 @@ class Exchange:
         except Exception:
             log.exception("the application failed")
         except asyncio.CancelledError:
-            self._way.transport.close()
+            self._wire.transport.close()
             raise
         else:
             if self.is_complete or self.is_gone:
                 return
             log.error("the application returned before its response was complete")
-        if self.has_begun:
-            self._way.transport.close()
+        if self.has_started:
+            self._wire.transport.close()
             return
         headers = [(b"content-length", b"0"), (b"connection", b"close")]
         await self.send({"type": "http.response.start", "status": 500, "headers": headers})
@@ -164,10 +164,10 @@ class Exchange:
         """Returns the next part of the body, or a message that the client has left."""
         if self._expects_continue:
             self._expects_continue = False
-            if not self._way.transport.is_closing():
-                self._way.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if not self._wire.transport.is_closing():
+                self._wire.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not (self.is_gone or self.is_complete):
-            self._way.resume_reading()
+            self._wire.resume_reading()
             await self.arrived.wait()
             self.arrived.clear()
         if self.is_gone or self.is_complete:
@@ -177,13 +177,13 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """Sends the head of the response, or a part of its body."""
-        if not (self._way.is_ready or self.is_gone):
-            await self._way.drain()
+        if not (self._wire.is_ready or self.is_gone):
+            await self._wire.drain()
         if self.is_gone:
             return
-        if not self.has_begun:
+        if not self.has_started:
             assert message["type"] == "http.response.start"
-            self._begin(message["status"], message.get("headers", ()))
+            self._start_response(message["status"], message.get("headers", ()))
             return
         assert message["type"] == "http.response.body"
         assert not self.is_complete
@@ -204,7 +204,7 @@ class Exchange:
             self.is_complete = True
             self.arrived.set()
             del self.scope[EXCHANGE]  # the scope refers to this object
-            self._way.answered(self)
+            self._wire.answered(self)
 
     def take_body(self) -> bytes | None:
         """Returns the request's body if it is complete and unread, else None."""
@@ -212,8 +212,8 @@ class Exchange:
             return None
         data, self.body = bytes(self.body), bytearray()
         self.arrived.clear()
-        if self._way.is_paused:
-            self._way.resume_reading()
+        if self._wire.is_paused:
+            self._wire.resume_reading()
         return data
 
     def leave(self) -> None:
@@ -224,7 +224,7 @@ class Exchange:
         if self.on_gone is not None:
             self.on_gone()
 
-    def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def _start_response(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Holds the head until there is more to send, or the turn of the loop is over."""
         if self.more_body:  # unread body bytes would be parsed as the next request
             self.keep_alive = False
@@ -249,13 +249,13 @@ class Exchange:
             self._num_left = 0
         lines.append(b"\r\n")
         self._held = b"".join(lines)
-        self.has_begun, self._expects_continue = True, False
+        self.has_started, self._expects_continue = True, False
         asyncio.get_running_loop().call_soon(self._send_held, b"")
 
     def _send_held(self, data: bytes) -> None:
         """Sends more of the response, after the head if it was held."""
         held, self._held = self._held, b""
-        transport = self._way.transport
+        transport = self._wire.transport
         if (held or data) and not transport.is_closing():
             transport.write(held + data)
 

@@ -10,9 +10,9 @@ complete.
 
 `Feeder` shares the parsing of HTTP among the connections of a listener. A body may come in chunks
 of one byte. Then the parser calls Python once per six bytes, and a buffer of 256 KiB takes 0.2 s in
-one piece. So input is parsed in slices. When the work of a turn is used up, the rest waits for the
-next pass of the loop, where connections take turns. A connection with waiting input is not read.
-Usual requests and long bodies never wait.
+one piece. So input is parsed in slices. When the work of an iteration of the loop is used up, the
+rest waits for the next one, which feeds one connection after the other. A connection with waiting
+input is not read. Usual requests and long bodies never wait.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ STALL_TIMEOUT_S = 60.0  # after this, a client that reads nothing is cut off
 LINGER_S = 2.0  # input is discarded for this long after a last answer
 IDLE_TIMEOUT_S = 5.0  # allowed after an answer until the next request
 SLICE_BYTES = 2048
-WORK_PER_TURN = 4000  # units; 2 to 4 ms
+WORK_PER_ITERATION = 4000  # units; 2 to 4 ms
 PART_WORK, FIELD_WORK = 4, 1  # work per callback: part of a body, header field
 
 
@@ -158,15 +158,15 @@ class Feeder:
     """Feeds input to the connections of one listener."""
 
     def __init__(self) -> None:
-        self.work_left = WORK_PER_TURN  # the parser's callbacks reduce it
-        self._is_due = False  # True while a turn is scheduled
+        self.work_left = WORK_PER_ITERATION  # the parser's callbacks reduce it
+        self._is_scheduled = False  # True while waiting input is to be parsed
         self._waiting: dict[FedConnection, deque[memoryview]] = {}  # waiting input, next first
 
     def feed(self, connection: FedConnection, data: bytes) -> None:
-        """Feeds input to a connection, at once or in later turns."""
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._turn)
+        """Feeds input to a connection, at once or in later iterations of the loop."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._feed_waiting)
         if (inputs := self._waiting.get(connection)) is not None:
             inputs.append(memoryview(data))
             connection.hold()  # it had resumed reading for another reason
@@ -187,11 +187,11 @@ class Feeder:
         if self._waiting.pop(connection, None) is not None:
             connection.let_go()
 
-    def _turn(self) -> None:
-        self.work_left = WORK_PER_TURN
-        self._is_due = bool(self._waiting)
-        if self._is_due:
-            asyncio.get_running_loop().call_soon(self._turn)
+    def _feed_waiting(self) -> None:
+        self.work_left = WORK_PER_ITERATION
+        self._is_scheduled = bool(self._waiting)
+        if self._is_scheduled:
+            asyncio.get_running_loop().call_soon(self._feed_waiting)
         while self._waiting and self.work_left > 0:
             connection = next(iter(self._waiting))
             inputs = self._waiting[connection]

@@ -108,7 +108,7 @@ class Acceptor:
         self._files = files
         self._book = clients.book
         self._sock: socket.socket | None = None
-        self._beginning: set[asyncio.Task[None]] = set()  # running TLS handshakes
+        self._opening: set[asyncio.Task[None]] = set()  # running TLS handshakes
 
     def open(self, sock: socket.socket) -> None:
         """Starts to accept. The acceptor now owns the socket."""
@@ -126,7 +126,7 @@ class Acceptor:
 
     def cut(self) -> None:
         """Cancels running handshakes."""
-        for task in self._beginning:
+        for task in self._opening:
             task.cancel()
 
     def _accept(self) -> None:
@@ -157,11 +157,11 @@ class Acceptor:
                 client.close()
                 return
         connection = Connection(self._clients, address, reason)
-        task = self._loop.create_task(self._begin(connection, client))
-        self._beginning.add(task)
-        task.add_done_callback(self._beginning.discard)
+        task = self._loop.create_task(self._open(connection, client))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
-    async def _begin(self, connection: Connection, client: socket.socket) -> None:
+    async def _open(self, connection: Connection, client: socket.socket) -> None:
         secured: dict[str, Any] = {}
         if self._files is not None:
             secured = {

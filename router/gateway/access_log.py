@@ -29,18 +29,18 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin_s = self._clock.now_s()
+        start_s = self._clock.now_s()
         head: Message = {}
 
-        async def noted(message: Message) -> None:
+        async def recorded(message: Message) -> None:
             nonlocal head
             head = head or message
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, recorded)
         finally:
-            _log(scope, head, self._clock.now_s() - begin_s)
+            _log(scope, head, self._clock.now_s() - start_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class AccessLine:
                 "request": meter.request_id,
             }
         fields["request_id"] = self.request_id
-        told = {name: value for name, value in fields.items() if value != ""}
-        text = " ".join(f"{name}={value}" for name, value in told.items())
-        ACCESS.info("%s", text, extra={"fields": told})
+        shown = {name: value for name, value in fields.items() if value != ""}
+        text = " ".join(f"{name}={value}" for name, value in shown.items())
+        ACCESS.info("%s", text, extra={"fields": shown})
 
 
 def _log(scope: Scope, head: Message, seconds: float) -> None:

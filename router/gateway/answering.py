@@ -165,7 +165,7 @@ class AnswerService:
         try:
             try:
                 if parts.accounts.has_defaults or tenant.limits != UNLIMITED:
-                    use = parts.accounts.begin(tenant.name, tenant.limits, received_s)
+                    use = parts.accounts.start(tenant.name, tenant.limits, received_s)
                 checked = await self._checked(call)
                 if use is not None:
                     use.hold_prompts(len(checked.echoes), received_s)
@@ -182,9 +182,9 @@ class AnswerService:
                 parts.versions.num_running[version] -= 1
         finally:
             if use is not None:
-                use.end(parts.clock.now_s())
+                use.release(parts.clock.now_s())
             if meter.trace is not None:
-                meter.end_trace()
+                meter.finish_trace()
             REQUEST.reset(logged)
 
     async def _serve(
@@ -196,7 +196,7 @@ class AnswerService:
         outcome, last_s = None, 0.0
         turn = partial(self._parts.loop_queue.wait, call.asked.tenant.queue)
         try:
-            await self._begin(call, choices, meter, turn)
+            await self._open_choices(call, choices, meter, turn)
             traced = {} if meter.trace is None else meter.trace.headers
             heading = Heading(self._dialect, call, unix_time_s(), choices, use, traced, turn)
             writer = open(heading)
@@ -220,13 +220,13 @@ class AnswerService:
             for choice in uncounted:
                 self._count(call, choice)
             if outcome is not None:
-                meter.end(outcome, last_s)
+                meter.finish(outcome, last_s)
             meter.num_sent_tokens = sum(map(_num_tokens, choices))
             if use is not None:
                 num_tokens = searches.num_tokens if searches else meter.num_sent_tokens
                 use.num_used = call.prompt_len + num_tokens
 
-    async def _begin(
+    async def _open_choices(
         self, call: CheckedCall, choices: list[AnswerChoice], meter: RequestMeter, turn: Turn
     ) -> None:
         """Adds the choices of an answer; there may be two thousand."""

@@ -247,12 +247,12 @@ class _Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope.get("method"), scope.get("path", "")
         endpoint = self._answers.get(path) if method == "POST" else None
-        has_begun = False
+        has_started = False
 
-        async def noted(message: Message) -> None:
-            nonlocal has_begun
-            if not has_begun:  # this message is the head
-                has_begun = True
+        async def recorded(message: Message) -> None:
+            nonlocal has_started
+            if not has_started:  # this message is the head
+                has_started = True
                 handler = OTHER_PATHS if endpoint is None else path
                 self._metrics.record_status(str(method), handler, message.get("status", 0))
             await send(message)
@@ -263,16 +263,18 @@ class _Front:
             except InvalidRequest as error:
                 if endpoint is not None:
                     self._metrics.num_by_outcome[INVALID] += 1
-                await send_invalid(noted, error)
+                await send_invalid(recorded, error)
                 return
         if endpoint is None:
-            await self._page_of(scope)(scope, receive, noted if scope["type"] == "http" else send)
+            await self._page_of(scope)(
+                scope, receive, recorded if scope["type"] == "http" else send
+            )
             return
         try:
-            await endpoint(scope, receive, noted)
+            await endpoint(scope, receive, recorded)
         except Exception:  # a bug in Baton; the server logs it
-            if not has_begun:
-                await send_json(noted, 500, internal_error_body())
+            if not has_started:
+                await send_json(recorded, 500, internal_error_body())
             raise
 
     def _page_of(self, scope: Scope) -> ASGIApp:

@@ -157,7 +157,7 @@ class Versions:
     def stop(self) -> None:
         """Refuses all requests from now on."""
         self._is_stopping = True
-        self._tell_held()
+        self._wake_held()
 
     def follow(
         self, table: tuple[ServedVersion, ...], coming: Mapping[str, str] | None = None
@@ -172,7 +172,7 @@ class Versions:
                 self._counted.update(gone.port.counters())
         self.table, self._coming = table, coming or {}
         self._able = {}  # set last, as other threads may still fill the old one
-        self._tell_held()
+        self._wake_held()
 
     async def hold(self, seen: tuple[ServedVersion, ...], timeout_s: float) -> bool:
         """Holds a call until the table differs from `seen`, or until calls are no longer accepted.
@@ -192,7 +192,7 @@ class Versions:
         finally:
             self._num_held -= 1
 
-    def _tell_held(self) -> None:
+    def _wake_held(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

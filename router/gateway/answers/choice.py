@@ -171,7 +171,7 @@ class AnswerChoice:
     def measure(self) -> None:
         """Counts the choice if it has ended: only once, when its client has received the end."""
         if self.outcome is not None:
-            self._meter.end(self.outcome, self.timeline)
+            self._meter.finish(self.outcome, self.timeline)
 
 
 class FormedChoice(AnswerChoice):

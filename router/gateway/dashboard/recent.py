@@ -119,7 +119,7 @@ class RecentRequests:
         tpot_s = None
         if ttft_s is not None and num_tokens > 1:
             tpot_s = max(e2e_s - ttft_s, 0.0) / (num_tokens - 1)
-        outcome, reason = _told(answer.outcome)
+        outcome, reason = _shown_outcome(answer.outcome)
         missed = ""
         if outcome in ("failed", "rejected"):
             missed = FAILED
@@ -127,7 +127,7 @@ class RecentRequests:
             missed = missed_stage(timeline, ttft_s, tpot_s, bounds)
         self._num_requests = number = self._num_requests + 1
         self._stalls.pop(number - MAX_REQUESTS, None)
-        if stalls := self._rates.end(request, ttft_s):
+        if stalls := self._rates.remove(request, ttft_s):
             self._stalls[number] = stalls
         return EndedRequest(
             number=number,
@@ -254,7 +254,7 @@ def _longest(timeline: Timeline, names: Sequence[str]) -> str:
     return name.removesuffix("_s")
 
 
-def _told(outcome: Outcome | None) -> tuple[str, str]:
+def _shown_outcome(outcome: Outcome | None) -> tuple[str, str]:
     """Returns the name of an outcome and its reason."""
     match outcome:
         case Finished(reason):
@@ -339,7 +339,7 @@ class AnswerRates:
         known = self._progress.get(request_id)
         return [] if known is None else known.stalls
 
-    def end(self, request: Request, ttft_s: float | None) -> list[Stall]:
+    def remove(self, request: Request, ttft_s: float | None) -> list[Stall]:
         """Removes an ended answer, and returns its stalls."""
         known = self._progress.pop(request.request_id, None)
         if known is not None:

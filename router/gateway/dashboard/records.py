@@ -25,7 +25,7 @@ Stall = tuple[float, float]  # start and end of a period without a token
 class Segment(msgspec.Struct, frozen=True, array_like=True):
     """A stage of a request in one row of the timeline: the router's, or a worker's."""
 
-    lane: str
+    row: str
     stage: str
     start_s: float
     end_s: float
@@ -107,7 +107,7 @@ def _of_stay(stay: Stay, end_s: float, stalls: Sequence[Stall]) -> Iterator[Segm
     yield from _steps(stay.decode_worker, begun_s, over_s, stalls)
 
 
-def _steps(lane: str, begun_s: float, over_s: float, stalls: Sequence[Stall]) -> Iterator[Segment]:
+def _steps(row: str, begun_s: float, over_s: float, stalls: Sequence[Stall]) -> Iterator[Segment]:
     """Yields decode steps, and the stalls between them.
 
     A stall that was last seen just before the end of the attempt lasts until that end.
@@ -117,10 +117,10 @@ def _steps(lane: str, begun_s: float, over_s: float, stalls: Sequence[Stall]) ->
         stop_s = over_s if over_s - seen_s < LOOK_S else seen_s
         start_s = max(start_s, at_s)
         if stop_s > start_s:
-            yield Segment(lane, "decode_steps", at_s, start_s)
-            yield Segment(lane, STALLED, start_s, stop_s)
+            yield Segment(row, "decode_steps", at_s, start_s)
+            yield Segment(row, STALLED, start_s, stop_s)
             at_s = stop_s
-    yield Segment(lane, "decode_steps", at_s, over_s)
+    yield Segment(row, "decode_steps", at_s, over_s)
 
 
 def _hidden_transfer(timeline: Timeline, stays: Sequence[Stay]) -> Iterator[Segment]:

@@ -213,7 +213,7 @@ class Dashboard:
 
     async def encoded(self) -> bytes:
         """Returns the whole state as JSON."""
-        await self._hear_others()
+        await self._ask_others()
         return _encode(self.state())
 
     def first_frame(self) -> bytes:
@@ -230,11 +230,11 @@ class Dashboard:
             answer_tokens=self._metrics.num_generation_tokens,
         )
         if self.feed.num_subscribers:
-            others = await self._hear_others()
+            others = await self._ask_others()
             self.feed.publish(_frame(b"tick", _encode(self.state(self._seen, others))))
         self._seen = seen_all(self._recent, self.news)
 
-    async def _hear_others(self) -> list[ProcessPart]:
+    async def _ask_others(self) -> list[ProcessPart]:
         """Asks the processes that share the port. Returns the changes of their parts."""
         if self._siblings is None:
             return []
@@ -244,7 +244,7 @@ class Dashboard:
                 parts.append(_unpack(answer))
             except msgspec.DecodeError as error:
                 log.info("a gateway process sends no state: %s", error)
-        return self._others.take(parts)
+        return self._others.replace(parts)
 
     def _part(self) -> ProcessPart:
         """Returns the part of the state that other processes show of this process."""

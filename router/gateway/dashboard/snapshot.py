@@ -278,7 +278,7 @@ class OtherProcesses:
     def __init__(self) -> None:
         self._parts: dict[str, ProcessPart] = {}
 
-    def take(self, parts: Sequence[ProcessPart]) -> list[ProcessPart]:
+    def replace(self, parts: Sequence[ProcessPart]) -> list[ProcessPart]:
         """Replaces the parts. Returns them with only their new entries."""
         new = [_newer(part, self._parts.get(part.process)) for part in parts]
         self._parts = {part.process: part for part in parts}

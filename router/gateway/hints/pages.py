@@ -117,7 +117,7 @@ class HintPages:
         """
         check_content(request.scope)  # for any HTTP method
         parts, tenant = self._parts, tenant_of(request.scope)
-        use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
+        use = parts.accounts.start(tenant.name, tenant.limits, parts.clock.now_s())
         try:
             data = await read_body(request.receive, parts.settings.gateway)
             call = self._calls.call(data, tenant, request.headers)
@@ -127,7 +127,7 @@ class HintPages:
             else:
                 pin = await parts.parse_pools.run(tenant.queue, len(data), work)
         finally:
-            use.end(parts.clock.now_s())
+            use.release(parts.clock.now_s())
         headers = use.headers(parts.clock.now_s())
         return pin, key_id(tenant, parts.settings.secret), headers
 

@@ -67,7 +67,7 @@ _CODES = {
 }
 _STATUSES = {code: int(status) for status, code in reversed(_CODES.items())}
 _Method = Callable[[Any, Any], Awaitable[Any]]
-_Take = Callable[[], Awaitable[bytes]]  # returns the message of a request
+_Receive = Callable[[], Awaitable[bytes]]  # returns the message of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class InferenceService:
         """Adds a line of the access log to a method."""
 
         async def run(request: Any, context: Any) -> Any:
-            begin_s, status = self._parts.clock.now_s(), 0
+            start_s, status = self._parts.clock.now_s(), 0
             try:
                 answer = await method(request, context)
                 status = int(HTTPStatus.OK)
@@ -180,7 +180,7 @@ class InferenceService:
                 status = _STATUSES.get(context.code(), 0)
                 raise
             finally:
-                seconds = self._parts.clock.now_s() - begin_s
+                seconds = self._parts.clock.now_s() - start_s
                 AccessLine(_client(context), GRPC, f"/{SERVICE}/{name}", status, seconds).write()
 
         return run
@@ -317,13 +317,13 @@ class InferenceService:
         return await self._parts.parse_pools.run(tenant.queue, len(message), read)
 
     async def _answer(
-        self, take: _Take, context: Any, replies: _Replies, *, may_stream: bool
+        self, receive: _Receive, context: Any, replies: _Replies, *, may_stream: bool
     ) -> None:
         """Answers and logs one request. Its message is read once its key is known.
 
         A failure is stored in `replies`, even if it is a bug in Baton.
         """
-        begin_s, key, shown_id, is_over = self._parts.clock.now_s(), "", "", False
+        start_s, key, shown_id, is_over = self._parts.clock.now_s(), "", "", False
         seen: RequestMeter | None = None
         try:
             with RequestMeter(self._parts.metrics) as meter:
@@ -331,7 +331,7 @@ class InferenceService:
                 try:
                     tenant = identify(self._keys, _authorization(context), _client(context))
                     key = tenant.name
-                    call = await self._read(await take(), tenant, replies, may_stream=may_stream)
+                    call = await self._read(await receive(), tenant, replies, may_stream=may_stream)
                     replies.form = call.form
                     headers = _metadata(context) | call.headers
                     api_call = self._answers.call(call.data, tenant, headers)
@@ -352,7 +352,7 @@ class InferenceService:
                 method=GRPC,
                 path=f"/{SERVICE}/{'ModelStreamInfer' if may_stream else 'ModelInfer'}",
                 status=replies.status(is_over=is_over),
-                seconds=self._parts.clock.now_s() - begin_s,
+                seconds=self._parts.clock.now_s() - start_s,
                 key=key,
                 request_id=shown_id,
             ).write(seen)

@@ -314,7 +314,7 @@ class RequestMeter:
         self.received_s = received_s
         self.prompt_tokens = prompt_tokens
 
-    def end_trace(self) -> None:
+    def finish_trace(self) -> None:
         """Ends the trace of a traced request."""
         assert self.trace is not None
         attributes: Attributes = {
@@ -325,7 +325,7 @@ class RequestMeter:
         }
         self.trace.end(self.outcome, attributes)
 
-    def end(self, outcome: Outcome, now_s: float) -> None:
+    def finish(self, outcome: Outcome, now_s: float) -> None:
         """Records the outcome of the request."""
         self.outcome = OUTCOME_NAMES[type(outcome)]
         if isinstance(outcome, Finished):
@@ -364,7 +364,7 @@ class ChoiceMeter:
         self._num_tokens += num_tokens
         metrics.num_generation_tokens += num_tokens
 
-    def end(self, outcome: Outcome, timeline: Timeline | None) -> None:
+    def finish(self, outcome: Outcome, timeline: Timeline | None) -> None:
         """Records the outcome of the choice, its tokens, and the times of its stages."""
         metrics, request = self._metrics, self._request
         num_tokens = self._num_tokens + self.state.num_batched

@@ -97,7 +97,7 @@ class TokenPages:
     async def _answer(self, request: HttpRequest, read: Read) -> Response:
         """Reads the body, in a thread if it is long. Counts as a request of its key."""
         parts, tenant = self._parts, tenant_of(request.scope)
-        use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
+        use = parts.accounts.start(tenant.name, tenant.limits, parts.clock.now_s())
         try:
             data = await read_body(request.receive, parts.settings.gateway)
             work = partial(_encoded, read, data, partial(_chosen, parts.versions, request.headers))
@@ -106,7 +106,7 @@ class TokenPages:
             else:
                 body = await parts.parse_pools.run(tenant.queue, len(data), work)
         finally:
-            use.end(parts.clock.now_s())
+            use.release(parts.clock.now_s())
         headers = use.headers(parts.clock.now_s())
         return Response(body, media_type="application/json", headers=headers)
 

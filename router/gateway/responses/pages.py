@@ -164,12 +164,12 @@ class ResponsePages:
     async def _input_tokens(self, request: HttpRequest) -> Response:
         """POST /v1/responses/input_tokens. Counts as a request of its key."""
         parts, tenant = self._parts, tenant_of(request.scope)
-        use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
+        use = parts.accounts.start(tenant.name, tenant.limits, parts.clock.now_s())
         try:
             data = await read_body(request.receive, parts.settings.gateway)
             num_tokens = await self._service.count(data, tenant, request.headers)
         finally:
-            use.end(parts.clock.now_s())
+            use.release(parts.clock.now_s())
         return json_reply(200, InputTokens(num_tokens))
 
     async def _input_items(self, scope: Scope, send: Send) -> None:

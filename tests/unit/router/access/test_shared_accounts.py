@@ -39,23 +39,23 @@ def processes(tmp_path):
 def test_streams_over_all_processes_stay_within_the_limit(processes):
     one, other, third = processes
     limits = KeyLimits(max_streams=2)
-    first = one.begin("a", limits, 0.0)
-    other.begin("a", limits, 0.0)
+    first = one.start("a", limits, 0.0)
+    other.start("a", limits, 0.0)
     for each in processes:
         with pytest.raises(LimitExceeded, match="2 requests in flight"):
-            each.begin("a", limits, 0.0)
-    third.begin("b", limits, 0.0)  # another key has its own account
-    first.end(1.0)
-    third.begin("a", limits, 1.0)
+            each.start("a", limits, 0.0)
+    third.start("b", limits, 0.0)  # another key has its own account
+    first.release(1.0)
+    third.start("a", limits, 1.0)
     with pytest.raises(LimitExceeded):
-        one.begin("a", limits, 1.0)
+        one.start("a", limits, 1.0)
 
 
 def test_each_prompt_of_a_batch_counts_over_all_processes(processes):
     one, other, _ = processes
     limits = KeyLimits(max_streams=4)
-    one.begin("a", limits, 0.0).hold_prompts(3, 0.0)
-    use = other.begin("a", limits, 0.0)
+    one.start("a", limits, 0.0).hold_prompts(3, 0.0)
+    use = other.start("a", limits, 0.0)
     with pytest.raises(LimitExceeded, match="each prompt counts as one"):
         use.hold_prompts(2, 0.0)
 
@@ -63,42 +63,42 @@ def test_each_prompt_of_a_batch_counts_over_all_processes(processes):
 def test_requests_and_tokens_are_taken_from_one_bucket(processes):
     one, other, _ = processes
     limits = KeyLimits(requests_per_s=2.0, tokens_per_min=600)
-    use = one.begin("a", limits, 10.0)
+    use = one.start("a", limits, 10.0)
     use.hold_tokens(400, 10.0)
-    late = other.begin("a", limits, 10.0)
+    late = other.start("a", limits, 10.0)
     with pytest.raises(LimitExceeded, match="tokens a minute"):
         late.hold_tokens(400, 10.0)
     with pytest.raises(LimitExceeded, match="requests a second"):
-        one.begin("a", limits, 10.0)
+        one.start("a", limits, 10.0)
     use.num_used = 100
-    use.end(10.0)
+    use.release(10.0)
     late.hold_tokens(400, 10.0)
     assert late.headers(10.0)["x-ratelimit-remaining-tokens"] == "100"
-    assert one.begin("a", limits, 11.0).headers(11.0)["x-ratelimit-remaining-tokens"] == "110"
+    assert one.start("a", limits, 11.0).headers(11.0)["x-ratelimit-remaining-tokens"] == "110"
 
 
 def test_a_process_that_starts_again_forgets_what_its_predecessor_had_in_flight(tmp_path):
     limits = KeyLimits(max_streams=2)
     with opened(tmp_path, 0) as one:
-        one.begin("a", limits, 0.0)
+        one.start("a", limits, 0.0)
         with opened(tmp_path, 1) as other:
-            other.begin("a", limits, 0.0)
+            other.start("a", limits, 0.0)
             with pytest.raises(LimitExceeded):
-                one.begin("a", limits, 0.0)
+                one.start("a", limits, 0.0)
         with opened(tmp_path, 1) as again:
-            again.begin("a", limits, 0.0)
+            again.start("a", limits, 0.0)
             with pytest.raises(LimitExceeded):
-                again.begin("a", limits, 0.0)
+                again.start("a", limits, 0.0)
 
 
 def test_limits_that_change_begin_anew_once_for_all_processes(processes):
     one, other, _ = processes
-    one.begin("a", KeyLimits(requests_per_s=1.0), 0.0)
+    one.start("a", KeyLimits(requests_per_s=1.0), 0.0)
     more = KeyLimits(requests_per_s=3.0)
     for each in (one, other, one):
-        each.begin("a", more, 0.0)
+        each.start("a", more, 0.0)
     with pytest.raises(LimitExceeded):
-        other.begin("a", more, 0.0)
+        other.start("a", more, 0.0)
 
 
 def test_a_lock_that_another_process_keeps_stops_no_request(processes, tmp_path, monkeypatch):
@@ -106,9 +106,9 @@ def test_a_lock_that_another_process_keeps_stops_no_request(processes, tmp_path,
     stopped = os.open(tmp_path / "accounts", os.O_RDWR)
     fcntl.flock(stopped, fcntl.LOCK_EX)
     try:
-        processes[0].begin("a", KeyLimits(max_streams=1), 0.0)
+        processes[0].start("a", KeyLimits(max_streams=1), 0.0)
         with pytest.raises(LimitExceeded):
-            processes[1].begin("a", KeyLimits(max_streams=1), 0.0)
+            processes[1].start("a", KeyLimits(max_streams=1), 0.0)
     finally:
         os.close(stopped)
 
@@ -116,11 +116,11 @@ def test_a_lock_that_another_process_keeps_stops_no_request(processes, tmp_path,
 def test_more_keys_than_slots_forget_idle_ones_and_keep_busy_ones(processes):
     one, other, _ = processes
     limits = KeyLimits(max_streams=1)
-    one.begin("busy", limits, 0.0)
+    one.start("busy", limits, 0.0)
     for number in range(1000):
-        one.begin(f"key-{number}", limits, float(number)).end(float(number))
+        one.start(f"key-{number}", limits, float(number)).release(float(number))
     with pytest.raises(LimitExceeded):
-        other.begin("busy", limits, 1000.0)
+        other.start("busy", limits, 1000.0)
 
 
 steps = st.lists(
@@ -139,13 +139,13 @@ def test_no_order_lets_more_through_than_one_process_would(tmp_path_factory, ste
         for now_s, (number, key, ends) in enumerate(steps):
             if ends and running:
                 for use in running.pop(0):
-                    use.end(now_s)
+                    use.release(now_s)
                 continue
             expected = None
             with suppress(LimitExceeded):
-                expected = alone.begin(key, limits, now_s)
+                expected = alone.start(key, limits, now_s)
             if expected is None:
                 with pytest.raises(LimitExceeded):
-                    processes[number].begin(key, limits, now_s)
+                    processes[number].start(key, limits, now_s)
             else:
-                running.append((expected, processes[number].begin(key, limits, now_s)))
+                running.append((expected, processes[number].start(key, limits, now_s)))

@@ -15,7 +15,7 @@ from router.edge.limits import (
     MIN_PART_BYTES,
     PART_WORK,
     SLICE_BYTES,
-    WORK_PER_TURN,
+    WORK_PER_ITERATION,
     Book,
 )
 from router.inbox.parse_pools import WIDE_BODY_BYTES
@@ -424,7 +424,7 @@ async def test_tiny_parts_of_many_connections_take_little_of_each_turn():
         await asyncio.sleep(0)
         worst, before = max(worst, calls - before), calls
     assert calls == 4 * FREE_PARTS
-    assert worst * PART_WORK < WORK_PER_TURN + PART_WORK * SLICE_BYTES
+    assert worst * PART_WORK < WORK_PER_ITERATION + PART_WORK * SLICE_BYTES
     for connection in made:
         connection.connection_lost(None)
     await until(lambda: not any(tasks_of(connection) for connection in made))

@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.edge.limits import PART_WORK, SLICE_BYTES, WORK_PER_TURN, Feeder
+from router.edge.limits import PART_WORK, SLICE_BYTES, WORK_PER_ITERATION, Feeder
 
 
 class Fed:
@@ -62,7 +62,7 @@ async def test_costly_input_is_shared_over_turns_and_connections():
     connections = [Fed(feeder, 1.0, log) for _ in range(4)]
     for each in connections:
         feeder.feed(each, bytes(50 * SLICE_BYTES))
-    most = WORK_PER_TURN // SLICE_BYTES + 1
+    most = WORK_PER_ITERATION // SLICE_BYTES + 1
     assert len(log) <= most
     for _ in range(20):
         before = len(log)

@@ -121,4 +121,4 @@ async def test_a_client_that_leaves_delays_no_other():
         task.cancel()
     await working(queue, "b", 3, done)
     assert done[-3:] == ["b"] * 3
-    assert not queue._is_going or await passes(done, 3) == [0, 0, 0]
+    assert not queue._is_running or await passes(done, 3) == [0, 0, 0]

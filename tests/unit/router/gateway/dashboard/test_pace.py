@@ -37,7 +37,7 @@ def test_the_time_to_the_first_token_is_told_once_when_it_has_come():
 
 def test_an_answer_that_began_and_ended_between_two_looks_counts():
     rates = AnswerRates()
-    assert rates.end(answer().request, 0.4) == []
+    assert rates.remove(answer().request, 0.4) == []
     assert check(rates, 11.0).ttft.p50_s == 0.4
     assert check(rates, 12.0).ttft is None
 
@@ -58,7 +58,7 @@ def test_a_stalled_answer_is_detected_by_its_silence():
         assert seen.tpot.p95_s == pytest.approx(now_s - 11.0)
     assert rates.stalls_of(NAME) == [(1.0, pytest.approx(8.7))]
     assert check(rates, 19.7, answer(6, 19.0)).num_stalled == 0
-    assert rates.end(answer().request, None) == [(1.0, pytest.approx(8.7))]
+    assert rates.remove(answer().request, None) == [(1.0, pytest.approx(8.7))]
     assert rates.stalls_of(NAME) == []
 
 

@@ -271,7 +271,7 @@ def test_processes_that_share_the_port_are_shown_together():
         assert (whole["process"], part["process"], part["queue"]) == ("0", "1", 7)
         assert [each["number"] for each in part["samples"]] == [1]
         far.recent.sample(2.0, queue=2, in_flight=3, answer_tokens=4)
-        (new,) = await near._hear_others()
+        (new,) = await near._ask_others()
         assert [each.number for each in new.samples] == [2]
         (known,) = near._others.whole
         assert [each.number for each in known.samples] == [1, 2]

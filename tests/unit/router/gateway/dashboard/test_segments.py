@@ -19,7 +19,7 @@ def line(*stays, **fields):
 
 
 def in_lane(segments, lane):
-    return [(each.stage, each.start_s, each.end_s) for each in segments if each.lane == lane]
+    return [(each.stage, each.start_s, each.end_s) for each in segments if each.row == lane]
 
 
 def test_an_attempt_is_in_the_lanes_of_its_own_workers():
@@ -35,7 +35,7 @@ def test_an_attempt_is_in_the_lanes_of_its_own_workers():
 
 def test_nothing_is_drawn_in_a_worker_after_it_died():
     segments = segments_of(line(FIRST, SECOND), 25.0, is_over=False)
-    assert max(each.end_s for each in segments if each.lane == "d0") == 10.0
+    assert max(each.end_s for each in segments if each.row == "d0") == 10.0
     assert in_lane(segments, "router") == [("queue", 0.5, 1.0), ("queue", 10.0, 17.7)]
     assert in_lane(segments, "d1")[-1] == ("decode_steps", 19.5, 25.0)
 
@@ -64,7 +64,7 @@ def test_an_attempt_is_in_the_stage_that_it_reached(stay, lane, last):
 def test_a_moved_answer_is_not_prefilled_again():
     moved = Stay("d0", "d1", 10.0, None, 10.0, 10.3, 10.4)
     segments = segments_of(line(FIRST, moved), 12.0, is_over=False)
-    assert not any(each.stage.startswith("prefill") and each.lane == "d0" for each in segments)
+    assert not any(each.stage.startswith("prefill") and each.row == "d0" for each in segments)
     assert in_lane(segments, "d1")[-1] == ("decode_steps", 10.4, 12.0)
     assert in_lane(segments, "router") == [("queue", 0.5, 1.0)]
 
@@ -101,7 +101,7 @@ def test_a_request_that_was_never_placed_was_in_the_queue():
 def test_a_transfer_that_prefill_hid_is_in_the_lane_of_its_sink():
     timeline = line(RUNNING, kv_transfer_s=0.5, kv_exposed_s=0.2)
     (hidden,) = (s for s in segments_of(timeline, 5.0, is_over=False) if s.stage == "kv_hidden")
-    assert (hidden.lane, hidden.start_s, hidden.end_s) == ("d0", 1.7, 2.0)
+    assert (hidden.row, hidden.start_s, hidden.end_s) == ("d0", 1.7, 2.0)
 
 
 def test_the_time_of_each_stage_is_summed():
