@@ -60,13 +60,13 @@ test: develop .venv-core/.installed
 API := tests/e2e/compat tests/e2e/gateway
 
 test-api: develop .venv-clients/.installed
-	$(BIN)/python -m pytest -m 'not long and not ray' $(API)
+	$(BIN)/python -m pytest $(API)
 
 test-services: develop .venv-clients/.installed
-	$(BIN)/python -m pytest -m 'not long and not ray' tests/e2e $(addprefix --ignore ,$(API))
+	$(BIN)/python -m pytest tests/e2e $(addprefix --ignore ,$(API) tests/e2e/ray)
 
 test-ray: develop
-	$(BIN)/python -m pytest -m 'ray and not long' tests/e2e
+	$(BIN)/python -m pytest tests/e2e/ray
 
 test-chaos: develop
 	$(BIN)/python -m pytest tests/chaos

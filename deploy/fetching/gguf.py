@@ -14,7 +14,6 @@ import engine.gguf
 from deploy.fetching.cache import locked, storing
 from engine.errors import CheckpointError
 from engine.gguf.container import read_gguf
-from engine.gguf.describing import described
 from engine.ownership import make_folder, require_trusted
 
 CODE = Path(engine.gguf.__file__).parent
@@ -49,6 +48,8 @@ def _key(file: Path, own: Iterable[Path]) -> str:
 
 
 def _make(file: Path, own: Iterable[Path], there: Path) -> None:
+    from engine.gguf.describing import described  # imports numpy, which most commands do not need
+
     partial = there.with_name(f"{there.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(mode=0o755)

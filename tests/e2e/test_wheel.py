@@ -4,10 +4,9 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.kits.services.served import serve
+from tests.kits.services.served import HTTP, serve
 from tests.kits.tree.wheels import TREE, build_wheel, install, outside_environment
 
 pytest.importorskip("setuptools", reason="setuptools is not installed")
@@ -84,6 +83,6 @@ def test_installed_wheel_serves_the_bundled_model(wheel, tmp_path, monkeypatch):
         "messages": [{"role": "user", "content": "Write a Python function `add`."}],
     }
     with serve("--launcher", "process", command=(str(commands / "baton"),)) as served:
-        answer = httpx.post(f"{served.url}/v1/chat/completions", json=question, timeout=60)
+        answer = HTTP.post(f"{served.url}/v1/chat/completions", json=question, timeout=60)
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] > 0

@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 
-import httpx
 import openai
 import pytest
 
+from tests.kits.services.served import HTTP
 from tests.kits.tree.compat import like
 
 pytestmark = pytest.mark.torch
@@ -290,7 +290,7 @@ def test_token_ids_of_messages(client, served):
     ids = {"return_token_ids": True}
     answer = client.chat.completions.create(**asked, logprobs=True, extra_body=ids)
     url = f"{served.url}/detokenize"
-    text = httpx.post(url, json={"tokens": answer.prompt_token_ids}, timeout=30).json()["prompt"]
+    text = HTTP.post(url, json={"tokens": answer.prompt_token_ids}, timeout=30).json()["prompt"]
     assert "I love cats 🐱" in text
     assert len(answer.choices[0].token_ids) == answer.usage.completion_tokens
     without = client.chat.completions.create(**asked)
@@ -338,7 +338,7 @@ BODIES = "entrypoints/openai/chat_completion/test_non_object_body_validation.py"
 def test_a_body_that_is_no_request_is_refused(served, body):
     url = f"{served.url}/v1/chat/completions"
     headers = {"content-type": "application/json"}
-    answer = httpx.post(url, content=body, headers=headers, timeout=30)
+    answer = HTTP.post(url, content=body, headers=headers, timeout=30)
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 

@@ -3,10 +3,10 @@
 import itertools
 from collections import defaultdict
 
-import httpx
 import openai
 import pytest
 
+from tests.kits.services.served import HTTP
 from tests.kits.tree.compat import like
 
 pytestmark = pytest.mark.torch
@@ -19,7 +19,7 @@ FEW = {"model": MODEL, "max_tokens": 5, "temperature": 0.0}
 
 
 def ids_of(served, text):
-    answer = httpx.post(f"{served.url}/tokenize", json={"prompt": text}, timeout=30)
+    answer = HTTP.post(f"{served.url}/tokenize", json={"prompt": text}, timeout=30)
     return answer.raise_for_status().json()["tokens"]
 
 

@@ -19,7 +19,7 @@ TALK = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def http(served):
     with httpx.Client(base_url=served.url, timeout=30) as client:
         yield client

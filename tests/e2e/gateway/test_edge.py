@@ -20,7 +20,7 @@ from router.access.file import change_keys
 from router.access.keys import KeyRecord, hash_of, new_key
 from tests.kits.services.cluster import NURSERY
 from tests.kits.services.null_workers import NullWorkers
-from tests.kits.services.served import poll_until
+from tests.kits.services.served import HTTP, poll_until
 
 HEAD_TIMEOUT_S = 0.3
 MAX_PER_ADDRESS = 150
@@ -72,7 +72,7 @@ def answers(running: Deployment) -> float:
     clock = MonotonicClock()
     begin_s = clock.now_s()
     url = running.gateways[0].url
-    response = httpx.post(f"{url}/v1/completions", json=BODY, headers=AUTHORIZED, timeout=10)
+    response = HTTP.post(f"{url}/v1/completions", json=BODY, headers=AUTHORIZED, timeout=10)
     assert response.status_code == 200
     return clock.now_s() - begin_s
 

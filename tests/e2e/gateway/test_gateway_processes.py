@@ -30,7 +30,7 @@ from router.access.keys import with_key, without_key
 from tests.kits.router.access import record
 from tests.kits.services.cluster import NURSERY
 from tests.kits.services.null_workers import NullWorkers
-from tests.kits.services.served import matching, metrics, poll_until
+from tests.kits.services.served import HTTP, matching, metrics, poll_until
 
 NUM_REQUESTS = 18
 MAX_STREAMS = 2  # for each key, where there are keys
@@ -64,7 +64,7 @@ def ask(url: str, num_requests: int = NUM_REQUESTS) -> None:
     """Sends requests, each over its own connection: the kernel spreads connections."""
     for _ in range(num_requests):
         body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        answer = HTTP.post(f"{url}/v1/completions", json=body, timeout=30)
         assert answer.json()["usage"]["completion_tokens"] == 3
 
 
@@ -119,7 +119,7 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
     assert (first.url, first.grpc_port) == (second.url, second.grpc_port)
     assert first.pid != second.pid
     url = first.url
-    assert httpx.get(f"{url}/ready").status_code == 200
+    assert HTTP.get(f"{url}/ready").status_code == 200
     ask(url)
     counts = finished(url)
     assert sum(counts.values()) == NUM_REQUESTS
@@ -257,7 +257,7 @@ def finished_streams(url: str, key: str, num_running: int = MAX_STREAMS) -> list
             asked = client.stream("POST", f"{url}/v1/completions", json=long, headers=headers)
             assert streams.enter_context(asked).status_code == 200
         answers = [
-            httpx.post(f"{url}/v1/completions", json=short, headers=headers, timeout=30)
+            HTTP.post(f"{url}/v1/completions", json=short, headers=headers, timeout=30)
             for _ in range(NUM_REQUESTS // 2)
         ]
     assert {answer.status_code for answer in answers} <= {200, 429}

@@ -5,12 +5,20 @@ import re
 import subprocess
 import sys
 
-import httpx
 import pytest
 
 from engine.clock import MonotonicClock
 from kvtransfer.transports.nixl_agent import PACKAGES
-from tests.kits.services.served import START_TIMEOUT_S, held, matching, metrics, poll_until
+from tests.kits.services.served import (
+    HTTP,
+    START_TIMEOUT_S,
+    held,
+    marked_pids,
+    matching,
+    metrics,
+    poll_until,
+)
+from tests.kits.services.sockets import beyond_loopback, tree
 
 pytestmark = pytest.mark.torch
 
@@ -18,7 +26,7 @@ pytestmark = pytest.mark.torch
 def test_stages_of_the_timeline_sum_to_less_than_the_clients_time(served):
     clock = MonotonicClock()
     begin_s = clock.now_s()
-    response = httpx.post(
+    response = HTTP.post(
         f"{served.url}/v1/completions",
         json={"prompt": "def f(", "max_tokens": 2, "ignore_eos": True},
         headers={"X-Baton-Timeline": "1"},
@@ -49,10 +57,15 @@ def test_metrics_count_every_block_by_state(served):
 
 def test_a_client_that_disconnects_frees_everything_at_once(served):
     body = {"prompt": [9] * 300, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
+    with HTTP.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
         assert next(response.iter_lines()).startswith("data: ")
 
     poll_until(lambda: not held(served), lambda: f"nothing is held: {held(served)}")
+
+
+def test_plain_processes_listen_on_loopback_only(served):
+    pids = tree(served.process.pid) | set(marked_pids(served.mark))
+    assert beyond_loopback(served, pids) == []
 
 
 def run_command(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -19,7 +19,14 @@ import httpx
 import pytest
 
 from engine.clock import MonotonicClock
-from tests.kits.services.served import MARK, START_TIMEOUT_S, WAIT_S, marked_processes, poll_until
+from tests.kits.services.served import (
+    HTTP,
+    MARK,
+    START_TIMEOUT_S,
+    WAIT_S,
+    marked_processes,
+    poll_until,
+)
 
 NUM_STREAMS = 8
 FOR_EVER = 4000  # tokens
@@ -61,7 +68,7 @@ class Command:
         """The text of an answer that is no stream, at its end."""
         body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
         url = f"{self.url}/v1/completions"
-        return self.threads.submit(lambda: httpx.post(url, json=body, timeout=WAIT_S).text)
+        return self.threads.submit(lambda: HTTP.post(url, json=body, timeout=WAIT_S).text)
 
     def streams(self, max_tokens: int) -> "list[Future[str]]":
         """Starts several answers and waits until all have begun."""
@@ -75,7 +82,7 @@ class Command:
         """Reads a stream to its end and returns its text; signals the first event."""
         body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         url = f"{self.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=WAIT_S) as answer:
+        with HTTP.stream("POST", url, json=body, timeout=WAIT_S) as answer:
             pieces = answer.iter_text()
             first = next(pieces)
             begun.put(None)
@@ -90,7 +97,7 @@ class Command:
         return True
 
     def num_running(self) -> float:
-        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        page = HTTP.get(f"{self.url}/metrics", timeout=10).text
         return float(re.search(r"^baton_requests_in_flight (\S+)", page, re.MULTILINE)[1])
 
 

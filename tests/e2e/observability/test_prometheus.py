@@ -6,7 +6,6 @@ import re
 import signal
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from deploy.admin.client import AdminClient, find_deployment
@@ -19,7 +18,7 @@ from tests.kits.services.prometheus import (
     prometheus,
     promtool,
 )
-from tests.kits.services.served import HANDS_OVER, Served, poll_until, serve
+from tests.kits.services.served import HANDS_OVER, HTTP, Served, poll_until, serve
 
 pytestmark = pytest.mark.skipif(
     bool(missing_programs()),
@@ -96,7 +95,7 @@ def test_dashboards_alerts_and_lints(served, scraping):
     with Trickle(served.url):
         _all_queries_have_data(scraping)
         _a_killed_worker_is_told(served, scraping)
-    complaints = promtool("check", "metrics", stdin=httpx.get(f"{served.url}/metrics").text).stderr
+    complaints = promtool("check", "metrics", stdin=HTTP.get(f"{served.url}/metrics").text).stderr
     # vLLM's names have a colon, which Prometheus reserves.
     assert not [line for line in complaints.splitlines() if not line.startswith("vllm:")]
 

@@ -6,7 +6,6 @@ import json
 import queue
 import threading
 
-import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -15,6 +14,7 @@ from deploy.local.deployment import Deployment
 from engine.config import Config, GatewayConfig, LogFormat, LogsConfig, PoolsConfig
 from tests.kits.services.cluster import NURSERY
 from tests.kits.services.null_workers import NullWorkers
+from tests.kits.services.served import HTTP
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -59,7 +59,7 @@ def test_a_request_is_a_trace_and_a_line(collector, tmp_path, monkeypatch):
     try:
         headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01", "x-request-id": "mine"}
         body = {"model": ready.model_name, "prompt": "yo", "max_tokens": 4, "ignore_eos": True}
-        asked = httpx.post(f"{ready.url}/v1/completions", json=body, headers=headers, timeout=30)
+        asked = HTTP.post(f"{ready.url}/v1/completions", json=body, headers=headers, timeout=30)
     finally:
         running.close()  # closing sends the remaining data
     assert asked.status_code == 200

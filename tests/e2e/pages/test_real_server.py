@@ -4,12 +4,11 @@ import os
 import signal
 from contextlib import ExitStack
 
-import httpx
 import pytest
 
 from tests.kits.operator import Trickle
 from tests.kits.services.browser import chromium, shared_browser
-from tests.kits.services.served import serve
+from tests.kits.services.served import HTTP, serve
 
 pytestmark = [
     pytest.mark.torch,
@@ -51,13 +50,13 @@ def server():
 def ask(url, max_tokens):
     body = {"prompt": "import os\n", "max_tokens": max_tokens, "temperature": 0}
     body |= {"ignore_eos": True, "model": "baton-bundled"}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+    answer = HTTP.post(f"{url}/v1/completions", json=body, timeout=60)
     return answer.json()["choices"][0]["text"]
 
 
 def pid_of(server, name):
     workers = f"{server.url}/dashboard/orders/v1/workers"
-    answer = httpx.get(workers, headers={"x-baton-admin-key": KEY}, trust_env=False)
+    answer = HTTP.get(workers, headers={"x-baton-admin-key": KEY})
     return next(each["pid"] for each in answer.json()["workers"] if each["worker_id"] == name)
 
 

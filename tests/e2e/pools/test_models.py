@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from deploy.base.defaults import BUNDLED_DRAFT
 from tests.kits.operator import CHANGE_S, baton
-from tests.kits.services.served import Served, poll_until, serve
+from tests.kits.services.served import HTTP, Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
 
@@ -37,7 +36,7 @@ def served(lent, run_dir, tmp_path_factory) -> Iterator[Served]:
 def ask(url: str, model: str | None) -> dict[str, Any]:
     body = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
     body |= {} if model is None else {"model": model}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=CHANGE_S)
+    answer = HTTP.post(f"{url}/v1/completions", json=body, timeout=CHANGE_S)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -55,7 +54,7 @@ def test_each_model_answers_by_its_name_and_an_idle_one_wakes(served, admin, run
         return any(worker.version == "small-v1" for worker in admin.pools().workers)
 
     poll_until(lambda: is_asleep() and not has_workers(), "small sleeps", CHANGE_S)
-    listed = httpx.get(f"{served.url}/v1/models").json()["data"]
+    listed = HTTP.get(f"{served.url}/v1/models").json()["data"]
     assert [each["id"] for each in listed] == [main["model"], "small"]
     assert "asleep" in baton(run_dir, "versions").stdout
     with ThreadPoolExecutor(NUM_ASKED) as clients:  # requests that wait together

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.admin.client import AdminClient, AdminError
 from tests.kits.operator import CHANGE_S, Trickle, baton
-from tests.kits.services.served import Served, poll_until, serve
+from tests.kits.services.served import HTTP, Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
 
@@ -156,7 +156,7 @@ def test_workers_and_requests_are_listed(served, admin, run_dir):
 
     def is_listed() -> bool:
         """A request may end before the command has started, so each attempt sends a new one."""
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as stream:
+        with HTTP.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as stream:
             assert stream.status_code == 200, stream.read()
             lines = stream.iter_lines()  # kept: without it the connection is closed
             next(lines)

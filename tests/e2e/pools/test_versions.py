@@ -10,7 +10,7 @@ import pytest
 
 from deploy.commands.views import DIFFERS
 from tests.kits.operator import CHANGE_S, baton
-from tests.kits.services.served import Served, poll_until, serve
+from tests.kits.services.served import HTTP, Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
 
@@ -40,7 +40,7 @@ class LongAnswer(threading.Thread):
     def run(self) -> None:
         body = {**LONG, "stream": True}
         url, headers = f"{self._url}/v1/completions", self._headers
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+        with HTTP.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -53,7 +53,7 @@ class LongAnswer(threading.Thread):
 def ask(url: str, **headers: str) -> str:
     """Returns the fingerprint of the version that answers."""
     body = {"prompt": "a", "max_tokens": 1}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+    answer = HTTP.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()["system_fingerprint"]
 
@@ -62,7 +62,7 @@ def test_version_shares_load_then_takes_over_and_no_answer_changes(
     served, admin, run_dir, tmp_path
 ):
     first = ask(served.url)
-    whole = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()
+    whole = HTTP.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()
     config = tmp_path / "int8.toml"
     config.write_text('[worker]\nkv_dtype = "int8"\nkv_mib = 64\n')
 
@@ -107,7 +107,7 @@ def ask_in_time(url: str, version: str) -> int:
     """
     body = {"prompt": "a", "max_tokens": 2, "slo_ttft_ms": 1, "slo_tpot_ms": 50}
     headers = {"x-baton-version": version}
-    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code
+    return HTTP.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code
 
 
 def test_canary_that_is_late_ends_itself_and_no_stream_is_lost_or_changed(
@@ -116,7 +116,7 @@ def test_canary_that_is_late_ends_itself_and_no_stream_is_lost_or_changed(
     """The canary's worker decodes one sequence at a time. Other requests wait beside a stream, and
     all are late: by how much does not depend on how long the stream takes.
     """
-    whole = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()
+    whole = HTTP.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()
     [current] = [version.name for version in admin.pools().versions]
     declared = tmp_path / "declared.toml"
     declared.write_text("[update]\nmin_requests = 5\n[router]\nmax_queue = 7\n")

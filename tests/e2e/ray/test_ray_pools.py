@@ -8,7 +8,6 @@ import secrets
 import select
 import signal
 
-import httpx
 import pytest
 
 from deploy.admin.client import AdminClient
@@ -21,7 +20,7 @@ from deploy.ray.own_ray import OwnRay
 from engine.config import Config, GatewayConfig, LogLevel, LogsConfig, WorkerConfig
 from engine.control import Pools
 from tests.kits.operator import CHANGE_S, Trickle
-from tests.kits.services.served import poll_until
+from tests.kits.services.served import HTTP, poll_until
 
 pytest.importorskip("ray", reason="Ray is not installed")
 # Three workers start here, one after another, and each imports torch for itself. Where others
@@ -95,7 +94,7 @@ def told_of_a_request(admin: AdminClient, url: str) -> bool:
     """
     body = {"prompt": "def f(", "max_tokens": 4}
     headers = {"x-request-id": "mine"}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+    answer = HTTP.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     return any(
         line["process"].startswith("worker-") and line.get("request", "").endswith(" mine")

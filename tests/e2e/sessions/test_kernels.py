@@ -1,13 +1,11 @@
 """Metrics, `/ready` and the controller report workers that compute with different kernels."""
 
-import httpx
-
 from deploy.base.defaults import BUNDLED_MODEL
 from deploy.local.deployment import Deployment
 from engine.config import Config, GatewayConfig, PoolsConfig
 from tests.kits.services.cluster import NURSERY
 from tests.kits.services.null_workers import NullWorkers
-from tests.kits.services.served import matching, metrics, poll_until
+from tests.kits.services.served import HTTP, matching, metrics, poll_until
 
 KERNELS = {
     "worker-0": "cpu avx512 fused",
@@ -30,6 +28,6 @@ def test_different_kernels_are_reported_everywhere(tmp_path, monkeypatch):
             for name, kernels in KERNELS.items()
         }
         poll_until(lambda: TROUBLE in str(running.controller.machine.troubles()), "told")
-        poll_until(lambda: TROUBLE in httpx.get(f"{url}/ready").text, "the gateway tells it")
+        poll_until(lambda: TROUBLE in HTTP.get(f"{url}/ready").text, "the gateway tells it")
     finally:
         running.close()

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from deploy.admin.client import AdminClient, find_deployment
 from tests.kits.services.processes import descendants_of, ended
 from tests.kits.services.served import (
     HANDS_OVER,
+    HTTP,
     Served,
     command_line,
     matching,
@@ -51,7 +51,7 @@ def ask(url: str, prompt: Sequence[int], seed: int | None = None) -> tuple[list[
         "return_token_ids": True,
         **({"temperature": 0.0} if seed is None else {"temperature": 0.9, "seed": seed}),
     }
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+    answer = HTTP.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     found = answer.json()
     cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]

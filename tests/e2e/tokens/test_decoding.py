@@ -1,9 +1,8 @@
 """Decoding through the whole product: seeds of choices, and drafts that are counted."""
 
-import httpx
 import pytest
 
-from tests.kits.services.served import matching, metrics, poll_until
+from tests.kits.services.served import HTTP, matching, metrics, poll_until
 
 pytestmark = pytest.mark.torch
 
@@ -28,7 +27,7 @@ def test_drafted_tokens_are_reported_and_counted(served):
     answers = []
 
     def has_accepted() -> bool:
-        answer = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=60)
+        answer = HTTP.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=60)
         answers.append(answer.json())
         return answers[-1]["baton_timeline"]["num_accepted_tokens"] > 0
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.kits.checkpoints import COMMON, LLAMA_1B_KV, save_checkpoint
-from tests.kits.services.served import serve
+from tests.kits.services.served import HTTP, serve
 
 pytestmark = pytest.mark.torch
 
@@ -25,11 +25,11 @@ def model(tmp_path_factory):
 
 
 def post(url: str, **body) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+    return HTTP.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
 def max_model_len(url: str) -> int:
-    return httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["max_model_len"]
+    return HTTP.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
 
 
 def test_with_default_flags_a_request_without_max_tokens_is_answered(lent, model):
@@ -41,7 +41,7 @@ def test_with_default_flags_a_request_without_max_tokens_is_answered(lent, model
         answer = post(served.url, prompt="def f(", **EOS_ALONE)
         assert answer.status_code == 200, answer.text
         chat = {"messages": [{"role": "user", "content": "yo"}], **EOS_ALONE}
-        answer = httpx.post(f"{served.url}/v1/chat/completions", json=chat, timeout=60)
+        answer = HTTP.post(f"{served.url}/v1/chat/completions", json=chat, timeout=60)
         assert answer.status_code == 200, answer.text
 
 

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
 from deploy.base.defaults import BUNDLED_MODEL
@@ -21,7 +20,7 @@ from engine.errors import ConfigError, UntrustedFile
 from tests.kits.models.gguf import tiny
 from tests.kits.models.wheels import make_wheel
 from tests.kits.services import hub as fake
-from tests.kits.services.served import serve
+from tests.kits.services.served import HTTP, serve
 
 MODEL = {
     "config.json": b"{}",
@@ -232,7 +231,7 @@ def test_baton_serves_a_model_of_a_hub_under_its_name(hub, tmp_path):
     cache = str(tmp_path / "cache")
     model = f"hf://{fake.NAME}"
     with serve("--launcher", "process", model=model, BATON_CACHE=cache) as running:
-        response = httpx.post(
+        response = HTTP.post(
             f"{running.url}/v1/completions",
             json={"model": fake.NAME, "prompt": "def f(", "max_tokens": 8},
             timeout=60,

@@ -1,11 +1,10 @@
 """The model that `baton serve` serves by default answers a client that says nothing of sampling."""
 
-import httpx
 import pytest
 
 from deploy.base.defaults import DEFAULT_MODEL
 from tests.kits.models.real import CACHE, real_model
-from tests.kits.services.served import serve
+from tests.kits.services.served import HTTP, serve
 
 pytestmark = pytest.mark.torch
 
@@ -16,7 +15,7 @@ def test_the_default_model_knows_the_capital_of_france_and_ends_by_itself():
     body = {"model": "smollm2-135m-instruct", "messages": [question], "seed": 1}
     options = ("--launcher", "process", "--mixed", "1")
     with serve(*options, model=DEFAULT_MODEL, BATON_CACHE=str(CACHE)) as served:
-        reply = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
+        reply = HTTP.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
     choice = reply["choices"][0]
     assert choice["message"]["content"].startswith("The capital of France is Paris")
     assert choice["finish_reason"] == "stop"

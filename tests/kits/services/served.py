@@ -23,10 +23,13 @@ START_TIMEOUT_S = 250.0
 STOP_TIMEOUT_S = 120.0
 WAIT_S = 120.0  # deadline for actions that take a server a moment
 STEADY_S = 2.0  # workers report once a second
+POLL_S = 0.1
 MARK = "BATON_TEST_MARK"
 BATON = (sys.executable, "-m", "deploy.commands.main")
 KV_MIB = 64  # for each worker
 HANDS_OVER = {"BATON_POOLS__FLUID": "false"}  # every prompt
+# One client, since each new one loads certificates; one connection for each request.
+HTTP = httpx.Client(headers={"connection": "close"}, timeout=60, trust_env=False)
 
 
 @dataclass(slots=True)
@@ -78,19 +81,22 @@ def _name(pid: int) -> str:
 
 
 def poll_until(
-    holds: Callable[[], bool], what: str | Callable[[], str], deadline_s: float = WAIT_S
+    holds: Callable[[], bool],
+    what: str | Callable[[], str],
+    deadline_s: float = WAIT_S,
+    every_s: float = POLL_S,
 ) -> None:
     clock = MonotonicClock()
     end_s = clock.now_s() + deadline_s
     while not holds():
         late = clock.now_s() >= end_s
         assert not late, f"not in {deadline_s} s: {what if isinstance(what, str) else what()}"
-        select.select([], [], [], 0.05)
+        select.select([], [], [], every_s)
 
 
 def metrics(url: str) -> dict[str, float]:
     """Returns every sample, by its name and labels in the written form."""
-    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    lines = HTTP.get(f"{url}/metrics").text.splitlines()
     samples = (line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in samples}
 
@@ -123,7 +129,7 @@ def conserved(served: Served) -> None:
             since_s = clock.now_s()
         return clock.now_s() - since_s > STEADY_S
 
-    poll_until(is_steady, lambda: f"nothing is held: {held(served)}")
+    poll_until(is_steady, lambda: f"nothing is held: {held(served)}", every_s=STEADY_S / 4)
 
 
 @contextmanager

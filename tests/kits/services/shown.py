@@ -38,6 +38,7 @@ from tests.kits.router.gateway import (
     versions_of,
 )
 from tests.kits.router.served_app import served
+from tests.kits.services.served import HTTP
 
 NUM_BLOCKS = 100
 LOAD = LoadReport(40, 30, 20, 6, 4, waiting_seqs=1, running_seqs=5, open_leases=2)
@@ -192,5 +193,5 @@ def shown(pools: ShownPools) -> Iterator[str]:
             pieces = running.iter_raw()  # kept: its end would close the stream
             next(pieces)
             for _ in range(3):
-                httpx.post(asked, json=body, trust_env=False)
+                HTTP.post(asked, json=body)
             yield address

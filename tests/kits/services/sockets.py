@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kits.services.served import command_line
+from tests.kits.services.served import Served, command_line
 
 LISTENS = "0A"  # the state of a TCP socket in /proc/net
 TABLES = ("tcp", "tcp6", "udp", "udp6")
@@ -44,6 +44,13 @@ def listeners(pids: Iterable[int]) -> list[Listener]:
                 address, _, port = local.partition(":")
                 found.append(Listener(table, _address(address), int(port, 16), owners[inode]))
     return found
+
+
+def beyond_loopback(served: Served, pids: Iterable[int]) -> list[str]:
+    """The listeners beyond loopback. The gateway's must be found, or the search is wrong."""
+    found = listeners(pids)
+    assert int(served.url.rpartition(":")[2]) in {each.port for each in found}
+    return [str(each) for each in found if not each.is_loopback]
 
 
 def tree(pid: int) -> set[int]:

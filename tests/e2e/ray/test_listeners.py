@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from deploy.admin.client import AdminClient, find_deployment
 from engine.net.grpc_library import grpc
-from tests.kits.services.served import Served, command_line, marked_pids, serve
-from tests.kits.services.sockets import Listener, listeners, tree
+from tests.kits.services.served import HTTP, Served, command_line, marked_pids, serve
+from tests.kits.services.sockets import Listener, beyond_loopback, listeners, tree
+
+pytestmark = pytest.mark.ray
 
 KEY = "admin-key-that-no-child-needs"
 RAY_PARTS = (
@@ -55,13 +56,6 @@ def pids(served: Served) -> set[int]:
     return tree(served.process.pid) | set(marked_pids(served.mark))
 
 
-def beyond_loopback(served: Served) -> list[str]:
-    """The listeners beyond loopback. The gateway's must be found, or the search is wrong."""
-    found = listeners(pids(served))
-    assert int(served.url.rpartition(":")[2]) in {each.port for each in found}
-    return [str(each) for each in found if not each.is_loopback]
-
-
 def refusals(served: Served, method: str) -> list[grpc.StatusCode]:
     """The answers to a call without a token from all gRPC servers that have the method."""
     answers = (_answer(each, method) for each in listeners(pids(served)))
@@ -80,7 +74,6 @@ def _answer(listener: Listener, method: str) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-@pytest.mark.ray
 def test_all_lines_on_ray_are_json_and_name_their_process(on_ray):
     expected, printed = {"controller", "gateway", "worker-0", "worker-1"}, on_ray.printed
     while not expected <= (found := processes(printed)).keys():
@@ -104,18 +97,12 @@ def json_lines(printed: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in printed.splitlines(keepends=True) if line[-1] == "\n"]
 
 
-def test_plain_processes_listen_on_loopback_only(served):
-    assert beyond_loopback(served) == []
-
-
-@pytest.mark.ray
 def test_everything_on_ray_listens_on_loopback_only(on_ray):
     lines = " ".join(map(command_line, pids(on_ray)))
     assert all(part in lines for part in RAY_PARTS), lines
-    assert beyond_loopback(on_ray) == []
+    assert beyond_loopback(on_ray, pids(on_ray)) == []
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize("method", CALLS)
 def test_ray_refuses_a_call_without_its_token(on_ray, method):
     refused = refusals(on_ray, method)
@@ -124,15 +111,13 @@ def test_ray_refuses_a_call_without_its_token(on_ray, method):
     assert set(refused) == {grpc.StatusCode.UNAUTHENTICATED}
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize("path", ["get_or_create_runtime_env", "delete_runtime_env_if_possible"])
 def test_the_agent_that_makes_environments_refuses_a_request_without_the_token(on_ray, path):
     (agent,) = (pid for pid in pids(on_ray) if "RuntimeEnvAgent" in command_line(pid))
     (listener,) = listeners([agent])
-    assert httpx.post(f"http://127.0.0.1:{listener.port}/{path}", timeout=10).status_code == 401
+    assert HTTP.post(f"http://127.0.0.1:{listener.port}/{path}", timeout=10).status_code == 401
 
 
-@pytest.mark.ray
 def test_ray_runs_tasks_only_with_its_token(on_ray):
     gcs = gcs_of(on_ray)
     token = environment_of(gcs)["RAY_AUTH_TOKEN"]
@@ -158,9 +143,8 @@ def run_something(port: int, **environment: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else done.stderr
 
 
-@pytest.mark.ray
 def test_ray_serves_and_its_folder_is_private(on_ray):
-    response = httpx.post(
+    response = HTTP.post(
         f"{on_ray.url}/v1/completions",
         json={"prompt": "def f(", "max_tokens": 8},
         headers={"X-Baton-Timeline": "1"},
@@ -172,7 +156,6 @@ def test_ray_serves_and_its_folder_is_private(on_ray):
     assert (folder.stat().st_mode & 0o777, folder.stat().st_uid) == (0o700, os.getuid())
 
 
-@pytest.mark.ray
 def test_the_token_is_in_no_log_and_on_no_command_line(on_ray):
     token = environment_of(gcs_of(on_ray))["RAY_AUTH_TOKEN"]
     assert len(token) == 64
@@ -182,7 +165,6 @@ def test_the_token_is_in_no_log_and_on_no_command_line(on_ray):
     assert not [path for path in logs if token.encode() in path.read_bytes()]
 
 
-@pytest.mark.ray
 def test_workers_on_ray_do_not_inherit_the_admin_key(on_ray):
     assert KEY in environment_of(on_ray.process.pid).values()
     inherited = [
