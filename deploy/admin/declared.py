@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 
 from deploy.admin.schema import RESTART, Declaration, Difference, PoolCounts, UpdateBody
-from deploy.base.cluster_config import load_up_config, read_yaml
-from deploy.base.defaults import pools_of
+from deploy.base.defaults import load_up_config, pools_of, read_yaml
 from deploy.model_source import pinned
 from deploy.pools.formats import check_version
 from deploy.pools.orders import AddVersion, Adjust, SetPlanner, SetPools

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deploy.base.cluster_config import load_up_config
+from deploy.base.defaults import load_up_config
 from deploy.commands.options import AsJson
 from deploy.commands.views import Output, table_of
 from engine.config import Config, load_config

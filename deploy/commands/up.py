@@ -15,7 +15,7 @@ from rich.markup import escape
 from deploy.admin.client import AdminClient
 from deploy.admin.declared import read_declaration
 from deploy.admin.schema import RESTART, Difference
-from deploy.base.cluster_config import load_up_config
+from deploy.base.defaults import load_up_config
 from deploy.commands.operator import follow
 from deploy.commands.options import AsJson, ClusterFile, Wait, operates
 from deploy.commands.views import DIFFERS, Output, differences_table, pools_view, table_of

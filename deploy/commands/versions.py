@@ -10,8 +10,7 @@ import typer
 from deploy.admin.client import AdminClient, AdminError
 from deploy.admin.declared import absolute, read_declaration
 from deploy.admin.schema import Declaration, PoolCounts, PoolsAnswer, UpdateBody
-from deploy.base.cluster_config import load_up_config, read_yaml
-from deploy.base.defaults import pools_of
+from deploy.base.defaults import load_up_config, pools_of, read_yaml
 from deploy.commands.operator import follow
 from deploy.commands.options import (
     Decode,

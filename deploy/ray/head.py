@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.admin.declared import read_declaration
 from deploy.admin.schema import RESTART, Declaration, Difference, PoolsAnswer
-from deploy.base.cluster_config import UpConfig, load_up_config
+from deploy.base.defaults import UpConfig, load_up_config
 from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.local.deployment import plan_of
 from deploy.model_source import default_cache, local_model

@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 
 from deploy.admin.schema import Difference, PoolsAnswer
-from deploy.base.cluster_config import UpConfig, num_nodes_of, read_cluster
+from deploy.base.defaults import UpConfig, num_nodes_of, read_cluster
 from deploy.model_source import default_cache
 from deploy.ray import cluster_nodes
 from deploy.ray.cluster_nodes import LeftProcess, write_files, write_private

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 import deploy
-from deploy.base.cluster_config import load_up_config, num_nodes_of, read_cluster
-from deploy.base.defaults import pools_of
+from deploy.base.defaults import load_up_config, num_nodes_of, pools_of, read_cluster
 from deploy.ray import cluster_nodes, up
 from deploy.ray.cluster_nodes import CONSTRAINTS, LeftProcess, write_files
 from deploy.ray.up import ClusterNode, RayUp, Running, Status, bring_up, cluster_of, take_down
