@@ -28,7 +28,7 @@ from engine.demand import Observation
 from engine.errors import ConfigError, ProtocolError
 from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerId
 
-CONTROL_VERSION = 7
+CONTROL_VERSION = 8
 MAX_LISTED = 1000  # requests in one answer
 FIRST_VERSION = "v1"  # the name of the version that a deployment starts with
 FULL_WEIGHT = 100
@@ -255,7 +255,7 @@ class Members(msgspec.Struct, frozen=True, tag=True):
         return tuple(member for member in self.stores if member.version == name)
 
 
-class PoolNews(msgspec.Struct, frozen=True, tag=True):
+class ControllerReport(msgspec.Struct, frozen=True, tag=True):
     """Data that only the controller has, for gateways to show. Sent once a second.
 
     `metrics` are families of samples, as `router.gateway.metrics.families` encodes them. `gateways`
@@ -291,7 +291,7 @@ class WorkerSummary(msgspec.Struct, frozen=True):
     why: str = ""  # why the worker exited or failed to start; empty while it runs
 
 
-class WorkerNews(WorkerSummary, frozen=True, kw_only=True):
+class WorkerReport(WorkerSummary, frozen=True, kw_only=True):
     """A worker, and the Unix time of its state."""
 
     since_s: float
@@ -337,7 +337,7 @@ class CanaryVerdict(StrEnum):
     GOOD = "good so far"
 
 
-class CanaryNews(msgspec.Struct, frozen=True):
+class CanaryReport(msgspec.Struct, frozen=True):
     """How a version that takes over serves in the present step of its rollout.
 
     Counts cover requests that ended since `since_s` (Unix time; 0 before the first step). The
@@ -379,7 +379,7 @@ class HistoryStep(msgspec.Struct, frozen=True):
         )
 
 
-class DecisionNews(msgspec.Struct, frozen=True):
+class DecisionReport(msgspec.Struct, frozen=True):
     """A decision of the planner, with its Unix time."""
 
     number: int
@@ -390,7 +390,7 @@ class DecisionNews(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
 
 
-class ClusterNews(msgspec.Struct, frozen=True, tag=True):
+class ClusterReport(msgspec.Struct, frozen=True, tag=True):
     """The controller's further knowledge, shown on the dashboards of gateways.
 
     Sent when it has changed, at most once a second. `admin_url` accepts operators' orders; it may
@@ -406,12 +406,12 @@ class ClusterNews(msgspec.Struct, frozen=True, tag=True):
     planner_reasons: tuple[str, ...]
     taking_over: str | None
     versions: list[VersionSummary]
-    workers: list[WorkerNews]
+    workers: list[WorkerReport]
     gateways: list[GatewaySummary]
     counters: dict[str, int]
     steps: list[HistoryStep]  # the most recent ones, oldest first
-    decisions: list[DecisionNews]  # the most recent ones, oldest first
-    canary: CanaryNews | None = None  # set while a version takes over and may still be given up
+    decisions: list[DecisionReport]  # the most recent ones, oldest first
+    canary: CanaryReport | None = None  # set while a version takes over and may still be given up
 
 
 class DropBlocks(msgspec.Struct, frozen=True, tag=True):
@@ -558,7 +558,13 @@ class StoreReport(msgspec.Struct, frozen=True, tag=True):
 
 
 ToGateway = (
-    ControllerHello | Members | PoolNews | ClusterNews | ListRequests | DropBlocks | RetireStore
+    ControllerHello
+    | Members
+    | ControllerReport
+    | ClusterReport
+    | ListRequests
+    | DropBlocks
+    | RetireStore
 )
 ToController = (
     GatewayWelcome | ControllerRefused | GatewayReport | RequestList | StoreWelcome | StoreReport

@@ -16,7 +16,7 @@ BatonError
 │   ├── UntrustedFile         a cached file that another user can have written
 │   ├── KeysError             a file of API keys that cannot be read or changed
 │   ├── TlsError              certificate files that cannot be used
-│   ├── NoPlace               no node has room for a worker
+│   ├── NoRoom               no node has room for a worker
 │   ├── LateStart             a service takes too long to open
 │   ├── OtherVersion          a running cluster whose version does not match
 │   ├── CannotPlan            a load and bounds that no plan meets

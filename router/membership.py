@@ -13,14 +13,14 @@ from engine.clock import Clock
 from engine.config import PlannerMode
 from engine.control import (
     CONTROL_VERSION,
-    ClusterNews,
+    ClusterReport,
     ControllerHello,
     ControllerRefused,
+    ControllerReport,
     GatewayReport,
     GatewayWelcome,
     ListRequests,
     Members,
-    PoolNews,
     RequestInfo,
     RequestList,
     RequestState,
@@ -137,11 +137,11 @@ class ControlServer:
             case Members():
                 self._follow(message)
                 return self._report()
-            case PoolNews():
+            case ControllerReport():
                 self._board.take(message)
             case ListRequests(question, limit):
                 return self._list(question, limit)
-            case ClusterNews():
+            case ClusterReport():
                 self._board.cluster = message
         return None
 

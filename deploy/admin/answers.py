@@ -34,8 +34,8 @@ from deploy.admin.schema import (
     WorkersAnswer,
 )
 from deploy.base.spec import BlockEventsAnswer
-from deploy.controller.news import ready_of, version_fields, worker_fields
-from deploy.controller.shell import PoolController
+from deploy.controller.controller import PoolController
+from deploy.controller.reports import ready_of, version_fields, worker_fields
 from deploy.logs.lines import CONTROLLER
 from deploy.logs.reading import (
     DEFAULT_LINES,
@@ -44,7 +44,7 @@ from deploy.logs.reading import (
     LogsQuery,
     cursor_of,
     merged,
-    places_of,
+    positions_of,
 )
 from deploy.pools.events import PoolEffect, SetWorkerRole, StartWorker, StopWorker
 from deploy.pools.machine import PoolMachine
@@ -302,7 +302,7 @@ def chosen_stores(controller: PoolController, body: DropBody) -> DropStores:
 def drop(controller: PoolController, order: DropStores) -> None:
     """Sends the order to the stores. Raises OrderRefused if a session has just ended."""
     links = controller.sessions.store_links
-    missed = [name for name in order.names if not links[name].tell(DropBlocks())]
+    missed = [name for name in order.names if not links[name].send(DropBlocks())]
     if missed:
         raise OrderRefused(f"{', '.join(missed)} did not get the order; other stores dropped all")
 
@@ -356,7 +356,7 @@ async def _logs_page(call: AdminCall) -> LogsAnswer:
     number = call.number("lines", NumLines, DEFAULT_LINES)
     service = asked.get("service") or None
     try:
-        places = places_of(asked["after"]) if "after" in asked else None
+        places = positions_of(asked["after"]) if "after" in asked else None
     except ConfigError as error:
         raise OrderRefused(str(error), status=400) from error
     read = await controller.logs(LogsQuery(service, number, places))

@@ -55,7 +55,7 @@ from deploy.admin.schema import (
 )
 from deploy.base.run_dir import AdminAccess, announce, run_directory
 from deploy.base.thread import LoopService
-from deploy.controller.shell import PoolController
+from deploy.controller.controller import PoolController
 from deploy.model_source import pinned
 from deploy.pools.orders import (
     Abort,

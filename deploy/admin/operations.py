@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 
 from deploy.admin.schema import DropAnswer, ErrorAnswer, PoolsAnswer, PreviewAnswer
-from deploy.controller.shell import PoolController
+from deploy.controller.controller import PoolController
 from engine.config import WorkerConfig
 
 Page = TypeVar("Page", bound=Callable[..., Any])

@@ -130,7 +130,7 @@ class GpuBooks:
         self._taken: dict[str, tuple[Sequence[str], float]] = {}  # by worker: GPUs, and its part
         self._last: dict[str, Sequence[str]] = {}
 
-    def take(self, worker: str, num_gpus: float) -> tuple[str, ...]:
+    def assign(self, worker: str, num_gpus: float) -> tuple[str, ...]:
         """Assigns GPUs to a worker. Returns their names in CUDA_VISIBLE_DEVICES.
 
         Raises ConfigError if too few are free.
@@ -151,7 +151,7 @@ class GpuBooks:
         self._last[worker] = taken
         return taken
 
-    def give_back(self, worker: str) -> None:
+    def free(self, worker: str) -> None:
         """Frees the GPUs of a worker that has ended. Does nothing if the worker has none."""
         taken, part = self._taken.pop(worker, ((), 0.0))
         for name in taken:

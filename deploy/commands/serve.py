@@ -25,7 +25,7 @@ from deploy.base.spec import GatewayReady
 from deploy.commands.views import deployment_lines
 from deploy.fetching.names import BUNDLED
 from deploy.local.deployment import Deployment
-from deploy.local.launcher import ProcessLauncher, load_places
+from deploy.local.launcher import ProcessLauncher, load_locations
 from deploy.local.leaving import StopAsked, StopSignals, exit_status
 from deploy.local.nursery import SERVICES, Nursery
 from deploy.logs.lines import NewsStream, configure_logging, controller_logs
@@ -224,7 +224,7 @@ def start_again(command: Sequence[str], keys: Sequence[str]) -> NoReturn:
 
 def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
     if kind is LauncherKind.PROCESS:
-        return ProcessLauncher(place_of=None if places is None else load_places(places))
+        return ProcessLauncher(place_of=None if places is None else load_locations(places))
     if places is not None:
         raise ConfigError("--places needs --launcher process")
     nursery = Nursery()

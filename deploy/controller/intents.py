@@ -193,7 +193,7 @@ def remove_orders(store: IntentStore) -> None:
         log.error("the stored orders in %s cannot be removed: %s", store, error)
 
 
-class IntentKeeper:
+class IntentWriter:
     """Reads the store once, and writes each change of the intent. Belongs to the controller."""
 
     def __init__(

@@ -199,7 +199,7 @@ class _ReportingLink(_Session, Generic[Report]):
         is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
         return None if is_old else self.report
 
-    def tell(self, message: ToGateway) -> bool:
+    def send(self, message: ToGateway) -> bool:
         """Sends a message. Returns False without a session: members follow in the next one."""
         if self._client is None:
             return False
@@ -257,7 +257,7 @@ class StoreLink(_ReportingLink[StoreReport]):
         """Sends the present members if the store knows older ones."""
         members = self._members()
         if members is not None and members.version > welcome.members_version:
-            self.tell(members)
+            self.send(members)
 
     def take(self, frame: bytes) -> None:
         """Handles a report."""
@@ -295,7 +295,7 @@ class GatewayLink(_ReportingLink[GatewayReport]):
         question = next(self._questions)
         self._answers[question] = answer = asyncio.get_running_loop().create_future()
         try:
-            self.tell(ListRequests(question))
+            self.send(ListRequests(question))
             return await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
         except TimeoutError:
             return None
@@ -312,7 +312,7 @@ class GatewayLink(_ReportingLink[GatewayReport]):
         if members.version and self.heard is not None:
             known = self.heard.members
             if known is None or known.version < members.version:
-                self.tell(members)
+                self.send(members)
 
     def take(self, frame: bytes) -> None:
         """Handles a report, or the answer to `requests`."""

@@ -35,7 +35,7 @@ from deploy.pools.events import (
     WorkerStopped,
 )
 from deploy.pools.machine import PoolMachine
-from deploy.pools.placement import NoPlace
+from deploy.pools.placement import NoRoom
 from deploy.pools.workers.record import WorkerState
 from engine.control import Member, RetireStore
 from engine.errors import ConfigError
@@ -179,7 +179,7 @@ class PoolServices:
 
     async def _stop_store(self, name: str, *, is_over: bool) -> None:
         link = self._sessions.store_links.get(name)
-        if is_over and link is not None and link.tell(RetireStore()):
+        if is_over and link is not None and link.send(RetireStore()):
             try:
                 async with asyncio.timeout(RETIRE_TIMEOUT_S):
                     await link.retired.wait()
@@ -203,7 +203,7 @@ class PoolServices:
     def _may_have_place_later(self, error: Exception) -> bool:
         """True if a start failed for want of a node, and the configuration expects more nodes."""
         pools = self._plan.under(self.machine.intent).config.pools
-        return isinstance(error, NoPlace) and pools.max_workers is not None
+        return isinstance(error, NoRoom) and pools.max_workers is not None
 
     async def _clean_up(self, name: str, error: Exception, *, is_final: bool) -> str:
         """Ends processes that a failed start may have left. Returns the reason of the failure."""

@@ -20,10 +20,10 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
 from engine.clock import Clock
 from engine.control import (
-    ClusterNews,
+    ClusterReport,
+    ControllerReport,
     GatewayReport,
     Members,
-    PoolNews,
     RequestInfo,
     StoreReport,
     TierReport,
@@ -36,7 +36,7 @@ from engine.net.trust import Secret
 class PoolSessions:
     """Dials workers and gateways, and turns their messages into events.
 
-    Before `begin`, gateways are only asked for the members that they know.
+    Before `attach`, gateways are only asked for the members that they know.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PoolSessions:
         self._handle = handle
         self._machine: PoolMachine | None = None
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by name of the service
-        self._cluster: ClusterNews | None = None  # the latest news that were sent
+        self._cluster: ClusterReport | None = None  # the latest one that was sent
         self._informed: set[str] = set()  # gateways that have received `_cluster`
 
     async def adopt(self, gateways: Mapping[str, GatewayReady]) -> Members | None:
@@ -75,7 +75,7 @@ class PoolSessions:
         members = [welcome.members for welcome in heard_of if welcome.members is not None]
         return max(members, key=lambda each: each.version, default=None)
 
-    def begin(self, machine: PoolMachine) -> None:
+    def attach(self, machine: PoolMachine) -> None:
         """Connects gateways to the machine: it gets their events, and they get its members."""
         self._machine = machine
 
@@ -126,18 +126,18 @@ class PoolSessions:
     def publish(self, members: Members) -> None:
         """Sends the members to all gateways and stores."""
         for gateway in self.gateway_links.values():
-            gateway.tell(members)
+            gateway.send(members)
         for store in self.store_links.values():
-            store.tell(members)
+            store.send(members)
 
-    def tell_news(self, news: PoolNews, cluster: ClusterNews) -> None:
-        """Sends `news` to all gateways, and `cluster` to gateways that lack it."""
+    def send_reports(self, report: ControllerReport, cluster: ClusterReport) -> None:
+        """Sends `report` to all gateways, and `cluster` to gateways that lack it."""
         is_new, self._cluster = cluster != self._cluster, cluster
         informed = set() if is_new else self._informed
         for name, gateway in self.gateway_links.items():
-            gateway.tell(news)
+            gateway.send(report)
             if name not in informed:
-                gateway.tell(cluster)
+                gateway.send(cluster)
         self._informed = {name for name, link in self.gateway_links.items() if link.is_open}
 
     # ------------------------------------------------------------ from workers and gateways

@@ -17,9 +17,9 @@ from deploy.base.private_folder import PrivateFolder, sweep
 from deploy.base.salts import kept_salts
 from deploy.base.spec import GatewayReady
 from deploy.base.thread import ServiceThread
+from deploy.controller.controller import OPEN_TIMEOUT_S, PoolController
 from deploy.controller.intents import IntentFile, IntentStore, orders_path, remove_orders
 from deploy.controller.plan import ControllerPlan, gateway_processes
-from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.logs.lines import CONTROLLER, LogSource, keep_lines
 from deploy.model_source import default_cache, local_model, name_of, pinned
 from deploy.pools.formats import check_version, formats_of

@@ -1,9 +1,9 @@
 """Runs workers, gateways and stores as plain processes of this machine.
 
-By default every service runs in the launcher's network namespace. A `PlaceOf` returns another
+By default every service runs in the launcher's network namespace. A `LocationOf` returns another
 namespace for a service. Chaos tests put each worker into a namespace that can be cut off
 (`bench/chaos/netns.py`). `baton serve --launcher process --places MODULE:FUNCTION` loads a hook:
-the function takes no argument and returns the `PlaceOf`.
+the function takes no argument and returns the `LocationOf`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from deploy.pools.placement import LEAST_ROOM
 from engine.errors import ConfigError
 
 
-class ServicePlace(Protocol):
+class ServiceLocation(Protocol):
     """A network namespace for services. Hashable: the launcher keeps one nursery for each."""
 
     @property
@@ -42,7 +42,7 @@ class ServicePlace(Protocol):
 
 # Maps the kind ("worker" or "gateway") and the name of a service to its place. None: the launcher's
 # namespace. A restarted worker keeps its name, and so its place.
-PlaceOf = Callable[[str, str], ServicePlace | None]
+LocationOf = Callable[[str, str], ServiceLocation | None]
 
 
 class ProcessLauncher(Launcher):
@@ -57,13 +57,13 @@ class ProcessLauncher(Launcher):
         self,
         shared: Nursery | None = None,
         *,
-        place_of: PlaceOf | None = None,
+        place_of: LocationOf | None = None,
         look: Callable[[], FoundGpus] = lambda: find_gpus(os.environ),
     ) -> None:
         self._nursery = shared or Nursery()
         self._is_shared = shared is not None
         self._place_of = place_of or (lambda kind, name: None)
-        self._placed: dict[ServicePlace, Nursery] = {}
+        self._placed: dict[ServiceLocation, Nursery] = {}
         self._processes: list[ServiceProcess] = []
         self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start has ended
         self._is_closed = False
@@ -115,7 +115,7 @@ class ProcessLauncher(Launcher):
             if spec.num_gpus:
                 books = self._gpu_books()
                 with self._books:
-                    gpus = books.take(spec.worker_id, spec.num_gpus)
+                    gpus = books.assign(spec.worker_id, spec.num_gpus)
             spec = msgspec.structs.replace(spec, gpus=gpus)
         return self._start(ServiceProcess(spec, self._nursery_of(place)))
 
@@ -172,7 +172,7 @@ class ProcessLauncher(Launcher):
                 self._gpus = self._gpus or GpuBooks(found)
         return self._gpus
 
-    def _nursery_of(self, place: ServicePlace | None) -> Nursery:
+    def _nursery_of(self, place: ServiceLocation | None) -> Nursery:
         if place is None:
             return self._nursery
         with self._books:
@@ -224,14 +224,14 @@ class ProcessLauncher(Launcher):
     def _give_back(self, process: ServiceProcess) -> None:
         """Frees the GPUs of an ended worker. The caller holds `_books`."""
         if process.kind == "worker" and self._gpus is not None:
-            self._gpus.give_back(process.name)
+            self._gpus.free(process.name)
 
 
-def load_places(name: str) -> PlaceOf:
+def load_locations(name: str) -> LocationOf:
     """Imports MODULE:FUNCTION and calls it. Raises ConfigError if there is no such function."""
     module, _, function = name.partition(":")
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--places {name}: {error}") from error
-    return cast("PlaceOf", make())
+    return cast("LocationOf", make())

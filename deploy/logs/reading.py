@@ -30,7 +30,7 @@ TORN = "[the end of this line is lost] "
 Position = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
-class RingPlace(msgspec.Struct, frozen=True, array_like=True):
+class RingPosition(msgspec.Struct, frozen=True, array_like=True):
     """A position in a ring. All lines before it have been read."""
 
     generation: Position
@@ -42,7 +42,7 @@ class LogsQuery(msgspec.Struct, frozen=True):
 
     service: str | None = None  # None: all services
     lines: int = DEFAULT_LINES  # number of last lines; ignored if there are `places`
-    places: dict[str, RingPlace] | None = None
+    places: dict[str, RingPosition] | None = None
 
 
 class RingPiece(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class RingPiece(msgspec.Struct, frozen=True):
 
     service: str
     text: bytes
-    end: RingPlace
+    end: RingPosition
     is_overwritten: bool = False  # lines after the given position were overwritten unread
     has_more: bool = False
 
@@ -85,17 +85,17 @@ def merged(pieces: Iterable[RingPiece], most: int | None = None) -> list[dict[st
     return lines if most is None else lines[max(len(lines) - most, 0) :]
 
 
-def cursor_of(places: Mapping[str, RingPlace]) -> str:
+def cursor_of(places: Mapping[str, RingPosition]) -> str:
     """Encodes positions as text for a URL."""
     return base64.urlsafe_b64encode(zlib.compress(msgspec.json.encode(places))).decode()
 
 
-def places_of(cursor: str) -> dict[str, RingPlace]:
+def positions_of(cursor: str) -> dict[str, RingPosition]:
     """Decodes the positions of a cursor. Raises ConfigError if it is invalid."""
     try:
         packed = base64.b64decode(cursor.encode("ascii"), altchars=b"-_", validate=True)
         text = zlib.decompressobj().decompress(packed, MAX_CURSOR_BYTES)
-        return msgspec.json.decode(text, type=dict[str, RingPlace])
+        return msgspec.json.decode(text, type=dict[str, RingPosition])
     except (binascii.Error, zlib.error, ValueError, msgspec.MsgspecError) as error:
         raise ConfigError("`after` is no cursor that an answer gave") from error
 
@@ -109,7 +109,7 @@ def _tail(name: str, files: list[RingFile], num_lines: int, most: int) -> RingPi
         part = _read(file, begin, size - begin)
         complete = part[: part.rfind(b"\n") + 1]
         if end is None:
-            end = RingPlace(file.generation, begin + len(complete))
+            end = RingPosition(file.generation, begin + len(complete))
         if begin:  # the part begins within a line
             complete = complete[complete.find(b"\n") + 1 :]
         text = complete + text
@@ -119,10 +119,10 @@ def _tail(name: str, files: list[RingFile], num_lines: int, most: int) -> RingPi
     return RingPiece(name, _last_lines(text, num_lines), end)
 
 
-def _rest(name: str, files: list[RingFile], place: RingPlace | None, most: int) -> RingPiece:
+def _rest(name: str, files: list[RingFile], place: RingPosition | None, most: int) -> RingPiece:
     """Reads a ring from a position on."""
     known = {file.generation for file in files}
-    first = RingPlace(files[0].generation, 0)
+    first = RingPosition(files[0].generation, 0)
     is_overwritten = place is not None and place.generation not in known
     at = first if place is None or is_overwritten else place
     text = b""
@@ -133,7 +133,7 @@ def _rest(name: str, files: list[RingFile], place: RingPlace | None, most: int) 
         if not end and len(part) > MAX_LINE_BYTES:  # longer than any line
             end = len(part)
         text += part[:end]
-        at = RingPlace(file.generation, begin + end)
+        at = RingPosition(file.generation, begin + end)
         if len(text) + MAX_LINE_BYTES >= most:
             return RingPiece(name, text, at, is_overwritten, has_more=True)
     return RingPiece(name, text, at, is_overwritten)

@@ -23,7 +23,7 @@ LEAST_ROOM = 4  # number of workers that always fit: with fewer cores they share
 HARDLY_ANYTHING = {"CPU": 0.001}  # Ray's smallest reservation, for workers without needs
 
 
-class NoPlace(ConfigError):
+class NoRoom(ConfigError):
     """No node has room for a worker. A node may come later."""
 
 
@@ -37,7 +37,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Reservation:
     """A worker's reservation on a node. It takes the resource of `role`."""
 
     worker: str
@@ -72,7 +72,9 @@ class NodePlacement:
             needs["GPU"] = self.num_gpus
         return needs or dict(HARDLY_ANYTHING)
 
-    def stand_in(self, role: Role, nodes: Sequence[Node], places: Sequence[Place]) -> Role | None:
+    def stand_in(
+        self, role: Role, nodes: Sequence[Node], places: Sequence[Reservation]
+    ) -> Role | None:
         """Returns a role of another resource that has room; None if there is none."""
         others = (other for other in SERVING_ROLES if self.needs(other) != self.needs(role))
         return next((other for other in others if self.choose(other, nodes, places)), None)
@@ -112,7 +114,9 @@ class NodePlacement:
         each = f", of which a worker takes {self.num_gpus:g} GPU" if self.num_gpus else ""
         return f"nodes have {listed}{each}"
 
-    def choose(self, role: Role, nodes: Iterable[Node], places: Sequence[Place]) -> str | None:
+    def choose(
+        self, role: Role, nodes: Iterable[Node], places: Sequence[Reservation]
+    ) -> str | None:
         """Returns the node for one more worker; None if no node has room.
 
         PACK chooses the node with the most workers. SPREAD chooses the node with the fewest workers
@@ -186,7 +190,7 @@ def nodes_to_start_on(
     return usable
 
 
-def _has_room(node: Node, needs: Mapping[str, float], places: Sequence[Place]) -> bool:
+def _has_room(node: Node, needs: Mapping[str, float], places: Sequence[Reservation]) -> bool:
     """True if a node has room for one more worker. All workers take the same amounts."""
     here = [place for place in places if place.node_id == node.node_id]
     return all(

@@ -22,9 +22,9 @@ from deploy.admin.schema import Declaration, Difference, PoolsAnswer
 from deploy.base.run_dir import log_folder, run_directory
 from deploy.base.spec import READY_TIMEOUT_S
 from deploy.base.thread import LateStart, ServiceThread
+from deploy.controller.controller import OPEN_TIMEOUT_S, PoolController
 from deploy.controller.intents import BadIntents, IntentStore, remove_orders
 from deploy.controller.plan import ControllerPlan
-from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.logs.lines import configure_logging, controller_logs
 from deploy.pools.placement import ANYWHERE, NodePlacement
 from deploy.ray.actors import node_name

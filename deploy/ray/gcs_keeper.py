@@ -85,7 +85,7 @@ def parts_of_ray(session: str) -> dict[str, bool]:
     }
 
 
-class Keeper:
+class GcsSupervisor:
     """Restarts one GCS whenever it ends."""
 
     def __init__(self, gcs: Command, clock: Clock, *, shares_fate: bool = False) -> None:
@@ -201,7 +201,7 @@ def main() -> None:
     if "--detach" in sys.argv:
         _detach(gcs)
     else:
-        Keeper(gcs, MonotonicClock()).run()
+        GcsSupervisor(gcs, MonotonicClock()).run()
 
 
 if __name__ == "__main__":

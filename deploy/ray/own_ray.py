@@ -28,7 +28,7 @@ import threading
 from collections.abc import MutableMapping
 
 from deploy.base.private_folder import PrivateFolder, end_users_of
-from deploy.ray.gcs_keeper import GCS, Keeper, running
+from deploy.ray.gcs_keeper import GCS, GcsSupervisor, running
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
@@ -72,7 +72,7 @@ class OwnRay:
 
     def __init__(self) -> None:
         self._folder: PrivateFolder | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: GcsSupervisor | None = None
         self._num_gcs_restarts = 0  # before this keeper
 
     @property
@@ -142,6 +142,6 @@ class OwnRay:
         if not found:
             self.close()
             raise ConfigError(f"no GCS of Ray's session {session} runs on this machine")
-        keeper = Keeper(found[0].at_port(port), MonotonicClock(), shares_fate=True)
+        keeper = GcsSupervisor(found[0].at_port(port), MonotonicClock(), shares_fate=True)
         threading.Thread(target=keeper.run, name="gcs keeper", daemon=True).start()
         self._keeper = keeper

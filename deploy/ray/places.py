@@ -29,7 +29,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from deploy.pools.placement import Node, NodePlacement, NoPlace, Place
+from deploy.pools.placement import Node, NodePlacement, NoRoom, Reservation
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 from engine.messages import Role
@@ -74,7 +74,7 @@ class RayPlaces:
         self._groups = threading.Lock()  # always taken before `_books`
 
     def take(self, worker: str, role: Role) -> Held:
-        """Returns the place kept for a worker, or a new one. Raises NoPlace; then it has none.
+        """Returns the place kept for a worker, or a new one. Raises NoRoom; then it has none.
 
         Waits while there is no room; Ray's autoscaler sees the wait. After a timeout it takes what
         another role has left, since a worker can take any role on any node.
@@ -186,7 +186,7 @@ class RayPlaces:
         return True
 
     def _stand_in(self, held: Held) -> None:
-        """Takes an unused resource of another role. Raises NoPlace."""
+        """Takes an unused resource of another role. Raises NoRoom."""
         wanted = self.placement.needs(held.role)
         with self._groups:
             self._check_wanted(held)
@@ -203,7 +203,7 @@ class RayPlaces:
         if other is None or not self._comes(held):
             what = " and ".join(f"{each:g} {name}" for name, each in wanted.items())
             there = self.placement.scarce(nodes())
-            raise NoPlace(f"no node has {what} left for {held.worker}: {there}")
+            raise NoRoom(f"no node has {what} left for {held.worker}: {there}")
 
     def _check_wanted(self, held: Held) -> None:
         """Raises ConfigError if the place was given up."""
@@ -236,7 +236,7 @@ def _remove(name: str) -> None:
     remove_placement_group(group)
 
 
-def reserved() -> list[Place]:
+def reserved() -> list[Reservation]:
     """Returns all of Baton's reservations in this cluster."""
     places = []
     for group in placement_group_table().values():
@@ -244,5 +244,5 @@ def reserved() -> list[Place]:
         if prefix == PREFIX and group["state"] != "REMOVED":
             role, _, worker = rest.partition(":")
             node_id = group["bundles_to_node_id"].get(0) or None
-            places.append(Place(worker, Role(role), node_id, group["bundles"][0]))
+            places.append(Reservation(worker, Role(role), node_id, group["bundles"][0]))
     return places

@@ -103,7 +103,7 @@ MAX_OBJECT_BLOCKS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class StorePlace:
+class StoreResources:
     """The keeper's resources for a store: memory that outlives it, and its previous ports."""
 
     slab: SharedMemory
@@ -236,7 +236,7 @@ class StoreHost:
         self,
         identity: StoreIdentity,
         config: StoreConfig,
-        place: StorePlace,
+        place: StoreResources,
         *,
         clock: Clock,
         on_crash: Callable[[BaseException], None],

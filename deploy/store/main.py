@@ -16,7 +16,7 @@ from deploy.base.spec import StoreSpec
 from deploy.base.thread import LoopService, ServiceThread, die, freeze_heap
 from deploy.logs.lines import LogSource, configure_logging
 from deploy.services.store import MAX_MESSAGE_BYTES, StoreAnswer, StoreOrder
-from deploy.store.host import StoreHost, StoreIdentity, StorePlace
+from deploy.store.host import StoreHost, StoreIdentity, StoreResources
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 from engine.messages import WorkerId
@@ -30,7 +30,7 @@ NICENESS = 5  # taking blocks gives way to workers on a machine that is short of
 class _StoreProcess(LoopService[StoreAnswer]):
     """The host of a store, on an event loop."""
 
-    def __init__(self, start: StoreOrder, place: StorePlace) -> None:
+    def __init__(self, start: StoreOrder, place: StoreResources) -> None:
         spec = start.spec
         self._spec = spec
         self._host = StoreHost(
@@ -66,7 +66,7 @@ def main() -> int:
     source = LogSource(spec.name, spec.logs, log_folder(spec.log_folder, start.log_node))
     configure_logging(source, MonotonicClock())
     slab, table = (SharedMemory.of(fd) for fd in descriptors)
-    place = StorePlace(slab, table, start.port, start.control_port, start.num_starts)
+    place = StoreResources(slab, table, start.port, start.control_port, start.num_starts)
     thread = ServiceThread(_StoreProcess(start, place), "store")
     try:
         library()  # so that no pull waits for a compiler

@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from engine.clock import Clock, unix_time_s
-from engine.control import ClusterNews
+from engine.control import ClusterReport
 from router.gateway.dashboard.health import HealthFacts, PoolHealth, health_of
 from router.gateway.dashboard.recent import RecentRequests
 from router.gateway.dashboard.snapshot import (
@@ -155,7 +155,7 @@ class Dashboard:
             await asyncio.wait([self._task], timeout=timeout_s)
 
     @property
-    def news(self) -> ClusterNews | None:
+    def news(self) -> ClusterReport | None:
         """The last news of the controller, even if it no longer runs."""
         return self._board.cluster
 

@@ -11,7 +11,7 @@ from itertools import islice
 
 import msgspec
 
-from engine.control import ClusterNews
+from engine.control import ClusterReport
 from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.learning import MovedKv
 from router.gateway.dashboard.health import PoolHealth
@@ -170,7 +170,7 @@ class DashboardState(msgspec.Struct, frozen=True):
     requests: list[EndedRequest]
     samples: list[Sample]
     others: list[ProcessPart]  # processes that share the port
-    cluster: ClusterNews | msgspec.UnsetType | None = msgspec.UNSET
+    cluster: ClusterReport | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -178,7 +178,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     requests: int = 0
     samples: int = 0
-    news: ClusterNews | None = None
+    news: ClusterReport | None = None
 
 
 def cards_of(versions: Versions) -> list[WorkerCard]:
@@ -244,7 +244,7 @@ def _running(
 def counts_of(
     router: Mapping[tuple[str, str], int],
     loads: Sequence[LoadReport],
-    news: ClusterNews | None,
+    news: ClusterReport | None,
 ) -> list[Count]:
     """Returns event counts of the routers, the workers and the pools; trouble comes first."""
     found = [
@@ -307,7 +307,7 @@ def newer(recent: RecentRequests, seen: Seen) -> tuple[list[EndedRequest], list[
     return recent.shown(seen.requests), samples
 
 
-def seen_all(recent: RecentRequests, news: ClusterNews | None) -> Seen:
+def seen_all(recent: RecentRequests, news: ClusterReport | None) -> Seen:
     """Returns the mark of a subscriber that has received everything."""
     return Seen(
         recent.requests[-1].number if recent.requests else 0,

@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from engine.clock import Clock
-from engine.control import SERVING_ROLES, ClusterNews, Members, PoolNews
+from engine.control import SERVING_ROLES, ClusterReport, ControllerReport, Members
 from engine.messages import Role
 from router.gateway.metrics.families import decode_metrics, gauge
 from router.gateway.versions import Versions
@@ -37,13 +37,13 @@ class PoolBoard:
 
     def __init__(self, versions: Versions, clock: Clock) -> None:
         self.members: Members | None = None
-        self.cluster: ClusterNews | None = None  # shown on the dashboard
+        self.cluster: ClusterReport | None = None  # shown on the dashboard
         self._versions = versions
         self._clock = clock
-        self._news: PoolNews | None = None
+        self._news: ControllerReport | None = None
         self._heard_s = 0.0
 
-    def take(self, news: PoolNews) -> None:
+    def take(self, news: ControllerReport) -> None:
         """Keeps the controller's news. They are decoded when Prometheus scrapes."""
         self._news, self._heard_s = news, self._clock.now_s()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.pools.placement import Node, NodePlacement, NoPlace
+from deploy.pools.placement import Node, NodePlacement, NoRoom
 from engine.config import Spread
 from engine.errors import ConfigError
 from engine.messages import Role
@@ -171,7 +171,7 @@ def test_missing_resource_is_named_and_the_wait_can_be_cancelled(places, monkeyp
     mine = places(BY_ROLE)
     take(mine, ("p0", P), ("p1", P), ("d0", D), ("d1", D))
     monkeypatch.setattr("deploy.ray.places.PLACE_TIMEOUT_S", 0.5)
-    with pytest.raises(NoPlace, match="1 prefill_node and 1 GPU left for p2: nodes have 4 GPU"):
+    with pytest.raises(NoRoom, match="1 prefill_node and 1 GPU left for p2: nodes have 4 GPU"):
         mine.take("p2", P)
     assert "p2" not in reserved()
     monkeypatch.undo()

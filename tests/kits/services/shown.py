@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import httpx
 
 from deploy.base.spec import WorkerReady
-from deploy.controller.news import news_of
+from deploy.controller.reports import cluster_report
 from deploy.pools.orders import AddVersion, SetPlanner
 from deploy.pools.planning import Planning
 from engine.clock import MonotonicClock, unix_time_s
 from engine.config import PlannerMode
-from engine.control import MAIN_LINE, ClusterNews, GatewayReport, Members, Pools, Version
+from engine.control import MAIN_LINE, ClusterReport, GatewayReport, Members, Pools, Version
 from engine.demand import DecodeCost, Observation
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, LoadReport, Role, Welcome, WorkerId
@@ -71,11 +71,11 @@ class ShownPools:
         found = self._world.processes.items()
         return {WorkerId(name): each.role for name, each in found if each.version == "v1"}
 
-    def news(self) -> ClusterNews:
+    def news(self) -> ClusterReport:
         """Returns the news that the controller would send now."""
         world = self._world
         ready = {name: WorkerReady("", 1, 1000, NUM_BLOCKS, 1, 0.0) for name in self.roles}
-        return news_of(
+        return cluster_report(
             world.machine,
             self._planning,
             workers=ready,

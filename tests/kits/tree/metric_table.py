@@ -16,7 +16,15 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.planning import Planning, rules_of
 from deploy.pools.state import PoolLimits
 from engine.config import Config
-from engine.control import Intent, Members, PoolNews, PrefixUse, StoreReport, TierReport, Version
+from engine.control import (
+    ControllerReport,
+    Intent,
+    Members,
+    PrefixUse,
+    StoreReport,
+    TierReport,
+    Version,
+)
 from engine.messages import LoadReport, Role, WorkerId
 from engine.worker.costs import CostErrors
 from router.access.keys import FixedKeys
@@ -145,7 +153,7 @@ def full_page() -> str:
     parts = create_parts(versions, clock=clock, siblings=Siblings(None, "0"))
     board = PoolBoard(versions, _StillClock())
     board.members = Members(1, (), Intent((Version(),)))
-    board.take(PoolNews(encode_metrics(controller_metrics(Config()))))
+    board.take(ControllerReport(encode_metrics(controller_metrics(Config()))))
     keys, edge, background = FixedKeys([]), Book(), BackgroundWork()
     app_of(
         parts,

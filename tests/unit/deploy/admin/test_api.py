@@ -24,10 +24,10 @@ from deploy.base.spec import BlockEventsAnswer
 from deploy.commands.operator import COUNTS, check_role
 from deploy.commands.options import parse_numbers
 from deploy.commands.views import planner_view, pools_view, versions_table
+from deploy.controller.controller import PoolController
 from deploy.controller.metrics import controller_families
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
-from deploy.controller.shell import PoolController
 from deploy.controller.tasks import ControllerTasks
 from deploy.pools.events import Connected, PoolTick, StartWorker, WorkerStarted
 from deploy.pools.machine import PoolMachine

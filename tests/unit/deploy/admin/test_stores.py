@@ -38,7 +38,7 @@ class FakeLink:
         self.is_open = self.is_late = True
         self.told: list[object] = []
 
-    def tell(self, message: object) -> bool:
+    def send(self, message: object) -> bool:
         if self.is_open:
             self.told.append(message)
         return self.is_open

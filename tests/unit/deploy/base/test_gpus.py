@@ -41,33 +41,33 @@ def test_the_environment_limits_the_visible_devices(variable, names):
 
 def test_each_worker_has_gpus_of_its_own_until_it_ends():
     books = GpuBooks(THREE)
-    assert books.take("p", 1) == (A.name,)
-    assert books.take("d", 2) == (B.name, C.name)
+    assert books.assign("p", 1) == (A.name,)
+    assert books.assign("d", 2) == (B.name, C.name)
     with pytest.raises(ConfigError, match=r"m needs 1 GPU, .* has 3; taken by: d, p"):
-        books.take("m", 1)
-    books.give_back("p")
-    assert books.take("m", 1) == (A.name,)
+        books.assign("m", 1)
+    books.free("p")
+    assert books.assign("m", 1) == (A.name,)
 
 
 def test_a_successor_gets_the_gpu_of_its_predecessor():
     books = GpuBooks(THREE)
-    assert [books.take(name, 1) for name in "xyz"] == [(A.name,), (B.name,), (C.name,)]
+    assert [books.assign(name, 1) for name in "xyz"] == [(A.name,), (B.name,), (C.name,)]
     for name in "xyz":
-        books.give_back(name)
-    assert books.take("z", 1) == (C.name,)
+        books.free(name)
+    assert books.assign("z", 1) == (C.name,)
 
 
 def test_workers_can_share_a_gpu():
     books = GpuBooks(FoundGpus((A, B)))
-    assert books.take("p", 0.5) == books.take("d", 0.5) == (A.name,)
-    assert books.take("whole", 1) == (B.name,)
+    assert books.assign("p", 0.5) == books.assign("d", 0.5) == (A.name,)
+    assert books.assign("whole", 1) == (B.name,)
     with pytest.raises(ConfigError, match=r"needs 0\.5 GPU"):
-        books.take("e", 0.5)
+        books.assign("e", 0.5)
 
 
 def test_a_machine_without_gpus_says_why():
     with pytest.raises(ConfigError, match="this machine has none: no nvidia-smi"):
-        GpuBooks(FoundGpus((), "no nvidia-smi")).take("w", 1)
+        GpuBooks(FoundGpus((), "no nvidia-smi")).assign("w", 1)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_no_gpu_is_taken_more_than_once(steps):
     held: dict[str, tuple[tuple[str, ...], float]] = {}
     for worker, num_gpus in steps:
         if num_gpus is None:
-            books.give_back(worker)
+            books.free(worker)
             held.pop(worker, None)
         elif worker not in held:
             try:
-                held[worker] = books.take(worker, num_gpus), min(num_gpus, 1.0)
+                held[worker] = books.assign(worker, num_gpus), min(num_gpus, 1.0)
             except ConfigError:
                 continue
             assert len(held[worker][0]) == max(1, num_gpus)
         for gpu in THREE.gpus:
             assert sum(part for names, part in held.values() if gpu.name in names) < 1.0001
     for worker in held:
-        books.give_back(worker)
-    assert len({*books.take("all", 3)}) == 3
+        books.free(worker)
+    assert len({*books.assign("all", 3)}) == 3

@@ -12,25 +12,25 @@ import pytest
 from deploy.admin import api as admin
 from deploy.admin.api import AdminService
 from deploy.base.spec import GatewayReady, WorkerReady, WorkerSpec
-from deploy.controller import services, sessions, shell, tasks
+from deploy.controller import controller, services, sessions, tasks
+from deploy.controller.controller import PoolController
 from deploy.controller.links import GatewayLink
 from deploy.controller.plan import ControllerPlan
-from deploy.controller.shell import PoolController
 from deploy.pools.events import Connected
 from deploy.pools.orders import SetPlanner, SetPools, Stop
-from deploy.pools.placement import NoPlace
+from deploy.pools.placement import NoRoom
 from deploy.pools.workers.record import WorkerState
 from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode, PoolsConfig
 from engine.control import (
     CONTROL_VERSION,
     MAIN_LINE,
-    ClusterNews,
+    ClusterReport,
+    ControllerReport,
     GatewayReport,
     GatewayWelcome,
     Intent,
     Member,
     Members,
-    PoolNews,
     Pools,
     Version,
     decode_from_controller,
@@ -153,7 +153,7 @@ class World:
 @pytest.fixture
 def playing(monkeypatch):
     """Returns a function that makes a world with a controller that finds these services."""
-    monkeypatch.setattr(shell, "WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(controller, "WATCH_EVERY_S", 0.01)
     monkeypatch.setattr(services, "RETRY_STOP_EVERY_S", 0.01)
 
     @asynccontextmanager
@@ -173,8 +173,8 @@ class FakeGateway:
     """The gateway's end of a session. It takes members of a higher version."""
 
     def __init__(self, members: Members | None) -> None:
-        self.news: list[PoolNews] = []
-        self.cluster: list[ClusterNews] = []
+        self.news: list[ControllerReport] = []
+        self.cluster: list[ClusterReport] = []
         self.members = members
 
     async def send(self, _frame: bytes) -> None:
@@ -185,10 +185,10 @@ class FakeGateway:
 
     def post(self, frame: bytes) -> None:
         [members] = decode_from_controller(frame)
-        if isinstance(members, PoolNews):
+        if isinstance(members, ControllerReport):
             self.news.append(members)
             return
-        if isinstance(members, ClusterNews):
+        if isinstance(members, ClusterReport):
             self.cluster.append(members)
             return
         assert isinstance(members, Members)
@@ -367,7 +367,7 @@ async def test_launchers_error_ends_a_first_start(playing):
 
 async def test_first_start_waits_for_expected_nodes(playing):
     async with playing({}, Config(pools=PoolsConfig(max_workers=4))) as world:
-        world.launcher.errors = [NoPlace("no node")]
+        world.launcher.errors = [NoRoom("no node")]
         opening = asyncio.create_task(world.controller.open())
         await until(lambda: any("did not start: no node" in line for line in world.told))
         world.clock.at_s = 10.0
@@ -378,7 +378,7 @@ async def test_first_start_waits_for_expected_nodes(playing):
 
 async def test_first_start_without_expected_nodes_fails_at_once(playing):
     async with playing({}) as world:
-        world.launcher.errors = [NoPlace("no node")]
+        world.launcher.errors = [NoRoom("no node")]
         with pytest.raises(ConfigError, match=r"^no node$"):
             await world.controller.open()
 

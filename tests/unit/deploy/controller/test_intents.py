@@ -12,7 +12,7 @@ from deploy.controller import intents
 from deploy.controller.intents import (
     BadIntents,
     IntentFile,
-    IntentKeeper,
+    IntentWriter,
     KeptIntent,
     declared_by,
     decode_kept,
@@ -154,7 +154,7 @@ class KeeperWorld:
         self.events: list[OrdersStored] = []
         self.is_stored = asyncio.Event()
         self.tasks = ControllerTasks(self.told.append)
-        self.keeper = IntentKeeper(
+        self.keeper = IntentWriter(
             store,
             declared="declared",
             tasks=self.tasks,

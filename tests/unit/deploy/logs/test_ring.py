@@ -14,10 +14,10 @@ from deploy.logs.reading import (
     READ_BYTES,
     TORN,
     LogsQuery,
-    RingPlace,
+    RingPosition,
     cursor_of,
     merged,
-    places_of,
+    positions_of,
     read_pieces,
 )
 from deploy.logs.ring import MAX_LINE_BYTES, MAX_RINGS, LogRing, open_log_folder, rings
@@ -239,14 +239,14 @@ def test_other_files_are_no_rings(folder):
 
 
 def test_cursors_are_checked():
-    places = {"worker-1": RingPlace(3, 17)}
-    assert places_of(cursor_of(places)) == places
-    many = {f"decode-{i}@0123456789abcdef": RingPlace(3, i * 7919) for i in range(2000)}
+    places = {"worker-1": RingPosition(3, 17)}
+    assert positions_of(cursor_of(places)) == places
+    many = {f"decode-{i}@0123456789abcdef": RingPosition(3, i * 7919) for i in range(2000)}
     assert len(cursor_of(many)) < 30_000  # a URL of the API has 32 KiB
-    negative = cursor_of(places | {"x": RingPlace(1, -1)})
+    negative = cursor_of(places | {"x": RingPosition(1, -1)})
     for wrong in ("", "x", "é", "AAAA", cursor_of(places)[:-9], negative):
         with pytest.raises(ConfigError, match="no cursor"):
-            places_of(wrong)
+            positions_of(wrong)
 
 
 @pytest.fixture

@@ -2,7 +2,13 @@
 
 import pytest
 
-from deploy.pools.placement import HARDLY_ANYTHING, Node, NodePlacement, Place, nodes_to_start_on
+from deploy.pools.placement import (
+    HARDLY_ANYTHING,
+    Node,
+    NodePlacement,
+    Reservation,
+    nodes_to_start_on,
+)
 from engine.config import PoolsConfig, Spread
 from engine.control import Pools
 from engine.errors import ConfigError
@@ -19,10 +25,10 @@ def nodes(*each: dict[str, float]) -> list[Node]:
 
 def started(placement: NodePlacement, roles: list[Role], there: list[Node]) -> list[str | None]:
     """Returns the nodes of workers that are placed one after another."""
-    places: list[Place] = []
+    places: list[Reservation] = []
     for i, role in enumerate(roles):
         node_id = placement.choose(role, there, places)
-        places.append(Place(f"w{i}", role, node_id, placement.needs(role)))
+        places.append(Reservation(f"w{i}", role, node_id, placement.needs(role)))
     return [place.node_id for place in places]
 
 
@@ -141,10 +147,13 @@ def test_requested_nodes_match_the_missing_roles():
 
 def test_worker_without_room_takes_a_place_of_another_role():
     there = nodes({"GPU": 2.0, "prefill_node": 2.0}, {"GPU": 1.0, "decode_node": 1.0})
-    full = [Place("d0", D, "b", BY_ROLE.needs(D)), Place("p0", P, "a", BY_ROLE.needs(P))]
+    full = [
+        Reservation("d0", D, "b", BY_ROLE.needs(D)),
+        Reservation("p0", P, "a", BY_ROLE.needs(P)),
+    ]
     assert BY_ROLE.choose(D, there, full) is None
     assert BY_ROLE.stand_in(D, there, full) is P
-    full.append(Place("d1", P, "a", BY_ROLE.needs(P)))
+    full.append(Reservation("d1", P, "a", BY_ROLE.needs(P)))
     assert BY_ROLE.stand_in(D, there, full) is BY_ROLE.stand_in(P, there, full) is None
     assert NodePlacement(1).stand_in(D, nodes({"GPU": 1.0}), []) is None  # there are no others
 

@@ -69,7 +69,7 @@ def test_gcs_that_dies_is_started_again_until_the_keeper_is_stopped(monkeypatch)
     first = sleeper()
     arguments = ("sh", "-c", "exec sleep 60", "--session-name=session_7")
     gcs = Command(first.pid, arguments, dict(os.environ))
-    keeper = gcs_keeper.Keeper(gcs, MonotonicClock(), shares_fate=True)
+    keeper = gcs_keeper.GcsSupervisor(gcs, MonotonicClock(), shares_fate=True)
     thread = threading.Thread(target=keeper.run)
     started = threading.Event()
     monkeypatch.setattr(gcs_keeper.Restarts, "started", lambda *_: started.set())
@@ -89,12 +89,12 @@ def test_gcs_is_not_restarted_after_ray_was_stopped(monkeypatch):
     monkeypatch.setattr(gcs_keeper.subprocess, "Popen", None)
     monkeypatch.setattr(gcs_keeper.Restarts, "failed", lambda *_: 0.0)
     no_process = 2**22 + 7
-    gcs_keeper.Keeper(Command(no_process, ARGUMENTS, {}), MonotonicClock()).run()
+    gcs_keeper.GcsSupervisor(Command(no_process, ARGUMENTS, {}), MonotonicClock()).run()
 
 
 def test_keeper_stops_while_the_gcs_runs():
     gcs = sleeper()
-    keeper = gcs_keeper.Keeper(Command(gcs.pid, ARGUMENTS, {}), MonotonicClock())
+    keeper = gcs_keeper.GcsSupervisor(Command(gcs.pid, ARGUMENTS, {}), MonotonicClock())
     thread = threading.Thread(target=keeper.run)
     thread.start()
     keeper.stop()

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.config import DashboardMode
-from engine.control import ClusterNews, HistoryStep, WorkerNews
+from engine.control import ClusterReport, HistoryStep, WorkerReport
 from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.learning import MovedKv
 from router.gateway.app import app_of, dashboard_of
@@ -32,7 +32,7 @@ from tests.kits.tree.documents import ROOT
 
 STATIC = ROOT / "router/gateway/dashboard/static"
 MESSAGES = [{"role": "user", "content": "yo"}]
-NEWS = ClusterNews(
+NEWS = ClusterReport(
     admin_url="http://127.0.0.1:9",
     settled=True,
     troubles=(),
@@ -42,7 +42,7 @@ NEWS = ClusterNews(
     taking_over=None,
     versions=[],
     workers=[
-        WorkerNews(
+        WorkerReport(
             *(WorkerId("p0"), "v1", Role.PREFILL, Role.PREFILL, "serving"),
             is_connected=True,
             is_leaving=False,

@@ -2,7 +2,7 @@
 
 from prometheus_client.core import CounterMetricFamily
 
-from engine.control import Intent, Members, PoolNews, Pools, Version
+from engine.control import ControllerReport, Intent, Members, Pools, Version
 from engine.messages import Role, WorkerId
 from router.gateway.metrics.families import encode_metrics
 from router.gateway.metrics.pools import STALE_S, PoolBoard
@@ -31,9 +31,9 @@ def exported(found: PoolBoard) -> dict[str, dict[tuple[str, ...], float]]:
     }
 
 
-def news(count: float = 1.0) -> PoolNews:
+def news(count: float = 1.0) -> ControllerReport:
     family = CounterMetricFamily("baton_told", "by a controller", count)
-    return PoolNews(encode_metrics([family]), ("http://10.0.0.1:8000",))
+    return ControllerReport(encode_metrics([family]), ("http://10.0.0.1:8000",))
 
 
 def test_wanted_and_serving_workers_need_no_controller():
@@ -76,5 +76,5 @@ def test_news_are_exported_until_they_are_old():
 
 def test_news_that_cannot_be_read_leave_the_rest():
     found, _ = board(FakeRouter())
-    found.take(PoolNews(b"\xc1"))
+    found.take(ControllerReport(b"\xc1"))
     assert exported(found)["baton_controller_up"] == {(): 1.0}

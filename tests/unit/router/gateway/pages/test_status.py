@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.control import PoolNews
+from engine.control import ControllerReport
 from router.access.limits import ANONYMOUS
 from router.gateway.metrics.pools import STALE_S, PoolBoard
 from tests.kits.router.access import key_file
@@ -31,7 +31,7 @@ def test_readiness_tells_what_is_broken_while_requests_are_served():
     at_s = 100.0
     board = PoolBoard(versions_of(router), SimpleNamespace(now_s=lambda: at_s))
     app = make_app(router, board=board)
-    board.take(PoolNews(b"", ()))
+    board.take(ControllerReport(b"", ()))
     assert "troubles" not in get(app, "/ready").json()
     at_s += STALE_S + 1.0
     reply = get(app, "/ready")

@@ -1,6 +1,6 @@
-"""The shell of the pools: sessions, a launcher, and the machine between them.
+"""The controller of the pools: sessions, a launcher, and the machine between them.
 
-The shell runs on one asyncio loop, in the process of `baton serve` or in a Ray actor. The
+The controller runs on one asyncio loop, in the process of `baton serve` or in a Ray actor. The
 controller may be killed at any time, and another controller takes over. The new one finds workers
 and gateways through the launcher. It asks the gateways for the last members and the operator's
 intent, and the workers for their roles. Requests never wait for the controller.
@@ -13,11 +13,11 @@ from prometheus_client.core import Metric
 
 from deploy.base.launcher import Launcher
 from deploy.base.spec import READY_TIMEOUT_S, GatewayReady, StoreReady, WorkerReady
-from deploy.controller.intents import IntentKeeper, IntentStore, declared_by, latest
+from deploy.controller.intents import IntentStore, IntentWriter, declared_by, latest
 from deploy.controller.links import HANDSHAKE_TIMEOUT_S
 from deploy.controller.metrics import controller_families
-from deploy.controller.news import news_of
 from deploy.controller.plan import ControllerPlan
+from deploy.controller.reports import cluster_report
 from deploy.controller.services import PoolServices
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
@@ -42,7 +42,7 @@ from deploy.pools.planning import Planning, rules_of
 from deploy.pools.state import MAX_WORKERS, PoolLimits
 from engine.clock import Clock, unix_time_s
 from engine.config import Config, DeviceKind, PoolsConfig, WorkerConfig
-from engine.control import ClusterNews, HistoryStep, Intent, Members, PoolNews, Pools
+from engine.control import ClusterReport, ControllerReport, HistoryStep, Intent, Members, Pools
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 from engine.net.trust import Secret
@@ -75,7 +75,7 @@ class PoolController:
         self.sessions = PoolSessions(
             Secret(plan.token), clock=clock, tasks=self._tasks, handle=self._handle
         )
-        self._intents = IntentKeeper(
+        self._intents = IntentWriter(
             store,
             declared=declared_by(plan),
             tasks=self._tasks,
@@ -127,10 +127,10 @@ class PoolController:
             took_over=not is_first,
         )
         self._services.machine = self.machine
-        self.sessions.begin(self.machine)
+        self.sessions.attach(self.machine)
         self._intents.record(self.machine.members)
         self._tasks.spawn(self._intents.run())
-        self._tell_found()
+        self._adopt_found()
         if is_first:
             self._services.first_failure = asyncio.get_running_loop().create_future()
             _check_room(self.machine)
@@ -140,7 +140,7 @@ class PoolController:
         self._handle(PoolTick())
         self._tasks.spawn(self._watch())
         self._tasks.spawn(self._watch_room())
-        self._tasks.spawn(self._tell_news())
+        self._tasks.spawn(self._send_reports())
         if is_first:
             await self._until_begun()
         self._services.first_failure = None
@@ -185,7 +185,7 @@ class PoolController:
             has_stores=config.store.is_on,
         )
 
-    def _tell_found(self) -> None:
+    def _adopt_found(self) -> None:
         """Reports the services that were running to the machine, and dials the workers."""
         if (found := self._services.found(self.machine.gateways)) is not None:
             self._handle(found)
@@ -322,22 +322,22 @@ class PoolController:
             except Exception as error:
                 self._tasks.record_bug(error)
 
-    async def _tell_news(self) -> None:
-        """Sends metrics and news to all gateways every second. Survives any bug."""
+    async def _send_reports(self) -> None:
+        """Sends metrics and the state of the pools to gateways every second. Survives any bug."""
         while True:
             try:
                 self._health = await self._tasks.in_thread(self._launcher.health)
                 self._handle(PartsSeen(self._health))
                 self._handle(StoresSeen(self.sessions.store_troubles()))
                 urls = tuple(ready.url for ready in self.gateways.values())
-                news = PoolNews(encode_metrics(self.metrics()), urls)
-                self.sessions.tell_news(news, self._cluster_news())
+                report = ControllerReport(encode_metrics(self.metrics()), urls)
+                self.sessions.send_reports(report, self._cluster_report())
             except Exception as error:
                 self._tasks.record_bug(error)
             await pause(WATCH_EVERY_S)
 
-    def _cluster_news(self) -> ClusterNews:
-        return news_of(
+    def _cluster_report(self) -> ClusterReport:
+        return cluster_report(
             self.machine,
             self.planning,
             workers=self.workers,

@@ -1,4 +1,4 @@
-"""The news of the pools, which the controller sends to gateways for the dashboard and operators.
+"""The state of the pools as the controller sends it to gateways, for the dashboard and operators.
 
 Pure: a function of the machine, the planner and the answers of started processes.
 """
@@ -14,14 +14,14 @@ from deploy.pools.planning import Planning
 from deploy.pools.workers.record import PoolWorker
 from engine.control import (
     SERVING_ROLES,
-    CanaryNews,
-    ClusterNews,
-    DecisionNews,
+    CanaryReport,
+    ClusterReport,
+    DecisionReport,
     GatewaySummary,
     Pools,
     Version,
     VersionSummary,
-    WorkerNews,
+    WorkerReport,
 )
 from engine.messages import WorkerId
 
@@ -29,7 +29,7 @@ MAX_STEPS, MAX_DECISIONS, MAX_WORKERS = 200, 50, 2000
 MAX_TEXT = 500  # most characters of a reason
 
 
-def news_of(  # noqa: PLR0913 - all that the news are about
+def cluster_report(  # noqa: PLR0913 - all that the report is about
     machine: PoolMachine,
     planning: Planning,
     *,
@@ -38,11 +38,11 @@ def news_of(  # noqa: PLR0913 - all that the news are about
     counters: dict[str, int],
     admin_url: str,
     epoch_s: float,
-) -> ClusterNews:
-    """Returns the news. `epoch_s` is the Unix time at which the controller's clock was 0."""
+) -> ClusterReport:
+    """Returns the report. `epoch_s` is the Unix time at which the controller's clock was 0."""
     rollout = machine.intent.rollout
     there = sorted(machine.workers.values(), key=PoolWorker.order)[:MAX_WORKERS]
-    return ClusterNews(
+    return ClusterReport(
         admin_url=admin_url,
         settled=machine.is_settled,
         troubles=machine.troubles(),
@@ -63,7 +63,7 @@ def news_of(  # noqa: PLR0913 - all that the news are about
             for each in list(machine.history)[-MAX_STEPS:]
         ],
         decisions=[
-            DecisionNews(
+            DecisionReport(
                 each.number,
                 epoch_s + each.at_s,
                 mode=each.mode.value,
@@ -122,18 +122,18 @@ def version_fields(machine: PoolMachine, version: Version) -> dict[str, Any]:
 
 def _worker(
     machine: PoolMachine, worker: PoolWorker, ready: WorkerReady | None, epoch_s: float
-) -> WorkerNews:
+) -> WorkerReport:
     fields = worker_fields(machine, worker, ready)
     fields["why"] = _short(fields["why"])
-    return WorkerNews(**fields, since_s=epoch_s + worker.since_s)
+    return WorkerReport(**fields, since_s=epoch_s + worker.since_s)
 
 
-def _canary(machine: PoolMachine, epoch_s: float) -> CanaryNews | None:
+def _canary(machine: PoolMachine, epoch_s: float) -> CanaryReport | None:
     standing, rollout = machine.canary, machine.intent.rollout
     if standing is None or rollout is None:
         return None
     version = machine.intent.version(rollout.to)
-    return CanaryNews(
+    return CanaryReport(
         name=rollout.to,
         verdict=standing.verdict.value,
         weight=0 if version is None else version.weight,

@@ -1,6 +1,6 @@
 """The news that a controller sends to gateways."""
 
-from deploy.controller.news import MAX_TEXT, news_of
+from deploy.controller.reports import MAX_TEXT, cluster_report
 from deploy.pools.events import Connected, PoolTick, StartWorker, WorkerStarted
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import AddVersion
@@ -15,7 +15,7 @@ from tests.kits.pools import settled
 def news(machine, **changed):
     planning = Planning(machine, PlannerRules(), order=lambda _: None)
     parts = {"workers": {}, "gateways": {}, "counters": {"workers died": 1}, **changed}
-    return news_of(machine, planning, admin_url="http://a:1", epoch_s=1000.0, **parts)
+    return cluster_report(machine, planning, admin_url="http://a:1", epoch_s=1000.0, **parts)
 
 
 def test_news_have_workers_versions_and_the_history_in_unix_time():
