@@ -32,13 +32,6 @@ def test_logprobs_of_as_many_alternatives_as_asked(client, wanted):
         assert [len(item.top_logprobs) for item in logprobs.content] == [wanted] * 5
 
 
-@like("vllm", VLLM, "test_too_many_chat_logprobs")
-@pytest.mark.parametrize("stream", [False, True])
-def test_too_many_logprobs_are_refused(client, stream):
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(**FEW, logprobs=True, top_logprobs=21, stream=stream)
-
-
 @like("vllm", VLLM, "test_prompt_logprobs_chat", "test_more_than_one_prompt_logprobs_chat")
 @pytest.mark.parametrize("wanted", [-1, 0, 1, 2, None])
 def test_prompt_logprobs(client, wanted):
@@ -149,13 +142,6 @@ def test_usage_in_streams(client, usage, every):
         )
 
 
-@like("vllm", VLLM, "test_chat_completion_stream_options")
-@pytest.mark.parametrize("options", [{"include_usage": None}, {"include_usage": True}])
-def test_stream_options_need_a_stream(client, options):
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(**FEW, stream=False, stream_options=options)
-
-
 @like("vllm", VLLM, "test_extra_fields_allowed")
 def test_fields_of_their_own_in_messages_pass(client):
     messages = [{"role": "user", "content": "what is 1+1?", "extra_field": "0"}]
@@ -172,13 +158,6 @@ def test_parts_of_text_are_the_text_also_in_a_role_of_ones_own(client, role):
         answer = client.chat.completions.create(**{**FEW, "messages": messages})
         contents.append(answer.choices[0].message.content)
     assert contents[0] == contents[1]
-
-
-@like("vllm", VLLM, "test_long_seed")
-@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**63])
-def test_a_seed_beyond_64_bits_is_refused(client, seed):
-    with pytest.raises(openai.BadRequestError, match="seed"):
-        client.chat.completions.create(**FEW, seed=seed)
 
 
 @like(
@@ -238,40 +217,6 @@ def test_a_bias_of_the_last_token_is_taken(client):
     assert answer.choices[0].message.content is not None
 
 
-@like(
-    "vllm",
-    BIASES,
-    "test_chat_logit_bias_invalid",
-    "test_chat_logit_bias_non_integer_key",
-    "test_chat_logit_bias_non_numeric_value",
-    "test_chat_logit_bias_multiple_non_integer_keys",
-)
-@pytest.mark.parametrize(
-    ("biases", "named"),
-    [
-        ({"4097": 1.0}, ["4097", "4096"]),
-        ({"not_a_token_id": 50}, ["not_a_token_id"]),
-        ({"1": "not_a_number"}, []),
-        ({"bad1": 50.0, "bad2": 20.0}, ["bad1", "bad2"]),
-    ],
-)
-def test_a_wrong_bias_is_named(client, biases, named):
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**FEW, logit_bias=biases)
-    assert all(each in str(caught.value) for each in ("logit_bias", *named))
-
-
-@like(
-    "vllm", STOP_IDS, "test_chat_stop_token_ids_out_of_vocab", "test_chat_stop_token_ids_negative"
-)
-@pytest.mark.parametrize("unknown", [4097, -1])
-def test_an_unknown_stop_token_is_refused(client, unknown):
-    with pytest.raises(openai.BadRequestError, match="stop_token_ids") as caught:
-        client.chat.completions.create(**FEW, extra_body={"stop_token_ids": [unknown]})
-    assert str(unknown) in str(caught.value)
-    assert "4096" in str(caught.value)
-
-
 TOKEN_IDS = "entrypoints/openai/basic/test_return_token_ids.py"
 
 
@@ -309,27 +254,6 @@ def test_a_penalty_is_taken(client):
     assert isinstance(answer.choices[0].message.content, str)
 
 
-LENGTHS = "openai_server/validation/test_request_length_validation.py"
-
-
-@like(
-    "sglang",
-    LENGTHS,
-    "test_input_length_longer_than_context_length",
-    "test_input_length_longer_than_maximum_allowed_length",
-    "test_max_tokens_validation",
-)
-@pytest.mark.parametrize("asked", [{"content": "hello " * 9000}, {"max_tokens": 5000}])
-def test_what_does_not_fit_the_context_is_refused_with_its_length(client, asked):
-    messages = [{"role": "user", "content": asked.get("content", "hello")}]
-    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
-        client.chat.completions.create(
-            model=MODEL, messages=messages, max_tokens=asked.get("max_tokens", 4)
-        )
-    assert "4096" in str(caught.value)
-    assert caught.value.code == "context_length_exceeded"
-
-
 BODIES = "entrypoints/openai/chat_completion/test_non_object_body_validation.py"
 
 
@@ -341,12 +265,6 @@ def test_a_body_that_is_no_request_is_refused(served, body):
     answer = HTTP.post(url, content=body, headers=headers, timeout=30)
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-
-
-@like("vllm", BODIES, "test_chat_completion_request_cache_salt_still_validated_on_dict")
-def test_an_empty_salt_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match="cache_salt"):
-        client.chat.completions.create(**FEW, extra_body={"cache_salt": ""})
 
 
 @like(

@@ -65,14 +65,6 @@ def test_logprobs_of_as_many_alternatives_as_asked(client, wanted):
     assert max(wanted, 1) <= len(logprobs.top_logprobs[0]) <= wanted + 1
 
 
-@like("vllm", VLLM, "test_too_many_completion_logprobs")
-@pytest.mark.parametrize("stream", [False, True])
-def test_too_many_logprobs_are_refused_and_the_server_goes_on(client, stream):
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(**FEW, prompt=IDS, logprobs=21, stream=stream)
-    assert client.completions.create(**FEW, prompt=IDS).choices
-
-
 @like("vllm", VLLM, "test_prompt_logprobs_completion")
 @pytest.mark.parametrize("wanted", [-1, 0, 1, None])
 def test_prompt_logprobs_of_two_prompts(client, wanted):
@@ -138,13 +130,6 @@ def test_usage_in_streams(client, usage, every):
         assert counts.completion_tokens > 0
         assert counts.total_tokens == counts.prompt_tokens + counts.completion_tokens
     assert last is None or last.choices == []
-
-
-@like("vllm", VLLM, "test_completion_stream_options")
-@pytest.mark.parametrize("options", [{"include_usage": None}, {"include_usage": True}])
-def test_stream_options_need_a_stream(client, options):
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(**FEW, prompt="x", stream=False, stream_options=options)
 
 
 @like("vllm", VLLM, "test_batch_completions")
@@ -263,27 +248,6 @@ def test_token_ids_are_those_of_the_logprobs(client):
     scores = [chunk.choices[0].logprobs for chunk in chunks]
     named = [name for each in scores if each for name in each.tokens]
     assert [f"token_id:{token_id}" for token_id in ids] == named
-
-
-PROMPTS = "entrypoints/openai/completion/test_prompt_validation.py"
-
-
-@like("vllm", PROMPTS, "test_empty_prompt")
-@like(
-    "vllm",
-    "entrypoints/openai/completion/test_empty_prompt_list.py",
-    "test_empty_prompt_list_rejected",
-)
-@pytest.mark.parametrize("prompt", [None, "", [], [[]]])
-def test_an_empty_prompt_is_refused(client, prompt):
-    with pytest.raises(openai.BadRequestError, match="prompt"):
-        client.completions.create(**FEW, prompt=prompt)
-
-
-@like("vllm", PROMPTS, "test_out_of_vocab_token_ids")
-def test_an_unknown_token_id_is_refused_with_the_vocabulary(client):
-    with pytest.raises(openai.BadRequestError, match="vocabulary"):
-        client.completions.create(**FEW, prompt=[999999])
 
 
 STOPS = "openai_server/validation/test_matched_stop.py"

@@ -27,6 +27,7 @@ from tests.kits.router.gateway import (
     post,
     tokens,
 )
+from tests.kits.tree.compat import like
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -143,6 +144,21 @@ def assert_error(reply, status, code, param=None):
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
 
 
+@like("vllm", "entrypoints/openai/chat_completion/test_chat.py", "test_long_seed")
+@like(
+    "vllm",
+    "entrypoints/openai/chat_completion/test_chat_logit_bias_validation.py",
+    "test_chat_logit_bias_invalid",
+    "test_chat_logit_bias_non_integer_key",
+    "test_chat_logit_bias_non_numeric_value",
+    "test_chat_logit_bias_multiple_non_integer_keys",
+)
+@like(
+    "vllm",
+    "entrypoints/openai/chat_completion/test_chat_stop_token_ids_validation.py",
+    "test_chat_stop_token_ids_out_of_vocab",
+    "test_chat_stop_token_ids_negative",
+)
 @pytest.mark.parametrize("ask", [chat, complete])
 @pytest.mark.parametrize(("field", "value", "status", "code"), BAD_FIELDS)
 def test_a_bad_field_is_named(ask, field, value, status, code):
@@ -153,6 +169,10 @@ def test_a_bad_field_is_named(ask, field, value, status, code):
     assert router.requests == []
 
 
+@like("vllm", "entrypoints/openai/chat_completion/test_chat.py", "test_too_many_chat_logprobs")
+@like(
+    "vllm", "entrypoints/openai/completion/test_completion.py", "test_too_many_completion_logprobs"
+)
 @pytest.mark.parametrize(
     ("ask", "fields", "param", "code"),
     [(chat, *case) for case in BAD_CHAT_FIELDS]
@@ -164,6 +184,12 @@ def test_fields_that_do_not_go_together_or_belong_elsewhere_are_named(ask, field
     assert router.requests == []
 
 
+@like("vllm", "entrypoints/openai/completion/test_prompt_validation.py", "test_empty_prompt")
+@like(
+    "vllm",
+    "entrypoints/openai/completion/test_empty_prompt_list.py",
+    "test_empty_prompt_list_rejected",
+)
 @pytest.mark.parametrize(("prompt", "param", "code"), BAD_PROMPTS)
 def test_a_bad_prompt_is_refused(prompt, param, code):
     assert_error(complete(FakeRouter(), {"prompt": prompt}), 400, code, param)
@@ -179,6 +205,9 @@ def test_a_body_that_is_no_json_object_is_refused(body):
     assert_error(post(make_app(FakeRouter()), COMPLETIONS, body), 400, "invalid_json")
 
 
+@like(
+    "vllm", "entrypoints/openai/completion/test_prompt_validation.py", "test_out_of_vocab_token_ids"
+)
 @pytest.mark.parametrize("token_id", [260, -1, 2**63])
 def test_a_token_id_that_the_model_does_not_know_is_named(token_id):
     reply = complete(FakeRouter(), {"prompt": [1, token_id, 2]})

@@ -35,6 +35,7 @@ from tests.kits.router.gateway import (
     text_model,
     tokens,
 )
+from tests.kits.tree.compat import like
 from tests.kits.tree.documents import ROOT
 
 ENDPOINTS = {ChatBody: "chat", CompletionBody: "completions", EmbeddingBody: "embeddings"}
@@ -168,6 +169,13 @@ def test_values_are_shown_short():
         assert len(shortened(value)) <= 61
 
 
+@like(
+    "sglang",
+    "openai_server/validation/test_request_length_validation.py",
+    "test_input_length_longer_than_context_length",
+    "test_input_length_longer_than_maximum_allowed_length",
+    "test_max_tokens_validation",
+)
 @pytest.mark.parametrize("asked_for", [{"prompt": "x" * CONTEXT_LEN}, {"max_tokens": 63}])
 def test_an_overflow_is_reported_in_words_that_clients_know(asked_for):
     error = complete(FakeRouter(), asked_for).json()["error"]

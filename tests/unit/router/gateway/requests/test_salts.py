@@ -26,6 +26,7 @@ from router.machine.flight import Flight, Stamps
 from router.machine.requests import Request
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import SECRET, FakeRouter, chat, complete, make_app, post
+from tests.kits.tree.compat import like
 
 BLOCK_SIZE = 16
 LEASE = LeaseRef("l", TransferAddress("w", "life", "tcp://x"), 1)
@@ -70,6 +71,11 @@ def test_all_choices_of_an_answer_have_one_salt(ask):
     assert {request.salt for request in router.requests} == {SECRET.salt("", "a")}
 
 
+@like(
+    "vllm",
+    "entrypoints/openai/chat_completion/test_non_object_body_validation.py",
+    "test_chat_completion_request_cache_salt_still_validated_on_dict",
+)
 @pytest.mark.parametrize("cache_salt", ["", "x" * 257, 3, ["a"]])
 def test_a_cache_salt_that_cannot_be_is_refused(cache_salt):
     reply = complete(FakeRouter(), {"cache_salt": cache_salt})
