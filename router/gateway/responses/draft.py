@@ -245,7 +245,7 @@ class ResponseDraft:
         self.status = "queued"
         return self._numbered([self._snapshot("created"), self._snapshot("queued")])
 
-    def begin(self) -> list[Event]:
+    def start(self) -> list[Event]:
         """Records that the answer begins."""
         was_queued, self.status = self.status == "queued", "in_progress"
         first = [] if was_queued else [self._snapshot("created")]
@@ -256,7 +256,7 @@ class ResponseDraft:
         self._finish = piece.finish or self._finish
         return self._numbered(self._output.append(piece))
 
-    def end(self, ending: Ending, now: int) -> list[Event]:
+    def finish(self, ending: Ending, now: int) -> list[Event]:
         """Ends the response except for its last event. `now` is Unix time in seconds."""
         outcome = ending.outcome
         if isinstance(outcome, Finished):

@@ -122,13 +122,13 @@ class BackgroundRun(AnswerWriter):
     async def end(self, ending: Ending) -> None:
         """Keeps the end of the answer."""
         assert self.draft is not None
-        await self.record_long(self.draft.end(ending, unix_time_s()))
+        await self.record_long(self.draft.finish(ending, unix_time_s()))
 
     def _begun(self) -> ResponseDraft:
         assert self.draft is not None
         if not self._has_begun:
             self._has_begun = True
-            self.record(self.draft.begin())
+            self.record(self.draft.start())
         return self.draft
 
 
@@ -163,7 +163,7 @@ class BackgroundRuns:
         run.task = asyncio.create_task(self._go(call, run, meter))
         try:
             begun = await run.checked
-            await self._store.begin(begun, has_events=run.has_events)
+            await self._store.start(begun, has_events=run.has_events)
         except BaseException:
             run.task.cancel()
             del run  # it holds the error, whose traceback refers to this frame

@@ -96,7 +96,7 @@ class WholeResponse(AnswerWriter):
         if not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
             return
-        self._draft.end(ending, unix_time_s())
+        self._draft.finish(ending, unix_time_s())
         await self._saver.save(self._draft)
         parts = json_parts(self._draft.body())
         await send_parts(self._send, parts, self._heading.headers, self._heading.turn)
@@ -139,7 +139,7 @@ class StreamedResponse(EventWriter):
         if not self._has_begun and not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
             return
-        events = [*self._begun(), *self._draft.end(ending, unix_time_s())]
+        events = [*self._begun(), *self._draft.finish(ending, unix_time_s())]
         await self._saver.save(self._draft)
         events += self._draft.last()
         for part in chain.from_iterable(map(event_parts, events)):
@@ -153,7 +153,7 @@ class StreamedResponse(EventWriter):
         if self._has_begun:
             return []
         self._has_begun = True
-        return self._draft.begin()
+        return self._draft.start()
 
 
 class ResponseService:

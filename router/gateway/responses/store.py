@@ -8,7 +8,7 @@ import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from engine.clock import unix_time_s
 from engine.config import GatewayConfig
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 LEASE_S = 10.0  # seconds without renewal after which the process that makes a response is gone
 MAX_READ_BYTES = 2**20  # bytes of events per transaction
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -50,16 +51,14 @@ class ResponseStore:
 
     async def add(self, new: NewResponse) -> None:
         """Stores a response that has ended."""
-        now_s = self._unix_s()
-        await self._run(lambda db: table.insert(db, new, self.config, now_s))
+        await self._run(table.insert, new, self.config, self._unix_s())
 
-    async def begin(self, new: NewResponse, *, has_events: bool) -> None:
+    async def start(self, new: NewResponse, *, has_events: bool) -> None:
         """Stores a response that starts to run in the background."""
         now_s = self._unix_s()
+        end_s = now_s + LEASE_S
         await self._run(
-            lambda db: table.insert(
-                db, new, self.config, now_s, lease_end_s=now_s + LEASE_S, has_events=has_events
-            )
+            table.insert, new, self.config, now_s, lease_end_s=end_s, has_events=has_events
         )
 
     async def beat(
@@ -87,17 +86,15 @@ class ResponseStore:
         events: Sequence[KeptEvent],
     ) -> bool:
         """Ends a background response. Returns False if it was cancelled or deleted."""
-        return await self._run(lambda db: table.finish(db, id, fields, output, events, self.config))
+        return await self._run(table.finish, id, fields, output, events, self.config)
 
     async def get(self, id: str, owner: str) -> KeptResponse:
         """Returns the response. Raises ApiError with status 404."""
-        now_s = self._unix_s()
-        found = await self._run(lambda db: table.get(db, id, owner, now_s))
-        return _found(found, id)
+        return _found(await self._run(table.get, id, owner, self._unix_s()), id)
 
     async def delete(self, id: str, owner: str) -> None:
         """Deletes a response, and stops it if it runs. Raises ApiError with status 404."""
-        if not await self._run(lambda db: table.delete(db, id, owner)):
+        if not await self._run(table.delete, id, owner):
             raise _unknown(id)
 
     async def cancel(self, id: str, owner: str) -> KeptResponse:
@@ -144,8 +141,7 @@ class ResponseStore:
 
     async def input_items(self, id: str, owner: str, max_bytes: int) -> list[Item]:
         """Returns the items that a response answers. Raises ApiError with status 404."""
-        items = await self._run(lambda db: table.input_items(db, id, owner, max_bytes))
-        return _found(items, id)
+        return _found(await self._run(table.input_items, id, owner, max_bytes), id)
 
     async def events(
         self, id: str, owner: str, last: int
@@ -161,9 +157,14 @@ class ResponseStore:
 
         return await self._run(work)
 
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    async def _run(
+        self,
+        work: Callable[Concatenate[sqlite3.Connection, P], T],
+        *args: P.args,
+        **given: P.kwargs,
+    ) -> T:
         try:
-            return await self._storage.run(work)
+            return await self._storage.run(work, *args, **given)
         except sqlite3.Error as error:
             self.counters["fault"] += 1
             log.exception("the store of responses failed")
