@@ -42,14 +42,17 @@ class Listener:
         if tls is not None:
             book.tls_events = tls.counters
         self._clients = Clients(app, book)
-        self._acceptor = Acceptor(self._clients, tls)
+        self._sock: socket.socket | None = None
+        self._opening: set[asyncio.Task[None]] = set()  # connections before their first byte
         self._stops_draining = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self, sock: socket.socket) -> None:
-        """Starts to accept connections from a listening socket."""
+        """Starts to accept connections from a listening socket, which the listener now owns."""
         self._loop = asyncio.get_running_loop()
-        self._acceptor.open(sock)
+        self._sock = sock
+        sock.settimeout(0.0)
+        self._loop.add_reader(sock.fileno(), self._accept)
         self._sweep()
 
     def stop_draining(self) -> None:
@@ -57,8 +60,14 @@ class Listener:
         self._stops_draining.set()
 
     async def close(self, drain_timeout_s: float, cut: Callable[[], Any]) -> None:
-        """Accepts no more connections and waits for answers; after the timeout, `cut` ends them."""
-        self._acceptor.close()
+        """Accepts no more connections and waits for answers; after the timeout, `cut` ends them.
+
+        TLS handshakes may continue until then.
+        """
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
         for connection in list(self._clients.connections):
             connection.shutdown()
         serving = asyncio.create_task(self._until_all_left())
@@ -70,7 +79,8 @@ class Listener:
         if not serving.done():
             cut()
             await asyncio.wait([serving], timeout=CUT_TIMEOUT_S)
-        self._acceptor.cut()
+        for task in self._opening:
+            task.cancel()
         for connection in list(self._clients.connections):
             connection.cut()
         await asyncio.wait([serving], timeout=END_TIMEOUT_S)
@@ -98,37 +108,6 @@ class Listener:
                 connection.cut()
         self._timer = self._loop.call_later(self._book.sweep_every_s, self._sweep)
 
-
-class Acceptor:
-    """Counts accepted sockets, and makes HTTP connections of them, after a handshake with TLS."""
-
-    def __init__(self, clients: Clients, files: TlsFiles | None) -> None:
-        """`files` is None without TLS."""
-        self._clients = clients
-        self._files = files
-        self._book = clients.book
-        self._sock: socket.socket | None = None
-        self._opening: set[asyncio.Task[None]] = set()  # running TLS handshakes
-
-    def open(self, sock: socket.socket) -> None:
-        """Starts to accept. The acceptor now owns the socket."""
-        self._loop = asyncio.get_running_loop()
-        self._sock = sock
-        sock.settimeout(0.0)
-        self._loop.add_reader(sock.fileno(), self._accept)
-
-    def close(self) -> None:
-        """Stops accepting. Running handshakes continue."""
-        sock, self._sock = self._sock, None
-        if sock is not None:
-            self._loop.remove_reader(sock.fileno())
-            sock.close()
-
-    def cut(self) -> None:
-        """Cancels running handshakes."""
-        for task in self._opening:
-            task.cancel()
-
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             if self._sock is None:
@@ -153,7 +132,7 @@ class Acceptor:
         reason = self._book.admit(address)
         if reason is not None:
             log.warning("a connection from %s was refused: %s", address, reason)
-            if self._files is not None:
+            if self._tls is not None:
                 client.close()
                 return
         connection = Connection(self._clients, address, reason)
@@ -163,9 +142,9 @@ class Acceptor:
 
     async def _open(self, connection: Connection, client: socket.socket) -> None:
         secured: dict[str, Any] = {}
-        if self._files is not None:
+        if self._tls is not None:
             secured = {
-                "ssl": self._files.context,
+                "ssl": self._tls.context,
                 "ssl_handshake_timeout": self._book.head_timeout_s,
                 "ssl_shutdown_timeout": SHUTDOWN_TIMEOUT_S,
             }
@@ -175,7 +154,7 @@ class Acceptor:
             # Whatever the reason, close this connection.
             connection.uncount()
             client.close()
-            if self._files is not None:
+            if self._tls is not None:
                 self._book.refuse("no TLS handshake")
             address = connection.address
             log.info("a connection from %s was closed before it began: %s", address, error)
