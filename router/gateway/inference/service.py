@@ -41,6 +41,7 @@ from router.gateway.inference.calls import INPUTS, OUTPUTS, AnswerForm, Inferenc
 from router.gateway.inference.wire import check_wire, no_message
 from router.gateway.metrics.meters import INVALID, RequestMeter
 from router.gateway.requests.completion import CompletionBody
+from router.gateway.versions import ServedVersion
 from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.task_groups import LightTaskGroup
 from router.machine.requests import Outcome
@@ -106,12 +107,6 @@ class _Replies:
         if self.failure is not None:
             return self.failure.status
         return int(HTTPStatus.OK) if is_over else 0
-
-    def refuse(self, error: InvalidRequest) -> None:
-        """Keeps an error for the client."""
-        _, headers = refusal_of(error)
-        headers.pop("connection", None)
-        self.failure = InferenceFailure(error.status, error.message, headers)
 
     async def fail(self, outcome: Outcome) -> None:
         """Keeps the error of an answer that did not finish."""
@@ -203,20 +198,12 @@ class InferenceService:
 
     async def model_ready(self, request: Any, context: Any) -> Any:
         """Reports whether a model can be served. Unknown models get NOT_FOUND."""
-        try:
-            identify(self._keys, _authorization(context))
-            served = self._chosen(request)
-        except InvalidRequest as error:
-            await _abort(context, _refusal(error))
+        served = await self._chosen(request, context)
         return pb.ModelReadyResponse(ready=served.port.readiness() is None)
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
         """Returns the input and output tensors of a model."""
-        try:
-            identify(self._keys, _authorization(context))
-            served = self._chosen(request)
-        except InvalidRequest as error:
-            await _abort(context, _refusal(error))
+        served = await self._chosen(request, context)
         names = [each.name for each in self._parts.versions.table if not each.is_leaving]
         shapes = {"text_input": (-1,), "input_ids": (1, -1)}
         metadata = pb.ModelMetadataResponse.TensorMetadata
@@ -233,10 +220,16 @@ class InferenceService:
             ],
         )
 
-    def _chosen(self, request: Any) -> Any:
-        return self._parts.versions.choose(
-            key="", model=request.name or None, version=request.version or None
-        )
+    async def _chosen(self, request: Any, context: Any) -> ServedVersion:
+        """Returns the version that a client with a key means, or ends the call."""
+        try:
+            identify(self._keys, _authorization(context))
+            return self._parts.versions.choose(
+                key="", model=request.name or None, version=request.version or None
+            )
+        except InvalidRequest as error:
+            await _abort(context, _refusal(error))
+            raise
 
     # ------------------------------------------------------------ answers
 
@@ -339,7 +332,7 @@ class InferenceService:
                     await self._answers.answer(api_call, replies.open, meter)
                 except InvalidRequest as error:
                     meter.outcome = INVALID
-                    replies.refuse(error)
+                    replies.failure = _refusal(error)
             is_over = True
         except grpc.aio.BaseError:  # the client left
             raise
@@ -379,7 +372,8 @@ def _read(message: bytes, replies: _Replies, *, may_stream: bool) -> InferenceCa
 
 
 def _refusal(error: InvalidRequest) -> InferenceFailure:
-    headers = error.headers if isinstance(error, ApiError) else {}
+    _, headers = refusal_of(error)
+    headers.pop("connection", None)
     return InferenceFailure(error.status, error.message, headers)
 
 
