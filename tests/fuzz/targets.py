@@ -207,7 +207,7 @@ def attack_source(world: World, script: Script) -> None:
     )
     context = context_of(FakeContext([(b"peer", *message) for message in script]))
     sender = ZmqTransport(context, world.pool, places=ignore, post=ignore)  # type: ignore[arg-type]
-    end = SourceEnd(context, machine, sender, words=None, on_ended=ended.append)
+    end = SourceEnd(context, machine, sender, words=None, on_ended=ended.append, before=ignore)
     end.open("host")
     machine.open(LEASE, 3, 0.0)
     machine.grow(LEASE, tuple(BlockId(b) for b in LEASED), 0.0)
@@ -217,7 +217,7 @@ def attack_source(world: World, script: Script) -> None:
         machine.validate()
 
     for _ in range(1 + len(script)):
-        end.receive(handle, ())
+        end.receive(handle)
         end.send_blocks(may_wait=False)
         machine.validate()
     assert len(ended) + machine.num_leases == 1
