@@ -1,4 +1,4 @@
-"""The choice of a version: shares follow the weights, and a key keeps its version."""
+"""Versions: shares follow the weights, a key keeps its version, and ends are tallied."""
 
 from collections import Counter
 
@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.control import MAIN_LINE
-from router.gateway.versions import ServedVersion, Versions, by_weight
+from router.gateway.versions import (
+    LONGEST_FOR_S,
+    MAX_VERSIONS,
+    ServedVersion,
+    Tallies,
+    Versions,
+    by_weight,
+)
 from router.inbox.api_errors import ApiError
 from tests.kits.router.gateway import (
     TEMPLATE,
@@ -165,3 +172,30 @@ def test_the_fingerprint_names_the_version_and_the_header_forces_it():
     assert 'baton_version_weight{fingerprint="fp-v2",version="v2"} 40.0' in page
     assert 'baton_version_requests{fingerprint="fp-v1",version="v1"} 0.0' in page
     assert 'baton_version_ended_requests_total{outcome="failed",version="v1"} 0.0' in page
+
+
+def test_ends_are_counted_by_version():
+    tallies = Tallies()
+    for failed, late in ((False, False), (True, False), (False, True)):
+        tallies.record("v1", failed=failed, late=late, num_tokens=9, now_s=1.0)
+    tally = tallies.of("v1")
+    assert (tally.ended, tally.failed, tally.late) == (3, 1, 1)
+    assert tallies.of("v2").ended == 0
+
+
+def test_the_longest_sequence_is_forgotten_after_a_while():
+    tallies = Tallies()
+    tallies.record("v1", failed=False, late=False, num_tokens=900, now_s=10.0)
+    tallies.record("v1", failed=False, late=False, num_tokens=20, now_s=LONGEST_FOR_S + 10.0)
+    tally = tallies.of("v1")
+    assert tally.longest_len(LONGEST_FOR_S + 20.0) == 900
+    assert tally.longest_len(2 * LONGEST_FOR_S + 20.0) == 20
+    assert tally.longest_len(9 * LONGEST_FOR_S) == 0
+
+
+def test_versions_that_ended_nothing_for_long_are_forgotten():
+    tallies = Tallies()
+    for number in range(MAX_VERSIONS + 1):
+        tallies.record(f"v{number}", failed=False, late=False, num_tokens=1, now_s=0.0)
+    assert tallies.of("v0").ended == 0
+    assert tallies.of("v1").ended == 1
