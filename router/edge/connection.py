@@ -3,7 +3,7 @@
 httptools parses requests. Each becomes an `Exchange`, which a task of the application answers. The
 exchanges of a connection are answered one after the other.
 
-Parts of bodies written through the pipe are sent at the end of the loop's turn: see `Outbox`.
+Parts of bodies written through the pipe are sent at the end of the loop's iteration: see `Outbox`.
 
 A connection that exceeds a limit is refused, with an error response if no other response has begun.
 If the body of a request is incomplete, its response is the connection's last. Further input is

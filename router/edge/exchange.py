@@ -49,7 +49,7 @@ class BodyPipe(asyncio.Protocol):
         self._is_writable.set()
 
     def write(self, data: bytes) -> None:
-        """Sends a non-empty part at the end of the loop's turn."""
+        """Sends a non-empty part at the end of the loop's iteration."""
         outbox = self._outbox
         if not outbox.parts:
             self._loop.call_soon(outbox.send)
@@ -113,7 +113,7 @@ class BodyPipe(asyncio.Protocol):
 class Exchange:
     """A request whose head has arrived, and its response.
 
-    The head of the response is held for the next part in the same turn of the loop, since each
+    The head of the response is held for the next part in the same iteration of the loop, since each
     separate write would wake the client. The head says whether the response is the connection's
     last.
     """
@@ -225,7 +225,7 @@ class Exchange:
             self.on_gone()
 
     def _start_response(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Holds the head until there is more to send, or the turn of the loop is over."""
+        """Holds the head until there is more to send, or the iteration of the loop is over."""
         if self.more_body:  # unread body bytes would be parsed as the next request
             self.keep_alive = False
         lines, has_length, is_last = [_status_line(status), _date(unix_time_s())], False, False
@@ -275,7 +275,7 @@ def _date(now_s: int) -> bytes:
 
 
 class Outbox:
-    """Parts of bodies from one turn of the loop, sent together at its end.
+    """Parts of bodies from one iteration of the loop, sent together at its end.
 
     A step of a worker brings a token for each stream. If each token were sent at once, it would
     wake its client, which would take CPU time from the work for the next token.

@@ -1,9 +1,9 @@
 """Serves an ASGI application on a socket, within limits, optionally over TLS.
 
-A listener accepts several connections per turn of the loop; libuv's servers accept one. If many
-clients come at once, the accepted ones keep the turns long, and the last clients wait until nearly
-all others are answered. With TLS, asyncio's own servers would also not count handshakes, and would
-never replace the certificate.
+A listener accepts several connections per iteration of the loop; libuv's servers accept one. If
+many clients come at once, the accepted ones keep the iterations long, and the last clients wait
+until nearly all others are answered. With TLS, asyncio's own servers would also not count
+handshakes, and would never replace the certificate.
 
 One sweep per second checks for overdue connections and for changed certificate files.
 

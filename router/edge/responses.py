@@ -77,8 +77,8 @@ async def send_parts(
 ) -> None:
     """Sends a complete JSON response in parts.
 
-    Each part is made in its own turn, after the client has taken the part before. A short response
-    has its length in the head. `parts` come from `json_parts`.
+    Each part waits until the client has taken the part before, and for its tenant's share of the
+    loop. A short response has its length in the head. `parts` come from `json_parts`.
     """
     first = next(parts)
     if len(first) < PART_BYTES:

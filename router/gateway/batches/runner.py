@@ -1,6 +1,7 @@
 """Runs the batches of a database while the pools are idle.
 
-All gateway processes of a machine may run batches; only the process with the lease does. Each turn:
+All gateway processes of a machine may run batches; only the process with the lease does. In each
+iteration:
 
 1. The lease is taken or extended, and the unfinished batches are read.
 2. Input files are validated and output files are written, a slice at a time.
@@ -46,8 +47,8 @@ from router.inbox.api_errors import ApiError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.05  # seconds between turns while there is a batch
-REST_S = 1.0  # seconds between turns without a batch
+LOOK_EVERY_S = 0.05  # seconds between iterations while there is a batch
+REST_S = 1.0  # seconds between iterations without a batch
 RENEW_EVERY_S = 2.0
 CLEAN_EVERY_S = 30.0
 START_TIMEOUT_S = 1.0  # seconds that the next line waits for a line to reach the gate
@@ -145,7 +146,7 @@ class BatchRunner:
         self._clean_at_s = 0.0
         self._is_owner = False
         self._num_beside = 0  # batch requests that may run beside other work
-        self._woken = asyncio.Event()  # set when the next turn is due
+        self._woken = asyncio.Event()  # set when the next iteration is due
         self._moved = asyncio.Event()  # set when a line reached the gate, or ended
         self.num_by_outcome: Counter[str] = Counter(
             dict.fromkeys(("completed", "failed", "retried", "started again"), 0)
@@ -154,7 +155,7 @@ class BatchRunner:
 
     @property
     def num_lines_waiting(self) -> int:
-        """Lines of running batches without a result, as of the last turn."""
+        """Lines of running batches without a result, as of the last iteration."""
         batches = [job.batch for job in self._jobs.values()]
         return sum(b.num_lines - b.num_completed - b.num_failed for b in batches)
 
@@ -184,7 +185,7 @@ class BatchRunner:
             log.warning("the lease of batches ends by itself: %s", error)
 
     def wake(self) -> None:
-        """Makes the next turn look for a new batch at once."""
+        """Makes the next iteration look for a new batch at once."""
         self._renew_at_s = 0.0
         self._woken.set()
 
@@ -197,7 +198,7 @@ class BatchRunner:
     async def _run(self) -> None:
         while True:
             try:
-                await self._turn()
+                await self._iterate()
             except tables.LeaseLost:
                 await self._lose_lease()
             except _STORE_ERRORS as error:
@@ -205,7 +206,7 @@ class BatchRunner:
                 log.warning("batches wait, as the store fails: %s", error)
             except Exception:  # a bug must stop neither the gateway nor its batches
                 self.events["bug"] += 1
-                log.exception("a turn of the batches failed")
+                log.exception("an iteration of the batches failed")
             await self._rest()
 
     async def _rest(self) -> None:
@@ -214,7 +215,7 @@ class BatchRunner:
                 await self._woken.wait()
         self._woken.clear()
 
-    async def _turn(self) -> None:
+    async def _iterate(self) -> None:
         now_s = self._clock.now_s()
         if now_s >= self._renew_at_s:
             await self._renew()
@@ -316,7 +317,7 @@ class BatchRunner:
     # ------------------------------------------------------------ lines
 
     async def _start_lines(self) -> None:
-        """Starts lines while there is room, in turns among tenants."""
+        """Starts lines while there is room, one tenant after the other."""
         while self._gate.num_free > 0:
             # Lines whose results are being stored have left the gate.
             num_tasks = sum([len(job.tasks) for job in self._jobs.values()])
@@ -337,7 +338,7 @@ class BatchRunner:
                 return
 
     async def _next_line(self) -> tuple[_Job, _WaitingLine] | None:
-        """Returns a line of the oldest batch of the tenant whose turn it is."""
+        """Returns a line of the oldest batch of the next tenant."""
         tried: set[str] = set()
         for job in list(self._jobs.values()):
             tenant = job.batch.tenant
@@ -407,7 +408,7 @@ class BatchRunner:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, tables.LeaseLost):
-            self._renew_at_s = 0.0  # the next turn checks the lease
+            self._renew_at_s = 0.0  # the next iteration checks the lease
             return
         self.events["bug"] += 1
         log.error("a line of %s failed", job.batch.id, exc_info=error)

@@ -93,7 +93,7 @@ class BatchGate:
             port.withdraw(request_ids)
 
     def admit(self) -> None:
-        """Lets the oldest waiting request in, and the next one in the loop's next turn.
+        """Lets the oldest waiting request in, and the next one in the loop's next iteration.
 
         Submitting a request takes the router a fraction of a millisecond, and others should not
         wait for several.
@@ -226,7 +226,7 @@ class SteppingRequest:
 
 
 def _in_background(request: Request) -> Request:
-    """Returns the request behind all others, with a turn of its own among batches."""
+    """Returns the request behind all others, with a fair share of its own among batches."""
     return replace(
         request,
         priority=BATCH_PRIORITY,
