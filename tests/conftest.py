@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, settings
 NEEDS = {"torch": ("torch", "transformers"), "ray": ("ray",)}  # by mark
 
 # No deadlines, and examples may be drawn slowly: machines that test also do other things. A change
-# is judged by the same examples every time; new ones are searched for by `make fuzz`.
+# is judged by the same few examples every time: tests that plant mistakes find each among them. New
+# examples are searched for by `make fuzz`.
 BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("baton", BUSY, derandomize=True)
+settings.register_profile("baton", BUSY, derandomize=True, max_examples=40)
 settings.register_profile("search", BUSY, max_examples=500)
 settings.load_profile("baton")
 
@@ -39,6 +40,7 @@ def pytest_collection_finish() -> None:
     """Lets no later search for garbage look at what was imported."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)  # tests make much that is dropped at once
     gc.enable()
 
 

@@ -13,8 +13,8 @@ from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.transports.zmq import ZmqTransport
 from tests.fuzz import targets
 
-NUM_RUNS = 5000
-NUM_INPUTS = 1500
+NUM_RUNS = 1500
+NUM_INPUTS = 600
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import cache
 
 import pytest
 import typer
@@ -26,10 +27,15 @@ def test_linked_files_exist(page):
     assert not documents.absent_anchors(page)
 
 
+@cache
+def baton() -> TyperGroup:
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("command", ours("baton"), ids=str)
 def test_baton_commands_parse(command):
     """Checks that the subcommand exists and takes these options, but not their values."""
-    found = typer.main.get_command(app)
+    found = baton()
     words = list(command.words[1:])
     context = found.context_class(found)
     while isinstance(found, TyperGroup):

@@ -79,6 +79,7 @@ def _compiled(template: str) -> ChatTemplates:
     return ChatTemplates({DEFAULT: template}, {})
 
 
+@cache
 def text_model(template: str | None = TEMPLATE) -> TextModel:
     compiled = None if template is None else _compiled(template)
     return TextModel(TOKENIZER, templates=compiled, eos_token_ids=(EOS,))

@@ -227,7 +227,7 @@ SMALL = Machine(step=0.4, row=0.09, drafted=0.09, look=0.008)  # as the bundled 
 # ---------------------------------------------------------------- never a loss
 
 
-@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize(
     ("machine", "acceptance"),
     [(LAPTOP, 0.03), (FULL, 0.1), (GRAPHED, 0.3), (DEAR_DRAFT, 0.35)],
@@ -235,7 +235,7 @@ SMALL = Machine(step=0.4, row=0.09, drafted=0.09, look=0.008)  # as the bundled 
 )
 def test_a_poor_draft_costs_less_than_three_percent(machine, acceptance, batch):
     bench = Bench(Speculate.DRAFT, machine, batch=batch, acceptance=acceptance)
-    assert bench.gain(2000 if batch < 32 else 500) >= 0.97
+    assert bench.gain(1000 if batch == 1 else 400) >= 0.97
 
 
 def test_a_fair_draft_costs_nothing_in_a_full_batch():
@@ -252,12 +252,12 @@ def test_random_matches_cost_less_than_three_percent(mode, batch):
 
 
 @pytest.mark.parametrize("mode", [Speculate.NGRAM, Speculate.AUTO])
-@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("batch", [1, 16])
 def test_looks_for_matches_that_are_not_worth_it_cost_less_than_three_percent(mode, batch):
     _check_loss(mode, SMALL, batch)
 
 
-@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("batch", [1, 16])
 def test_drafts_that_do_not_earn_the_time_of_their_looks_are_given_up(batch):
     _check_loss(Speculate.NGRAM, DEAR_LOOK, batch)
 
@@ -270,7 +270,7 @@ def _check_loss(mode: Speculate, machine: Machine, batch: int) -> None:
         noise = Texts(vocab_size=12)
         bench = Bench(each, machine, batch=batch, acceptance=0.02, texts=noise)
         bench.gain(100)
-        gains.append(bench.gain(1000 if batch < 32 else 300))
+        gains.append(bench.gain(1000 if batch == 1 else 200))
     assert gains[0] >= 0.97 * gains[1]
 
 
@@ -386,14 +386,14 @@ def test_most_steps_beside_an_idle_draft_model_plan_and_learn_nothing(mode):
     assert num_planned < 300
 
 
-@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("batch", [1, 16])
 def test_short_answers_cost_less_than_three_percent(batch):
     gains = []
     for mode in (Speculate.AUTO, Speculate.OFF):
         bench = Bench(mode, SMALL, batch=batch, acceptance=0.3, texts=Texts(vocab_size=12))
         bench.gain(100)
         spent = []
-        for _ in range(12):
+        for _ in range(8):
             bench.replace_all()
             spent.append(1 / bench.gain(64))
         gains.append(len(spent) / sum(spent))

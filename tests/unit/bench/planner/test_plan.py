@@ -119,7 +119,7 @@ def test_search_ends_where_one_worker_less_misses_the_bounds():
     cells = cells_of(load, SLO, SHALLOW, smallest_pool=1)
     search = Search(load, simulated_worker(), SLO, cells=cells, seed=0)
     start = disaggregated(load, simulated_worker(), SLO, max_workers=32)
-    for pools in (start.pools, SimulatedPools(1, 1), SimulatedPools(3, 2)):
+    for pools in (SimulatedPools(1, 1), SimulatedPools(3, 2)):
         found = search.smallest(replace(start, pools=pools), max_workers=32)
         assert found.attainment >= NEEDED
         assert found.pools.prefill > 1

@@ -26,21 +26,21 @@ ASK = PlanInput(
     load=ExpectedLoad(20.0, 3000, 8, prefix_hit=0.85, pause_s=60.0),
     slo=SloBounds(1.0, 0.1),
     max_gpus=16,
-    depth=Depth(num_requests=240, seed=0),
+    depth=Depth(num_requests=120, seed=0),
     store_prices=StorePrices(),
 )
 
 
 @pytest.fixture(scope="module")
 def plan():
-    """The plan for `ASK` without the search of pools: four prefill workers are the fewest."""
+    """The plan for `ASK` without the search of pools: three prefill workers are the fewest."""
     worker = worker_of(ASK.model, ASK.platform, ASK.options, ranks=1, block_size=256)
-    cells = Cells(1, 240, 8.0)
+    cells = Cells(1, 120, 8.0)
     search = Search(ASK.load, worker, ASK.slo, cells=cells, seed=0)
-    start = PoolEstimate(SimulatedPools(4, 1), 0.5, 0.5, 0.05, 1.0, 0.5)
-    found = search.smallest(start, max_workers=5)
+    start = PoolEstimate(SimulatedPools(3, 1), 0.5, 0.5, 0.05, 1.0, 0.5)
+    found = search.smallest(start, max_workers=4)
     assert found.pools == start.pools
-    cost = 5 * 3.0 / 3600 / ASK.load.tokens_per_s * 1e6
+    cost = 4 * 3.0 / 3600 / ASK.load.tokens_per_s * 1e6
     sized = SizedPools(worker, start, found, cost)
     offered = offers(search, start, worker, ASK.store_prices, usd=3.0, tried=SIZES)
     return CapacityPlan(ASK, sized, CannotPlan("not tried"), (), offered)

@@ -206,7 +206,7 @@ async def test_order_is_given_only_after_its_preview_is_confirmed(deployment):
     app = Top(deployment)
     async with app.run_test(size=(140, 30)) as pilot:
         await until(pilot, lambda: len(table(app)) == 2)
-        for answer in ("enter", "escape", "n", "y"):
+        for answer in ("enter", "n", "y"):
             await pilot.press("f", "enter")
             await until(pilot, lambda: isinstance(app.screen, Confirmation))
             assert "call /v1/workers/worker-1/flip" in page(app)

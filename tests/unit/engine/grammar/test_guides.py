@@ -21,7 +21,7 @@ from tests.kits.schemas import allowed_ids, faults, random_schema, terseness, wr
 TOKENIZER = Path(engine.model.__path__[0]) / "bundled" / "target" / "tokenizer.json"
 VOCAB_SIZE = 4096
 EOS = [0, 1]
-NUM_SCHEMAS = 200
+NUM_SCHEMAS = 60
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -72,7 +72,7 @@ LOOPS = replace(
     fluid=SimulatedPools(1, 1),
     splits=splits_of_all(SimulatedPools(1, 1)),
     chunks=(256,),
-    loops=Loops(mixes_of("1024/16,256/64,64/256,turning"), 8, window_s=20.0),
+    loops=Loops(mixes_of("1024/16,64/256,turning"), 8, window_s=10.0),
     loads={},
 )
 
