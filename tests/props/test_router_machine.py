@@ -64,8 +64,8 @@ from engine.worker.block_events import (
     AllBlocksCleared,
     BlockEvent,
     BlockRemoved,
+    BlockStored,
     Medium,
-    stored,
 )
 from engine.worker.blocks import BlockHash, hash_blocks
 from engine.worker.costs import LoadCost, PrefillCost, PullCost
@@ -453,7 +453,7 @@ class World:
     def publish_of(self, store: FakeWorker, hashes: list[BlockHash], rng: random.Random) -> None:
         medium = rng.choice([Medium.HOST, *LOWER_MEDIA, *LOWER_MEDIA, "tape", None])
         events: list[BlockEvent] = [
-            stored(hashes, None, block_size=LAYOUT.block_size, medium=medium)
+            BlockStored(hashes, None, [], LAYOUT.block_size, None, medium, None)
         ]
         if rng.random() < 0.3:
             events = [BlockRemoved(hashes[rng.randint(0, len(hashes)) :], medium)]

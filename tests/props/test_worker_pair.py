@@ -8,7 +8,7 @@ block is free and every lease has ended.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import pytest
@@ -458,5 +458,9 @@ def test_deliberate_mistakes_are_noticed(mistake, monkeypatch):
     owner, name, wrong = MISTAKES[mistake]
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises(AssertionError):
-        for seed in (NOTICED_BY.get(mistake, 0), *SEARCHED_RUNS):
-            random_traffic(seed)
+        run_all((NOTICED_BY.get(mistake, 0), *SEARCHED_RUNS))
+
+
+def run_all(runs: Iterable[int]) -> None:
+    for seed in runs:
+        random_traffic(seed)
