@@ -176,10 +176,10 @@ def new_reasoning(id: str) -> Item:
 
 
 def _user_message(text: str, new_id: NewId) -> Item:
-    return _told(new_id("msg_"), "user", [{"type": "input_text", "text": text}])
+    return _input_message(new_id("msg_"), "user", [{"type": "input_text", "text": text}])
 
 
-def _told(id: str, role: str, content: list[dict[str, Any]]) -> Item:
+def _input_message(id: str, role: str, content: list[dict[str, Any]]) -> Item:
     return {"id": id, "type": "message", "status": "completed", "role": role, "content": content}
 
 
@@ -244,7 +244,9 @@ def _message_item(body: ItemBody, id: str, path: str) -> Item:
     if body.role == "assistant":
         parts = [text_part(text, []) for text in texts]
         return new_message(id, body.status or "completed") | {"content": parts}
-    return _told(id, str(body.role), [{"type": "input_text", "text": text} for text in texts])
+    return _input_message(
+        id, str(body.role), [{"type": "input_text", "text": text} for text in texts]
+    )
 
 
 def _reasoning_item(body: ItemBody, id: str, path: str) -> Item:

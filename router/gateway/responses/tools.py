@@ -145,10 +145,10 @@ def _of_namespace(tool: Tool, path: str, left_out: list[str]) -> Iterator[Offere
         where = f"{path}.tools[{index}]"
         if not isinstance(each, dict) or each.get("type") not in _OWN:
             raise invalid_value(f"{where}.type must be function or custom", f"{where}.type")
-        told = each
+        shown = each
         if index == 0 and about and isinstance(each.get("description") or "", str):
-            told = {**each, "description": f"{about}\n\n{each.get('description') or ''}".rstrip()}
-        yield _own_tool(told, where, left_out, namespace=name)
+            shown = {**each, "description": f"{about}\n\n{each.get('description') or ''}".rstrip()}
+        yield _own_tool(shown, where, left_out, namespace=name)
 
 
 def _own_tool(

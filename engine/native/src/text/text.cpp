@@ -183,7 +183,7 @@ uint64_t cookie_of(int32_t socket) {
 }
 
 // A stream that gets its tokens from the frames of its worker. After its connection has closed, its
-// descriptor may belong to another connection before Python is told. The cookie reveals that.
+// descriptor may belong to another connection before Python is result. The cookie reveals that.
 struct TextStream {
   Text* text;
   int32_t socket;
@@ -315,10 +315,10 @@ void baton_text_stream_close(Step* step, const char* seq_id, int64_t length) {
 // Handles the plain tokens of open streams in a worker's frame, and sends their chunks. Mirrors
 // `TakenFrame`. Returns 0 if it handled none; then nothing has changed.
 int32_t baton_text_frame(Step* open, const char* data, int64_t length, double now_s,
-                         TakenFrame* told) {
+                         TakenFrame* result) {
   Step& step = *open;
   FrameParser& frame = step.frame;
-  *told = {};
+  *result = {};
   if (!frame.read({data, static_cast<size_t>(length)})) return 0;
   step.taken.clear();
   ++step.num_frames;
@@ -330,10 +330,10 @@ int32_t baton_text_frame(Step* open, const char* data, int64_t length, double no
       stream = nullptr;  // Python has to keep the order
     step.taken.push_back(stream);
     if (!stream) continue;
-    ++told->num_taken;
-    told->num_tokens += message.num_ids;
+    ++result->num_taken;
+    result->num_tokens += message.num_ids;
   }
-  if (!told->num_taken) return 0;
+  if (!result->num_taken) return 0;
   step.out.clear();
   step.rests.clear();
   for (size_t i = 0; i < step.taken.size(); ++i) {
@@ -357,11 +357,11 @@ int32_t baton_text_frame(Step* open, const char* data, int64_t length, double no
   for (size_t i = 0; i < num_rests; ++i) {
     step.rests[i].place = step.stream_at(step.rests[i].place)->number;
   }
-  told->num_messages = static_cast<int64_t>(step.taken.size());
-  told->taken = step.taken.data();
-  told->num_rests = static_cast<int64_t>(num_rests);
-  told->rests = step.rests.data();
-  told->out = step.out.data();
+  result->num_messages = static_cast<int64_t>(step.taken.size());
+  result->taken = step.taken.data();
+  result->num_rests = static_cast<int64_t>(num_rests);
+  result->rests = step.rests.data();
+  result->out = step.out.data();
   return 1;
 }
 
