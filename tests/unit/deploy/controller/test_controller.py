@@ -422,14 +422,6 @@ async def test_controller_plans_from_reports_and_asks_for_room(playing, monkeypa
     assert "pools can have 7 workers: before, 4" in world.told
 
 
-async def test_controller_without_a_planner_asks_for_no_room(playing):
-    async with playing(WORKERS) as world:
-        await world.controller.open()
-        ticked = world.launcher.num_looks
-        await until(lambda: world.launcher.num_looks > ticked + 1)
-        assert world.launcher.asked_for == []
-
-
 async def test_gateways_get_metrics_and_urls_every_second(playing):
     async with playing(WORKERS | GATEWAY) as world:
         gateway = FakeGateway(OLD)

@@ -34,13 +34,6 @@ def test_decode_workers_use_the_common_kv_format_by_default():
     assert {c.kv_dtype for c in configs(BF16, roles=ALL).values()} == {BF16}
 
 
-@pytest.mark.parametrize("role", list(Role))
-def test_all_other_settings_are_equal_in_every_role(role):
-    config = WorkerConfig(kv_mib=7, threads=3, decode_kv_dtype=INT8, kv_wire_dtype=INT8)
-    own = config_of(role, config, CPU)
-    assert (own.kv_mib, own.threads, own.kv_wire_dtype) == (7, 3, INT8)
-
-
 @pytest.mark.parametrize(
     ("formats", "allowed"),
     [
@@ -70,13 +63,6 @@ def test_pools_are_fluid_only_if_both_are_split_into_ranks_in_the_same_way(decod
 
 def test_operator_can_put_walls_between_the_pools():
     assert stretch_of(WorkerConfig(), CPU, PoolsConfig(fluid=False)) is None
-
-
-def test_config_of_a_role_is_idempotent():
-    config = WorkerConfig(decode_kv_dtype=INT8, kv_wire_dtype=INT8)
-    for role in Role:
-        own = config_of(role, config, CPU)
-        assert config_of(role, own, CPU) == own
 
 
 @pytest.mark.parametrize(

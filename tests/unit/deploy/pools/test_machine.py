@@ -41,22 +41,6 @@ def test_a_name_says_no_role_and_the_smallest_free_number_is_taken_again():
     assert world.roles() == {"worker-0": D, "worker-1": P, "worker-2": P}
 
 
-def test_workers_that_an_older_baton_named_by_role_keep_their_names():
-    world = settled(Pools(1, 1))
-    old = {"prefill-0": "worker-0", "decode-0": "worker-1"}
-    world.processes = {name: world.processes[new] for name, new in old.items()}
-    world.addresses = {name: world.addresses[new] for name, new in old.items()}
-    world.replace_controller(intent_of(Pools(1, 2), drained=(WorkerId("decode-1"),)), version=9)
-    world.connect()
-    world.settle()
-    assert world.roles() == {"decode-0": D, "prefill-0": P, "worker-0": D}
-    world.feed(Flip(WorkerId("decode-0"), M))
-    world.feed(Stop(WorkerId("decode-0")))
-    world.settle()
-    assert world.roles() == {"prefill-0": P, "worker-0": D}
-    assert world.machine.intent.drained == ()
-
-
 def test_workers_are_listed_by_role_then_by_number():
     world = settled(Pools(1, 11), max_workers=12)
     world.feed(Flip(WorkerId("worker-4"), M))

@@ -126,15 +126,6 @@ def test_dry_run_reports_once_and_changes_nothing():
     assert world.tick(READING).outcome is DecisionOutcome.DONE
 
 
-def test_repeated_order_is_recorded_again():
-    world = World(Pools(2, 2))
-    first = world.tick(READING)
-    world.feed(SetPools(Pools(2, 2)))
-    world.rest()
-    again = world.tick(READING)
-    assert (again.what, again.number) == (first.what, first.number + 1)
-
-
 def test_planner_that_is_off_says_nothing_and_forgets():
     world = World(Pools(2, 2), mode=PlannerMode.OFF)
     assert world.tick(READING, seconds=3) is None
@@ -176,16 +167,6 @@ def test_operators_order_is_not_taken_back_at_once():
     assert world.tick(READING) is None
 
 
-def test_history_is_bounded(monkeypatch):
-    world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
-    for number in range(600):
-        world.machine.state.intent = intent_of(Pools(2, 2, number), planner=PlannerMode.DRY_RUN)
-        world.tick(READING)
-    decisions = world.planning.decisions
-    assert len(decisions) == 200
-    assert decisions[-1].number == 600
-
-
 # ---------------------------------------------------------------- input
 
 
@@ -195,13 +176,6 @@ def test_reports_add_up_and_a_silent_gateway_pauses_the_planner():
     assert "1 gateways are silent" in world.planning.reasons[0]
     half = replace(READING, prefill_s_per_s=1.5, queued_s=1.5)
     assert world.tick(half, half).after == Pools(3, 1)
-
-
-def test_gateway_without_an_observation_counts_as_silent():
-    world = World(Pools(2, 2))
-    report = GatewayReport(None, 1, 2, 0, 0, 0.0)
-    assert world.planning.tick([report], world.infos(), 1.0) == []
-    assert world.planning.reasons == ("nothing: no gateway reports",)
 
 
 def test_planner_waits_while_a_worker_changes():
@@ -278,14 +252,6 @@ def test_each_model_is_planned_by_its_own_load():
     assert world.planning.reasons[-1].startswith("small: ")
     assert world.machine.intent.version("small-v1").pools == Pools(3, 1)
     assert world.wanted == Pools(1, 3)
-
-
-def test_refusals_for_two_models_are_kept_once_each():
-    world = with_small(mode=PlannerMode.DRY_RUN)
-    report = GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: WRITING, "small": READING})
-    for second in range(5):
-        world.planning.tick([report], world.infos(), world.now_s + second)
-    assert [each.model for each in world.planning.decisions] == ["", "small"]
 
 
 def test_a_model_that_sleeps_is_not_planned():

@@ -43,12 +43,6 @@ def test_pause_between_restarts_grows_to_a_minute():
     assert tries.restarts.is_looping("gateway")
 
 
-def test_failed_starts_pause_alike():
-    tries = Tries()
-    tries.watch(20, dies_after_s=None)
-    assert tries.starts == [0, 1, 3, 7, 15]
-
-
 def test_pause_begins_when_the_last_start_has_failed():
     tries = Tries()
     tries.watch(300, dies_after_s=None, takes_s=100.0)
@@ -85,16 +79,6 @@ def test_long_run_resets_the_pause():
     tries.restarts.started("gateway", 2000.0)
     assert tries.restarts.failed("gateway", 2060.0) == 1
     assert not tries.restarts.is_looping("gateway")
-
-
-def test_unknown_service_may_start_at_once():
-    restarts = Restarts()
-    assert restarts.is_due("other", 0.0)
-    restarts.failed("gateway", 0.0)
-    assert not restarts.is_due("gateway", 0.5)
-    restarts.remove("gateway")
-    assert restarts.is_due("gateway", 0.5)
-    assert restarts.num_failed("gateway") == 0
 
 
 def test_all_ends_are_counted_until_a_service_is_forgotten():

@@ -17,7 +17,6 @@ from engine.messages import Role, WorkerId
 
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 SETTINGS = resolve(WorkerConfig(), DeviceKind.CPU)
-READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 
 
 @pytest.mark.parametrize(

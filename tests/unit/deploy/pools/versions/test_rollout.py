@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.pools.events import Died, GatewaySeen, PoolTick, Publish, RoomSeen, StartWorker
+from deploy.pools.events import Died, GatewaySeen, PoolTick, Publish, StartWorker
 from deploy.pools.orders import (
     Abort,
     AddVersion,
@@ -274,16 +274,6 @@ def test_reports_from_before_an_abort_end_no_workers():
     assert {world.processes[name].version for name in gone} == {"v2"}
 
 
-def test_failed_update_leaves_other_versions_alone():
-    world = with_canary()
-    world.bad_versions.add("v3")
-    world.feed(AddVersion(named("v3"), takes_over=True))
-    world.settle()
-    assert by_version(world) == {"v1": 2, "v2": 2}
-    assert weights(world) == {"v1": 100, "v2": 10}
-    assert world.machine.counters["updates given up"] == 1
-
-
 def test_second_version_that_does_not_start_is_given_up():
     world = settled()
     world.bad_versions.add("v2")
@@ -341,15 +331,6 @@ def test_split_version_may_become_mixed_by_a_rollout(max_workers):
     assert set(world.roles().values()) == {Role.MIXED}
 
 
-def test_split_version_may_become_mixed_without_spare_room():
-    world = with_canary(Pools(0, 0, 1), max_workers=3)
-    world.feed(RoomSeen(2, "a node was lost"))
-    world.feed(Finish("v2", Pools(0, 0, 2)))
-    world.settle()
-    assert by_version(world) == {"v2": 2}
-    assert set(world.roles().values()) == {Role.MIXED}
-
-
 def test_rounded_shares_converge():
     world = settled()
     world.feed(AddVersion(named("v2", weight=1), takes_over=False))
@@ -359,15 +340,6 @@ def test_rounded_shares_converge():
     world.feed(Finish("v1"))
     world.settle()
     assert weights(world) == {"v1": 100}
-    assert by_version(world) == {"v1": 2}
-
-
-def test_version_can_be_aborted_while_it_starts():
-    world = settled()
-    world.feed(AddVersion(named("v2", weight=1), takes_over=False))
-    assert WorkerState.STARTING in world.states().values()
-    world.feed(Abort("v2"))
-    world.settle()
     assert by_version(world) == {"v1": 2}
 
 

@@ -28,11 +28,6 @@ def state_of(world: PoolWorld, name: str) -> Version:
     return version
 
 
-def test_each_model_has_its_own_workers():
-    world = settled(Pools(2, 1), others={"small": Pools(1, 1), "tiny": Pools(0, 0, 1)})
-    assert [workers_of(world, name) for name in ("v1", "small-v1", "tiny-v1")] == [3, 2, 1]
-
-
 def test_idle_model_sleeps_and_a_request_wakes_it():
     world = with_small()
     world.run(IDLE_S - 5)
