@@ -30,7 +30,7 @@ from deploy.base.spec import (
     decode_spec,
 )
 from deploy.fetching.cache import FETCH_TIMEOUT_S
-from deploy.ray.hosting import Hosting, HostingChild, HostingThread
+from deploy.ray.hosting import HostingChild, HostingThread
 from deploy.services.model import fetch, has_to_fetch, start_limit_s
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
@@ -55,7 +55,7 @@ class ServiceActor:
         """`nursery`: the port of a nursery on this machine, whose child runs the service."""
         self._spec = decode_spec(kind, spec)
         self._ready = b""
-        self._hosting: Hosting
+        self._hosting: HostingThread | HostingChild
         if nursery is None:
             host = ray.util.get_node_ip_address()
             self._hosting = HostingThread(self._spec, host=host, node=node_name())

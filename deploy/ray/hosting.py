@@ -12,7 +12,7 @@ and both end together:
 import logging
 import os
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -29,23 +29,7 @@ log = logging.getLogger(__name__)
 ENDED = 70  # exit status of an actor whose child has ended
 
 
-class Hosting(Protocol):
-    """One service of an actor. `stop_draining` may be called while `stop` runs."""
-
-    def start(self, limit_s: float) -> ServiceReady:
-        """Starts the service. Raises BatonError, OSError, MemoryError."""
-        ...
-
-    def stop(self) -> None:
-        """Closes the service."""
-        ...
-
-    def stop_draining(self) -> None:
-        """Makes `stop` wait for nothing."""
-        ...
-
-
-class HostingThread(Hosting):
+class HostingThread:
     """The service runs in a thread of this process."""
 
     def __init__(self, spec: ServiceSpec, *, host: str, node: str) -> None:
@@ -57,7 +41,7 @@ class HostingThread(Hosting):
         self._thread: ServiceThread[Any] = ServiceThread(service, spec.kind)
 
     def start(self, limit_s: float) -> ServiceReady:
-        """Opens the service."""
+        """Opens the service. Raises BatonError, OSError, MemoryError."""
         from deploy.base.thread import freeze_heap
 
         ready: ServiceReady = self._thread.open(limit_s)
@@ -69,11 +53,11 @@ class HostingThread(Hosting):
         self._thread.close()
 
     def stop_draining(self) -> None:
-        """Makes `stop` wait for nothing."""
+        """Makes `stop` wait for nothing, even while it runs."""
         self._thread.stop_draining()
 
 
-class HostingChild(Hosting):
+class HostingChild:
     """The service runs in a child of the nursery whose port is at `port`."""
 
     def __init__(self, spec: ServiceSpec, *, port: str) -> None:
@@ -98,7 +82,7 @@ class HostingChild(Hosting):
         self._process.stop(self._stops_draining)
 
     def stop_draining(self) -> None:
-        """Makes `stop` wait for nothing."""
+        """Makes `stop` wait for nothing, even while it runs."""
         self._stops_draining.set()
 
     def _watch(self) -> None:

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -70,26 +69,6 @@ class HeadAnswer(msgspec.Struct, frozen=True):
 
 class OtherVersion(ConfigError):
     """A head answered in a form that this version does not know."""
-
-
-class Cluster(Protocol):
-    """A cluster that Baton runs on."""
-
-    def is_up(self) -> bool:
-        """Returns true if Ray answers. Raises ConfigError if it may run but does not answer."""
-        ...
-
-    def up(self) -> None:
-        """Makes the cluster. Raises ConfigError."""
-        ...
-
-    def ask(self, verb: str, file: Path | None = None) -> Status:
-        """Runs a verb of `deploy.ray.head` on the cluster. Raises ConfigError."""
-        ...
-
-    def down(self) -> list[LeftProcess]:
-        """Ends the cluster; returns the processes that are left. Raises ConfigError."""
-        ...
 
 
 class RayUp:
@@ -209,6 +188,9 @@ class Running:
     def down(self) -> list[LeftProcess]:
         """Leaves the cluster alone."""
         return []
+
+
+Cluster = RayUp | Running
 
 
 def cluster_of(config: UpConfig) -> Cluster:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from textual import work
 from textual.app import App, ComposeResult
@@ -11,13 +11,9 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
-from deploy.admin.client import AdminError
+from deploy.admin.client import AdminClient, AdminError
 from deploy.admin.schema import (
-    PlannerAnswer,
-    PoolsAnswer,
     PreviewAnswer,
-    RequestsAnswer,
-    StoreInfo,
 )
 from deploy.terminal.rows import (
     COLUMNS,
@@ -36,36 +32,6 @@ from engine.errors import ConfigError
 
 ASK_EVERY_S = 1.0
 MAX_LINES = 30  # in a preview
-
-
-class TopDeployment(Protocol):
-    """The methods of `deploy.admin.client.AdminClient` that the screen uses."""
-
-    url: str
-
-    def pools(self) -> PoolsAnswer:
-        """Returns the pools."""
-        ...
-
-    def requests(self) -> RequestsAnswer:
-        """Returns the requests in service."""
-        ...
-
-    def planner(self) -> PlannerAnswer:
-        """Returns the planner."""
-        ...
-
-    def stores(self) -> list[StoreInfo]:
-        """Returns the stores of KV."""
-        ...
-
-    def preview(self, path: str, body: object) -> PreviewAnswer:
-        """Returns what an order would do."""
-        ...
-
-    def give(self, path: str, body: object) -> PoolsAnswer:
-        """Gives an order."""
-        ...
 
 
 class TopPage(ModalScreen[None]):
@@ -148,7 +114,7 @@ class Top(App[None]):
         Binding("q", "quit", "quit"),
     ]
 
-    def __init__(self, deployment: TopDeployment) -> None:
+    def __init__(self, deployment: AdminClient) -> None:
         super().__init__()
         self._deployment = deployment
         self._view = View.WORKERS
