@@ -11,10 +11,12 @@ import pytest
 
 from deploy.local.nursery_port import NurseryPort
 from deploy.ray import own_ray
+from tests.kits.models.real import CACHE
 from tests.kits.services.cluster import NURSERY
 from tests.kits.services.served import HANDS_OVER, Served, serve
 
 own_ray.prepare(os.environ)  # before a test imports Ray
+os.environ["BATON_CACHE"] = str(CACHE)  # before the nursery starts, whose workers inherit it
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -27,7 +29,7 @@ def _nursery() -> Iterator[None]:
 def lent() -> Iterator[tuple[str, ...]]:
     """The command `baton` whose processes are children of this session's nursery.
 
-    Each start with a nursery of its own would import torch again. `served` has its own.
+    Each start with a nursery of its own would import torch again.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = NurseryPort(NURSERY, Path(folder) / "nursery")
@@ -37,10 +39,10 @@ def lent() -> Iterator[tuple[str, ...]]:
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[Served]:
+def served(lent) -> Iterator[Served]:
     """A deployment of all tests that only ask: hands every prompt over, drafts where that pays."""
     options = ("--launcher", "process", "--speculate", "auto", "--grpc-port", "0")
-    with serve(*options, **HANDS_OVER) as running:
+    with serve(*options, command=lent, **HANDS_OVER) as running:
         yield running
 
 

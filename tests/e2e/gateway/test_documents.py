@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from typer.testing import CliRunner
 
 from deploy.base.run_dir import announced, run_directory
+from deploy.commands.main import app
 from tests.kits.services.served import Served, matching, metrics, poll_until, serve
 from tests.kits.tree import documents
 from tests.kits.tree.documents import SHELLS, Block
@@ -102,4 +104,6 @@ def test_operators_commands_that_only_look_work(served):
     [access] = [each for each in announced(run_directory(os.environ)) if each.url == served.url]
     to_admin = {"BATON_ADMIN_URL": access.admin_url, "BATON_ADMIN_KEY": access.key}
     for words in looks:
-        assert said([sys.executable, "-m", "deploy.commands.main", *words], **to_admin)
+        done = CliRunner().invoke(app, words, env=to_admin)
+        assert done.exit_code == 0, done.output
+        assert done.output

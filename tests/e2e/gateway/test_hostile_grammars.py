@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from tests.kits.services.served import marked_pids, matching, metrics
+from tests.kits.services.served import matching, metrics, services
 
 pytestmark = pytest.mark.torch
 
@@ -71,7 +71,7 @@ def test_hostile_grammars_are_refused_while_streams_go_on(served):
     stop, gaps = threading.Event(), []
     with httpx.Client(timeout=TIMEOUT_S) as client:
         assert attack(client, served.url, {"guided_json": {"enum": ["yes"]}}).status_code == 200
-        before = set(marked_pids(served.mark))
+        before = services()
         streaming = threading.Thread(target=gaps_of_streams, args=(served.url, stop, gaps))
         streaming.start()
         try:
@@ -89,6 +89,6 @@ def test_hostile_grammars_are_refused_while_streams_go_on(served):
             streaming.join(TIMEOUT_S)
     assert len(gaps) > 20
     assert max(gaps) < MAX_GAP_S, sorted(gaps)[-5:]
-    assert before <= set(marked_pids(served.mark))
+    assert before <= services()
     verdicts = matching("baton_grammars_total", metrics(served.url))
     assert sum(count for name, count in verdicts.items() if "slow" in name) > 0

@@ -1,22 +1,25 @@
 """`baton serve` as a user runs it: the command, HTTP, public clients, and a clean end."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
-import sys
+from collections.abc import Sequence
 
 import pytest
 
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import MonotonicClock
-from kvtransfer.transports.nixl_agent import PACKAGES
 from tests.kits.services.served import (
+    BATON,
     HTTP,
     START_TIMEOUT_S,
     held,
-    marked_pids,
     matching,
     metrics,
     poll_until,
+    services,
 )
 from tests.kits.services.sockets import beyond_loopback, tree
 
@@ -64,13 +67,14 @@ def test_a_client_that_disconnects_frees_everything_at_once(served):
 
 
 def test_plain_processes_listen_on_loopback_only(served):
-    pids = tree(served.process.pid) | set(marked_pids(served.mark))
-    assert beyond_loopback(served, pids) == []
+    assert beyond_loopback(served, tree(served.process.pid) | services()) == []
 
 
-def run_command(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run_command(
+    *arguments: str, program: Sequence[str] = BATON, **environment: str
+) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "deploy.commands.main", *arguments],
+        [*program, *arguments],
         capture_output=True,
         text=True,
         timeout=START_TIMEOUT_S,
@@ -85,24 +89,17 @@ def test_a_missing_model_directory_is_one_clear_line_and_a_bad_exit():
     assert result.stderr.strip().splitlines() == ["error: /nonexistent: no such model directory"]
 
 
-def test_nixl_where_it_is_not_installed_is_one_clear_line(tmp_path):
-    for package in PACKAGES:
-        (tmp_path / f"{package}.py").write_text("raise ImportError('not [here]')")
-    arguments = (
-        "serve",
-        "bundled",
-        "--launcher",
-        "process",
-        "--kv-transport",
-        "nixl",
-        "--port",
-        "0",
-    )
-    folder = {"PYTHONPATH": str(tmp_path), "BATON_RUN_DIR": str(tmp_path)}
-    result = run_command(*arguments, BATON_ADMIN__NAME="fails", **folder)
+def test_a_start_that_fails_is_one_clear_line(lent, tmp_path):
+    model = tmp_path / "not [here]"
+    shutil.copytree(BUNDLED_MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
+    command = ("serve", str(model), "--launcher", "process", "--port", "0")
+    environment = {"BATON_ADMIN__NAME": "fails", "BATON_RUN_DIR": str(tmp_path)}
+    result = run_command(*command, program=lent, **environment)
     assert result.returncode == 1
     [line] = result.stderr.strip().splitlines()
-    assert re.match(r"error: worker-[01]: .*\bNIXL\b", line)
-    assert all(f"{package}: not [here]" in line for package in PACKAGES)  # no markup
+    assert re.match(r"error: worker-[01]: .*model type `nothing`", line)
+    assert str(model) in line  # no markup
     # A start that fails leaves no orders for the next one.
     assert not list(tmp_path.glob("*.orders"))

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from engine.clock import MonotonicClock
+from tests.kits.services.null_serve import LENT
 from tests.kits.services.served import (
     HTTP,
     MARK,
@@ -26,6 +27,7 @@ from tests.kits.services.served import (
     WAIT_S,
     marked_processes,
     poll_until,
+    services,
 )
 
 NUM_STREAMS = 8
@@ -38,6 +40,7 @@ class Command:
 
     process: "subprocess.Popen[bytes]"
     mark: str
+    others: set[int]  # services of other tests
     printed: bytes = b""
     url: str = ""
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2 * NUM_STREAMS))
@@ -59,6 +62,7 @@ class Command:
         status = self.process.wait(timeout_s)
         took_s = clock.now_s() - begin_s
         poll_until(lambda: not marked_processes(self.mark), "no process is left")
+        poll_until(lambda: services() <= self.others, "no service is left")
         self.printed += self.process.stderr.read()
         text = self.printed.decode()
         assert "Traceback" not in text, text
@@ -102,15 +106,15 @@ class Command:
 
 
 @contextmanager
-def started(*command: str) -> Iterator[Command]:
-    mark = uuid.uuid4().hex
+def started(*command: str, **environment: str) -> Iterator[Command]:
+    mark, before = uuid.uuid4().hex, services()
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stderr=subprocess.PIPE,
-        env={**os.environ, MARK: mark, "COLUMNS": "200"},
+        env={**os.environ, MARK: mark, "COLUMNS": "200", **environment},
         start_new_session=True,
     )
-    running = Command(process, mark)
+    running = Command(process, mark, before)
     try:
         yield running
     finally:
@@ -121,8 +125,10 @@ def started(*command: str) -> Iterator[Command]:
 
 
 @contextmanager
-def serving(*, drain_s: float, pace_s: float = 0.01) -> Iterator[Command]:
-    with started("tests.kits.services.null_serve", str(drain_s), str(pace_s)) as running:
+def serving(lent: Sequence[str] = (), *, drain_s: float) -> Iterator[Command]:
+    """Without a lent nursery, the command's output has the lines of its gateway too."""
+    command = ("tests.kits.services.null_serve", str(drain_s), "0.01")
+    with started(*command, **({LENT: lent[-1]} if lent else {})) as running:
         running.url = running.read_until(rb"serving \S+ at (http://\S+)")[1].decode()
         yield running
 
@@ -132,11 +138,10 @@ def error_code(answer: str) -> str:
     return json.loads(answer.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_begun_answers_are_completed_and_new_requests_are_refused(number):
-    with serving(drain_s=60) as running:
+def test_begun_answers_are_completed_and_new_requests_are_refused(lent):
+    with serving(lent, drain_s=60) as running:
         answers = running.streams(300)
-        running.process.send_signal(number)
+        running.process.send_signal(signal.SIGTERM)
         running.read_until(rb"draining: \d+ answers running, up to 60 s; Ctrl-C again to stop now")
         poll_until(lambda: not running.listens(), "it stops listening")
         assert all(answer.result(WAIT_S).endswith("data: [DONE]\n\n") for answer in answers)
@@ -156,8 +161,8 @@ def test_an_answer_longer_than_the_drain_ends_with_an_error():
         assert f"{NUM_STREAMS + 1} requests are ended before they are complete" in text
 
 
-def test_a_second_signal_ends_at_once():
-    with serving(drain_s=60) as running:
+def test_a_second_signal_ends_at_once(lent):
+    with serving(lent, drain_s=60) as running:
         answers = running.streams(FOR_EVER)
         running.process.send_signal(signal.SIGINT)
         running.read_until(b"draining")

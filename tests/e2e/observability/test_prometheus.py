@@ -65,10 +65,10 @@ VLLM_QUERIES = (
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Served]:
-    run_dir = tmp_path_factory.mktemp("run")
+def served(lent, tmp_path_factory) -> Iterator[Served]:
     options = ("--launcher", "process", "--prefill", "1", "--decode", "1")
-    with serve(*options, BATON_RUN_DIR=str(run_dir), **SETTINGS, **HANDS_OVER) as running:
+    environment = {"BATON_RUN_DIR": str(tmp_path_factory.mktemp("run")), **SETTINGS, **HANDS_OVER}
+    with serve(*options, command=lent, **environment) as running:
         yield running
 
 

@@ -41,8 +41,9 @@ def tabs():
 
 
 @pytest.fixture(scope="module")
-def server():
-    with serve("--prefill", "1", "--decode", "2", BATON_ADMIN__KEY=KEY) as served:
+def server(lent):
+    options = ("--launcher", "process", "--prefill", "1", "--decode", "2")
+    with serve(*options, command=lent, BATON_ADMIN__KEY=KEY) as served:
         ask(served.url, 8)
         yield served
 

@@ -16,16 +16,17 @@ from engine.config import DeviceKind, WorkerConfig
 from engine.devices.settings import resolve
 from engine.messages import Role, WorkerId
 from tests.kits.checkpoints import tiny_checkpoint
+from tests.kits.services.cluster import NURSERY
 from tests.kits.services.processes import descendants_of, ended
-from tests.kits.services.served import poll_until
+from tests.kits.services.served import START_TIMEOUT_S, poll_until
 
 LEAVES_WITHIN_S = 10.0  # though nothing ever ends the loading
 
 
 @contextlib.contextmanager
-def running(command, **pipes):
+def running(command):
     """Runs a program, and kills it if it is left over."""
-    with subprocess.Popen(command, **pipes) as process:
+    with subprocess.Popen(command) as process:
         try:
             yield process
         finally:
@@ -44,17 +45,21 @@ def test_a_worker_that_loads_its_model_leaves_at_once_with_its_ranks(
     os.mkfifo(endless)
     config = resolve(WorkerConfig(kv_mib=16, tp=ranks), DeviceKind.CPU)
     spec = WorkerSpec(WorkerId("w"), Role.MIXED, str(model), config, "token", threads=1)
-    command = [sys.executable, "-m", "deploy.local.process_main", "worker"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with running(command, **pipes) as process:
-        process.stdin.write(msgspec.json.encode(spec) + b"\n")
-        process.stdin.flush()
+    child = NURSERY.fork("worker")
+    try:
+        child.await_start(START_TIMEOUT_S)
+        child.stdin.write(msgspec.json.encode(spec) + b"\n")
+        child.stdin.flush()
         writers: list[int] = []
         poll_until(lambda: _reads(endless, writers), "the worker loads its model")
-        started = descendants_of(process.pid)
+        started = descendants_of(child.pid)
         assert len(started) == ranks - 1
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LEAVES_WITHIN_S) == 0
+        child.terminate()
+        child.wait(LEAVES_WITHIN_S)
+        assert child.exit_status == 0
+    finally:
+        child.kill()
+        child.close()
     assert all(ended(pid) for pid in started)
     os.close(writers[0])
 

@@ -132,17 +132,26 @@ def kill_store(served: Served) -> None:
     poll_until(lambda: has_joined(served), "it has joined", SETTLE_S)
 
 
+def kill_keeper(served: Served) -> None:
+    """Kills the store's parent, and waits until another store has joined."""
+    [child] = store_pids()
+    keeper = int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(keeper, signal.SIGKILL)
+    assert ended(child), "its process ends too"
+    poll_until(lambda: store_pids() not in ([], [child]), "the launcher starts it", SETTLE_S)
+    poll_until(lambda: has_joined(served), "it has joined", SETTLE_S)
+
+
 @pytest.fixture
 def run_dir(tmp_path) -> Path:
     return tmp_path / "run"
 
 
 @pytest.fixture(scope="module")
-def expected(lent) -> dict[str, list[list[int]]]:
+def expected(served) -> dict[str, list[list[int]]]:
     """The answers without a store."""
-    with serve("--launcher", "process", command=lent, **HANDS_OVER) as served:
-        greedy = [ask(served.url, prompt)[0] for prompt in prompts(4, 1)]
-        sampled = [ask(served.url, prompt, seed=7)[0] for prompt in prompts(4, 1)]
+    greedy = [ask(served.url, prompt)[0] for prompt in prompts(4, 1)]
+    sampled = [ask(served.url, prompt, seed=7)[0] for prompt in prompts(4, 1)]
     return {"greedy": greedy, "sampled": sampled}
 
 
@@ -193,7 +202,7 @@ def test_prefixes_outlive_workers_of_several_ranks(lent, run_dir):
         assert [cached for _, cached in answers] == [whole] * len(inputs)
 
 
-def test_no_token_changes_while_the_store_is_killed_and_its_disk_damaged(
+def test_no_token_changes_while_store_and_keeper_are_killed_and_the_disk_damaged(
     lent, run_dir, tmp_path, expected
 ):
     """The store's memory is too small, so blocks come from the disk, where bits have flipped."""
@@ -220,6 +229,7 @@ def test_no_token_changes_while_the_store_is_killed_and_its_disk_damaged(
                 kill_store(served)
                 damage(disk, random.Random(3))
                 kill_workers(run_dir)
+            kill_keeper(served)
         finally:
             is_over.set()
             for thread in threads:
@@ -239,24 +249,6 @@ def damage(disk: Path, rng: random.Random) -> None:
                     byte = file.read(1)
                     file.seek(place)
                     file.write(bytes([byte[0] ^ 1 << rng.randrange(8)]))
-
-
-def test_a_store_whose_keeper_dies_begins_empty(lent, run_dir):
-    [prompt] = prompts(1, 5)
-    with with_store(lent, run_dir, memory_mib="32") as served:
-        tokens, _ = ask(served.url, prompt)
-        until_kept(served, PROMPT_TOKENS // BLOCK_TOKENS, "host")
-        [child] = store_pids()
-        keeper = int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1])
-        os.kill(keeper, signal.SIGKILL)
-        assert ended(child), "its process ends too"
-        assert ask(served.url, prompt)[0] == tokens
-
-        def is_back() -> bool:
-            return store_pids() not in ([], [child]) and has_joined(served)
-
-        poll_until(is_back, "the launcher starts it again", SETTLE_S)
-        assert ask(served.url, prompt)[0] == tokens
 
 
 def test_objects_outlive_memory_and_disk(lent, run_dir, tmp_path):

@@ -49,18 +49,13 @@ def split(*, transport=Transport.AUTO, **ranks):
     ("prefill", "decode", "transport"),
     [
         ({"tp": 2}, {}, Transport.ZMQ),
-        # `test_running_answers_move_between_workers_of_other_ranks` has such pairs too.
-        *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in (
-                ({}, {"tp": 2}, Transport.SHM),
-                ({"pp": 2}, {}, Transport.SHM),
-                ({"tp": 2}, {"pp": 2}, Transport.ZMQ),
-                ({"tp": 2, "pp": 2}, {"tp": 2}, Transport.SHM),
-            )
-        ),
+        ({}, {"tp": 2}, Transport.SHM),
+        ({"pp": 2}, {}, Transport.SHM),
+        ({"tp": 2}, {"pp": 2}, Transport.ZMQ),
+        ({"tp": 2, "pp": 2}, {"tp": 2}, Transport.SHM),
     ],
 )
+@pytest.mark.long  # `test_running_answers_move_between_workers_of_other_ranks` has such pairs too
 def test_pools_may_be_split_in_different_ways(tmp_path_factory, prefill, decode, transport):
     model = tiny_checkpoint(tmp_path_factory, "llama")
     config = {

@@ -5,7 +5,6 @@ That nursery has imported torch already. One of its own would take eight CPU sec
 
 import sys
 
-from deploy.commands.main import main
 from deploy.local import launcher
 from deploy.local.nursery_port import DistantNursery
 
@@ -23,6 +22,8 @@ class LentNursery(DistantNursery):
 
 
 if __name__ == "__main__":
+    from deploy.commands.main import main  # others import this file for its class
+
     port = sys.argv.pop(1)
     launcher.Nursery = lambda: LentNursery(port)  # type: ignore[assignment,misc]
     main()

@@ -1,5 +1,5 @@
 """`python -m tests.kits.services.null_serve DRAIN_S PACE_S [NAME]`: `baton serve`, whose workers
-compute nothing. NAME is the deployment's."""
+compute nothing. NAME is the deployment's. The environment may name the port of a lent nursery."""
 
 import os
 import sys
@@ -14,7 +14,10 @@ from deploy.local.nursery import Nursery
 from deploy.logs.lines import LogSource, configure_logging
 from engine.clock import MonotonicClock
 from engine.config import AdminConfig, Config, GatewayConfig, PoolsConfig
+from tests.kits.services.lent_nursery import LentNursery
 from tests.kits.services.null_workers import NullWorkers
+
+LENT = "BATON_TEST_NURSERY"
 
 
 def main() -> None:
@@ -26,7 +29,7 @@ def main() -> None:
     config = Config(gateway=gateway, pools=pools, admin=AdminConfig(name=name))
     signals = StopSignals()
     signals.install()
-    nursery = Nursery()
+    nursery = LentNursery(os.environ[LENT]) if LENT in os.environ else Nursery()
     launcher = NullWorkers(nursery, pace_s)
     deployment = Deployment(launcher, model=BUNDLED_MODEL, config=config)
     status = run(deployment, Console(stderr=True), ServiceManager(os.environ), signals)

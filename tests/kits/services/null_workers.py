@@ -10,13 +10,17 @@ from bench.processes.driven import Driven
 from deploy.base.spec import ServiceReady, ServiceSpec, WorkerReady, WorkerSpec
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import Nursery
+from tests.kits.services.lent_nursery import LentNursery
 
 
 class NullWorkers(ProcessLauncher):
     """A launcher of real gateways, and of workers that send each answer a token every `pace_s`."""
 
     def __init__(
-        self, nursery: Nursery, pace_s: float = 0.001, kernels: Mapping[str, str] | None = None
+        self,
+        nursery: Nursery | LentNursery,
+        pace_s: float = 0.001,
+        kernels: Mapping[str, str] | None = None,
     ) -> None:
         """`kernels`: what workers say that they compute with, by name."""
         super().__init__(nursery)
