@@ -31,6 +31,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer
 
+from engine.devices.heap import return_freed_memory
 from engine.errors import GrammarError
 from engine.grammar.ebnf import is_ebnf, lark_of
 from engine.grammar.guide import Guide
@@ -48,6 +49,7 @@ COMPILING_FUEL = 500_000
 MASK_FUEL = 100_000  # expressions that one mask may cost
 MASK_ITEMS = 5_000  # parser items that one mask may cost: 0.05 s where rules are ambiguous
 MAX_CACHED_BYTES = 2**30  # estimated memory of the kept grammars
+COMPILED_BETWEEN_TRIMS = 16  # freed memory is returned to the system after this many grammars
 STATES_BYTES = MAX_LEXER_STATES * 2048  # memory that following a grammar adds at most
 COMPILED_BYTES_PER_S = 150 * 2**20  # memory that one second of compiling adds at most, as measured
 MAX_TOKEN_S = 0.1  # CPU time for one token; large schemas take 0.04
@@ -87,6 +89,7 @@ class LlGuides:
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[_Kept, Future[_Compiled]] = OrderedDict()
+        self._num_compiled = 0
 
     def prepare(self, grammar: Grammar) -> None:
         """Compiles the grammar unless it is cached. Raises GrammarError."""
@@ -139,12 +142,19 @@ class LlGuides:
             del future  # it holds the error, whose traceback holds this frame
 
     def _evict(self) -> None:
-        """Evicts the least recently used grammars until the others fit MAX_CACHED_BYTES."""
+        """Evicts the least recently used grammars until the others fit MAX_CACHED_BYTES.
+
+        Returns freed memory to the system now and then, as the C library would keep it.
+        """
         with self._lock:
+            self._num_compiled += 1
+            is_due = self._num_compiled % COMPILED_BETWEEN_TRIMS == 0
             total_bytes = sum(map(_bytes_of, self._compiled.values()))
             while total_bytes > MAX_CACHED_BYTES and len(self._compiled) > 1:
                 _, future = self._compiled.popitem(last=False)
                 total_bytes -= _bytes_of(future)
+        if is_due:
+            return_freed_memory()
 
     @property
     def cached_bytes(self) -> int:

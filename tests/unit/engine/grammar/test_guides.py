@@ -13,7 +13,13 @@ from tokenizers import Tokenizer
 
 import engine.model
 from engine.errors import GrammarError
-from engine.grammar.guides import MAX_SOURCE_LEN, STATES_BYTES, LlGuides, to_lark
+from engine.grammar.guides import (
+    COMPILED_BETWEEN_TRIMS,
+    MAX_SOURCE_LEN,
+    STATES_BYTES,
+    LlGuides,
+    to_lark,
+)
 from engine.grammar.rewriting.patterns import regex_fault
 from engine.messages import Grammar, GrammarKind
 from tests.kits.schemas import allowed_ids, faults, random_schema, terseness, write_answer
@@ -535,6 +541,16 @@ def test_kept_grammars_are_bounded_in_bytes(monkeypatch):
         makes.prepare(schema({"const": i}))
         assert STATES_BYTES <= makes.cached_bytes <= 4 * STATES_BYTES
     assert first.num_allowed(ids_of("0")) == 1
+
+
+def test_memory_that_compiling_freed_is_returned_now_and_then(monkeypatch):
+    trims = []
+    monkeypatch.setattr("engine.grammar.guides.return_freed_memory", lambda: trims.append(1))
+    makes = LlGuides(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+    for i in range(2 * COMPILED_BETWEEN_TRIMS):
+        makes.prepare(schema({"const": i}))
+        makes.prepare(schema({"const": i}))
+    assert len(trims) == 2
 
 
 def test_compiled_grammars_are_kept_for_each_salt_separately():
