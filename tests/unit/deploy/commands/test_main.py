@@ -15,9 +15,6 @@ from engine.errors import ConfigError
 
 COMMANDS = typer.main.get_command(app)
 LATE = ("serve", "bench", "simulate", "plan")
-IMPORTED = (
-    "import sys, deploy.commands.main; print({name.partition('.')[0] for name in sys.modules})"
-)
 
 
 def test_late_commands_are_listed_with_all_others():
@@ -31,21 +28,13 @@ def test_a_late_command_has_the_name_it_is_listed_by(name):
     assert COMMANDS.get_command(None, name).name == name
 
 
-def test_other_commands_import_no_benchmark_torch_or_ray():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert "'deploy'" in done.stdout
-    assert not {"'bench'", "'torch'", "'ray'"} & set(done.stdout.strip("{}\n").split(", "))
-
-
 def test_lists_show_late_commands_with_their_own_help():
     for name, late in main.LATE_COMMANDS.items():
         assert COMMANDS.get_command(None, name).help == late.help
 
 
 @pytest.mark.parametrize("words", ["--help", "--version"])
-def test_lists_import_no_late_command(words):
+def test_lists_import_no_late_command_torch_or_ray(words):
     program = f"import sys; sys.argv = ['baton', '{words}']\n"
     program += "from deploy.commands.main import main\n"
     program += "try: main()\nexcept SystemExit: print(*sys.modules, sep='\\n', file=sys.stderr)"
@@ -54,7 +43,7 @@ def test_lists_import_no_late_command(words):
     )
     modules = set(done.stderr.split("\n"))
     assert "deploy.commands.main" in modules
-    assert not {"deploy.commands.serve", "bench.cli", "bench"} & modules
+    assert not {"deploy.commands.serve", "bench", "torch", "ray"} & modules
 
 
 @pytest.mark.parametrize(
