@@ -191,7 +191,7 @@ class BlockNews:
         match event:
             case Published(number, events):
                 self._num_published = max(self._num_published, number + 1)
-                effects = self._take(number, events)
+                effects = self._apply(number, events)
             case NewsPiece(number, events):
                 effects = self._on_answered(number, events, now_s)
             case NewsEnded():
@@ -225,7 +225,7 @@ class BlockNews:
 
     # ------------------------------------------------------------ batches
 
-    def _take(self, number: int, events: Sequence[BlockEvent]) -> list[NewsEffect]:
+    def _apply(self, number: int, events: Sequence[BlockEvent]) -> list[NewsEffect]:
         """Applies a batch if it is the next one, and the batches that waited for it."""
         if self._next is None or number > self._next:
             if len(self._early) < MAX_EARLY_BATCHES:
@@ -234,9 +234,9 @@ class BlockNews:
         if number < self._next:
             return []
         self._next += 1
-        return [Apply(events), *self._take_early()]
+        return [Apply(events), *self._apply_early()]
 
-    def _take_early(self) -> list[NewsEffect]:
+    def _apply_early(self) -> list[NewsEffect]:
         assert self._next is not None
         effects: list[NewsEffect] = []
         while (events := self._early.pop(self._next, None)) is not None:
@@ -286,7 +286,7 @@ class BlockNews:
         ask.due_s = now_s + ANSWER_TIMEOUT_S
         if not ask.wants_all:
             self._num_published = max(self._num_published, number + 1)
-            return self._take(number, events)
+            return self._apply(number, events)
         if ask.number not in (None, number):
             return self._fail("pieces of two snapshots", now_s)
         ask.number = number
@@ -317,7 +317,7 @@ class BlockNews:
         self._early = {n: events for n, events in self._early.items() if n >= number}
         # If the worker has published more batches, its next count shows that.
         self._num_published = max(self._early, default=number - 1) + 1
-        return [Apply(ask.pieces), *self._take_early()]
+        return [Apply(ask.pieces), *self._apply_early()]
 
     def _fail(self, reason: str, now_s: float) -> list[NewsEffect]:
         """Stops trusting the applied events. After a pause, a snapshot is requested again."""

@@ -52,7 +52,7 @@ CLOSE_TIMEOUT_S = 5.0
 _LINK_ERRORS = (ConnectionError, TimeoutError, ProtocolError, LayoutMismatch, StepStuck)
 
 # Handles a worker's frame and returns the messages that the machine received at once.
-TakeFrame = Callable[[WorkerId, bytes], Sequence[ToGateway]]
+ReceiveFrame = Callable[[WorkerId, bytes], Sequence[ToGateway]]
 
 
 class WorkerLinks:
@@ -67,9 +67,9 @@ class WorkerLinks:
         secret: Secret,
         clock: Clock,
         handle: Callable[[RouterEvent], None],
-        take_frame: TakeFrame,
+        receive_frame: ReceiveFrame,
     ) -> None:
-        """`handle` passes an event to the machine, `take_frame` a worker's frame."""
+        """`handle` passes an event to the machine, `receive_frame` a worker's frame."""
         self.addresses = set(addresses)  # all workers to be connected
         self.joined = asyncio.Event()  # set when a worker joins
         self.fingerprint = ""  # shown in answers; empty until a worker is known
@@ -81,7 +81,7 @@ class WorkerLinks:
         self._secret = secret
         self._clock = clock
         self._handle = handle
-        self._take_frame = take_frame
+        self._receive_frame = receive_frame
         self._links: dict[WorkerId, SessionClient] = {}
         self._linked_to: dict[WorkerId, str] = {}  # addresses by worker
         self._worker_fingerprint = ""
@@ -217,7 +217,7 @@ class WorkerLinks:
             self.joined.set()
             feed = self._follow(info)
             while (frame := await client.receive()) is not None:
-                for message in self._take_frame(info.worker_id, frame):
+                for message in self._receive_frame(info.worker_id, frame):
                     if isinstance(message, StillStepping):
                         self._check_step(info.worker_id, message)
                     elif isinstance(message, LoadReport) and feed is not None:

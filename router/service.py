@@ -39,7 +39,7 @@ from router.port import Handle, Sink, WorkerStatus
 from router.recording.file import RecordingFile
 
 LEAST_SLEEP_S = 1e-3  # seconds; a loop's timers are not more precise
-MAX_UNHEARD = 16  # frames whose tokens the machine has not received yet
+MAX_UNHANDLED = 16  # frames whose tokens the machine has not received yet
 
 
 class Router:
@@ -75,10 +75,10 @@ class Router:
             secret=secret,
             clock=clock,
             handle=self._handle,
-            take_frame=self._take_frame,
+            receive_frame=self._receive_frame,
         )
         # Frames whose tokens were handled before the machine, and the other messages in them.
-        self._unheard: list[tuple[WorkerId, bytes, Sequence[int], float]] = []
+        self._unhandled: list[tuple[WorkerId, bytes, Sequence[int], float]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0  # time for which the timer is set
         self._wake_s: float | None = None  # the machine's next tick; the timer may fire earlier
@@ -219,7 +219,7 @@ class Router:
 
     # ------------------------------------------------------------ the machine
 
-    def _take_frame(self, worker_id: WorkerId, frame: bytes) -> Sequence[ToGateway]:
+    def _receive_frame(self, worker_id: WorkerId, frame: bytes) -> Sequence[ToGateway]:
         """Handles a worker's frame; returns its messages without those that the frame taker
         handled.
 
@@ -233,9 +233,9 @@ class Router:
             messages = decode_to_gateway(frame)
         else:
             decoded = decode_to_gateway(frame) if left else []
-            self._unheard.append((worker_id, frame, left, now_s))
+            self._unhandled.append((worker_id, frame, left, now_s))
             if not left:
-                if len(self._unheard) >= MAX_UNHEARD:
+                if len(self._unhandled) >= MAX_UNHANDLED:
                     self._catch_up()
                 return ()
             messages = [decoded[place] for place in left]
@@ -244,10 +244,10 @@ class Router:
 
     def _catch_up(self) -> None:
         """Passes the tokens that the frame taker handled to the machine."""
-        if not self._unheard:
+        if not self._unhandled:
             return
-        unheard, self._unheard = self._unheard, []
-        for worker_id, frame, left, now_s in unheard:
+        unhandled, self._unhandled = self._unhandled, []
+        for worker_id, frame, left, now_s in unhandled:
             messages = decode_to_gateway(frame)
             for place in reversed(left):
                 del messages[place]

@@ -185,7 +185,7 @@ class Admission:
             state.view.decode_totals.num_seqs / len(decoders) + 1,
             self._mean_context(decoders) + flight.predicted_len(state.lengths),
         )
-        return self._pace_s(decoders[0], everything) <= bound_s
+        return self._tpot_s(decoders[0], everything) <= bound_s
 
     def _slow(
         self, flight: Flight, bound_s: float, now_s: float, joins_s: float
@@ -199,8 +199,8 @@ class Admission:
         load = self.load_at(decoders, joins_s, now_s)
         num_seqs = load.num_seqs + load.spread + 1
         context = load.context_tokens + (flight.length + flight.predicted_len(state.lengths)) / 2
-        pace_s = state.estimates.step_s(worker, round(num_seqs), round(context))
-        if pace_s is None or pace_s <= bound_s:
+        tpot_s = state.estimates.step_s(worker, round(num_seqs), round(context))
+        if tpot_s is None or tpot_s <= bound_s:
             return None
         alone_s = state.estimates.step_s(worker, 1, flight.predicted_len(state.lengths))
         if alone_s is None or alone_s > bound_s:
@@ -208,10 +208,10 @@ class Admission:
         if self._may_be_lent(flight, bound_s):
             return None
         state.counters["rejected", "tokens slow"] += 1
-        share = (pace_s - bound_s) / max(pace_s - alone_s, 1e-9)
+        share = (tpot_s - bound_s) / max(tpot_s - alone_s, 1e-9)
         num_to_end = share * num_seqs * len(decoders)
         retry_s = self._nth_end_s(decoders, num_to_end, now_s) - joins_s
-        message = f"a token would take {1e3 * pace_s:.0f} ms"
+        message = f"a token would take {1e3 * tpot_s:.0f} ms"
         return Rejected(message, min(max(retry_s, LEAST_RETRY_S), state.config.queue_timeout_s))
 
     def _may_be_lent(self, flight: Flight, bound_s: float) -> bool:
@@ -223,8 +223,8 @@ class Admission:
             flight.length, flight.request.limits.max_len, flight.predicted_len(state.lengths)
         )
         for _, worker in state.view.prefillers:
-            pace_s = lent_tpot_s(worker, need, state.estimates)
-            if pace_s is not None and pace_s <= bound_s:
+            tpot_s = lent_tpot_s(worker, need, state.estimates)
+            if tpot_s is not None and tpot_s <= bound_s:
                 return True
         return False
 
@@ -238,11 +238,11 @@ class Admission:
         num_there = sum(claim.num_tokens > 0 for claim in claims)
         load = DecodeLoad(num_there / len(decoders), self._mean_context(decoders))
         for _ in range(2):
-            load = self._load_at_pace(decoders, at_s, now_s, self._pace_s(decoders[0], load))
+            load = self._load_at_tpot(decoders, at_s, now_s, self._tpot_s(decoders[0], load))
         return load
 
-    def _load_at_pace(
-        self, decoders: Sequence[WorkerView], at_s: float, now_s: float, pace_s: float
+    def _load_at_tpot(
+        self, decoders: Sequence[WorkerView], at_s: float, now_s: float, tpot_s: float
     ) -> DecodeLoad:
         """Returns the load, with each sequence weighted by the probability that it still runs."""
         state, survival = self._state, self._state.lengths.survival
@@ -254,7 +254,7 @@ class Admission:
             num_seqs += worker.foreign.seqs
             tokens += worker.foreign.context_tokens
             for claim in worker.decodes.values():
-                more = max(at_s - max(claim.begins_s, now_s), 0.0) / pace_s
+                more = max(at_s - max(claim.begins_s, now_s), 0.0) / tpot_s
                 share = survival(claim.max_tokens, claim.num_tokens, more)
                 num_seqs += share
                 variance += share * (1 - share)
@@ -265,21 +265,21 @@ class Admission:
     def _mean_context(self, decoders: Sequence[WorkerView]) -> float:
         return self._state.view.decode_totals.context_tokens / len(decoders)
 
-    def _pace_s(self, worker: WorkerView, load: DecodeLoad) -> float:
+    def _tpot_s(self, worker: WorkerView, load: DecodeLoad) -> float:
         """Predicts the seconds per token; infinite if unknown."""
         num_seqs, context_tokens = max(round(load.num_seqs), 1), round(load.context_tokens)
-        pace_s = self._state.estimates.step_s(worker, num_seqs, context_tokens)
-        return inf if pace_s is None else pace_s
+        tpot_s = self._state.estimates.step_s(worker, num_seqs, context_tokens)
+        return inf if tpot_s is None else tpot_s
 
     def _ends(self, decoders: Sequence[WorkerView], now_s: float) -> list[tuple[float, int]]:
         """Returns for each sequence its predicted end and the number of blocks that it frees."""
         num_seqs = self._state.view.decode_totals.num_seqs
         load = DecodeLoad(num_seqs / len(decoders), self._mean_context(decoders))
-        pace_s = self._pace_s(decoders[0], load)
+        tpot_s = self._tpot_s(decoders[0], load)
         left = self._state.lengths.left
         return [
             (
-                max(claim.begins_s, now_s) + pace_s * left(claim.max_tokens, claim.num_tokens),
+                max(claim.begins_s, now_s) + tpot_s * left(claim.max_tokens, claim.num_tokens),
                 claim.blocks,
             )
             for worker in decoders

@@ -28,7 +28,7 @@ class Ends:
         now_s: float,
         *,
         last: Update | None = None,
-        tell_workers: bool = True,
+        notify_workers: bool = True,
     ) -> list[RouterEffect]:
         """Ends a request, and its attempts. `last` has the last tokens."""
         state = self._state
@@ -45,7 +45,7 @@ class Ends:
             state.workers.credit(attempt.decode, flight, flight.length - 1)
         if isinstance(outcome, Finished):
             state.lengths.observe(flight.max_tokens, len(flight.tokens))
-        effects = self.end_attempt(flight, now_s, tell_workers=tell_workers)
+        effects = self.end_attempt(flight, now_s, notify_workers=notify_workers)
         del state.flights[request_id]
         state.deadlines.remove(request_id)
         state.counters["ended", type(outcome).__name__.lower()] += 1
@@ -67,7 +67,7 @@ class Ends:
         if flight.num_counted >= state.config.max_attempts:
             message = f"given up after {flight.num_attempts} attempts; the last one: {reason}"
             return effects + self.end(flight, Failed(message), now_s)
-        flight.last_news_s = now_s
+        flight.last_message_s = now_s
         state.waiting.put_back(flight)
         return effects
 
@@ -89,23 +89,23 @@ class Ends:
             flight.stamps.prefill_started_s = other.started_s
             flight.num_cached_tokens = other.num_cached_tokens
         self._state.num_left_seqs += 1
-        effects = self._end_one(flight, attempt, now_s, tell_workers=True)
+        effects = self._end_one(flight, attempt, now_s, notify_workers=True)
         self._state.deadlines.watch(flight)
         return effects
 
     def end_attempt(
-        self, flight: Flight, now_s: float, *, tell_workers: bool = True
+        self, flight: Flight, now_s: float, *, notify_workers: bool = True
     ) -> list[RouterEffect]:
         """Ends all attempts of a request, and releases their claims."""
         effects: list[RouterEffect] = []
         for attempt in (flight.attempt, flight.hedge):
             if attempt is not None:
-                effects += self._end_one(flight, attempt, now_s, tell_workers=tell_workers)
+                effects += self._end_one(flight, attempt, now_s, notify_workers=notify_workers)
         flight.attempt = flight.hedge = None
         return effects
 
     def _end_one(
-        self, flight: Flight, attempt: Attempt, now_s: float, *, tell_workers: bool
+        self, flight: Flight, attempt: Attempt, now_s: float, *, notify_workers: bool
     ) -> list[RouterEffect]:
         del self._state.by_seq[attempt.seq_id]
         flight.leave(attempt, now_s)
@@ -113,7 +113,7 @@ class Ends:
         if self._state.moves.stages:
             if attempt is flight.attempt:
                 self._state.moves.remove(flight.request.request_id)
-            effects = self.end_move(flight, attempt, tell_workers=tell_workers)
+            effects = self.end_move(flight, attempt, notify_workers=notify_workers)
         concerned = [attempt.prefill, attempt.decode]
         if attempt.holder is not None:
             concerned.append(attempt.holder)
@@ -123,12 +123,12 @@ class Ends:
                 continue
             worker.release_prefill(attempt.seq_id, now_s)
             worker.release_decode(attempt.seq_id)
-            if tell_workers:
+            if notify_workers:
                 effects.append(SendTo(worker_id, Cancel(attempt.seq_id)))
         return effects
 
     def end_move(
-        self, flight: Flight, attempt: Attempt, *, tell_workers: bool = True
+        self, flight: Flight, attempt: Attempt, *, notify_workers: bool = True
     ) -> list[RouterEffect]:
         """Releases the claims of a move: room at its target, its copy, and its lease.
 
@@ -144,7 +144,7 @@ class Ends:
         if (target := workers.get(move.decode)) is not None:
             target.release_decode(move.seq_id)
         cancels = []
-        if stage is MoveStage.LEAVING and tell_workers:
+        if stage is MoveStage.LEAVING and notify_workers:
             cancels.append(SendTo(attempt.decode, Cancel(move.seq_id)))
         if move.copy_id is not None:
             del state.by_seq[move.copy_id]
@@ -163,6 +163,6 @@ class Ends:
                 placement = Placement(attempt.prefill, attempt.decode)
                 leader.shared = SharedPrompt(placement, num_tokens)
         for flight in leader.followers:
-            flight.shared, flight.last_news_s = leader.shared, now_s
+            flight.shared, flight.last_message_s = leader.shared, now_s
         if leader.followers:
             self._state.waiting.release(leader)

@@ -135,7 +135,7 @@ class Flight:
 
     request: Request
     stamps: Stamps
-    last_news_s: float
+    last_message_s: float
     number: int = 0  # in the order of arrival
     tokens: list[int] = field(default_factory=list)  # tokens of the answer, all delivered
     attempt: Attempt | None = None

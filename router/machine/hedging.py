@@ -67,7 +67,7 @@ class Hedging:
         self._credit -= 1.0
         first.hedge_due_s = None
         flight.num_hedges += 1
-        flight.hedge = self._placing.begin(flight, decision, need, now_s)
+        flight.hedge = self._placing.start_attempt(flight, decision, need, now_s)
         effect = self._placing.send_prefill(flight, flight.hedge, None, now_s)
         self._state.deadlines.watch(flight)
         return effect

@@ -33,8 +33,9 @@ reserves its room in the same call. When an attempt ends, its reservations are r
 workers are told.
 
 The machine knows no socket, no clock and no text. Events and time go in, effects come out.
-`admission` admits, `queue` orders, `policies` choose, `placing` places, `turns` rebalances room
-between API keys, `progress` handles the messages of workers, `ends` ends attempts and requests.
+`admission` admits, `queue` orders, `policies` choose, `placing` places, `rebalance` gives room of
+rich API keys to others, `progress` handles the messages of workers, `ends` ends attempts and
+requests.
 """
 
 import random
@@ -340,7 +341,7 @@ class RouterMachine:
         """Handles the requests whose recorded time has passed, and no others."""
         state = self.state
         self._moving.balancing.on_tick(now_s)
-        due = [state.flights[request_id] for request_id in state.deadlines.take_due(now_s)]
+        due = [state.flights[request_id] for request_id in state.deadlines.pop_due(now_s)]
         due.sort(key=lambda flight: -flight.number)  # the oldest is put back last
         effects: list[RouterEffect] = []
         for flight in due:

@@ -72,7 +72,7 @@ class Placing:
                 case Impossible(reason):
                     effects += self._ends.end(flight, Failed(reason), now_s)
                 case Decision() as decision:
-                    state.waiting.take(flight)
+                    state.waiting.pop(flight)
                     effects.append(self._place(flight, decision, need, known, now_s))
         return effects
 
@@ -85,7 +85,7 @@ class Placing:
         if not isinstance(decision, Decision):
             return []
         if state.waiting.queue.size and flight.request.request_id in state.waiting.queue:
-            state.waiting.take(flight)
+            state.waiting.pop(flight)
         return [self._place(flight, decision, need, known, now_s)]
 
     def need(self, flight: Flight, now_s: float) -> Need:
@@ -195,12 +195,12 @@ class Placing:
             decision = self._explaining.explained(decision, need, known, now_s)
         if not flight.num_ids:
             flight.likely_reused = state.conversations.record(known.hashes)
-        flight.attempt = attempt = self.begin(flight, decision, need, now_s)
+        flight.attempt = attempt = self.start_attempt(flight, decision, need, now_s)
         flight.workers, flight.decision = (attempt.prefill, attempt.decode), attempt.decision
         flight.back_off_until_s = None
         state.counters["placed", decision.why] += 1
         self.num_placed += 1
-        flight.last_news_s = now_s
+        flight.last_message_s = now_s
         if not flight.tokens:
             flight.stamps.placed_s = now_s
         factor = state.config.hedge_after
@@ -210,7 +210,9 @@ class Placing:
             return self.send_prefill(flight, attempt, None, now_s)
         return self._ask_for_offer(flight, attempt, decision.pulled_from, now_s)
 
-    def begin(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> Attempt:
+    def start_attempt(
+        self, flight: Flight, decision: Decision, need: Need, now_s: float
+    ) -> Attempt:
         """Returns a new attempt, with all its resources reserved."""
         workers = self._state.view.workers
         prefill, decode = workers[decision.prefill_worker], workers[decision.decode_worker]
@@ -301,7 +303,7 @@ class Placing:
         attempt.offer_due_s = None
         if attempt.hedge_after_s is not None:
             attempt.hedge_due_s = now_s + attempt.hedge_after_s
-        flight.last_news_s = now_s
+        flight.last_message_s = now_s
         self._state.deadlines.watch(flight)
         kind = Prefill if attempt.hands_over else Generate
         message = kind(

@@ -71,8 +71,8 @@ class Progress:
         if attempt is None or attempt.seq_id != message.seq_id:
             attempt = flight.hedge
             if attempt is None or attempt.seq_id != message.seq_id:
-                return self._moving.copying.on_news(flight, message, now_s)
-        flight.last_news_s = now_s
+                return self._moving.copying.on_message(flight, message, now_s)
+        flight.last_message_s = now_s
         match message:
             case Tokens():
                 return self._on_tokens(flight, attempt, message, now_s)
@@ -215,15 +215,15 @@ class Progress:
         )
         # A worker that computed the whole answer alone has finished and needs no message.
         effects += self._deliver(
-            flight, update, message.finish, now_s, tell_workers=attempt.hands_over
+            flight, update, message.finish, now_s, notify_workers=attempt.hands_over
         )
         if message.finish is not None:
             return effects
         if attempt.lease is not None:
             effects.append(SendTo(attempt.decode, FirstToken(attempt.seq_id, message.token)))
-        return effects + self._begin_decode(flight, attempt, now_s)
+        return effects + self._start_decode(flight, attempt, now_s)
 
-    def _begin_decode(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
+    def _start_decode(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
         """Handles the start of decoding, if its first token and all its KV are there."""
         if not attempt.is_decoding:
             return []
@@ -247,7 +247,7 @@ class Progress:
         worker = self._state.view.workers[attempt.decode]
         self._state.observe_pull(attempt.prefill, worker, message, now_s)
         self._state.workers.credit(attempt.decode, flight, attempt.base_len)
-        return self._begin_decode(flight, attempt, now_s)
+        return self._start_decode(flight, attempt, now_s)
 
     # ------------------------------------------------------------ answers
 
@@ -284,7 +284,7 @@ class Progress:
                 effects += self.on_message(worker_id, message, now_s)
                 continue
             token_ids = tuple(message.token_ids)
-            flight.last_news_s = now_s
+            flight.last_message_s = now_s
             answer += token_ids
             flight.length += len(token_ids)
             claim.context_tokens += len(token_ids)
@@ -304,7 +304,7 @@ class Progress:
             request_id=flight.request.request_id,
         )
         # If the answer is complete, both workers have finished it and need no message.
-        return self._deliver(flight, update, message.finish, now_s, tell_workers=False)
+        return self._deliver(flight, update, message.finish, now_s, notify_workers=False)
 
     def _deliver(
         self,
@@ -313,7 +313,7 @@ class Progress:
         finish: FinishReason | None,
         now_s: float,
         *,
-        tell_workers: bool,
+        notify_workers: bool,
     ) -> list[RouterEffect]:
         """Appends tokens to an answer, which may end with them."""
         num_before, num_new, attempt = len(flight.tokens), len(update.token_ids), flight.attempt
@@ -333,7 +333,9 @@ class Progress:
             flight.stamps.second_token_s = now_s
         if finish is not None:
             outcome = Finished(finish)
-            return self._ends.end(flight, outcome, now_s, last=update, tell_workers=tell_workers)
+            return self._ends.end(
+                flight, outcome, now_s, last=update, notify_workers=notify_workers
+            )
         if num_before < 2:
             update = replace(update, timeline=timeline(flight, now_s))
         return [update]

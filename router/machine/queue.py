@@ -183,13 +183,13 @@ class FairQueue:
 
     def remove(self, request_id: RequestId) -> None:
         """Removes a placed request, and charges its work to its tenant's turn."""
-        self._take(request_id, is_placed=True)
+        self._pop(request_id, is_placed=True)
 
     def discard(self, request_id: RequestId) -> None:
         """Removes a request that was not placed."""
-        self._take(request_id, is_placed=False)
+        self._pop(request_id, is_placed=False)
 
-    def _take(self, request_id: RequestId, *, is_placed: bool) -> None:
+    def _pop(self, request_id: RequestId, *, is_placed: bool) -> None:
         if request_id in self._returned:
             del self._returned[request_id]
             self.size -= 1
@@ -255,7 +255,7 @@ class Waiting:
 
     def put(self, flight: Flight) -> None:
         """Queues a new request, with the rank of a request without cached blocks."""
-        self._begin(flight)
+        self._start_wait(flight)
         self._follow_speed()
         request = flight.request
         self.queue.put(
@@ -308,13 +308,13 @@ class Waiting:
 
     def put_back(self, flight: Flight) -> None:
         """Queues a returned request before all others."""
-        self._begin(flight)
+        self._start_wait(flight)
         self.queue.put_back(flight.request.request_id)
 
-    def take(self, flight: Flight) -> None:
+    def pop(self, flight: Flight) -> None:
         """Removes a request from the queue because it is being placed."""
         self.queue.remove(flight.request.request_id)
-        self._end(flight)
+        self._end_wait(flight)
 
     def drop(self, flight: Flight) -> None:
         """Removes an ended request, if it waits."""
@@ -325,15 +325,15 @@ class Waiting:
             self.num_held -= 1
         elif request_id in self.queue:
             self.queue.discard(request_id)
-            self._end(flight)
+            self._end_wait(flight)
 
-    def _begin(self, flight: Flight) -> None:
+    def _start_wait(self, flight: Flight) -> None:
         """Starts the wait. The cached part of the prompt is unknown until it is looked up."""
         flight.waits_for_s = self._estimates.any_prefill_s(flight.length) or 0.0
         self.queued_s += flight.waits_for_s
         self._watch(flight)
 
-    def _end(self, flight: Flight) -> None:
+    def _end_wait(self, flight: Flight) -> None:
         self._asks.pop(flight.request.request_id, None)
         self.queued_s = self.queued_s - flight.waits_for_s if self.queue else 0.0
 

@@ -86,7 +86,7 @@ class Rebalance:
         return effects
 
     def _give_one(self, since_s: float, now_s: float) -> list[RouterEffect]:
-        due = [flight for flight in self._firsts() if flight.last_news_s <= since_s]
+        due = [flight for flight in self._firsts() if flight.last_message_s <= since_s]
         held = self._held_tokens() if due else Counter()
         richest = max(held, key=lambda name: (held[name], name), default="")
         for flight in due:

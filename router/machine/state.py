@@ -123,7 +123,7 @@ class Workers:
         self.view = view
         self.prefixes = prefixes
         self.fleet = fleet
-        self._heard: set[WorkerId] = set()  # workers credited only by their block events
+        self._reporting: set[WorkerId] = set()  # workers credited only by their block events
         self._media: dict[WorkerId, dict[str, WorkerId]] = {}  # a store's names in the index
         self.on_lower: dict[WorkerId, tuple[WorkerId, str]] = {}  # store and medium of such a name
 
@@ -158,7 +158,7 @@ class Workers:
             self.prefixes.remove(name)
             self.on_lower.pop(name, None)
         self._media.pop(worker_id, None)
-        self._heard.discard(worker_id)
+        self._reporting.discard(worker_id)
         return True
 
     def change_role(self, worker: WorkerView, message: RoleChanged) -> None:
@@ -179,8 +179,8 @@ class Workers:
         """
         if worker_id not in self.view.workers:
             return 0
-        if worker_id not in self._heard:
-            self._heard.add(worker_id)
+        if worker_id not in self._reporting:
+            self._reporting.add(worker_id)
             self._clear(worker_id)
         return apply_events(self.prefixes, worker_id, events, self._media.get(worker_id))
 
@@ -197,9 +197,9 @@ class Workers:
 
         Returns False if the worker had sent no events.
         """
-        if worker_id not in self._heard:
+        if worker_id not in self._reporting:
             return False
-        self._heard.discard(worker_id)
+        self._reporting.discard(worker_id)
         self._clear(worker_id)
         return True
 
@@ -207,7 +207,7 @@ class Workers:
         """Credits a worker with the KV of the first `num_tokens` of a request."""
         workers = self.view.workers
         worker = workers.get(worker_id)
-        if worker is not None and worker_id not in self._heard and len(workers) > 1:
+        if worker is not None and worker_id not in self._reporting and len(workers) > 1:
             self.prefixes.record(worker_id, flight.leading_hashes(num_tokens, worker))
 
     def retract(
@@ -218,7 +218,7 @@ class Workers:
         A worker with block events reports each eviction itself. It may have stored some of these
         blocks again since its answer, and would not report them a second time.
         """
-        if worker_id not in self._heard:
+        if worker_id not in self._reporting:
             hashes = flight.leading_hashes(num_tokens, self.view.workers[worker_id])
             self.prefixes.retract(worker_id, hashes[num_held_blocks:])
 
@@ -230,7 +230,7 @@ class Workers:
         self.prefixes.validate()
         if self.fleet is not None:
             self.fleet.validate()
-        assert self._heard <= set(self.view.workers)
+        assert self._reporting <= set(self.view.workers)
         stores = {i for i, worker in self.view.workers.items() if worker.is_store}
         assert self._media.keys() == stores
         assert set(self.on_lower.values()) == {(i, m) for i in stores for m in LOWER_MEDIA}
@@ -291,7 +291,7 @@ class Deadlines:
             heappop(heap)
         return heap[0][0] if heap else None
 
-    def take_due(self, now_s: float) -> set[RequestId]:
+    def pop_due(self, now_s: float) -> set[RequestId]:
         """Removes and returns the requests whose lower bound has passed.
 
         The caller must `watch` each of them again that has not finished.
@@ -321,14 +321,14 @@ class Deadlines:
         """Returns until when a request may wait for a worker, or for its worker's next message."""
         config = self._config
         if flight.attempt is None:
-            overdue_s = flight.last_news_s + config.queue_timeout_s
+            overdue_s = flight.last_message_s + config.queue_timeout_s
             if flight.tokens or flight.request.deadline_s is None:
                 return overdue_s
             return min(overdue_s, flight.request.deadline_s)
         timeout_s = config.progress_timeout_s
         if flight.attempt.prefilled_s is None:
             timeout_s += flight.attempt.base_len / config.slowest_prefill_tokens_per_s
-        return flight.last_news_s + timeout_s
+        return flight.last_message_s + timeout_s
 
     def validate(self, flights: Mapping[RequestId, Flight]) -> None:
         """Asserts that each request has a lower bound that is not after its deadline.

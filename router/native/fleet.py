@@ -155,7 +155,7 @@ class Fleet:
         self._homes[worker_id] = home
         self._num_prefillers += info.role.prefills
         slot = self._index.slots[worker_id]
-        self._tell_costs()
+        self._send_costs()
         self._core.baton_fleet_join(self._handle, slot, kind)
         self._measure()
         self._view.touched.add(worker_id)
@@ -177,7 +177,7 @@ class Fleet:
         home.size -= 1
         if not home.size:
             del self._classes[_class_of(worker)]
-            self._tell_costs()
+            self._send_costs()
         self._measure()
 
     def choose(
@@ -193,7 +193,7 @@ class Fleet:
 
         Returns None if the policy itself must decide.
         """
-        self.tell()
+        self.update()
         if not self._can_decide(need):
             return None
         view, none = self._view, frozenset[WorkerId]()
@@ -203,7 +203,7 @@ class Fleet:
         severed = () if unreaching is None else view.severed
         closed, full = (unreaching or none) | others, _full(view, need) | others
         while True:
-            self.tell(closed, full)
+            self.update(closed, full)
             choice = self.choice(self.decide(need, hashes, now_s, queue), now_s)
             if isinstance(choice, Busy):
                 return choice
@@ -267,7 +267,9 @@ class Fleet:
             slowdown=decision.slowdown,
         )
 
-    def tell(self, closed: Set[WorkerId] = frozenset(), full: Set[WorkerId] = frozenset()) -> None:
+    def update(
+        self, closed: Set[WorkerId] = frozenset(), full: Set[WorkerId] = frozenset()
+    ) -> None:
         """Updates C++ with all changes since the last call.
 
         Until the next call, C++ is also told that `closed` workers take no prompts, and that `full`
@@ -275,7 +277,7 @@ class Fleet:
         """
         touched = self._view.touched
         if self._version != self._estimates.version:
-            self._tell_costs()
+            self._send_costs()
         if self._has_new_costs:  # their work was priced at old costs
             touched |= self._unsure | self._shared
             self._has_new_costs = False
@@ -327,7 +329,7 @@ class Fleet:
 
     # ------------------------------------------------------------ updates of C++
 
-    def _tell_costs(self) -> None:
+    def _send_costs(self) -> None:
         """Sends new costs of each class to C++, and records whether all costs are known.
 
         Most observations change no cost.

@@ -164,7 +164,7 @@ class OurRouter:
             assert isinstance(choice, Decision)
             self._claim(choice, need)
             self._release(max_in_flight)
-            fleet.tell()
+            fleet.update()
             requests.append(perf_counter() - begin_s)
         return tuple(decisions), tuple(requests)
 

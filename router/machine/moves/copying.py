@@ -76,7 +76,7 @@ class Copying:
                 num_copying[source] += 1
                 yield flight, source, move
 
-    def on_news(self, flight: Flight, message: ToGateway, now_s: float) -> list[RouterEffect]:
+    def on_message(self, flight: Flight, message: ToGateway, now_s: float) -> list[RouterEffect]:
         """Handles messages of the source and the target about a copy."""
         attempt = flight.attempt
         assert attempt is not None
@@ -208,7 +208,7 @@ class Copying:
         self._state.workers.credit(attempt.decode, flight, flight.length - 1)
         is_near = move.copy_id is not None or message.lease.num_blocks <= FEW_BLOCKS
         self._become(flight, attempt, move, message.lease, now_s)
-        flight.last_news_s = now_s
+        flight.last_message_s = now_s
         self._state.deadlines.watch(flight)
         token_ids = flight.token_ids
         request = flight.request

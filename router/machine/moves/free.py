@@ -111,7 +111,7 @@ class Balancing:
                 continue
             # A lent sequence may have to come back at once, so it does not rest.
             reason = BALANCED if target.info.role.decodes else LENT
-            self._rule.begin_free(flight, found.target, reason, now_s)
+            self._rule.start_free(flight, found.target, reason, now_s)
 
     @property
     def _lends(self) -> bool:
@@ -213,7 +213,7 @@ class Lending:
         reason, target = self._target(flight, need, worker, now_s)
         if target is None:
             return False
-        self._rule.begin_free(flight, target, reason, now_s)
+        self._rule.start_free(flight, target, reason, now_s)
         return True
 
     def _target(

@@ -51,17 +51,17 @@ class MoveRule:
         if target is None:
             moves.strand(request_id, attempt.decode, now_s)
             return []
-        self._begin(flight, target, reason, now_s)
+        self._start(flight, target, reason, now_s)
         return []
 
-    def begin_free(self, flight: Flight, target: WorkerId, reason: str, now_s: float) -> None:
+    def start_free(self, flight: Flight, target: WorkerId, reason: str, now_s: float) -> None:
         """Starts a free move. Unless it was lent, the sequence rests before the next one."""
         if reason is not LENT:
             flight.rests_until_s = now_s + REST_S
         self._state.counters[COUNTED_AS[reason], "begun"] += 1
-        self._begin(flight, target, reason, now_s)
+        self._start(flight, target, reason, now_s)
 
-    def _begin(self, flight: Flight, target: WorkerId, reason: str, now_s: float) -> None:
+    def _start(self, flight: Flight, target: WorkerId, reason: str, now_s: float) -> None:
         """Starts a move: reserves room at its target, and waits for its turn to be copied."""
         attempt, need = flight.attempt, self._placing.need(flight, now_s)
         assert attempt is not None

@@ -24,7 +24,7 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
-from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemoved, Medium, stored
+from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemoved, Medium
 from engine.worker.blocks import BlockHash, Stored, hash_blocks
 from engine.worker.events import (
     Emit,
@@ -59,6 +59,7 @@ from kvtransfer.store.events import (
 from kvtransfer.store.intake import IntakePace
 from kvtransfer.store.machine import StoreMachine, StoreTerms
 from kvtransfer.store.shelf import Shelf
+from tests.kits.block_events import stored
 
 BLOCK_SIZE = 2
 TORN = BlockHash(b"torn")

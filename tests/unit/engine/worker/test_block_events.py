@@ -12,7 +12,6 @@ from engine.worker.block_events import (
     END_NUMBER,
     AllBlocksCleared,
     BlockRemoved,
-    BlockStored,
     EventLog,
     decode_answer,
     decode_batch,
@@ -50,14 +49,11 @@ from router.block_news import (
     Published,
     apply_events,
 )
+from tests.kits.block_events import stored
 from tests.kits.twins.prefix_map import PrefixMap
 
 BLOCK_SIZE = 4
 A, B = WorkerId("a"), WorkerId("b")
-
-
-def stored(block_hashes, parent, *, block_size, token_ids=()) -> BlockStored:
-    return BlockStored(list(block_hashes), parent, list(token_ids), block_size, None, None, None)
 
 
 def hashes(num, first=0):

@@ -15,9 +15,9 @@ def test_soonest_is_found_and_due_ones_are_taken_once():
     for request_id, due_s in ((A, 3.0), (B, 1.0), (C, 2.0)):
         deadlines.record(request_id, due_s)
     assert deadlines.soonest_s() == 1.0
-    assert deadlines.take_due(0.5) == set()
-    assert deadlines.take_due(2.0) == {B, C}
-    assert deadlines.take_due(2.0) == set()
+    assert deadlines.pop_due(0.5) == set()
+    assert deadlines.pop_due(2.0) == {B, C}
+    assert deadlines.pop_due(2.0) == set()
     assert deadlines.soonest_s() == 3.0
 
 

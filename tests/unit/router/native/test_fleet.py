@@ -882,13 +882,13 @@ def test_work_of_other_gateways_is_repriced_only_when_costs_change(monkeypatch, 
     assert cluster.fleet_choice(NEED).predicted_ttft_s == pytest.approx(
         1.0 + 0.01 * NEED.num_tokens
     )
-    cluster.fleet.tell()
+    cluster.fleet.update()
     told = []
     monkeypatch.setattr(
         cluster.fleet, "_put_load", lambda _, worker, **_hidden: told.append(worker)
     )
     cluster.estimates.observe_pull(p0, 1, seconds=1.0)  # which changes nothing yet
-    cluster.fleet.tell()
+    cluster.fleet.update()
     assert told == []
     monkeypatch.undo()
     cluster.estimates.observe_prefill(p0, 100, num_cached=0, seconds=1.5)

@@ -20,10 +20,11 @@ from engine.messages import (
     Tokens,
     TransferAddress,
 )
-from engine.worker.block_events import AllBlocksCleared, stored
+from engine.worker.block_events import AllBlocksCleared
 from engine.worker.blocks import hash_blocks
 from router.machine.events import BlocksChanged, ClientGone, Tick, WorkerLost
 from router.machine.requests import Finished
+from tests.kits.block_events import stored
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, ends, sent
 
 LONG = tuple(range(100))

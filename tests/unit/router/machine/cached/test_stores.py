@@ -25,13 +25,14 @@ from engine.messages import (
     TransferAddress,
     Welcome,
 )
-from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemoved, Medium, stored
+from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemoved, Medium
 from engine.worker.blocks import hash_blocks
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import PULL_OVERHEAD_S, Estimates
 from router.machine.events import BlockEventsMissed, BlocksChanged, Tick, WorkerJoined, WorkerLost
 from router.machine.machine import RouterMachine
 from router.planning.demand import members
+from tests.kits.block_events import stored
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, First, sent
 
 # A token of a prompt takes 10 ms, a pull only its overhead.
