@@ -501,35 +501,6 @@ def test_sequences_that_leave_no_time_take_no_prompts():
     assert isinstance(cluster.fleet_choice(Need(1400, 1450, tpot_bound_s=0.26)), Decision)
 
 
-def test_a_prompt_waits_for_a_prefill_worker_that_is_sooner_done():
-    cluster = cluster_of("p0", "l0", costs=QUICK, backlog_s=0.01)
-    decode_one(cluster, "l0")  # which makes the prompt a third longer, and waits for it
-    need = Need(4096, 4100)
-    for name in ("p0", "l0"):
-        cluster.view.workers[name].info = welcome(
-            name, cluster.view.workers[name].info.role, local=True, num_blocks=300
-        )
-    for busy_s, is_local in ((1.3, False), (1.4, True)):
-        cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=busy_s)
-        choice = cluster.policy_choice(need)
-        assert isinstance(choice, Decision) is is_local
-        cluster.view.workers["p0"].release_prefill("s")
-
-
-def test_those_behind_in_the_queue_count_when_a_prompt_could_wait():
-    """The prompt takes a second. At `l0` a sequence would wait for it."""
-    cluster = Cluster(
-        welcome("p0", P, num_blocks=300), welcome("l0", D, local=True, num_blocks=300), costs=QUICK
-    )
-    decode_one(cluster, "l0")
-    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=4.0)
-    cluster.backlog_s = 0.0
-    for busy_s, queued, is_local in ((1.0, 0.0, False), (1.0, 0.5, True), (1.0, 0.25, False)):
-        cluster.queue = Queue(queued)
-        choice = cluster.policy_choice(Need(4096, 4100), now_s=4.0 - busy_s)
-        assert isinstance(choice, Decision) is is_local
-
-
 def decode_one(cluster, name):
     """Lets a sequence of one block decode there."""
     cluster.view.workers[name].reserve_decode("s", 1)
