@@ -28,7 +28,7 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
-from engine.worker.block_events import LOWER_MEDIA
+from router.cluster.view import WorkerView
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, timeline
@@ -138,7 +138,7 @@ class Progress:
             flight.prefix_pull_s = message.pull_s if message.num_pulled_blocks else None
         attempt.started_s, attempt.num_cached_tokens = now_s, message.num_cached_tokens
         if attempt.holder is not None:
-            self._record_pulled_prefix(attempt, attempt.holder, message, now_s)
+            self._state.observe_prefix_pull(attempt, attempt.holder, message, now_s)
             attempt.holder = None  # the pull of its prefix is over, and so is the lease
         worker = self._state.view.workers[attempt.prefill]
         worker.begin_prefill(attempt.seq_id, now_s)
@@ -161,26 +161,6 @@ class Progress:
         )
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         return [SendTo(attempt.decode, decode), *effects]
-
-    def _record_pulled_prefix(
-        self, attempt: Attempt, holder: WorkerId, message: PrefillStarted, now_s: float
-    ) -> None:
-        """Learns the cost of pulls from a pull that ended before the prompt's first chunk.
-
-        A pull from a lower medium takes as long as the disk, so its time is not used.
-        """
-        state = self._state
-        sink = state.view.workers[attempt.prefill]
-        layout = sink.info.layout
-        num_blocks = min(message.num_pulled_blocks, attempt.base_len // layout.block_size)
-        if num_blocks <= 0:
-            return
-        medium = None if attempt.decision is None else attempt.decision.pulled_medium
-        if medium not in LOWER_MEDIA:
-            state.estimates.observe_pull(sink, num_blocks, seconds=message.pull_s)
-        num_bytes = num_blocks * layout.block_bytes
-        state.transfers.record(holder, attempt.prefill, num_bytes, now_s, seconds=message.pull_s)
-        state.counters["pulled tokens", medium or "worker"] += num_blocks * layout.block_size
 
     def _on_prefill_done(
         self, flight: Flight, attempt: Attempt, message: PrefillDone, now_s: float
@@ -358,7 +338,8 @@ class Progress:
             self._state.workers.credit(worker_id, flight, num_tokens)
         if flight.hedge is not None:
             return self._ends.drop(flight, attempt, message.reason, now_s)
-        if self._is_of_a_role(attempt, worker_id, message.reason):
+        worker = self._state.view.workers.get(worker_id)
+        if _has_lost_role(worker, attempt, message.reason):
             return self._ends.excuse(flight, message.reason, now_s)
         if worker_id == attempt.decode and attempt.hands_over and attempt.kv_ready_s is None:
             pair = attempt.prefill, attempt.decode
@@ -367,18 +348,18 @@ class Progress:
             _back_off(flight, worker_id, now_s)
         return self._ends.retry(flight, message.reason, now_s)
 
-    def _is_of_a_role(self, attempt: Attempt, worker_id: WorkerId, reason: str) -> bool:
-        """True if the sequence came back because the worker no longer has the role for it.
 
-        If the worker's announced role contradicts this, the return counts as an attempt.
-        """
-        worker = self._state.view.workers.get(worker_id)
-        if reason not in (WRONG_ROLE, ROLE_CHANGED) or worker is None:
-            return False
-        info = worker.info
-        if not attempt.hands_over:
-            return not info.generates
-        return not (info.role.prefills if worker_id == attempt.prefill else info.role.decodes)
+def _has_lost_role(worker: WorkerView | None, attempt: Attempt, reason: str) -> bool:
+    """True if a sequence came back because the worker no longer has the role for it.
+
+    If the worker's announced role contradicts this, the return counts as an attempt.
+    """
+    if reason not in (WRONG_ROLE, ROLE_CHANGED) or worker is None:
+        return False
+    info = worker.info
+    if not attempt.hands_over:
+        return not info.generates
+    return not (info.role.prefills if info.worker_id == attempt.prefill else info.role.decodes)
 
 
 def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:

@@ -19,7 +19,15 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from engine.config import RouterConfig
-from engine.messages import KvReady, RequestId, RoleChanged, SeqId, Welcome, WorkerId
+from engine.messages import (
+    KvReady,
+    PrefillStarted,
+    RequestId,
+    RoleChanged,
+    SeqId,
+    Welcome,
+    WorkerId,
+)
 from engine.worker.block_events import LOWER_MEDIA, BlockEvent, Medium
 from router.block_news import apply_events
 from router.cluster.estimates import Estimates
@@ -99,6 +107,25 @@ class RouterState:
             seconds=message.transfer_s,
             exposed_s=message.exposed_s,
         )
+
+    def observe_prefix_pull(
+        self, attempt: Attempt, holder: WorkerId, message: PrefillStarted, now_s: float
+    ) -> None:
+        """Learns the cost of pulls from a pull that ended before the prompt's first chunk.
+
+        A pull from a lower medium takes as long as the disk, so its time is not used.
+        """
+        sink = self.view.workers[attempt.prefill]
+        layout = sink.info.layout
+        num_blocks = min(message.num_pulled_blocks, attempt.base_len // layout.block_size)
+        if num_blocks <= 0:
+            return
+        medium = None if attempt.decision is None else attempt.decision.pulled_medium
+        if medium not in LOWER_MEDIA:
+            self.estimates.observe_pull(sink, num_blocks, seconds=message.pull_s)
+        num_bytes = num_blocks * layout.block_bytes
+        self.transfers.record(holder, attempt.prefill, num_bytes, now_s, seconds=message.pull_s)
+        self.counters["pulled tokens", medium or "worker"] += num_blocks * layout.block_size
 
     def validate(self) -> None:
         """Asserts the invariants of all parts, and that they agree."""

@@ -108,8 +108,7 @@ class Fleet:
         self._wait_bound_s = backlog_s + LEAST_WAIT_S
         self._seed = seed
         self._core = library()
-        self._block_size = 0
-        self._handle = 0  # set when the first worker joins
+        self._handle = self._block_size = 0  # set when the first worker joins
         self._classes: dict[Hashable, _Class] = {}  # classes of live workers
         # The numbers of all classes, groups and kinds ever seen.
         self._numbers: dict[Hashable, int] = {}
@@ -122,8 +121,7 @@ class Fleet:
         self._shared: set[WorkerId] = set()  # workers that also compute for other gateways
         self._version = -1  # version of the estimates in C++
         self._has_new_costs = self._is_known = False  # since the last update of loads; all of them
-        self._num_prefillers = 0
-        self._largest = (0, 0, 0)
+        self._num_prefillers, self._largest = 0, (0, 0, 0)
         self._call = bytearray(_ASK.size + _DECISION.size)
         self._call_address = structs.address_of(self._call)
         self._resize_loads(1)
@@ -136,8 +134,7 @@ class Fleet:
         if worker.is_store:
             self._put_store(worker)
             return
-        info = worker.info
-        worker_id = info.worker_id
+        info, worker_id = worker.info, worker.info.worker_id
         if not self._handle:
             self._open(info.layout.block_size)
         its_class, kind = _class_of(worker), None
@@ -316,9 +313,8 @@ class Fleet:
         if self._odd or self._unsure or not self._is_known:
             return False
         decode_tokens, prefill_tokens, mixed_tokens = self._largest
-        if need.max_len > decode_tokens:
-            return False
-        return need.num_tokens <= prefill_tokens or need.max_len <= mixed_tokens
+        fits = need.num_tokens <= prefill_tokens or need.max_len <= mixed_tokens
+        return fits and need.max_len <= decode_tokens
 
     def _busy(self, decision: FleetDecision, now_s: float) -> Busy:
         """Converts a refusal. If a worker has time already, what is missing is room to decode."""

@@ -21,7 +21,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
-constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
+constexpr int kMedia = 3;  // memory, disk and objects: router/native/index.py
 
 // Costs of a class of workers, in seconds: n tokens, p of them cached; k blocks; b sequences.
 struct Costs {
