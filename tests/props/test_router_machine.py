@@ -87,7 +87,6 @@ from router.machine.flight import BALANCED, DRAINED, GATHERED, GIVEN_BACK
 from router.machine.machine import RouterMachine
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request, Update
 from router.recording.records import Recorder, replay
-from tests.kits.block_events import stored
 from tests.kits.seeds import seeds
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))

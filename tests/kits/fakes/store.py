@@ -59,7 +59,7 @@ from kvtransfer.store.events import (
 from kvtransfer.store.intake import IntakePace
 from kvtransfer.store.machine import StoreMachine, StoreTerms
 from kvtransfer.store.shelf import Shelf
-from tests.kits.block_events import stored
+from tests.kits.fakes.block_events import stored
 
 BLOCK_SIZE = 2
 TORN = BlockHash(b"torn")

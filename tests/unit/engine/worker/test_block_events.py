@@ -49,7 +49,7 @@ from router.block_news import (
     Published,
     apply_events,
 )
-from tests.kits.block_events import stored
+from tests.kits.fakes.block_events import stored
 from tests.kits.twins.prefix_map import PrefixMap
 
 BLOCK_SIZE = 4

@@ -24,7 +24,7 @@ from engine.worker.block_events import AllBlocksCleared
 from engine.worker.blocks import hash_blocks
 from router.machine.events import BlocksChanged, ClientGone, Tick, WorkerLost
 from router.machine.requests import Finished
-from tests.kits.block_events import stored
+from tests.kits.fakes.block_events import stored
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, ends, sent
 
 LONG = tuple(range(100))

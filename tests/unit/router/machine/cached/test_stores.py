@@ -32,7 +32,7 @@ from router.cluster.estimates import PULL_OVERHEAD_S, Estimates
 from router.machine.events import BlockEventsMissed, BlocksChanged, Tick, WorkerJoined, WorkerLost
 from router.machine.machine import RouterMachine
 from router.planning.demand import members
-from tests.kits.block_events import stored
+from tests.kits.fakes.block_events import stored
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, First, sent
 
 # A token of a prompt takes 10 ms, a pull only its overhead.
