@@ -20,7 +20,7 @@ itself. Therefore the speculator also does the following:
     catching up   the draft model computes its own K and V of tokens that it skipped, so that full
                   blocks can be shared
 
-Looks, trials and catching up each cost at most a small share of the time (`decode.credit`). The
+Looks, trials and catching up each cost at most a small share of the time (`decode.stepcost`). The
 learned costs, the acceptance and the credit outlive sequences and batches.
 
 Deterministic: the same steps with the same times lead to the same choices.
@@ -32,8 +32,7 @@ from itertools import accumulate, islice
 
 from decode.acceptance import Acceptance, Proposer
 from decode.choosing import THOUSAND, Candidate, DraftChooser, DraftOption, Proposal
-from decode.credit import TimeCredit
-from decode.stepcost import StepCost
+from decode.stepcost import StepCost, TimeCredit
 from engine.config import Speculate
 from engine.messages import SeqId
 from engine.worker.batch import BatchPlan, BatchResult, Row, StepTimes

@@ -120,6 +120,9 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
         return exist and layout.of_rank(self).block_bytes > 0
 
 
+WHOLE = Shard()  # the share of a worker's only rank; encoders omit just this object
+
+
 class KVLayout(msgspec.Struct, frozen=True):
     """The form of a block. Two workers must agree on all of it before they exchange blocks.
 

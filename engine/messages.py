@@ -20,7 +20,7 @@ from typing import Annotated, NewType
 import msgspec
 
 from engine.errors import ProtocolError
-from engine.layout import MAX_RANKS, KVFormat, KVLayout, Shard
+from engine.layout import MAX_RANKS, WHOLE, KVFormat, KVLayout, Shard
 from engine.net.trust import SALT_BYTES
 
 PROTOCOL_VERSION = 14
@@ -196,7 +196,7 @@ class RankAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     """The address of one rank of a worker, and its share of each block."""
 
     address: Endpoint
-    shard: Shard = Shard()
+    shard: Shard = WHOLE
 
 
 class TransferAddress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -208,7 +208,7 @@ class TransferAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     worker_id: WorkerId
     incarnation: Incarnation
     address: Endpoint
-    shard: Shard = Shard()
+    shard: Shard = WHOLE
     others: Annotated[tuple[RankAddress, ...], msgspec.Meta(max_length=MAX_RANKS - 1)] = ()
 
     def __post_init__(self) -> None:

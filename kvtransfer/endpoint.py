@@ -35,7 +35,7 @@ import zmq
 from engine.clock import Clock
 from engine.config import Transport
 from engine.errors import ConfigError
-from engine.layout import Shard
+from engine.layout import WHOLE
 from engine.messages import Incarnation, WorkerId
 from engine.messages import TransferAddress as Address
 from engine.net.curve import Channel, Doorkeeper
@@ -58,10 +58,10 @@ from engine.worker.events import (
 from kvtransfer.connections import SourceConnections
 from kvtransfer.device.blocks import DevicePool, reach
 from kvtransfer.device.cuda_driver import DriverError
+from kvtransfer.lease.effects import Timing
 from kvtransfer.lease.group import RankedPulls
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
-from kvtransfer.lease.terms import Timing
 from kvtransfer.lease_words import LeaseWords, NoWords
 from kvtransfer.memory import Pool, keep_freed_memory, touch
 from kvtransfer.messages import Identity, Offers
@@ -79,7 +79,6 @@ log = logging.getLogger(__name__)
 MAX_POLL_S = 0.25
 BUFFER_WAIT_S = 0.001  # longest wait for a buffer before sockets and orders are served
 SHORT_PULL_BYTES = 2**20  # up to this size, the ordering thread copies by itself
-WHOLE = Shard()  # the shard of a worker's only rank: the whole model
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from engine.layout import KVFormat, KVLayout
 from engine.native.build import FORMATS
 from engine.native.library import library
 from kvtransfer.memory import Blocks
-from kvtransfer.native.structs import Heads, Section, records_struct
+from kvtransfer.native.copying import Heads, Section, records_struct
 
 assert sys.byteorder == "little", "records are little-endian, and read as they lie in memory"
 

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from engine.errors import ProtocolError
-from engine.layout import MAX_RANKS, KVFormat, KVLayout, Shard
+from engine.layout import MAX_RANKS, WHOLE, KVFormat, KVLayout, Shard
 from engine.messages import Incarnation, LeaseId
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
 
     fingerprint: str  # covers model, weights and configuration
     layout: KVLayout  # the whole model's: the same at all ranks and workers
-    shard: Shard = Shard()  # the share of the layout that this rank's records hold
+    shard: Shard = WHOLE  # the share of the layout that this rank's records hold
     kv_wire_dtype: KVFormat | None = None  # format on the wire; None: no conversion
     group: Shards = ()  # all ranks of the worker, in order; empty: a single rank
 

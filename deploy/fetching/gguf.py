@@ -1,8 +1,8 @@
 """Makes a folder to serve a GGUF file from: files from its metadata, and a link to the GGUF file.
 
-The folder is `cache/gguf/NAME-KEY`. `engine.gguf.describing` makes its files. If a file of the same
-name exists beside the GGUF file, that file is copied instead. KEY is a hash over the identity of
-all these files and over the code that makes them, so a folder never changes.
+The folder is `cache/gguf/NAME-KEY`. `engine.gguf.architecture` makes its files. If a file of the
+same name exists beside the GGUF file, that file is copied instead. KEY is a hash over the identity
+of all these files and over the code that makes them, so a folder never changes.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from pathlib import Path
 import engine.gguf
 from deploy.fetching.cache import locked, storing
 from engine.errors import CheckpointError
+from engine.gguf.architecture import described
 from engine.gguf.container import read_gguf
 from engine.ownership import make_folder, require_trusted
 

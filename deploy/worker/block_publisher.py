@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from engine.clock import Clock, unix_time_s
+from engine.clock import Clock, unix_time_ns
 from engine.errors import ProtocolError
 from engine.messages import EventsAddress, Incarnation, WorkerId
 from engine.net.curve import Channel, Doorkeeper, secure_server
@@ -123,7 +123,7 @@ class BlockPublisher:
         """Sends news to all subscribers that have room."""
         if self._is_closed:
             return
-        for number, batch in self._log.append(news, unix_time_s()):
+        for number, batch in self._log.append(news, unix_time_ns() / 1e9):
             self._published.send_multipart((self._topic, encode_number(number), batch))
 
     # ------------------------------------------------------------ answers
@@ -154,7 +154,7 @@ class BlockPublisher:
         if len(self._answers) >= MAX_ANSWERS:
             raise ProtocolError("too many answers are in progress")
         if wanted == SNAPSHOT:
-            pieces = self._log.snapshot(unix_time_s())
+            pieces = self._log.snapshot(unix_time_ns() / 1e9)
         else:
             pieces = iter(self._log.since(decode_number(wanted)))
         self._answers.append(_Answer(peer, ask, pieces, self._clock.now_s() + ANSWER_TIMEOUT_S))

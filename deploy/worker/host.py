@@ -32,7 +32,7 @@ from deploy.worker.process_facts import cpu_s, process_gauges
 from engine.clock import Clock
 from engine.devices.settings import WorkerSettings
 from engine.grammar.guides import LlGuides
-from engine.layout import KVFormat, KVLayout, Shard
+from engine.layout import WHOLE, KVFormat, KVLayout, Shard
 from engine.messages import (
     PROTOCOL_VERSION,
     ROLES_OF_WORKERS,
@@ -183,7 +183,7 @@ class WorkerHost:
             identity=Identity(
                 self._identity.fingerprint,
                 self._model.layout or self._runner.layout,
-                shard=shards[0] if shards else Shard(),
+                shard=shards[0] if shards else WHOLE,
                 kv_wire_dtype=self._config.kv_wire_dtype,
                 group=shards,
             ),

@@ -6,8 +6,19 @@ error names it. So a model is computed as its authors meant, or not at all.
 llama.cpp rotates pairs of neighbours, transformers a head's halves. For `llama`, llama.cpp's
 converter therefore reorders the rows of Q and K (`WeightPlace.rotated_heads`). For other
 architectures it does not.
+
+Llama 3 scales its rotary embeddings. llama.cpp's converter computes a factor for each frequency
+from four parameters, and stores the factors only. transformers needs the parameters. All models of
+this kind share three of them; the fourth is the largest factor.
+
+`described` turns the metadata of a GGUF file into the small files of a transformers checkpoint:
+
+    config.json, generation_config.json, tokenizer.json, tokenizer_config.json
+
+The weights stay in the GGUF file (`weights_of`). Equal files give equal bytes, on every machine.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +28,7 @@ import numpy as np
 
 from engine.errors import CheckpointError
 from engine.gguf.container import GgufHeader, TensorPlace, Value
-from engine.gguf.rotary import parameters_of
+from engine.gguf.vocabulary import special_ids, tokenizer_config_of, tokenizer_of
 
 MAX_SIZE = 2**24  # largest size of a dimension
 FREQUENCIES = "rope_freqs.weight"  # tensor with the factors of the rotary frequencies
@@ -257,3 +268,51 @@ def _said(value: Value | None) -> str:
     if value is None:
         return "missing"
     return f"a list of {len(value)} values" if isinstance(value, Sequence) else repr(value)
+
+
+ORIGINAL_CONTEXT_LEN, LOW, HIGH = 8192, 1.0, 4.0
+TOLERANCE = 1e-4  # relative error of a factor in fp32
+
+
+def parameters_of(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
+    """Returns the parameters that make these factors; None if no known ones do."""
+    if not all(1 <= factor < math.inf for factor in factors):
+        return None
+    factor = round(max(factors), 3)
+    if factor == 1:
+        return {"rope_type": "default"}
+    expected = _factors(len(factors), theta, factor)
+    if any(abs(a - b) > TOLERANCE * b for a, b in zip(factors, expected, strict=True)):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": LOW,
+        "high_freq_factor": HIGH,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT_LEN,
+    }
+
+
+def _factors(number: int, theta: float, factor: float) -> list[float]:
+    turns = [  # full rotations of each frequency within the original context
+        ORIGINAL_CONTEXT_LEN / (2 * math.pi * theta ** (i / number)) for i in range(number)
+    ]
+    shares = [min(max((turn - LOW) / (HIGH - LOW), 0.0), 1.0) for turn in turns]
+    return [1 / ((1 - share) / factor + share) for share in shares]
+
+
+def described(header: GgufHeader) -> dict[str, bytes]:
+    """Returns the contents of the files, by name. Raises CheckpointError."""
+    config, ids, tokenizer = config_of(header), special_ids(header), tokenizer_of(header)
+    if len(tokenizer["model"]["vocab"]) != config["vocab_size"]:
+        raise CheckpointError(
+            f"{header.path}: lists {len(tokenizer['model']['vocab'])} tokens,"
+            f" and embeds {config['vocab_size']}"
+        )
+    contents = {
+        "config.json": config | ids,
+        "generation_config.json": ids,
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": tokenizer_config_of(header),
+    }
+    return {name: json.dumps(each, ensure_ascii=False).encode() for name, each in contents.items()}

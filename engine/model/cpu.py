@@ -6,7 +6,7 @@
 
 The choice is logged. A sequence has the same bits alone, in any batch and in any chunking. For the
 model's own code this holds as far as `native.invariant` replaces the functions that it calls. It is
-measured when the model is opened (`company`).
+measured when the model is opened (`loading.probe`).
 """
 
 import logging
@@ -27,12 +27,12 @@ from engine.model import packing
 from engine.model.attention.base import AttentionBatch, Extent, build_batch
 from engine.model.attention.hook import forward
 from engine.model.attention.kvcache import KVCache
-from engine.model.loading import company, probe
+from engine.model.loading import probe
 from engine.model.loading.checkpoint import LoadedModel, try_again
+from engine.model.memory import one_torch_thread
 from engine.model.native import decoder as native_decoder
-from engine.model.native.attention import NativeAttention
 from engine.model.native.building import NotFused, build
-from engine.model.native.decoder import Decoder, Drafting, PreparedCall
+from engine.model.native.decoder import Decoder, Drafting, NativeAttention, PreparedCall
 from engine.model.native.invariant import InvariantProducts
 from engine.model.native.linear import PackedLinear, Team, bare_bytes, pack_linears
 from engine.model.native.sampling import sample
@@ -42,7 +42,6 @@ from engine.model.sampling.changes import TokenChoice
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step, has_guide
 from engine.model.sampling.verify import Verified, verify_by_parts
 from engine.model.sizes import share_of_experts
-from engine.model.threads import one_torch_thread
 from engine.native.library import library
 from engine.worker.batch import Row
 
@@ -269,11 +268,11 @@ class CpuForward:
         """Measures whether a sequence gets the same bits in any batch and any chunking."""
         loaded = self._loaded
         where = loaded.context, loaded.layout.sections[0], KVFormat.FP32
-        num_rows = -(-company.num_blocks(probe.BLOCK_SIZE) // probe.BLOCKS_PER_ROW)
+        num_rows = -(-probe.num_blocks(probe.BLOCK_SIZE) // probe.BLOCKS_PER_ROW)
         with probe.probe_cache(*where, num_rows=num_rows) as cache:
             if self._decoder is not None:
                 self._decoder.open(cache)
-            found = company.keeps_bits(self.logits, probe.BLOCK_SIZE)
+            found = probe.keeps_bits(self.logits, probe.BLOCK_SIZE)
         if not found:
             log.warning(
                 "%s: the last bits of an answer depend on what is computed beside it",

@@ -1,8 +1,13 @@
-"""Memory on a CPU for large tensors."""
+"""Memory on a CPU for large tensors, asynchronous copies from the host to a device, and a limit on
+torch's threads, which would compete with the kernels' team of threads.
+"""
 
 import contextlib
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 ALIGNMENT = 64
@@ -45,3 +50,35 @@ class Pieces:
             self._rest = aligned_bytes(max(size, CHUNK))
         piece, self._rest = self._rest[:num_bytes], self._rest[size:]
         return piece
+
+
+def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copies an array to `device`: to a GPU from pinned memory, which torch frees after the copy.
+
+    A copy from unpinned memory would first wait for all work that is queued on the GPU.
+    """
+    memory = held(array, pinned=device.type == "cuda")
+    return memory.to(device, non_blocking=True)
+
+
+def held(array: np.ndarray, *, pinned: bool) -> torch.Tensor:
+    """Returns a copy of an array in host memory."""
+    memory = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), pin_memory=pinned)
+    memory.numpy()[...] = array
+    return memory
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Returns a context in which torch computes with one thread, between jobs of the team.
+
+    torch's threads would spin against the team's. And where threads cut a tensor, functions such as
+    silu give the elements beside the cut other last bits. Results would then depend on the number
+    of tokens in a batch.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -47,9 +47,8 @@ from engine.worker.events import (
     TransferOrder,
     TransferReport,
 )
-from kvtransfer.lease.effects import SinkEffect
+from kvtransfer.lease.effects import LOST_WHILE_WAITING, RELEASED, SinkEffect
 from kvtransfer.lease.sink import SinkMachine
-from kvtransfer.lease.terms import LOST_WHILE_WAITING, RELEASED
 from kvtransfer.messages import Identity
 from kvtransfer.wire import Disagreement, ranks_to_hold
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.blocks import BlockId
 from engine.worker.events import PullDone
-from kvtransfer.lease.effects import Fetch, SendToSource
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.effects import Fetch, SendToSource, Timing
 from kvtransfer.messages import MAX_BLOCKS_PER_READ, Hold, LeaseWord, Ready, Release, ToSource
 
 

@@ -58,9 +58,16 @@ from operator import attrgetter
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId
 from engine.worker.blocks import BlockId
 from engine.worker.events import PullFailed
-from kvtransfer.lease.effects import CloseSource, SinkEffect, UseSource
+from kvtransfer.lease.effects import (
+    END_REASONS,
+    LOST_WHILE_WAITING,
+    RELEASED,
+    CloseSource,
+    SinkEffect,
+    Timing,
+    UseSource,
+)
 from kvtransfer.lease.pull import KnownSource, Means, Pull
-from kvtransfer.lease.terms import END_REASONS, LOST_WHILE_WAITING, RELEASED, Timing
 from kvtransfer.messages import (
     AttachBody,
     Attached,

@@ -54,8 +54,15 @@ from engine.layout import Shard
 from engine.messages import Incarnation, LeaseId
 from engine.worker.blocks import BlockId
 from engine.worker.events import LeaseEnded
-from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SetWord, SourceEffect
-from kvtransfer.lease.terms import RELEASED, Timing
+from kvtransfer.lease.effects import (
+    RELEASED,
+    Peer,
+    SendBlocks,
+    SendToSink,
+    SetWord,
+    SourceEffect,
+    Timing,
+)
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_READ,
     NUM_WORDS,

@@ -2,11 +2,14 @@
 
 A frame is a sequence of records without gaps, as sent on the wire. Its checksum is computed during
 the copy to or from the frame, so each KiB is read from memory once, not twice.
+
+The structures are `src/transfer`'s, field by field. They contain addresses of arrays, which the
+caller must keep alive.
 """
 
 from array import array
 from collections.abc import Sequence
-from ctypes import byref, c_uint64
+from ctypes import Structure, byref, c_int64, c_uint64, c_void_p
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +18,54 @@ import xxhash
 
 from engine.native.library import library
 from kvtransfer.memory import Blocks
-from kvtransfer.native.structs import Records, records_struct
 from kvtransfer.records import RecordPiece
+
+
+class Records(Structure):
+    """An array of records, and the ids of the selected records."""
+
+    _fields_ = (
+        ("bytes", c_void_p),
+        ("stride", c_int64),
+        ("num_records", c_int64),
+        ("record_bytes", c_int64),
+        ("ids", c_void_p),
+    )
+
+
+class Heads(Structure):
+    """The position of one section in records of one format."""
+
+    _fields_ = (
+        ("section_offset", c_int64),
+        ("head_bytes", c_int64),
+        ("token_bytes", c_int64),
+        ("scales_offset", c_int64),
+    )
+
+
+class Section(Structure):
+    """One section of two records of different formats."""
+
+    _fields_ = (
+        ("source", Heads),
+        ("sink", Heads),
+        ("num_heads", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+def records_struct(records: npt.NDArray[np.uint8], ids_address: int | None = None) -> Records:
+    """Returns `records` [n, record_bytes] uint8 for C++; each record's bytes are contiguous."""
+    num_records, record_bytes = records.shape
+    return Records(
+        bytes=records.ctypes.data,
+        stride=records.strides[0],
+        num_records=num_records,
+        record_bytes=record_bytes,
+        ids=ids_address,
+    )
+
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
 MOST_SHORT_BYTES = 240  # up to this size XXH3 differs, and xxhash computes it
@@ -208,3 +257,15 @@ def _check_bounds(side: _Side, count: int, ranges: Sequence[tuple[int, int]]) ->
 
 def _struct(side: _Side) -> Records:
     return records_struct(side.records, None if side.ids is None else side.ids.buffer_info()[0])
+
+
+class Cipher(Structure):
+    """Functions of libsodium: see `kvtransfer.native.stream`."""
+
+    _fields_ = (("seal", c_void_p), ("open", c_void_p))
+
+
+class Received(Structure):
+    """The result of one receive call on a stream."""
+
+    _fields_ = (("note", c_void_p), ("note_bytes", c_int64), ("num_records", c_int64))

@@ -27,7 +27,7 @@ import zmq
 from engine.errors import BatonError
 from engine.native.library import library
 from kvtransfer.memory import Blocks
-from kvtransfer.native.structs import Cipher, Received, Records, records_struct
+from kvtransfer.native.copying import Cipher, Received, Records, records_struct
 
 KEY_BYTES = 16
 _NO_RECORDS = np.empty((0, 1), np.uint8)

@@ -58,7 +58,7 @@ from kvtransfer.store.events import (
     TierListed,
     TierTurned,
 )
-from kvtransfer.store.eviction.hints import (
+from kvtransfer.store.eviction.seam import (
     BlocksPinned,
     BlocksUnpinned,
     SessionEnded,

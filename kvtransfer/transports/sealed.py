@@ -36,8 +36,7 @@ import numpy as np
 from engine.errors import ProtocolError
 from engine.worker.blocks import BlockId
 from kvtransfer.device.blocks import DeviceBlocks
-from kvtransfer.lease.effects import UseSource
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.effects import Timing, UseSource
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import AskSealed, Data, Read, ToSource, decode_to_sink, encode
 from kvtransfer.native.stream import (

@@ -26,9 +26,8 @@ from engine.config import Transport
 from engine.errors import BatonError, ProtocolError
 from engine.messages import LeaseId, SeqId
 from engine.net.trust import Secret
-from kvtransfer.lease.effects import Fetch, UseSource
+from kvtransfer.lease.effects import Fetch, Timing, UseSource
 from kvtransfer.lease.pull import Means
-from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import Data, LeaseWord, Offers
 from kvtransfer.wire import Wire
 

@@ -23,7 +23,7 @@ from engine.net.curve import Channel, secure_client
 from engine.net.sessions import GREETING, Line, SessionClient, SessionServer
 from engine.worker.block_events import EventLog, encode_number
 from engine.worker.blocks import Stored, hash_blocks
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.effects import Timing
 from kvtransfer.messages import (
     AttachBody,
     Attached,

@@ -46,9 +46,9 @@ from engine.net.trust import Secret
 from engine.worker.blocks import BlockId
 from engine.worker.events import PullDone, PullFailed
 from kvtransfer.connections import SourceConnections
+from kvtransfer.lease.effects import Timing
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
-from kvtransfer.lease.terms import Timing
 from kvtransfer.lease_words import LeaseWords
 from kvtransfer.memory import SharedPool
 from kvtransfer.messages import (

@@ -36,7 +36,7 @@ from engine.worker.events import (
     StartPull,
 )
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.effects import Timing
 from kvtransfer.memory import Blocks, Pool, PrivatePool, SharedPool, host_pool
 from kvtransfer.messages import Identity
 

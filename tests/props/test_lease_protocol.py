@@ -31,12 +31,12 @@ from kvtransfer.lease.effects import (
     SetWord,
     SinkEffect,
     SourceEffect,
+    Timing,
     UseSource,
 )
 from kvtransfer.lease.pull import Means
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
-from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import Data, Identity, Offers, Read, Ready, ShmOffer, ToSink, ToSource
 from tests.kits.seeds import seeds
 

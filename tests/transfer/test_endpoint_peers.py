@@ -15,8 +15,8 @@ from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddre
 from engine.net.trust import Secret
 from engine.worker.events import AbortPull, LeaseEnded, PullDone, PullFailed
 from kvtransfer import source_end
+from kvtransfer.lease.effects import Timing
 from kvtransfer.lease.sink import MAX_DAMAGED
-from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import ShmUnavailable
 from kvtransfer.messages import (
     Attach,

@@ -17,8 +17,8 @@ from engine.config import Transport
 from engine.layout import KVFormat, KVLayout, KVSection, LayerRange, Shard
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.events import PullDone, PullFailed
+from kvtransfer.lease.effects import Timing
 from kvtransfer.lease.sink import MAX_DAMAGED
-from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import SharedPool, ShmUnavailable, boot_id, map_offer
 from kvtransfer.messages import (
     AttachBody,

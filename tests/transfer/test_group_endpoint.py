@@ -23,7 +23,7 @@ from engine.worker.events import (
     TransferReport,
 )
 from kvtransfer.group_endpoint import RANK_DIED, GroupEndpoint
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.effects import Timing
 from kvtransfer.memory import host_pool
 from kvtransfer.messages import Identity
 from tests.kits.endpoints import DEADLINE_S, NUM_BLOCKS, config_of, is_done, share_of, until, worker

@@ -11,8 +11,8 @@ from engine.layout import KVFormat, KVLayout, KVSection, LayerRange, Shard
 from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.events import AbortPull, LeaseEnded, PullFailed, RevokeLease
 from kvtransfer.formats import convert
+from kvtransfer.lease.effects import Timing
 from kvtransfer.lease.sink import MAX_DAMAGED
-from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
 from kvtransfer.transports import zmq as by_message
 from kvtransfer.transports.sealed_source import SealedSource

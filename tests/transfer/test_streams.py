@@ -19,8 +19,7 @@ from engine.messages import LeaseId, SeqId
 from engine.worker.blocks import BlockId
 from engine.worker.events import AbortPull, PullDone, PullFailed
 from kvtransfer import endpoint as endpoints
-from kvtransfer.lease.effects import SendBlocks
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.effects import SendBlocks, Timing
 from kvtransfer.memory import PrivatePool
 from kvtransfer.messages import AskSealed, Data, Hold, Identity, MaySeal, Read, encode
 from kvtransfer.native.stream import (

@@ -41,7 +41,7 @@ from engine.worker.events import (
     StartPull,
 )
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.effects import Timing
 from kvtransfer.memory import host_pool
 from kvtransfer.messages import Identity
 from kvtransfer.native.copying import copy_records

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.model.attention.base import AttentionBatch, Extent, Scoring
 from engine.model.attention.kvcache import KVCache
-from engine.model.pinned import brought, held
+from engine.model.memory import brought, held
 
 LONG_ROW = 256  # queries; shorter rows are not worth their own launch
 FLASH_HEAD_DIMS = range(8, 257, 8)

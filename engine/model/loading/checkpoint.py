@@ -50,7 +50,6 @@ from engine.errors import CheckpointError, ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model.attention.hook import PAGED, RECORDING, AttentionCall, ForwardContext, attach
 from engine.model.loading import probe
-from engine.model.loading.features import check_config, names_of, refused, unserved
 from engine.model.loading.files import check_files, fingerprint, read_json, weight_files
 from engine.model.loading.gguf import lazy_weights
 from engine.model.loading.layers import (
@@ -60,13 +59,26 @@ from engine.model.loading.layers import (
     places_of,
     section_of,
 )
-from engine.model.loading.placing import one_device_maps
 from engine.model.loading.positions import ContextLength, context_length, stretch
-from engine.model.loading.probe import Probe
-from engine.model.loading.purpose import check_left_over, check_purpose, sees
-from engine.model.loading.quantised import check_plain, quant_method, require_packages
-from engine.model.loading.stored import as_stored, widen_in_use, widen_own
-from engine.model.loading.watch import Watched, names_like, watching
+from engine.model.loading.probe import Probe, Watched, names_like, watching
+from engine.model.loading.purpose import (
+    check_config,
+    check_left_over,
+    check_purpose,
+    names_of,
+    refused,
+    sees,
+    unserved,
+)
+from engine.model.loading.stored import (
+    as_stored,
+    check_plain,
+    one_device_maps,
+    quant_method,
+    require_packages,
+    widen_in_use,
+    widen_own,
+)
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.slicing import cut
 from engine.model.parallel.stages import keep_stage

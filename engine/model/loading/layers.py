@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from engine.layout import KVSection
 from engine.model.attention.hook import AttentionCall
-from engine.model.loading.features import refused, unserved
+from engine.model.loading.purpose import refused, unserved
 
 
 def places_of(calls: Sequence[AttentionCall]) -> dict[int, int]:

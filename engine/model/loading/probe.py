@@ -14,14 +14,35 @@ that show them:
 
 So a context of 131,072 tokens is tried with some sixty tokens, in as many passes as a short one. A
 fault that begins between two rows and ends before the next is not noticed.
+
+**Company.** `keeps_bits` measures at load if a sequence gets the same bits alone, in any batch and
+in any chunking. The kernels, and the functions that `native.invariant` replaces, keep that promise
+by construction. A model's own code may use other functions of torch; only a trial shows how these
+behave.
+
+The trial is one short sequence, computed several times: whole and alone, in chunks, and behind and
+before other rows. There are enough other rows that the sequence's elements move between vector
+loops and remainders, and its rows move within a matrix product.
+
+**Use.** A trial also shows which modules run in a pass, and whose weights other modules read. Most
+code calls a module, which then uses its own weights. Some code reads the weights of another
+module (`F.linear(x, self.classifier.weight)`, experts that slice their child's matrices). The
+module that is read cannot be replaced by one without weights. Nor can its weights be widened only
+while it runs. Some parts of a model never run on text.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.layout import KVFormat, KVLayout, KVSection
@@ -160,3 +181,119 @@ def probe_cache(
         yield context.cache
     finally:
         context.cache = context.batch = None
+
+
+TOKENS = (5, 3, 8, 2, 9, 4, 7, 6, 1, 8, 3)
+OTHERS = tuple(TOKENS[:n] for n in (1, 4, 7, 10, 3, 6, 9, 2))  # other rows
+# For each trial: chunks of the sequence, the number of other rows before each chunk, and the number
+# of all other rows.
+TRIALS = (((1, 4, 6), 0, 0), ((11,), 5, len(OTHERS)), ((6, 5), 2, 3))
+
+# (rows, indices of tokens to keep) → logits [len(keep), vocab]
+Compute = Callable[[Sequence[Row], Sequence[int]], torch.Tensor]
+
+
+def num_blocks(block_size: int) -> int:
+    """Returns the number of KV blocks that the trial needs."""
+    return sum(-(-len(tokens) // block_size) for tokens in (TOKENS, *OTHERS))
+
+
+def keeps_bits(compute: Compute, block_size: int) -> bool:
+    """Returns True if all trials give the same bits as the sequence alone."""
+    mine, *theirs = _tables(block_size)
+    others = [
+        Row(SeqId(f"other-{i}"), tokens, 0, table, None)
+        for i, (tokens, table) in enumerate(zip(OTHERS, theirs, strict=True))
+    ]
+    alone = _logits(compute, mine, (len(TOKENS),), [], [])
+    found = [  # run every trial: the ranks of a worker compute them together
+        _logits(compute, mine, chunks, others[:first], others[first:end])
+        for chunks, first, end in TRIALS
+    ]
+    return all(torch.equal(alone, logits) for logits in found)
+
+
+def _logits(
+    compute: Compute,
+    table: list[BlockId],
+    chunks: Sequence[int],
+    before: list[Row],
+    after: list[Row],
+) -> torch.Tensor:
+    """Returns the logits of all tokens of the sequence."""
+    first = sum(len(row.token_ids) for row in before)
+    found = []
+    for start, end in pairwise(accumulate(chunks, initial=0)):
+        row = Row(SeqId("tried"), TOKENS[start:end], start, table, None)
+        found.append(compute([*before, row, *after], range(first, first + end - start)))
+    return torch.cat(found)
+
+
+def _tables(block_size: int) -> list[list[BlockId]]:
+    """Returns the block tables: the sequence's first, then those of the other rows."""
+    sizes = (-(-len(tokens) // block_size) for tokens in (TOKENS, *OTHERS))
+    return [
+        [BlockId(i) for i in range(first, end)]
+        for first, end in pairwise(accumulate(sizes, initial=0))
+    ]
+
+
+@dataclass(slots=True)
+class Watched:
+    """The modules that ran, and the modules whose weights were read from outside."""
+
+    ran: set[nn.Module] = field(default_factory=set)
+    read: set[nn.Module] = field(default_factory=set)  # weights read while the module did not run
+
+
+@contextmanager
+def watching(model: nn.Module, on_read: Callable[[nn.Module], None]) -> Iterator[Watched]:
+    """Returns a context that records what passes do. It calls `on_read` once for each module that
+    is read, before the read.
+    """
+    seen = Watched()
+    running: list[nn.Module] = []
+    members = set(model.modules())
+    getattribute = nn.Module.__getattr__
+
+    def noticed(module: nn.Module, name: str) -> object:
+        value = getattribute(module, name)
+        is_read = isinstance(value, nn.Parameter) and running and module not in running
+        if is_read and module in members and module not in seen.read:
+            seen.read.add(module)
+            on_read(module)
+        return value
+
+    def before(module: nn.Module, _args: object) -> None:
+        seen.ran.add(module)
+        running.append(module)
+
+    def after(_module: nn.Module, _args: object, _output: object) -> None:
+        running.pop()
+
+    handles = (
+        register_module_forward_pre_hook(before),
+        register_module_forward_hook(after, always_call=True),
+    )
+    nn.Module.__getattr__ = noticed
+    try:
+        yield seen
+    finally:
+        nn.Module.__getattr__ = getattribute
+        for handle in handles:
+            handle.remove()
+
+
+def names_like(model: nn.Module, modules: set[nn.Module]) -> frozenset[str]:
+    """Returns the names of `modules`, and all names that differ from them only in numbers.
+
+    A pass of a few tokens reads only the experts of these tokens; in service the other experts are
+    read as well.
+    """
+    named = dict(model.named_modules(remove_duplicate=False))
+    alike = {_numberless(name) for name, module in named.items() if module in modules}
+    return frozenset(name for name in named if _numberless(name) in alike)
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\d+", "0", name)

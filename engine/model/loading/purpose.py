@@ -4,6 +4,9 @@ A classifier or a reward model with tied embeddings loads as a decoder of text w
 weight, and answers nonsense. Its `architectures` show this, or weights that a decoder has no place
 for. Such weights are refused unless they are known to do nothing for the next token. Otherwise the
 model would not be the one that was trained. `engine.embedding` recognises models of embeddings.
+
+Error messages name unsupported features in the field's words. Every such message points to the page
+that lists the supported features.
 """
 
 import logging
@@ -21,7 +24,6 @@ from transformers.models.auto.modeling_auto import (
 
 from engine.embedding import MODULES, embedding_of
 from engine.errors import CheckpointError
-from engine.model.loading.features import refused
 
 log = logging.getLogger(__name__)
 
@@ -116,3 +118,58 @@ def check_left_over(path: Path, names: Iterable[str], config: PreTrainedConfig) 
 def _said(names: list[str]) -> str:
     more = len(names) - MAX_NAMES_SAID
     return ", ".join(names[:MAX_NAMES_SAID]) + (f" and {more} more" if more > 0 else "")
+
+
+SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
+STATE = "layers with a recurrent state"
+LAYER_TYPES = {  # transformers' names of layer types, and ours
+    "chunked_attention": "attention in chunks",
+    "compressed_sparse_attention": "compressed sparse attention",
+    "conv": "convolution layers with a state",
+    "heavily_compressed_attention": "compressed attention",
+    "hybrid": STATE,
+    "hybrid_sliding": STATE,
+    "indexed_attention": "sparse attention with an indexer (DSA)",
+    "linear_attention": STATE,
+    "minimax_m3_sparse": "sparse attention with an indexer",
+    "recurrent": STATE,
+}
+TERMS = {  # tensors that a model's code gives its attention besides Q, K and V
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias in attention (ALiBi, T5)",
+}
+PAGE = "docs/users/models.md lists what is served"
+
+
+def refused(where: str, why: str) -> CheckpointError:
+    """Returns the error that refuses a model: the reason, and the page of supported features."""
+    return CheckpointError(f"{where}: {why}; {PAGE}")
+
+
+def unserved(where: str, feature: str, details: str) -> CheckpointError:
+    """Returns the error that refuses a feature. `details` says how the feature was found."""
+    return refused(where, f"{feature} cannot be served ({details})")
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Raises CheckpointError for unsupported features that the config alone shows."""
+    text = config.get_text_config(decoder=True)
+    for part in (config, text):
+        if getattr(part, "use_bidirectional_attention", None) in (True, "all"):
+            details = "use_bidirectional_attention is set"
+            raise unserved("config.json", "bidirectional attention", details)
+        if getattr(part, "is_causal", True) is False:
+            raise unserved("config.json", "bidirectional attention", "is_causal is false")
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS)
+    if unknown:
+        name = unknown[0]
+        feature = LAYER_TYPES.get(name, f"a layer of type {name}")
+        raise unserved("config.json", feature, f"layer_types has {name!r}")
+    if getattr(text, "attention_chunk_size", None):
+        raise unserved("config.json", "attention in chunks", "attention_chunk_size is set")
+
+
+def names_of(terms: Iterable[str]) -> str:
+    """Returns the names of attention terms that the model uses and our attention lacks."""
+    return ", ".join(sorted({TERMS.get(term, term) for term in terms}))

@@ -6,20 +6,36 @@ Instead:
 1. `as_stored`: within this context, transformers leaves every tensor in the dtype of its file.
 2. `widen_in_use`: from then on each module has its own weights in fp32 only while it runs. So the
    model can be tried, and takes the memory of its file and of one module. Weights that other
-   modules read too are fp32 for good (`watch`, `widen_own`).
+   modules read too are fp32 for good (`probe`, `widen_own`).
 3. Code that packs a weight takes it as it is. `widen` ends this: the rest becomes fp32 for good.
 
 fp32 holds every number of bf16 and fp16, so results are bit for bit equal to a model loaded as
 fp32. The model is also built as for fp32: values that it makes itself (rotary frequencies, the
 factor of an embedding) are in no file and must not lose bits.
+
+**A device.** `one_device_maps` loads weights straight to a device. Without a device map,
+transformers loads all weights into host memory, from where they would be copied. With one, it
+brings each tensor to the device as it is read. It then asks for the package accelerate, which it
+needs for maps of several devices only.
+
+**Quantised weights.** transformers loads them if its packages are installed. Most methods need
+packages that transformers does not install. It names them one at a time and in its own words for
+each method. This module names all missing ones at once, before any weight is read.
 """
 
-from collections.abc import Iterator
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations import accelerate
+from transformers.quantizers import AutoHfQuantizer
+
+from engine.errors import CheckpointError
 
 ATTRIBUTE = "baton_widening"
 
@@ -97,3 +113,76 @@ def _stored(module: nn.Module) -> list[torch.Tensor]:
 def _set(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Replaces a weight in place, so that tied weights stay tied."""
     tensor.data = data
+
+
+@contextmanager
+def one_device_maps() -> Iterator[None]:
+    """Returns a context in which `from_pretrained` accepts a map of one device without
+    accelerate.
+    """
+    is_available = accelerate.is_accelerate_available
+    accelerate.is_accelerate_available = lambda *_: True
+    try:
+        yield
+    finally:
+        accelerate.is_accelerate_available = is_available
+
+
+# Packages by quant_method; for other methods transformers names missing packages itself.
+PACKAGES = {
+    "awq": ("accelerate", "gptqmodel"),
+    "bitsandbytes": ("accelerate", "bitsandbytes"),
+    "compressed-tensors": ("compressed-tensors",),
+    "fp8": ("accelerate",),
+    "gptq": ("gptqmodel", "optimum"),
+    "mxfp4": ("accelerate",),
+    "torchao": ("torchao",),
+}
+
+PARTS = re.compile(  # tensor names that occur only with quantised weights
+    r"\.(weight_scale(_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point"
+    r"|qweight|qzeros|scales|g_idx|absmax|quant_map|SCB|(\w+_)?(blocks|scales))$"
+)
+
+
+def quant_method(config: PreTrainedConfig) -> str | None:
+    """Returns the quantisation method that config.json names; None if the weights are not
+    quantised.
+
+    Raises CheckpointError for a method that transformers would ignore: it would load nonsense.
+    """
+    found = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(decoder=True), "quantization_config", None
+    )
+    if found is None:
+        return None
+    method = found.get("quant_method")
+    if method is None and (found.get("load_in_8bit") or found.get("load_in_4bit")):
+        return "bitsandbytes"
+    if method is None:
+        raise CheckpointError("config.json: quantization_config has no quant_method")
+    if not AutoHfQuantizer.supports_quant_method(found):
+        raise CheckpointError(f"config.json: quant_method {method!r} is unknown to transformers")
+    return method
+
+
+def require_packages(method: str) -> None:
+    """Raises CheckpointError if packages for this method are missing; the error names them."""
+    names = PACKAGES.get(method, ())
+    absent = [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
+    if absent:
+        raise CheckpointError(
+            f"weights quantised with {method} cannot be loaded: not installed: {', '.join(absent)}"
+        )
+
+
+def check_plain(path: Path, left_over: Iterable[str]) -> None:
+    """Raises CheckpointError if unexpected weights show that a model without a named method is
+    quantised.
+    """
+    part = min((name for name in left_over if PARTS.search(name)), default=None)
+    if part is not None:
+        raise CheckpointError(
+            f"{path}: its weights are quantised ({part}), but config.json does not say how in a "
+            "quantization_config"
+        )

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from engine.messages import Sampling
-from engine.model.pinned import brought
+from engine.model.memory import brought
 
 GREATEST = 2.0**128 - 2.0**104  # finite fp32
 WORD_BITS = 32

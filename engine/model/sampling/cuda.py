@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engine.messages import Sampling
-from engine.model.pinned import brought
+from engine.model.memory import brought
 from engine.model.sampling.changes import TokenChoice, changed
 
 TILE = 4096  # logits that are read at a time

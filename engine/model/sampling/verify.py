@@ -18,10 +18,10 @@ import torch
 
 from engine.clock import Clock
 from engine.messages import Logprobs
+from engine.model.memory import one_torch_thread
 from engine.model.sampling.changes import TokenChoice
 from engine.model.sampling.choosing import logprobs_of
 from engine.model.sampling.draft import DraftedRow, Forward, Masks
-from engine.model.threads import one_torch_thread
 from engine.worker.batch import RowResult
 
 

@@ -5,8 +5,7 @@ import os
 import threading
 from collections import Counter
 
-from kvtransfer.store.disk.engine import reason_of
-from kvtransfer.store.disk.health import DiskHealth
+from kvtransfer.store.disk.engine import DiskHealth, reason_of
 from kvtransfer.store.disk.slabs import NewSlots, SlabFiles
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,26 @@
-"""The block in each slot on disk, according to the slots' headers."""
+"""The block in each slot on disk, according to the slots' headers.
+
+At a start, one scan of the table of headers finds the blocks on disk. Payloads are not read here. A
+payload is verified each time it is read.
+"""
+
+from collections import Counter
 
 import numpy as np
 
 from engine.messages import HASH_BYTES
-from kvtransfer.store.disk.format import DiskGeometry, RecoveredBlocks, unsealed_header
+from kvtransfer.store.disk.format import (
+    HEADER,
+    Checksums,
+    DiskGeometry,
+    HeaderVerdict,
+    RecoveredBlocks,
+    claimed,
+    judge,
+    merged,
+    unsealed_header,
+)
+from kvtransfer.store.disk.slabs import SlabFiles
 
 
 class SlotTable:
@@ -60,3 +77,25 @@ class SlotTable:
         return unsealed_header(
             self._geometry, slot, block_hash=block_hash, parent=parent, sequence=sequence
         )
+
+
+NO_BLOCKS = claimed(np.empty(0, HEADER))
+
+
+def recover(
+    files: SlabFiles, geometry: DiskGeometry, checksums: Checksums
+) -> tuple[RecoveredBlocks, Counter[str]]:
+    """Returns the blocks on disk, and the number of skipped entries by reason.
+
+    Raises OSError if the table cannot be read.
+    """
+    pieces, verdicts = [NO_BLOCKS], np.zeros(len(HeaderVerdict), np.int64)
+    for first_slot, headers in files.headers():
+        found = judge(headers, first_slot, geometry, checksums)
+        pieces.append(claimed(headers[found == HeaderVerdict.FINE]))
+        verdicts += np.bincount(found, minlength=len(HeaderVerdict))
+    blocks = merged(pieces)
+    verdicts[HeaderVerdict.DUPLICATE] = verdicts[HeaderVerdict.FINE] - len(blocks)
+    skipped = Counter({verdict.name.lower(): int(verdicts[verdict]) for verdict in HeaderVerdict})
+    del skipped["fine"], skipped["empty"]
+    return blocks, +skipped

@@ -34,6 +34,7 @@ from engine.messages import HASH_BYTES
 from kvtransfer.store.disk.engine import (
     DAMAGED,
     DiskEngine,
+    DiskHealth,
     DiskOperation,
     DiskOutcome,
     DiskVerb,
@@ -49,10 +50,8 @@ from kvtransfer.store.disk.format import (
     RecoveredBlocks,
 )
 from kvtransfer.store.disk.growth import SlabGrowth
-from kvtransfer.store.disk.health import DiskHealth
-from kvtransfer.store.disk.recovery import NO_BLOCKS, recover
 from kvtransfer.store.disk.slabs import SLAB_BYTES, DiskUnusable, SlabFiles
-from kvtransfer.store.disk.slot_table import SlotTable
+from kvtransfer.store.disk.slot_table import NO_BLOCKS, SlotTable, recover
 from kvtransfer.store.disk.threads import ThreadEngine
 from kvtransfer.store.disk.uring import UringEngine, UringUnavailable, header_checksums
 

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from engine.worker.blocks import BlockHash
-from kvtransfer.store.eviction.hints import SessionHint
 from kvtransfer.store.eviction.leaves import Forest, LeafQueue, rest
-from kvtransfer.store.eviction.seam import Link, MayGo
+from kvtransfer.store.eviction.seam import Link, MayGo, SessionHint
 
 
 class LeafLru:

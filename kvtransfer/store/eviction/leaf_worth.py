@@ -27,16 +27,17 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from engine.worker.blocks import BlockHash
-from kvtransfer.store.eviction.hints import (
+from kvtransfer.store.eviction.leaves import Forest, LeafQueue, LeafStack, rest
+from kvtransfer.store.eviction.returns import ReturnTable
+from kvtransfer.store.eviction.seam import (
     BlocksPinned,
     BlocksUnpinned,
+    Link,
+    MayGo,
     SessionEnded,
     SessionHint,
     SessionUsed,
 )
-from kvtransfer.store.eviction.leaves import Forest, LeafQueue, LeafStack, rest
-from kvtransfer.store.eviction.returns import ReturnTable
-from kvtransfer.store.eviction.seam import Link, MayGo
 from kvtransfer.store.eviction.sessions import LONGEST_CHAIN, HintBudget, LiveSession, Sessions
 
 MOST_TURNS = 6

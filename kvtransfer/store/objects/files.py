@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from engine.errors import BatonError, ConfigError
-from kvtransfer.store.objects.listing import ObjectFacts
+from kvtransfer.store.objects.manifest import ObjectFacts
 
 
 class ObjectStoreFailed(BatonError):

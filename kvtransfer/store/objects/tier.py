@@ -29,26 +29,24 @@ from engine.worker.blocks import BlockHash
 from kvtransfer.native.copying import checksum
 from kvtransfer.store.objects.calls import CallThreads, TimedCall
 from kvtransfer.store.objects.files import ByteRange, ObjectFiles, ObjectStoreFailed
-from kvtransfer.store.objects.listing import (
-    MANIFEST_SUFFIX,
-    SEGMENT_SUFFIX,
-    WRITER_BYTES,
-    ListedSegment,
-    find_garbage,
-    pair_objects,
-    segment_name,
-)
 from kvtransfer.store.objects.manifest import (
     IDENTITY_BYTES,
+    MANIFEST_SUFFIX,
     MANIFEST_VERSION,
     MAX_MANIFEST_BYTES,
     SEGMENT_BLOCKS,
+    SEGMENT_SUFFIX,
+    WRITER_BYTES,
+    ListedSegment,
     ManifestBlock,
     ManifestFault,
     SegmentTerms,
     decode_manifest,
     describe_blocks,
     encode_manifest,
+    find_garbage,
+    pair_objects,
+    segment_name,
 )
 from kvtransfer.store.objects.segments import (
     ObjectBlock,

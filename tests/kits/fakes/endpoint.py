@@ -26,12 +26,12 @@ from kvtransfer.lease.effects import (
     SendToSource,
     SinkEffect,
     SourceEffect,
+    Timing,
     UseSource,
 )
 from kvtransfer.lease.pull import Means
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
-from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import (
     Data,
     Identity,

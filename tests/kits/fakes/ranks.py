@@ -15,7 +15,7 @@ from engine.messages import TransferAddress
 from engine.worker.events import Event, TransferOrder, TransferReport
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.group_endpoint import GroupEndpoint
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.effects import Timing
 from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.messages import Identity
 from tests.kits.endpoints import NUM_BLOCKS, TIMING, Worker, config_of

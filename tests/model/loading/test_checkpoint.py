@@ -19,7 +19,7 @@ from engine.model.attention.base import build_batch
 from engine.model.attention.hook import forward
 from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.model.cpu import CpuForward
-from engine.model.loading import features, settings, stored
+from engine.model.loading import purpose, settings, stored
 from engine.model.loading.checkpoint import load
 from engine.model.loading.files import INDEX, check_files, fingerprint, read_header
 from engine.worker.batch import Row
@@ -241,7 +241,7 @@ def test_an_architecture_that_transformers_does_not_know_is_refused(llama):
 def test_an_encoder_decoder_is_refused(llama):
     edit_config(llama, model_type="t5")
     assert refusal(llama) == (
-        f"config.json: model_type 't5' is not a decoder of text; {features.PAGE}"
+        f"config.json: model_type 't5' is not a decoder of text; {purpose.PAGE}"
     )
 
 
@@ -302,7 +302,7 @@ def test_a_model_that_paged_attention_would_compute_wrongly_is_refused(model_typ
     save_checkpoint(tmp_path, COMMON | properties | {"model_type": model_type})
     message = refusal(tmp_path)
     assert reason in message
-    assert message.endswith(features.PAGE)
+    assert message.endswith(purpose.PAGE)
 
 
 SERVED = {
@@ -351,7 +351,7 @@ def test_a_window_that_only_the_mask_knows_is_refused(tmp_path):
     save_phimoe(tmp_path, 12)
     assert refusal(tmp_path) == (
         "config.json: the mask of layer 0 shows 12 tokens, but its attention is told 512; "
-        f"{features.PAGE}"
+        f"{purpose.PAGE}"
     )
 
 
@@ -360,7 +360,7 @@ def test_a_window_that_only_the_cache_knows_is_refused(tmp_path):
     save_checkpoint(tmp_path, COMMON | extra)
     assert refusal(tmp_path) == (
         "config.json: the cache of layer 0 keeps 12 tokens, but its attention is told 512; "
-        f"{features.PAGE}"
+        f"{purpose.PAGE}"
     )
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import WeightFormat
 from engine.errors import CheckpointError
-from engine.model.loading.features import PAGE
+from engine.model.loading.purpose import PAGE
 from engine.model.native import linear
 from tests.kits.checkpoints import COMMON, KINDS, OWN_CODE, save_checkpoint, tiny_checkpoint
 from tests.kits.models.served import (

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from engine.config import WeightFormat
+from engine.model.memory import one_torch_thread
 from engine.model.native.invariant import InvariantProducts
 from engine.model.native.linear import PackedLinear
 from engine.model.native.matrix import Team
 from engine.model.runner import TorchRunner
-from engine.model.threads import one_torch_thread
 from engine.native.library import library
 from engine.worker.batch import Row
 from tests.kits.checkpoints import OWN_CODE, save_checkpoint

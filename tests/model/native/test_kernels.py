@@ -11,7 +11,7 @@ from engine.layout import KVFormat
 from engine.messages import Sampling
 from engine.model import cpu
 from engine.model.attention.base import Scoring
-from engine.model.native.attention import NativeAttention
+from engine.model.native.decoder import NativeAttention
 from engine.model.native.linear import PackedLinear
 from engine.model.native.matrix import Team, exact_in_bf16
 from engine.model.native.structs import BF16, BF16_PAIRS, FP32

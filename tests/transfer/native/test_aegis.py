@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.native.library import library
+from kvtransfer.native.copying import Cipher
 from kvtransfer.native.stream import agreed_lanes
-from kvtransfer.native.structs import Cipher
 
 TAG_BYTES = 32
 KEY = bytes(range(16))

@@ -12,8 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
-from kvtransfer.store.objects.breaker import MAX_FAILURES
-from kvtransfer.store.objects.calls import CallThreads
+from kvtransfer.store.objects.calls import MAX_FAILURES, CallThreads
 from kvtransfer.store.objects.manifest import SEGMENT_BLOCKS
 from kvtransfer.store.objects.segments import ObjectBlock, ObjectEntry
 from kvtransfer.store.objects.tier import ObjectLimits, ObjectTier

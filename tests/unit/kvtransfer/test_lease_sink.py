@@ -6,10 +6,9 @@ import pytest
 from engine.layout import KVFormat, KVLayout, KVSection, Shard
 from engine.messages import LeaseRef, TransferAddress
 from engine.worker.events import PullDone, PullFailed
-from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, UseSource
+from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, Timing, UseSource
 from kvtransfer.lease.pull import Means
 from kvtransfer.lease.sink import MAX_DAMAGED, SinkMachine
-from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import (
     Attach,
     Attached,

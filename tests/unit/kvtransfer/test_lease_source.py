@@ -5,9 +5,8 @@ import pytest
 
 from engine.layout import KVFormat, KVLayout, KVSection, Shard
 from engine.worker.events import LeaseEnded
-from kvtransfer.lease.effects import SendBlocks, SendToSink, SetWord
+from kvtransfer.lease.effects import SendBlocks, SendToSink, SetWord, Timing
 from kvtransfer.lease.source import SourceMachine
-from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_READ,
     NUM_WORDS,

@@ -6,9 +6,8 @@ import struct
 import pytest
 
 from engine.errors import CheckpointError
-from engine.gguf.architecture import config_of, weights_of
+from engine.gguf.architecture import config_of, parameters_of, weights_of
 from engine.gguf.container import read_gguf
-from engine.gguf.rotary import parameters_of
 from tests.kits.models.gguf import tiny
 
 BIAS = {"attn_q.bias": 32, "attn_k.bias": 16, "attn_v.bias": 16}

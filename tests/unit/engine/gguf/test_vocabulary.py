@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.errors import CheckpointError
+from engine.gguf.architecture import described
 from engine.gguf.container import read_gguf
-from engine.gguf.describing import described
 from tests.kits.models.gguf import tiny
 
 BOS, EOS, HE, SPACE_HE, TWELVE = range(256, 261)

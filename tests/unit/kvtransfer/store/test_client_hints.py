@@ -15,13 +15,13 @@ from engine.messages import (
 )
 from engine.worker.block_events import Medium
 from engine.worker.events import FromGateway
-from kvtransfer.store.eviction.hints import (
+from kvtransfer.store.eviction.leaf_lru import LeafLru
+from kvtransfer.store.eviction.seam import (
     BlocksPinned,
     BlocksUnpinned,
     SessionEnded,
     SessionUsed,
 )
-from kvtransfer.store.eviction.leaf_lru import LeafLru
 from kvtransfer.store.intake import IntakePace
 from kvtransfer.store.machine import StoreMachine, StoreTerms
 from kvtransfer.store.shelf import Shelf

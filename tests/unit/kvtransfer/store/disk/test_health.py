@@ -1,6 +1,6 @@
 """A disk is left alone after several failures in a row, for a growing pause."""
 
-from kvtransfer.store.disk.health import DiskHealth
+from kvtransfer.store.disk.engine import DiskHealth
 
 
 def switched_off():

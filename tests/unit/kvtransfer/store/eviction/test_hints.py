@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.worker.blocks import BlockHash
-from kvtransfer.store.eviction.hints import (
+from kvtransfer.store.eviction.leaf_worth import LeafWorth
+from kvtransfer.store.eviction.seam import (
     BlocksPinned,
     BlocksUnpinned,
     SessionEnded,
     SessionUsed,
 )
-from kvtransfer.store.eviction.leaf_worth import LeafWorth
 from kvtransfer.store.eviction.sessions import HintBudget, LiveSession, Sessions
 from tests.unit.kvtransfer.store.eviction.test_policies import (
     NUMBERS,

@@ -1,6 +1,6 @@
 """Calls stop after failures in a row, and are tried again after growing pauses."""
 
-from kvtransfer.store.objects.breaker import (
+from kvtransfer.store.objects.calls import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MAX_FAILURES,

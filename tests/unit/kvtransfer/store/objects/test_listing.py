@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.store.objects.listing import (
+from kvtransfer.store.objects.manifest import (
     GARBAGE_AGE_S,
     OWN_GARBAGE_AGE_S,
     ListedSegment,
