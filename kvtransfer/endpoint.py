@@ -10,8 +10,8 @@ The thread sleeps until a socket, an order or a deadline wakes it. While blocks 
 buffer, or a one-sided read is in flight, the thread polls, because no descriptor would wake it.
 
 Waking another thread takes as long as copying hundreds of KiB. So the thread that orders a short
-pull carries it out itself, if the endpoint's thread sleeps. A lock, the *turn*, is held by one of
-the two at any time. The sleeping thread watches the descriptors of the sockets, because it may not
+pull carries it out itself, if the endpoint's thread sleeps. A lock is held by one of the two
+at any time. The sleeping thread watches the descriptors of the sockets, because it may not
 touch the sockets themselves.
 
 While a pull waits for its source, the thread makes the system allocate pages for the pull's blocks.
@@ -108,12 +108,13 @@ class TransferEndpoint:
     ) -> None:
         self._config = config
         self._pool = pool
+        self._needs_nixl = config.transport is Transport.NIXL or reach(pool) is None
         self._clock = clock
         self._on_event = on_event
         self._on_crash = on_crash
         self._orders: queue.SimpleQueue[TransferOrder] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards all fields below but the queue of orders
-        self._due_s = 0.0  # when to sweep the machines, computed in the last turn
+        self._due_s = 0.0  # when to sweep the machines, computed in the last iteration
         self._stopping = False
         self._untouched: deque[BlockId] = deque()  # blocks that may lack pages
         self._touched: set[BlockId] = set()
@@ -155,7 +156,7 @@ class TransferEndpoint:
         self._source_end = SourceEnd(
             *(shared, self.source, self._by_message),
             words=words,
-            before=self._take_orders,
+            before=self._perform_orders,
             on_ended=self._report,
         )
         address = self._source_end.open(config.host)
@@ -233,10 +234,6 @@ class TransferEndpoint:
             transports.append(self._nixl)
         return transports
 
-    @property
-    def _needs_nixl(self) -> bool:
-        return self._config.transport is Transport.NIXL or reach(self._pool) is None
-
     def _offer_memory(self, transports: Sequence[BlockTransport]) -> Offers:
         """Offers the pool over all allowed transports. Raises ConfigError."""
         if isinstance(self._pool, DevicePool):
@@ -274,7 +271,7 @@ class TransferEndpoint:
     # ------------------------------------------------------------ on the ordering thread
 
     def _perform_now(self, order: TransferOrder) -> bool:
-        """Carries out an order on this thread, which holds the turn, and releases the turn.
+        """Carries out an order on this thread, which holds the lock, and releases the lock.
 
         Returns True if the endpoint's thread must continue the work.
         """
@@ -284,7 +281,7 @@ class TransferEndpoint:
             self._order(order)
             if self._connections.must_poll:
                 self._connections.poll()
-            self._take_part_ends()
+            self._end_parts()
             self._connections.send()
             return self._must_go_on
         except BaseException as error:
@@ -303,7 +300,7 @@ class TransferEndpoint:
             while not self._stopping:
                 ready = self._wait(timeout_s)
                 with self._lock:
-                    self._take_turn(ready)
+                    self._serve(ready)
                     timeout_s = self._timeout_s()
         except BaseException as error:
             self._on_crash(error)
@@ -311,27 +308,24 @@ class TransferEndpoint:
         finally:
             with self._lock:
                 self._stopping = True
-                self._close_ends()
+                self._connections.close()  # unmaps the sources' memory
+                self._source_end.close()
+                if self._nixl is not None:
+                    self._nixl.stop()
+                self._context.term()
+                if isinstance(self._pool, DevicePool):
+                    self._pool.device.driver.close()
 
-    def _close_ends(self) -> None:
-        self._connections.close()  # unmaps the sources' memory
-        self._source_end.close()
-        if self._nixl is not None:
-            self._nixl.stop()
-        self._context.term()
-        if isinstance(self._pool, DevicePool):
-            self._pool.device.driver.close()
-
-    def _take_turn(self, ready: Collection[int]) -> None:
+    def _serve(self, ready: Collection[int]) -> None:
         self._by_message.wait_for_buffer(BUFFER_WAIT_S)
-        self._take_orders()
+        self._perform_orders()
         self._source_end.receive(ready)
         self._source_end.send_blocks(may_wait=not self._connections.must_poll)
         self._connections.receive(ready, may_wait=not self._by_message.has_work)
         if (now_s := self._clock.now_s()) >= self._due_s:
             self._source_end.perform(self.source.sweep(now_s))
             self._connections.perform(self.sink.sweep(now_s))
-        self._take_part_ends()
+        self._end_parts()
         self._connections.send()
         if not ready:
             self._touch_next()
@@ -353,7 +347,7 @@ class TransferEndpoint:
             self._untouched.clear()
 
     def _wait(self, timeout_s: float) -> Collection[int]:
-        """Frees the turn and waits for a socket or an order; returns the ready descriptors."""
+        """Waits for a socket or an order; returns the ready descriptors."""
         ready = {fd for fd, _ in self._poller.poll(timeout_s)}
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
@@ -373,7 +367,7 @@ class TransferEndpoint:
             return 0.0
         return min(max(self._due_s - self._clock.now_s(), 0.0), MAX_POLL_S)
 
-    def _take_orders(self) -> None:
+    def _perform_orders(self) -> None:
         while not self._orders.empty():
             self._order(self._orders.get())
 
@@ -400,7 +394,7 @@ class TransferEndpoint:
             case HoldLease() | StartPull() | AbortPull():
                 sink.perform(self._ranked.order(order, now_s))
                 self._touch_soon(self._ranked.awaited(order.seq_id))
-                self._take_part_ends()
+                self._end_parts()
 
     def _on_end(self, end: PullDone | PullFailed) -> None:
         if end.seq_id in self._ranked.wholes:
@@ -408,7 +402,7 @@ class TransferEndpoint:
         else:
             self._report(end)
 
-    def _take_part_ends(self) -> None:
+    def _end_parts(self) -> None:
         while self._part_ends:
             end = self._part_ends.popleft()
             self._connections.perform(self._ranked.ended(end, self._clock.now_s()))

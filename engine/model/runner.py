@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import isfunction
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -205,31 +205,28 @@ class TorchRunner:
             self._group.open()
         in_fp32 = device.type == "cuda" and self.weights is WeightFormat.FP32
         dtype = torch.float32 if in_fp32 else None
-        target = load(
+        models = _load_models(
             self.path,
+            self.draft_path,
+            dtype,
             kv_format=self.kv_format,
             block_size=self.block_size,
             device=self.device,
-            dtype=dtype,
             group=self._group,
             max_len=self._max_len,
         )
-        models = [target]
-        if self.draft_path is not None:
-            if target.embedding is not None:
-                raise ConfigError(f"{self.path} gives embeddings, which no draft model speeds up")
-            draft = load_draft(
-                self.draft_path,
-                target=target,
-                target_path=self.path,
-                dtype=dtype,
-                max_len=self._max_len,
-            )
-            models.append(draft)
         self._describe(models)
         kv_bytes = self._kv_bytes
         if callable(kv_bytes):
-            kv_bytes = kv_bytes(self._needs(models)._replace(device=self._device_needs(target)))
+            num_context_blocks = self.layout.num_blocks_for(self.context_len)
+            kv_bytes = kv_bytes(
+                KVNeeds(
+                    weights_bytes=_weights_bytes(models, self.weights),
+                    block_bytes=self.layout.block_bytes,
+                    num_context_blocks=num_context_blocks,
+                    device=_device_needs(models[0], self.weights, self._largest, self._meter),
+                )
+            )
         if self._group is not None and kv_bytes is not None and not self._is_cuda:
             kv_bytes //= self._group.place.size  # all ranks share one machine's memory
         self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, kv_bytes)
@@ -263,33 +260,13 @@ class TorchRunner:
         self.embeds = target.embedding is not None
         self.fingerprint = "-".join([*(model.fingerprint for model in models), self.weights])
 
-    def _needs(self, models: Sequence[LoadedModel]) -> KVNeeds:
-        parameters = [p for model in models for p in model.model.parameters()]
-        stored_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        packed_bytes = sum(p.numel() for p in parameters) * PACKED_BYTES.get(self.weights, 2)
-        return KVNeeds(
-            weights_bytes=max(stored_bytes, packed_bytes),
-            block_bytes=self.layout.block_bytes,
-            num_context_blocks=self.layout.num_blocks_for(self.context_len),
-        )
-
-    def _device_needs(self, target: LoadedModel) -> DeviceNeeds | None:
-        """Returns the memory use of a GPU and of its largest step. Gives the target's weights
-        their final format.
-        """
-        meter = self._meter
-        if meter is None and target.device.type == "cuda":
-            meter = CudaMeter(target.device)
-        if meter is None or self._largest is None:
-            return None
-        return measure_needs(target, self.weights, self._largest, meter)
-
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
         self._context = models[0].context
         sizes = sizes_of(models[0])  # measured before the weights are packed
         target = _forward(models[0], self.weights)
-        self._forward = self._shared(target, 0)
+        feed = self._feed  # from rank 0 to the other ranks
+        self._forward = target if feed is None else SharedForward(target, 0, feed)
         self._forward.open(KVCache(self.layout, buffer))
         self.weights_bytes = self._forward.weights_bytes
         self.sizes = msgspec.structs.replace(sizes, weights_bytes=float(self.weights_bytes))
@@ -297,24 +274,14 @@ class TorchRunner:
             self.sizes = of_all_ranks(self.sizes, self._group, self.whole_layout)
         if len(models) == 2:
             draft = _forward(models[1], self.weights, beside=target)
-            self.draft_forward = self._shared(draft, 1)
+            self.draft_forward = draft if feed is None else SharedForward(draft, 1, feed)
             self.draft_forward.open(KVCache(self.layout, buffer, section=1))
             self.weights_bytes += self.draft_forward.weights_bytes
-
-        self._overlap()
-
-    def _overlap(self) -> None:
-        """Allows overlapping steps if no part of a step waits for the host."""
+        # Steps may overlap if no part of a step waits for the host.
         is_plain = self.draft_forward is None and not self.embeds
         self.overlaps = is_plain and isinstance(self._forward, CudaForward)
         if self.overlaps:
             self._tokens = TokenMemory(MAX_CHOSEN, pinned=self._is_cuda)
-
-    def _shared(
-        self, own: CpuForward | CudaForward, model: int
-    ) -> "CpuForward | CudaForward | SharedForward":
-        """Returns the pass of all ranks at rank 0, and `own` at other ranks."""
-        return own if self._feed is None else SharedForward(own, model, self._feed)
 
     def follow(self, channel: StepChannel) -> None:
         """Computes this rank's part of the passes that rank 0 sends, until rank 0 ends."""
@@ -361,27 +328,15 @@ class TorchRunner:
     @property
     def choices(self) -> RunnerChoices:
         """Returns the choices made at opening, for a report."""
-        attend = self._context.attend
-        module = (attend if isfunction(attend) else type(attend)).__module__
-        names = module.split(".")
-        attention = next((ATTENTIONS[name] for name in names if name in ATTENTIONS), names[-1])
-        forward = self._forward
-        if isinstance(forward, SharedForward):
-            forward = forward.own
-        if isinstance(forward, CudaForward):
-            attention = forward.attention_choice or attention
-            return RunnerChoices(attention, forward.num_captured, dict(forward.fallbacks))
-        return RunnerChoices(attention, 0, {})
+        return _choices(self._forward, self._context.attend)
 
     @property
     def counters(self) -> dict[str, int]:
         """Returns counts of the optional parts that this rank's models lack, since the start."""
         counts: Counter[str] = Counter()
-        for forward in (self._forward, self.draft_forward):
-            own = forward.own if isinstance(forward, SharedForward) else forward
-            if isinstance(own, CudaForward):
-                counts.update({f"fallbacks:{what}": n for what, n in own.fallbacks.items()})
-        return dict(counts)
+        for forward in filter(None, (self._forward, self.draft_forward)):
+            counts.update(_choices(forward, self._context.attend).fallbacks)
+        return {f"fallbacks:{what}": count for what, count in counts.items()}
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -509,6 +464,17 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _choices(forward: CpuForward | CudaForward | SharedForward, attend: object) -> RunnerChoices:
+    module = (attend if isfunction(attend) else type(attend)).__module__
+    names = module.split(".")
+    attention = next((ATTENTIONS[name] for name in names if name in ATTENTIONS), names[-1])
+    own = forward.own if isinstance(forward, SharedForward) else forward
+    if isinstance(own, CudaForward):
+        attention = own.attention_choice or attention
+        return RunnerChoices(attention, own.num_captured, dict(own.fallbacks))
+    return RunnerChoices(attention, 0, {})
+
+
 def _forward(
     loaded: LoadedModel, weights: WeightFormat, beside: CpuForward | CudaForward | None = None
 ) -> CpuForward | CudaForward:
@@ -516,6 +482,44 @@ def _forward(
     if loaded.device.type == "cpu":
         return CpuForward(loaded, weights, threads=torch.get_num_threads(), beside=beside)
     return CudaForward(loaded, weights)
+
+
+def _load_models(
+    path: Path, draft_path: Path | None, dtype: torch.dtype | None, **options: Any
+) -> list[LoadedModel]:
+    """Returns the target, and its draft model if there is one. `options` are those of `load`."""
+    target = load(path, dtype=dtype, **options)
+    if draft_path is None:
+        return [target]
+    if target.embedding is not None:
+        raise ConfigError(f"{path} gives embeddings, which no draft model speeds up")
+    max_len = options["max_len"]
+    draft = load_draft(draft_path, target=target, target_path=path, dtype=dtype, max_len=max_len)
+    return [target, draft]
+
+
+def _weights_bytes(models: Sequence[LoadedModel], weights: WeightFormat) -> int:
+    """Returns an estimate of the weights' final size."""
+    parameters = [p for model in models for p in model.model.parameters()]
+    stored_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    packed_bytes = sum(p.numel() for p in parameters) * PACKED_BYTES.get(weights, 2)
+    return max(stored_bytes, packed_bytes)
+
+
+def _device_needs(
+    target: LoadedModel,
+    weights: WeightFormat,
+    largest: LargestStep | None,
+    meter: MemoryMeter | None,
+) -> DeviceNeeds | None:
+    """Returns the memory use of a GPU and of its largest step. Gives the target's weights their
+    final format.
+    """
+    if meter is None and target.device.type == "cuda":
+        meter = CudaMeter(target.device)
+    if meter is None or largest is None:
+        return None
+    return measure_needs(target, weights, largest, meter)
 
 
 def _limited(max_len: int | None, context_len: int) -> int:

@@ -183,29 +183,29 @@ def probe_cache(
         context.cache = context.batch = None
 
 
-TOKENS = (5, 3, 8, 2, 9, 4, 7, 6, 1, 8, 3)
-OTHERS = tuple(TOKENS[:n] for n in (1, 4, 7, 10, 3, 6, 9, 2))  # other rows
+COMPANY_TOKENS = (5, 3, 8, 2, 9, 4, 7, 6, 1, 8, 3)
+OTHERS = tuple(COMPANY_TOKENS[:n] for n in (1, 4, 7, 10, 3, 6, 9, 2))  # other rows
 # For each trial: chunks of the sequence, the number of other rows before each chunk, and the number
 # of all other rows.
 TRIALS = (((1, 4, 6), 0, 0), ((11,), 5, len(OTHERS)), ((6, 5), 2, 3))
 
 # (rows, indices of tokens to keep) → logits [len(keep), vocab]
-Compute = Callable[[Sequence[Row], Sequence[int]], torch.Tensor]
+ComputeFlat = Callable[[Sequence[Row], Sequence[int]], torch.Tensor]
 
 
 def num_blocks(block_size: int) -> int:
     """Returns the number of KV blocks that the trial needs."""
-    return sum(-(-len(tokens) // block_size) for tokens in (TOKENS, *OTHERS))
+    return sum(-(-len(tokens) // block_size) for tokens in (COMPANY_TOKENS, *OTHERS))
 
 
-def keeps_bits(compute: Compute, block_size: int) -> bool:
+def keeps_bits(compute: ComputeFlat, block_size: int) -> bool:
     """Returns True if all trials give the same bits as the sequence alone."""
     mine, *theirs = _tables(block_size)
     others = [
         Row(SeqId(f"other-{i}"), tokens, 0, table, None)
         for i, (tokens, table) in enumerate(zip(OTHERS, theirs, strict=True))
     ]
-    alone = _logits(compute, mine, (len(TOKENS),), [], [])
+    alone = _logits(compute, mine, (len(COMPANY_TOKENS),), [], [])
     found = [  # run every trial: the ranks of a worker compute them together
         _logits(compute, mine, chunks, others[:first], others[first:end])
         for chunks, first, end in TRIALS
@@ -214,7 +214,7 @@ def keeps_bits(compute: Compute, block_size: int) -> bool:
 
 
 def _logits(
-    compute: Compute,
+    compute: ComputeFlat,
     table: list[BlockId],
     chunks: Sequence[int],
     before: list[Row],
@@ -224,14 +224,14 @@ def _logits(
     first = sum(len(row.token_ids) for row in before)
     found = []
     for start, end in pairwise(accumulate(chunks, initial=0)):
-        row = Row(SeqId("tried"), TOKENS[start:end], start, table, None)
+        row = Row(SeqId("tried"), COMPANY_TOKENS[start:end], start, table, None)
         found.append(compute([*before, row, *after], range(first, first + end - start)))
     return torch.cat(found)
 
 
 def _tables(block_size: int) -> list[list[BlockId]]:
     """Returns the block tables: the sequence's first, then those of the other rows."""
-    sizes = (-(-len(tokens) // block_size) for tokens in (TOKENS, *OTHERS))
+    sizes = (-(-len(tokens) // block_size) for tokens in (COMPANY_TOKENS, *OTHERS))
     return [
         [BlockId(i) for i in range(first, end)]
         for first, end in pairwise(accumulate(sizes, initial=0))
