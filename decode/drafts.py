@@ -112,7 +112,7 @@ class DraftPlanner:
         drafts = [self._drafts[seq.seq_id] for seq in chosen]
         num_context_tokens = sum([len(seq.token_ids) for seq in chosen])
         if self._ngrams is not None:
-            matches = self._ngrams.look([draft.ngrams for draft in drafts])
+            matches = self._ngrams.find([draft.ngrams for draft in drafts])
             for draft, match in zip(drafts, matches, strict=True):
                 draft.match = match
         if not speculator.weighs_draft_model(len(chosen), num_context_tokens):

@@ -49,7 +49,7 @@ class Ngrams:
         """Adds a sequence. Its later tokens are appended to the same list by the caller."""
         return _Tokens(self._library, token_ids)
 
-    def look(self, sequences: Sequence[_Tokens]) -> list[Match | None]:
+    def find(self, sequences: Sequence[_Tokens]) -> list[Match | None]:
         """Returns the match of each sequence, or None. All were opened with `open`."""
         tokens, counts = array("i"), array("i")
         for sequence in sequences:

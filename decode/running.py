@@ -46,7 +46,7 @@ class RunningBatch:
         self.joined.discard(seq_id)
         return self.members.pop(seq_id)
 
-    def end(self, seq_id: SeqId) -> Sequence:
+    def remove(self, seq_id: SeqId) -> Sequence:
         """Removes a sequence and releases its blocks."""
         seq = self.leave(seq_id)
         seq.release(self._pool)
@@ -131,7 +131,7 @@ class RunningBatch:
 
     def _preempt(self, seq_id: SeqId) -> Effect:
         self._counters["preempted"] += 1
-        seq = self.end(seq_id)
+        seq = self.remove(seq_id)
         return Emit(seq.gateway_id, GivenBack(seq_id, PREEMPTED))
 
     def validate(self) -> None:

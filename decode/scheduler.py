@@ -197,7 +197,7 @@ class DecodeScheduler:
     def cancel(self, seq_id: SeqId) -> list[Effect]:
         """Removes a sequence."""
         if seq_id in self.running.members:
-            self.running.end(seq_id)
+            self.running.remove(seq_id)
             return []
         return self.arrivals.cancel(seq_id)
 
@@ -274,7 +274,7 @@ class DecodeScheduler:
                 continue
             del seq.in_flight[0]
             if seq.guide is not None and (fault := seq.fault) is not None:
-                self.running.end(row.seq_id)
+                self.running.remove(row.seq_id)
                 given_back = GivenBack(row.seq_id, fault, hopeless=True)
                 effects.append(Emit(seq.gateway_id, given_back))
             else:
@@ -294,7 +294,7 @@ class DecodeScheduler:
             drafts.learn(row.seq_id, result, num_accepted)
         self._counters["step_tokens"] += num_taken
         if finish is not None:
-            self.running.end(row.seq_id)
+            self.running.remove(row.seq_id)
         elif row.draft or row.num_to_draft:
             seq.trim(self._pool)
         logprobs = list(result.logprobs[:num_taken]) if result.logprobs else []

@@ -213,7 +213,7 @@ class PrefillScheduler:
         if num <= 0:
             return left
         if self._pace is not None:
-            self._pace.take(start, num)
+            self._pace.add(start, num)
         token_ids = seq.token_ids[start : start + num]
         last = start + num == len(seq.token_ids)
         row = Row(

@@ -188,7 +188,7 @@ class SimStore:
         said: list[Said] = []
         for effect in effects:
             self._perform(effect, said)
-        news = self.machine.take_news()
+        news = self.machine.pop_events()
         if self.reports and not self._report_planned:
             self._report_planned = True
             at_s = max(self._next_report_s, self._future.now_s)

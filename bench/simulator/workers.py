@@ -144,7 +144,7 @@ class SimWorker:
         self._listener = listener
         self._leaps = leaps
         self._block_size = hardware.layout.block_size
-        self.pool = BlockPool(hardware.num_blocks, keeps_news=True, tells_tokens=False)
+        self.pool = BlockPool(hardware.num_blocks, keeps_events=True, with_tokens=False)
         self._stretch_limit = stretch
         self.core = WorkerCore(
             self.pool,
@@ -394,7 +394,7 @@ class SimWorker:
 
     def _flush(self) -> None:
         """Sends all messages of this turn as one frame."""
-        news = self.pool.take_news()
+        news = self.pool.pop_events()
         if self._said or news:
             frame = Frame(self._said, events_of(news, self._block_size))
             self._said = []

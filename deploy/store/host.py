@@ -149,7 +149,7 @@ class _Running:
         self, effects: list[StoreEffect], peers: StorePeers, gateways: GatewaySessions
     ) -> None:
         """Updates the slab's table, then performs effects, then publishes news."""
-        news = self.machine.take_news()
+        news = self.machine.pop_events()
         for item in news:
             if item.medium != Medium.HOST:
                 continue

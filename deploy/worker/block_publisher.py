@@ -27,7 +27,7 @@ from engine.worker.block_events import (
     encode_number,
     topic_of,
 )
-from engine.worker.blocks import CacheNews
+from engine.worker.blocks import CacheEvent
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +101,10 @@ class BlockPublisher:
             socket.bind_to_random_port(f"tcp://{self._host}")
             for socket in (self._published, self._asked)
         ]
-        self._loop.add_reader(self._asked.FD, self._take_asks)
-        self._loop.call_soon(self._take_asks)  # binding may have consumed the descriptor's event
+        self._loop.add_reader(self._asked.FD, self._receive_requests)
+        self._loop.call_soon(
+            self._receive_requests
+        )  # binding may have consumed the descriptor's event
         address = EventsAddress(*(f"tcp://{self._host}:{port}" for port in ports))
         log.info("block events: %s under %s", address, self._topic.decode())
         return address
@@ -119,7 +121,7 @@ class BlockPublisher:
         """Counts refused connections. Safe to read from any thread."""
         return dict(self._doorkeeper.counters)
 
-    def publish(self, news: Sequence[CacheNews]) -> None:
+    def publish(self, news: Sequence[CacheEvent]) -> None:
         """Sends news to all subscribers that have room."""
         if self._is_closed:
             return
@@ -128,7 +130,7 @@ class BlockPublisher:
 
     # ------------------------------------------------------------ answers
 
-    def _take_asks(self) -> None:
+    def _receive_requests(self) -> None:
         """Reads all requests: the socket's descriptor signals each event only once."""
         if self._is_closed:
             return
@@ -139,13 +141,13 @@ class BlockPublisher:
             except zmq.Again:
                 break
             try:
-                self._take_ask(frames)
+                self._accept(frames)
             except ProtocolError as error:
                 log.warning("a request for block events was refused: %s", error)
         if is_idle and self._answers:
             self._send_answers()
 
-    def _take_ask(self, frames: Sequence[bytes]) -> None:
+    def _accept(self, frames: Sequence[bytes]) -> None:
         if len(frames) != 3:
             raise ProtocolError(f"a request of {len(frames)} frames")
         peer, ask, wanted = frames
@@ -176,7 +178,9 @@ class BlockPublisher:
                 log.warning("a subscriber does not read the block events that it asked for")
         except zmq.ZMQError as error:
             log.info("a subscriber that asked for block events is gone: %s", error)
-        self._loop.call_soon(self._take_asks)  # sending may have consumed the descriptor's event
+        self._loop.call_soon(
+            self._receive_requests
+        )  # sending may have consumed the descriptor's event
         if self._answers:
             self._loop.call_later(wait_s, self._send_answers)
 

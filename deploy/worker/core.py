@@ -212,7 +212,7 @@ class WorkerCore:
         if decoding.waits or decoding.held_until_s is not None:
             return None, decoding.effects
         if self._pace is not None:
-            self._pace.begin(() if self.role is Role.MIXED else decoding.rows)
+            self._pace.start(() if self.role is Role.MIXED else decoding.rows)
         chunks = self.prefill.schedule(self._max_batch_tokens - decoding.num_tokens)
         effects = decoding.effects + chunks.effects
         rows = decoding.rows + chunks.rows

@@ -205,7 +205,7 @@ class WorkerHost:
     def _open_core(self, address: TransferAddress) -> WorkerCore:
         config, model = self._config, self._model
         self._pool = BlockPool(
-            self._runner.num_blocks, keeps_news=True, tells_tokens=config.publish_token_ids
+            self._runner.num_blocks, keeps_events=True, with_tokens=config.publish_token_ids
         )
         speculator = Speculator(
             config.speculate,
@@ -305,8 +305,8 @@ class WorkerHost:
             next_report_s = 0.0
             busy = False
             while not self._stopping:
-                self._watch.turn()
-                self._take_events(None if busy else self._idle_s())
+                self._watch.tick()
+                self._handle_events(None if busy else self._idle_s())
                 now_s = self._clock.now_s()
                 if now_s >= next_report_s:
                     next_report_s = now_s + REPORT_EVERY_S
@@ -324,7 +324,7 @@ class WorkerHost:
             return REPORT_EVERY_S
         return max(held_until_s - self._clock.now_s(), 0.0)
 
-    def _take_events(self, wait_s: float | None) -> None:
+    def _handle_events(self, wait_s: float | None) -> None:
         """Handles all queued events. Waits for one if `wait_s` is given."""
         effects: list[Effect] = []
         try:
@@ -353,7 +353,7 @@ class WorkerHost:
         plan, effects = self._core.plan(self._clock.now_s())
         self._perform(effects)
         if plan is not None:
-            self._watch.begin(plan)
+            self._watch.start(plan)
             self._in_flight.append((plan, self._runner.launch(plan)))
             if self._runner.overlaps and len(self._in_flight) == 1:
                 return True
@@ -385,7 +385,7 @@ class WorkerHost:
 
     def _publish(self) -> None:
         """Publishes which blocks became cached or left the cache since the last step."""
-        news = self._pool.take_news()
+        news = self._pool.pop_events()
         if news:
             self._loop.call_soon_threadsafe(self._publisher.publish, news)
 

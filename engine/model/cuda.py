@@ -89,7 +89,7 @@ class Staged:
         self._copied = torch.cuda.Event() if pinned else None
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, num_bytes: int) -> np.ndarray:
+    def reserve(self, num_bytes: int) -> np.ndarray:
         """Waits until the last copy has read the memory, and returns `num_bytes` of it for
         writing.
         """
@@ -295,7 +295,7 @@ class CudaForward:
         size = StepSize(step.row_len, step.shape.num_rows) if step.row_len else None
         plan = packing.plan(step.shape)
         staged = self._next_staged()
-        memory = staged.take(plan.num_bytes)
+        memory = staged.reserve(plan.num_bytes)
         memory[:] = step.memory
         return self._step(staged, plan, packing.arrays(memory, plan), step.num_kept, size)
 
@@ -354,7 +354,7 @@ class CudaForward:
         """Packs `rows`, padded to `size` if it is given."""
         plan = packing.plan(shape)
         staged = self._next_staged()
-        inputs = packing.arrays(staged.take(plan.num_bytes), plan)
+        inputs = packing.arrays(staged.reserve(plan.num_bytes), plan)
         packing.fill(
             inputs,
             rows,

@@ -43,7 +43,7 @@ class Pieces:
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, num_bytes: int) -> torch.Tensor:
+    def reserve(self, num_bytes: int) -> torch.Tensor:
         """Allocates zeros that start on a cache line."""
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if size > len(self._rest):

@@ -33,7 +33,7 @@ class TokenMemory:
         ]
         self._num_taken = 0
 
-    def take(self, num_tokens: int) -> torch.Tensor:
+    def reserve(self, num_tokens: int) -> torch.Tensor:
         """Returns memory that is not reused before the second next call."""
         memory = self._held[self._num_taken % NUM_HELD]
         self._num_taken += 1
@@ -95,14 +95,14 @@ class OverlappedStep:
         if self._has_chosen:
             return
         self._has_chosen = True
-        self._masks.begin(self._proposals)()
+        self._masks.start(self._proposals)()
         asked = verify.choices(self._proposals)
         logits = self._logits
         assert logits is not None
         if asked:
             chosen = self._forward.sample(logits[: len(asked)], asked)
             self._forward.remember(chosen)
-            self._chosen = self._memory.take(len(asked))
+            self._chosen = self._memory.reserve(len(asked))
             self._chosen.copy_(chosen, non_blocking=True)
         # Copied, because the next step overwrites them.
         self._logits = logits.clone() if verify.needs_logits(self._proposals) else None

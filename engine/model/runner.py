@@ -277,7 +277,10 @@ class TorchRunner:
             self.draft_forward = draft if feed is None else SharedForward(draft, 1, feed)
             self.draft_forward.open(KVCache(self.layout, buffer, section=1))
             self.weights_bytes += self.draft_forward.weights_bytes
-        # Steps may overlap if no part of a step waits for the host.
+        self._overlap()
+
+    def _overlap(self) -> None:
+        """Allows overlapping steps if no part of a step waits for the host."""
         is_plain = self.draft_forward is None and not self.embeds
         self.overlaps = is_plain and isinstance(self._forward, CudaForward)
         if self.overlaps:

@@ -35,7 +35,7 @@ import msgspec
 
 from engine.errors import ProtocolError
 from engine.messages import Hash, Incarnation, WorkerId
-from engine.worker.blocks import BlockHash, CacheNews, Evicted, Stored
+from engine.worker.blocks import BlockHash, CacheEvent, Evicted, Stored
 
 NUMBER_BYTES = 8
 END_NUMBER = 2 ** (8 * NUMBER_BYTES) - 1  # vLLM's -1
@@ -143,14 +143,14 @@ def decode_answer(frames: Sequence[bytes]) -> tuple[int, list[BlockEvent]] | Non
 
 
 def events_of(
-    news: Sequence[CacheNews], block_size: int, *, with_token_ids: bool = False
+    changes: Sequence[CacheEvent], block_size: int, *, with_token_ids: bool = False
 ) -> list[BlockEvent]:
     """Returns the events of a step's changes. A run of evicted blocks becomes one event, and so
     does a run of stored blocks that follow one another.
     """
     events: list[BlockEvent] = []
     last: BlockEvent | None = None
-    for item in news:
+    for item in changes:
         if isinstance(item, Evicted):
             if isinstance(last, BlockRemoved) and last.medium == item.medium:
                 last.block_hashes.append(item.block_hash)
@@ -200,11 +200,11 @@ class EventLog:
         self._cached = defaultdict(dict)
         self.num_batches = 0
 
-    def append(self, news: Sequence[CacheNews], unix_s: float) -> list[Numbered]:
+    def append(self, changes: Sequence[CacheEvent], unix_s: float) -> list[Numbered]:
         """Adds changes; returns the new batches: none without changes, several for many blocks."""
         numbered = []
-        for start in range(0, len(news), MAX_BLOCKS_PER_BATCH):
-            part = news[start : start + MAX_BLOCKS_PER_BATCH]
+        for start in range(0, len(changes), MAX_BLOCKS_PER_BATCH):
+            part = changes[start : start + MAX_BLOCKS_PER_BATCH]
             payload = _encode(EventBatch(unix_s, self._events_of(part)))
             self._recent.append(payload)
             self._recent_bytes += len(payload)
@@ -212,7 +212,7 @@ class EventLog:
             self.num_batches += 1
         while len(self._recent) > self._max_batches or self._recent_bytes > self._max_kept_bytes:
             self._recent_bytes -= len(self._recent.popleft())
-        for item in news:
+        for item in changes:
             if isinstance(item, Stored):
                 self._cached[item.medium][item.block_hash] = item.parent
             else:

@@ -27,7 +27,7 @@ A step that was launched may write to the blocks of a sequence that has ended me
 step is in flight, a block without a holder and without a hash stays *in flight* until the last step
 launched by then has ended. A block with a hash is full: no step writes to it.
 
-The pool records stored and evicted blocks as news, if a reader wants them.
+The pool records stored and evicted blocks as events, if a reader wants them.
 
 Sources: BLAKE2 keyed by prefix, Luykx, Mennink and Neves, ToSC 2016; two owners of a transferred
 block, sglang#24527 and TensorRT-LLM#12542; chained block hashes, vLLM's prefix cache.
@@ -122,7 +122,7 @@ class Evicted(NamedTuple):
     medium: str | None = None  # the medium that the block left
 
 
-CacheNews = Stored | Evicted
+CacheEvent = Stored | Evicted
 # Equivalents of the constructors that take half the time.
 _stored, _evicted = partial(tuple.__new__, Stored), partial(tuple.__new__, Evicted)
 
@@ -130,18 +130,18 @@ _stored, _evicted = partial(tuple.__new__, Stored), partial(tuple.__new__, Evict
 class BlockPool:
     """Hands out block ids and knows which block holds which prefix. Owned by one thread.
 
-    With `keeps_news` it records stored and evicted blocks until `take_news`. Without `tells_tokens`
-    the news does not include the blocks' tokens.
+    With `keeps_events` it records stored and evicted blocks until `pop_events`. Without
+    `with_tokens` the events do not include the blocks' tokens.
     """
 
     def __init__(
-        self, num_blocks: int, *, keeps_news: bool = False, tells_tokens: bool = True
+        self, num_blocks: int, *, keeps_events: bool = False, with_tokens: bool = True
     ) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         # True if callers of `set_hashes` should pass tokens.
-        self.wants_tokens = keeps_news and tells_tokens
-        self._news: list[CacheNews] | None = [] if keeps_news else None
+        self.wants_tokens = keeps_events and with_tokens
+        self._events: list[CacheEvent] | None = [] if keeps_events else None
         # For each kind of holder: each block's holders, and the number of blocks with any.
         self._holders = tuple([0] * num_blocks for _ in (OWNED, LEASED, IN_FLIGHT))
         self._num_held = [0, 0, 0]
@@ -257,10 +257,15 @@ class BlockPool:
         Of two blocks with the same hash, lookups find the first.
 
         `parent`, the hash of the block before the first, and the blocks' tokens are only passed on
-        as news. With `is_answer`, the blocks were generated, and none counts as a block that
+        as events. With `is_answer`, the blocks were generated, and none counts as a block that
         follows its parent.
         """
-        by_hash, known, owned, news = self._by_hash, self._hash, self._holders[OWNED], self._news
+        by_hash, known, owned, events = (
+            self._by_hash,
+            self._hash,
+            self._holders[OWNED],
+            self._events,
+        )
         num_children = self._num_children
         for block, block_hash, tokens in zip(blocks, hashes, token_ids or repeat(()), strict=False):
             if block_hash not in by_hash:
@@ -272,17 +277,17 @@ class BlockPool:
                     self._parent[block] = parent
                     if parent is not None:
                         num_children[parent] = num_children.get(parent, 0) + 1
-                if news is not None:
-                    news.append(_stored((block_hash, parent, tokens, None)))
+                if events is not None:
+                    events.append(_stored((block_hash, parent, tokens, None)))
             parent = block_hash
 
-    def take_news(self) -> list[CacheNews]:
+    def pop_events(self) -> list[CacheEvent]:
         """Returns the blocks that were stored and evicted since the last call, in order."""
-        news = self._news
-        if not news:
+        events = self._events
+        if not events:
             return []
-        self._news = []
-        return news
+        self._events = []
+        return events
 
     def hold(self, kind: int, blocks: Iterable[BlockId]) -> None:
         """Adds a holder to each block: a sequence that owns it, a lease, or a pull that writes."""
@@ -405,7 +410,7 @@ class BlockPool:
 
     def _remove(self, blocks: Iterable[BlockId]) -> None:
         """Removes the hash and the parent of blocks."""
-        by_hash, known, news = self._by_hash, self._hash, self._news
+        by_hash, known, events = self._by_hash, self._hash, self._events
         num_children, parent_of = self._num_children, self._parent
         for block in blocks:
             block_hash = known[block]
@@ -420,5 +425,5 @@ class BlockPool:
                     num_children[parent] = left
                 else:
                     del num_children[parent]
-            if news is not None:
-                news.append(_evicted((block_hash, None)))
+            if events is not None:
+                events.append(_evicted((block_hash, None)))

@@ -50,7 +50,7 @@ class StepPace:
         self._left_s: float | None = None
         self._has_prompt = False
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         """Starts to plan a step with these decode rows. Without rows there is no limit."""
         self._rows, self._left_s, self._has_prompt = rows, None, False
 
@@ -70,7 +70,7 @@ class StepPace:
             self._left_s = self._room_s(cost)
         return max(_tokens_in(self._left_s, cost, start), least)
 
-    def take(self, start: int, num_tokens: int) -> None:
+    def add(self, start: int, num_tokens: int) -> None:
         """Subtracts the time of a chunk that was added to the step."""
         self._has_prompt = True
         cost = self._costs.costs(_CLASS).prefill

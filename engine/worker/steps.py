@@ -13,10 +13,11 @@ The head's weights count for rows that choose a token.
 by the runner. Steps with drafts, and prompts whose log-probabilities are requested, are not
 reported, since their number of tokens does not determine their cost.
 
-**Watch.** The step loop turns at least once a second, so a longer turn is a long step. Another
-thread watches the loop. Only this watch notices a step that hangs: the worker's other threads go
-on, and its sessions stay open. The first steps of each kind may compile code, so they get more time
-and are reported as early ones. Time in which the whole process was stopped does not count.
+**Watch.** The step loop iterates at least once a second, so a longer iteration is a long step.
+Another thread watches the loop. Only this watch notices a step that hangs: the worker's other
+threads go on, and its sessions stay open. The first steps of each kind may compile code, so they
+get more time and are reported as early ones. Time in which the whole process was stopped does not
+count.
 
 Sources: Williams et al., "Roofline", CACM 2009; Chowdhery et al., PaLM, 2022, appendix B (MFU).
 """
@@ -144,24 +145,24 @@ def _report_of(decoding: Sequence[Row], chunks: Sequence[Row], seconds: float) -
 
 
 class StepWatch:
-    """The step thread calls `turn` and `begin`, another thread calls `look`."""
+    """The step thread calls `tick` and `start`, another thread calls `check`."""
 
     def __init__(self, timeout_s: float | None, now_s: float) -> None:
         """A step longer than `timeout_s` counts as stuck. None: no step does."""
         self._timeout_s = timeout_s
         self._silence = Silence(now_s)
-        self._num_turns = 0
-        self._num_turns_seen = 0
-        # Steps begun, by the kinds of their rows.
+        self._num_ticks = 0
+        self._num_ticks_seen = 0
+        # Steps started, by the kinds of their rows.
         self._num_steps: Counter[frozenset[str]] = Counter()
         self._is_early = True
 
-    def turn(self) -> None:
-        """Records that the step loop begins a turn."""
-        self._num_turns += 1
+    def tick(self) -> None:
+        """Records an iteration of the step loop."""
+        self._num_ticks += 1
 
-    def begin(self, plan: BatchPlan) -> None:
-        """Records that a step begins in this turn."""
+    def start(self, plan: BatchPlan) -> None:
+        """Records that a step starts in this iteration."""
         kinds = set()  # rows of a kind usually run the same code
         for row in plan.rows:
             has_draft = row.draft or row.num_to_draft
@@ -175,10 +176,10 @@ class StepWatch:
 
         To be called about once a second. Raises StepStuck.
         """
-        is_early = self._is_early  # read before the turns: a step may begin meanwhile
-        if self._num_turns != self._num_turns_seen:
+        is_early = self._is_early  # read before the ticks: a step may start meanwhile
+        if self._num_ticks != self._num_ticks_seen:
             self._silence.broken()
-            self._num_turns_seen = self._num_turns
+            self._num_ticks_seen = self._num_ticks
         lasted_s = self._silence.check(now_s)
         if self._timeout_s is not None:
             factor = FIRST_STEPS_FACTOR if is_early else 1.0

@@ -81,7 +81,7 @@ class _GroupPull:
     longest: PullDone | None = None
     exposed_s: float = 0.0
 
-    def note(self, member: Member, ended: PullDone | PullFailed) -> None:
+    def record(self, member: Member, ended: PullDone | PullFailed) -> None:
         """Records the end of a member's part."""
         self.open.remove(member)
         if isinstance(ended, PullDone):
@@ -151,7 +151,7 @@ class PullGroups:
         pull = self._pulls.get(report.seq_id)
         if pull is None or member not in pull.open:
             return []
-        pull.note(member, report)
+        pull.record(member, report)
         effects = [] if pull.failure is None else self._give_up(report.seq_id, pull)
         if not pull.open:
             del self._pulls[report.seq_id]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.worker.block_events import LOWER_MEDIA, Medium
-from engine.worker.blocks import BlockHash, BlockId, CacheNews, Evicted, Stored
+from engine.worker.blocks import BlockHash, BlockId, CacheEvent, Evicted, Stored
 from kvtransfer.store.events import EraseAll, EraseBlock, LoadBlock
 from kvtransfer.store.eviction.seam import Link
 from kvtransfer.store.shelf import Shelf
@@ -43,7 +43,7 @@ class Holdings:
         self.num_loads: Counter[Medium] = Counter()  # blocks being loaded, by medium
         self.off: dict[Medium, str] = {}  # tiers that are off, and why
         self.counters: Counter[str] = Counter()
-        self._news: list[CacheNews] = []
+        self._news: list[CacheEvent] = []
 
     # ------------------------------------------------------------ questions
 
@@ -66,7 +66,7 @@ class Holdings:
                 return number
         return len(blocks)
 
-    def take_news(self) -> list[CacheNews]:
+    def pop_events(self) -> list[CacheEvent]:
         """Returns the news since the last call, in order."""
         news, self._news = self._news, []
         return news

@@ -32,7 +32,7 @@ from engine.messages import (
     UnpinBlocks,
 )
 from engine.worker.block_events import LOWER_MEDIA, Medium
-from engine.worker.blocks import BlockHash, CacheNews
+from engine.worker.blocks import BlockHash, CacheEvent
 from engine.worker.events import (
     Emit,
     FromGateway,
@@ -130,9 +130,9 @@ class StoreMachine:
     def _write_to(self, medium: Medium) -> None:
         self._downs.append(WriteDown(self.holdings, medium, self._writes, self._counters))
 
-    def take_news(self) -> list[CacheNews]:
+    def pop_events(self) -> list[CacheEvent]:
         """Returns the blocks added to and removed from each medium since the last call."""
-        return self.holdings.take_news()
+        return self.holdings.pop_events()
 
     def next_wake_s(self) -> float | None:
         """Returns when the passing of time makes work due; None if only events do."""

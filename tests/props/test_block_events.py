@@ -89,7 +89,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     def start(self) -> None:
         """Begins a life of the worker, and sessions with it."""
-        self.pool = BlockPool(NUM_BLOCKS, keeps_news=True)
+        self.pool = BlockPool(NUM_BLOCKS, keeps_events=True)
         self.log = EventLog(block_size=1, max_batches=3)
         self.held: list[BlockId] = []
         self.published: list[Numbered] = []
@@ -121,7 +121,7 @@ class TellingWorker(RuleBasedStateMachine):
         self.publish()
 
     def publish(self) -> None:
-        for number, payload in self.log.append(self.pool.take_news(), 0.0):
+        for number, payload in self.log.append(self.pool.pop_events(), 0.0):
             state = set(self.states[-1])
             for event in decode_batch(payload):
                 change = state.update if isinstance(event, BlockStored) else state.difference_update

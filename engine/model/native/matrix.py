@@ -59,7 +59,7 @@ class PackedMatrix:
         panel = library.baton_panel()
         padded_rows = -(-rows // panel) * panel
         self.form = form
-        self.panels = team.weights.take(library.baton_packed_bytes(kind, rows, cols))
+        self.panels = team.weights.reserve(library.baton_packed_bytes(kind, rows, cols))
         self.scales = torch.zeros(padded_rows)
         self.offsets = torch.zeros(padded_rows, dtype=torch.int32)
         self.bias: torch.Tensor | None = None

@@ -74,7 +74,7 @@ class Masks:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
-    def begin(self, proposals: Sequence[DraftedRow]) -> Callable[[], None]:
+    def start(self, proposals: Sequence[DraftedRow]) -> Callable[[], None]:
         """Starts to compute the masks of all rows with a guide. The returned function waits for
         them.
 
@@ -124,7 +124,7 @@ def draft_step_by_step(forward: Forward, proposals: Sequence[DraftedRow], masks:
     keep = last_tokens(rows[: len(proposing)])
     while True:
         prepared = forward.prepare(rows, keep)
-        wait = masks.begin(proposing)
+        wait = masks.start(proposing)
         logits = forward.launch(prepared)
         wait()
         if not proposing:

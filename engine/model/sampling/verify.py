@@ -42,7 +42,7 @@ def verify_by_parts(
     begin_s = clock.now_s()
     prepared = forward.prepare([p.verified() for p in proposals], wanted(proposals))
     prepared_s = clock.now_s()
-    wait = masks.begin(proposals)
+    wait = masks.start(proposals)
     logits = forward.launch(prepared)
     launched_s = clock.now_s()
     wait()

@@ -151,7 +151,7 @@ class StoreRig:
     def do(self, event: StoreEvent) -> None:
         """Feeds an event and does what the shell does."""
         effects = self.machine.handle(event, self.now_s)
-        for item in self.machine.take_news():
+        for item in self.machine.pop_events():
             if item.medium != Medium.HOST:
                 continue
             if isinstance(item, Stored):

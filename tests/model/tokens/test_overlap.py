@@ -85,6 +85,6 @@ def _values(asked):
 
 def test_memory_for_tokens_is_used_again_by_the_second_next_step():
     memory = TokenMemory(4, pinned=False)
-    taken = [memory.take(3).data_ptr() for _ in range(4)]
+    taken = [memory.reserve(3).data_ptr() for _ in range(4)]
     assert taken[0] == taken[2] != taken[1] == taken[3]
     assert all(a != b for a, b in pairwise(taken))

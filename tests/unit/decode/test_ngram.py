@@ -13,7 +13,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 
 def find(token_ids) -> Match | None:
     ngrams = Ngrams()
-    return ngrams.look([ngrams.open(token_ids)])[0]
+    return ngrams.find([ngrams.open(token_ids)])[0]
 
 
 def slow_find(token_ids) -> Match | None:
@@ -74,7 +74,7 @@ def test_the_matches_of_growing_sequences_are_those_of_a_search_through_all_toke
     ngrams, sequences = Ngrams(), [list(prompt) for prompt in prompts]
     opened = [ngrams.open(sequence) for sequence in sequences]
     for new in steps:
-        assert ngrams.look(opened) == [slow_find(sequence) for sequence in sequences]
+        assert ngrams.find(opened) == [slow_find(sequence) for sequence in sequences]
         for sequence, tokens in zip(sequences, new, strict=True):
             sequence += tokens
 
@@ -84,5 +84,5 @@ def test_matches_in_a_long_sequence_are_found():
     token_ids = [rng.randrange(60) for _ in range(5000)]
     opened = ngrams.open(token_ids)
     for _ in range(20):
-        assert ngrams.look([opened]) == [slow_find(token_ids)]
+        assert ngrams.find([opened]) == [slow_find(token_ids)]
         token_ids += [rng.randrange(60) for _ in range(20)]

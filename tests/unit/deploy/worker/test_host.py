@@ -129,13 +129,13 @@ def test_an_idle_worker_looks_for_leaks_once_until_something_happens():
     )
     worker._clock = SetClock()
     for _ in range(3):
-        worker._take_events(0.0)
+        worker._handle_events(0.0)
     assert len(looks) == 1
     worker._inbox.put(GatewayLost(GatewayId("g")))
-    worker._take_events(0.0)
-    worker._take_events(None)  # as between steps
+    worker._handle_events(0.0)
+    worker._handle_events(None)  # as between steps
     assert len(looks) == 1
-    worker._take_events(0.0)
+    worker._handle_events(0.0)
     assert len(looks) == 2
 
 

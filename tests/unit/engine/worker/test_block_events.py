@@ -198,49 +198,49 @@ def test_an_answer_ends_with_an_empty_batch():
 
 
 def test_a_pool_notes_stored_and_evicted_blocks():
-    pool = BlockPool(2, keeps_news=True)
+    pool = BlockPool(2, keeps_events=True)
     first, second = hashes(2)
     blocks = pool.allocate(2)
     pool.set_hashes([blocks[0]], [first], token_ids=[(0, 1, 2, 3)])
     pool.set_hashes([blocks[1]], [second], parent=first)
-    assert pool.take_news() == [Stored(first, None, (0, 1, 2, 3)), Stored(second, first)]
+    assert pool.pop_events() == [Stored(first, None, (0, 1, 2, 3)), Stored(second, first)]
     pool.release(OWNED, blocks, ORDINARY)
-    assert pool.take_news() == []  # it is still cached
+    assert pool.pop_events() == []  # it is still cached
     pool.release(OWNED, pool.allocate(1), ORDINARY)
-    assert pool.take_news() == [Evicted(second)]  # the end of a prefix goes first
+    assert pool.pop_events() == [Evicted(second)]  # the end of a prefix goes first
 
 
 def test_a_duplicate_block_is_reported_once():
-    pool = BlockPool(2, keeps_news=True)
+    pool = BlockPool(2, keeps_events=True)
     one, other = pool.allocate(2)
     [content] = hashes(1)
     pool.set_hashes([one], [content])
     pool.set_hashes([other], [content])
-    assert pool.take_news() == [Stored(content, None)]
+    assert pool.pop_events() == [Stored(content, None)]
     pool.release(OWNED, [other], ORDINARY)
     pool.release(OWNED, pool.allocate(1), ORDINARY)
-    assert pool.take_news() == []
+    assert pool.pop_events() == []
     pool.release(OWNED, [one], ORDINARY)
     pool.release(OWNED, pool.allocate(2), ORDINARY)
-    assert pool.take_news() == [Evicted(content)]
+    assert pool.pop_events() == [Evicted(content)]
 
 
 def test_pool_without_readers_records_no_events():
     pool = BlockPool(1)
     pool.set_hashes(pool.allocate(1), hashes(1))
-    assert pool.take_news() == []
-    assert pool._news is None
+    assert pool.pop_events() == []
+    assert pool._events is None
 
 
 def test_a_sequence_reports_parent_and_tokens_of_each_block():
-    pool = BlockPool(3, keeps_news=True)
+    pool = BlockPool(3, keeps_events=True)
     ids = SeqId("a"), GatewayId("g")
     seq = Sequence(*ids, list(range(10)), Sampling(), Limits(max_len=20), BLOCK_SIZE)
     seq.block_table = pool.allocate(3)
     seq.advance(6, pool)
     seq.advance(4, pool)
     first, second = hashes(2)
-    assert pool.take_news() == [
+    assert pool.pop_events() == [
         Stored(first, None, [0, 1, 2, 3]),
         Stored(second, first, [4, 5, 6, 7]),
     ]

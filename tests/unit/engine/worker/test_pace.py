@@ -47,13 +47,13 @@ def learned(stretch=4.0):
 
 
 def chunks_of_a_step(pace, rows, starts):
-    pace.begin(rows)
+    pace.start(rows)
     chunks = []
     for start in starts:
         num = pace.most_tokens(start)
         assert num is not None
         if num:
-            pace.take(start, num)
+            pace.add(start, num)
             chunks.append((start, start + num))
     return chunks
 
@@ -81,7 +81,7 @@ def test_a_step_keeps_the_bounds_and_the_stretch(rows, starts, stretch):
 
 def test_nothing_limits_a_prompt_if_nothing_decodes():
     pace = learned()
-    pace.begin([])
+    pace.start([])
     assert pace.most_tokens(0) is None
 
 

@@ -34,8 +34,8 @@ class Worker:
             self.begin(each)
 
     def begin(self, step: BatchPlan) -> None:
-        self.watch.turn()
-        self.watch.begin(step)
+        self.watch.tick()
+        self.watch.start(step)
 
     def check(self) -> StillStepping | None:
         self.now_s += 1.0

@@ -140,11 +140,11 @@ def prompt(code: int) -> list[int]:
 
 def heard(salt: bytes, code: int) -> list[bytes]:
     """The hashes in the events of a worker that has cached this prompt."""
-    pool = BlockPool(4, keeps_news=True, tells_tokens=False)
+    pool = BlockPool(4, keeps_events=True, with_tokens=False)
     hashes = hash_blocks(prompt(code), BLOCK_SIZE, salt)
     pool.set_hashes(pool.allocate(len(hashes)), hashes, parent=None)
     log = EventLog(block_size=BLOCK_SIZE, with_token_ids=False)
-    batches = [decode_batch(payload) for _, payload in log.append(pool.take_news(), 0.0)]
+    batches = [decode_batch(payload) for _, payload in log.append(pool.pop_events(), 0.0)]
     return [h for events in batches for event in events for h in event.block_hashes]
 
 
