@@ -13,7 +13,6 @@ from pathlib import Path
 import engine.gguf
 from deploy.fetching.cache import locked, storing
 from engine.errors import CheckpointError
-from engine.gguf.architecture import described
 from engine.gguf.container import read_gguf
 from engine.ownership import make_folder, require_trusted
 
@@ -49,7 +48,7 @@ def _key(file: Path, own: Iterable[Path]) -> str:
 
 
 def _make(file: Path, own: Iterable[Path], there: Path) -> None:
-    from engine.gguf.describing import described  # imports numpy, which most commands do not need
+    from engine.gguf.architecture import described  # imports numpy, which most commands do not need
 
     partial = there.with_name(f"{there.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
