@@ -121,13 +121,13 @@ def test_decode_workers_compute_prompts_if_allowed_and_faster(stretch):
 
 @pytest.mark.parametrize("max_answer_tokens", [None, 500])
 def test_simulated_workers_know_the_bound_on_their_steps(monkeypatch, max_answer_tokens):
-    seen, begin = set(), StepPace.begin
+    seen, start = set(), StepPace.start
 
     def noted(pace, rows):
         seen.update(row.tpot_s for row in rows)
-        begin(pace, rows)
+        start(pace, rows)
 
-    monkeypatch.setattr(StepPace, "begin", noted)
+    monkeypatch.setattr(StepPace, "start", noted)
     setup = SimulationSetup(
         TINY, SimulatedPools(1, 1), stretch=4.0, max_answer_tokens=max_answer_tokens
     )
