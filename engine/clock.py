@@ -5,7 +5,9 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that never go back; only differences have a meaning."""
+    """A source of times in seconds, which never decrease. Only differences between times have a
+    meaning.
+    """
 
     def now_s(self) -> float:
         """Seconds since an arbitrary origin."""
@@ -13,7 +15,7 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The machine's monotonic clock. On Linux all processes of one host share its origin."""
+    """The machine's monotonic clock. On Linux all processes of one host see the same times."""
 
     now_s = staticmethod(time.monotonic)  # seconds since the host booted
 

@@ -1,9 +1,9 @@
-"""Options of commands, made from the settings and the dataclasses that they fill.
+"""Options of commands, made from the settings and the dataclasses that the options fill.
 
-`expanded` gives a command two kinds of options. A dataclass parameter yields an option for each of
-its fields that has a `typer.Option`. A parameter of the type `Annotated[Settings, …]` yields one
-for each of its `SettingOption`s. Types, defaults and meanings of settings come from `engine.config`
-alone.
+`expanded` replaces two kinds of parameters by options. A dataclass parameter becomes one option for
+each of its fields that has a `typer.Option`. A parameter of the type `Annotated[Settings, …]`
+becomes one option for each of its `SettingOption`s. Types, defaults and meanings of settings come
+from `engine.config` alone.
 """
 
 import re
@@ -18,12 +18,12 @@ import typer
 from engine.config import UNSET, Config
 from engine.config_reference import ConfigKey, config_keys
 
-Settings = dict[str, Any]  # values of settings by their keys
+Settings = dict[str, Any]  # values of settings by the settings' keys
 Build = Callable[[dict[str, Any]], Any]
 
 
 class SettingOption(NamedTuple):
-    """An option that sets a key of the configuration."""
+    """An option that sets one key of the configuration."""
 
     key: str  # the key's full path, section included
     name: str = ""  # the option's name; empty: the key's own name, without the section
@@ -33,18 +33,18 @@ class SettingOption(NamedTuple):
 
     @property
     def parameter(self) -> str:
-        """The name of the command's parameter."""
+        """The name of the Python parameter for this option."""
         return self.name or self.key.rpartition(".")[2]
 
 
 def options_of(section: str, *names: str) -> tuple[SettingOption, ...]:
-    """Returns one option for each given key of a section, named like the key."""
+    """Returns one option for each given key of a section. Each option is named like its key."""
     return tuple(SettingOption(f"{section}.{name}") for name in names)
 
 
 def with_defaults(options: Sequence[SettingOption], **own: Any) -> tuple[SettingOption, ...]:
-    """Returns options that always set their key: the default is taken from `own`, else from the
-    setting.
+    """Returns options that always set their key. Defaults come from `own`; a key that `own` lacks
+    has the setting's default.
     """
     return tuple(
         each._replace(default=own.get(each.parameter, _value_of(each.key))) for each in options
@@ -57,7 +57,7 @@ def _value_of(key: str) -> Any:
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns the command, with each parameter that holds several options replaced by those
+    """Returns the command. Each parameter that stands for several options is replaced by these
     options.
     """
     shown: list[Parameter] = []
@@ -121,12 +121,12 @@ def _parameter(option: SettingOption) -> Parameter:
 
 
 def _help_of(key: ConfigKey) -> str:
-    """Returns the meaning of a setting, and its default."""
+    """Returns the meaning and the default of a setting, as help text."""
     if key.default == f'"{UNSET}"':
         return re.sub(rf"(?:[;.] )?{UNSET}:", ". Default:", key.meaning)
     return f"{key.meaning} Default: {key.default.strip(chr(34))}."
 
 
 def _absolute(value: Any) -> Any:
-    """Returns a path as the text of its absolute path; other values are returned unchanged."""
+    """Returns a path as its absolute path, in text form; returns other values unchanged."""
     return str(value.expanduser().resolve()) if isinstance(value, Path) else value

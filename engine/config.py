@@ -1,11 +1,12 @@
-"""Configuration: one frozen tree, read from a file, the environment and flags, in this order.
+"""Configuration: one frozen tree, read from a file, then the environment, then flags. Later sources
+win.
 
-Unknown keys and values of the wrong type are errors that name them. Environment variables are
-`BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512.
-The text "none" unsets a key whose type allows None, as TOML and variables have no null.
-Defaults run on a laptop. Each part of a process gets only its part of the tree, and none writes to
-it. docs/users/tuning.md explains settings that affect speed. The comments at the keys are their
-meanings in `baton config reference` and docs/users/configuration.md: see `engine.config_reference`.
+Unknown keys and values of the wrong type are errors that name the key. An environment variable is
+`BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512. The
+text "none" unsets a key whose type allows None, because TOML and variables have no null. Defaults
+run on a laptop. Each part of a process gets only its part of the tree, and does not write to it.
+docs/users/tuning.md explains settings that affect speed. The comment at each key is its meaning in
+`baton config reference` and docs/users/configuration.md: see `engine.config_reference`.
 """
 
 import ipaddress
@@ -159,7 +160,7 @@ class PlannerMode(StrEnum):
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach an address to listen on."""
+    """True if only this machine can reach the address that a server listens on."""
     if host == "localhost":
         return True
     try:
@@ -169,7 +170,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_template(text: str) -> bool:
-    """True for the source of a chat template, false for the path of a file."""
+    """True if the setting is a chat template itself; false if it is the path of a file."""
     return "{%" in text or "{{" in text
 
 
@@ -363,7 +364,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key_hashes(self) -> tuple[str, ...]:
-        """SHA-256 of the operator's keys, as 64 hex digits."""
+        """SHA-256 hashes of the operator's API keys, as 64 hex digits."""
         return tuple(text.removeprefix("sha256:") for text in self.api_key)
 
     def __post_init__(self) -> None:
@@ -610,7 +611,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load_config(
     path: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> Config:
-    """Reads the tree from a TOML file, the environment and flags such as "worker.kv_mib": 64.
+    """Reads the configuration from a TOML file, the environment and flags such as "worker.kv_mib":
+    64.
 
     A flag that is None is not set. Raises ConfigError.
     """
@@ -626,9 +628,10 @@ def load_config(
 
 
 def config_of(tree: dict[str, Any], *, source: str, is_text: bool = False) -> Config:
-    """Checks a tree that was read from a source. Raises ConfigError, a line for each error.
+    """Checks a configuration that was read from a source. Raises ConfigError, with one line for
+    each error.
 
-    Each line names the source. `is_text`: values may be texts that are still to be parsed.
+    Each line names the source. With `is_text`, values may be texts that must still be parsed.
     """
     section = tree.get("gateway")
     if isinstance(section, dict) and "api_key" in section:
@@ -651,7 +654,7 @@ def config_of(tree: dict[str, Any], *, source: str, is_text: bool = False) -> Co
 
 
 def _unset(tree: Any, kind: Any) -> Any:
-    """Returns the tree with None in place of UNSET, at keys that may be None."""
+    """Returns the tree with None in place of UNSET, at each key whose type allows None."""
     if isinstance(tree, dict) and get_origin(kind) is dict:
         return {key: _unset(value, get_args(kind)[1]) for key, value in tree.items()}
     if not (isinstance(tree, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
@@ -662,7 +665,7 @@ def _unset(tree: Any, kind: Any) -> Any:
 
 
 def _with_worker(model: Any, worker: Any) -> Any:
-    """Fills a model's worker settings with those of `[worker]` where the model sets none."""
+    """Fills in a model's worker settings: keys that the model does not set come from `[worker]`."""
     own = model.get("worker", {}) if isinstance(model, dict) else None
     if not isinstance(own, dict) or not isinstance(worker, dict):
         return model  # its type is wrong: a later check reports that
@@ -670,7 +673,9 @@ def _with_worker(model: Any, worker: Any) -> Any:
 
 
 def _hashed(keys: Any) -> Any:
-    """Replaces each key by its hash. Raises ConfigError, which does not show the key."""
+    """Replaces each API key by its hash. Raises ConfigError, whose message does not contain the
+    key.
+    """
     if isinstance(keys, str):
         keys = [keys]
     if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
@@ -690,7 +695,9 @@ def _hash_of(key: str) -> str:
 
 
 def remove_environment(environment: MutableMapping[str, str]) -> None:
-    """Removes the variables that `load_config` reads, so that no later process inherits a key."""
+    """Removes the environment variables that `load_config` reads, so that child processes inherit
+    no API key.
+    """
     for key in list(environment):
         if _is_setting(key):
             del environment[key]
@@ -701,7 +708,7 @@ def _is_setting(key: str) -> bool:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a file into a dict. Raises ConfigError."""
+    """Reads a TOML file into a dict. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -711,7 +718,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _list_or_text(value: str) -> Any:
-    """Returns an environment variable's value. Lists are in TOML's syntax: `["a", "b"]`."""
+    """Returns the value of an environment variable. Lists are written in TOML's syntax: `["a",
+    "b"]`.
+    """
     if not value.startswith("["):
         return value
     try:

@@ -1,8 +1,8 @@
-"""Finds all errors of a configuration, and the keys and values that were meant. Pure.
+"""Finds all errors of a configuration, and suggests the keys and values that were meant. Pure.
 
-msgspec stops at the first error. So the key that an error names is removed from the tree, and the
-rest is checked again. An error about a key that was removed earlier is only a consequence of the
-removal, so it is not shown.
+msgspec stops at the first error. So the key that this error names is removed from the tree, and the
+rest of the tree is checked again. A later error about a removed key is only a consequence of the
+removal, so it is not reported.
 """
 
 import re
@@ -16,9 +16,9 @@ import msgspec
 _UNKNOWN_KEY = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.?([\w.\[\]]*)`)?")
 MAX_FAULTS = 32
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
-_NAMED = re.compile(r"\b[a-z_]+(?:\.[A-Za-z0-9_]+)+\b")  # a key in messages of `engine.config`
+_NAMED = re.compile(r"\b[a-z_]+(?:\.[A-Za-z0-9_]+)+\b")  # a key in errors of `engine.config`
 _PART = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
-_ANY = "[...]"  # a key that the operator chooses, as msgspec writes it
+_ANY = "[...]"  # a key that the operator chooses, as msgspec writes it in its messages
 _UNKNOWN_VALUE = re.compile(r"Invalid enum value '([^']*)' - at `\$\.?([\w.\[\]]*)`")
 
 
@@ -28,8 +28,8 @@ KeyPath = tuple[str, ...]
 def faults_of(
     tree: dict[str, Any], check: Callable[[dict[str, Any]], object]
 ) -> list[msgspec.ValidationError]:
-    """Returns all errors that `check` raises: for the tree, then for the tree without each wrong
-    key.
+    """Returns all errors that `check` raises for the tree. Each wrong key is removed before the
+    next check.
     """
     faults: list[msgspec.ValidationError] = []
     left_out: set[str] = set()
@@ -49,7 +49,7 @@ def faults_of(
 
 
 def _culprits(tree: dict[str, Any], text: str) -> Iterator[KeyPath]:
-    """Yields the keys of the tree that an error may concern, the most specific key first."""
+    """Yields the keys of the tree that an error may concern. The most specific key comes first."""
     found = _PLACE.search(text)
     place = tuple(_PART.findall(found[1])) if found else ()
     if unknown := _UNKNOWN_KEY.search(text):
@@ -64,7 +64,7 @@ def _culprits(tree: dict[str, Any], text: str) -> Iterator[KeyPath]:
 
 
 def _present(tree: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Yields the paths in the tree that match; `_ANY` matches every key."""
+    """Yields the paths in the tree that match a path of msgspec; `_ANY` matches every key."""
     if not path:
         yield ()
         return
@@ -85,7 +85,9 @@ def _without(tree: dict[str, Any], path: KeyPath) -> dict[str, Any]:
 
 
 def hint_of(error: msgspec.ValidationError, root: type[msgspec.Struct]) -> str:
-    """Returns "; did you mean …?" for an error of a tree of this type, or nothing."""
+    """Returns "; did you mean …?" for an error in a tree of this type; an empty text without a
+    suggestion.
+    """
     if found := _UNKNOWN_KEY.search(str(error)):
         meant = list(_keys_near(found[1], _path_of(found[2] or ""), root))
     elif found := _UNKNOWN_VALUE.search(str(error)):
@@ -96,7 +98,7 @@ def hint_of(error: msgspec.ValidationError, root: type[msgspec.Struct]) -> str:
 
 
 def _keys_near(name: str, section: str, root: type[msgspec.Struct]) -> Iterator[str]:
-    """Yields similar keys of the same section, and keys with this name in other sections."""
+    """Yields similar keys of the same section, and equal keys of other sections."""
     prefix = f"{section}." if section else ""
     here = _type_at(section, root)
     for key in get_close_matches(name, get_type_hints(here)):
@@ -118,7 +120,7 @@ def _type_at(path: str, root: Any) -> Any:
 
 
 def _values_of(kind: Any) -> list[str]:
-    """Returns the values of an enumeration; it may be a member of a union type."""
+    """Returns the values of an enumeration, also if the enumeration is a member of a union type."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [str(each.value) for each in kind]
     return [value for part in get_args(kind) for value in _values_of(part)]

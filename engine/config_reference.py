@@ -1,7 +1,7 @@
 """The reference of the configuration: every key with its type, default and meaning. Pure.
 
-Its one source is `engine.config`: the types and defaults of the fields, and the comments at them.
-The meaning of a key is the comment on the lines above it, then the one at the end of its line.
+Its only source is `engine.config`: the types and defaults of the fields, and the fields' comments.
+The meaning of a key is the comment on the lines above it, then the comment at the end of its line.
 """
 
 import inspect
@@ -27,29 +27,29 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "integer", float: "number
 
 
 class ConfigKey(msgspec.Struct, frozen=True):
-    """A key of the configuration."""
+    """One key of the configuration."""
 
     name: str  # the key's full path, section included
-    type: str  # in words
-    default: str  # in TOML's syntax; may be UNSET
+    type: str  # the key's type, in words
+    default: str  # the key's default in TOML's syntax; may be UNSET
     meaning: str
-    # if the type is an enumeration: its values and their meanings (may be empty)
+    # the values of an enumeration with their meanings, which may be empty texts
     values: dict[str, str]
 
     @property
     def variable(self) -> str:
-        """The environment variable that sets it."""
+        """The name of the environment variable that sets the key."""
         return ENVIRONMENT_PREFIX + self.name.upper().replace(".", "__")
 
 
 @cache
 def config_keys() -> tuple[ConfigKey, ...]:
-    """Returns all keys in the order of the code."""
+    """Returns all keys, in the order of the code of `engine.config`."""
     return tuple(key for section, kind in _sections().items() for key in _keys_of(section, kind))
 
 
 def _sections() -> dict[str, type[msgspec.Struct]]:
-    """Returns the type of each section. NAME stands for what the operator chooses."""
+    """Returns the type of each section. NAME stands for a name that the operator chooses."""
     found: dict[str, type[msgspec.Struct]] = {}
     for section, kind in get_type_hints(Config).items():
         free = get_args(kind)
@@ -69,7 +69,7 @@ def reference_text() -> str:
 
 
 def settings_of(config: Config) -> Iterator[tuple[ConfigKey, str, bool]]:
-    """Yields each key with its value as TOML writes it, and whether that is its default.
+    """Yields each key, its value in TOML's syntax, and True if the value is the key's default.
 
     Values of secret keys are hidden.
     """
@@ -89,7 +89,7 @@ def settings_of(config: Config) -> Iterator[tuple[ConfigKey, str, bool]]:
 def _settings_of_model(
     chosen: str, model: ModelConfig, worker: WorkerConfig
 ) -> Iterator[tuple[ConfigKey, str, bool]]:
-    """Yields the settings of a model, and the settings that only its workers have."""
+    """Yields the settings of a model, and the worker settings that differ for this model."""
     keys = {key.name: key for key in config_keys()}
     for field in msgspec.structs.fields(ModelConfig):
         if field.name == "worker":
@@ -107,14 +107,16 @@ def _settings_of_model(
 
 
 def toml_of(value: Any) -> str:
-    """Returns a value as TOML writes it; None, which TOML lacks, as the text that unsets a key."""
+    """Returns a value in TOML's syntax. TOML has no null, so None becomes the text that unsets a
+    key.
+    """
     if value is None:
         return f'"{UNSET}"'
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{', '.join(toml_of(each) for each in value)}]"
-    return msgspec.json.encode(value).decode()  # TOML's texts and numbers are a superset
+    return msgspec.json.encode(value).decode()  # TOML's texts and numbers include all of JSON's
 
 
 _HEAD = """# Configuration
@@ -143,7 +145,7 @@ def _keys_of(section: str, kind: type[msgspec.Struct]) -> Iterator[ConfigKey]:
 
 
 def _default_of(field: msgspec.structs.FieldInfo) -> str:
-    """Returns a default as TOML writes it; empty for a key that must be set."""
+    """Returns a default in TOML's syntax; an empty text for a key that must be set."""
     if isinstance(field.default, msgspec.Struct):
         return "{}"
     return "" if field.default is msgspec.NODEFAULT else toml_of(field.default)
@@ -172,14 +174,16 @@ def _words(kind: Any) -> str:
 
 
 def _parts(kind: Any) -> tuple[type, ...]:
-    """Returns the member types of a union, without None; for a list, the types of its elements."""
+    """Returns the member types of a union, without None. For a list, returns its elements'
+    types.
+    """
     if isinstance(kind, type) and not get_args(kind):
         return () if kind is NoneType else (kind,)
     return tuple(part for each in get_args(kind) if each is not ... for part in _parts(each))
 
 
 def _meanings(kind: type, line_form: re.Pattern[str]) -> dict[str, str]:
-    """Returns the comment on each field or value of a class, as sentences."""
+    """Returns the comment on each field or value of a class, turned into sentences."""
     found: dict[str, str] = {}
     above: list[str] = []
     for line in _sources(kind.__module__)[kind.__name__].splitlines():
@@ -196,7 +200,7 @@ def _meanings(kind: type, line_form: re.Pattern[str]) -> dict[str, str]:
 
 @cache
 def _sources(module: str) -> dict[str, str]:
-    """Returns the source of each class of a module, up to the next class."""
+    """Returns the source text of each class of a module, up to the next class."""
     _, *parts = re.split(
         r"^class (\w+)", inspect.getsource(sys.modules[module]), flags=re.MULTILINE
     )

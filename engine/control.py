@@ -29,10 +29,10 @@ from engine.errors import ConfigError, ProtocolError
 from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerId
 
 CONTROL_VERSION = 8
-MAX_LISTED = 1000  # requests in one answer
+MAX_LISTED = 1000  # requests in one `RequestList`
 FIRST_VERSION = "v1"  # the name of the version that a deployment starts with
 FULL_WEIGHT = 100
-MAIN_LINE = ""  # the model that the deployment was started with
+MAIN_LINE = ""  # the line of the model that the deployment was started with
 
 
 class Pools(msgspec.Struct, frozen=True):
@@ -48,15 +48,15 @@ class Pools(msgspec.Struct, frozen=True):
         return self.prefill + self.decode + self.mixed
 
     def of(self, role: Role) -> int:
-        """Returns the number of workers of a role; 0 for roles without a pool."""
+        """Returns the number of workers of a role; 0 for a role that has no pool."""
         return int(getattr(self, role)) if role in SERVING_ROLES else 0
 
     def moved(self, old: Role, new: Role) -> "Pools":
-        """Returns the pools with one worker moved between roles."""
+        """Returns the pools after one worker has changed its role."""
         return Pools(*(self.of(role) - (role is old) + (role is new) for role in SERVING_ROLES))
 
     def check(self) -> "Pools":
-        """Returns itself. Raises ConfigError if these pools cannot serve."""
+        """Returns the pools unchanged. Raises ConfigError if these pools cannot serve."""
         if min(self.prefill, self.decode, self.mixed) < 0:
             raise ConfigError("a pool cannot have fewer than 0 workers")
         if not (self.mixed or (self.prefill and self.decode)):
@@ -71,34 +71,36 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{1,9})", re.DOTALL)
 
 
 def by_number(name: str) -> tuple[str, int, str]:
-    """Key that sorts names by the number at their end: `worker-2` before `worker-10`."""
+    """Sort key of names, by the number at the end of the name: `worker-2` before `worker-10`."""
     found = _NUMBERED.fullmatch(name)
     return (name, -1, name) if found is None else (found[1], int(found[2]), name)
 
 
 def by_role(role: Role | None, name: str) -> tuple[int, tuple[str, int, str]]:
-    """Key that sorts workers for people: by role, then by number."""
+    """Sort key of workers in lists for people: by role, then by number."""
     return _ROLES.index(role), by_number(name)
 
 
 def with_role(name: str, role: Role | None) -> str:
-    """Returns a worker's name with its role beside it: names do not say the role."""
+    """Returns a worker's name together with its role, because names do not contain the role."""
     return name if role is None else f"{name} ({role})"
 
 
 class Asleep(msgspec.Struct, frozen=True):
-    """What is needed to wake a sleeping version: its pools, and the length of its context."""
+    """The facts that are needed to wake a sleeping version: its pools, and the length of its
+    context.
+    """
 
     pools: Pools
     context_len: int
 
 
 class Version(msgspec.Struct, frozen=True):
-    """A model, how workers serve it, and its share of the load.
+    """A model, the way in which workers serve it, and its share of the load.
 
-    Requests are shared in proportion to the weights, within a line. A version that is leaving takes
-    no new requests. After its last request its pools become empty; it is removed with its last
-    worker. A version that is asleep has no workers, until a request comes.
+    Within a line, requests are divided in proportion to the weights. A leaving version gets no new
+    requests. After its last request its pools become empty; the version is removed with its last
+    worker. A version that is asleep has no workers until the next request for it.
     """
 
     name: str = FIRST_VERSION
@@ -119,11 +121,13 @@ class Version(msgspec.Struct, frozen=True):
 
     @property
     def has_workers(self) -> bool:
-        """True if the version wants workers."""
+        """True if the version should have workers."""
         return self.pools.total > 0
 
     def serves_like(self, other: "Version") -> bool:
-        """True if both versions give the same answers: only size, weight and `leaving` differ."""
+        """True if both versions give the same answers: they differ only in size, weight and
+        `leaving`.
+        """
         ours, theirs = (msgspec.structs.replace(each, **_AMOUNTS) for each in (self, other))
         return ours == theirs
 
@@ -137,22 +141,22 @@ def first_name(line: str) -> str:
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """A version takes over, worker by worker, from all others of its line but those in `stay`."""
+    """A version replaces all others of its line except those in `stay`, worker by worker."""
 
     to: str
     pools: Pools  # the final pools of version `to`
-    before: tuple[Version, ...]  # the line's versions at the start, restored by an abort
+    before: tuple[Version, ...]  # the line's versions at the start; an abort restores them
     stay: tuple[str, ...] = ()  # versions that an abort keeps, beside the current one
-    canary: tuple[int, ...] = ()  # first shares of the new requests, in per cent
+    canary: tuple[int, ...] = ()  # first shares of the new requests for version `to`, in per cent
     hold_s: float = 0.0  # minimum duration of each share
-    # Allow a context shorter than the longest sequences of other versions.
+    # Allows a context that is shorter than the longest sequences of other versions.
     allows_shorter: bool = False
 
 
 class LiveSettings(msgspec.Struct, frozen=True):
-    """Sections of the configuration as an operator changed them while the deployment runs.
+    """Sections of the configuration as an operator has changed them while the deployment runs.
 
-    The controller alone uses them. Settings that need a restart keep their values from the start.
+    Only the controller uses them. Settings that need a restart keep their values from the start.
     """
 
     pools: PoolsConfig
@@ -161,9 +165,10 @@ class LiveSettings(msgspec.Struct, frozen=True):
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """The operator's intent. Versions of a line are neighbours, and its first one is current.
+    """The operator's intent. Versions of one line are neighbours; the first of them is the current
+    version.
 
-    The first line is the main one. It serves requests that name no model.
+    The first line is the main line. It serves requests that name no model.
     """
 
     versions: tuple[Version, ...] = (Version(),)
@@ -239,7 +244,9 @@ class ControllerHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
-    """All workers and the intent. A gateway that knows a higher number ignores it."""
+    """All workers and the intent. A gateway that has a list with a higher number ignores this
+    one.
+    """
 
     version: int  # version number of this list, not of a model
     workers: tuple[Member, ...]
@@ -256,7 +263,7 @@ class Members(msgspec.Struct, frozen=True, tag=True):
 
 
 class ControllerReport(msgspec.Struct, frozen=True, tag=True):
-    """Data that only the controller has, for gateways to show. Sent once a second.
+    """Data that only the controller has, which gateways show. Sent once a second.
 
     `metrics` are families of samples, as `router.gateway.metrics.families` encodes them. `gateways`
     are the URLs of all gateways.
@@ -267,26 +274,28 @@ class ControllerReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListRequests(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the requests in service; at most `limit` are listed, oldest first."""
+    """Asks a gateway for its requests in service. It lists at most `limit` of them, oldest
+    first.
+    """
 
     question: int
     limit: int = MAX_LISTED
 
 
 class WorkerSummary(msgspec.Struct, frozen=True):
-    """A worker as the controller knows it, also before gateways can reach it."""
+    """A worker as the controller sees it, even before gateways can reach the worker."""
 
     worker_id: WorkerId
     version: str
     role: Role | None
-    target: Role | None  # the wanted role
+    target: Role | None  # the role that the worker should have
     state: str
     is_connected: bool
     is_leaving: bool
     failures: int  # consecutive exits and failed starts
     is_crash_looping: bool
     num_blocks: int  # 0 while the worker does not run
-    leaving_seqs: int  # sequences that still have to move away, as the new role does not decode
+    leaving_seqs: int  # sequences that must still move away: the new role does not decode
     kernels: str = ""  # the kernels in use; workers with other kernels may produce other tokens
     why: str = ""  # why the worker exited or failed to start; empty while it runs
 
@@ -305,14 +314,16 @@ class VersionSummary(msgspec.Struct, frozen=True):
     wanted: Pools
     serving: Pools
     weight: int
-    is_current: bool  # the current version of its line
+    is_current: bool  # true for the current version of its line
     is_leaving: bool
     is_asleep: bool = False
     line: str = MAIN_LINE
 
 
 class EndedCounts(msgspec.Struct, frozen=True):
-    """Requests that ended, how many failed, and how many were answered late."""
+    """Numbers of requests that ended, of those that failed, and of those that were answered
+    late.
+    """
 
     ended: int = 0
     failed: int = 0
@@ -338,7 +349,7 @@ class CanaryVerdict(StrEnum):
 
 
 class CanaryReport(msgspec.Struct, frozen=True):
-    """How a version that takes over serves in the present step of its rollout.
+    """The quality of service of a version that takes over, in the present step of its rollout.
 
     Counts cover requests that ended since `since_s` (Unix time; 0 before the first step). The
     version gets each of `shares`, in per cent of the new requests, for at least `hold_s`.
@@ -364,14 +375,14 @@ class GatewaySummary(msgspec.Struct, frozen=True):
 
 
 class HistoryStep(msgspec.Struct, frozen=True):
-    """A line of the history of the pools. A gateway gets it with its Unix time."""
+    """One line of the history of the pools. Gateways receive it together with its Unix time."""
 
     number: int
     at_s: float
     subject: str  # name of a worker or a gateway, or "pools"
     what: str
     why: str = ""
-    role: Role | None = None  # the worker's role, unless the text names it
+    role: Role | None = None  # the worker's role; None if the text names it
 
     def __str__(self) -> str:
         return f"{with_role(self.subject, self.role)} {self.what}" + (
@@ -391,11 +402,11 @@ class DecisionReport(msgspec.Struct, frozen=True):
 
 
 class ClusterReport(msgspec.Struct, frozen=True, tag=True):
-    """The controller's further knowledge, shown on the dashboards of gateways.
+    """Facts of the controller that are not in `ControllerReport`, for the dashboards of gateways.
 
-    Sent when it has changed, at most once a second. `admin_url` accepts operators' orders; it may
-    be reachable from the controller's machine only. Each of `troubles` is a sentence that names a
-    broken or limited part, such as a dead part of Ray.
+    Sent when they have changed, at most once a second. `admin_url` accepts operators' orders; it
+    may be reachable from the controller's machine only. Each of `troubles` is a sentence that names
+    a broken or limited part, such as a dead part of Ray.
     """
 
     admin_url: str
@@ -409,18 +420,18 @@ class ClusterReport(msgspec.Struct, frozen=True, tag=True):
     workers: list[WorkerReport]
     gateways: list[GatewaySummary]
     counters: dict[str, int]
-    steps: list[HistoryStep]  # the most recent ones, oldest first
-    decisions: list[DecisionReport]  # the most recent ones, oldest first
+    steps: list[HistoryStep]  # the most recent steps, oldest first
+    decisions: list[DecisionReport]  # the most recent decisions, oldest first
     canary: CanaryReport | None = None  # set while a version takes over and may still be given up
 
 
 class DropBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Drop all blocks, in memory and in lower tiers. Sent to stores only."""
+    """Orders a store to drop all blocks, in memory and in lower tiers. Sent to stores only."""
 
 
 class RetireStore(msgspec.Struct, frozen=True, tag=True):
-    """The version is over: the store must delete its files and objects when it ends. To stores
-    only.
+    """The version is no longer needed, so the store must delete its files and objects when it
+    stops. Sent to stores only.
     """
 
 
@@ -428,7 +439,7 @@ class RetireStore(msgspec.Struct, frozen=True, tag=True):
 
 
 class GatewayWelcome(msgspec.Struct, frozen=True, tag=True):
-    """A gateway's answer to `ControllerHello`, with the last members that it got."""
+    """A gateway's answer to `ControllerHello`, with the last members that the gateway received."""
 
     version: int
     gateway_id: GatewayId
@@ -442,36 +453,38 @@ class ControllerRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class VersionReport(msgspec.Struct, frozen=True):
-    """A gateway's state of a version. `missing` is the reason why it cannot serve, or None.
+    """A gateway's state of a version. `missing` is the reason why the version cannot serve, or
+    None.
 
-    The counts of ended requests cover the gateway's process. `longest_len` is the length of the
-    longest sequence that runs, or ended in the last minutes. `probe` is None until the version that
-    takes over was probed. Then it holds the fault that was found, or an empty text.
+    The counts of ended requests cover the lifetime of the gateway's process. `longest_len` is the
+    length of the longest sequence that runs, or ended in the last minutes. `probe` is None until
+    the version that takes over has been probed. Then it is the fault that was found, or an empty
+    text.
     """
 
     missing: str | None
-    num_requests: int  # accepted and not ended
+    num_requests: int  # requests that were accepted and have not ended
     fingerprint: str
     num_ended: int = 0
-    num_failed: int = 0  # ended requests that failed
+    num_failed: int = 0  # ended requests whose outcome was a failure
     # Ended requests that missed the service level objective, were refused, or hung.
     num_late: int = 0
     longest_len: int = 0  # tokens, prompt and answer
     probe: str | None = None
-    num_hung: int = 0  # running answers whose last token is older than the objective by far
+    num_hung: int = 0  # running answers whose last token is much older than the objective allows
 
 
 class GatewayReport(msgspec.Struct, frozen=True, tag=True):
-    """A gateway's state, sent once a second. `missing` is why it cannot serve, or None.
+    """A gateway's state, sent once a second. `missing` is why the gateway cannot serve, or None.
 
     `seen` is the planner's input by line. It is empty while the planner is off, and in the first
-    second after it is switched on.
+    second after the planner was switched on.
     """
 
     missing: str | None
     members_version: int
     num_workers: int  # workers with an open session
-    num_requests: int  # accepted and not ended
+    num_requests: int  # requests that were accepted and have not ended
     num_waiting: int  # requests that wait for a worker
     queued_s: float  # predicted time that one prefill worker needs for the waiting prompts
     seen: dict[str, Observation] = {}
@@ -481,7 +494,7 @@ class GatewayReport(msgspec.Struct, frozen=True, tag=True):
 class RequestState(StrEnum):
     """The stage of a request."""
 
-    WAITING = "waiting"  # waits for a worker
+    WAITING = "waiting"  # the request waits for a worker
     PREFILLING = "prefilling"
     PULLING = "pulling"  # the request's KV is being pulled
     DECODING = "decoding"
@@ -502,7 +515,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
 
 
 class RequestList(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `ListRequests`. `num_requests` counts unlisted ones too."""
+    """The answer to `ListRequests`. `num_requests` also counts the requests that are not listed."""
 
     question: int
     num_requests: int
@@ -513,7 +526,9 @@ class RequestList(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreWelcome(msgspec.Struct, frozen=True, tag=True):
-    """A store's answer to `ControllerHello`, with the number of the members that it knows."""
+    """A store's answer to `ControllerHello`, with the number of the last list of members that it
+    received.
+    """
 
     version: int
     name: WorkerId
@@ -521,9 +536,10 @@ class StoreWelcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """A tier of a store. A `fault` says why the tier is not used.
+    """The state of a tier of a store. A `fault` says why the tier is not used.
 
-    A `shortage` says why the tier holds only `max_blocks`, fewer than configured: a full disk.
+    A `shortage`, such as a full disk, says why the tier has room for only `max_blocks` blocks,
+    fewer than configured.
     """
 
     medium: str
@@ -534,27 +550,30 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class PrefixUse(msgspec.Struct, frozen=True):
-    """A prefix by the hash of its first block, in hex, and how often it was offered."""
+    """A prefix, named by the hash of its first block in hex, and the number of times it was
+    offered.
+    """
 
     root: str
     num_offers: int
 
 
 class StoreReport(msgspec.Struct, frozen=True, tag=True):
-    """A store's state, sent once a second. It knows the size of blocks from its first worker.
+    """A store's state, sent once a second. The store learns the size of blocks from its first
+    worker.
 
     `prefixes` are the prefixes offered most often.
     """
 
     block_bytes: int  # 0: no worker has reported its layout yet
     tiers: list[TierReport]
-    num_peers: int  # workers whose blocks it copies, and other stores
+    num_peers: int  # workers whose blocks the store copies, and other stores
     num_leases: int
-    num_new: int  # new blocks of workers that it has not examined yet
-    num_starts: int  # starts of its process; more than 1: it ended unexpectedly
+    num_new: int  # new blocks of workers that the store has not examined yet
+    num_starts: int  # starts of the store's process; above 1: it ended unexpectedly
     counters: dict[str, float]
     prefixes: list[PrefixUse]
-    is_retired: bool = False  # it has received `RetireStore`
+    is_retired: bool = False  # true after the store has received `RetireStore`
 
 
 ToGateway = (
@@ -578,7 +597,7 @@ _to_controller = msgspec.msgpack.Decoder(list[ToController])
 
 
 def encode_control(messages: Sequence[ToGateway] | Sequence[ToController]) -> bytes:
-    """Encodes one frame; works for both directions."""
+    """Encodes one frame, to a controller or from it."""
     frame = _encoder.encode(messages)
     assert len(frame) <= MAX_FRAME_BYTES
     return frame

@@ -1,11 +1,11 @@
-"""Recognises decoders that give embeddings, from the files that sentence-transformers writes.
+"""Recognises decoders that produce embeddings, from the files that sentence-transformers writes.
 
     modules.json            the steps: a Transformer, a Pooling, perhaps a Normalize
-    1_Pooling/config.json   which tokens' hidden states make the embedding
-    config.json             its size, and whether its begin alone is an embedding (Matryoshka)
+    1_Pooling/config.json   the tokens whose hidden states make the embedding
+    config.json             its size, and if its first numbers alone are an embedding (Matryoshka)
 
-Only the last token's state is served: it has seen the whole text, so cached prefixes of other
-texts stay usable. No torch: gateways read this too.
+Only the last token's state is served. This token attends to the whole text, so a cached prefix of
+another text stays usable. Needs no torch, because gateways read these files too.
 
 Sources: sentence-transformers, "Creating Custom Models"; vLLM, "Pooling models" (Matryoshka).
 """
@@ -25,15 +25,17 @@ _LAST_TOKEN = "pooling_mode_lasttoken"
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """How hidden states become an embedding: the last token's state, perhaps scaled to length 1."""
+    """The way from hidden states to an embedding: the last token's state, scaled to length 1 if
+    required.
+    """
 
     is_normalized: bool
-    size: int  # numbers in the full embedding
+    size: int  # numbers in one full embedding
     is_matryoshka: bool = False  # True if a prefix of the embedding is an embedding too
     matryoshka_sizes: tuple[int, ...] = ()  # prefix sizes that clients may request; empty: all
 
     def takes(self, size: int) -> bool:
-        """True if the first `size` numbers are a valid embedding."""
+        """True if the first `size` numbers of an embedding are a valid embedding."""
         if size == self.size:
             return True
         if not self.is_matryoshka or not 1 <= size <= self.size:
@@ -42,9 +44,9 @@ class Embedding:
 
 
 def embedding_of(directory: Path) -> Embedding | None:
-    """Returns how a checkpoint embeds text; None if it generates text.
+    """Returns the embedding that a checkpoint computes; None if the checkpoint generates text.
 
-    Raises CheckpointError for a model of embeddings of another kind.
+    Raises CheckpointError for a model that computes embeddings of another kind.
     """
     path = directory / MODULES
     if not path.is_file():

@@ -1,1 +1,1 @@
-"""The devices that workers compute on, and the settings whose defaults depend on them."""
+"""The devices on which workers compute, and the settings whose defaults depend on the device."""

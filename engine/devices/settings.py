@@ -1,7 +1,7 @@
 """Fills in the settings whose defaults depend on a worker's device. Pure.
 
-The configuration leaves some values open, because GPUs and CPUs need different ones. All readers of
-these values take them from `resolve`. Nothing is written back to the configuration.
+The configuration leaves some values open, because GPUs and CPUs need different values. All code
+that reads these values gets them from `resolve`. The configuration itself is not changed.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ _DEFAULTS: dict[DeviceKind, dict[str, Any]] = {
 class WorkerSettings(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A worker's configuration with all defaults filled in. `device` is never `auto`.
 
-    `stretch` is `pools.stretch` if the worker is fluid (`engine.messages.Welcome`).
+    `stretch` is `pools.stretch` if the worker is fluid (see `engine.messages.Welcome`).
     """
 
     kv_dtype: KVFormat
@@ -40,10 +40,10 @@ class WorkerSettings(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def resolve(config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
-    """Returns the settings of a worker on that kind of device. Raises ConfigError.
+    """Returns the settings of a worker on a device of this kind. Raises ConfigError.
 
-    On a GPU `auto` weights become bf16. On a CPU they stay `auto`: only the worker can check if its
-    processor has the instructions that int8 needs.
+    On a GPU, `auto` weights become bf16. On a CPU they stay `auto`: only the worker can check if
+    its processor has the instructions that int8 needs.
     """
     assert device is not DeviceKind.AUTO, "choose first"
     values = {name: getattr(config, name) for name in config.__struct_fields__}
@@ -57,15 +57,16 @@ def resolve(config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
 
 
 def kv_formats(config: WorkerConfig, device: DeviceKind) -> set[KVFormat]:
-    """Returns the formats of KV in the pools of workers on that kind of device."""
+    """Returns the formats of KV in the pools of workers on a device of this kind."""
     own: KVFormat = config.kv_dtype or _DEFAULTS[device]["kv_dtype"]
     return {own, config.decode_kv_dtype or own}
 
 
 def choose_device(wanted: DeviceKind, pools: PoolsConfig, *, has_gpus: bool) -> DeviceKind:
-    """Returns the kind of device that workers get. Raises ConfigError if the device is missing.
+    """Returns the kind of device on which workers compute. Raises ConfigError if the device is
+    missing.
 
-    `has_gpus`: the machines of the workers have GPUs that torch can use.
+    `has_gpus`: the workers' machines have GPUs that torch can use.
     """
     gets_none = pools.num_gpus == 0
     if wanted is DeviceKind.AUTO:
@@ -76,7 +77,8 @@ def choose_device(wanted: DeviceKind, pools: PoolsConfig, *, has_gpus: bool) -> 
 
 
 def gpus_of_worker(pools: PoolsConfig, device: DeviceKind, devices_per_worker: int = 1) -> float:
-    """Returns the number of GPUs of a worker, which may be a fraction. On a CPU: as configured.
+    """Returns the number of GPUs of one worker, which may be a fraction. On a CPU: the configured
+    number.
 
     Raises ConfigError if a worker needs more GPUs than the configuration gives it.
     """

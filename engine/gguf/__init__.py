@@ -1,1 +1,1 @@
-"""Reads GGUF files: the container, and the model and tokenizer that it describes. No torch."""
+"""Reads GGUF files: the container format, the model and the tokenizer. Needs no torch."""

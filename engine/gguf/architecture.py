@@ -32,9 +32,9 @@ from engine.gguf.vocabulary import special_ids, tokenizer_config_of, tokenizer_o
 
 MAX_SIZE = 2**24  # largest size of a dimension
 FREQUENCIES = "rope_freqs.weight"  # tensor with the factors of the rotary frequencies
-HEAD = "output.weight"  # absent if the model uses the embedding matrix as its head
+HEAD = "output.weight"  # the output head; absent if the model uses the embedding matrix as its head
 
-_WHOLE = {  # GGUF tensor: transformers' name and its shape
+_WHOLE = {  # tensors outside layers: GGUF name, transformers' name and shape
     "token_embd.weight": ("model.embed_tokens.weight", ("vocab", "hidden")),
     "output_norm.weight": ("model.norm.weight", ("hidden",)),
     HEAD: ("lm_head.weight", ("vocab", "hidden")),
@@ -87,10 +87,10 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """The tensor of a weight of transformers' model."""
+    """The GGUF tensor of one weight of transformers' model."""
 
     tensor: TensorPlace
-    # number of heads whose rows are in llama.cpp's order; None: not reordered
+    # number of heads whose rows are in llama.cpp's order; None: the rows are not reordered
     rotated_heads: int | None = None
 
 
@@ -103,12 +103,12 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 def weights_of(header: GgufHeader) -> dict[str, WeightPlace]:
-    """Returns the places of the weights, by transformers' names. Raises CheckpointError."""
+    """Returns the tensor of each weight, by transformers' names. Raises CheckpointError."""
     return _Described(header).weights()
 
 
 class _Described:
-    """A header, read as a model of its architecture."""
+    """The header of a GGUF file, read as a model of its architecture."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._header, self._path = header, header.path
@@ -171,7 +171,7 @@ class _Described:
         return found
 
     def _expected(self) -> list[str]:
-        """Returns the names of all tensors that the model has."""
+        """Returns the names of all tensors that the model must have."""
         if self._num_layers * len(self._family.layer) > len(self._header.tensors):
             raise self._refused(f"{self._key('block_count')} is more than it has tensors for")
         layers = [f"blk.{i}.{name}" for i in range(self._num_layers) for name in self._family.layer]
@@ -212,7 +212,9 @@ class _Described:
         return embedding.shape[0]
 
     def _rope(self) -> dict[str, Any]:
-        """Returns `rope_parameters`. Raises CheckpointError for an unknown embedding."""
+        """Returns `rope_parameters`. Raises CheckpointError for an unknown kind of rotary
+        embedding.
+        """
         for key in ("rope.dimension_count", "attention.value_length"):
             if self._value(key, self._head_dim) != self._head_dim:
                 raise self._refused(f"{self._key(key)} is not the heads' size, {self._head_dim}")
@@ -242,7 +244,7 @@ class _Described:
         return found
 
     def _decimal(self, key: str, default: float | None = None) -> float:
-        """Rounds away the digits that storing a number as fp32 added."""
+        """Rounds away the decimal digits that storage as fp32 has added to a number."""
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self._refused(f"{self._key(key)} is {value!r}")
@@ -271,11 +273,11 @@ def _said(value: Value | None) -> str:
 
 
 ORIGINAL_CONTEXT_LEN, LOW, HIGH = 8192, 1.0, 4.0
-TOLERANCE = 1e-4  # relative error of a factor in fp32
+TOLERANCE = 1e-4  # largest relative error of a factor that is stored in fp32
 
 
 def parameters_of(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
-    """Returns the parameters that make these factors; None if no known ones do."""
+    """Returns the rope parameters that produce these factors; None if no known parameters do."""
     if not all(1 <= factor < math.inf for factor in factors):
         return None
     factor = round(max(factors), 3)
@@ -294,7 +296,7 @@ def parameters_of(factors: Sequence[float], theta: float) -> dict[str, Any] | No
 
 
 def _factors(number: int, theta: float, factor: float) -> list[float]:
-    turns = [  # full rotations of each frequency within the original context
+    turns = [  # full rotations of each frequency over the length of the original context
         ORIGINAL_CONTEXT_LEN / (2 * math.pi * theta ** (i / number)) for i in range(number)
     ]
     shares = [min(max((turn - LOW) / (HIGH - LOW), 0.0), 1.0) for turn in turns]
@@ -302,7 +304,7 @@ def _factors(number: int, theta: float, factor: float) -> list[float]:
 
 
 def described(header: GgufHeader) -> dict[str, bytes]:
-    """Returns the contents of the files, by name. Raises CheckpointError."""
+    """Returns the contents of the transformers files, by file name. Raises CheckpointError."""
     config, ids, tokenizer = config_of(header), special_ids(header), tokenizer_of(header)
     if len(tokenizer["model"]["vocab"]) != config["vocab_size"]:
         raise CheckpointError(

@@ -25,12 +25,12 @@ from typing import Any, cast
 from engine.errors import CheckpointError
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # these versions have the same layout
-MAX_HEADER_BYTES = 64 * 2**20  # four times what the longest vocabularies take
+VERSIONS = (2, 3)  # both versions have the same layout
+MAX_HEADER_BYTES = 64 * 2**20  # four times the size of the longest known vocabularies
 MAX_PAIRS = 2**16
 MAX_TENSORS = 2**17
 MAX_ARRAY_LEN = 2**22
-MAX_DIMS = 4  # ggml has no more
+MAX_DIMS = 4  # the largest number of dimensions in ggml
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**16
 
@@ -51,7 +51,7 @@ _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _LEAST_BYTES = {_STRING: 8, **{kind: struct.calcsize(code) for kind, code in _NUMBERS.items()}}
 
-BLOCKS = {  # types that are read: values and bytes of a block
+BLOCKS = {  # tensor types that this module reads: values and bytes of one block
     "F32": (1, 4),
     "F16": (1, 2),
     "BF16": (1, 2),
@@ -59,7 +59,7 @@ BLOCKS = {  # types that are read: values and bytes of a block
     "Q4_1": (32, 20),
     "Q8_0": (32, 34),
 }
-_TYPES = (  # names by number; `-`: a number that ggml no longer uses
+_TYPES = (  # names of the tensor types by number; `-`: a number that ggml no longer uses
     "F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS"
     " IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4"
 )
@@ -81,7 +81,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The key/values of a file, and its tensors by name."""
+    """The header of a GGUF file: its key/values, and its tensors by name."""
 
     path: Path
     values: Mapping[str, Value]
@@ -89,7 +89,9 @@ class GgufHeader:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Reads the header. Raises CheckpointError if the file is bad or not supported."""
+    """Reads the header of a GGUF file. Raises CheckpointError if the file is bad or not
+    supported.
+    """
     size = path.stat().st_size
     if size < len(MAGIC):
         raise CheckpointError(f"{path}: corrupted: not a GGUF file")
@@ -98,7 +100,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 class _Reading:
-    """A cursor over the header's bytes."""
+    """A cursor over the bytes of the header."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self._path, self._data, self._size = path, data, size
@@ -156,7 +158,7 @@ class _Reading:
         return cast("Scalar", self._number(_NUMBERS[kind], key))
 
     def _described(self, num_tensors: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
-        """Returns the tensors' shapes, types and offsets, by name."""
+        """Returns the tensors' shapes, types and offsets in the file, by tensor name."""
         found: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(num_tensors):
             name = self._string("a tensor's name")
@@ -170,7 +172,9 @@ class _Reading:
         return found
 
     def _aligned(self, values: Mapping[str, Value]) -> int:
-        """Returns the offset of the data. All later offsets are multiples of the alignment."""
+        """Returns the offset of the data section. All later offsets are multiples of the
+        alignment.
+        """
         alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT:
             raise self._corrupted(f"general.alignment is {alignment!r}")
@@ -202,7 +206,9 @@ class _Reading:
         return self._strings(1, what)[0]
 
     def _strings(self, number: int, what: str) -> list[str]:
-        """Reads consecutive strings at once, as a vocabulary has a hundred thousand of them."""
+        """Reads consecutive strings in one call, because a vocabulary has a hundred thousand
+        strings.
+        """
         found, at, end, data = [], self._at, self._end, self._data
         for _ in range(number):
             begin = at + _LENGTH.size

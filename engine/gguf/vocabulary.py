@@ -1,9 +1,9 @@
 """Makes tokenizer.json and tokenizer_config.json from the vocabulary of a GGUF file.
 
-Only byte-level BPE is read: `tokenizer.ggml.model` is "gpt2". `tokenizer.ggml.pre` names the rule
-that cuts text into words before merges apply. The file holds the name only; the expressions are in
-llama.cpp's code, and in this module. An unknown name is refused, because wrong cuts would silently
-produce other tokens.
+Only byte-level BPE is supported: `tokenizer.ggml.model` is "gpt2". `tokenizer.ggml.pre` names the
+rule that splits text into words before merges apply. The file contains only the name of the rule;
+its expressions are in llama.cpp's code, and in this module. An unknown name is refused, because
+wrong splits would silently produce other tokens.
 
 Sources: llama.cpp's `llama-vocab.cpp`, the files of `tokenizers`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import CheckpointError
 from engine.gguf.container import GgufHeader, Value
 
-CONTROL, UNKNOWN, USER = 3, 2, 4  # token types in tokenizer.ggml.token_type
+CONTROL, UNKNOWN, USER = 3, 2, 4  # types of tokens in tokenizer.ggml.token_type
 SPECIAL = frozenset({CONTROL, UNKNOWN})
 
 _CASED = r"'s|'t|'re|'ve|'m|'ll|'d"
@@ -24,16 +24,16 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
-_WORDS = {  # expressions that cut text into words, one after the other
+_WORDS = {  # expressions that split text into words, applied one after the other
     "default": (_PUNCTUATION, _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     "gpt-2": (_GPT2,),
     "llama-bpe": (_LLAMA3,),
     "qwen2": (_LLAMA3.replace("{1,3}", ""),),
     "smollm": (r"\p{N}", _GPT2),
 }
-# rules whose prompts begin with the first token, unless the file says otherwise
+# rules that put the first token before a prompt, unless the file forbids it
 _BEGINS = frozenset({"llama-bpe"})
-# rules in which a word of the vocabulary is one token, whatever the merges
+# rules in which a word of the vocabulary is one token, even if merges give other tokens
 _IGNORES_MERGES = frozenset({"llama-bpe"})
 _NORMALISED = {"qwen2": {"type": "NFC"}}
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -41,7 +41,9 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 def special_ids(header: GgufHeader) -> dict[str, Any]:
-    """Returns `bos_token_id` and the like; `eos_token_id` lists all tokens that end an answer."""
+    """Returns `bos_token_id` and similar entries; `eos_token_id` lists all tokens that end an
+    answer.
+    """
     return _Vocabulary(header).ids()
 
 
@@ -56,7 +58,7 @@ def tokenizer_config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 class _Vocabulary:
-    """The tokens of a file, with their types, merges and special roles."""
+    """The tokens of a GGUF file, with their types, merges and special roles."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._path, self._values = header.path, header.values
@@ -122,7 +124,7 @@ class _Vocabulary:
         return own | tokens | ({} if template is None else {"chat_template": template})
 
     def _template(self) -> str | list[dict[str, str]] | None:
-        """Returns the chat template, or the list of named ones if there are several."""
+        """Returns the chat template, or the list of named templates if there are several."""
         named = {
             key.removeprefix(_TEMPLATE).removeprefix(".") or "default": template
             for key, template in self._values.items()
@@ -157,7 +159,7 @@ class _Vocabulary:
         return bool(self._value("add_bos_token", self._pre in _BEGINS))
 
     def _post_processor(self) -> dict[str, Any]:
-        """Returns the post-processor that puts the first token before a prompt."""
+        """Returns the post-processor that inserts the first token before a prompt."""
         bos = self._id("bos")
         if bos is None or not self._begins():
             return _byte_level() | {"trim_offsets": False}

@@ -1,1 +1,1 @@
-"""The tokens that a grammar or JSON Schema allows next."""
+"""Computes the tokens that a grammar or JSON Schema allows next."""

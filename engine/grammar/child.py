@@ -33,17 +33,17 @@ from engine.messages import Grammar
 
 MAX_CPU_S = 1.0  # CPU seconds of one compilation; a real schema of 64 kB takes 0.1
 MAX_BYTES = 128 * 2**20  # memory that one compilation may add
-MAX_WALL_S = 10.0  # a fork that is not done by then counts as BUSY: the machine had no time for it
+MAX_WALL_S = 10.0  # a slower fork counts as BUSY: the machine had no time for it
 MAX_FRAME_BYTES = 2**21
-MAX_TOKENIZERS = 2  # tokenizers loaded at once: one for each version of a rollout
+MAX_TOKENIZERS = 2  # tokenizers in memory at once: one for each version of a rollout
 MAX_REPLY_BYTES = 2**14  # a write of this size to a pipe does not block
 NICENESS = 10  # lower priority than the processes that serve
-MAX_DESCRIPTORS = 1024  # more file descriptors than the process ever has
+MAX_DESCRIPTORS = 1024  # upper bound of the file descriptors of this process
 HEAD_BYTES = 4
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The arguments of `LlGuides`, which name a tokenizer."""
+    """The arguments of `LlGuides`, which identify a tokenizer."""
 
     tokenizer_file: str
     vocab_size: int
@@ -51,7 +51,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class GrammarToCompile(msgspec.Struct, frozen=True):
-    """One grammar, and the tokenizer to compile it for."""
+    """One grammar, and the vocabulary for which it is compiled."""
 
     vocabulary: Vocabulary
     grammar: Grammar
@@ -61,7 +61,7 @@ class GrammarVerdict(StrEnum):
     """The result of compiling a grammar."""
 
     FOLLOWED = "followed"
-    REFUSED = "refused"  # the compiler's or the schema rules' own error
+    REFUSED = "refused"  # the error of the compiler or of the schema rules
     SLOW = "slow"
     LARGE = "large"
     CRASHED = "crashed"
@@ -69,7 +69,7 @@ class GrammarVerdict(StrEnum):
 
 
 class GrammarResult(msgspec.Struct, frozen=True):
-    """A verdict on a grammar. `message` is for the client; empty if the grammar can be followed."""
+    """The verdict on a grammar. `message` is for the client; it is empty for a usable grammar."""
 
     verdict: GrammarVerdict
     message: str = ""
@@ -84,7 +84,7 @@ _MESSAGES = {
 _SIGNALS = {
     signal.SIGPROF: GrammarVerdict.SLOW,
     signal.SIGKILL: GrammarVerdict.BUSY,  # sent by `_watched`, or by a kernel without memory
-    signal.SIGABRT: GrammarVerdict.LARGE,  # Rust aborts if it gets no memory
+    signal.SIGABRT: GrammarVerdict.LARGE,  # sent by Rust's runtime if it gets no memory
 }
 
 
@@ -114,7 +114,7 @@ def _verdict_of(signal_number: int) -> GrammarVerdict:
 
 
 def _watched(pid: int, reader: int) -> bytes:
-    """Reads the fork's output up to its end; kills the fork if it takes too long."""
+    """Reads the fork's output until it ends; kills the fork if this takes too long."""
     data = b""
     clock = MonotonicClock()
     end_s = clock.now_s() + MAX_WALL_S
@@ -131,7 +131,7 @@ def _watched(pid: int, reader: int) -> bytes:
 
 
 def _compile_and_exit(guides: LlGuides, grammar: Grammar, writer: int) -> NoReturn:
-    """Runs in the fork: compiles, writes the result, exits."""
+    """Runs in the fork: compiles the grammar, writes the result, exits."""
     status = 1
     try:
         os.closerange(3, writer)  # otherwise the fork would keep the gateway's socket open
@@ -154,7 +154,7 @@ def _compiled(guides: LlGuides, grammar: Grammar) -> GrammarResult:
 
 
 def _limit() -> None:
-    """Bounds the time and memory of this process from now on, and discards its error output."""
+    """Limits the time and memory of this process from now on, and discards its error output."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -165,7 +165,7 @@ def _limit() -> None:
 
 
 def _data_bytes() -> int:
-    """Returns the bytes of this process that RLIMIT_DATA counts."""
+    """Returns the bytes of this process's memory that RLIMIT_DATA counts."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -182,7 +182,7 @@ def send_frame(sock: socket.socket, message: GrammarToCompile | GrammarResult) -
 
 
 def receive_frame(sock: socket.socket) -> bytes:
-    """Receives the next frame; empty at the end. Raises OSError."""
+    """Receives the next frame; returns empty bytes after the last frame. Raises OSError."""
     head = _received(sock, HEAD_BYTES)
     length = int.from_bytes(head, "big")
     if length > MAX_FRAME_BYTES:
@@ -201,14 +201,14 @@ def _received(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 class _Tokenizers:
-    """The loaded tokenizers, the most recently used last."""
+    """The tokenizers in memory; the most recently used one is last."""
 
     def __init__(self) -> None:
         self._loaded: OrderedDict[Vocabulary, LlGuides] = OrderedDict()
 
     def guides(self, vocabulary: Vocabulary) -> LlGuides:
         """Returns the guides of a vocabulary; loads its tokenizer if necessary. Raises GrammarError
-        if the tokenizer cannot guide.
+        if no guide is possible for this tokenizer.
         """
         guides = self._loaded.get(vocabulary)
         if guides is None:
@@ -222,7 +222,7 @@ class _Tokenizers:
             if len(self._loaded) > MAX_TOKENIZERS:
                 self._loaded.popitem(last=False)
             gc.collect()
-            gc.freeze()  # so that a collection in a fork copies no memory
+            gc.freeze()  # prevents a garbage collection in a fork from copying memory pages
         self._loaded.move_to_end(vocabulary)
         return guides
 
@@ -239,7 +239,7 @@ def _serve(sock: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serves the gateway at the other end of the descriptor until that end is closed."""
+    """Serves the gateway at the other end of the socket until the gateway closes that end."""
     # ignore the terminal's Ctrl-C: the gateway drains first, then closes the socket
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)

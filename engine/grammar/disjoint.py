@@ -1,9 +1,9 @@
 """Proves that no JSON value satisfies two schemas. Sound, but not complete: a proof may be missed.
 
-A schema is read as a conjunction of its own keywords, its parts of `allOf` and the schemas that it
-refers to. Two schemas are *apart* if no value satisfies both. That is proved for each type that
-both allow: by values, ranges, lengths, formats, a property that both need, or a key that one needs
-and the other forbids.
+A schema is read as a conjunction of its own keywords, its parts of `allOf` and the schemas to which
+it refers. Two schemas are *apart* if no value satisfies both. The proof covers each type that both
+schemas allow. It uses values, ranges, lengths, formats, a property that both schemas require, or a
+key that one schema requires and the other forbids.
 
 Source: JSON Schema 2020-12, core and validation.
 """
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from engine.errors import GrammarError
 from engine.grammar.references import References
 
-MAX_STEPS = 10_000  # schemas that are examined for one document: up to 0.5 s
-MAX_INSIDE = 8  # nested schemas, and references in a chain
+MAX_STEPS = 10_000  # schemas that are examined for one document; this takes at most 0.5 s
+MAX_INSIDE = 8  # nested schemas, and references in one chain
 
 Json = Any
 Schema = dict[str, Any]
 
 _LITERAL = re.compile(r"\^([\w -]*)\$", re.ASCII)  # a pattern that only one text matches
-# longest text that is matched against a pattern: the cost may grow fast with the length
+# Longest text that is matched against a pattern. The time of a match may grow fast with the length.
 MAX_TEXT_LEN = 64
 FRACTION = "fraction"  # the type of numbers that are not integers
 TYPES = frozenset({"null", "boolean", "object", "array", "string", "integer", FRACTION})
@@ -31,9 +31,9 @@ _APART = frozenset({"date", "ipv4", "ipv6", "uuid", "email"})
 
 
 class Facts(NamedTuple):
-    """The conjunction of conditions that every value of a schema satisfies."""
+    """All conditions that each value of one schema must satisfy."""
 
-    parts: tuple[Schema, ...]  # a value must satisfy each of them
+    parts: tuple[Schema, ...]  # a value must satisfy every part
     types: frozenset[str]
 
     @property
@@ -42,7 +42,7 @@ class Facts(NamedTuple):
         return frozenset(name for part in self.parts for name in names_in(part.get("required", [])))
 
     def values(self) -> list[Json] | None:
-        """Returns the only values that are allowed, if a part lists them."""
+        """Returns the allowed values if a part lists them; None otherwise."""
         for part in self.parts:
             if "const" in part:
                 return [part["const"]]
@@ -54,11 +54,11 @@ class Facts(NamedTuple):
         return None
 
     def excludes(self, text: str) -> bool:
-        """True if a text surely satisfies no part that has a pattern."""
+        """True if no part with a pattern can match this text."""
         return any(not _may_match(part.get("pattern"), text) for part in self.parts)
 
     def of_property(self, name: str) -> Iterator[Json]:
-        """Returns the schemas that the value of a key must satisfy."""
+        """Returns the schemas that the value of this key must satisfy."""
         for part in self.parts:
             properties = part.get("properties")
             if isinstance(properties, dict) and name in properties:
@@ -67,12 +67,12 @@ class Facts(NamedTuple):
                 yield part["additionalProperties"]
 
     def names(self, name: str) -> bool:
-        """True if a part mentions the key."""
+        """True if a part of the schema mentions the key."""
         return any(name in (part.get("properties") or {}) for part in self.parts)
 
 
 class Disjointness:
-    """Compares the schemas of one document."""
+    """Compares pairs of schemas of one document."""
 
     def __init__(self, root: Json, max_steps: int = MAX_STEPS) -> None:
         self.references = References(root)
@@ -82,8 +82,8 @@ class Disjointness:
         self._facts: dict[int, tuple[Json, Facts]] = {}
 
     def apart(self, one: Json, other: Json, *, inside: int = 0) -> bool:
-        """True if it is proved that no value satisfies both. Raises GrammarError if that takes too
-        long.
+        """True if there is a proof that no value satisfies both schemas. Raises GrammarError if the
+        proof takes too long.
         """
         self._step()
         if one is False or other is False:
@@ -99,7 +99,7 @@ class Disjointness:
         return all(self._apart_as(kind, left, right, inside) for kind in types)
 
     def facts(self, schema: Json) -> Facts:
-        """Returns the conditions that every value of this schema satisfies."""
+        """Returns the conditions that each value of this schema must satisfy."""
         found = self._facts.get(id(schema))
         if found is not None and found[0] is schema:
             return found[1]
@@ -113,11 +113,15 @@ class Disjointness:
         return facts
 
     def target(self, reference: Json) -> Json:
-        """Returns the schema that a reference leads to; None if it is not in the document."""
+        """Returns the schema at which a reference points; None if the document does not contain
+        it.
+        """
         return self.references.target(reference)
 
     def _collect(self, schema: Json, parts: list[Schema], inside: int) -> None:
-        """Adds the conditions of a schema that this module understands; the others are left out."""
+        """Adds the conditions of a schema. Conditions that this module does not understand are left
+        out.
+        """
         if not isinstance(schema, dict) or inside > MAX_INSIDE:
             return
         self._step()
@@ -157,7 +161,7 @@ class Disjointness:
         return False
 
     def _apart_as(self, kind: str, one: Facts, other: Facts, inside: int) -> bool:
-        """True if no value of this type satisfies both."""
+        """True if no value of this type satisfies both schemas."""
         parts = (*one.parts, *other.parts)
         match kind:
             case "integer" | "fraction":
@@ -182,7 +186,7 @@ class Disjointness:
         return any(self.apart(x, y, inside=inside + 1) for x in items[0] for y in items[1])
 
     def items_apart(self, one: Json, other: Json) -> bool:
-        """True if only an empty array can satisfy both."""
+        """True if only an empty array can satisfy both schemas."""
         items = [list(_items_of(self.facts(each))) for each in (one, other)]
         return any(self.apart(x, y) for x in items[0] for y in items[1])
 
@@ -233,12 +237,12 @@ def type_of(value: Json) -> str:
 
 
 def is_among(value: Json, values: list[Json]) -> bool:
-    """True if a value is in a list by JSON's equality: 1 equals 1.0, but not true."""
+    """True if a value is in a list. Equality is JSON's: 1 equals 1.0, but does not equal true."""
     return any(type_of(each) == type_of(value) and each == value for each in values)
 
 
 def names_in(names: Json) -> list[str]:
-    """Returns the texts in a list that a client sent."""
+    """Returns the elements that are texts, from a list that a client sent."""
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
@@ -251,10 +255,10 @@ def _items_of(facts: Facts) -> Iterator[Json]:
 
 
 def _may_match(pattern: Json, text: str) -> bool:
-    """False if a text surely does not match. True if in doubt: Python reads some patterns
-    differently.
+    """False if a pattern certainly does not match a text. True in doubt: Python reads some patterns
+    differently from ECMA-262.
 
-    Python's `$` also matches before a last line break, so it matches more.
+    Python's `$` also matches before a last line break, so Python's patterns match more texts.
     """
     if not isinstance(pattern, str) or len(text) > MAX_TEXT_LEN or not text.isascii():
         return True
@@ -290,7 +294,7 @@ def _counts_apart(parts: tuple[Schema, ...], least: str, most: str) -> bool:
 
 
 def is_number(value: Json) -> bool:
-    """True for a number, which true and false are not."""
+    """True for a number; false for true and false, which are numbers in Python."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
