@@ -1,4 +1,4 @@
-"""The access log: one line for each request over HTTP or gRPC, when its answer has ended.
+"""The access log: one line for each request over HTTP or gRPC, written when its answer has ended.
 
 A request costs one wrapped response head and one line; nothing is done per token. The query of a
 URL is left out, since clients put secrets there. Requests that the listener refuses are not logged.
@@ -13,19 +13,19 @@ from engine.log_context import ACCESS
 from router.access.guard import tenant_of
 from router.gateway.metrics.meters import RequestMeter
 
-METER = "baton.meter"  # scope key of a request's meter, for its log line
+METER = "baton.meter"  # key in an ASGI scope: the request's meter, from which the log line is made
 _ID = b"x-request-id"
 
 
 class AccessLog:
-    """An ASGI application that wraps another one and logs its requests."""
+    """An ASGI application that wraps another application and logs each request to it."""
 
     def __init__(self, app: ASGIApp, clock: Clock) -> None:
         self._app = app
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, and logs it in every case."""
+        """Answers one request, and writes its log line even if the application raises an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -45,7 +45,7 @@ class AccessLog:
 
 @dataclass(frozen=True, slots=True)
 class AccessLine:
-    """One answered request. Fields that do not apply to it are empty."""
+    """One answered request. A field that does not apply to the request is empty."""
 
     client: str  # the client's address
     method: str
@@ -56,7 +56,7 @@ class AccessLine:
     request_id: str = ""  # the id that the client received
 
     def write(self, meter: RequestMeter | None = None) -> None:
-        """Writes the line. Empty fields are left out."""
+        """Writes the log line, without its empty fields."""
         fields: dict[str, object] = {
             "client": self.client,
             "method": self.method,

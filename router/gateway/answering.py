@@ -1,15 +1,15 @@
-"""Answers calls, whatever their transport: checked, served by the router, written by a writer.
+"""Answers calls of any transport: checks a call, submits it to the router, writes the answer.
 
-HTTP endpoints, gRPC and jobs differ in how a call comes in and how its answer goes out. The steps
-between are here. The life of one call:
+HTTP endpoints, gRPC and batch jobs receive calls and send answers in different ways. This module
+has the steps between, which are the same for all of them. The life of one call:
 
-1. The body becomes one or more `Request`s: checked, templated and tokenised, in a thread if long.
-   A grammar is compiled in a separate process, which decides whether workers can follow it.
-2. The router's updates become text, and text becomes pieces for the writer. Several choices are
-   several requests to the router, with updates in any order. If one of them fails, the answer
-   fails.
+1. The body becomes one or more `Request`s: checked, templated and tokenised, in a thread if long. A
+   grammar is compiled in a separate process, which decides whether workers can follow it.
+2. The router's updates become text, and text becomes pieces for the writer. Each choice is a
+   request of its own to the router, and updates of the choices arrive in any order. If one choice
+   fails, the whole answer fails.
 3. The request is cancelled at a stop string, at the call's timeout, or when the caller is
-   cancelled. Then its workers are told to cancel it.
+   cancelled. The router then sends the cancellation to the request's workers.
 """
 
 import asyncio
@@ -74,9 +74,9 @@ from router.text.tokenizer import TextModel
 log = logging.getLogger(__name__)
 
 IGNORED_EVERY_S = 60.0  # seconds between log lines about ignored fields
-LONG_BODY_BYTES = 4096  # takes a millisecond to encode; a thread costs a tenth of it
-MANY_ITEMS = 256  # number of commas in a body: a short body may have a thousand prompts
-NUM_IN_TURN = 16  # choices started or counted in one turn of the loop, some 0.1 ms each
+LONG_BODY_BYTES = 4096  # a thread checks longer bodies: encoding takes 1 ms, a thread 0.1 ms
+MANY_ITEMS = 256  # a thread checks bodies with more commas, which may have many prompts
+NUM_IN_TURN = 16  # choices started or counted without a pause, some 0.1 ms each
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_ID_LEN = 128  # characters in a client's own request id
@@ -103,7 +103,7 @@ class GatewayParts:
     storage: Storage
     recent: RecentRequests
     tracing: Tracing | None = None
-    batch: TextBatch | None = None  # None: tokens become text in Python
+    batch: TextBatch | None = None  # None: Python converts tokens to text
 
 
 class AnswerService:
@@ -116,7 +116,10 @@ class AnswerService:
         body_type: type[Body],
         port_of: Callable[[ServedVersion], RequestPort] = attrgetter("port"),
     ) -> None:
-        """`port_of` returns the port of a version's router; by default the router itself."""
+        """`port_of` returns the port to which requests for a version are submitted.
+
+        The default is the port of the version's router.
+        """
         self._parts = parts
         self._port_of = port_of
         self._dialect = dialect
@@ -229,7 +232,10 @@ class AnswerService:
     async def _open_choices(
         self, call: CheckedCall, choices: list[AnswerChoice], meter: RequestMeter, turn: Turn
     ) -> None:
-        """Adds the choices of an answer; there may be two thousand."""
+        """Creates the choices of an answer and adds them to `choices`.
+
+        One answer may have 2000 choices.
+        """
         parts, in_cpp = self._parts, self._parts.batch is not None and bool(call.body.stream)
         for index, request in enumerate(call.requests):
             if not index % call.num_candidates:
@@ -248,12 +254,14 @@ class AnswerService:
                 await turn()
 
     def _count(self, call: CheckedCall, choice: AnswerChoice) -> None:
-        """Counts a choice that has ended, and reports to stores which blocks it used."""
+        """Records a choice that has ended, and reports to the stores which blocks the choice
+        used.
+        """
         choice.measure()
         self._parts.recent.record(choice)
         if call.notes is None or not choice.noted_ids:
-            return  # no session, or the prompt may not have been computed
-        # Only the first answer to a prompt has these ids.
+            return  # the call has no session, or the prompt may not have been computed
+        # Only the first choice of each prompt keeps its token ids for the stores.
         index = choice.index // call.num_candidates
         used = call.notes.use(index, choice.request.token_ids, choice.noted_ids)
         if used is not None:
@@ -262,7 +270,10 @@ class AnswerService:
     async def _in_time(
         self, call: CheckedCall, timeout_s: float, following: Coroutine[Any, Any, AnswerPiece]
     ) -> AnswerPiece:
-        """Returns the last piece of the answer; after the call's timeout, a piece of a failure."""
+        """Awaits `following` and returns the last piece of the answer.
+
+        After the call's timeout, returns a piece that reports the failure instead.
+        """
         left_s = call.first.received_s + timeout_s - self._parts.clock.now_s()
         try:
             async with asyncio.timeout(left_s) as timeout:
@@ -275,7 +286,7 @@ class AnswerService:
             return AnswerPiece(choice=0, text="", num_tokens=0, outcome=outcome)
 
     async def _checked(self, call: ApiCall) -> CheckedCall:
-        """Checks a call. The call waits while no worker of its version is known."""
+        """Checks a call. Waits while no worker of the call's version is known."""
         versions, clock = self._parts.versions, self._parts.clock
         held_s = min(self._parts.settings.router.queue_timeout_s, call.timeout_s or inf)
         while True:
@@ -288,7 +299,7 @@ class AnswerService:
                     raise
             else:
                 if versions.table is table or versions.takes(checked.served):
-                    return checked  # else the version has begun to leave
+                    return checked  # otherwise the version has started to leave
 
     async def _parsed(self, call: ApiCall) -> CheckedCall:
         parts = self._parts
@@ -331,7 +342,7 @@ def _vocabulary_of(text: TextModel) -> Vocabulary | None:
 
 
 def _check_id(text: str) -> None:
-    """Raises ApiError if the client's own request id could not be sent back unchanged."""
+    """Raises ApiError if the client's own request id cannot be sent back unchanged in a header."""
     if not (0 < len(text) <= MAX_ID_LEN and text.isascii() and text.isprintable()):
         message = f"{ID_HEADER} must be 1 to {MAX_ID_LEN} printable ASCII characters"
         raise invalid_value(message, ID_HEADER)

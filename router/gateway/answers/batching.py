@@ -1,13 +1,14 @@
-"""Passes the tokens of all streams of one turn of the event loop to C++ in one call.
+"""Passes the tokens of all streams to C++ in one call per iteration of the event loop.
 
-A step of a worker brings a token for each of its streams. Most streams need only the text of a
-token. Their tokens are collected. At the end of the turn C++ makes chunks for all responses at once
-and sends them (`router.text.native`). If a socket does not take all bytes, the transport gets the
-rest. Tokens that Python handles must be sent after that rest: see `TextBatch.release`.
+Each step of a worker yields a token for each of its streams. Most streams need only the text of a
+token. The tokens of these streams are collected. At the end of the iteration C++ makes the chunks
+of all responses at once and sends them (`router.text.native`). If a socket does not accept all
+bytes, the transport sends the remaining bytes. Tokens that Python handles must be sent after the
+remaining bytes: see `TextBatch.release`.
 
-Once a stream runs, its tokens do not need Python at all. Then C++ reads the tokens from the
-worker's frame, and sends the chunks while it parses the frame. This stops before anything else is
-sent to the client, and when the client's socket is full.
+Once a stream has started, its tokens do not need Python at all: C++ reads the tokens from the
+worker's frame, and sends the chunks while it parses the frame. C++ stops reading a stream's tokens
+before Python sends anything to the client, and when the client's socket is full.
 """
 
 import asyncio
@@ -27,11 +28,11 @@ from router.text.native import NativeText, TakenFrame
 
 log = logging.getLogger(__name__)
 
-REST = 3  # numbers per rest in C++: its addition or stream, start, end
+REST = 3  # numbers for each unsent rest: index of its tokens or stream, start and end in the output
 
 
 class FastPath:
-    """The way of one choice's tokens to its client, through C++."""
+    """One choice whose tokens C++ converts to text and sends to the client."""
 
     __slots__ = ("batch", "number", "pipe", "seq_id", "text")
 
@@ -39,12 +40,14 @@ class FastPath:
         self.batch = batch
         self.text = text
         self.pipe = pipe
-        self.number = 0  # in C++
+        self.number = 0  # number of the stream in C++
         self.seq_id: SeqId | None = None  # the sequence whose tokens are read from frames
 
 
 class TextBatch:
-    """The tokens of one turn of one event loop; implements `router.port.FrameTaker`."""
+    """The tokens collected in one iteration of an event loop; implements
+    `router.port.FrameTaker`.
+    """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         """Raises BuildError if the C++ library is missing."""
@@ -63,10 +66,10 @@ class TextBatch:
     def add(
         self, path: FastPath, token_ids: Sequence[int], now_s: float, handle: Handle | None
     ) -> None:
-        """Adds tokens of a path; their text is sent at the end of the turn.
+        """Adds tokens of a path. Their text is sent at the end of the event loop's iteration.
 
-        With the handle of its request, later tokens are read from frames where that is possible. No
-        other choice may write to the client then.
+        If `handle` is the request's handle, C++ reads later tokens from frames where possible. Then
+        no other choice may write to the same client.
         """
         if not self._added:
             asyncio.get_running_loop().call_soon(self.flush, context=Context())
@@ -80,7 +83,7 @@ class TextBatch:
             self.open(seq_id, path)
 
     def open(self, seq_id: SeqId, path: FastPath) -> None:
-        """Starts to read the tokens of a sequence from frames, unless its socket forbids it."""
+        """Starts to read the tokens of a sequence from frames, if the client's socket allows it."""
         socket, name, text = path.pipe.socket(), seq_id.encode(), ctypes.addressof(path.text)
         number = self._num_opened = self._num_opened + 1
         if socket == NO_SOCKET or not self._library.baton_text_stream_open(
@@ -100,15 +103,18 @@ class TextBatch:
             path.seq_id = None
 
     def release(self, path: FastPath) -> None:
-        """Sends all added tokens. Call it before the choice is changed in any other way."""
+        """Sends all added tokens, and stops reading the path's tokens from frames.
+
+        Must be called before the choice is changed in any other way.
+        """
         self.flush()
         if path.seq_id is not None:
             self.close(path.seq_id)
 
     def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:
-        """Sends the tokens of paths in a worker's frame; returns the positions of other messages.
+        """Sends a frame's tokens of known paths, and returns the positions of all other messages.
 
-        None if the frame has nothing for any path.
+        Returns None if the frame has no tokens of a known path.
         """
         if not self._by_seq:
             return None
@@ -134,8 +140,10 @@ class TextBatch:
         self.send(added)
 
     def send(self, added: Sequence[tuple[FastPath, Sequence[int], float]]) -> None:
-        """Sends tokens of several paths, with the times at which they came. Without text there is
-        no chunk.
+        """Converts tokens of several paths to text and sends it, with the times at which tokens
+        arrived.
+
+        Tokens that complete no text produce no chunk.
         """
         paths, token_ids, times_s = zip(*added, strict=True)
         paths[0].pipe.flush()  # parts of response bodies that were written before
@@ -156,7 +164,7 @@ class TextBatch:
                 rests.buffer_info()[0],
                 ctypes.byref(out),
             )
-        except Exception:  # a bug: without these tokens the answers would be wrong
+        except Exception:  # a bug in Baton: answers without these tokens would be wrong
             log.exception("tokens became no text: the connections of their streams are cut")
             for path in paths:
                 path.pipe.cut()
@@ -172,7 +180,10 @@ class TextBatch:
         out: int | None,
         paths: "Sequence[FastPath] | dict[int, FastPath]",
     ) -> None:
-        """Passes on the bytes that sockets did not take. Later chunks must not overtake them."""
+        """Passes bytes that sockets did not accept to the transports.
+
+        C++ stops sending for these streams, as later chunks must not overtake the bytes.
+        """
         assert out is not None
         numbers, begins, ends = rests[::REST], rests[1::REST], rests[2::REST]
         found = [

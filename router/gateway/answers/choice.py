@@ -1,4 +1,4 @@
-"""One choice of an answer: turns the router's updates into pieces that may be shown.
+"""One choice of an answer: converts the router's updates to pieces that may be sent.
 
 This module does not know HTTP or JSON.
 """
@@ -25,35 +25,41 @@ from router.text.forms.deltas import (
 from router.text.logprobs import Entry, ScoredText, prompt_entries
 from router.text.native import NativeText
 
-SCORED_AT_ONCE = 16  # tokens with twenty alternatives each
+SCORED_AT_ONCE = 16  # tokens handled at once, with up to twenty alternatives each
 PLAIN_AT_ONCE = 256
 
 CallDelta = CallBegun | CallArguments
 
 
 class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
-    """A new part of one choice. The last piece has an `outcome`, and `finish` if it finished."""
+    """A new part of one choice.
+
+    The last piece has an `outcome`; if the choice finished, also `finish`.
+    """
 
     choice: int  # index of the choice
     text: str
     num_tokens: int  # tokens of the choice so far
     entries: tuple[Entry, ...] = ()
-    calls: tuple[CallDelta, ...] = ()  # shown after the text
+    calls: tuple[CallDelta, ...] = ()  # sent after the text
     token_ids: tuple[int, ...] = ()  # ids of the new tokens, if the client wants them
     outcome: Outcome | None = None
     finish: str | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
-    reasoning: str = ""  # shown before the text
-    embedding: bytes = b""  # as in `engine.messages.PrefillDone`
+    reasoning: str = ""  # sent before the text
+    embedding: bytes = b""  # in the form of `engine.messages.PrefillDone`
 
     @property
     def is_empty(self) -> bool:
-        """True if the piece has nothing to show."""
+        """True if the piece has no text, tool calls, token ids or log-probabilities to send."""
         shown = self.text or self.entries or self.calls or self.token_ids or self.reasoning
         return not shown
 
     def parts(self, num_entries: int) -> "Iterator[AnswerPiece]":
-        """Splits the piece into pieces of at most this many entries: text first, the end last."""
+        """Splits the piece into pieces with at most `num_entries` entries each.
+
+        The first piece has the text, the last piece has the outcome.
+        """
         entries = self.entries
         if len(entries) <= num_entries:
             yield self
@@ -76,20 +82,25 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptScores:
-    """The log-probabilities of one prompt, if requested. They come with its first request."""
+    """The log-probabilities of one prompt, if requested.
+
+    The first choice of the prompt receives them.
+    """
 
     def __init__(self) -> None:
         self.entries: tuple[Entry, ...] = ()
-        self.are_known = False  # True once they have arrived
-        self.waiting: list[Callable[[], None]] = []  # called when they arrive
+        self.are_known = False  # True once the log-probabilities have arrived
+        self.waiting: list[Callable[[], None]] = []  # called when the log-probabilities arrive
 
 
 class AnswerChoice:
-    """The progress of one choice whose tokens only become text, and that only tokens end."""
+    """The progress of one choice that needs only the text of its tokens, and that no stop string
+    ends.
+    """
 
-    num_at_once = PLAIN_AT_ONCE  # tokens handled at once, which takes some milliseconds
+    num_at_once = PLAIN_AT_ONCE  # tokens handled without a pause, in some milliseconds
     begins_with_scores = False  # True if the next piece has an entry for each token of the prompt
-    awaited: PromptScores | None = None  # no piece can be made before these are known
+    awaited: PromptScores | None = None  # the first piece needs these log-probabilities
 
     def __init__(
         self,
@@ -100,7 +111,7 @@ class AnswerChoice:
         *,
         in_cpp: bool = False,
     ) -> None:
-        """With `in_cpp`, C++ may handle its tokens."""
+        """If `in_cpp` is set, C++ may handle the choice's tokens."""
         self.index = index
         self.request = request = call.requests[index]
         self.shown_id = call.asked.client_id or request.request_id
@@ -111,7 +122,7 @@ class AnswerChoice:
         self.num_reasoning_tokens = 0
         self.logprobs = array("d")  # one per token, if the choice is scored
         leads = not index % call.num_candidates
-        # Tokens of the first answer to a prompt, if stores are to be told which blocks it used.
+        # Token ids of a prompt's first choice, kept if its used blocks are reported to stores.
         self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None
         self._meter = meter
         self._last_s = 0.0  # time of the last update
@@ -140,7 +151,7 @@ class AnswerChoice:
             )
 
     def receive(self, update: Update, now_s: float) -> AnswerPiece:
-        """Returns the piece that this update makes ready to be shown."""
+        """Applies an update, and returns the piece that can be sent now."""
         self._last_s = now_s
         if update.token_ids:
             self._meter.tokens(len(update.token_ids), now_s)
@@ -160,7 +171,7 @@ class AnswerChoice:
 
     @property
     def last_s(self) -> float:
-        """The time of the last update."""
+        """The time of the last update, in seconds."""
         return max(self._last_s, self.state.last_s)
 
     @property
@@ -169,17 +180,23 @@ class AnswerChoice:
         return self.state.num_tokens
 
     def measure(self) -> None:
-        """Counts the choice if it has ended: only once, when its client has received the end."""
+        """Records the metrics of an ended choice.
+
+        Called once, after the client has received the end.
+        """
         if self.outcome is not None:
             self._meter.finish(self.outcome, self.timeline)
 
 
 class FormedChoice(AnswerChoice):
-    """A choice with scores, forms, stop strings, token ids or an echo, or without an answer.
+    """A choice that needs more than its text: scores, parsing, stop strings, token ids or an echo.
 
-    A `parser` separates reasoning and tool calls from the text. An echo of the prompt is a part of
-    the first piece. If log-probabilities are requested, the echo needs those of the prompt. Only
-    the first choice of a prompt receives them, so the others must wait for `prompt`.
+    Also a choice of a request that only asks for its prompt.
+
+    A `parser` separates reasoning and tool calls from the text. The first piece begins with the
+    echo of the prompt. If log-probabilities are requested, the echo includes the log-probabilities
+    of the prompt. Only the first choice of a prompt receives them, so the other choices wait until
+    `prompt` has them.
     """
 
     def __init__(
@@ -254,7 +271,7 @@ class FormedChoice(AnswerChoice):
     def _pushed(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
     ) -> tuple[str, tuple[Entry, ...]]:
-        """Returns the text that tokens make ready, and the entries of that text."""
+        """Adds tokens. Returns the text that can be sent now, and the entries of that text."""
         if self._scored is None:
             return self._text.push(token_ids), ()
         return self._scored.push(token_ids, logprobs)
@@ -262,7 +279,7 @@ class FormedChoice(AnswerChoice):
     def _parsed(
         self, parser: AnswerParser, update: Update
     ) -> tuple[list[Delta], tuple[Entry, ...]]:
-        """Parses tokens one by one, so that each is counted as reasoning or not."""
+        """Parses tokens one by one, to count the tokens of reasoning."""
         deltas, entries = list[Delta](), list[Entry]()
         for place, token_id in enumerate(update.token_ids):
             if self._text.stopped:
@@ -313,7 +330,7 @@ class FormedChoice(AnswerChoice):
                 wake()
 
     def _take_echo(self, text: str, entries: tuple[Entry, ...]) -> tuple[str, tuple[Entry, ...]]:
-        """Returns the text and entries of the first piece, with the echo before them."""
+        """Returns the text and entries of the first piece, which begin with the echo."""
         assert self._echo is not None
         text, self._echo = self._echo + text, None
         if self.begins_with_scores:
@@ -331,7 +348,10 @@ def choice_of(
     rng: random.Random,
     in_cpp: bool,
 ) -> AnswerChoice:
-    """Returns a new choice. Ids of calls are drawn from `rng`; `in_cpp`: C++ may handle tokens."""
+    """Returns a new choice. Ids of tool calls are drawn from `rng`.
+
+    If `in_cpp` is set, C++ may handle the choice's tokens.
+    """
     body, sampling = call.body, call.requests[index].sampling
     if (
         call.reader is None
@@ -350,7 +370,7 @@ def choice_of(
 
 
 def _without_answer(update: Update) -> Update:
-    """Returns the update without its answer, for a request that is only about its prompt."""
+    """Returns the update without answer tokens, for a request that only asks for its prompt."""
     outcome = update.outcome
     if isinstance(outcome, Finished):
         outcome = Finished(FinishReason.LENGTH)

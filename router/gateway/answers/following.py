@@ -1,7 +1,8 @@
-"""Follows the choices of an answer to their ends and writes their pieces.
+"""Submits the choices of an answer to the router, and writes their pieces until all have ended.
 
-Most tokens are written in the call that delivers them: through C++ (`TextBatch`), or as pieces. If
-a client has no room, updates are kept and merged, and the task of the answer writes them.
+Most tokens are written in the router's call that delivers them: through C++ (`TextBatch`), or as
+pieces. If a client reads too slowly, updates are kept and merged, and the task of the answer writes
+the merged updates.
 """
 
 import asyncio
@@ -18,12 +19,12 @@ from router.machine.requests import Update, joined
 from router.port import Handle, RequestPort
 from router.text.native import NativeText
 
-LONG_PROMPT_TOKENS = 2048  # tokens; hashing and encoding them takes some 0.3 ms
-MAX_OPEN = 128  # requests of one call that are at the router at once
+LONG_PROMPT_TOKENS = 2048  # tokens; hashing and encoding such a prompt takes some 0.3 ms
+MAX_OPEN = 128  # maximum requests of one call at the router at the same time
 
 
 class Following:
-    """Follows one answer from a router, through a sink for each choice, to a writer."""
+    """Carries one answer from a router to a writer, with a sink for each choice."""
 
     def __init__(self, port: RequestPort, clock: Clock, writer: AnswerWriter, turn: Turn) -> None:
         """`turn` is awaited before each piece of long work."""
@@ -35,11 +36,12 @@ class Following:
         self._waiter: asyncio.Future[None] | None = None  # the future that the task awaits
 
     async def run(self, choices: Sequence[AnswerChoice], batch: TextBatch | None) -> AnswerPiece:
-        """Submits the request of each choice and writes all its pieces but the last one.
+        """Submits the request of each choice, and writes all pieces of the answer except the last.
 
-        Returns the last piece of the choice that ends last, or of the first choice that fails. By
-        then no request runs any more: a request that a stop string ended is cancelled before the
-        end of the answer waits for the client. Leaders come before followers.
+        Returns the last piece of the choice that ends last, or of the first choice that fails. No
+        request is running when this returns: a request that ended at a stop string is cancelled
+        before the end of the answer is sent. The first request of each prompt is submitted before
+        the others.
         """
         unsubmitted, num_left = iter(choices), len(choices)
         sinks: set[ChoiceSink] = set()
@@ -47,7 +49,7 @@ class Following:
             while True:
                 if len(sinks) < MAX_OPEN and (choice := next(unsubmitted, None)) is not None:
                     if len(choice.request.token_ids) > LONG_PROMPT_TOKENS:
-                        await self.turn()  # the router hashes and encodes the prompt
+                        await self.turn()  # the router hashes and encodes this long prompt
                     sink = ChoiceSink(self, choice, batch, is_alone=len(choices) == 1)
                     sinks.add(sink)
                     sink.handle = self._port.submit(choice.request, sink)
@@ -70,14 +72,16 @@ class Following:
                 sink.close()
 
     def wake(self, sink: "ChoiceSink") -> None:
-        """Wakes the task to flush a sink."""
+        """Wakes the task so that it flushes this sink."""
         self._due.append(sink)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class ChoiceSink:
-    """The sink of one choice: passes tokens to C++, writes updates as pieces, or keeps them."""
+    """The sink of one choice: passes tokens to C++, writes updates as pieces, or keeps updates for
+    the task.
+    """
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class ChoiceSink:
         *,
         is_alone: bool,
     ) -> None:
-        """With `is_alone`, no other choice writes to the client."""
+        """`is_alone` is True if no other choice writes to the client."""
         self.choice = choice
         self.handle: Handle | None = None
         self._following = following
@@ -97,14 +101,14 @@ class ChoiceSink:
         pipe = writer.pipe if isinstance(writer, StreamedAnswer) else None
         if batch is not None and pipe is not None and isinstance(choice.state, NativeText):
             self._path = FastPath(batch, choice.state, pipe)
-        self._is_fast = False  # C++ knows the parts of a chunk
-        self._is_due = False  # the task has to flush; until then nothing may be written directly
+        self._is_fast = False  # True once C++ has the constant parts of a chunk
+        self._is_due = False  # the task will flush; until then updates must be kept, not written
         self._unread: list[Update] = []
         self._last: AnswerPiece | None = None
         self._error: Exception | None = None
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Writes or keeps tokens. Most tokens go through C++."""
+        """Writes tokens, mostly through C++, or keeps them for the task."""
         choice, path, writer = self.choice, self._path, self._writer
         if self._is_due or writer.is_full or len(token_ids) > choice.num_at_once:
             self._keep(Update(tuple(token_ids)))
@@ -118,7 +122,7 @@ class ChoiceSink:
             self._write(Update(tuple(token_ids)), now_s)
 
     def update(self, update: Update) -> None:
-        """Writes or keeps an update."""
+        """Writes an update, or keeps the update for the task."""
         choice = self.choice
         if self._is_fast and self._path is not None:
             self._path.batch.release(self._path)
@@ -129,12 +133,15 @@ class ChoiceSink:
             self._write(update, self._following.clock.now_s())
 
     def fail(self, error: Exception) -> None:
-        """Makes the task raise an error."""
+        """Makes the task raise this error."""
         self._error = error
         self._wake()
 
     async def flush(self) -> AnswerPiece | None:
-        """Writes the kept updates. Returns the last piece of the choice instead of writing it."""
+        """Writes the kept updates, except the choice's last piece.
+
+        Returns the last piece; None if the choice has not ended.
+        """
         choice, following = self.choice, self._following
         awaited = choice.awaited
         if awaited is not None and not awaited.are_known:
@@ -159,7 +166,7 @@ class ChoiceSink:
         return self._last
 
     def close(self) -> None:
-        """Cancels the request."""
+        """Cancels the request, and stops sending its tokens through C++."""
         if self.handle is not None:
             self.handle.cancel()
         if self._is_fast and self._path is not None:
@@ -168,7 +175,7 @@ class ChoiceSink:
     def _write(self, update: Update, now_s: float) -> None:
         piece = self.choice.receive(update, now_s)
         if piece.outcome is not None:
-            self._last = piece  # the task writes it
+            self._last = piece  # the task writes the last piece
             self._wake()
         elif update.token_ids:
             self._writer.write(piece)

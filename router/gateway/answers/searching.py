@@ -1,23 +1,23 @@
 """Runs beam searches on the workers, and hands their results to the choices of an answer.
 
-Each step requests one token after each open hypothesis. These requests are like all others: the
-router queues, places and repeats them. Workers find the blocks of earlier tokens in their prefix
-caches. So hypotheses share the blocks of their common tokens, and a step computes at most one block
-of tokens for each. If the router has no room for a later step, the step waits and is submitted
-again, since the earlier steps would be lost otherwise.
+Each step requests one token after each open hypothesis. The router queues, places and repeats these
+requests like any other request. Workers find the blocks of earlier tokens in their prefix caches.
+So hypotheses share the blocks of their common tokens, and a step computes at most one block of
+tokens per hypothesis. If the router rejects a later step because it is full, the step is submitted
+again after a pause. Otherwise the work of the earlier steps would be lost.
 
 1. The search begins with the empty answer. A step extends each open hypothesis by each of the
    `2 * width` likeliest tokens.
-2. An extension by a token that ends answers is complete. Of the others, the `width` with the
-   highest sums of log-probabilities are open in the next step.
-3. The search is over when the answers have their longest length, or when no open hypothesis can
-   still become one of the best.
+2. An extension by a token that ends answers is a complete hypothesis. Among all other extensions,
+   the `width` extensions with the highest sums of log-probabilities are open in the next step.
+3. The search is over when the open hypotheses have the maximum length, or when no open hypothesis
+   can become one of the best.
 4. Complete and open hypotheses are ranked by their sum over `length ** length_penalty`. The length
    includes the prompt, and leaves out the token that ended the answer.
 
-Sources: vLLM's OpenAI-compatible server, which ranks in this way but always searches to the longest
-length; the results are equal. Wu et al., Google's Neural Machine Translation System, 2016, §7, for
-the length penalty.
+Sources: vLLM's OpenAI-compatible server, which uses the same ranking but always searches up to the
+maximum length; the results are equal. Wu et al., Google's Neural Machine Translation System, 2016,
+§7, for the length penalty.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ from router.inbox.task_groups import LightTaskGroup
 from router.machine.requests import Finished, Outcome, PrefixHashes, Rejected, Request, Update
 from router.port import RequestPort, ask
 
-MAX_TRIES = 30  # tries to submit a step to a full router
-MAX_PAUSE_S = 1.0  # seconds between two tries
+MAX_TRIES = 30  # times that a step is submitted to a full router before the search fails
+MAX_PAUSE_S = 1.0  # maximum seconds between two tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,14 @@ class Hypothesis:
     """The beginning of an answer, or a complete answer with the token that ended it."""
 
     token_ids: tuple[int, ...] = ()
-    scores: tuple[Logprobs, ...] = ()  # one per token
-    logprob: float = 0.0  # the sum over all tokens
+    scores: tuple[Logprobs, ...] = ()  # one per token of `token_ids`
+    logprob: float = 0.0  # sum over all tokens of `token_ids`
     is_complete: bool = False
 
     def extended(self, scores: Logprobs, rank: int, *, completes: bool) -> "Hypothesis":
-        """Returns this hypothesis with the token of this rank (from 0) among the likeliest."""
+        """Returns this hypothesis extended by the token with this rank (from 0) among the
+        likeliest.
+        """
         token_id, logprob = scores.top_ids[rank], scores.top_logprobs[rank]
         own = Logprobs(logprob, rank + 1, scores.top_ids, scores.top_logprobs)
         return Hypothesis(
@@ -76,13 +78,13 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """One search. The caller passes scores to `step` until `is_over`."""
+    """One beam search. The caller computes scores and passes them to `step` until `is_over`."""
 
     def __init__(self, rules: BeamRules) -> None:
         self.open = [Hypothesis()]
         self._rules = rules
-        self._complete: list[Hypothesis] = []  # the best complete hypotheses, in order
-        self._num_tokens = 0  # length of each open hypothesis
+        self._complete: list[Hypothesis] = []  # the `width` best complete hypotheses, best first
+        self._num_tokens = 0  # number of tokens in each open hypothesis
 
     @property
     def is_over(self) -> bool:
@@ -94,7 +96,10 @@ class BeamSearch:
         return self._rank(self._complete[-1]) >= self._most(self.open[0])
 
     def step(self, scores: Sequence[Logprobs]) -> None:
-        """Extends the open hypotheses; `scores` holds those of the next token of each, in order."""
+        """Extends the open hypotheses.
+
+        `scores` has the next token's scores for each, in the same order.
+        """
         extensions = []
         for hypothesis, its_scores in zip(self.open, scores, strict=True):
             for rank in range(min(self._rules.num_extensions, len(its_scores.top_ids))):
@@ -113,7 +118,10 @@ class BeamSearch:
         self._complete = self._ranked(self._complete)[: self._rules.width]
 
     def best(self, number: int) -> list[Hypothesis]:
-        """Returns the best hypotheses so far, in order; ties go to the first that were complete."""
+        """Returns the best hypotheses so far, best first.
+
+        If ranks are equal, the hypothesis that was complete first comes first.
+        """
         return self._ranked([*self._complete, *self.open])[:number]
 
     def _ranked(self, hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
@@ -124,7 +132,9 @@ class BeamSearch:
         return self._over_length(hypothesis.logprob, length)
 
     def _most(self, hypothesis: Hypothesis) -> float:
-        """Returns the highest rank a hypothesis could reach if its further tokens were certain."""
+        """Returns the highest rank that a hypothesis can reach, if all its further tokens are
+        certain.
+        """
         is_better_long = self._rules.length_penalty > 0
         return self._over_length(
             hypothesis.logprob, self._rules.max_tokens if is_better_long else self._num_tokens
@@ -135,10 +145,10 @@ class BeamSearch:
 
 
 class Searches:
-    """The searches of one call: one for each of its prompts."""
+    """The beam searches of one call, one for each prompt."""
 
     def __init__(self, port: RequestPort, clock: Clock, call: CheckedCall) -> None:
-        self.num_tokens = 0  # tokens generated for hypotheses, also for dropped ones
+        self.num_tokens = 0  # tokens generated for hypotheses, including dropped hypotheses
         self._port = port
         self._clock = clock
         self._call = call
@@ -146,7 +156,7 @@ class Searches:
     async def follow(
         self, choices: Sequence[AnswerChoice], writer: AnswerWriter, turn: Turn
     ) -> AnswerPiece:
-        """Searches, and writes the best hypotheses as the choices of each prompt, in turns.
+        """Runs the searches, and writes the best hypotheses of each prompt as its choices.
 
         Returns the last piece of the answer. If a step fails, that piece reports the failure.
         """
@@ -172,7 +182,10 @@ class Searches:
         return last
 
     async def _search(self, leader: Request) -> list[Update]:
-        """Returns the best answers to one prompt, best first, each as one update."""
+        """Runs the search for one prompt.
+
+        Returns the best answers, best first, each as one update.
+        """
         prompt_len, body = len(leader.token_ids), self._call.body
         rules = BeamRules(
             width=body.num_candidates,
@@ -182,7 +195,7 @@ class Searches:
             length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         )
         search = BeamSearch(rules)
-        # Hashes of the prompt's blocks for all steps; the first step computes them.
+        # All steps share the hashes of the prompt's blocks, which the first step computes.
         leader = replace(leader, hashes=PrefixHashes(salt=leader.salt))
         first: Update | None = None
         step = 0
@@ -198,7 +211,7 @@ class Searches:
     async def _step(
         self, leader: Request, rules: BeamRules, step: int, hypotheses: Sequence[Hypothesis]
     ) -> list[Update]:
-        """Returns the next token of each hypothesis, with the likeliest alternatives."""
+        """Requests the next token of each hypothesis, with the likeliest alternatives."""
         num_top = max(rules.num_extensions, self._call.body.num_top_logprobs or 0)
         requests = [
             replace(
@@ -222,7 +235,10 @@ class Searches:
         return [task.result() for task in tasks]
 
     async def _next_token(self, request: Request, *, waits: bool) -> Update:
-        """Returns all updates of a request as one, after waits if `waits`. Raises _StepFailed."""
+        """Runs a request and returns all its updates as one.
+
+        If the router is full and `waits` is set, tries again after a pause. Raises _StepFailed.
+        """
         asked, num_tries = request, 0
         while True:
             joint = await ask(self._port, asked)
@@ -245,7 +261,7 @@ async def _pause(duration_s: float) -> None:
 
 
 class _StepFailed(Exception):
-    """A request of a search ended without its token."""
+    """A request of a search ended without a token."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(str(outcome))
@@ -261,14 +277,17 @@ def _leaves(errors: BaseExceptionGroup[_StepFailed]) -> list[_StepFailed]:
 
 
 def _later(request: Request, now_s: float) -> Request:
-    """Returns the request of a later step: without deadlines and without scores for the prompt."""
+    """Returns the request for a step after the first: no deadline, no scores of the prompt."""
     assert request.hashes is not None
     hashes = request.hashes.copy()
     return replace(request, received_s=now_s, deadline_s=None, prompt_logprobs=None, hashes=hashes)
 
 
 def _answer(hypothesis: Hypothesis, first: Update, *, is_first: bool) -> Update:
-    """Returns a hypothesis as the only update of a choice, with the first step's prompt results."""
+    """Returns a hypothesis as the only update of a choice.
+
+    The first choice also gets the prompt's log-probabilities from the first step.
+    """
     reason = FinishReason.STOP if hypothesis.is_complete else FinishReason.LENGTH
     update = Update(
         hypothesis.token_ids,

@@ -44,7 +44,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventWriter(AnswerWriter):
-    """Sends a response of server-sent events, through the pipe while the pipe is ready.
+    """Sends a response of server-sent events, directly through the pipe while the pipe is ready.
 
     The head of the response is sent with the first events.
     """
@@ -55,7 +55,7 @@ class EventWriter(AnswerWriter):
         self.unsent: list[Any] = []  # pieces or events that wait for `flush`
         self._send = send
         self._has_head = False  # True once the head is sent
-        self._is_open = False  # the head is sent, and nothing is waiting to be sent
+        self._is_open = False  # True if the head is sent, and no data is waiting to be sent
 
     @property
     def is_full(self) -> bool:
@@ -64,7 +64,10 @@ class EventWriter(AnswerWriter):
         return not (self._is_open and pipe is not None and pipe.is_ready and not self.unsent)
 
     async def send(self, data: bytes, *, is_last: bool = False) -> None:
-        """Sends events, or the end of the body, and waits until the client has room for more."""
+        """Sends events, or the end of the body if `is_last`.
+
+        Returns when the client has room for more.
+        """
         self._is_open = False
         if not self._has_head:
             self._has_head = True
@@ -79,21 +82,24 @@ class EventWriter(AnswerWriter):
 
 
 class StreamedAnswer(EventWriter):
-    """Sends an answer as events."""
+    """Sends an answer as server-sent events."""
 
     def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
         super().__init__(heading, send, pipe)
         self._chunks: _ChunkEncoder | None = None  # None until the head of the response is sent
         self._unfinished = len(heading.call.requests)
-        self._last = b""  # the end of the last choice, sent together with the end of the answer
+        self._last = b""  # the last choice's last chunk, sent with the end of the answer
 
     def frame_of(self, choice: int) -> tuple[bytes, bytes]:
-        """The bytes around the text of each chunk, in a stream that is not full."""
+        """Returns the bytes before and after the text of each chunk.
+
+        The stream must not be full.
+        """
         assert self._chunks is not None
         return self._chunks.before_text[choice], self._chunks.after_text
 
     def write(self, piece: AnswerPiece) -> None:
-        """Sends the chunks of a piece, if it has anything to show."""
+        """Sends the chunks of a piece now, or keeps the piece for `flush`."""
         if self._chunks is None or self.is_full:
             self.unsent.append(piece)
         elif data := self._encoded(self._chunks, piece):
@@ -112,7 +118,7 @@ class StreamedAnswer(EventWriter):
                 await self.send(data + self._encoded(chunks, part))
 
     async def end(self, ending: Ending) -> None:
-        """Sends the last chunks. A failed stream has no [DONE]."""
+        """Sends the last chunks. The stream of a failed answer has no [DONE]."""
         await self.flush()
         outcome, call = ending.outcome, self.heading.call
         if self._chunks is None and not isinstance(outcome, Finished):
@@ -131,14 +137,17 @@ class StreamedAnswer(EventWriter):
         await self.send(data, is_last=True)
 
     def _opened(self) -> "tuple[bytes, _ChunkEncoder]":
-        """Returns the encoder, and the first chunks if they are not sent yet."""
+        """Returns the first chunks if they are not sent yet, and the encoder."""
         if self._chunks is not None:
             return b"", self._chunks
         self._chunks = _ChunkEncoder(self.heading)
         return self._chunks.first, self._chunks
 
     def _encoded(self, chunks: "_ChunkEncoder", piece: AnswerPiece) -> bytes:
-        """Returns the chunks of a piece that are to be sent now."""
+        """Returns the chunks of a piece to send now.
+
+        The chunks of the answer's last piece are kept for `end`.
+        """
         data = chunks.of(piece)
         if piece.finish is None:
             return data
@@ -150,7 +159,7 @@ class StreamedAnswer(EventWriter):
 
 
 class _ChunkEncoder:
-    """Encodes the events of one stream; their common parts are encoded once."""
+    """Encodes the events of one stream; the common parts of all chunks are encoded once."""
 
     def __init__(self, heading: Heading) -> None:
         dialect, call, body = heading.dialect, heading.call, heading.call.body
@@ -158,7 +167,7 @@ class _ChunkEncoder:
         self._head = b"data: " + head + b',"choices":'
         self._after = b',"usage":null}\n\n' if body.usage_in_stream else b"}\n\n"
         self.after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
-        self.before_text: list[bytes] = []  # by choice
+        self.before_text: list[bytes] = []  # by choice: constant bytes before a chunk's text
         self._before_index: list[bytes] = []
         self._dialect = dialect
         self._call = call
@@ -166,7 +175,7 @@ class _ChunkEncoder:
         self._has_ids = bool(body.return_token_ids)
         self._has_scores = body.num_top_logprobs is not None
         self._is_plain = not (self._has_scores or self._counts or self._has_ids)
-        self._without_prompt: set[int] = set()  # completions whose prompt's ids are not sent
+        self._without_prompt: set[int] = set()  # choices whose prompt's token ids are not sent yet
         self._logprobs: list[LogprobsWriter] = []
         prompt = b',"prompt_token_ids":' + _encode(call.first.token_ids) if self._has_ids else b""
         first: list[bytes] = []
@@ -181,12 +190,12 @@ class _ChunkEncoder:
                 self._without_prompt.add(index)
             if body.num_top_logprobs is not None:
                 self._logprobs.append(dialect.logprobs_writer(call, body.num_top_logprobs))
-        self.first = b"".join(first)  # the chunks with which each choice of a chat begins
+        self.first = b"".join(first)  # the first chunk of each choice of a chat
 
     def of(self, piece: AnswerPiece) -> bytes:
-        """Returns the chunks of a piece; empty if there is nothing to show.
+        """Returns the chunks of a piece; empty if the piece has nothing to send.
 
-        The reason of a choice's end shares a chunk with the last text, as in vLLM.
+        The finish reason is in the chunk of the last text, as in vLLM.
         """
         text, index, calls = piece.text, piece.choice, piece.calls
         after = self._after if not self._counts else self._counted(index, piece.num_tokens)
@@ -223,7 +232,7 @@ class _ChunkEncoder:
         return data
 
     def extra(self, name: bytes, value: object) -> bytes:
-        """Returns a chunk without choices."""
+        """Returns a chunk without choices, with one further field."""
         return self._head + b'[],"' + name + b'":' + _encode(value) + b"}\n\n"
 
     def _scores(self, piece: AnswerPiece) -> bytes:

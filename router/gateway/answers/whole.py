@@ -1,6 +1,6 @@
 """Sends an answer as one JSON body when it is complete.
 
-A long answer is encoded in parts, each in a turn of its tenant (`router.inbox.fair_queue`).
+A long answer is encoded in parts, and tenants take turns (`router.inbox.fair_queue`).
 """
 
 from abc import abstractmethod
@@ -33,9 +33,9 @@ from router.text.logprobs import (
     prompt_logprobs,
 )
 
-SHORT_ENTRIES = 16  # entries with twenty alternatives each take about a millisecond to encode
-SHORT_TOKENS = 8192  # token ids and text that take as long
-SHORT_NUMBERS = 8192  # numbers that take about a millisecond to write
+SHORT_ENTRIES = 16  # log-probabilities that take 1 ms to encode, with twenty alternatives each
+SHORT_TOKENS = 8192  # maximum token ids and characters of a short answer, also 1 ms to encode
+SHORT_NUMBERS = 8192  # maximum numbers of a short answer of embeddings, also 1 ms to encode
 
 
 def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
@@ -85,7 +85,7 @@ class CompleteWriter(AnswerWriter):
         self._send = send
 
     async def end(self, ending: Ending) -> None:
-        """Sends the whole answer, or the error."""
+        """Sends the whole answer, or the error if the answer failed."""
         heading = self._heading
         if not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
@@ -98,11 +98,11 @@ class CompleteWriter(AnswerWriter):
 
     @abstractmethod
     def _is_short(self, ending: Ending) -> bool:
-        """True if the body takes less than some milliseconds to encode."""
+        """True if encoding the body takes at most a few milliseconds."""
 
     @abstractmethod
     def _body(self, ending: Ending) -> object:
-        """Returns the body."""
+        """Returns the body, not encoded yet."""
 
 
 class WholeAnswer(CompleteWriter):
@@ -113,7 +113,7 @@ class WholeAnswer(CompleteWriter):
         self._kept = [KeptChoice() for _ in heading.call.requests]
 
     def write(self, piece: AnswerPiece) -> None:
-        """Keeps the piece."""
+        """Keeps the piece for the whole answer."""
         self._kept[piece.choice].add(piece)
 
     def _is_short(self, ending: Ending) -> bool:
@@ -136,7 +136,7 @@ class WholeAnswer(CompleteWriter):
         return body
 
     def _choice(self, index: int, place: int) -> ChatChoice | CompletionChoice:
-        """Returns a choice at its index among all shown choices."""
+        """Returns a choice of the body; `index` is its position among all shown choices."""
         kept, call, dialect = self._kept[index], self._heading.call, self._heading.dialect
         last = kept.last
         assert last is not None
@@ -151,9 +151,10 @@ class WholeAnswer(CompleteWriter):
         return choice
 
     def _add_prompts(self, places: Sequence[Any], prompts: Sequence[tuple[Entry, ...]]) -> None:
-        """Adds ids and scores of prompts where vLLM does: to a chat, or to a completion's choices.
+        """Adds token ids and scores of prompts where vLLM adds them: to a chat, or to a
+        completion's choices.
 
-        They are null if the client did not ask for them.
+        A field is null if the client did not ask for it.
         """
         call, num_each = self._heading.call, len(places) // len(prompts)
         for index, (leader, entries) in enumerate(zip(call.leaders, prompts, strict=True)):
@@ -166,13 +167,13 @@ class WholeAnswer(CompleteWriter):
 
 
 class EmbeddingAnswer(CompleteWriter):
-    """Sends the embeddings of all inputs. Tokens that came with them are ignored."""
+    """Sends the embeddings of all inputs. Tokens that workers sampled are ignored."""
 
     def __init__(self, heading: Heading, form: EmbeddingForm, send: Send) -> None:
         super().__init__(heading, send)
         self._form = form
         self._found = [b""] * len(heading.call.requests)
-        self._are_numbers = True  # False once a value was infinite or NaN
+        self._are_numbers = True  # False once an embedding has an infinite value or NaN
 
     def write(self, piece: AnswerPiece) -> None:
         """Keeps the embedding of a piece."""
@@ -181,7 +182,7 @@ class EmbeddingAnswer(CompleteWriter):
             self._are_numbers = self._are_numbers and are_numbers(piece.embedding, self._form)
 
     async def end(self, ending: Ending) -> None:
-        """Sends all embeddings, or the error."""
+        """Sends all embeddings, or the error if the answer failed."""
         if not self._are_numbers and isinstance(ending.outcome, Finished):
             outcome = Failed("the model gave values that are no numbers")
             ending = msgspec.structs.replace(ending, outcome=outcome)

@@ -1,7 +1,7 @@
-"""The common parts of answer writers: the endpoints' forms, heading, ending, counts and failures.
+"""The common parts of answer writers: dialects, heading, ending, token counts and failures.
 
-The head of a response is sent with the first token. So a request that is refused before its first
-token gets an HTTP status for the refusal.
+The head of a response is sent with the first token. So a request that fails before its first token
+gets the HTTP status of its failure.
 """
 
 import math
@@ -41,7 +41,7 @@ from router.text.logprobs import (
 DECISION_HEADER = "x-baton-decision"
 TIMELINE_HEADER = "x-baton-timeline"
 IGNORED_HEADER = "x-baton-ignored"  # lists ignored fields of a request
-TIMED_OUT = "request_timeout"  # code of an answer that exceeded the client's timeout
+TIMED_OUT = "request_timeout"  # error code of an answer that exceeded the client's timeout
 MAX_RETRY_AFTER_S = 3600.0
 
 _encode = msgspec.json.Encoder().encode
@@ -49,9 +49,10 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The form of one endpoint's answers, with the constant parts of a chunk.
+    """The form of one endpoint's answers, with the constant parts of a stream's chunks.
 
-    The choice of a chunk is `[{"index":` index `text_start` text `text_end` logprobs and so on.
+    A choice in a chunk has the form `[{"index":` index `text_start` text `text_end` logprobs and so
+    on.
     """
 
     id_prefix: str
@@ -60,7 +61,7 @@ class Dialect:
     is_chat: bool
     text_start: bytes
     text_end: bytes
-    no_text: bytes  # replaces start, text and end in a chunk that only ends the choice
+    no_text: bytes  # in a chunk that only ends the choice: replaces start, text and end
 
     def whole_choice(
         self,
@@ -107,7 +108,7 @@ def reasoning_fields(text: str) -> dict[str, str]:
 
 
 def call_delta(delta: CallDelta) -> CallPart:
-    """Returns a tool call's part of a chunk. The name comes first, without arguments."""
+    """Returns a chunk's part of a tool call. The first part has the name, without arguments."""
     if isinstance(delta, CallArguments):
         return CallPart(delta.index, DeltaFunction(delta.text))
     return CallPart(delta.index, DeltaFunction("", delta.name), delta.id, "function")
@@ -149,13 +150,13 @@ class Heading(msgspec.Struct, frozen=True):
     call: CheckedCall
     created: int  # Unix time, in seconds
     choices: Sequence[AnswerChoice]
-    use: KeyUse | None  # has the remaining quota of the key's limits; None: there are none
+    use: KeyUse | None  # remaining quota of the key; None if the key has no limits
     trace_headers: Mapping[str, str]  # W3C trace context of the answer; empty if it has no trace
     turn: Turn  # awaited before each piece of long work
 
     @property
     def headers(self) -> dict[str, str]:
-        """Returns the headers of every answer. The decision is JSON without line breaks."""
+        """Returns the headers of the answer. The router's decision is JSON without line breaks."""
         headers = {"x-request-id": self.call.asked.shown_id}
         if self.use is not None:
             headers |= self.use.headers(self.call.asked.received_s)
@@ -171,7 +172,7 @@ class Heading(msgspec.Struct, frozen=True):
         return headers
 
     def fields(self, object_name: str) -> dict[str, Any]:
-        """Returns the fields with which each chunk, or the whole answer, begins."""
+        """Returns the first fields of each chunk, or of the whole answer."""
         call = self.call
         own = call.asked.client_id
         return {
@@ -184,7 +185,7 @@ class Heading(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The end of an answer. Totals are computed only when a writer reads them."""
+    """The end of an answer. A total is computed when a writer reads it."""
 
     outcome: Outcome
     call: CheckedCall
@@ -192,7 +193,10 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> Sequence[int]:
-        """The choices to send, in order: for each prompt those of best mean log-probability."""
+        """The indices of the choices to send, in order.
+
+        For each prompt, these are the choices with the highest mean log-probability.
+        """
         call, choices = self.call, self.choices
         if call.body.num_choices == call.num_candidates or not isinstance(self.outcome, Finished):
             return range(len(choices))
@@ -215,7 +219,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def completion_tokens(self) -> int:
-        """The number of tokens of all choices, shown or not."""
+        """The number of tokens of all choices, including choices that are not sent."""
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
@@ -239,7 +243,7 @@ class Ending(msgspec.Struct, frozen=True):
         return self.choices[:: self.call.num_candidates]
 
     def usage(self) -> TokenUsage:
-        """Returns token counts under OpenAI's names; with drafted tokens if there were any."""
+        """Returns token counts under OpenAI's names, with drafted tokens if any were drafted."""
         usage = usage_of(self.prompt_tokens, self.completion_tokens)
         cached = None if self.timeline is None else PromptDetails(self.num_cached_tokens)
         usage.prompt_tokens_details = cached
@@ -258,7 +262,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 def _mean_logprob(choice: AnswerChoice) -> float:
-    """Returns the mean log-probability of its tokens, with the token that ended the choice."""
+    """Returns the mean log-probability of a choice's tokens, including the token that ended it."""
     return mean_logprob(choice.logprobs[: choice.num_tokens])
 
 
@@ -268,7 +272,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> TokenUsage:
 
 
 class AnswerWriter(Protocol):
-    """Sends one answer: pieces of its choices as they come, then its ending."""
+    """Sends one answer: first the pieces of its choices, then its ending."""
 
     @property
     def is_full(self) -> bool:
@@ -276,7 +280,10 @@ class AnswerWriter(Protocol):
         return False
 
     def write(self, piece: AnswerPiece) -> None:
-        """Writes a piece, perhaps an empty one. The first call means that the answer has begun."""
+        """Writes a piece, perhaps an empty one.
+
+        The first call tells the writer that the answer has begun.
+        """
         ...
 
     async def flush(self) -> None:
@@ -284,7 +291,7 @@ class AnswerWriter(Protocol):
         return
 
     async def end(self, ending: Ending) -> None:
-        """Sends waiting pieces and the end. If there was no token, this is the only call."""
+        """Sends waiting pieces and the end. Without any token, `end` is called without `write`."""
         ...
 
 
@@ -296,7 +303,7 @@ async def write_and_wait(writer: AnswerWriter, piece: AnswerPiece) -> None:
 
 
 async def send_failure(send: Send, outcome: Outcome) -> None:
-    """Answers a request that ended before any part of its answer was sent."""
+    """Sends the error of a request that ended before any part of its answer was sent."""
     status, headers = failure_head(outcome)
     await send_json(send, status, failure_body(outcome), headers)
 
