@@ -1,6 +1,6 @@
-"""Real deployments of the bundled model under load, with faults: nothing is lost, changed, leaked.
+"""Deployments of the bundled model under load and faults: no request is lost, changed or leaked.
 
-What the checker finds at all is `tests/unit/bench/chaos/test_checker.py`'s business.
+`tests/unit/bench/chaos/test_checker.py` tests which errors the checker finds.
 """
 
 import pytest
@@ -11,18 +11,20 @@ from bench.chaos.results import ChaosRun, complaints, figures_of, has_passed, re
 from bench.chaos.run import measure
 
 pytestmark = pytest.mark.torch
-# For a deployment of processes, which lives throughout.
+# The faults that can be combined in one deployment of processes that runs for the whole test.
 TOGETHER = tuple(k for k in FaultKind if k not in {*OF_RAY, FaultKind.EVERYTHING})
 
 
 def num_affected(run: ChaosRun) -> float:
-    """Requests that a fault disturbed."""
+    """Returns the number of requests that a fault disturbed."""
     figures = figures_of(run)
     return sum(f.value for name, f in figures.items() if name.startswith("affected/"))
 
 
 def unharmed(plan: ChaosPlan, *, must_affect: bool = True) -> ChaosRun:
-    """Runs a plan, which must disturb some requests and harm none."""
+    """Runs a plan. Asserts that no request was harmed, and if `must_affect`, that some were
+    disturbed.
+    """
     try:
         run = measure(check(plan))
     except Unavailable as error:
@@ -31,14 +33,14 @@ def unharmed(plan: ChaosPlan, *, must_affect: bool = True) -> ChaosRun:
     figures = figures_of(run)
     assert figures["injected"].value > 0
     if set(plan.kinds) == {FaultKind.STORE}:
-        return run  # prompts that cannot be pulled are computed, and no answer stands still
+        return run  # prompts that cannot be pulled are computed, so no request is affected
     assert num_affected(run) > 0 or not must_affect
     return run
 
 
 def test_a_short_storm_of_faults_harms_no_request():
     kinds = (FaultKind.KILL, FaultKind.FLIP, FaultKind.GATEWAY)
-    for seed in (1, 2, 3):  # a storm this short may miss all requests with each fault
+    for seed in (1, 2, 3):  # in such a short run, the faults may disturb no request
         plan = ChaosPlan(
             num_requests=84, rate_per_s=12.0, every_s=4.0, kinds=kinds, seed=seed, store_mib=64
         )

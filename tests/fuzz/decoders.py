@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of `tests.fuzz.targets`: `python -m tests.fuzz.decoders -runs=200000`.
 
-Arguments are libFuzzer's. A finding ends the run with a traceback, and its input is written to a
-file; the file's name as the argument repeats it. Inputs start from valid messages. They are mutated
-by `tests.fuzz.mutation`, and sometimes by libFuzzer.
+The arguments are libFuzzer's. A finding ends the run with a traceback, and its input is written to
+a file. To repeat the finding, pass the file's name as the argument. The search starts from valid
+messages. `tests.fuzz.mutation` mutates the messages, and sometimes libFuzzer mutates their bytes.
 """
 
 import logging
@@ -15,12 +15,12 @@ with atheris.instrument_imports(include=["engine", "kvtransfer"]):
     from tests.fuzz import targets
 
 MAX_INPUT_BYTES = 2**20
-BYTEWISE_SHARE = 0.2  # share of changes
+BYTEWISE_SHARE = 0.2  # share of the mutations that libFuzzer makes, byte by byte
 
 
 def main(arguments: list[str]) -> None:
-    """Does not return."""
-    logging.disable(logging.CRITICAL)  # every input is a warning or two
+    """Runs libFuzzer, which ends the process."""
+    logging.disable(logging.CRITICAL)  # every input would log a warning or two
     world = targets.World()
     starts = targets.seeds(world)
 

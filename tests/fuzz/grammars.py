@@ -1,8 +1,8 @@
-"""Hostile grammars through the child that compiles them: `python -m tests.fuzz.grammars`.
+"""Sends hostile grammars to the child process that compiles them: `python -m tests.fuzz.grammars`.
 
-Each must end in a verdict in bounded time, be it that a busy machine has none. And
-finding ends the run with status 1 and prints the grammar's seed; `--first` starts with that seed.
-Some of the valid grammars are also followed.
+The child must return a verdict for each grammar in bounded time; on a busy machine the verdict may
+be BUSY. A finding ends the run with status 1 and prints the grammar's seed; `--first` starts with
+that seed. For some of the valid grammars, the fuzzer also writes a random answer.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tests.kits.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE, bundled_guides
 from tests.kits.schemas import allowed_ids, random_schema
 
 VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
-SLACK_S = 4.0  # beyond the time in which the child ends a fork
+SLACK_S = 4.0  # time that an answer may take beyond the child's own limit, seconds
 MAX_GROWTH_BYTES = 64 * 2**20
 FOLLOWED_SHARE = 0.1
 SPOILED_SHARE = 0.1
@@ -35,11 +35,11 @@ NUM_TOKENS = 60
 
 
 class Finding(Exception):
-    """A wrong result of the checker."""
+    """The checker gave a wrong result."""
 
 
 def fuzz(first: int, runs: int) -> Counter[str]:
-    """Returns the number of each verdict. Raises Finding."""
+    """Returns how often each verdict was given. Raises Finding."""
     child, counts, floor_bytes = GrammarChild(), Counter[str](), 0
     try:
         for seed in range(first, first + runs):
@@ -67,7 +67,7 @@ def fuzz(first: int, runs: int) -> Counter[str]:
 
 
 def hostile_grammar(rng: random.Random) -> Grammar:
-    """A grammar of any kind."""
+    """Returns a random hostile grammar of a random kind."""
     match rng.randrange(4):
         case 0:
             return Grammar(GrammarKind.REGEX, hostile_regex(rng, 4))
@@ -80,13 +80,13 @@ def hostile_grammar(rng: random.Random) -> Grammar:
 
 
 def spoiled_grammar(rng: random.Random) -> Grammar:
-    """A schema as people write it, with one of its values replaced."""
+    """Returns a realistic JSON schema in which one value is replaced, as a grammar."""
     schema = spoiled_schema(random_schema(rng.randrange(1000)), rng)
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
 def spoiled_schema(schema: Any, rng: random.Random) -> Any:
-    """The schema with one of its values replaced."""
+    """Returns the schema with one of its values replaced."""
     if isinstance(schema, dict) and schema and rng.random() < 0.9:
         name = rng.choice(list(schema))
         return {**schema, name: spoiled_schema(schema[name], rng)}
@@ -97,7 +97,7 @@ def spoiled_schema(schema: Any, rng: random.Random) -> Any:
 
 
 def follow(grammar: Grammar, seed: int) -> None:
-    """Writes a random answer. Raises Finding if a token takes too long."""
+    """Writes a random answer that the grammar allows. Raises Finding if a token takes too long."""
     rng = np.random.default_rng(seed)
     try:
         guide = bundled_guides().open(grammar, ())
@@ -119,7 +119,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def main() -> None:
-    """Prints the verdicts, or the finding."""
+    """Fuzzes, and prints the number of each verdict, or the finding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--runs", type=int, default=2000)

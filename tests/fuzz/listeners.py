@@ -1,4 +1,4 @@
-"""All listeners of a worker in their own process, and first bytes of unauthenticated clients."""
+"""A process with all listeners of a worker, and clients that send it unauthenticated bytes."""
 
 import asyncio
 import multiprocessing
@@ -48,14 +48,14 @@ MAX_PIECE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """The host:port of each listener, and the process."""
+    """The addresses (host:port) of the listeners, and their process."""
 
     addresses: dict[str, str]
     pid: int
-    runner: asyncio.Runner  # runs clients
+    runner: asyncio.Runner  # runs the test's clients
 
     def memory_mib(self) -> float:
-        """Returns the process's resident memory."""
+        """Returns the resident memory of the listeners' process, in MiB."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         [line] = [line for line in lines if line.startswith("VmRSS")]
         return int(line.split()[1]) / 1024
@@ -88,7 +88,7 @@ def _serve(told: Any) -> None:
 
 @contextmanager
 def listening() -> Iterator[Listeners]:
-    """Runs the listeners; afterwards the process must still live, and is killed."""
+    """Runs the listeners in a process. Asserts at the end that it is still alive, and kills it."""
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
     process = context.Process(target=_serve, args=(told,), daemon=True)
@@ -107,7 +107,7 @@ def listening() -> Iterator[Listeners]:
 
 
 def is_served(listeners: Listeners, name: str) -> bool:
-    """True if a client with the secret is served."""
+    """Returns True if the listener serves a client with the secret."""
     address = listeners.addresses[name]
     if name == "sessions":
         return listeners.runner.run(_has_session(address))
@@ -130,7 +130,7 @@ _ASKS = {"kv": [encode(Hold("l", 0, 0))], "asked": [b"", encode_number(0)]}
 
 
 def _has_stream(control: str, address: str) -> bool:
-    """True if a sink gets a stream on which its read is answered."""
+    """Returns True if a sink gets a sealed stream and an answer to its read on the stream."""
     link = SealedLink()
     with (
         zmq.Context() as context,
@@ -150,7 +150,8 @@ def _has_stream(control: str, address: str) -> bool:
         port = int(address.rpartition(":")[2])
         link.connect(f"tcp://{control}", port, poller, Timing(), lanes=answer.lanes)
         assert poller.poll(DEADLINE_S)
-        link.receive(None, may_wait=False)  # type: ignore[arg-type]  # it has sent nothing
+        # the source has sent nothing yet
+        link.receive(None, may_wait=False)  # type: ignore[arg-type]
         assert link.read(Read(LeaseId("none"), [0]))
         return decode_to_sink(client.recv()) == Ended(LeaseId("none"), "unknown")
 
@@ -165,11 +166,11 @@ async def _has_session(address: str) -> bool:
     return answer == b"a"
 
 
-# ---------------------------------------------------------------- strangers
+# ---------------------------------------------------------------- clients without the secret
 
 
 def throw(listeners: Listeners, name: str, pieces: list[bytes]) -> None:
-    """Sends all messages over one connection until the listener ends it, and hangs up."""
+    """Sends all messages over one connection until the listener closes it, then disconnects."""
     host, port = listeners.addresses[name].rsplit(":", 1)
     with (
         suppress(OSError),
@@ -180,7 +181,7 @@ def throw(listeners: Listeners, name: str, pieces: list[bytes]) -> None:
 
 
 def spoiled_opening(name: str, rng: random.Random) -> list[bytes]:
-    """Returns a valid first message with a few changes."""
+    """Returns a valid first message of a connection, with a few bytes changed."""
     pieces = list(rng.choice(_OPENINGS[name]))
     for _ in range(rng.randint(0, MAX_CHANGES)):
         place = rng.randrange(len(pieces))
@@ -198,7 +199,7 @@ def spoiled_opening(name: str, rng: random.Random) -> list[bytes]:
 
 
 def _greeting(mechanism: bytes, minor: int = 0) -> bytes:
-    """The first 64 bytes of ZMTP 3."""
+    """Returns a ZMTP 3 greeting, which is 64 bytes long."""
     start = b"\xff" + bytes(8) + b"\x7f\x03" + bytes([minor])
     return start + mechanism.ljust(20, b"\0") + bytes(32)
 
@@ -221,8 +222,8 @@ _ZMTP = [
     [_greeting(b"NULL"), _READY, _MESSAGE, b"\x01\x05parts"],
     [_greeting(b"PLAIN"), _command(b"HELLO", b"\x01a\x01b"), _MESSAGE],
     [_greeting(b"NULL"), _LONG],
-    [b"\xff" + bytes(8) + b"\x7f\x01\x05", b"\x00\x00", _MESSAGE],  # ZMTP 2
-    [b"\x01\x00", b"\x06\x00hello"],  # ZMTP 1
+    [b"\xff" + bytes(8) + b"\x7f\x01\x05", b"\x00\x00", _MESSAGE],  # the greeting of ZMTP 2
+    [b"\x01\x00", b"\x06\x00hello"],  # the greeting of ZMTP 1
 ]
 
 
@@ -233,7 +234,8 @@ _SESSION = [
     [_CLAIM[:50], _CLAIM[50:], _FRAME * 1000],
     [_FRAME, _CLAIM],
     [GREETING, _CLAIM, b"\xff\xff\xff\xff"],
-    [_CLAIM, b"\x00\x00\x00\x03" + bytes(16379)],  # announces a frame of 48 MiB
+    # announces a frame of 48 MiB, and sends only its first bytes
+    [_CLAIM, b"\x00\x00\x00\x03" + bytes(16379)],
     [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(3) + b"\x04" + bytes(5)],
     [b"GET / HTTP/1.1\r\n", b"Host: x\r\n" * 100, b"\r\n"],
 ]

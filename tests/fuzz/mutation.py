@@ -1,8 +1,9 @@
-"""Mutates messages: between random bytes, which no decoder takes, and valid messages.
+"""Mutates valid messages so that decoders accept more of them than of random bytes.
 
-A message is a tuple of frames. A script is the messages of one peer, in order. A mutation changes
-the script (lost, doubled, moved) or a message's frames (lost, doubled, cut, flipped bits). In most
-cases it changes one field: frames are msgpack maps, so the frame stays well formed.
+A message is a tuple of frames. A script is the list of messages that one peer sends, in order. A
+mutation of the script loses, repeats or moves a message. A mutation of a message loses, repeats or
+cuts a frame, or flips bits of a frame. Most mutations change one field: frames are msgpack maps, so
+the frame remains well-formed.
 """
 
 import random
@@ -16,7 +17,8 @@ from bench.hostile.corpus import INTEGERS, with_damage
 Message = tuple[bytes, ...]
 Script = list[Message]
 
-MAX_FRAME_BYTES = 2**15  # half of the sockets' limit; a longer frame just ends the connection
+# half of the sockets' limit; a longer frame would only close the connection
+MAX_FRAME_BYTES = 2**15
 MAX_CHANGES = 4
 TEXTS = ("", "g", "l", "m", "released", "fp32", "int4", "VRAM", "Attach", "Data", "x" * 5000)
 OTHERS = (None, True, 0.5, float("inf"), b"\xff\x00", [], {}, [[]], {"": {}})
@@ -24,7 +26,7 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def spoiled(script: Sequence[Message], rng: random.Random) -> Script:
-    """Changes the script in a few places, at times in none."""
+    """Returns the script with a few random mutations, sometimes with none."""
     result = list(script)
     for _ in range(rng.randint(0, MAX_CHANGES)):
         result = changed_once(result, rng)
@@ -32,7 +34,7 @@ def spoiled(script: Sequence[Message], rng: random.Random) -> Script:
 
 
 def changed_once(script: Script, rng: random.Random) -> Script:
-    """Changes one message of the script."""
+    """Returns the script with one mutated message."""
     if not script:
         return []
     result = list(script)
@@ -62,7 +64,7 @@ def _changed(message: Message, rng: random.Random) -> list[Message]:
 
 
 def _with_other_frames(message: Message, rng: random.Random) -> Message:
-    """Adds or removes a frame; one always stays."""
+    """Adds a frame to the message, or removes a frame but never the last one."""
     frames = list(message)
     index = rng.randrange(len(frames))
     if len(frames) > 1 and rng.random() < 0.5:
@@ -91,13 +93,13 @@ def with_another_field(frame: bytes, rng: random.Random) -> bytes:
         parent[key] = _another(parent[key], rng)
     try:
         changed = msgspec.msgpack.encode(tree)
-    except OverflowError:  # beyond 64 bits
+    except OverflowError:  # the changed number has more than 64 bits
         return with_damage(frame, rng)
     return changed if len(changed) <= MAX_FRAME_BYTES else frame
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of a tree of lists and dictionaries."""
+    """Returns every (container, key) in a tree of lists and dictionaries."""
     if isinstance(tree, dict | list):
         for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
             yield tree, key
@@ -105,7 +107,9 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _another(value: Any, rng: random.Random) -> Any:
-    """Draws another value, mostly of the same type, so that it gets past the decoder."""
+    """Returns another random value, mostly of the same type, which the decoder accepts more
+    often.
+    """
     if rng.random() < 0.1:
         return rng.choice((*OTHERS, *INTEGERS, *TEXTS))
     another = ANOTHER.get(type(value))

@@ -1,14 +1,14 @@
-"""Messages that peers may send to each process, and the results that must never follow.
+"""The fuzzing targets: code that handles peers' messages, and the errors that count as findings.
 
-An input is a byte that names the target, and a script in msgpack: the messages of one peer. Targets
-are the decoders of gateways and workers, and both ends of a transfer, complete but for their
-sockets. These are findings:
+An input is a byte that names the target, and a script in msgpack: the messages of one peer. The
+targets are the decoders of gateways and workers, and both ends of a transfer with fake sockets.
+These results are findings:
 
-    a decoder raises anything but ProtocolError, or an end raises anything
+    a decoder raises anything but ProtocolError, or an end of a transfer raises anything
     an invariant of a machine does not hold
-    a block is sent that is not leased, or a byte is written to a block that no pull wants
-    a block is reported as good that holds other bytes than its source offered or sent
-    a pull from an honest source fails meanwhile
+    a source sends a block that is not leased, or a sink writes to a block that no pull wants
+    a sink reports a block as good, but its bytes are not those that the source offered or sent
+    a pull from an honest source, which runs at the same time, fails
 
 `tests.fuzz.decoders` looks for findings with atheris.
 """
@@ -88,21 +88,21 @@ SECRET = Secret("secret")
 HONEST = TransferAddress(WorkerId("honest"), Incarnation("honest-1"), "tcp://honest")
 NUM_BLOCKS = 8
 LEASE, OTHER_LEASE, HONEST_LEASE = LeaseId("l"), LeaseId("m"), LeaseId("g")
-LEASED = (5, 3)  # leased blocks of the source; three blocks are planned
-WANTED = ((0, 6), (1, 2))  # by the sink: (index in the lease, block)
-WANTED_OF_HONEST = 4  # a block
+LEASED = (5, 3)  # block ids at the source; the lease has one more block, which is not ready
+WANTED = ((0, 6), (1, 2))  # the blocks that the sink pulls: (index in the lease, local block id)
+WANTED_OF_HONEST = 4  # local block id for the honest source's block
 WORD = LeaseWord(7, 1)
 
 
 class FixedClock:
-    """A clock for the ends: deadlines are not fuzzed."""
+    """A clock that stands still, so that no deadline of an end is ever reached."""
 
     def now_s(self) -> float:
         return 0.0
 
 
 class FakeSocket:
-    """A socket that has received a script, and records sent messages."""
+    """A socket that receives the messages of a script, and records the messages sent through it."""
 
     def __init__(self, script: Script) -> None:
         self._messages = deque(script)
@@ -110,7 +110,7 @@ class FakeSocket:
         self.sent: list[Any] = []
 
     def deliver(self, *message: bytes) -> None:
-        """Adds a message to those received."""
+        """Adds a message to the received messages."""
         self._messages.append(message)
 
     def recv(self, _flags: int = 0, *, copy: bool = True) -> Any:
@@ -146,7 +146,7 @@ class FakeSocket:
 
 
 class FakeContext:
-    """Makes a FakeSocket for each script; later sockets receive nothing."""
+    """Makes a FakeSocket with the script for the first caller; later sockets receive nothing."""
 
     def __init__(self, *scripts: Script) -> None:
         self._scripts = deque(scripts)
@@ -159,21 +159,23 @@ class FakeContext:
 
 class FakePoller:
     def register(self, *_: object) -> None:
-        """Does nothing: messages are there at once."""
+        """Does nothing: FakeSocket never waits for messages."""
 
     def unregister(self, *_: object) -> None:
         """Does nothing."""
 
 
 def ignore(*_: object) -> None:
-    """Does nothing."""
+    """Ignores its arguments."""
 
 
 # ---------------------------------------------------------------- the two ends
 
 
 class World:
-    """Memory that inputs share: the pool of the attacked end, and one that a source offers."""
+    """Memory that all inputs share: the pool of the attacked end, and a pool that a source
+    offers.
+    """
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -195,7 +197,7 @@ def context_of(sockets: FakeContext) -> TransferContext:
 
 
 def attack_source(world: World, script: Script) -> None:
-    """A sink sends the script to a source with an open lease, two of whose blocks are ready."""
+    """Sends the script, as a sink, to a source with an open lease that has two ready blocks."""
     ended: list[object] = []
     offers = Offers(shm=world.offered.offer())
     machine = SourceMachine(
@@ -226,7 +228,7 @@ def attack_source(world: World, script: Script) -> None:
 
 
 def _check_blocks(world: World, sent: list[bytes]) -> None:
-    """Asserts that the sent blocks are the lease's."""
+    """Asserts that every sent block is a block of the lease."""
     frames = iter(sent)
     for frame in frames:
         assert frame == b"peer"
@@ -237,9 +239,9 @@ def _check_blocks(world: World, sent: list[bytes]) -> None:
 
 
 def attack_sink(world: World, script: Script) -> None:
-    """A source sends the script to a sink that pulls one of its leases and holds another.
+    """Sends the script, as a source, to a sink that pulls one of its leases and holds another.
 
-    Of an honest source it pulls one too, whose block comes last.
+    The sink also pulls a lease of an honest source, whose block arrives last.
     """
     honest_record = world.content[0].tobytes()
     context = FakeContext(script, _honest_script())
@@ -280,7 +282,9 @@ def attack_sink(world: World, script: Script) -> None:
 
 
 def _check_arrived(world: World, script: Script, end: PullDone | PullFailed) -> None:
-    """Asserts that blocks reported as good hold what the source offered or sent for them."""
+    """Asserts that every block reported as good has bytes that the source offered or sent for
+    it.
+    """
     offered = {row.tobytes() for row in world.offered.blocks}
     for index, block in WANTED:
         if isinstance(end, PullDone) or index in end.arrived:
@@ -288,7 +292,7 @@ def _check_arrived(world: World, script: Script, end: PullDone | PullFailed) -> 
 
 
 def _sent_for(script: Script, index: int) -> set[bytes]:
-    """Returns the contents that a sink may accept for the block with that index."""
+    """Returns the contents that a sink may accept for the block with that index in the lease."""
     found = set()
     for header, *payload in script:
         try:
@@ -313,7 +317,7 @@ TARGETS = ("source", "sink", "worker", "gateway")
 
 
 def run(world: World, data: bytes) -> None:
-    """Runs one input. Raises if it finds a bug."""
+    """Runs one input. Raises the error if the input is a finding."""
     target, script = unpacked(data)
     for message in script:
         for frame in message:
@@ -326,7 +330,7 @@ def run(world: World, data: bytes) -> None:
 
 
 def _decode_all(frame: bytes) -> None:
-    """No decoder raises anything but ProtocolError."""
+    """Decodes the script with every decoder; each may raise ProtocolError only."""
     for decode in (decode_to_source, decode_to_sink, decode_to_worker, decode_to_gateway):
         try:
             decode(frame)
@@ -339,12 +343,12 @@ def _decode_all(frame: bytes) -> None:
 
 
 def packed(target: str, script: Script) -> bytes:
-    """Returns an input."""
+    """Packs a target and a script into an input."""
     return bytes([TARGETS.index(target)]) + msgspec.msgpack.encode(script)
 
 
 def unpacked(data: bytes) -> tuple[str, Script]:
-    """The target and script of an input; bytes that are no script are a message themselves."""
+    """Returns an input's target and script. Bytes that are no script count as one message."""
     target = TARGETS[data[0] % len(TARGETS)] if data else TARGETS[0]
     try:
         script = msgspec.msgpack.decode(data[1:], type=list[tuple[bytes, ...]])
@@ -354,7 +358,10 @@ def unpacked(data: bytes) -> tuple[str, Script]:
 
 
 def another(data: bytes, rng: random.Random, *, starts: Sequence[bytes]) -> bytes:
-    """A spoiled script: of `data`, or of one of `starts`, with which any search begins."""
+    """Returns an input with a mutated script: the script of `data`, or one of `starts`.
+
+    The fuzzer begins its search with `starts`.
+    """
     if len(data) < 2 or rng.random() < 0.1:
         data = rng.choice(starts)
     target, script = unpacked(data)
@@ -362,7 +369,7 @@ def another(data: bytes, rng: random.Random, *, starts: Sequence[bytes]) -> byte
 
 
 def seeds(world: World) -> list[bytes]:
-    """Valid messages, and two false ones that need more than one change."""
+    """Returns inputs of valid messages, and two invalid inputs that one mutation cannot reach."""
     body = AttachBody(SINK, SOURCE, IDENTITY)
     sink = [
         attach(body),

@@ -1,4 +1,4 @@
-"""The fuzzers run, find nothing, and would find something."""
+"""The fuzzers run without a finding, and they do find planted mistakes."""
 
 import importlib.util
 import logging
@@ -19,7 +19,7 @@ NUM_INPUTS = 600
 
 @pytest.fixture(autouse=True)
 def _few_words(caplog):
-    caplog.set_level(logging.ERROR)  # each invalid message is a warning
+    caplog.set_level(logging.ERROR)  # every invalid message would log a warning
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def world():
 
 
 def inputs(world, seed):
-    """Honest scripts first, and then changes on changes."""
+    """Yields the inputs of valid scripts first, then mutations of mutated inputs."""
     rng = random.Random(seed)
     starts = targets.seeds(world)
     yield from starts

@@ -1,4 +1,4 @@
-"""Hostile grammars get to a child process and no further, and end in a verdict in time."""
+"""Hostile grammars reach only the child process, and get a verdict in time."""
 
 import asyncio
 import json
@@ -31,7 +31,8 @@ from tests.kits.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE
 
 ASKER = Asker("", b"")
 VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
-MAX_WORK_S = 0.5  # between two turns of the event loop, in CPU time; alone it is about 0.01
+# longest CPU time between two iterations of the event loop; about 0.01 without load
+MAX_WORK_S = 0.5
 TIMEOUT_S = 100.0
 NUM_FUZZED = 200
 
@@ -63,7 +64,7 @@ async def verdict_of(checker, grammar, tenant=""):
 
 
 def is_busy(refusal):
-    """True if the machine, busy with other things, had no time to judge."""
+    """Returns True if the checker was too busy to judge the grammar."""
     said = ("no time", "was not compiled in")
     return refusal is not None and any(text in refusal for text in said)
 
@@ -77,9 +78,10 @@ def is_running(pid):
 
 
 async def longest_work_s(stop):
-    """The most CPU time that this thread spends between two turns of its event loop.
+    """Returns the longest CPU time of this thread between two iterations of its event loop,
+    seconds.
 
-    Wall time would count what other processes of a busy machine take.
+    Wall time would include the time that other processes use the CPU.
     """
     longest = 0.0
     while not stop.is_set():
@@ -108,7 +110,7 @@ HOSTILE = {
 }
 
 
-HARMLESS = {"many newlines"}  # since they are read in one pass
+HARMLESS = {"many newlines"}  # harmless, since they are read in one pass
 
 
 async def test_hostile_grammars_are_refused_and_stall_nothing():
@@ -123,19 +125,20 @@ async def test_hostile_grammars_are_refused_and_stall_nothing():
             assert time.monotonic() - begin_s < 2 * MAX_WALL_S, name
             if not is_busy(refusal):
                 assert (refusal is None) == (name in HARMLESS), (name, refusal)
-        await verdict_of(checker, schema({"type": "string"}))  # the child still answers
+        # the child still answers after the hostile grammar
+        await verdict_of(checker, schema({"type": "string"}))
         stop.set()
         assert await watching < MAX_WORK_S
         assert resident_bytes(os.getpid()) - before < 32 * 2**20
         assert resident_bytes(pid_of(checker)) < 256 * 2**20
-        # A busy machine may leave some BUSY.
+        # On a busy machine the verdict of some grammars may be BUSY.
         assert checker.counters[GrammarVerdict.CRASHED] == 0
 
 
 async def test_a_refusal_says_which_limit():
     async with opened_checker() as checker:
         refusal = await verdict_of(checker, HOSTILE["met remainders"])
-        assert is_busy(refusal) or "1 s" in refusal  # one second of CPU time
+        assert is_busy(refusal) or "1 s" in refusal  # the limit of one second of CPU time
         assert "properties" in await verdict_of(checker, HOSTILE["properties"])
         assert "remainders" in await verdict_of(checker, HOSTILE["multiples"])
 
@@ -183,7 +186,8 @@ def test_random_hostile_grammars_end_in_verdicts():
     counts = fuzz(0, NUM_FUZZED)
     assert counts.total() == NUM_FUZZED
     assert counts[GrammarVerdict.FOLLOWED] > NUM_FUZZED / 5
-    # A quick machine runs out of memory first, a slow one out of time, a busy one out of patience.
+    # The first limit that is reached depends on the machine: memory if it is fast, CPU time if it
+    # is slow, and the wall time if it is busy.
     ended = (GrammarVerdict.LARGE, GrammarVerdict.SLOW, GrammarVerdict.BUSY)
     assert sum(counts[verdict] for verdict in ended) > 0
 
@@ -232,7 +236,7 @@ def test_timing_does_not_reveal_other_tenants_grammars():
                 assert await verdict_of(checker, schema({"const": "secret"}), tenant) is None
             return checker.counters[GrammarVerdict.FOLLOWED]
 
-    assert asyncio.run(run()) == 2  # compiled once for each
+    assert asyncio.run(run()) == 2  # each grammar is compiled once
 
 
 async def test_tenants_take_turns():

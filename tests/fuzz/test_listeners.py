@@ -1,4 +1,6 @@
-"""Bytes before authentication at each listener of a worker: clients with the secret are served."""
+"""Unauthenticated bytes at each listener of a worker do not stop it serving clients with the
+secret.
+"""
 
 import random
 from collections.abc import Iterator

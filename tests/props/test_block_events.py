@@ -1,9 +1,9 @@
-"""One worker's pool, and two gateways that follow it over a network that loses and repeats.
+"""One worker's pool, and two gateways that follow it over a network that loses and repeats batches.
 
-The worker's side is the real pool and log, a gateway's the real `BlockNews` and `PrefixMap`.
-Batches between them lie in a heap from which any may be taken, twice, or never. The worker may
-start anew. At any time a gateway that has what it was told in order knows just what was cached
-then; and once the network is quiet, just what is.
+The worker's side is the real pool and log; a gateway's side is the real `BlockNews` and
+`PrefixMap`. The network may deliver the batches in any order, twice, or never. The worker may
+restart. A gateway that has received every batch up to a number knows exactly the blocks that were
+cached at that batch. Once the network is quiet, a gateway knows exactly the cached blocks.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ HASHES = [BlockHash(bytes([i] * 16)) for i in range(6)]
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_bounds():
-    """Makes bounds so small that all of them are reached."""
+    """Makes the limits of the log and of gateways so small that the test reaches all of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_events, "MAX_BLOCKS_PER_BATCH", 2)
         patch.setattr(block_news, "MAX_EARLY_BATCHES", 3)
@@ -52,13 +52,15 @@ def _small_bounds():
 
 @dataclass
 class Gateway:
-    """One gateway in one session with the worker."""
+    """A gateway in one session with the worker."""
 
     news: BlockNews = field(default_factory=BlockNews)
     index: PrefixMap = field(default_factory=PrefixMap)
-    batches: list[Numbered] = field(default_factory=list)  # on their way
-    asks: list[AskBatches | AskSnapshot] = field(default_factory=list)  # the last one, or none
-    # The answer's pieces in order, without the end.
+    # batches that the network has not delivered
+    batches: list[Numbered] = field(default_factory=list)
+    # the gateway's last unanswered request; empty without one
+    asks: list[AskBatches | AskSnapshot] = field(default_factory=list)
+    # The pieces of the worker's answer, in order, without the end marker.
     answer: list[Numbered] = field(default_factory=list)
     is_answered: bool = False
     is_unconfirmed: bool = False
@@ -88,17 +90,17 @@ class TellingWorker(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        """Begins a life of the worker, and sessions with it."""
+        """Starts the worker, and opens a session with it for each gateway."""
         self.pool = BlockPool(NUM_BLOCKS, keeps_events=True)
         self.log = EventLog(block_size=1, max_batches=3)
         self.held: list[BlockId] = []
         self.published: list[Numbered] = []
-        self.states: list[set[BlockHash]] = [set()]  # the cache before each batch
+        self.states: list[set[BlockHash]] = [set()]  # the cached blocks before each batch
         self.gateways = [Gateway(), Gateway()]
         for gateway in self.gateways:
             gateway.index.add(WORKER, NUM_BLOCKS)
             gateway.perform(gateway.news.open(self.now_s))
-        self.answer(0)  # one of them follows at once
+        self.answer(0)  # the first gateway gets its snapshot at once
         self.deliver_answer(0, 2)
 
     def handle(self, gateway: Gateway, event: NewsEvent) -> None:
@@ -108,7 +110,9 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(contents=st.lists(st.sampled_from([*HASHES, None]), max_size=4), data=st.data())
     def work(self, contents, data):
-        """Runs a step: releases some blocks and fills others, which may evict."""
+        """Runs a step: releases some blocks and fills other blocks, which may evict cached
+        blocks.
+        """
         self.num_steps += 1
         kept = data.draw(st.lists(st.sampled_from(self.held), max_size=1)) if self.held else []
         self.pool.release(OWNED, [block for block in self.held if block not in kept], ORDINARY)
@@ -143,7 +147,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1), is_lost=st.booleans(), data=st.data())
     def deliver(self, gateway, is_lost, data):
-        """Delivers any batch that is on its way before the others, or loses it."""
+        """Delivers any waiting batch, even before older ones, or loses it."""
         there = self.gateways[gateway]
         if there.batches:
             index = data.draw(st.integers(0, len(there.batches) - 1))
@@ -167,7 +171,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1))
     def answer(self, gateway):
-        """Lets the worker answer an ask completely."""
+        """Answers a gateway's request completely."""
         there = self.gateways[gateway]
         if there.asks:
             there.answer = self.answer_to(there.asks.pop())
@@ -180,7 +184,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1), num=st.integers(1, 4))
     def deliver_answer(self, gateway, num):
-        """Delivers pieces of an answer in order, as a stream does."""
+        """Delivers pieces of the worker's answer in order, as a stream does."""
         for _ in range(num):
             self.deliver_piece(self.gateways[gateway])
 
@@ -194,7 +198,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1), seconds=st.sampled_from([0.1, 1.0, 10.0]))
     def wait(self, gateway, seconds):
-        """Lets ten seconds pass: asks without an answer have failed by then."""
+        """Advances the clock by ten seconds, so that unanswered requests fail."""
         self.now_s += seconds
         self.handle(self.gateways[gateway], NewsTick())
 
@@ -208,13 +212,15 @@ class TellingWorker(RuleBasedStateMachine):
         for gateway in self.gateways:
             gateway.news.validate()
             gateway.index.validate()
-            if gateway.news._next is not None:  # then all before that, in order
+            if gateway.news._next is not None:  # the gateway has received all earlier batches
                 assert gateway.knows() == self.states[gateway.news._next]
 
     def teardown(self) -> None:
-        """Lets time pass and answers every ask: then the gateways know everything."""
+        """Advances the clock and answers every request: then the gateways know all cached
+        blocks.
+        """
         for number, gateway in enumerate(self.gateways):
-            gateway.batches.clear()  # batches in flight are not needed
+            gateway.batches.clear()  # undelivered batches are not needed
             for _ in range(20):
                 self.count(number)
                 self.answer(number)

@@ -1,4 +1,4 @@
-"""BlockPool against a slow twin that keeps one record per block and plain lists of idle ones."""
+"""BlockPool against a slow twin, which has one record per block and plain lists of idle blocks."""
 
 from dataclasses import dataclass, field
 
@@ -26,19 +26,20 @@ from engine.worker.blocks import (
 NUM_BLOCKS = 6
 HASHES = [BlockHash(bytes([i])) for i in range(4)]  # few, so that blocks collide
 MARKS = ("ordinary", "spare", "recurring")
-KINDS = ("owned", "leased", "in_flight")  # a block held in two ways counts as the later
+# the state of a block with two kinds of holders is the later kind in this list
+KINDS = ("owned", "leased", "in_flight")
 KIND_OF = {"owned": OWNED, "leased": LEASED, "in_flight": IN_FLIGHT}
 MARK_OF = {"ordinary": ORDINARY, "spare": EVICT_FIRST, "recurring": LIKELY_REUSED}
 
 
 @dataclass
 class Block:
-    """A block in the twin."""
+    """The twin's record of one block."""
 
     holds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    content: BlockHash | None = None  # the hash by which a match finds it
+    content: BlockHash | None = None  # the hash under which a match finds the block
     mark: str = "ordinary"
-    idle_since: int = 0  # blocks handed out before it was cached without a holder
+    idle_since: int = 0  # value of `num_handed_out` when the cached block lost its last holder
 
     @property
     def is_idle(self) -> bool:
@@ -50,8 +51,10 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.twin = [Block() for _ in range(NUM_BLOCKS)]
-        self.spare = list(range(NUM_BLOCKS))  # next to be handed out first
-        self.kept: list[int] = []  # after these, in the order of becoming idle
+        # blocks without content; the first is handed out first
+        self.spare = list(range(NUM_BLOCKS))
+        # idle blocks with content, in the order of becoming idle; handed out after `spare`
+        self.kept: list[int] = []
         self.num_handed_out = 0
 
     @property
@@ -59,7 +62,9 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         return [*self.spare, *sorted(self.kept, key=self._stay)]
 
     def _stay(self, block):
-        """Sorts by age, and of equals ordinary blocks before recurring ones."""
+        """Returns the eviction key: age first; at equal age, ordinary blocks before likely reused
+        ones.
+        """
         age = self.num_handed_out - self.twin[block].idle_since
         recurs = self.twin[block].mark == "recurring"
         return -age * (1 if recurs else LIKELY_REUSED_STAY), recurs
@@ -89,14 +94,14 @@ class PoolAndItsTwin(RuleBasedStateMachine):
 
     @rule(data=st.data(), kind=st.sampled_from(KINDS))
     def hold(self, data, kind):
-        """Holds blocks that have a holder already."""
+        """Adds a holder to blocks that already have a holder."""
         held = [i for i, b in enumerate(self.twin) if not b.is_idle]
         self._hold(kind, data.draw(st.lists(st.sampled_from(held), unique=True)) if held else [])
 
     @precondition(lambda self: any(self.twin[block].content for block in self.idle))
     @rule(data=st.data(), kind=st.sampled_from(KINDS))
     def hold_cached(self, data, kind):
-        """Holds idle blocks that a match found."""
+        """Adds a holder to idle blocks that a match found."""
         cached = [block for block in self.idle if self.twin[block].content]
         self._hold(kind, data.draw(st.lists(st.sampled_from(cached), min_size=1, unique=True)))
 
@@ -161,7 +166,7 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         assert self.pool.num_idle == len(self.idle)
 
     def teardown(self) -> None:
-        """Every idle block can be handed out, in the order that the twin knows."""
+        """Asserts that every idle block can be handed out, in the order that the twin predicts."""
         assert self.pool.allocate(len(self.idle)) == self.idle
 
 

@@ -1,4 +1,4 @@
-"""PrefixIndex against a slow twin that keeps a set of hashes for each worker."""
+"""PrefixIndex against a slow twin that has a set of hashes for each worker."""
 
 from itertools import takewhile
 
@@ -11,7 +11,7 @@ from engine.worker.blocks import hash_blocks
 from router.native.index import PrefixIndex
 
 CHAINS = [hash_blocks([first, *range(24)], 1) for first in range(4)]
-NAMES = [WorkerId(f"w{i}") for i in range(80)]  # more than a word of bits
+NAMES = [WorkerId(f"w{i}") for i in range(80)]  # more workers than one machine word has bits
 
 prefixes = st.tuples(st.sampled_from(CHAINS), st.integers(0, 24)).map(lambda p: p[0][: p[1]])
 slices = st.tuples(st.sampled_from(CHAINS), st.integers(0, 24), st.integers(0, 24)).map(

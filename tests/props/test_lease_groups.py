@@ -1,7 +1,7 @@
-"""Pulls and leases of several members, with orders and reports that cross on their way.
+"""Pulls and leases of several members; their orders and reports cross on the way.
 
-Each member has a queue of orders and one of reports. It behaves as an endpoint does: a held or
-running part may end at any time, and only a running part writes. Members may die.
+Each member has a queue of orders and a queue of reports. A member behaves as an endpoint does: a
+held or running part may end at any time, and only a running part writes. Members may die.
 """
 
 import random
@@ -32,15 +32,17 @@ LEASE = LeaseRef("l", TransferAddress("p", "life", "tcp://p"), 4)
 
 @dataclass
 class FakeMember:
-    """An endpoint whose parts end by chance."""
+    """A member's endpoint, whose parts end at random."""
 
     rng: random.Random
     orders: deque[TransferOrder] = field(default_factory=deque)
     reports: deque[TransferReport] = field(default_factory=deque)
     held: set[str] = field(default_factory=set)
-    writing: dict[str, tuple[int, ...]] = field(default_factory=dict)  # wanted indices
+    # by part: the wanted indices of the lease
+    writing: dict[str, tuple[int, ...]] = field(default_factory=dict)
     leases: set[str] = field(default_factory=set)
-    arrived: dict[str, set[int]] = field(default_factory=dict)  # known to be good here
+    # by part: the good blocks that arrived at this member
+    arrived: dict[str, set[int]] = field(default_factory=dict)
     is_dead: bool = False
 
     def take_order(self) -> None:
@@ -73,7 +75,7 @@ class FakeMember:
             self.reports.append(LeaseEnded(lease_id, reason))
 
     def happen(self, *, faults: bool) -> None:
-        """Lets a part end, well or badly."""
+        """Ends a random part, with success or failure."""
         bad = faults and self.rng.random() < 0.3
         if self.writing and not bad:
             seq_id = self.rng.choice(sorted(self.writing))
@@ -87,14 +89,14 @@ class FakeMember:
 
 
 class Crossing:
-    """The groups, their members, and a core that gives orders."""
+    """The groups, their members, and a worker's core that gives orders."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.members = [FakeMember(rng) for _ in range(rng.randint(1, 4))]
         self.pulls, self.leases = PullGroups(), LeaseGroups(range(len(self.members)))
         self.wanted: dict[str, tuple[int, ...]] = {}
-        self.reported: Counter[str] = Counter()  # ends of pulls and leases
+        self.reported: Counter[str] = Counter()  # number of reported ends of each pull and lease
         self.expected: Counter[str] = Counter()
         self.num_named = 0
 
@@ -125,7 +127,7 @@ class Crossing:
         return [member for member in self.members if not member.is_dead]
 
     def order(self) -> None:
-        """Lets the core give an order."""
+        """Gives a random order of the core."""
         seq_id, lease_id = f"s{self.num_named}", f"l{self.num_named}"
         match self.rng.choice(["hold", "start", "abort", "open", "grow", "revoke"]):
             case "hold":
@@ -151,13 +153,14 @@ class Crossing:
                 self.perform(self.leases.revoke(revoke))
 
     def start(self, seq_id: str) -> None:
-        self.expected[seq_id] += self.reported[seq_id]  # it failed before, and fails again
+        # the pull failed before its start, and now fails a second time
+        self.expected[seq_id] += self.reported[seq_id]
         self.wanted[seq_id] = tuple(self.rng.sample(range(4), self.rng.randint(1, 4)))
         blocks = tuple((index, 0) for index in self.wanted[seq_id])
         self.perform(self.pulls.start(StartPull(seq_id, blocks)))
 
     def step(self, *, faults: bool) -> None:
-        """Lets one thing happen at one member."""
+        """Runs one step of one member: it handles an order, sends a report, or ends a part."""
         number = self.rng.randrange(len(self.members))
         member = self.members[number]
         if member.is_dead:

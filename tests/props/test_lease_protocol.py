@@ -1,12 +1,15 @@
-"""The lease protocol on a network that delays, repeats, drops, reorders and cuts.
+"""The lease protocol on a network that delays, repeats, drops and reorders messages and cuts
+connections.
 
-A pull that is reported done always holds exactly what its lease promised. So do the blocks that a
-failed pull reports as good. To make mistakes visible, a source overwrites blocks the moment their
-lease ends, and a sink those of an ended pull. The two sinks may be ranks of one worker. Then both
-pull under each lease.
+The blocks of a pull that is reported done always have exactly the content that the lease promised.
+The same is true of the blocks that a failed pull reports as good. To make mistakes visible, a
+source overwrites the blocks of a lease as soon as the lease ends. A sink overwrites the blocks of a
+pull as soon as the pull ends. The two sinks may be ranks of one worker. Then both sinks pull under
+each lease.
 
-Sources may have words, which sinks read after a copy. Then a lease may end, and its blocks be used
-again, in the middle of the copy or between it and the read. A word may also be lost or come late.
+Sources may have lease words, which sinks read after a copy. A lease may then end, and its blocks
+may be reused, during the copy or between the copy and the reading of the word. A word may also be
+lost or arrive late.
 """
 
 import itertools
@@ -53,13 +56,16 @@ FAULTS = [
 NO_WORDS = Offers()
 WORDS = Offers(words=ShmOffer("this host", pid=1, fd=2, inode=3, num_bytes=4))
 
-Content = tuple[str, int]  # a lease's id and an index in it; rubbish has an id of its own
+# (lease id, index in the lease); meaningless content has an id that no lease has
+Content = tuple[str, int]
 rubbish: Iterator[Content] = (("rubbish", i) for i in itertools.count())
 
 
 @dataclass(eq=False)
 class Connection:
-    """A sink's socket for one address. `peer` is its name at the source, also after a cut."""
+    """A sink's connection to one address. `peer` is the sink's name at the source, also after a
+    cut.
+    """
 
     sink: "Sink"
     address: str
@@ -68,7 +74,7 @@ class Connection:
 
 @dataclass(eq=False)
 class Letter:
-    """A message on its way. A sink that has closed the connection does not receive it."""
+    """An undelivered message. A sink that has closed the connection does not receive it."""
 
     connection: Connection
     peer: bytes
@@ -80,7 +86,7 @@ class Letter:
 
 @dataclass(eq=False)
 class Process:
-    """One life of a source: its machine, memory and records."""
+    """One run of a source's process: its machine, memory and records."""
 
     machine: SourceMachine
     memory: list[Content] = field(default_factory=lambda: [next(rubbish) for _ in range(12)])
@@ -88,16 +94,17 @@ class Process:
     leased: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_ready: dict[str, int] = field(default_factory=dict)
     queued: list[SendBlocks] = field(default_factory=list)
-    words: dict[int, int] = field(default_factory=dict)  # by place
+    words: dict[int, int] = field(default_factory=dict)  # the lease words, by index
 
 
 class Source:
-    """A worker, or a rank of one, that leases blocks out through all its lives at one address."""
+    """A worker, or a rank of one, that leases out blocks. It keeps its address when it restarts."""
 
     def __init__(self, world: "World", name: str, identity: Identity) -> None:
         self.world = world
         self.identity = identity
-        self.ended: deque[LeaseEnded] = deque()  # ends that were reported to the worker's core
+        # ends of leases that were reported to the worker's core
+        self.ended: deque[LeaseEnded] = deque()
         self.address = f"fake://{name}"
         self.name = name
         self.num_lives = 0
@@ -163,7 +170,8 @@ class Source:
                 case LeaseEnded(lease_id, reason):
                     self.end_reasons.add(reason)
                     self.ended.append(effect)
-                    blocks = process.leased.pop(lease_id)  # a second end is a KeyError
+                    # raises KeyError if the end of a lease is reported twice
+                    blocks = process.leased.pop(lease_id)
                     process.free.extend(blocks)
                     for block in blocks:
                         process.memory[block] = next(rubbish)
@@ -177,7 +185,7 @@ class Source:
             self.send_queued()
 
     def send_queued(self) -> None:
-        """Sends the blocks that waited for a buffer, if their lease is still open."""
+        """Sends the queued blocks whose lease is still open."""
         process = self.process
         while process.queued:
             read = process.queued.pop(0)
@@ -196,18 +204,20 @@ class Source:
 
 @dataclass(eq=False)
 class Pull:
-    """The test's record of one hold."""
+    """The test's record of one pull at a sink."""
 
     seq_id: str
     sink: "Sink"
     lease: LeaseRef
-    wanted: dict[int, int] | None = None  # index in the lease -> block here
+    wanted: dict[int, int] | None = None  # index in the lease -> block at the sink
     ends: list[PullDone | PullFailed] = field(default_factory=list)
     aborted: bool = False
 
 
 class Sink:
-    """A worker, or a rank of one, that pulls: by copying at once or by Read and Data."""
+    """A worker, or a rank of one, that pulls: it copies at once, or sends Read and receives
+    Data.
+    """
 
     def __init__(
         self, world: "World", name: str, *, identity: Identity, copies_at_once: bool, window: int
@@ -220,7 +230,7 @@ class Sink:
         self.means = Means("fake", window, 2 * window, resends=not copies_at_once)
         self.machine = SinkMachine(incarnation=f"life of {name}", identity=identity, timing=TIMING)
         self.memory: dict[int, Content] = {}
-        self.writers: dict[int, str] = {}  # block -> lease that may write to it
+        self.writers: dict[int, str] = {}  # block -> lease whose pull may write to the block
         self.pulls: dict[str, Pull] = {}
         self.connections: dict[str, Connection] = {}
         self.mapped: dict[str, Process] = {}
@@ -233,13 +243,13 @@ class Sink:
         self.perform(self.machine.start(pull.seq_id, self.want(pull, indices), self.world.now_s))
 
     def want(self, pull: Pull, indices: list[int]) -> tuple[tuple[int, int], ...]:
-        """Returns new memory for blocks of a lease, with their indices."""
+        """Returns (index in the lease, new local block) for each of these indices."""
         blocks = self.world.new_blocks(len(indices))
         pull.wanted = dict(zip(indices, blocks, strict=True))
         for block in blocks:
             self.memory[block] = next(rubbish)
             self.writers[block] = pull.lease.lease_id
-        pull.ends.clear()  # one that came before the start was of the hold
+        pull.ends.clear()  # an earlier end was the end of the hold, not of this pull
         return tuple(pull.wanted.items())
 
     def abort(self, pull: Pull) -> None:
@@ -308,7 +318,7 @@ class Sink:
         )
 
     def is_proven(self, fetch: Fetch) -> bool:
-        """Reads the lease's word, if it is known."""
+        """Returns True if the lease's word proves that the lease was open after the copy."""
         process = self.mapped[fetch.address]
         if fetch.word is None or self.world.loses_word():
             return False
@@ -334,11 +344,12 @@ class Sink:
     def validate(self) -> None:
         self.machine.validate()
         live = [p for p in self.pulls.values() if not p.ends]
-        assert self.machine.num_pulls >= len(live)  # the others wait for the end of their lease
+        # the other pulls wait for the end of their lease
+        assert self.machine.num_pulls >= len(live)
 
 
 class World:
-    """Sources, sinks, a clock and the letters between them."""
+    """Sources, sinks, a clock, and the undelivered messages."""
 
     def __init__(
         self,
@@ -351,17 +362,18 @@ class World:
     ) -> None:
         self.now_s = 0.0
         self.offers = offers
-        self.meanwhile: Callable[[Fetch], None] = lambda fetch: None  # after each copied block
+        # called after each copied block
+        self.meanwhile: Callable[[Fetch], None] = lambda fetch: None
         self.loses_word: Callable[[], bool] = lambda: False
-        self.busy = False  # blocks wait at their sources
+        self.busy = False  # True while sources cannot send, so their blocks are queued
         self.letters: list[Letter] = []
-        self.connections: dict[bytes, Connection] = {}  # connections by peer, former ones included
+        self.connections: dict[bytes, Connection] = {}  # by peer, closed connections included
         self._numbers = itertools.count()
         self.sources: dict[str, Source] = {}
         for i, identity in enumerate(sources):
             source = Source(self, f"p{i}", identity)
             self.sources[source.address] = source
-        self.are_ranks = are_ranks  # both sinks are ranks of one worker
+        self.are_ranks = are_ranks  # True if both sinks are ranks of one worker
         self.sinks = [
             Sink(
                 self,
@@ -406,7 +418,7 @@ class World:
         self.letters[:] = [x for x in self.letters if x.connection.address != address]
 
     def keep_busy(self, *, busy: bool) -> None:
-        """Makes blocks wait at their sources, or sends the blocks that waited."""
+        """Makes sources queue their blocks, or sends the queued blocks."""
         self.busy = busy
         for source in self.sources.values() if not busy else ():
             source.send_queued()
@@ -420,7 +432,7 @@ class World:
             party.validate()
 
     def run_down(self) -> None:
-        """Makes the network good, and runs until no machine has a wake-up time."""
+        """Stops all faults, and runs until no machine has a deadline left."""
         self.keep_busy(busy=False)
         for _ in range(400):
             self.deliver_all()
@@ -459,7 +471,7 @@ def deliver_some(world: World, rng: random.Random, faults: frozenset[str]) -> No
 
 
 def pull_again(world: World, pull: Pull) -> list[Pull]:
-    """Lets another sequence pull the same lease. No worker does this today."""
+    """Starts a second pull of the same lease for another sequence. No worker does this today."""
     again = Pull(world.new_name("seq"), pull.sink, pull.lease)
     pull.sink.hold(again)
     pull.sink.start(again, list(range(pull.lease.num_blocks)))
@@ -467,7 +479,7 @@ def pull_again(world: World, pull: Pull) -> list[Pull]:
 
 
 def disturb(world: World, rng: random.Random, faults: frozenset[str], pull: Pull) -> list[Pull]:
-    """Injects a fault now and then. Returns the pulls that begin with it."""
+    """Sometimes injects a fault. Returns the pulls that the fault starts."""
     address = pull.lease.source.address
     fault = rng.choice(FAULTS)
     if fault not in faults or rng.random() > 0.15:
@@ -492,7 +504,9 @@ def disturb(world: World, rng: random.Random, faults: frozenset[str], pull: Pull
 
 
 def end_in_a_copy(world: World, rng: random.Random, fetch: Fetch) -> None:
-    """Now and then ends a lease whose blocks are being copied, and uses them for another one."""
+    """Sometimes ends a lease while its blocks are being copied, and reuses the blocks for another
+    lease.
+    """
     if rng.random() > 0.1:
         return
     source = world.sources[fetch.address]
@@ -503,7 +517,9 @@ def end_in_a_copy(world: World, rng: random.Random, fetch: Fetch) -> None:
 
 
 def busy_day(world: World, rng: random.Random, faults: frozenset[str]) -> list[Pull]:
-    """Returns the ended pulls of leases that grew step by step."""
+    """Runs leases that grow step by step, with faults. Returns their pulls, all of which have
+    ended.
+    """
     if "end in a copy" in faults:
         world.meanwhile = partial(end_in_a_copy, world, rng)
     if "no word" in faults:
@@ -544,7 +560,9 @@ def busy_day(world: World, rng: random.Random, faults: frozenset[str]) -> list[P
 
 
 def sinks_of_a_lease(world: World, rng: random.Random) -> list[Sink]:
-    """Returns who pulls under a new lease: all ranks of the only sink, or one of two sinks."""
+    """Returns the sinks that pull under a new lease: all ranks of one worker, or one of two
+    workers.
+    """
     sinks = world.sinks if world.are_ranks else [rng.choice(world.sinks)]
     return [sink for sink in sinks if not sink.is_dead]
 
@@ -560,7 +578,7 @@ def random_world(rng: random.Random) -> World:
 
 @pytest.mark.parametrize("seed", seeds(10))
 def test_on_a_good_network_every_pull_is_done(seed):
-    """Every interleaving ends well if each connection keeps its order and nothing is slow."""
+    """Every interleaving succeeds if each connection keeps its order and nothing is slow."""
     rng = random.Random(seed)
     world = random_world(rng)
     pulls = busy_day(world, rng, frozenset())
@@ -579,7 +597,9 @@ def test_on_a_bad_network_every_pull_ends_once_and_correctly(seed):
 
 
 def one_pull(*, copies_at_once: bool, offers: Offers = NO_WORDS) -> tuple[World, Source, Pull]:
-    """Returns a held lease of two blocks; one is ready, and its sink knows so."""
+    """Returns a held lease of two blocks. One block is ready, and the sink has been informed of
+    it.
+    """
     world = World(
         copies_at_once=(copies_at_once,) * NUM_SINKS, windows=(64,) * NUM_SINKS, offers=offers
     )
@@ -599,7 +619,7 @@ def test_blocks_that_wait_until_their_lease_is_over_are_not_sent():
     pull.sink.start(pull, [0])
     world.deliver_all()
     source.revoke("lease")
-    world.letters.clear()  # the sink is not informed
+    world.letters.clear()  # the sink is not informed of the end
     world.keep_busy(busy=False)
     world.run_down()
     assert isinstance(pull.ends[0], PullFailed)
@@ -611,7 +631,7 @@ def test_an_unrelated_answer_makes_no_copy_good():
     (late,) = world.letters
     source.revoke("lease")
     world.letters.clear()
-    pull.sink.start(pull, [0, 1])  # copies blocks that belong to another sequence by now
+    pull.sink.start(pull, [0, 1])  # copies blocks that already belong to another sequence
     world.now_s += TIMING.hold_every_s
     world.sweep()
     world.deliver(late)
@@ -677,6 +697,6 @@ def test_blocks_that_were_copied_without_a_word_wait_for_an_answer():
     world.letters.clear()
     ready.message = msgspec.structs.replace(ready.message, word=None)
     world.deliver(ready)
-    assert not pull.ends  # the second block is copied, and not proven
+    assert not pull.ends  # the second block is copied, but not proven good
     world.run_down()
     assert isinstance(pull.ends[0], PullDone)

@@ -1,8 +1,8 @@
-"""Sources of two ranks, on a network that delays, repeats, drops, reorders and cuts.
+"""Sources of two ranks, on a network that delays, repeats, drops and reorders messages.
 
-Each lease is open at both ranks, and a pull has a part at each. `LeaseGroups` joins the parts at
-the source, and `RankedPulls` at the sink, as at endpoints. The checks of `test_lease_protocol` hold
-for each part.
+Each lease is open at both ranks, and a pull has one part for each rank. `LeaseGroups` joins the
+parts at the source, and `RankedPulls` joins them at the sink, as real endpoints do. The checks of
+`test_lease_protocol` hold for each part.
 """
 
 import random
@@ -34,7 +34,7 @@ FAULTS_HERE = [fault for fault in FAULTS if fault not in ("restart", "die")]
 
 @dataclass(eq=False)
 class WholePull:
-    """The test's record of one pull from both ranks."""
+    """The test's record of one pull from both source ranks."""
 
     seq_id: str
     sink: Sink
@@ -46,7 +46,9 @@ class WholePull:
 
 
 class PartsOf:
-    """The machine of a sink. It records each part that `RankedPulls` begins, as the test's own."""
+    """The machine of a sink. It records each part that `RankedPulls` starts as a `Pull` of the
+    test.
+    """
 
     def __init__(self, sink: Sink, wholes: dict[str, WholePull]) -> None:
         self._sink = sink
@@ -55,7 +57,8 @@ class PartsOf:
         self.awaited = sink.machine.awaited
 
     def hold(self, part_id: str, lease: LeaseRef, now_s: float) -> list[SinkEffect]:
-        here = self._sink.world.sources[lease.source.address].here  # ranks have lives of their own
+        # each rank restarts independently of the other
+        here = self._sink.world.sources[lease.source.address].here
         lease = msgspec.structs.replace(lease, source=here)
         part = self._sink.pulls[part_id] = Pull(part_id, self._sink, lease)
         seq_id, _, rank = part_id.rpartition("#")
@@ -71,7 +74,7 @@ class PartsOf:
 
 
 class RankedWorld:
-    """A source of two ranks, two sinks of one, and the groups that join what the ranks do."""
+    """A source of two ranks, two sinks of one rank each, and the groups that join the parts."""
 
     def __init__(self, rng: random.Random) -> None:
         self.world = World(
@@ -96,7 +99,7 @@ class RankedWorld:
         if any(num_blocks > len(source.process.free) for source in self.sources):
             return None
         if any(isinstance(order, OpenLease) for orders in self.orders for order in orders):
-            return None  # it will need room
+            return None  # the pull will need memory
         lease_id = self.world.new_name("lease")
         self.perform_leases(self.leases.open(OpenLease(lease_id, num_blocks)))
         first, second = (source.here for source in self.sources)
@@ -117,12 +120,12 @@ class RankedWorld:
 
     def start(self, pull: WholePull) -> None:
         pull.is_started = True
-        pull.reports.clear()  # one that came before the start was of the hold
+        pull.reports.clear()  # an earlier end was the end of the hold, not of this pull
         blocks = tuple((index, 0) for index in range(pull.num_blocks))
         order = StartPull(pull.seq_id, blocks)
         if pull.seq_id in self.ranked[pull.sink].parts:
             self.order(pull, order)
-        else:  # as an endpoint does
+        else:  # the sink's own order, as an endpoint performs it
             self.perform(pull.sink, pull.sink.machine.start(pull.seq_id, blocks, self.world.now_s))
 
     def abort(self, pull: WholePull) -> None:
@@ -164,7 +167,7 @@ class RankedWorld:
             assert isinstance(report, PullDone) or set(report.arrived) <= set(good)
 
     def settle(self) -> None:
-        """Handles the ends of parts, after all effects of the same events."""
+        """Handles the ends of parts, after all other effects of the same events."""
         for sink, ranked in self.ranked.items():
             while sink.ended:
                 _, end = sink.ended.popleft()
@@ -177,7 +180,7 @@ class RankedWorld:
         self.world.validate()
 
     def deliver_orders(self, *, share: float = 1.0) -> None:
-        """Brings orders to the ranks of the source; to the second they take a while."""
+        """Delivers orders to the ranks of the source. Orders to the second rank arrive late."""
         for source, orders in zip(self.sources, self.orders, strict=True):
             while orders and (source is self.sources[0] or self.rng.random() < share):
                 match orders.popleft():

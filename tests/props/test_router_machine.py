@@ -1,8 +1,8 @@
 """Single requests and groups, on workers that join, leave, return sequences, stall and die.
 
-A fake worker computes each token from all tokens before it, so the test sees at once if a retry
-loses, repeats or changes one. Messages keep their order between the router and one worker. Those of
-two workers come in any order.
+A fake worker computes each token from all tokens before it, so the test finds at once a retry that
+loses, repeats or changes a token. Messages between the router and one worker keep their order.
+Messages of different workers may arrive in any order.
 """
 
 import random
@@ -97,7 +97,7 @@ CONFIG = RouterConfig(
     progress_timeout_s=10.0,
     slowest_prefill_tokens_per_s=10.0,
     max_attempts=3,
-    prefill_backlog_s=0.012,  # twelve tokens
+    prefill_backlog_s=0.012,  # as long as the prefill of twelve tokens
     offer_timeout_s=2.0,
 )
 VOCAB_SIZE = 7
@@ -109,12 +109,12 @@ ROLES = {
     "f": Role.PREFILL,
     "s": Role.STORE,
 }
-FLUID = "lf"  # workers that take whole requests beside the work of their role
+FLUID = "lf"  # first letters of fluid workers, which also take whole requests
 NAMES = [f"{letter}{i}" for letter in ROLES for i in range(2)]
 
 
 def salt_of(name: str) -> bytes:
-    """Returns the salt of a group: each is a tenant of its own."""
+    """Returns the salt of a group. Each group is a tenant of its own."""
     return name.encode().ljust(SALT_BYTES, b".")
 
 
@@ -123,7 +123,7 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def answer_to(request: Request) -> tuple[list[int], FinishReason]:
-    """Returns the only correct answer of a request, wherever it runs."""
+    """Returns the only correct answer to a request. It does not depend on the worker."""
     token_ids = list(request.token_ids)
     while True:
         token_ids.append(next_token(token_ids))
@@ -137,13 +137,13 @@ def answer_to(request: Request) -> tuple[list[int], FinishReason]:
 
 @dataclass
 class Seq:
-    """One sequence at a fake worker, and the stages that were reported."""
+    """A sequence at a fake worker, and the progress that the worker has reported."""
 
     token_ids: list[int]
     limits: Limits
     kind: type
     prefix: LeaseRef | None = None
-    lease: LeaseRef | None = None  # set if it ran elsewhere
+    lease: LeaseRef | None = None  # set if another worker computed the prompt
     started: bool = False
     kv_here: bool = False
     first_token: int | None = None
@@ -156,7 +156,7 @@ class Seq:
 
 
 class FakeWorker:
-    """Sends possible messages of a worker, in an order that the streams allow."""
+    """A worker that sends random valid messages, in an order that the protocol allows."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -164,10 +164,14 @@ class FakeWorker:
         self.inbox: deque[bytes] = deque()
         self.outbox: deque[bytes] = deque()
         self.seqs: dict[str, Seq] = {}
-        self.asked: dict[str, int] = {}  # offers to make: full blocks of the prompt
-        self.offers: dict[str, LeaseRef] = {}  # by the sequence that they are for
-        self.moved: dict[str, list[int]] = {}  # handed over: tokens, by the id to go on as
-        self.released: list[LeaseRef] = []  # foreign leases that are not needed any more
+        # offers that the router asked for: the number of full blocks of the prompt
+        self.asked: dict[str, int] = {}
+        # leases on offered prefixes, by the sequence that will pull them
+        self.offers: dict[str, LeaseRef] = {}
+        # tokens of sequences that moved away, by their id at the target
+        self.moved: dict[str, list[int]] = {}
+        # leases of other workers that this worker no longer needs
+        self.released: list[LeaseRef] = []
         self._seen: set[str] = set()
 
     @property
@@ -189,7 +193,7 @@ class FakeWorker:
         return self.name[0] in FLUID and self.role in (Role.PREFILL, Role.DECODE)
 
     def change_role(self, role: Role) -> None:
-        """Changes the role: begun sequences finish, the others are returned."""
+        """Changes the role: started sequences finish here, the others are given back."""
         self.role = role
         self._say(RoleChanged(role))
         for seq_id, seq in list(self.seqs.items()):
@@ -204,7 +208,9 @@ class FakeWorker:
         return self.role.prefills if kind is Prefill else self.role.decodes or self.is_local
 
     def _hand_over(self, seq_id: str, as_seq_id: str) -> None:
-        """Hands a sequence over, without a lease if it does not decode."""
+        """Hands a sequence over to another worker; opens a lease only if the sequence is
+        decoding.
+        """
         seq = self.seqs.get(seq_id)
         is_decoding = seq is not None and (seq.decoding or (seq.kind is Generate and seq.kv_here))
         lease = None
@@ -216,7 +222,7 @@ class FakeWorker:
         self._say(HandedOver(seq_id, lease))
 
     def take(self) -> None:
-        """Handles the router's next message."""
+        """Handles the next message of the router."""
         (message,) = decode_to_worker(self.inbox.popleft())
         match message:
             case Prefill() | Generate() | Decode():
@@ -256,7 +262,7 @@ class FakeWorker:
                 raise AssertionError(f"not for a worker: {other}")
 
     def work(self, rng: random.Random) -> None:
-        """Does the next thing for some sequence."""
+        """Advances a random sequence by one stage."""
         if self.asked and rng.random() < 0.5:
             self._offer(rng)
         elif self.seqs:
@@ -264,7 +270,7 @@ class FakeWorker:
             self._advance(seq_id, self.seqs[seq_id], rng)
 
     def give_back(self, rng: random.Random) -> None:
-        """Returns a random sequence; a decoding one as preempted."""
+        """Gives back a random sequence. If it is decoding, the reason is preemption."""
         if self.seqs:
             seq_id = rng.choice(list(self.seqs))
             seq = self.seqs.pop(seq_id)
@@ -275,7 +281,7 @@ class FakeWorker:
 
     def report(self, rng: random.Random, *, others: float = 0.3) -> None:
         load = LoadReport(rng.randint(0, NUM_BLOCKS), 0, 1, 1, 1, 0, len(self.seqs), 0)
-        if rng.random() < others:  # load of other gateways
+        if rng.random() < others:  # the reported load includes load of other gateways
             load = msgspec.structs.replace(
                 load, prompt_tokens=20, decode_seqs=2, decode_blocks=5, context_tokens=15
             )
@@ -343,12 +349,12 @@ class FakeWorker:
         self.outbox.append(encode_frame([message]))
 
 
-# ---------------------------------------------------------------- all of it
+# ---------------------------------------------------------------- the whole deployment
 
 
 @dataclass
 class Client:
-    """The updates that one client has got."""
+    """The updates that one client has received."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -361,7 +367,9 @@ class Client:
 
 
 class EverythingPays(Estimates):
-    """Costs without a time model: each possible pull pays, and all workers are equally fast."""
+    """Estimates without a time model: every possible pull pays, and all workers are equally
+    fast.
+    """
 
     def prefill_cost(self, worker: WorkerView) -> PrefillCost:
         return PrefillCost(0.0, 1e-3)
@@ -379,7 +387,7 @@ class EverythingPays(Estimates):
 class World:
     """A router machine, its live workers, and all messages between them.
 
-    Long days are validated now and then: what an event breaks stays broken.
+    Long runs are validated only after every few events: an invariant that breaks stays broken.
     """
 
     def __init__(self, config: RouterConfig = CONFIG, *, validates_every: int = 5) -> None:
@@ -392,8 +400,9 @@ class World:
         self.now_s = 100.0
         self.workers: dict[str, FakeWorker] = {}
         self.clients: dict[str, Client] = {}
-        self.placed: dict[str, str] = {}  # each attempt, at a worker
-        self.num_followers: Counter[bool] = Counter()  # with their leader, or elsewhere
+        self.placed: dict[str, str] = {}  # the worker of each attempt
+        # followers placed with their leader (True) or elsewhere (False)
+        self.num_followers: Counter[bool] = Counter()
 
     # ------------------------------------------------------------ what can happen
 
@@ -409,7 +418,9 @@ class World:
     def ask(
         self, prompt: list[int], max_tokens: int, stop: tuple[int, ...], num_choices: int = 1
     ) -> None:
-        """Asks for several answers to one prompt."""
+        """Submits several requests with the same prompt, as a client that wants several answers
+        does.
+        """
         leader = None
         limits = Limits(len(prompt) + max_tokens, len(prompt) + 1, stop)
         for _ in range(num_choices):
@@ -436,7 +447,9 @@ class World:
             worker.change_role(role)
 
     def publish(self, store: FakeWorker, rng: random.Random) -> None:
-        """Lets a store say what it keeps now of a prompt, on some medium or on an unknown one."""
+        """Makes a store report which blocks of a prompt it keeps, on a known or an unknown
+        medium.
+        """
         if store.role is not Role.STORE or not self.clients:
             return
         request = rng.choice(list(self.clients.values())).request
@@ -496,11 +509,13 @@ class World:
         assert wake_s is None or wake_s > self.now_s, "a deadline was passed over"
 
     def run_down(self, rng: random.Random) -> None:
-        """Nothing goes wrong any more, and other gateways have left: all requests end."""
+        """Runs until all requests have ended, without faults and without the load of other
+        gateways.
+        """
         for worker in self.workers.values():
             self.change_role(worker, ROLES[worker.name[0]])
             worker.report(rng, others=0.0)
-        for _ in range(3000):  # longer than anybody waits in the queue
+        for _ in range(3000):  # more steps than the queue timeout allows a request to wait
             if self.machine.num_flights == 0:
                 break
             for worker in list(self.workers.values()):
@@ -508,7 +523,8 @@ class World:
                 self.work(worker, rng)
                 self.tell(worker)
             busy = any(worker.inbox or worker.seqs for worker in self.workers.values())
-            self.pass_time(0.01 if busy else 0.25)  # then only what waits is there, for a worker
+            # while workers are idle, all requests wait for a worker, so time may pass faster
+            self.pass_time(0.01 if busy else 0.25)
         self.validate()
         assert self.machine.num_flights == self.machine.queue_len == 0
         for client in self.clients.values():
@@ -525,7 +541,7 @@ class World:
             assert not worker.offers, "a prefix stays offered without a taker"
             assert not worker.moved, "a sequence stays leased without a taker"
 
-    # ------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------ invariants
 
     def validate(self) -> None:
         self.machine.validate()
@@ -537,7 +553,8 @@ class World:
             assert view.reserved_blocks <= NUM_BLOCKS or outgrown
             assert len(view.decodes) <= MAX_RUNNING
             if self.machine.state.policy.binds_late:
-                # the first may be late; when the last was placed the others were all there was
+                # The first prompt may be late. The last prompt was placed when only the others were
+                # assigned.
                 others_s = sum(claim.seconds for claim in list(view.prefills.values())[1:-1])
                 assert others_s < CONFIG.prefill_backlog_s + 1.1e-3
 
@@ -575,7 +592,9 @@ class World:
         self.workers[worker_id].inbox.append(encode_frame([message]))
 
     def _check_follower(self, worker_id: str, seq_id: str) -> None:
-        """Asserts that a follower waited for its leader's prompt, or for its leader's failure."""
+        """Asserts that a follower was placed after its leader's prompt was computed, or after it
+        failed.
+        """
         name, _, attempt = seq_id.partition(".")
         leader_name = self.clients[name].request.leader
         self.placed[seq_id] = worker_id
@@ -598,11 +617,11 @@ class World:
 
 
 class Requests(RuleBasedStateMachine):
-    """All orders of events that hypothesis finds."""
+    """A hypothesis state machine that tries many orders of events."""
 
     @initialize(names=st.sets(st.sampled_from(NAMES)), seed=st.integers(0, 2**32))
     def begin(self, names, seed):
-        self.rng = random.Random(seed)  # random numbers of fake workers only
+        self.rng = random.Random(seed)  # draws only the fake workers' choices
         self.world = World(validates_every=1)
         for name in sorted(names):
             self.world.join(name)
@@ -631,7 +650,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.world.workers)
     @rule(what=st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ttwwwrr")), min_size=5))
     def work(self, what):
-        """Workers take messages, work, and report, in some order."""
+        """Lets workers take messages, work, and report, in a random order."""
         workers = list(self.world.workers.values())
         for number, act in what:
             worker = workers[number % len(workers)]
@@ -711,7 +730,7 @@ def make_trouble(rng: random.Random, world: World) -> None:
 
 
 def busy_day(rng: random.Random, *, troubles: float, config: RouterConfig = CONFIG) -> World:
-    """Runs many requests, with random faults."""
+    """Runs many requests with random faults. Returns the world."""
     world = World(config)
     for name in ("s0", "p0", "d0", "m0", "p1", "d1", "s1"):
         world.join(name)
@@ -748,9 +767,9 @@ def test_without_faults_every_accepted_request_is_answered(seed):
 DAYS_OF_FAULTS = seeds(25)
 
 
-@cache  # two tests look at the same days
+@cache  # cached, since two tests use the same runs
 def day_of_faults(seed: int) -> tuple[list[Outcome], Counter[tuple[str, str]], Counter[bool]]:
-    """Returns the outcomes of a day, what its machine counted, and its followers."""
+    """Returns the outcomes of a run with faults, the machine's counters, and the followers."""
     rng = random.Random(seed)
     world = busy_day(rng, troubles=rng.choice([0.1, 0.3, 0.6]))
     outcomes = [client.outcomes[0] for client in world.clients.values()]
@@ -764,7 +783,7 @@ def test_each_request_ends_once_and_correctly_despite_faults(seed):
 
 
 def day_of_flips(rng: random.Random) -> World:
-    """Runs long answers on decode workers that change their roles often."""
+    """Runs long answers on decode workers that often change their roles."""
     world = World(msgspec.structs.replace(CONFIG, move_timeout_s=0.5))
     for name in ("p0", "m0", "d0", "d1"):
         world.join(name)
@@ -795,14 +814,16 @@ def day_of_flips(rng: random.Random) -> World:
 
 
 class RowsCost(EverythingPays):
-    """Costs with which a step takes long for each sequence, so that balance pays."""
+    """Costs with which each row makes a step much longer, so that balancing the load pays."""
 
     def decode_cost(self, worker: WorkerView) -> DecodeCost:
         return DecodeCost(0.001, 0.1, 0.0)
 
 
 def strike_moves(rng: random.Random, world: World) -> None:
-    """Lets the source or the target of a move die, or both, or change its role; fails copies."""
+    """Injects faults into moves: kills the source or the target, changes its role, or fails the
+    copy.
+    """
     attempts = [f.attempt for f in world.machine.state.flights.values() if f.attempt is not None]
     ends = [i for a in attempts if a.move is not None for i in (a.decode, a.move.decode)]
     ends += [
@@ -820,7 +841,7 @@ def strike_moves(rng: random.Random, world: World) -> None:
 
 
 def day_of_lending(rng: random.Random, *names: str, tpot_s: float | None = None) -> World:
-    """Runs long answers with few fluid workers, which die now and then, and waves of prompts."""
+    """Runs long answers and bursts of prompts on a few fluid workers, which sometimes die."""
     config = msgspec.structs.replace(
         CONFIG, move_timeout_s=0.5, prefill_backlog_s=1e-3, slo_tpot_s=tpot_s
     )
@@ -852,7 +873,7 @@ def test_fluid_workers_take_and_give_back_work_without_changing_a_token(monkeypa
     for seed in range(2):
         for names in (("f0", "l0", "l1"), ("f0", "d0")):
             counted += day_of_lending(random.Random(seed), *names).machine.counters
-        names = ("f0", "f1", "f2", "d0")  # only few of these workers keep the bound
+        names = ("f0", "f1", "f2", "d0")  # only a few of these workers meet the bound
         counted += day_of_lending(random.Random(seed), *names, tpot_s=0.45).machine.counters
     for reason in ("prefilled by a decode worker", "decoded by an idle prefill worker"):
         assert counted["placed", f"least TTFT, {reason}"] > 2, counted
@@ -862,7 +883,7 @@ def test_fluid_workers_take_and_give_back_work_without_changing_a_token(monkeypa
 
 
 def day_of_joins(rng: random.Random) -> World:
-    """Runs long answers on decode workers that join late and die at any moment of a move."""
+    """Runs long answers on decode workers that join late, and may die at any moment of a move."""
     world = World(
         msgspec.structs.replace(CONFIG, move_timeout_s=0.5, balance_gain=0.05, max_attempts=6)
     )
@@ -904,7 +925,7 @@ def test_deaths_of_either_end_of_a_balancing_move_change_no_token(monkeypatch):
         counted += world.machine.counters
     assert counted["ended", "finished"] > 300
     assert counted["moved", BALANCED] > 20
-    # Reasons: the target died, or its copy did not arrive.
+    # A move is called off if its target died or its copy did not arrive.
     assert counted["balance", "called off"] > 15
     assert counted["retried", "worker lost"] > 300
     assert counted["moved", ROLE_CHANGED] + counted["moved", DRAINED] > 0
@@ -954,7 +975,7 @@ def test_faults_reach_all_outcomes_and_all_ends_of_an_offer():
         assert counted["fallback", reason] > 0, reason
     assert counted["retried", PREEMPTED] > 20
     assert counted["retried", ROLE_CHANGED] > 20
-    assert followers[True] > 60  # found the prompt where it was computed
+    assert followers[True] > 60  # placed with the leader, whose worker has the prompt
     assert (
         followers[True] > followers.total() / 3
-    )  # the others lost their leader, or found no room there
+    )  # the other followers lost their leader, or their leader's worker had no room

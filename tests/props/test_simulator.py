@@ -1,6 +1,5 @@
-"""For every trace and cluster, leaping equals stepping, and no request is lost, with stores too.
-
-The router is given the costs. When it learns them, it sees a stretch of steps as one sample.
+"""For every trace and cluster, leaping over steps gives the result of single steps, and no request
+is\nlost, with stores too.
 """
 
 import msgspec
@@ -87,7 +86,9 @@ def test_leaping_equals_stepping_and_every_answer_is_complete(trace, setup, poli
 
 @st.composite
 def returning(draw):
-    """Returns prompts of a few families, which return when small workers have forgotten them."""
+    """Returns prompts of a few families. They return after small workers have evicted their
+    blocks.
+    """
     requests, at_s = [], 0.0
     for family in draw(st.lists(st.integers(0, 3), min_size=8, max_size=20)):
         at_s += draw(st.sampled_from((0.05, 1.0, 8.0)))
@@ -99,8 +100,8 @@ def returning(draw):
 
 @st.composite
 def stores(draw):
-    """Returns stores so small that tiers overflow and prompts meet moving blocks."""
-    rate = draw(st.sampled_from((1e4, 1e6)))  # a block has 512 bytes
+    """Returns stores so small that tiers overflow, and prompts need blocks that are being moved."""
+    rate = draw(st.sampled_from((1e4, 1e6)))  # bytes per second; a block has 512 bytes
     price = TierPrice(rate, rate / 2, draw(st.sampled_from((0.0, 0.01, 5.5))), 2)
     lower = draw(
         st.sampled_from(({"disk_blocks": 60}, {"object_blocks": 60}, {"disk_blocks": 3}, {}))
@@ -125,7 +126,7 @@ def test_every_answer_is_complete_and_nothing_is_held_with_any_stores(
 ):
     """`simulate` validates every worker and every store after the run."""
     hardware, pools, latency_s = setup
-    dear = PrefillCost(1e-3, 0.3)  # a pull pays, even from a slow disk
+    dear = PrefillCost(1e-3, 0.3)  # with these costs a pull pays, even from a slow disk
     hardware = msgspec.structs.replace(hardware, prefill=dear, num_blocks=20)
     costs = WorkerCosts(hardware.prefill, hardware.decode, hardware.pull)
     first, second = (

@@ -1,8 +1,8 @@
-"""A store under every order of events: sinks read what was promised, and nothing leaks.
+"""A store under every order of events: sinks read what their lease promised, and no slot leaks.
 
-Workers cache and evict, die and return. Pulls, loads and writes end well or not, in any order. The
-disk steps back, an operator drops everything, the process is killed at any moment. Slots hold
-hashes, so that a wrong read is seen (`tests.kits.fakes.store`).
+Workers cache and evict blocks, die, and return. Pulls, loads and writes succeed or fail, in any
+order. The disk loses its latest writes, an operator drops all blocks, the process is killed at any
+moment. Slots contain hashes, so that a wrong read is detected (`tests.kits.fakes.store`).
 """
 
 import random
@@ -31,7 +31,7 @@ def test_sinks_read_what_leases_promise_and_nothing_leaks(seed, policy):
 
 
 def test_the_runs_reach_all_that_matters():
-    """Otherwise the property could hold because nothing happens."""
+    """The property test proves something only if its runs reach all of these events."""
     met: Counter[str] = Counter()
     for seed in range(60):
         rig = StoreRig(random.Random(seed), POLICIES["lru"], num_slots=3 + seed % 7)
@@ -59,7 +59,7 @@ def test_the_runs_reach_all_that_matters():
 
 
 def test_a_planted_mistake_is_caught(monkeypatch):
-    """A shelf that hands out slots which sinks still read must not pass."""
+    """A shelf that hands out slots which sinks still read must fail the property test."""
 
     def settle(self, slot):
         if slot not in self._writing and slot not in self._blocks and slot not in self._free:

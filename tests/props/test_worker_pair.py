@@ -1,9 +1,9 @@
-"""Two prefill workers, a decode and a mixed one, in every order that steps and messages can take.
+"""Two prefill workers, a decode worker and a mixed worker, under every order of steps and messages.
 
-The decode worker may prefill locally; otherwise it gives such prompts back. Clients come and go,
-gateways die, threads stand still, time passes. The pools are so small that sequences wait, evict,
-and are given back. Each client always gets exactly the tokens of the reference. In the end every
-block is free and every lease has ended.
+The decode worker may compute prompts itself; otherwise it gives them back. Clients connect and
+leave, gateways die, threads pause, time passes. The pools are so small that sequences wait, are
+given back, and evict blocks. Each client always receives exactly the tokens of the reference. In
+the end every block is free and every lease has ended.
 """
 
 import random
@@ -54,10 +54,10 @@ STEM_LENS = (0, 3, 4, 8, 11, 16)
 MAX_STEM_LEN = max(STEM_LENS)
 STOPS = ((), (3,), (1, 5))
 MAX_SUFFIX_LEN = 5
-MAX_ANSWER_LEN = 10  # with a stem and a suffix it fits into the smallest pool
+MAX_ANSWER_LEN = 10  # together with a stem and a suffix, such an answer fits into the smallest pool
 SECONDS = (0.3, 1.0, 4.0, 7.0)
 NUM_EVENTS = 300  # number of events in a run
-SEARCHED_RUNS = seeds(200)  # for rare events; a search ends at the first one
+SEARCHED_RUNS = seeds(200)  # more seeds, searched for rare events until each event has occurred
 PREFIX_EVENTS = (
     "prefix_offers:held",
     "prefix_offers:not_held",
@@ -96,7 +96,7 @@ SPECULATION_EVENTS = (
 
 
 class Traffic:
-    """A cluster, and all that can be done to it from outside."""
+    """A cluster, and all actions of clients, gateways and operators on it."""
 
     def __init__(self, prefill: WorkerShape, decode: WorkerShape, mixed: WorkerShape) -> None:
         shapes = {"p": prefill, "q": prefill, "d": decode, "m": mixed}
@@ -140,7 +140,9 @@ class Traffic:
             gateway.cancel(ask)
 
     def cancel_pulling(self) -> None:
-        """Cancels the requests whose prefix is being pulled; a random choice rarely hits one."""
+        """Cancels the requests whose prefix is being pulled. Random choices seldom hit such a
+        request.
+        """
         for gateway in self.gateways:
             for ask in list(gateway.asks.values()):
                 if ask.seq_id in self.cluster.workers[ask.route.prefill].prefill.waiting.pulling:
@@ -154,7 +156,7 @@ class Traffic:
         self.gateways[which].set_role(WorkerId(worker), role)
 
     def hand_over(self, which: int, target: str) -> None:
-        """Hands a request over that has not ended, however much its gateway knows."""
+        """Hands over a running request, even if its gateway has not received all its tokens."""
         for gateway, ask in self._live(which):
             gateway.hand_over(ask, WorkerId(target))
 
@@ -168,7 +170,7 @@ class Traffic:
             gateway.stop_waiting(ask)
 
     def lose_gateway(self, which: int, num_arriving: int) -> None:
-        """Replaces a gateway; its clients do not reconnect."""
+        """Replaces a gateway. Its clients do not reconnect."""
         self.cluster.lose(self.gateways[which], num_arriving)
         self.gateways[which] = self._new_gateway()
 
@@ -202,7 +204,7 @@ class Traffic:
             assert worker.endpoint.sink.num_pulls == 0
 
     def _live(self, which: int) -> list[tuple[FakeGateway, Ask]]:
-        """Returns one request that has not ended, if there is any."""
+        """Returns a request that has not ended, or None."""
         live = [(gateway, ask) for gateway in self.gateways for ask in gateway.asks.values()]
         return [live[which % len(live)]] if live else []
 
@@ -212,7 +214,9 @@ class Traffic:
 
 
 def random_shapes(rng: random.Random) -> list[WorkerShape]:
-    """Returns shapes; half of the clusters draft nothing, as no step is planned ahead otherwise."""
+    """Returns random shapes. Half of the clusters draft nothing: with drafts, no step is planned
+    ahead.
+    """
     drafts = rng.random() < 0.5
     has_draft_model = drafts and rng.random() < 0.7
     shapes = []
@@ -274,9 +278,9 @@ def random_traffic(seed: int) -> Counter[str]:
     return counted
 
 
-counted_in = cache(random_traffic)  # two tests look at the same runs
+counted_in = cache(random_traffic)  # two tests use the same runs
 LONG_RUNS = seeds(24)
-RARE_RUN = 22  # it comes to what none of these does
+RARE_RUN = 22  # the seed of a run with an event that no long run reaches
 
 
 @pytest.mark.parametrize("seed", LONG_RUNS)
@@ -293,16 +297,17 @@ def test_long_runs_reach_every_counted_event():
     raise AssertionError(f"no run came to {missing}")
 
 
-# ---------------------------------------------------------------- would it be noticed?
+# ---------------------------------------------------------------- planted mistakes, which the runs
+# must detect
 
 
 def _keep_what_has_not_arrived(self, arrived, pool):
-    """Counts the block after the last arrived one as arrived too."""
+    """Counts the block after the last arrived block as arrived too."""
     _keep(self, range(max(arrived, default=-2) + 2), pool)
 
 
 def _remove_the_aborted_prefix(self, seq_id):
-    """Releases blocks of a cancelled prompt while its pull still writes to them."""
+    """Releases the blocks of a cancelled prompt while its pull still writes to them."""
     effects = _cancel_prompt(self, seq_id)
     if (prompt := self.pulling.get(seq_id)) is not None and prompt.is_cancelled:
         del self.pulling[seq_id]
@@ -317,20 +322,20 @@ def _count_all_as_pulled(self, ended):
 
 
 def _lease_no_idle_block(self, kind, blocks):
-    """Leases only blocks that have an owner."""
+    """Leases only blocks that have an owner, not idle ones."""
     if kind == LEASED:
         blocks = [block for block in blocks if not self._is_idle(block)]
     _hold(self, kind, blocks)
 
 
 def _keep_leased(self, kind, blocks, mark=None):
-    """Keeps the blocks of a finished lease."""
+    """Never releases the blocks of a finished lease."""
     if kind != LEASED:
         _release(self, kind, blocks, mark)
 
 
 def _grow_too_early(self, rows, results):
-    """Counts a block as ready when its first token is computed."""
+    """Counts a block as ready when only its first token is computed."""
     effects = _advance_prompts(self, rows, results)
     for prompt in self.computing.values():
         seq, first = prompt.seq, prompt.num_leased_ready
@@ -342,7 +347,7 @@ def _grow_too_early(self, rows, results):
 
 
 def _remove_the_aborted(self, seq_id):
-    """Forgets a cancelled pull before it has ended."""
+    """Removes a cancelled pull before the pull has ended."""
     effects = _cancel(self, seq_id)
     if (arriving := self.aborting.pop(seq_id, None)) is not None:
         self._pool.release(IN_FLIGHT, arriving.pulled)
@@ -358,12 +363,12 @@ def _see_all_that_was_accepted(self, row, result, seq):
 
 
 def _see_what_was_left_out(self, row, result, seq):
-    """Assumes that the draft model computes every row."""
+    """Assumes that the draft model computes every row, including skipped ones."""
     return None
 
 
 def _free_at_once(self, kind, blocks, mark=None):
-    """Hands blocks out again that a step in flight may write to."""
+    """Frees blocks at once, although a step in flight may still write to them."""
     _release(self, kind, blocks, mark)
     for freed in self._freed_in_flight:
         self._evict_first.update(dict.fromkeys(freed))
@@ -371,7 +376,7 @@ def _free_at_once(self, kind, blocks, mark=None):
 
 
 def _write_late(self, writes):
-    """Writes what a step computed only when the next one ends, as a GPU may without a wait."""
+    """Writes the results of a step only when the next step ends, as a GPU may do without a wait."""
     _write(self, self.__dict__.pop("late", {}))
     self.late = writes
 
@@ -381,7 +386,7 @@ def _draft_as_if_nothing_was_banned(self):
 
 
 def _take_all_that_was_accepted(self, seq, row, result):
-    """Accepts tokens behind a stop too."""
+    """Also accepts the tokens behind a stop."""
     tokens = _extend(self, seq, row, result)
     tokens.token_ids[:] = result.token_ids
     return tokens
@@ -441,7 +446,9 @@ MISTAKES = {
     "a grammar does not see the answer": (EngineSequence, "extend", _extend_without_guide),
 }
 
-# By mistake: a run that notices it, tried before all others. Most are noticed by the first run.
+# By planted mistake: the seed of a run that detects it, which is tried first. The first seed
+# detects
+# most of the other mistakes.
 NOTICED_BY = {
     "a block is free while a step may write to it": 11,
     "a half computed block is leased": 1,
