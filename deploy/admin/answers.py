@@ -1,6 +1,6 @@
-"""What the operator's API tells of the present state, and the orders for stores.
+"""The answers of the operator's API about the present state, and its orders for stores.
 
-Each answer is a function of the controller. Times become ages at `now_s`.
+Each answer is a function of the controller. Times are reported as ages at `now_s`.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ from engine.control import DropBlocks, GatewayReport, HistoryStep, StoreReport
 from engine.errors import ConfigError
 from engine.messages import LoadReport
 
-MAX_STEPS = 200  # most steps of the history in one answer
+MAX_STEPS = 200  # maximum number of history steps in one answer
 MAX_NAME_CHARS = 200
 MAX_LISTED = 20
 
@@ -64,7 +64,7 @@ NumLines = Annotated[int, msgspec.Meta(ge=0, le=MAX_LINES)]
 
 _NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0, 0, 0)
 _SILENT = GatewayReport("it does not report", 0, 0, 0, 0, 0.0)
-_STARTING = msgspec.structs.replace(_SILENT, missing=None)  # its state already says that it starts
+_STARTING = msgspec.structs.replace(_SILENT, missing=None)  # its state says that it is starting
 _NO_REPORT = StoreReport(0, [], 0, 0, 0, 0, {}, [])
 _SINCE = {
     "name": "since",
@@ -98,7 +98,7 @@ _LOGS = [
 
 
 def pools_answer(controller: PoolController, now_s: float, *, since: int = 0) -> PoolsAnswer:
-    """Returns the pools, with the steps after number `since`."""
+    """Returns the pools, with the history steps whose number is greater than `since`."""
     machine = controller.machine
     steps = [step for step in machine.history if step.number > since][-MAX_STEPS:]
     return PoolsAnswer(
@@ -144,7 +144,7 @@ def preview_answer(
 ) -> PreviewAnswer:
     """Returns the effects that orders would have. Raises OrderRefused if one is invalid.
 
-    A copy of the machine gets the orders.
+    The orders are given to a copy of the pool machine.
     """
     machine = copy.deepcopy(controller.machine)
     effects: list[PoolEffect] = []
@@ -300,7 +300,7 @@ def chosen_stores(controller: PoolController, body: DropBody) -> DropStores:
 
 
 def drop(controller: PoolController, order: DropStores) -> None:
-    """Sends the order to the stores. Raises OrderRefused if a session has just ended."""
+    """Sends the order to the stores. Raises OrderRefused if a store's session has just ended."""
     links = controller.sessions.store_links
     missed = [name for name in order.names if not links[name].send(DropBlocks())]
     if missed:
@@ -313,7 +313,7 @@ def _store(controller: PoolController, name: str) -> StoreInfo:
     report = heard or _NO_REPORT
     link, state = controller.sessions.store_links.get(name), store.state
     if heard is None and state is StoreState.SERVING and not (link is None or link.is_late):
-        state = StoreState.STARTING  # its first report has not arrived yet
+        state = StoreState.STARTING  # the store's first report has not arrived yet
     return StoreInfo(
         name=name,
         version=store.version.name,

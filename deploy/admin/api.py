@@ -1,12 +1,12 @@
 """The operator's HTTP API. The controller's process serves it; each request needs the admin key.
 
-The answer to orders is the present state of the pools. Pages that only tell are in
-`deploy.admin.answers`.
+The answer to an order is the present state of the pools. Pages that only report, without an order,
+are in `deploy.admin.answers`.
 
-Each order that came with the admin key is a line of the audit log, carried out or refused. A line
-has the time, the client's address, the order and its result. Previews change nothing, and are left
-out. Orders with a wrong key are warnings of the ordinary log, which is bounded: a client without
-the key cannot fill a file.
+Each order with the right admin key adds a line to the audit log, even if the order is refused. A
+line has the time, the client's address, the order and its result. Previews change nothing, so they
+add no line. Orders with a wrong key are warnings in the ordinary log. That log is bounded, so a
+client without the key cannot fill the disk.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ T = TypeVar("T")
 
 
 class AdminService(LoopService[str]):
-    """A controller and its API, from open to close."""
+    """Runs a controller and its HTTP API, from `open` to `close`."""
 
     def __init__(self, controller: PoolController, *, config: AdminConfig, clock: Clock) -> None:
         self._controller = controller
@@ -102,7 +102,8 @@ class AdminService(LoopService[str]):
         self._file: Path | None = None
 
     async def open(self) -> str:
-        """Opens the controller, then listens. Returns the URL. Raises ConfigError."""
+        """Opens the controller, then listens for HTTP. Returns the URL of the API. Raises
+        ConfigError."""
         config = self._config
         assert config.key is not None
         try:
@@ -136,7 +137,7 @@ class AdminService(LoopService[str]):
         return url
 
     async def close(self) -> None:
-        """Stops answering, and closes the controller."""
+        """Stops the HTTP server, then closes the controller."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         if self._listener is not None:
@@ -287,7 +288,7 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
 async def _guarded(
     request: Request, key: str, answer: Callable[[Request], Response | Awaitable[Response]]
 ) -> Response:
-    """Answers a call that has the key, and logs its order."""
+    """Answers a call that has the admin key, and writes the call's order to the audit log."""
     given = request.headers.get("authorization", "")
     if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()):
         log.warning(
@@ -310,7 +311,7 @@ async def _guarded(
 
 
 async def _answered(op: AdminOperation, call: AdminCall) -> Response:
-    """Decodes the body, and answers with what the page returns, or what its orders change."""
+    """Decodes the body and calls the page. If the page returns orders, carries the orders out."""
     bodies = [] if op.body is None else [await _body(call.request, op.body)]
     found = op.page(call, *bodies)
     if isawaitable(found):
@@ -325,7 +326,8 @@ async def _answered(op: AdminOperation, call: AdminCall) -> Response:
 def _ordered(call: AdminCall, orders: Sequence[Order]) -> Response:
     """Carries out orders. The answer has the steps that follow from the orders.
 
-    With `preview=1` the answer lists their effects. If one order is refused, none is carried out.
+    With `preview=1` the answer lists their effects. If one order is refused, no order is carried
+    out.
     """
     controller, now_s = call.controller, call.now_s
     if call.asks_preview():

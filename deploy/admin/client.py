@@ -1,4 +1,4 @@
-"""A client of the operator's API. It finds the deployment on this machine by itself."""
+"""A client of the operator's API. The client finds the deployment that runs on this machine."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -46,11 +46,12 @@ class AdminError(BatonError):
 def find_deployment(
     url: str | None, key: str | None, environment: Mapping[str, str], name: str | None = None
 ) -> tuple[str, str]:
-    """Returns the URL and key of the API: as given, or of a deployment on this machine.
+    """Returns the URL and key of the API: the given ones, or those of a deployment on this machine.
 
     `name` is a deployment's name, or the port of its gateway or of this API. Without a name or URL
-    there must be exactly one deployment, and no file of a crashed deployment: an order for the
-    crashed one would go to the other. With a name, such files do not matter. Raises ConfigError.
+    there must be exactly one deployment, and no file of a crashed deployment. Otherwise an order
+    for the crashed deployment would reach the running one. With a name, files of crashed
+    deployments are ignored. Raises ConfigError.
     """
     if url is not None and key is not None and name is None:
         return url, key
@@ -125,11 +126,12 @@ class AdminClient:
         return self._ask("GET", f"/v1/logs?{query}", LogsAnswer)
 
     def set_pools(self, counts: Mapping[str, int], version: str | None = None) -> PoolsAnswer:
-        """Orders the numbers of workers, by default of the current version. Raises AdminError."""
+        """Orders the number of workers of each role, by default for the current version. Raises
+        AdminError."""
         return self._ask("POST", "/v1/pools", PoolsAnswer, {**counts, "version": version})
 
     def order(self, worker_id: str, what: str, body: Any = None) -> PoolsAnswer:
-        """Orders a flip, drain or stop of one worker. Raises AdminError."""
+        """Orders one worker to flip, drain or stop. Raises AdminError."""
         return self._ask("POST", f"/v1/workers/{worker_id}/{what}", PoolsAnswer, body)
 
     def planner(self) -> PlannerAnswer:
@@ -166,11 +168,11 @@ class AdminClient:
         return self._ask("POST", f"/v1/versions/{quote(version)}/finish", PoolsAnswer, body)
 
     def abort(self, version: str) -> PoolsAnswer:
-        """Orders that a version is removed. Raises AdminError."""
+        """Orders the removal of a version. Raises AdminError."""
         return self._ask("POST", f"/v1/versions/{quote(version)}/abort", PoolsAnswer)
 
     def rollback(self, version: str | None = None) -> PoolsAnswer:
-        """Orders that a former version takes over again. Raises AdminError."""
+        """Orders a rollback to a former version. Raises AdminError."""
         return self._ask("POST", "/v1/rollback", PoolsAnswer, {"name": version})
 
     def stores(self) -> list[StoreInfo]:
@@ -178,16 +180,18 @@ class AdminClient:
         return self._ask("GET", "/v1/stores", StoresAnswer).stores
 
     def drop_stores(self, body: DropBody, *, preview: bool = False) -> list[str]:
-        """Makes stores drop all blocks; in a preview, only names the stores. Raises AdminError."""
+        """Orders stores to drop all blocks. In a preview, only returns the names of the stores.
+        Raises AdminError."""
         path = f"/v1/stores/drop?preview={int(preview)}"
         return self._ask("POST", path, DropAnswer, msgspec.to_builtins(body)).stores
 
     def give(self, path: str, body: object = None) -> PoolsAnswer:
-        """Sends an order to any path. Raises AdminError."""
+        """Sends an order to any path of the API. Raises AdminError."""
         return self._ask("POST", path, PoolsAnswer, body)
 
     def preview(self, path: str, body: object = None) -> PreviewAnswer:
-        """Returns the immediate effects of an order without giving it. Raises AdminError."""
+        """Returns the immediate effects that an order would have. The order is not carried out.
+        Raises AdminError."""
         return self._ask("POST", f"{path}?preview=1", PreviewAnswer, body)
 
     def _ask(

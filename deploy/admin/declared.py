@@ -5,8 +5,8 @@ A declaration is a TOML file of `baton serve`, or baton.yaml.
 Settings that the file omits keep their running values. There are three kinds of settings:
 
 - of a version: `model`, `gateway.model_name` and `[worker]`. A changed setting makes a new version,
-  which takes over. The same holds for `[models.NAME]` and a version of that model. Only one version
-  takes over at a time.
+  which takes over. A changed setting in `[models.NAME]` makes a new version of that model. Only one
+  version takes over at a time.
 - of the controller: pools, `[planner]`, `[update]`, and `LIVE_POOLS`. These change at once.
 - all other settings are read at the start of a process, so changing them needs a restart.
 
@@ -60,7 +60,7 @@ LIVE_POOLS = (
     *("drain_timeout_s", "update_timeout_s", "inexact_after_s"),
 )
 _COUNTS = tuple(role.value for role in SERVING_ROLES)
-# If unset, Baton chooses these values at its start, and they keep running.
+# If these settings are unset, Baton chooses their values at its start and keeps the values.
 _CHOSEN = (
     *("gateway.model_name", "gateway.processes", "admin.key"),
     *(f"pools.{name}" for name in _COUNTS),
@@ -68,10 +68,11 @@ _CHOSEN = (
 
 
 class Declared:
-    """A declaration and the running deployment. Raises ConfigError if it cannot be applied."""
+    """Compares a declaration with the running deployment. Raises ConfigError if the declaration
+    cannot be applied."""
 
     def __init__(self, body: Declaration, started: Config, intent: Intent) -> None:
-        """`started` is the configuration in force, independent of the current version."""
+        """`started` is the configuration in force, without the settings of the current version."""
         self._body = body
         self._intent = intent
         self._current = intent.current
@@ -116,7 +117,8 @@ class Declared:
     def orders(self) -> list[Adjust | SetPlanner | SetPools | UpdateBody]:
         """Returns the orders that apply the differences, except differences that need a restart.
 
-        Only one version takes over at a time: other models' versions follow.
+        Only one version takes over at a time, so changed versions of other models are ordered
+        later.
         """
         found: list[Adjust | SetPlanner | SetPools | UpdateBody] = []
         by_order = {
@@ -161,7 +163,8 @@ class Declared:
         )
 
     def _adjusted(self, keys: list[str]) -> LiveSettings:
-        """Returns the running sections with the declared values of these keys."""
+        """Returns the running sections of the configuration, in which these keys have their
+        declared values."""
         names = LiveSettings.__struct_fields__
         sections: dict[str, Any] = {name: getattr(self._running, name) for name in names}
         for key in keys:
@@ -183,7 +186,8 @@ class Declared:
 
 
 def _running(started: Config, intent: Intent) -> Config:
-    """Returns the configuration with the intent's values of the same settings."""
+    """Returns the configuration in which operators' later values replace the values at the
+    start."""
     current = intent.current
     counts = {role.value: current.pools.of(role) for role in SERVING_ROLES}
     replace = msgspec.structs.replace
@@ -198,9 +202,9 @@ def _running(started: Config, intent: Intent) -> Config:
 
 
 def _as_it_runs(name: str, started: ModelConfig, intent: Intent) -> ModelConfig:
-    """Returns a model's declaration at the start, with the operators' later changes."""
+    """Returns a model's declaration at the start, changed by the operators' later orders."""
     current = intent.of_line(name)[0]
-    is_first = current.name == first_name(name)  # the model name is as the operator wrote it
+    is_first = current.name == first_name(name)  # its model name is as the operator wrote it
     pools = current.pools if current.asleep is None else current.asleep.pools
     return msgspec.structs.replace(
         started,
@@ -213,7 +217,8 @@ def _as_it_runs(name: str, started: ModelConfig, intent: Intent) -> ModelConfig:
 def _of_model(
     name: str, running: ModelConfig | None, declared: ModelConfig
 ) -> Iterator[Difference]:
-    """Yields the differences of a model other than the main model."""
+    """Yields the differences between declared and running settings of a model other than the main
+    one."""
     if running is None:
         yield Difference(f"{MODELS}.{name}", None, declared.model, RESTART)
         return
@@ -250,12 +255,12 @@ def _order_for(section: str, name: str) -> str:
 def order_of(
     body: UpdateBody, intent: Intent, device_of: Callable[[WorkerConfig], DeviceKind]
 ) -> AddVersion:
-    """Returns the order for an update. Omitted fields are as in the current version.
+    """Returns the order for an update. Omitted fields get their values from the current version.
 
     `device_of` returns the kind of device of workers with a configuration.
 
-    Without a weight the version takes over. If the model names a branch, this function asks the
-    hub for the branch's commit, so call it in a thread. Raises ConfigError.
+    Without a weight the version takes over. If the model is a branch, this function requests the
+    branch's commit from the hub. So call this function in a thread. Raises ConfigError.
     """
     current = _current_of(body.of or MAIN_LINE, intent)
     worker = _changed(current.worker, body.worker or {})
@@ -292,7 +297,8 @@ def order_of(
 
 
 def counted(counts: PoolCounts | None, otherwise: Pools) -> Pools:
-    """Returns the given counts, with 0 for omitted roles. Without counts, `otherwise`."""
+    """Returns the given counts, with 0 for omitted roles. Returns `otherwise` if no counts are
+    given."""
     if counts is None:
         return otherwise
     return Pools(counts.prefill or 0, counts.decode or 0, counts.mixed or 0)

@@ -1,4 +1,5 @@
-"""The operations of the operator's API, and its OpenAPI description. Pages declare themselves."""
+"""The operations of the operator's API, and its OpenAPI description. Pages register themselves by
+decorators."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ PREVIEW = {
     "schema": {"type": "integer", "minimum": 0, "maximum": 1},
 }
 _REF = "#/components/schemas/{name}"
-_PREVIEWS = {PoolsAnswer: PreviewAnswer, DropAnswer: DropAnswer}  # order's answer to preview's
+# Answer to an order: answer to its preview.
+_PREVIEWS = {PoolsAnswer: PreviewAnswer, DropAnswer: DropAnswer}
 _ERRORS = {
     "400": "not a valid request",
     "401": "no key, or a wrong one",
@@ -31,7 +33,7 @@ _ERRORS = {
 
 
 class AdminCall(NamedTuple):
-    """A call of the API, and the time at which it came."""
+    """A call of the API, and the time at which the call arrived."""
 
     controller: PoolController
     request: Request
@@ -39,11 +41,11 @@ class AdminCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in the path: of a worker or a version."""
+        """The name of a worker or a version in the path of the URL."""
         return str(next(iter(self.request.path_params.values())))
 
     def number(self, name: str, kind: Any, default: int) -> int:
-        """Returns a number of the URL's query. Raises MsgspecError."""
+        """Returns the number that a parameter of the URL's query has. Raises MsgspecError."""
         text = self.request.query_params.get(name, str(default))
         found: int = msgspec.convert(text, kind, strict=False)
         return found
@@ -56,9 +58,10 @@ class AdminCall(NamedTuple):
 
 
 class AdminOperation(NamedTuple):
-    """A method of a path: the page that answers it, and its description.
+    """One HTTP method of a path: the page that answers the method, and its description.
 
-    A page gets the call, and the decoded body if there is one. It returns an answer or orders.
+    A page is called with the call, and with the decoded body if there is one. A page returns an
+    answer or orders.
     """
 
     method: str
@@ -67,7 +70,7 @@ class AdminOperation(NamedTuple):
     page: Callable[..., Any]
     answer: Any
     body: Any = None
-    parameters: Sequence[dict[str, Any]] = ()  # beside the names in the path
+    parameters: Sequence[dict[str, Any]] = ()  # query parameters; names in the path are separate
 
 
 OPERATIONS: list[AdminOperation] = []
@@ -94,7 +97,7 @@ def orders(path: str, summary: str) -> Callable[[Page], Page]:
 
 
 def openapi(version: str) -> dict[str, Any]:
-    """Returns the description, OpenAPI 3.1."""
+    """Returns the description of the API in OpenAPI 3.1."""
     types: list[Any] = [each for op in OPERATIONS for each in (op.body, op.answer) if each]
     named = [*types, PreviewAnswer, ErrorAnswer]
     _, components = msgspec.json.schema_components(named, ref_template=_REF)
@@ -115,7 +118,8 @@ def openapi(version: str) -> dict[str, Any]:
 
 
 def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
-    """Adds the settings of `worker`. These have no defaults: omitted settings stay."""
+    """Adds the settings of `worker` to the description, without defaults: omitted settings stay
+    unchanged."""
     _, parts = msgspec.json.schema_components([WorkerConfig], ref_template=_REF)
     properties = parts.pop("WorkerConfig")["properties"]
     for setting in properties.values():

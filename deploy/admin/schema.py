@@ -21,7 +21,7 @@ from engine.control import (
 )
 from engine.messages import Role
 
-RESTART = "a restart"  # the way to change a setting that no order changes
+RESTART = "a restart"  # `Difference.order` of settings that only a restart can change
 Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 Weight = Annotated[int, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
 
@@ -306,21 +306,21 @@ class StoreInfo(msgspec.Struct, frozen=True):
 
     name: str
     version: str
-    node: str  # its node; empty on a single machine
+    node: str  # node of the store; empty on a single machine
     state: StoreState
     is_connected: bool
-    pid: int | None  # its process's
+    pid: int | None  # process id of the store; None while no process runs
     address: str | None
-    block_size: int  # tokens of a block
+    block_size: int  # tokens per block
     block_bytes: int
     tiers: list[StoreTier]
-    num_peers: int  # workers and other stores whose blocks it tracks
+    num_peers: int  # workers and other stores whose blocks this store tracks
     num_leases: int
-    num_new: int  # blocks that workers cached and that it has not examined yet
-    num_starts: int  # starts of its process; more than 1: the process crashed
+    num_new: int  # blocks that workers cached and that this store has not examined yet
+    num_starts: int  # starts of the store's process; more than 1: the process crashed
     counters: dict[str, float]
     prefixes: list[PrefixUse]  # the prefixes that are offered most often
-    why: str = ""  # the reason why it does not run
+    why: str = ""  # the reason why the store does not run
 
 
 class StoresAnswer(msgspec.Struct, frozen=True):

@@ -1,4 +1,6 @@
-"""Defaults of commands, and `baton.yaml`: the model and settings of a cluster. Quick to import.
+"""Defaults of commands, and the reader of `baton.yaml`: the model and settings of a cluster.
+
+The module imports no slow packages.
 
     cluster: onprem.yaml       a file for `ray up`, relative to this one; or
     address: auto              a running Ray cluster, in Ray's notation
@@ -26,9 +28,10 @@ BUNDLED_DRAFT = BUNDLED_MODEL.with_name("draft")
 
 
 def pools_of(config: PoolsConfig | ModelConfig, room: int | None = None) -> Pools:
-    """Returns the configured numbers of workers. Raises ConfigError if they cannot serve.
+    """Returns the configured number of workers of each role. Raises ConfigError if these workers
+    cannot serve.
 
-    If none is configured and there is `room` for only one worker, that worker is mixed.
+    If no number is configured and there is `room` for only one worker, that worker is mixed.
     """
     given = (config.prefill, config.decode, config.mixed)
     mixed = 1 if room == 1 and given == (None, None, 0) else config.mixed
@@ -90,7 +93,7 @@ def read_cluster(path: Path) -> dict[str, Any]:
 
 
 def num_nodes_of(cluster: Mapping[str, Any]) -> int:
-    """Returns the number of nodes that `ray up` starts at once, the head included."""
+    """Returns the number of nodes that `ray up` starts at the same time, including the head."""
     if cluster["provider"]["type"] == "local":
         return 1 + int(cluster.get("min_workers", len(cluster["provider"].get("worker_ips", []))))
     types = cluster.get("available_node_types", {})
@@ -98,9 +101,9 @@ def num_nodes_of(cluster: Mapping[str, Any]) -> int:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a YAML file that has a mapping. Raises ConfigError."""
+    """Reads a YAML file whose top level is a mapping. Raises ConfigError."""
     try:
-        import yaml  # comes with Ray
+        import yaml  # PyYAML is a dependency of Ray
     except ImportError as error:
         raise ConfigError("clusters need `pip install 'baton-serve[serve]'`") from error
     try:
@@ -115,7 +118,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _blanks(value: Any) -> Any:
-    """Yields the placeholders in angle brackets that a cluster file still has."""
+    """Yields the placeholders in angle brackets that are not filled in yet in a cluster file."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):

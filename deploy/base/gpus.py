@@ -4,8 +4,8 @@ GPUs are found without CUDA, which must not be initialised in a process that for
 `nvidia-smi` lists the GPUs. Without `nvidia-smi`, as in some containers, their device files are
 counted. `CUDA_VISIBLE_DEVICES` limits the GPUs in the same way as in CUDA itself.
 
-A worker gets whole GPUs, or a part of one GPU that it shares with workers of the same machine. It
-sees no other GPUs. A successor of the same name gets the same GPUs if they are free.
+A worker gets whole GPUs, or a part of one GPU that it shares with workers of the same machine. The
+worker sees no other GPUs. A later worker of the same name gets the same GPUs if they are free.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ class HostGpu(msgspec.Struct, frozen=True):
 
 
 class FoundGpus(msgspec.Struct, frozen=True):
-    """The GPUs that workers can use, or the reason why there is none."""
+    """The GPUs that workers can use, or the reason why workers can use no GPU."""
 
     gpus: tuple[HostGpu, ...] = ()
     why_none: str = ""
@@ -53,7 +53,7 @@ def find_gpus(environment: Mapping[str, str]) -> FoundGpus:
 
 
 def torch_cuda() -> str | None:
-    """Returns the version of CUDA of the installed torch, without importing it."""
+    """Returns the CUDA version of the installed torch, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -76,7 +76,7 @@ def visible(gpus: Sequence[HostGpu], variable: str | None) -> Iterator[HostGpu]:
         return
     taken: set[str] = set()
     for name in (part.strip() for part in variable.split(",")):
-        if name.startswith("MIG-"):  # a part of a GPU: not in this list of `nvidia-smi`
+        if name.startswith("MIG-"):  # a part of a GPU (MIG), which `nvidia-smi` does not list here
             gpu = HostGpu(name)
         elif name.isdecimal():
             if int(name) >= len(gpus):
@@ -94,7 +94,7 @@ def visible(gpus: Sequence[HostGpu], variable: str | None) -> Iterator[HostGpu]:
 
 
 def parse_smi(text: str) -> tuple[HostGpu, ...]:
-    """Parses the answer of `nvidia-smi` to QUERY."""
+    """Parses the output of `nvidia-smi` for QUERY."""
     lines = [line.split(",", 1) for line in text.splitlines() if line.startswith("GPU-")]
     return tuple(HostGpu(line[0].strip(), line[-1].strip()) for line in lines)
 
@@ -127,7 +127,8 @@ class GpuBooks:
         self.found = found
         self._names = [gpu.name for gpu in found.gpus]
         self._free = dict.fromkeys(self._names, 1.0)
-        self._taken: dict[str, tuple[Sequence[str], float]] = {}  # by worker: GPUs, and its part
+        # By worker: GPUs and share of each.
+        self._taken: dict[str, tuple[Sequence[str], float]] = {}
         self._last: dict[str, Sequence[str]] = {}
 
     def assign(self, worker: str, num_gpus: float) -> tuple[str, ...]:
@@ -139,7 +140,8 @@ class GpuBooks:
         part = min(num_gpus, 1.0)
         last = self._last.get(worker, ())
         fit = [name for name in self._names if self._free[name] > part - _LEAST_PART]
-        # The predecessor's GPUs first, then the GPUs with the smallest free part.
+        # Prefer the GPUs of the previous worker of this name, then GPUs with the smallest free
+        # part.
         fit.sort(key=lambda name: (name not in last, self._free[name]))
         num = max(1, round(num_gpus))
         if len(fit) < num:
@@ -158,7 +160,7 @@ class GpuBooks:
             self._free[name] = min(1.0, self._free[name] + part)
 
     def room(self, num_gpus: float) -> int:
-        """Returns the total number of workers that fit if each takes `num_gpus`."""
+        """Returns the total number of workers that fit if each worker takes `num_gpus`."""
         return num_that_fit(len(self._names), num_gpus)
 
     def _there(self) -> str:

@@ -16,9 +16,9 @@ from deploy.base.spec import ServiceReady, ServiceSpec
 from deploy.logs.reading import LogPieces, LogsQuery, read_pieces
 from engine.control import Pools
 
-STOP_TIMEOUT_S = 30.0  # for a service to stop; for a gateway, its drain time is added
-CUT_TIMEOUT_S = 10.0  # for a service to stop after `stop_draining`
-LOOK_EVERY_S = 0.2  # interval at which a stop checks for `stop_draining`
+STOP_TIMEOUT_S = 30.0  # time for a service to stop; a gateway gets its drain time in addition
+CUT_TIMEOUT_S = 10.0  # time for a service to stop after `stop_draining`
+LOOK_EVERY_S = 0.2  # interval at which a running stop checks if `stop_draining` was called
 
 
 class Launcher(Protocol):
@@ -33,9 +33,10 @@ class Launcher(Protocol):
         ...
 
     def room(self, num_gpus: float) -> int:
-        """Returns how many workers fit now if each takes `num_gpus`. The number of nodes may vary.
+        """Returns how many workers fit now if each worker takes `num_gpus`. Nodes may join and
+        leave.
 
-        Quick enough to be called every second.
+        Returns quickly: the controller calls this every second.
         """
         ...
 
@@ -44,41 +45,43 @@ class Launcher(Protocol):
         ...
 
     def keep_places(self, names: Collection[str]) -> None:
-        """Keeps the reservations of these dead workers, which will be started again.
+        """Keeps the reservations of these dead workers, which will be restarted.
 
-        Gives up the reservations of all other dead workers. Quick if there are none. Does nothing
-        if the launcher reserves no places.
+        Gives up the reservations of all other dead workers. Returns quickly if there are no dead
+        workers. Does nothing if the launcher reserves no places.
         """
         return
 
     def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
-        """Asks for nodes until a total of `num_workers` fit. `room` shows the nodes that came.
+        """Requests nodes until a total of `num_workers` fit. `room` counts nodes that have joined.
 
-        `wanted` gives the roles, and may add up to less than `num_workers` for now. Each call
-        replaces the last request; 0 workers withdraw it. Does nothing on a single machine.
+        `wanted` is the wanted number of workers of each role; their sum may be less than
+        `num_workers` for now. Each call replaces the last request; 0 workers withdraw the request.
+        Does nothing on a single machine.
         """
         return
 
     def start(self, spec: ServiceSpec) -> ServiceReady:
-        """Starts a service and waits until it listens. After ConfigError no process is left.
+        """Starts a service and waits until the service listens. After a ConfigError no process is
+        left.
 
         A store starts on its node, `spec.node`.
         """
         ...
 
     def nodes(self) -> Sequence[str]:
-        """Returns the names of the nodes, each of which may have a store. Quick."""
+        """Returns the names of the nodes. Each node may have a store. Returns without waiting."""
         return ("",)
 
     def stop(self, name: str, *, by_force: bool) -> None:
-        """Stops a service, even while it starts. Its name is free on return.
+        """Stops a service, even while the service starts. The service's name is free on return.
 
-        With `by_force` the service is killed without being asked to stop.
+        With `by_force` the service is killed at once instead of being asked to stop.
         """
         ...
 
     def running(self) -> Mapping[str, ServiceReady]:
-        """Returns the running services that this launcher, or one before it, started."""
+        """Returns the running services that this launcher or an earlier launcher started."""
         ...
 
     def counters(self) -> Mapping[str, int]:
@@ -86,25 +89,28 @@ class Launcher(Protocol):
         return {}
 
     def health(self) -> Mapping[str, bool]:
-        """Returns True or False (dead) for each part that services depend on. Never waits.
+        """Returns True (alive) or False (dead) for each program that services depend on. Never
+        waits.
 
-        Empty if there are no such parts, as for plain processes.
+        Empty if services depend on no other program, as with plain processes.
         """
         return {}
 
     def read_logs(self, folder: str, query: LogsQuery) -> LogPieces:
-        """Returns the log lines that services kept. On a single machine all are in one folder."""
+        """Returns the log lines that services kept. On a single machine all lines are in one
+        folder."""
         return read_pieces(Path(folder), query)
 
     def dead(self) -> dict[str, str]:
-        """Returns the services that ended by themselves since the last call, and how each ended.
+        """Returns the services that ended by themselves since the last call, with the reason of
+        each end.
 
-        Their names are free again.
+        The names of these services are free again.
         """
         ...
 
     def close(self) -> None:
-        """Stops all services. No process of them is left on return."""
+        """Stops all services. No process of a service is left on return."""
         ...
 
     def stop_draining(self) -> None:

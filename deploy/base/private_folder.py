@@ -1,9 +1,10 @@
-"""Folders of a running deployment, and the removal of folders that dead deployments left.
+"""Makes private folders of a running deployment, and removes folders that dead deployments left.
 
-Only its user may enter a folder. While the deployment runs, it holds a lock on a file in it. The
-kernel frees the lock when the process ends or is killed. So a folder whose lock is free belongs to
-a dead deployment. The next start removes the folder, and kills processes that still have a file of
-it open. Otherwise a gateway that was paused when its deployment died would keep the port for ever.
+Only the user of the deployment may enter a folder. While the deployment runs, it keeps a file in
+the folder locked. The kernel frees the lock when the process ends or is killed. So a folder whose
+lock is free belongs to a dead deployment. The next start of any deployment removes that folder, and
+kills processes that still have one of its files open. Otherwise a gateway that was paused when its
+deployment died would keep the port for ever.
 """
 
 import contextlib
@@ -23,20 +24,20 @@ log = logging.getLogger(__name__)
 
 PREFIX = "baton-"
 LOCK = "alive"
-GRACE_S = 2.0  # time for a process of a dead deployment to end by itself
+GRACE_S = 2.0  # time that a process of a dead deployment has to end by itself
 KILLED_WITHIN_S = 5.0
-RAY = "/ray/core/src/ray/"  # part of the path of each program of Ray
+RAY = "/ray/core/src/ray/"  # substring of the path of each of Ray's programs
 
 
 class PrivateFolder:
-    """A folder from `open` to `close`."""
+    """A private folder, which exists from `open` to `close`."""
 
     path: Path
 
     def open(self) -> None:
         """Makes the folder. Raises OSError."""
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # The file is locked before it gets its name: a concurrent start must not find it unlocked.
+        # Lock the file before it gets its final name: a concurrent start must not find it unlocked.
         partial = self.path / f".{LOCK}"
         self._lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -54,11 +55,11 @@ class PrivateFolder:
 
 
 def sweep(parent: Path | None = None) -> list[Path]:
-    """Removes the folders of this user's dead deployments, and returns them."""
+    """Removes the folders of this user's dead deployments, and returns the removed folders."""
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     swept = []
     for lock in sorted(parent.glob(f"{PREFIX}*/{LOCK}")):
-        with contextlib.suppress(OSError), _held(lock) as is_free:  # the folder has gone meanwhile
+        with contextlib.suppress(OSError), _held(lock) as is_free:  # the folder is removed
             if is_free:
                 end_users_of(lock.parent, grace_s=GRACE_S)
                 _remove(lock.parent)
@@ -67,10 +68,10 @@ def sweep(parent: Path | None = None) -> list[Path]:
 
 
 def end_users_of(folder: Path, *, grace_s: float = 0.0, only_helpers: bool = False) -> None:
-    """Kills services and processes of Ray that hold a file of the folder open.
+    """Kills services and Ray processes that have a file of the folder open.
 
-    Each process has `grace_s` to end by itself. `only_helpers`: only this process's Python
-    children.
+    Each process has `grace_s` seconds to end by itself. `only_helpers`: only Python children of
+    this process are killed.
     """
     with contextlib.ExitStack() as stack:
         found: dict[int, int] = {}  # process ids by pidfd
@@ -82,7 +83,7 @@ def end_users_of(folder: Path, *, grace_s: float = 0.0, only_helpers: bool = Fal
                 if pid != os.getpid() and _uses(process, folder):
                     pidfd = os.pidfd_open(pid)
                     stack.callback(os.close, pidfd)
-                    if _uses(process, folder):  # the id was not reused
+                    if _uses(process, folder):  # the process id was not reused
                         found[pidfd] = pid
         left = _left(list(found), grace_s)
         for pidfd in left:
@@ -95,7 +96,8 @@ def end_users_of(folder: Path, *, grace_s: float = 0.0, only_helpers: bool = Fal
 
 @contextlib.contextmanager
 def _held(lock: Path) -> Iterator[bool]:
-    """Locks another deployment's lock file if it is free. Yields True then. Raises OSError."""
+    """Locks another deployment's lock file if the file is free. Yields True if it was free. Raises
+    OSError."""
     if lock.parent.lstat().st_uid != os.getuid() or lock.parent.is_symlink():
         yield False
         return
@@ -113,7 +115,7 @@ def _held(lock: Path) -> Iterator[bool]:
 
 
 def _uses(process: Path, folder: Path) -> bool:
-    """True if a process of Python or of Ray holds a file of the folder open. Raises OSError."""
+    """True if a Python or Ray process has a file of the folder open. Raises OSError."""
     if not _is_python(process) and RAY not in os.readlink(process / "exe"):
         return False
     files = (os.readlink(each) for each in (process / "fd").iterdir())
@@ -121,13 +123,13 @@ def _uses(process: Path, folder: Path) -> bool:
 
 
 def _is_helper(process: Path) -> bool:
-    """True if the process is a child of this one, and runs Python too. Raises OSError."""
+    """True if the process is a child of this process, and runs Python too. Raises OSError."""
     parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
     return int(parent) == os.getpid() and _is_python(process)
 
 
 def _is_python(process: Path) -> bool:
-    """True if a process runs the same program as this one. Raises OSError."""
+    """True if a process runs the same program as this process. Raises OSError."""
     return os.readlink(process / "exe") == os.readlink("/proc/self/exe")
 
 

@@ -1,6 +1,7 @@
 """Explains in plain English why a service could not start: no space, no permission, a signal.
 
-Pure. An operator reads these sentences in `baton pools`, `baton events`, /ready and the dashboard.
+Pure: no I/O. An operator reads these sentences in `baton pools`, `baton events`, /ready and the
+dashboard.
 """
 
 import errno
@@ -27,7 +28,8 @@ _OF_SIGNAL = {
 
 
 def explain(error: BaseException) -> str:
-    """Returns the reason for an operator. An error that is not in the table keeps its own text."""
+    """Returns the reason of an error for an operator. An error that is not in the table keeps its
+    own text."""
     if isinstance(error, MemoryError):
         return _OF_ERRNO[errno.ENOMEM]
     if not isinstance(error, OSError) or error.errno not in _OF_ERRNO:
@@ -38,6 +40,6 @@ def explain(error: BaseException) -> str:
 
 
 def explain_status(status: int | str) -> str:
-    """Returns an exit status, with its meaning if that helps an operator."""
+    """Returns an exit status as text, with its meaning if the meaning helps an operator."""
     name = next((number for number in _OF_SIGNAL if status == -number), None)
     return f"exit status {status}" if name is None else f"exit status {status}: {_OF_SIGNAL[name]}"

@@ -1,8 +1,8 @@
 """The run directory: how an operator's command finds a deployment on this machine.
 
-Each deployment writes one file, named after the process that serves the admin API. It holds the
-admin key, so only its user can read it. The directory is `$BATON_RUN_DIR`, else
-`$XDG_RUNTIME_DIR/baton`, else `/tmp/baton-<user id>`.
+Each deployment writes one file, named after the process that serves the admin API. The file
+contains the admin key, so only the deployment's user can read the file. The directory is
+`$BATON_RUN_DIR`, else `$XDG_RUNTIME_DIR/baton`, else `/tmp/baton-<user id>`.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class AdminAccess(msgspec.Struct, frozen=True):
 
 
 def run_directory(environment: Mapping[str, str]) -> Path:
-    """Returns the directory, which may not exist yet."""
+    """Returns the run directory, which may not exist yet."""
     if chosen := environment.get("BATON_RUN_DIR"):
         return Path(chosen)
     if private := environment.get("XDG_RUNTIME_DIR"):
@@ -37,10 +37,10 @@ def run_directory(environment: Mapping[str, str]) -> Path:
 
 
 def log_folder(name: str | None, node: str = "") -> Path | None:
-    """Returns the folder in which services keep their log lines. It may not exist yet.
+    """Returns the folder in which services keep their log lines. The folder may not exist yet.
 
-    A relative name is below this machine's run directory, with a folder for each node: nodes of a
-    cluster may have other run directories, or share a machine.
+    A relative name is below this machine's run directory, with a folder for each node. Nodes of a
+    cluster may have different run directories, or share a machine.
     """
     if name is None or Path(name).is_absolute():
         return None if name is None else Path(name)
@@ -50,7 +50,7 @@ def log_folder(name: str | None, node: str = "") -> Path | None:
 def announce(directory: Path, access: AdminAccess) -> Path:
     """Writes the file of a deployment. Removes files of ended deployments with the same URL.
 
-    Returns its path. Raises ConfigError if another user can change it.
+    Returns the file's path. Raises ConfigError if another user can change the directory.
     """
     path = _path(directory, access)
     try:
@@ -81,7 +81,7 @@ def ended(directory: Path) -> list[AdminAccess]:
 
 
 def remove(directory: Path, deployments: Iterable[AdminAccess]) -> None:
-    """Removes the files of deployments that ended."""
+    """Removes the files of ended deployments."""
     for each in deployments:
         _path(directory, each).unlink(missing_ok=True)
 

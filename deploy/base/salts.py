@@ -1,9 +1,10 @@
-"""The secret under which blocks are hashed, kept if blocks outlive their deployment.
+"""Keeps the secret under which blocks are hashed, if blocks outlive their deployment.
 
-Tenants' salts are derived from a secret (`engine.net.trust`). Usually that is the deployment's own
-secret, which is new at each start. Blocks on disk and in object stores are found again only with
-the same secret. So the secret is kept in a file, by default beside the blocks on disk. A reader of
-the file could test guesses of prompts against block hashes, so only its owner may read it.
+Tenants' salts are derived from a secret (`engine.net.trust`). Usually the secret is the
+deployment's own, which is new at each start. But blocks on disk and in object stores can be found
+again only with the same secret. So for these blocks the secret is kept in a file, by default beside
+the blocks on disk. A reader of the file could test guesses of prompts against block hashes, so only
+its owner may read it.
 """
 
 import os
@@ -20,7 +21,8 @@ _SECRET = re.compile(r"[0-9a-f]{64}")
 
 
 def kept_salts(config: StoreConfig) -> str | None:
-    """Returns the kept secret, made if necessary; None if the deployment's own secret is used.
+    """Returns the kept secret; makes the secret if necessary. None: the deployment's own secret is
+    used.
 
     Raises ConfigError if the file cannot be made or used, or if other users can read it.
     """
@@ -45,7 +47,8 @@ def _path_of(config: StoreConfig) -> Path | None:
 
 
 def _make(path: Path) -> None:
-    """Makes the file atomically. If another process makes it at the same time, the first wins."""
+    """Makes the secret's file atomically. If two processes make the file at the same time, the
+    first file stays."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -1,9 +1,9 @@
 """The memory of a store: a slab of blocks and a table of their headers, without file names.
 
-Both are memfds of the keeper process, so they outlive the store's process. The table has a header
-for each slot, as on disk (`kvtransfer.store.disk.format`). A header is cleared before its slot is
-written to, and written after the block. So after `kill -9` at any moment, a complete header belongs
-to a complete block. Payloads have no checksum here, since writes to memory do not tear.
+Slab and table are memfds of the keeper process, so they outlive the store's process. The table has
+a header for each slot, as on disk (`kvtransfer.store.disk.format`). A header is cleared before its
+slot is written to, and written after the block. So after `kill -9` at any moment, a complete header
+belongs to a complete block. Payloads have no checksum here, since writes to memory do not tear.
 """
 
 import logging
@@ -34,12 +34,12 @@ LEAST_BLOCK_BYTES = 4096  # the table has a header for each block of this size i
 
 
 def table_bytes(slab_bytes: int) -> int:
-    """Returns the size of the table for a slab. Unwritten pages take no memory."""
+    """Returns the size in bytes of the table for a slab. Unwritten pages take no memory."""
     return slab_bytes // LEAST_BLOCK_BYTES * HEADER_BYTES
 
 
 class StoreSlab:
-    """The slots of one identity in the slab. One thread calls all methods."""
+    """The slots of one store identity in the slab. One thread calls all methods."""
 
     def __init__(
         self, slab: SharedMemory, table: SharedMemory, *, identity: bytes, block_bytes: int
@@ -54,7 +54,8 @@ class StoreSlab:
         self._next_sequence = 1
 
     def recover(self) -> RecoveredBlocks:
-        """Returns the blocks that an earlier process left, the oldest first; clears other slots."""
+        """Returns the blocks that an earlier process left, oldest first. Clears the headers of all
+        other slots."""
         verdicts = judge(self._headers, 0, self._geometry, header_checksums)
         found = merged([claimed(self._headers[verdicts == HeaderVerdict.FINE])])
         keep = np.zeros(self.num_slots, np.bool_)
@@ -78,7 +79,7 @@ class StoreSlab:
         self._slots[block] = slot
 
     def clear(self, block: BlockHash) -> None:
-        """Clears the header of a block, before its slot is written to."""
+        """Clears the header of a block. Call this before the block's slot is written to."""
         slot = self._slots.pop(block, None)
         if slot is not None:
             self._write(slot, EMPTY)
@@ -89,7 +90,7 @@ class StoreSlab:
         return self._slots
 
     def close(self) -> None:
-        """Unmaps the memory, which the keeper still holds."""
+        """Unmaps the memory. The keeper still has the memory mapped by its memfds."""
         del self._table, self._headers
         self.pool.close()
 

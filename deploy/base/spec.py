@@ -18,8 +18,8 @@ from engine.control import FIRST_VERSION, Members
 from engine.devices.settings import WorkerSettings
 from engine.messages import EventsAddress, Role, WorkerId
 
-READY_TIMEOUT_S = 300.0  # from spec to ready, without the fetch of the model
-SLOWEST_BYTES_PER_S = 100e6  # assumed speed of reading a model: a large model may start for longer
+READY_TIMEOUT_S = 300.0  # longest time from spec to answer, without the fetch of the model
+SLOWEST_BYTES_PER_S = 100e6  # assumed read speed: the start of a large model may take longer
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -34,13 +34,13 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     threads: int
     memory_bytes: int | None = None  # for all workers of the machine; None: all available memory
     num_workers: int = 1  # workers that share this memory
-    kept_bytes: int = 0  # the part of `memory_bytes` that a store will take
+    kept_bytes: int = 0  # part of `memory_bytes` that a store will take
     host: str = "127.0.0.1"
     logs: LogsConfig = LogsConfig()
-    log_folder: str | None = None  # argument of `run_dir.log_folder`; None: no lines are kept
+    log_folder: str | None = None  # argument of `run_dir.log_folder`; None: no log lines are kept
     version: str = FIRST_VERSION
     num_gpus: float = 0.0  # whole GPUs, or a part of one GPU
-    # The GPUs that the worker sees, by their names in CUDA_VISIBLE_DEVICES. None: Ray has set this
+    # Names in CUDA_VISIBLE_DEVICES of the GPUs that the worker sees. None: Ray has already set that
     # variable in the worker's environment.
     gpus: tuple[str, ...] | None = None
 
@@ -54,14 +54,14 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """The device, kernels and transports of a worker, as chosen at its start."""
 
     device: str  # cpu or cuda
-    kernels: str  # kind of processor or GPU, and the way steps run
+    kernels: str  # kind of processor or GPU, and the way in which steps are run
     weights: str
     kv_format: str
     kv_bytes: int
     attention: str
     captured_steps: int
-    transports: tuple[str, ...]  # transports by which others can read its KV
-    fallbacks: dict[str, int] = {}  # optional parts that are missing here
+    transports: tuple[str, ...]  # transports by which other workers can read this worker's KV
+    fallbacks: dict[str, int] = {}  # optional parts that this machine lacks, with their number
 
     def __str__(self) -> str:
         """Returns all facts in one line."""
@@ -75,7 +75,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
-    """A worker's answer once it listens."""
+    """A worker's answer to its spec, sent once the worker listens."""
 
     kind: ClassVar[str] = "worker"
     address: str
@@ -83,10 +83,10 @@ class WorkerReady(msgspec.Struct, frozen=True):
     context_len: int
     num_blocks: int
     block_bytes: int
-    start_s: float  # time from its spec until it listened
+    start_s: float  # time from the worker's spec until the worker listened
     version: str = FIRST_VERSION
     max_len: int = 0  # tokens of one request: the context, or less if KV memory is smaller
-    # True if a sequence's logits do not depend on the batch; measured for this model and format.
+    # True if a sequence's logits do not depend on the batch. Measured for this model and format.
     is_batch_invariant: bool = True
     facts: WorkerFacts | None = None  # None for a worker without a runner
 
@@ -102,23 +102,23 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     logs: LogsConfig = LogsConfig()
     log_folder: str | None = None  # as in `WorkerSpec`
     name: str = "gateway"
-    process: int = 0  # its number among the processes that share the port
+    process: int = 0  # number of this gateway among the processes that share the port
     siblings: str | None = None  # a directory, if several processes share the port
-    ports: str | None = None  # a directory for passing listening sockets; None: it listens itself
-    host: str = "127.0.0.1"  # the host at which the controller reaches it
+    ports: str | None = None  # a directory for passing listening sockets; None: it makes its own
+    host: str = "127.0.0.1"  # host at which the controller reaches the gateway
     salts: str | None = None  # the secret of tenants' salts; None: the token is used
 
 
 class GatewayReady(msgspec.Struct, frozen=True):
-    """A gateway's answer once it listens."""
+    """A gateway's answer to its spec, sent once the gateway listens."""
 
     kind: ClassVar[str] = "gateway"
     url: str
     model_name: str
     pid: int
-    control: str = ""  # address for the controller
-    drain_timeout_s: float = 0.0  # longest time for its stop
-    grpc_port: int | None = None  # None: it does not serve gRPC
+    control: str = ""  # address at which the gateway listens for the controller
+    drain_timeout_s: float = 0.0  # longest time for which a stop waits for answers
+    grpc_port: int | None = None  # None: the gateway does not serve gRPC
 
 
 class StoreSpec(msgspec.Struct, frozen=True):
@@ -129,20 +129,21 @@ class StoreSpec(msgspec.Struct, frozen=True):
     members: Members  # the members at the time of the start
     config: StoreConfig
     token: str
-    version: str = FIRST_VERSION  # the model whose blocks it keeps
+    version: str = FIRST_VERSION  # version of the model whose blocks the store keeps
     transport: Transport = Transport.AUTO
     host: str = "127.0.0.1"
-    node: str = ""  # the cluster's node that it runs on
+    node: str = ""  # cluster node on which the store runs
     logs: LogsConfig = LogsConfig()
     log_folder: str | None = None  # as in `WorkerSpec`
 
 
 class StoreReady(msgspec.Struct, frozen=True):
-    """A store's answer once it listens. Its addresses stay the same if its process restarts."""
+    """A store's answer to its spec, sent once the store listens. Its addresses survive restarts of
+    its process."""
 
     kind: ClassVar[str] = "store"
-    address: str  # for gateways
-    control: str  # for the controller
+    address: str  # address for gateways
+    control: str  # address for the controller
     pid: int
     version: str = FIRST_VERSION
     node: str = ""
@@ -164,20 +165,21 @@ def decode_spec(kind: str, spec: bytes) -> ServiceSpec:
 
 
 class Fetching(msgspec.Struct, frozen=True, tag=True):
-    """The service fetches its model now. Sent only if the model must be fetched."""
+    """Reports that the service fetches its model now. Sent only if the model must be fetched."""
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """The model is on this machine now, and the service starts."""
+    """Reports that the model has been fetched to this machine, and that the service starts."""
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True):
-    """The start may take this many seconds. Sent only if that exceeds READY_TIMEOUT_S."""
+    """Reports that the start may take this many seconds. Sent only if that exceeds
+    READY_TIMEOUT_S."""
 
     limit_s: float
 
 
-StartReport = Fetching | Fetched | Starting  # sent before the answer
+StartReport = Fetching | Fetched | Starting  # messages that are sent before the answer
 
 
 class BlockEventsAnswer(msgspec.Struct, frozen=True):

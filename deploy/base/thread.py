@@ -1,6 +1,6 @@
-"""Runs a service on its own event loop in its own thread.
+"""Runs a service on an event loop in a thread, both used by this service only.
 
-So the same code can run in a plain process, in a Ray actor and in a test.
+The same code therefore runs in a plain process, in a Ray actor and in a test.
 """
 
 import asyncio
@@ -20,27 +20,28 @@ from engine.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
-NEW_OBJECTS = 20_000  # allocations between two garbage collections
+NEW_OBJECTS = 20_000  # number of allocated objects between two garbage collections
 
 T = TypeVar("T", covariant=True)
 U = TypeVar("U")
 
 
 class LateStart(ConfigError):
-    """A service did not open in time. It may just be slow."""
+    """A service did not open in time. The service may only be slow."""
 
 
 class LoopService(Protocol[T]):
-    """A service that runs on an event loop from open to close."""
+    """A service that runs on an event loop from `open` to `close`."""
 
-    drain_timeout_s: float = 0.0  # `close` may wait this long for running work
+    drain_timeout_s: float = 0.0  # longest time that `close` waits for running work
 
     async def open(self) -> T:
-        """Starts the service. Returns the data that its clients need."""
+        """Starts the service. Returns the data that clients of the service need."""
         ...
 
     def stop_draining(self) -> None:
-        """Makes a running `close` stop waiting. Does nothing if `close` never waits."""
+        """Makes a running `close` return without waiting for work. Does nothing if `close` never
+        waits."""
         return
 
     async def close(self) -> None:
@@ -49,7 +50,7 @@ class LoopService(Protocol[T]):
 
 
 class ServiceThread(Generic[T]):
-    """A service in its own thread, with its own event loop."""
+    """Runs a service in a thread with an event loop, both used by this service only."""
 
     def __init__(
         self, service: LoopService[T], name: str, *, open_timeout_s: float = READY_TIMEOUT_S
@@ -61,7 +62,8 @@ class ServiceThread(Generic[T]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def open(self, limit_s: float | None = None) -> T:
-        """Opens the service, within `limit_s` if given. Raises its errors, and LateStart."""
+        """Opens the service, within `limit_s` seconds if given. Raises the service's errors, and
+        LateStart."""
         limit_s = self._open_timeout_s if limit_s is None else limit_s
         self._thread.start()
         self._opening = opening = asyncio.run_coroutine_threadsafe(self._service.open(), self._loop)
@@ -73,7 +75,8 @@ class ServiceThread(Generic[T]):
             raise LateStart(f"it did not start in {limit_s:g} s") from error
 
     def ask(self, work: Coroutine[Any, Any, U], timeout_s: float) -> U:
-        """Runs work on the service's loop. Raises its errors, and TimeoutError."""
+        """Runs a coroutine on the service's loop. Raises the coroutine's errors, and
+        TimeoutError."""
         asked = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return asked.result(timeout_s)
@@ -82,11 +85,12 @@ class ServiceThread(Generic[T]):
             raise
 
     def stop_draining(self) -> None:
-        """Makes a running `close` stop waiting. Signal handlers may call this."""
+        """Makes a running `close` return without waiting for work. Signal handlers may call this
+        method."""
         self._loop.call_soon_threadsafe(self._service.stop_draining)
 
     def close(self) -> None:
-        """Closes the service, even while it opens, and ends the thread."""
+        """Closes the service, even during its `open`, and ends the thread."""
         if self._opening is not None:
             self._opening.cancel()
         closing = asyncio.run_coroutine_threadsafe(self._service.close(), self._loop)
@@ -116,6 +120,6 @@ def freeze_heap() -> None:
 
 
 def die(error: BaseException) -> None:
-    """Ends the process at once. A service that lost a thread must not look alive."""
+    """Ends the process at once. A service that lost a thread must not look alive to its peers."""
     log.critical("a thread died: %r", error, exc_info=error)
     os._exit(70)

@@ -1,7 +1,8 @@
-"""`baton chat`: a terminal client of any OpenAI-compatible server, streaming.
+"""`baton chat`: a streaming terminal client of any OpenAI-compatible server.
 
-A line that begins with a slash is a command: `/help` lists them. `//` sends a line that begins with
-a slash. On a terminal the arrow keys edit a line and find earlier ones, which a file keeps.
+A line that begins with a slash is a command: `/help` lists them. A line that begins with `//` is
+sent with one slash. On a terminal, arrow keys edit the line and recall earlier lines, which are
+kept in a file.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from engine.errors import BatonError
 
-MAX_HISTORY = 1000  # lines that the history file keeps
+MAX_HISTORY = 1000  # maximum number of lines in the history file
 COMMANDS = {
     "/help": "shows this list",
     "/system [TEXT]": "sets the system message, or removes it",
@@ -31,7 +32,7 @@ COMMANDS = {
 
 
 class ServerError(BatonError):
-    """The server refused a request or the connection broke."""
+    """The server refused a request, or the connection to the server broke."""
 
 
 class ChatClient:
@@ -70,7 +71,7 @@ class ChatClient:
 
 
 def first_model(client: httpx.Client) -> str:
-    """Returns the name of the first model that the server lists. Raises ServerError."""
+    """Returns the name of the first model in the server's list. Raises ServerError."""
     try:
         response = client.get("/v1/models")
     except httpx.HTTPError as error:
@@ -100,18 +101,18 @@ def error_message(body: bytes) -> str:
 
 
 class ChatRefused(BatonError):
-    """A command of `baton chat` that cannot be carried out."""
+    """A slash command of `baton chat` cannot be carried out."""
 
 
 class ChatCommands:
-    """A conversation and its commands."""
+    """Carries out the slash commands of a conversation."""
 
     def __init__(self, client: ChatClient) -> None:
         self.client = client
         self.has_ended = False
 
     def carried_out(self, line: str) -> str:
-        """Carries out a command. Returns what to print. Raises ChatRefused."""
+        """Carries out a command. Returns the text to print. Raises ChatRefused."""
         name, _, rest = line.partition(" ")
         words = rest.split()
         client = self.client
@@ -139,7 +140,8 @@ class ChatCommands:
         raise ChatRefused(f"{name} is no command; /help lists them")
 
     def last_question(self) -> str:
-        """Removes the last question and its answer; returns the question. Raises ChatRefused."""
+        """Removes the last question and its answer from the conversation; returns the question.
+        Raises ChatRefused."""
         while self.client.messages:
             last = self.client.messages.pop()
             if last["role"] == "user":
@@ -148,7 +150,7 @@ class ChatCommands:
 
 
 def _assigned(words: list[str]) -> dict[str, Any]:
-    """Parses NAME=VALUE. A value that is not JSON is taken as a text. Raises ChatRefused."""
+    """Parses NAME=VALUE. A value that is not valid JSON is used as a string. Raises ChatRefused."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -169,7 +171,7 @@ def _shown(options: Mapping[str, Any]) -> str:
 
 
 def _save(request: Mapping[str, Any], name: str) -> str:
-    """Writes a new file that only its user can read. Raises ChatRefused."""
+    """Writes the conversation to a new file that only this user can read. Raises ChatRefused."""
     if not name:
         raise ChatRefused("write /save FILE")
     path = Path(name).expanduser()
@@ -182,26 +184,27 @@ def _save(request: Mapping[str, Any], name: str) -> str:
 
 
 def history_file(environment: Mapping[str, str]) -> Path:
-    """Returns the file that keeps earlier lines."""
+    """Returns the path of the file that keeps earlier input lines."""
     state = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "baton" / "chat_history"
 
 
 @contextlib.contextmanager
 def line_editing(path: Path) -> Iterator[None]:
-    """Enables line editing, and a history file that only its user can read. Not in a pipe."""
+    """Enables line editing, with a history file that only this user can read. Does nothing in a
+    pipe."""
     if not sys.stdin.isatty():
         yield
         return
-    import readline  # imported here, since it changes how a terminal behaves
+    import readline  # imported here, because the import changes how the terminal behaves
 
     readline.set_history_length(MAX_HISTORY)
-    with contextlib.suppress(OSError):  # the file does not exist yet, or cannot be read
+    with contextlib.suppress(OSError):  # the history file does not exist yet, or cannot be read
         readline.read_history_file(path)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # at worst, the history is lost
+        with contextlib.suppress(OSError):  # if the write fails, only the history is lost
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
             readline.write_history_file(path)
@@ -230,7 +233,8 @@ def converse(client: ChatClient, console: Console) -> None:
 
 
 def _answer(client: ChatClient, text: str, console: Console) -> None:
-    """Prints an answer while it arrives. Ctrl-C cancels the answer and removes the question."""
+    """Prints the pieces of an answer as they arrive. Ctrl-C cancels the answer and removes the
+    question."""
     try:
         for piece in client.ask(text):
             console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`baton config show`, `reference` and `check`: what can be configured, and what is in force."""
+"""`baton config show`, `reference` and `check`: print all settings, and the values in force."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""`baton doctor`: the parts of this machine, which of them Baton would use, and why not the others.
+"""`baton doctor`: lists the parts of this machine that Baton would use, and why it would not use
+others.
 
 Each probe reads the system and returns findings. No probe imports torch, Ray or NIXL, or changes
 anything. A worker may still find other faults, for example a driver of the wrong version.
@@ -33,14 +34,14 @@ from engine.errors import BatonError
 from engine.native.build import cache_folder, find_compiler, is_built
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
-SPARE_FILES = 512  # descriptors that a gateway needs beside its connections
+SPARE_FILES = 512  # descriptors that a gateway needs in addition to its connections
 LEAST_DISK_BYTES = 2**30
 GIB = 2**30
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class Verdict(StrEnum):
-    """The meaning of a finding for a deployment."""
+    """What a finding means for a deployment."""
 
     USED = "used"
     UNUSED = "unused"  # missing or not needed; Baton serves without it
@@ -53,11 +54,12 @@ class Finding(msgspec.Struct, frozen=True):
     name: str
     verdict: Verdict
     found: str
-    why: str = ""  # the reason why it is not used, or what to do
+    why: str = ""  # the reason why the part is not used, or advice
 
 
 def judged(name: str, found: str, why: str, *, holds: bool, if_not: Verdict) -> Finding:
-    """Returns a finding that is used if a condition holds; `why` is shown only if not."""
+    """Returns a finding: the part is used if the condition holds. Otherwise `why` gives the
+    reason."""
     return Finding(name, Verdict.USED, found) if holds else Finding(name, if_not, found, why)
 
 
@@ -70,7 +72,7 @@ def doctor(config: ConfigFile = None, *, as_json: AsJson = False) -> None:
 
 
 def diagnose(config: Config) -> list[Finding]:
-    """Returns the findings of all probes. If a probe raises OSError, that is a finding too."""
+    """Returns the findings of all probes. An OSError of a probe becomes a finding too."""
     found: list[Finding] = []
     for probe in PROBES:
         try:
@@ -94,7 +96,7 @@ def findings_table(findings: list[Finding]) -> Table:
 
 
 def processor(cpuinfo: str, cores: int) -> Finding:
-    """Judges the processor by the text of /proc/cpuinfo."""
+    """Judges the processor from the text of /proc/cpuinfo."""
     lines = [line for line in cpuinfo.splitlines() if line.startswith("flags")]
     flags = set(lines[0].split()) if lines else set()
     has = [name for name in FEATURES if name in flags]
@@ -105,7 +107,7 @@ def processor(cpuinfo: str, cores: int) -> Finding:
 
 
 def memory(available: int, num_workers: int) -> Finding:
-    """Judges the bytes that may still be allocated."""
+    """Judges the number of bytes that may still be allocated."""
     least = num_workers * (HEAD_ROOM_BYTES + LEAST_BYTES)
     found = f"{available / GIB:.1f} GiB available for {num_workers} workers"
     why = f"they take {least / GIB:.1f} GiB without the weights: fewer workers, or more memory"
@@ -113,7 +115,7 @@ def memory(available: int, num_workers: int) -> Finding:
 
 
 def descriptors(soft: int, hard: int, connections: int) -> Finding:
-    """Judges the limits of open files. Gateways raise theirs to the hard limit."""
+    """Judges the limits of open files. Gateways raise their soft limit to the hard limit."""
     found = f"{_limit(soft)} now, {_limit(hard)} at most"
     holds = hard == resource.RLIM_INFINITY or hard >= connections + SPARE_FILES
     why = f"fewer than gateway.max_connections = {connections} are accepted: raise `ulimit -Hn`"
@@ -134,14 +136,14 @@ def store_disk(folder: Path, wanted: int) -> Finding:
 
 
 def store_memory(wanted: int, available: int) -> Finding:
-    """Judges the memory of a store, which is allocated as blocks come."""
+    """Judges the memory of a store, which is allocated when blocks are written."""
     found = f"{wanted / GIB:.1f} GiB wanted, {available / GIB:.1f} GiB available"
     why, holds = "less, or more memory", available >= wanted
     return judged("store.memory_mib", found, why, holds=holds, if_not=Verdict.WRONG)
 
 
 def lockable(soft: int, wanted: int) -> Finding:
-    """Judges the limit of locked memory, which RDMA needs for the memory of a store."""
+    """Judges the limit of locked memory. RDMA must lock the memory of a store."""
     found = f"{_limit(soft)} bytes, the store has {wanted}"
     holds = soft == resource.RLIM_INFINITY or soft >= wanted
     why = "over RDMA its memory cannot be registered: `ulimit -l unlimited`"
@@ -158,7 +160,7 @@ def huge_pages(setting: str) -> Finding:
 
 
 def gpus(config: Config, found: FoundGpus) -> Iterator[Finding]:
-    """Judges the GPUs, and reports the device and the defaults of workers."""
+    """Judges the GPUs, and reports the device of workers and their default settings."""
     device = choose_device(config.worker.device, config.pools, has_gpus=bool(found.gpus))
     is_used = device is DeviceKind.CUDA
     if not found.gpus:

@@ -21,7 +21,7 @@ from deploy.logs.reading import DEFAULT_LINES, MAX_LINES
 from engine.control import with_role
 from engine.messages import Role
 
-events_app = typer.Typer()  # its commands stand at the top level
+events_app = typer.Typer()  # its commands are direct subcommands of `baton`
 
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="print new ones until Ctrl-C")]
 
@@ -30,7 +30,7 @@ class EventLine(msgspec.Struct, frozen=True):
     """A step of the pools (a flip, death, join or version) or a decision of the planner."""
 
     kind: Literal["step", "decision"]
-    number: int  # number of the step, or of the decision
+    number: int  # number of the step or of the planner's decision
     age_s: float
     subject: str
     what: str
@@ -39,7 +39,7 @@ class EventLine(msgspec.Struct, frozen=True):
 
 
 class PoolEvents:
-    """Merges answers into events, and yields each event once."""
+    """Merges the API's answers into events, and yields each event once."""
 
     def __init__(self) -> None:
         self.last_step = 0
@@ -48,7 +48,7 @@ class PoolEvents:
     def new(
         self, steps: Iterable[StepInfo], decisions: Iterable[DecisionInfo]
     ) -> Iterator[EventLine]:
-        """Yields the events since the last call, oldest first."""
+        """Yields the events that earlier calls have not yielded, oldest first."""
         events = [
             EventLine(
                 "step", s.number, s.age_s, s.subject, s.what, (s.why,) if s.why else (), s.role
@@ -86,7 +86,7 @@ def events_command(client: AdminClient, output: Output, *, follow: Follow = Fals
 
 
 def event_line(event: EventLine) -> str:
-    """Returns an event with its reasons, in rich's markup."""
+    """Returns an event with its reasons as text in rich's markup."""
     why = f"[dim]: {escape('; '.join(event.why))}[/dim]" if event.why else ""
     subject, what = escape(with_role(event.subject, event.role)), escape(event.what)
     return f"{event.age_s:7.0f} s ago  [bold]{subject}[/bold] {what}{why}"
@@ -124,7 +124,7 @@ def logs_command(
 
 
 def log_line(line: Mapping[str, Any]) -> str:
-    """Returns a line in rich's markup. Terminal control characters are escaped."""
+    """Returns a log line as text in rich's markup. Terminal control characters are escaped."""
     told = {name: escaped(str(value)) for name, value in line.items() if name != "exception"}
     level = told.get("level", "")
     style = _STYLES.get(level, "default")
@@ -141,7 +141,8 @@ def log_line(line: Mapping[str, Any]) -> str:
 
 
 def _later(client: AdminClient, service: str | None, after: str) -> Iterator[LogsAnswer]:
-    """Yields later answers until Ctrl-C or the end of the deployment."""
+    """Queries later log lines, and yields each answer, until Ctrl-C or the end of the
+    deployment."""
     pause, has_more = threading.Event(), False
     while True:
         if not has_more:

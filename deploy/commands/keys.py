@@ -19,7 +19,8 @@ from router.access.keys import KeyRecord, hash_of, new_key, with_key, without_ke
 from router.access.limits import KeyLimits
 
 DEFAULT_FILE = Path("~/.baton/keys.json")
-SHOWN_HASH = 8  # shown characters: enough to distinguish keys, useless to an attacker
+# Shown characters of a key's hash: enough to distinguish keys, useless to an attacker.
+SHOWN_HASH = 8
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 keys_app = typer.Typer(
@@ -85,7 +86,7 @@ def revoke_command(name: KeyName, file: KeysFile = DEFAULT_FILE) -> None:
 
 
 def table_of_keys(records: tuple[KeyRecord, ...], now: datetime) -> Table:
-    """Returns a row for each key."""
+    """Returns a table with a row for each key."""
     table = Table("name", "hash", "created", "expires", "group", "limits", "debug", box=SIMPLE_HEAD)
     for column in table.columns[1:4]:
         column.no_wrap = True
@@ -103,7 +104,7 @@ def table_of_keys(records: tuple[KeyRecord, ...], now: datetime) -> Table:
 
 
 def parse_duration(text: str) -> timedelta:
-    """Reads a duration such as `30d`. Raises ConfigError."""
+    """Parses a duration such as `30d`. Raises ConfigError."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})([smhdw])", text)
     if match is None:
         raise ConfigError(f"{text!r} is no duration: use a form like 30d, 12h or 2w")

@@ -1,4 +1,5 @@
-"""The `baton` command: its subcommands, and the one place where errors are printed."""
+"""The `baton` command: registers the subcommands, and is the only place where errors are
+printed."""
 
 import importlib
 import importlib.metadata
@@ -33,11 +34,11 @@ class LateCommand(NamedTuple):
     """A command that is imported only when it is called."""
 
     target: str  # "module:attribute"
-    help: str  # its line in lists of commands, for which nothing is imported
+    help: str  # help line in lists of commands; to print a list, nothing is imported
 
 
-# Importing these takes longer than most other commands run. `bench` is another package and may be
-# absent.
+# The import of these commands takes longer than most other commands run. `bench` is another
+# package, which may not be installed.
 LATE_COMMANDS = {
     "serve": LateCommand(
         "deploy.commands.serve:serve",
@@ -78,7 +79,8 @@ def _app_of(command: Callable[..., None]) -> typer.Typer:
 class _Commands(TyperGroup):
     """The subcommands, including the late commands.
 
-    The types are from click. Some versions of typer include their own copy of click.
+    The methods override methods of click. Their types are `Any`, because some versions of typer
+    include their own copy of click.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -181,7 +183,7 @@ def check_texts(arguments: Iterable[str], environment: Mapping[str, str]) -> Non
     Python keeps such bytes as surrogates, which cannot be encoded in messages or files.
     """
     for number, argument in enumerate(arguments, start=1):
-        if not _is_utf8(argument):  # the argument may be a key, so it is not shown
+        if not _is_utf8(argument):  # the argument may be a secret key, so it is not printed
             raise ConfigError(f"argument {number} is not valid UTF-8")
     for name, value in environment.items():
         if name.startswith(ENVIRONMENT_PREFIX) and not _is_utf8(name + value):
@@ -207,7 +209,7 @@ def main() -> None:
     except SystemExit as ended:
         if sys.argv[1:2] != ["serve"]:
             raise
-        # Ends without freeing torch and Ray.
+        # Exit without freeing torch and Ray, which would take a second.
         end(ended.code if isinstance(ended.code, int) else bool(ended.code))
 
 

@@ -30,7 +30,7 @@ from engine.messages import Role
 COUNTS = "ROLE=NUMBER"
 POLL_EVERY_S = 0.2
 
-operator_app = typer.Typer()  # its commands stand at the top level
+operator_app = typer.Typer()  # its commands are direct subcommands of `baton`
 pools_app = typer.Typer(help="How many workers of each role there are.")
 operator_app.add_typer(pools_app, name="pools")
 
@@ -137,9 +137,10 @@ def follow(
     wait: bool,
     check: Callable[[PoolsAnswer], None] = lambda _: None,
 ) -> None:
-    """Prints each step as it happens, until the pools are settled. Ctrl-C undoes nothing.
+    """Prints each step when it happens, until the pools are settled. Ctrl-C stops printing, and
+    undoes nothing.
 
-    At the end `check` raises AdminError if the result differs from the order.
+    At the end `check` is called; it raises AdminError if the result differs from the order.
     """
     for step in _steps(client, answer, wait=wait):
         output.step(step)
@@ -149,7 +150,7 @@ def follow(
 
 
 def check_role(answer: PoolsAnswer, worker_id: str, role: Role) -> None:
-    """Raises AdminError if the worker is gone or has another target role."""
+    """Raises AdminError if the worker no longer exists or has another target role."""
     found = next((each for each in answer.workers if each.worker_id == worker_id), None)
     if found is None:
         raise AdminError(f"{worker_id} is gone")
@@ -170,7 +171,7 @@ def _steps(client: AdminClient, answer: PoolsAnswer, *, wait: bool) -> Iterator[
 
 
 def _other_role(answer: PoolsAnswer, worker_id: str) -> Role:
-    """Returns the opposite of prefill or decode. Raises AdminError for other roles."""
+    """Returns decode for prefill, and prefill for decode. Raises AdminError for other roles."""
     others = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
     for worker in answer.workers:
         if worker.worker_id == worker_id:

@@ -50,12 +50,12 @@ COMPLETES_WITHIN_S = 2.0  # time limit for each completion in a shell
 
 
 def _completions(context: typer.Context, incomplete: str, of: Names) -> list[tuple[str, str]]:
-    """Asks the selected deployment for completions. Without an answer, returns an empty list."""
+    """Queries the selected deployment for completions. Without an answer, returns an empty list."""
     url, key, name = (context.params.get(each) for each in ("admin_url", "admin_key", "deployment"))
     try:
         with connect(url, key, name) as client:
             found = list(of(client.pools(timeout_s=COMPLETES_WITHIN_S)))
-    except BatonError:  # a shell cannot show the reason during completion
+    except BatonError:  # a shell cannot display the reason during completion
         return []
     return [(word, about) for word, about in found if word.startswith(incomplete)]
 
@@ -116,10 +116,10 @@ class _Given(NamedTuple):
 def operates(
     register: Callable[[Callable[..., None]], object],
 ) -> Callable[[Callable[..., None]], None]:
-    """Registers a command whose first parameters are a client of the admin API and an output.
+    """Registers a command whose first two parameters are a client of the admin API and an `Output`.
 
-    The command has the options that select the client, and `--json`. A group's options apply to its
-    subcommands too. The group itself is called only without a subcommand.
+    The command gets the options that select the client, and `--json`. A group's options apply to
+    its subcommands too. The group itself is called only without a subcommand.
     """
 
     def declare(command: Callable[..., None]) -> None:
@@ -154,7 +154,7 @@ def operates(
 
 
 def parse_seconds(text: str) -> float:
-    """Parses a duration: 90, 90s, 1.5m, 1h. Raises ConfigError."""
+    """Parses a duration such as 90, 90s, 1.5m or 1h; returns seconds. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smh]?)", text)
     if found is None:
         raise ConfigError(f"{text!r} is no length of time: write 90, 90s, 1.5m or 1h")
@@ -164,9 +164,10 @@ def parse_seconds(text: str) -> float:
 def parse_numbers(
     texts: Iterable[str], form: str, names: Sequence[str] | None = None
 ) -> dict[str, int]:
-    """Parses numbers by name from texts like "prefill=3". Raises ConfigError.
+    """Parses texts such as "prefill=3". Returns the numbers by name. Raises ConfigError.
 
-    `form` shows the two parts, such as "ROLE=NUMBER". `names` are the allowed names; None: any.
+    `form` is the syntax for error texts, such as "ROLE=NUMBER". `names` are the allowed names;
+    None: any name.
     """
     numbers: dict[str, int] = {}
     for text in texts:

@@ -43,8 +43,8 @@ from engine.config import (
 from engine.errors import ConfigError
 from engine.native.build import built_library, is_built
 
-JSON_COLUMNS = 2000  # longer than any line of ours, so that no line is broken
-LOOK_EVERY_S = 0.1  # interval at which a stop checks for signals
+JSON_COLUMNS = 2000  # more than the longest line of Baton, so that no line is wrapped
+LOOK_EVERY_S = 0.1  # interval at which a running stop checks for signals
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 NOTIFY_TIMEOUT_S = 1.0
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
@@ -102,7 +102,7 @@ OPTIONS = (
 
 
 class LauncherKind(StrEnum):
-    """The kinds of launchers that run services."""
+    """The kinds of launchers that can run services."""
 
     RAY = "ray"
     PROCESS = "process"
@@ -133,11 +133,11 @@ class ServiceManager:
         self._send = send
 
     def serving(self, url: str) -> None:
-        """Reports that the deployment serves, so the unit counts as started."""
+        """Reports to systemd that the deployment serves. The unit then counts as started."""
         self._tell(f"READY=1\nSTATUS=serving at {url}")
 
     def stopping(self) -> None:
-        """Reports that the deployment finishes its answers and stops."""
+        """Reports to systemd that the deployment finishes its answers and stops."""
         self._tell("STOPPING=1\nSTATUS=letting answers end")
 
     def _tell(self, lines: str) -> None:
@@ -183,7 +183,7 @@ def serve(
     if model == BUNDLED and not has_draft and settings["worker.speculate"] in WITH_DRAFT:
         settings["worker.draft_model"] = str(BUNDLED_DRAFT)
     tree = load_config(config, os.environ, settings)
-    as_json = tree.logs.format is LogFormat.JSON  # otherwise the console prints them
+    as_json = tree.logs.format is LogFormat.JSON  # otherwise the console prints the news
     configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
     remove_environment(os.environ)
     manager = ServiceManager(os.environ)
@@ -214,9 +214,11 @@ def without_keys(command: Sequence[str]) -> list[str]:
 
 
 def start_again(command: Sequence[str], keys: Sequence[str]) -> NoReturn:
-    """Executes this command again with the keys in its environment, which other users cannot read.
+    """Executes this command again, with the API keys in its environment, which other users cannot
+    read.
 
-    Other users can read every process's command line. Ray also stores it in its table of jobs.
+    Other users can read every process's command line. Ray also stores the command line in its table
+    of jobs.
     """
     environment = {**os.environ, "BATON_GATEWAY__API_KEY": msgspec.json.encode(keys).decode()}
     os.execve(sys.executable, list(command), environment)
@@ -228,8 +230,8 @@ def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
     if places is not None:
         raise ConfigError("--places needs --launcher process")
     nursery = Nursery()
-    with suppress(OSError):  # the launcher tries again, and reports the error
-        nursery.open(*SERVICES)  # so it imports while Ray starts; it has no Ray token
+    with suppress(OSError):  # the launcher retries the start, and reports the error
+        nursery.open(*SERVICES)  # starts before Ray: imports meanwhile, and inherits no Ray token
     own_ray.prepare(os.environ)
     try:
         from deploy.ray.launcher import OwnRayLauncher
@@ -242,7 +244,7 @@ def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
 def run(
     deployment: Deployment, console: Console, manager: ServiceManager, signals: StopSignals
 ) -> int:
-    """Opens the deployment, prints its news until a signal, and closes it.
+    """Opens the deployment, prints its news until a signal arrives, then closes the deployment.
 
     Returns the exit status: 0, or 128 plus a signal's number if the signal came before the
     deployment served or while `close` waited for answers.
@@ -264,7 +266,7 @@ def run(
     is_serving, as_json = True, deployment.config.logs.format is LogFormat.JSON
 
     def tell(line: str) -> None:
-        if is_serving and not as_json:  # in JSON, the log has this line
+        if is_serving and not as_json:  # with JSON, the log already has this line
             console.print(escape(line), highlight=False, soft_wrap=True)
 
     deployment.on_news = tell
@@ -282,7 +284,8 @@ def run(
 
 
 def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int | None:
-    """Closes the deployment. Returns the signal that cut the wait for answers short, if any."""
+    """Closes the deployment. Returns the signal that ended the wait for answers early, if there was
+    one."""
     num_answers = deployment.num_answers()
     if num_answers != 0:
         how_many = "answers are" if num_answers is None else f"{num_answers} answers"

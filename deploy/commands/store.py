@@ -28,14 +28,14 @@ from deploy.commands.warming import (
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
-ANSWER_TIMEOUT_S = 600.0  # for one prompt, which may wait in the queue
+ANSWER_TIMEOUT_S = 600.0  # longest wait for one prompt's answer, including its time in the queue
 MAX_AT_ONCE = 256
 
 store_app = typer.Typer(help="Stores of KV, which keep prefixes beyond their workers.")
 
 
 class WarmAnswer(msgspec.Struct, frozen=True):
-    """The JSON answer of `baton store warm`."""
+    """The JSON output of `baton store warm`."""
 
     computed: WarmedPrompts
     kept: list[KeptTokens]
@@ -94,7 +94,8 @@ def warm_command(  # noqa: PLR0913 - a command's options
     Status 1 if a prompt failed, or the stores are not done in time.
     """
     timeout_s = parse_seconds(timeout)
-    num_prompts = sum(1 for _ in read_prompts(file))  # finds invalid lines before sending
+    # Finds invalid lines before any prompt is sent.
+    num_prompts = sum(1 for _ in read_prompts(file))
     if not num_prompts:
         raise ConfigError(f"{file} has no prompt")
     if not client.stores():
@@ -116,7 +117,7 @@ def warm_command(  # noqa: PLR0913 - a command's options
 
 
 def _gateway(client: AdminClient) -> str:
-    """Returns the URL of the first gateway that serves. Raises AdminError."""
+    """Returns the URL of the first serving gateway. Raises AdminError."""
     found = (each.url for each in client.pools().gateways if each.url and each.is_connected)
     url = next(found, None)
     if url is None:
@@ -138,8 +139,8 @@ def _tell(output: Output, done: WarmedPrompts, kept: list[KeptTokens]) -> None:
         output.line(f"{mark} {each.store} keeps tokens: {tiers}")
 
 
-NUM_PREFIXES = 5  # shown prefixes of each store
-ROOT_CHARS = 12  # shown characters of a prefix's hash
+NUM_PREFIXES = 5  # number of prefixes shown for each store
+ROOT_CHARS = 12  # number of characters shown of a prefix's hash
 GIB, MIB = 2**30, 2**20
 _COUNTS = ("taken_blocks", "dropped_blocks", "written_blocks", "loaded_blocks", "evicted_blocks")
 _FAULTS = ("failed_loads", "failed_writes", "dropped_writes", "fallbacks")
@@ -162,12 +163,12 @@ def stores_view(stores: Sequence[StoreInfo]) -> Group | Table:
 
 
 def size_text(num_bytes: float) -> str:
-    """Returns a size as text in MiB or GiB."""
+    """Returns a number of bytes as text in MiB or GiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def totals_of(counters: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sums of the counters by name, over tiers and reasons."""
+    """Returns the counters by name, summed over tiers and reasons."""
     totals: dict[str, float] = {}
     for key, number in counters.items():
         name = key.partition(":")[0]

@@ -22,7 +22,7 @@ from deploy.commands.views import DIFFERS, Output, differences_table, pools_view
 from deploy.ray.up import Status, bring_up, cluster_of, take_down
 from engine.errors import ConfigError
 
-up_app = typer.Typer()  # its commands stand at the top level
+up_app = typer.Typer()  # its commands are direct subcommands of `baton`
 
 
 @up_app.command("up")
@@ -72,16 +72,17 @@ def apply_command(
     output.show(lambda: found, differences_table, watch=False)
     left: Sequence[Difference] = found
     before: Sequence[Difference] = ()
-    while left != before and any(each.order != RESTART for each in left):  # one version per round
+    while left != before and any(each.order != RESTART for each in left):  # one version a round
         follow(client, output, client.declare(declared), wait=wait)
         before, left = left, client.differences(declared) if wait else left
     _end(output, left, was_ordered=not wait)
 
 
 def _end(output: Output, left: Sequence[Difference], *, was_ordered: bool = False) -> None:
-    """Exits with status 3 if settings need a restart. Raises ConfigError for other differences.
+    """Exits with status 3 if a restart is needed for some settings. Raises ConfigError for other
+    differences.
 
-    `was_ordered`: the orders were only given, and their effects are not awaited.
+    `was_ordered`: the orders were given, but their effects were not awaited.
     """
     missed = [each.key for each in left if each.order != RESTART]
     if missed and not was_ordered:

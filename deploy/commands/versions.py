@@ -30,7 +30,7 @@ from engine.errors import ConfigError
 
 WEIGHTS = "VERSION=WEIGHT"
 
-update_app = typer.Typer()  # its commands stand at the top level
+update_app = typer.Typer()  # its commands are direct subcommands of `baton`
 versions_app = typer.Typer(help="Versions of the model that are served side by side.")
 update_app.add_typer(versions_app, name="versions")
 
@@ -170,10 +170,11 @@ def abort_command(
 
 
 def read_update(path: Path, of: str | None = None) -> UpdateBody:
-    """Reads the settings of a version from a configuration file: worker, pools, model, name.
+    """Reads the settings of a version from a configuration file: `worker`, `pools`, model and name.
 
     `of` names a model in `[models]`; without it the main model is read. Fields that the file omits
-    stay None. The rest of the file belongs to the deployment and is ignored. Raises ConfigError.
+    stay None. Other settings in the file are settings of the deployment, and are ignored. Raises
+    ConfigError.
     """
     if path.suffix in (".yaml", ".yml"):
         up, tree = load_up_config(path), read_yaml(path)
@@ -199,7 +200,8 @@ def _body_of_model(path: Path, config: Config, name: str) -> UpdateBody:
 
 
 def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
-    """Returns the fields that the file sets. `config` was made from the parsed file `tree`."""
+    """Returns the fields that the file sets. `tree` is the parsed file, and `config` was made from
+    it."""
     pools = config.pools
     said = pools.mixed or not (pools.prefill is None and pools.decode is None)
     counts = PoolCounts(pools.prefill, pools.decode, pools.mixed) if said else None
@@ -211,7 +213,8 @@ def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
 def _follow(
     client: AdminClient, output: Output, answer: PoolsAnswer, name: str, *, wait: bool
 ) -> None:
-    """Prints the steps until the end. Raises AdminError if the version is gone then."""
+    """Prints the steps until the pools are settled. Raises AdminError if the version was removed by
+    then."""
 
     def check(seen: PoolsAnswer) -> None:
         if all(version.name != name for version in seen.versions):
@@ -221,7 +224,7 @@ def _follow(
 
 
 def _shares(text: str) -> list[int]:
-    """Parses numbers separated by commas. Raises ConfigError."""
+    """Parses shares of requests: numbers separated by commas. Raises ConfigError."""
     try:
         return [int(each) for each in text.split(",") if each.strip()]
     except ValueError as error:

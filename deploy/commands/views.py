@@ -1,4 +1,4 @@
-"""Tables and lines that the commands print."""
+"""Makes the tables and lines that the commands print."""
 
 import os
 import threading
@@ -38,17 +38,17 @@ from engine.control import SERVING_ROLES, Pools, with_role
 
 WATCH_EVERY_S = 1.0
 PIPE_COLUMNS = 1000
-DIFFERS = 3  # exit status for differences; 1 is an error, 2 a wrong command line
-NUM_STEPS = 8  # number of last steps shown below the tables
+DIFFERS = 3  # exit status if there are differences; 1: an error, 2: a wrong command line
+NUM_STEPS = 8  # number of latest steps shown below the tables
 FIRST_SESSION_S = 3.0  # longest time from a worker's start to the controller's session with it
-NUM_DECISIONS = 8  # number of last decisions of the planner that are shown
+NUM_DECISIONS = 8  # number of the planner's latest decisions that are shown
 
 
 T = TypeVar("T")
 
 
 def differences_table(found: Sequence[Difference]) -> Table:
-    """Returns a row for each setting whose declared and running values differ."""
+    """Returns a table with a row for each setting whose declared and running values differ."""
     columns = ("setting", "running", "declared", "changed by")
     table = table_of("declared beside running", columns, ())
     for each in found:
@@ -58,11 +58,11 @@ def differences_table(found: Sequence[Difference]) -> Table:
 
 
 class Output:
-    """Prints answers as tables for people, or as JSON for programs: one document per line."""
+    """Prints answers as tables for people, or as JSON for programs (one document per line)."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        # A pipe has no width: each row is on one line, with complete names.
+        # A pipe has no width, so each row is printed on one line with complete names.
         self._console = console = Console()
         if not console.is_terminal and "COLUMNS" not in os.environ:
             self._console = Console(width=PIPE_COLUMNS)
@@ -70,7 +70,7 @@ class Output:
     def show(
         self, ask: Callable[[], T], view: Callable[[T], Group | Table], *, watch: bool
     ) -> None:
-        """Prints what `ask` returns, or with `watch` refreshes it until Ctrl-C."""
+        """Prints the answer that `ask` returns. With `watch`, refreshes the answer until Ctrl-C."""
         pause = threading.Event()
         if self.as_json:
             self.json(ask())
@@ -85,7 +85,7 @@ class Output:
                 live.update(view(ask()), refresh=True)
 
     def json(self, answer: object) -> None:
-        """Prints one line of JSON at once."""
+        """Prints one line of JSON and flushes the output."""
         print(msgspec.json.encode(answer).decode(), flush=True)  # noqa: T201 - for programs
 
     def step(self, step: StepInfo) -> None:
@@ -100,7 +100,7 @@ class Output:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Prints a remark to standard error, apart from the output for programs."""
+        """Prints a remark to standard error, because standard output is for programs."""
         typer.echo(text, err=True)
 
     def differences(self, found: Sequence[Difference]) -> None:
@@ -115,13 +115,13 @@ class Output:
             raise typer.Exit(DIFFERS)
 
     def done(self) -> None:
-        """Tells people that the change is complete; programs see the exit status."""
+        """Prints for people that the change is complete. Programs read the exit status instead."""
         if not self.as_json:
             self._console.print("[green]✓[/green] done")
 
 
 def pools_view(answer: PoolsAnswer) -> Group:
-    """Returns the pools, workers and gateways as tables, then the last steps."""
+    """Returns the pools, workers and gateways as tables, then the latest steps."""
     used = [row for row in pool_rows(answer) if set(row.cells[1:]) != {"0"}]
     table = table_with(View.POOLS, used)
     planner = f"planner {answer.planner.mode}"
@@ -134,7 +134,7 @@ def pools_view(answer: PoolsAnswer) -> Group:
 
 
 def planner_view(answer: PlannerAnswer) -> Group:
-    """Returns the planner's present proposal, then its last decisions with their reasons."""
+    """Returns the planner's present proposal, then its latest decisions with their reasons."""
     wanted = answer.wanted
     lines: list[str | Padding] = [
         f"[bold]planner {answer.planner.mode}[/bold]; wanted now: {_counts(wanted)}",
@@ -157,10 +157,10 @@ def _counts(pools: Pools) -> str:
 def table_of(
     title: str, texts: Sequence[str], numbers: Sequence[str], *, wraps: Sequence[str] = ()
 ) -> Table:
-    """Returns an empty table with columns of texts, then of numbers.
+    """Returns an empty table whose columns are first texts, then numbers.
 
-    On a narrow terminal only the columns in `wraps` are wrapped. Operators type the names in other
-    columns again, so these names stay on one line.
+    On a narrow terminal only the columns in `wraps` are wrapped. Other columns have names that
+    operators copy or type, so a name stays on one line.
     """
     table = Table(
         title=title,
@@ -188,7 +188,7 @@ def table_with(
 
 
 def workers_view(workers: list[WorkerInfo]) -> Group:
-    """Returns a row for each worker, then remarks on some of them."""
+    """Returns a table with a row for each worker, then remarks on some workers."""
     table = table_with(View.WORKERS, worker_rows(workers))
     remarks = [(w.worker_id, remark) for w in workers if (remark := _remark(w))]
     told = [(w.worker_id, w.facts) for w in workers if w.facts and _is_worth_telling(w.facts)]
@@ -225,13 +225,13 @@ def _gateways_view(gateways: list[GatewayInfo]) -> Group:
 
 
 def requests_table(answer: RequestsAnswer) -> Table:
-    """Returns a row for each request that is being served."""
+    """Returns a table with a row for each request that is being served."""
     title = f"{answer.num_requests} requests"
     return table_with(View.REQUESTS, request_rows(answer), title, wraps=("request", "gateway"))
 
 
 def versions_table(answer: PoolsAnswer) -> Table:
-    """Returns a row for each version. The current ones are bold."""
+    """Returns a table with a row for each version. Current versions are bold."""
     over = f": {answer.taking_over} takes over" if answer.taking_over is not None else ""
     rows, wraps = version_rows(answer.versions), ("state", "model", "workers")
     return table_with(View.VERSIONS, rows, f"versions{over}", wraps=wraps)
@@ -244,7 +244,7 @@ def step_line(step: StepInfo) -> str:
 
 
 def deployment_lines(config: Config, url: str, admin_url: str) -> Iterator[str]:
-    """Yields one line each about store, speculation, dashboard and the operators' API."""
+    """Yields one line about each of: store, speculation, dashboard and the operators' API."""
     store = config.store
     if store.is_on:
         disk = f", {store.disk_gib:g} GiB at most in {store.disk}" if store.disk else ""

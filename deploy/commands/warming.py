@@ -1,5 +1,5 @@
-"""Reads the file of `baton store warm`, one JSON object a line, has its prompts computed, and waits
-until the stores have pulled their blocks.
+"""Carries out `baton store warm`: sends the prompts of a file to a gateway, and waits until the
+stores have pulled the prompts' blocks. Each line of the file is one JSON object.
 """
 
 import threading
@@ -18,15 +18,16 @@ from engine.clock import Clock
 from engine.errors import ConfigError
 
 POLL_EVERY_S = 0.5
-QUIET_S = 3.0  # time without new and without pulled blocks; stores report every second
-MAX_ERRORS = 5  # reported errors
+# Stores are done after this time without new or pulled blocks; they report every second.
+QUIET_S = 3.0
+MAX_ERRORS = 5  # maximum number of errors that are reported
 MAX_LINE_BYTES = 32 * 2**20
 
 Pause = Callable[[float], object]
 
 
 class WarmPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt as clients send it: a text or tokens, or the messages of a chat."""
+    """A prompt in the form that clients send: a text, tokens, or the messages of a chat."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -39,11 +40,11 @@ class WarmPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def path(self) -> str:
-        """The path of the endpoint for this prompt."""
+        """The URL path of the gateway's endpoint for this prompt."""
         return "/v1/completions" if self.messages is None else "/v1/chat/completions"
 
     def body(self, model: str) -> dict[str, Any]:
-        """Returns a request for one token."""
+        """Returns the body of a request that generates one token."""
         asked: dict[str, Any] = {"model": model, "max_tokens": 1, "temperature": 0}
         if self.messages is None:
             return {**asked, "prompt": self.prompt}
@@ -71,24 +72,25 @@ def read_prompts(path: Path) -> Iterator[WarmPrompt]:
 
 
 class WarmedPrompts(msgspec.Struct, frozen=True):
-    """The counts of computed prompts. `errors` are the first errors."""
+    """The counts of computed prompts and of failures. `errors` are the texts of the first
+    failures."""
 
     num_prompts: int
     num_failed: int
     prompt_tokens: int
-    cached_tokens: int  # tokens that were found in caches
+    cached_tokens: int  # prompt tokens that were found in caches
     errors: list[str]
 
 
 class KeptTokens(msgspec.Struct, frozen=True):
-    """The tokens of a store's blocks, by tier. A block may be in several tiers."""
+    """The number of tokens in a store's blocks, by tier. A block may be in several tiers."""
 
     store: str
     by_tier: dict[str, int]
 
 
 class _Tally:
-    """The counts so far. Shared by threads."""
+    """The counts of the prompts sent so far. All sending threads share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,7 +115,8 @@ class _Tally:
 def compute(
     client: httpx.Client, prompts: Iterable[WarmPrompt], *, model: str, num_at_once: int
 ) -> WarmedPrompts:
-    """Sends each prompt as a request for one token, `num_at_once` at a time. Counts failures."""
+    """Sends each prompt as a request for one token, with `num_at_once` requests at a time. Counts
+    failures."""
     left, lock, tally = iter(prompts), threading.Lock(), _Tally()
     is_over = threading.Event()
 
@@ -157,7 +160,7 @@ def until_taken(
 ) -> Sequence[StoreInfo]:
     """Waits until no store has new blocks to pull, and no store has pulled blocks for `QUIET_S`.
 
-    Raises AdminError if the stores do not become quiet in time, or no store is left.
+    Raises AdminError if the stores are not done within `timeout_s`, or if no store is connected.
     """
     begun_s = quiet_s = clock.now_s()
     before: object = None
@@ -178,7 +181,7 @@ def until_taken(
 
 
 def kept_by(stores: Sequence[StoreInfo]) -> list[KeptTokens]:
-    """Returns the number of tokens in each tier of each store."""
+    """Returns for each store the number of tokens in each tier."""
     return [
         KeptTokens(
             each.name, {tier.medium: tier.num_blocks * each.block_size for tier in each.tiers}
