@@ -1,1 +1,1 @@
-"""Programs that made files of the tree. The product imports none of them."""
+"""Programs that generated files of this repository. The product imports none of them."""

@@ -1,6 +1,6 @@
-"""The contract of every transport, run over shared memory, NIXL and ZeroMQ.
+"""The contract of every transport, tested with shared memory, NIXL and ZeroMQ.
 
-Pairs of pools in a device's memory, which is a fake that is late on purpose, keep it too.
+The same tests run with pools in the memory of a fake device, whose copies are late on purpose.
 """
 
 import os
@@ -41,7 +41,7 @@ def scattered(num: int, seed: int) -> list[int]:
 
 @pytest.fixture(params=[*BACKENDS, "ipc on a device", "zmq on a device"])
 def pair(request):
-    """A source full of random bytes and a sink full of others."""
+    """Yields a source and a sink whose pools have different random bytes."""
     name, _, place = request.param.partition(" ")
     how = {"as_pool": on_device} if place else {}
     backend = Transport(name)
@@ -137,7 +137,7 @@ def test_an_aborted_pull_ends_the_lease_and_writes_no_more(pair):
     assert isinstance(end, PullFailed)
     assert end.reason == "aborted"
     assert sink.endpoint.counters()["pulls_failed:aborted"] == 1
-    # A fast backend has fetched some of the ready blocks before it reads the abort.
+    # A fast transport has fetched some of the ready blocks before the sink reads the abort.
     assert set(end.arrived) <= set(range(5))
     for index in end.arrived:
         assert np.array_equal(sink.pool.blocks[here[index]], source.pool.blocks[there[index]])
@@ -219,7 +219,7 @@ def test_closing_frees_every_descriptor():
     before, num_runs = num_fds(), 5
     for _ in range(num_runs):
         run()
-    # A leak leaves one of each run. Threads of earlier tests may open or close a few meanwhile.
+    # A leak would leave a descriptor in each run. Threads of earlier tests may open or close a few.
     assert num_fds() - before < num_runs
 
 

@@ -1,4 +1,4 @@
-"""`bench kv` over real movers, with pools of a few blocks."""
+"""`bench kv` with real transports and pools of a few blocks."""
 
 import importlib.util
 import json

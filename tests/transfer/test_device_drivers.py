@@ -1,7 +1,7 @@
-"""The contract of the drivers of devices: the fake one, and CUDA's over a library of its form.
+"""The contract of the device drivers: the fake driver, and CUDA's driver over a fake library.
 
-The library has host memory, so what is tested without a GPU is the calls. With a GPU the same tests
-run on it.
+The fake library has CUDA's functions and host memory, so without a GPU only the calls are tested.
+With a GPU the same tests run on the GPU.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ NUM_BYTES = 4096
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """A library of the form of CUDA's, and memory that counts as a device's."""
+    """Builds the fake library with CUDA's functions, whose memory counts as a device's."""
     source = Path(fakes.__file__).with_name("libcuda.cpp")
     built = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
     command = [find_compiler(), "-shared", "-fPIC", "-o", str(built), str(source)]
@@ -32,7 +32,7 @@ def library(tmp_path_factory):
 
 
 class Bench:
-    """A driver beside some memory of its device."""
+    """A driver, and an allocation in the memory of its device."""
 
     def __init__(self, driver, address, keep):
         self.driver = driver
@@ -65,7 +65,7 @@ def bench(request, library, monkeypatch):
 
 
 def ended(driver, mark) -> int:
-    """Asks until the mark is done; returns how often it was not."""
+    """Polls until the mark is done. Returns the number of polls before that."""
     for questions in range(10_000):
         if driver.is_done(mark):
             return questions

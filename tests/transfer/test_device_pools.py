@@ -1,7 +1,7 @@
-"""Pools that the host cannot reach, as those in a GPU's memory.
+"""Pools that the host cannot reach, like pools in a GPU's memory.
 
-No GPU is needed: a fake device with the host's memory goes the same way. A pool that hides itself
-shows what only one-sided reads can move.
+No GPU is needed: a fake device with host memory uses the same code. A pool that gives no access to
+its bytes shows which pools only one-sided reads can move.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ WAYS = [Transport.IPC, Transport.ZMQ]
 
 
 class Hidden:
-    """A pool that gives its region and no access to its bytes."""
+    """A pool that gives its region, but no access to its bytes."""
 
     blocks = None
 
@@ -148,7 +148,8 @@ def test_heads_are_gathered_from_a_device_of_other_shards(way):
         if way is Transport.ZMQ:
             assert is_done(host.pull("h", source.lease("m", [3, 9]), [(0, 4), (1, 2)]), way)
             assert np.array_equal(sink.pool.blocks[[4, 2]], host.pool.blocks[[4, 2]])
-        heads = source.pool.blocks.reshape(200, 2, 2, 2, -1)[[3, 9], :, :, 1]  # layer, K or V, head
+        # axes of the array: block, layer, K or V, head
+        heads = source.pool.blocks.reshape(200, 2, 2, 2, -1)[[3, 9], :, :, 1]
         assert np.array_equal(sink.pool.blocks[[4, 2]], heads.reshape(2, -1))
 
 
@@ -179,7 +180,8 @@ def test_memory_of_a_lost_source_stays_mapped_until_the_copies_end():
             sink.hold("s", source.lease("l", list(range(50))))
             sink.start("s", [(i, i) for i in range(50)])
             until(lambda: driver.num_queued > 0, "copies are queued")
-            kept = source.pool.blocks  # a device keeps what other processes have mapped
+            # a device keeps memory allocated while other processes map it
+            kept = source.pool.blocks
         until(lambda: not sink.connections(), "it is lost")
         assert sink.events.empty()
         assert driver.mapped

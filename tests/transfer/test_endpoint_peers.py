@@ -52,23 +52,24 @@ from tests.kits.endpoints import (
     worker,
 )
 
-PATIENT = Timing(ttl_s=8.0, hold_every_s=0.05, silence_s=8.0)  # no deadline plays a part
+# deadlines so long that none is reached in a test
+PATIENT = Timing(ttl_s=8.0, hold_every_s=0.05, silence_s=8.0)
 IMPATIENT = Timing(ttl_s=1.0, hold_every_s=0.05, silence_s=0.3)
 BLOCK = bytes(range(256)) * (LAYOUT.block_bytes // 256)
 
 
-# ---------------------------------------------------------------- a source made of one socket
+# ---------------------------------------------------------------- a source that is a bare socket
 
 
 class RawSource:
-    """A source whose messages the test chooses."""
+    """A source that sends only the messages that the test chooses."""
 
     def __init__(self, router: "zmq.Socket[bytes]", address: TransferAddress) -> None:
         self._router = router
         self.lease = LeaseRef(LeaseId("l"), address, 4)
 
     def expect(self, kind: type | UnionType) -> ToSource:
-        """Returns the next message of that kind, and drops renewals before it."""
+        """Returns the next message of that type. Skips the renewals before it."""
         while True:
             self._peer, frame = self._router.recv_multipart()
             message = decode_to_source(frame)
@@ -80,7 +81,7 @@ class RawSource:
         self._router.send_multipart([self._peer, frame, *payload])
 
     def bring_to_read(self, sink: Worker) -> None:
-        """Advances a pull of two blocks, into 10 and 11, to its first Read."""
+        """Starts a pull of two blocks, into blocks 10 and 11, and returns its first Read."""
         sink.hold("s", self.lease)
         sink.start("s", [(0, 10), (1, 11)])
         attach = self.expect(Attach)
@@ -93,7 +94,7 @@ class RawSource:
         assert read == Read(LeaseId("l"), [0, 1])
 
     def held(self) -> Hold:
-        """Returns the next renewal."""
+        """Returns the next renewal of the sink."""
         hold = self.expect(Hold)
         assert isinstance(hold, Hold)
         return hold
@@ -196,7 +197,8 @@ def test_data_that_comes_after_the_pull_failed_is_written_nowhere():
         sink.endpoint.perform(AbortPull(SeqId("s")))
         assert sink.end_of_pull() == PullFailed(SeqId("s"), "aborted")
         source.say(data(0, 1), BLOCK * 2)
-        # A second pull shows that the late Data has been read: one connection keeps its order.
+        # A second pull proves that the sink has read the late Data: a connection keeps the order of
+        # messages.
         sink.hold("t", LeaseRef(LeaseId("m"), source.lease.source, 1))
         while source.held().lease_id != "m":
             pass
@@ -213,7 +215,7 @@ def test_an_invalid_address_fails_only_the_pull(address):
         assert sink.endpoint.counters()["unsent_messages"] >= 1
 
 
-# ---------------------------------------------------------------- a sink made of one socket
+# ---------------------------------------------------------------- a sink that is a bare socket
 
 
 def test_a_sink_with_invalid_messages_loses_its_leases_and_must_attach_again():
@@ -304,7 +306,8 @@ def test_a_source_on_another_host_is_not_mapped(monkeypatch):
         until(lambda: not sink.connections(), "the connection is closed")
 
 
-# ---------------------------------------------------------------- several at once, and the end
+# ---------------------------------------------------------------- several pulls at once, and
+# closing
 
 
 @pytest.mark.parametrize("backend", [Transport.SHM, Transport.NIXL, Transport.ZMQ])
@@ -313,7 +316,9 @@ def test_many_pulls_in_both_directions_at_once(backend):
         fill(a.pool, seed=1)
         fill(b.pool, seed=2)
         sent = {"a": a.pool.blocks.copy(), "b": b.pool.blocks.copy()}
-        # Each leases its lower half in pieces of ten, and pulls the other's into its upper half.
+        # Each worker leases its lower half in pieces of ten blocks, and pulls the other worker's
+        # lower half
+        # into its own upper half.
         half = NUM_BLOCKS // 2
         for here, there in ((a, b), (b, a)):
             for first in range(0, half, 10):

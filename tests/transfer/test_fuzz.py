@@ -1,4 +1,4 @@
-"""Real endpoints refuse impossible layouts and offers, and serve others meanwhile.
+"""Real endpoints refuse impossible layouts and offers, and meanwhile serve other peers.
 
 `tests.fuzz` sends arbitrary messages to the code behind the sockets.
 """
@@ -53,27 +53,27 @@ from tests.kits.endpoints import (
 
 TIMING = Timing(
     ttl_s=30.0, hold_every_s=0.2, reread_s=30.0, silence_s=30.0
-)  # no deadline ends a pull
+)  # no pull ends because of a deadline
 IDENTITY = Identity("model", LAYOUT)
-NUM_OFFERED = 8  # blocks of the source that lies
-TARGETS = (10, 11)  # blocks of the sink for indices 0 and 1 of its lease
+NUM_OFFERED = 8  # number of blocks that the lying source offers
+TARGETS = (10, 11)  # local blocks for indices 0 and 1 of the lying source's lease
 HONEST_TARGET = 20
 
 
 @pytest.fixture(autouse=True)
 def _few_words(caplog):
-    caplog.set_level(logging.ERROR)  # each invalid message is a warning
+    caplog.set_level(logging.ERROR)  # every invalid message would log a warning
 
 
 def framed(*messages: ToSink | ToSource) -> Script:
     return [(encode(message),) for message in messages]
 
 
-# ---------------------------------------------------------------- a sink made of one socket
+# ---------------------------------------------------------------- a sink that is a bare socket
 
 
 class RawSink:
-    """A socket connected to a source."""
+    """A sink that is a bare socket, connected to a source."""
 
     def __init__(self, dealer: "zmq.Socket[bytes]", source: Worker) -> None:
         self._dealer = dealer
@@ -85,8 +85,9 @@ class RawSink:
             self._dealer.send_multipart(message)
 
     def answers(self) -> Iterator[Message]:
-        """Returns all answers of the source."""
-        for mark in ("no lease", "another"):  # blocks are sent after the first, if with it
+        """Yields all answers of the source to the messages sent so far."""
+        # the source may send blocks only after its answer to the first Hold
+        for mark in ("no lease", "another"):
             self.say(framed(self.attach, Hold(LeaseId(mark), 0, 0)))
             while True:
                 frames = tuple(self._dealer.recv_multipart())
@@ -95,11 +96,11 @@ class RawSink:
                 yield frames
 
 
-# ---------------------------------------------------------------- a source made of one socket
+# ---------------------------------------------------------------- a source that is a bare socket
 
 
 class RawSource:
-    """A socket to which a sink connects for one lease, and memory that can be mapped."""
+    """A source that is a bare socket, offers one lease, and has memory that sinks can map."""
 
     def __init__(
         self, router: "zmq.Socket[bytes]", address: TransferAddress, offered: SharedPool
@@ -109,7 +110,9 @@ class RawSource:
         self.address = address
 
     def expect(self, timeout_s: float = DEADLINE_S) -> ToSource | None:
-        """Returns the next message, if one comes in time. Later messages go to its sender."""
+        """Returns the next message, or None if none arrives in time. `say` then sends to its
+        sender.
+        """
         if not self._router.poll(int(1000 * timeout_s)):
             return None
         self._peer, frame = self._router.recv_multipart()
@@ -124,12 +127,14 @@ class RawSource:
         return Attached(self.address.incarnation, IDENTITY, NUM_OFFERED, Offers(shm=shm))
 
     def end(self, sink: Worker) -> list[PullDone | PullFailed]:
-        """Waits until all messages are handled and all pulls from here have ended."""
+        """Waits until the sink has handled all messages, and all pulls from this source have
+        ended.
+        """
         sink.hold("last", LeaseRef(LeaseId("last"), self.address, 1))
         ends: list[PullDone | PullFailed] = []
         while not any(end.seq_id == "last" for end in ends):
             self.say(framed(AttachRefused("enough")))
-            self.expect(0.02)  # it may have connected anew
+            self.expect(0.02)  # the sink may have connected again
             while not sink.events.empty():
                 event = sink.events.get()
                 assert isinstance(event, PullDone | PullFailed)
@@ -263,7 +268,7 @@ def test_both_ends_refuse_impossible_layouts_and_go_on(offered):
 
 @pytest.mark.parametrize("theirs", [KVFormat.FP32, KVFormat.INT8])
 def test_a_head_that_our_format_cannot_have_is_refused_by_name(theirs):
-    """int4 needs an even head_dim, and the peer's layout is checked in our format."""
+    """int4 needs an even head_dim, and the peer's layout is checked in the format of this side."""
 
     def identity(kv_format: KVFormat, head_dim: int) -> Identity:
         return Identity("model", KVLayout(16, kv_format, (KVSection(1, 1, head_dim),)))
@@ -299,7 +304,9 @@ def test_an_empty_file_is_not_mapped(offered):
 
 
 def test_memory_that_its_owner_could_take_away_is_not_mapped():
-    """Reading a page that is gone kills the reader; pools are sealed against that."""
+    """A page that no longer exists kills the process that reads it, so only sealed memory is
+    mapped.
+    """
     fd = os.memfd_create("unsealed")
     os.ftruncate(fd, LAYOUT.block_bytes)
     offer = ShmOffer(boot_id(), os.getpid(), fd, os.fstat(fd).st_ino, LAYOUT.block_bytes)

@@ -1,5 +1,6 @@
-"""A worker of several ranks behaves like one rank: each order reaches all ranks, each end is
-reported once.
+"""A worker of several ranks behaves like one rank.
+
+Each order reaches all ranks, and each end is reported once.
 """
 
 import threading
@@ -41,7 +42,7 @@ def tp(size: int) -> tuple[Shard, ...]:
 
 
 def fill(source: WorkerOfRanks) -> np.ndarray:
-    """Fills the pools of all ranks; returns the blocks of the whole model."""
+    """Fills the pools of all ranks with their shares. Returns the blocks of the whole model."""
     rng = np.random.default_rng(1)
     whole = rng.integers(0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
     for rank, pool in enumerate(source.pools):
@@ -59,7 +60,9 @@ def holds_all(sink: WorkerOfRanks, whole: np.ndarray, here: list[int], there: li
 
 
 def is_quiet(*workers: WorkerOfRanks) -> bool:
-    """True if no pull or lease is left anywhere, and no report came twice."""
+    """Returns True if no worker has a pull or lease left. Asserts that no event was reported
+    twice.
+    """
     for one in workers:
         endpoint = one.endpoint
         sinks = [e.sink for e in (endpoint._local, *(o.endpoint for o in one.others))]
@@ -208,7 +211,7 @@ def test_a_worker_of_one_rank_pulls_from_a_group_and_is_pulled_from():
 
 
 class FullPipe:
-    """A RemoteEndpoint that takes an order only after a report of its own was taken."""
+    """A RemoteEndpoint that accepts an order only after one of its reports has been handled."""
 
     def open(
         self, on_report: Callable[[TransferReport], None], on_lost: Callable[[], None]

@@ -1,4 +1,6 @@
-"""Words of leases between two processes: who proves what, and what a hostile offer can do."""
+"""Lease words between two processes: what an unchanged word proves, and the harm of hostile
+offers.
+"""
 
 import subprocess
 import sys
@@ -24,7 +26,7 @@ for line in sys.stdin:
 
 
 class Owner:
-    """A source's process."""
+    """The process of a source."""
 
     def __init__(self):
         self.process = subprocess.Popen(
@@ -100,7 +102,7 @@ def test_words_that_their_source_has_closed_prove_nothing():
         assert words.prove(LeaseWord(0, 5))
         own.close()
         assert not words.prove(LeaseWord(0, 5))
-        own.open()  # to be closed again
+        own.open()  # opened again, because the test closes it at the end
 
 
 def test_offers_of_other_memory_or_dead_processes_are_refused(owner):

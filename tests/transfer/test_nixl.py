@@ -38,14 +38,15 @@ NUM_BLOCKS, BLOCK_BYTES = 64, LAYOUT.block_bytes
 IDENTITY = Identity("model", LAYOUT)
 SEQ = SeqId("s")
 DEADLINE_S = 30.0
-SPAWN = multiprocessing.get_context("spawn")  # a fork must not use the agents of its parent
+# a forked process must not use the agents of its parent
+SPAWN = multiprocessing.get_context("spawn")
 
 
 # ---------------------------------------------------------------- processes
 
 
 def ignore(*_: object) -> None:
-    """Counts nothing."""
+    """Ignores the count."""
 
 
 def opened(name: str, num_blocks: int = NUM_BLOCKS) -> tuple[NixlTransport, NixlOffer, SharedPool]:
@@ -76,7 +77,7 @@ def contents(num_blocks: int, seed: int) -> np.ndarray:
 
 
 def run_source(orders: Connection, name: str, num_blocks: int, seed: int) -> None:
-    """A source's process: sends its offer, then obeys commands."""
+    """Runs in the source's process: sends its offer, then carries out commands."""
     transport, offer, pool = opened(name, num_blocks)
     pool.blocks[:] = contents(num_blocks, seed)
     orders.send(offer)
@@ -90,7 +91,7 @@ def run_source(orders: Connection, name: str, num_blocks: int, seed: int) -> Non
 
 
 def run_greedy_sink(orders: Connection, offer: NixlOffer) -> None:
-    """A sink's process that reads again and again, until it is killed."""
+    """Runs in a sink's process: reads again and again until it is killed."""
     transport, _, _ = opened(f"sink-{os.getpid()}")
     transport.open(use_of(offer, NUM_BLOCKS, None))
     everything = fetch_of(offer.agent, range(NUM_BLOCKS), range(NUM_BLOCKS))
@@ -104,7 +105,7 @@ def run_greedy_sink(orders: Connection, offer: NixlOffer) -> None:
 
 @dataclass
 class Source:
-    """Another process that offers its pool."""
+    """A process that offers its pool."""
 
     offer: NixlOffer
     orders: Connection
@@ -144,7 +145,7 @@ def source(
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Source]:
-    """A source of all tests that only read from it."""
+    """Returns one source for all tests that only read from it."""
     with source("lasting") as other:
         yield other
 
@@ -157,7 +158,9 @@ class Sink:
     def connect(
         self, there: Source, offer: NixlOffer | None = None, pieces: Any = None
     ) -> Callable[..., str | None]:
-        """Returns what reads from the source, and says why a read failed."""
+        """Returns a function that reads from the source. The function returns the reason of a
+        failure, or None.
+        """
         offer = offer or there.offer
         self.transport.open(use_of(offer, len(there.bytes), pieces))
 
@@ -168,7 +171,7 @@ class Sink:
         return read
 
     def end(self, ended: list[Any]) -> str | None:
-        """Waits for a read; returns why it failed."""
+        """Waits until the read ends. Returns the reason of its failure, or None."""
 
         def has_ended() -> bool:
             ended.extend(self.transport.poll((), may_wait=False))
@@ -270,7 +273,7 @@ def test_a_host_without_nixl_gets_a_clear_error(monkeypatch):
         transport.offer(Offers())
 
 
-# ---------------------------------------------------------------- ends, and accidents
+# ---------------------------------------------------------------- ends and failures
 
 
 def test_a_source_that_died_does_not_keep_others_from_being_read(sink):
@@ -297,7 +300,7 @@ def test_a_restarted_source_can_be_read_after_the_old_one_died(sink):
 def test_a_cancelled_read_of_a_stopped_source_ends_and_writes_no_more(monkeypatch, is_closed):
     """Uses tcp, where the source sends the bytes: they are in flight when the read is cancelled."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    num_blocks = 4096  # more than sockets buffer
+    num_blocks = 4096  # more bytes than the sockets buffer
     with source(num_blocks=num_blocks) as other, sink_of(num_blocks) as sink:
         everything = range(num_blocks)
         transport = sink.transport
@@ -306,7 +309,7 @@ def test_a_cancelled_read_of_a_stopped_source_ends_and_writes_no_more(monkeypatc
         assert not transport.fetch(fetch_of(other.offer.agent, everything, everything))
         transport.poll((), may_wait=False)
         assert transport.cancel(SEQ)
-        if is_closed:  # a closed source reports nothing
+        if is_closed:  # after `close`, the transport reports nothing about the source
             transport.close(other.offer.agent)
             until(lambda: not transport.poll((), may_wait=False) and not transport.cancel(SEQ), "")
         else:
@@ -316,7 +319,7 @@ def test_a_cancelled_read_of_a_stopped_source_ends_and_writes_no_more(monkeypatc
         sink.pool.blocks[:] = 0
         other.signal(signal.SIGCONT)
         deadline_s = time.monotonic() + 0.5
-        while time.monotonic() < deadline_s:  # any late write would happen by then
+        while time.monotonic() < deadline_s:  # a late write would happen within this time
             assert transport.poll((), may_wait=False) == []
             select.select([], [], [], 0.01)
         assert not sink.pool.blocks.any()
@@ -358,7 +361,7 @@ def test_closing_frees_threads_and_files():
             with sink_of() as sink:
                 assert sink.connect(other)(ALL, ALL) is None
 
-        read_once()  # loads libraries, which stay
+        read_once()  # the first read loads libraries, which remain loaded
         before = held()
         for _ in range(4):
             read_once()

@@ -1,4 +1,6 @@
-"""Workers of several ranks: each rank of a sink pulls its share from the ranks that hold it."""
+"""Workers of several ranks: each rank of a sink pulls its share from the source ranks that have
+it.
+"""
 
 from typing import Any
 
@@ -40,7 +42,9 @@ def tp(size: int) -> tuple[Shard, ...]:
 
 
 def pp(cut: int, size: int = 1) -> tuple[Shard, ...]:
-    """Two stages, of tensor parallel ranks each; the draft model is in the second."""
+    """Returns the shards of two pipeline stages of `size` ranks; the second stage has the draft
+    model.
+    """
     stages = (LayerRange(0, cut), LayerRange(0, 0)), (LayerRange(cut, 4 - cut), LayerRange(0, 1))
     return tuple(Shard(rank, size, layers) for layers in stages for rank in range(size))
 
@@ -49,8 +53,8 @@ SHAPES = {
     "tp1 to tp2": (tp(1), tp(2)),
     "tp2 to tp1": (tp(2), tp(1)),
     "tp2 to tp2": (tp(2), tp(2)),
-    "tp2 to tp4": (tp(2), tp(4)),  # pairs of ranks hold the same head
-    "tp4 to tp1": (tp(4), tp(1)),  # two ranks give nothing
+    "tp2 to tp4": (tp(2), tp(4)),  # two sink ranks need each head
+    "tp4 to tp1": (tp(4), tp(1)),  # two source ranks give the sink rank no bytes
     "tp4 to tp2": (tp(4), tp(2)),
     "pp2 to tp2": (pp(3), tp(2)),
     "tp2 to pp2": (tp(2), pp(1)),
@@ -59,7 +63,7 @@ SHAPES = {
 
 
 def numbers(layout: KVLayout, seed: int) -> np.ndarray:
-    """Blocks of the whole model, of finite numbers."""
+    """Returns random finite numbers as blocks of the whole model."""
     rng = np.random.default_rng(seed)
     floats = rng.standard_normal((NUM_BLOCKS, FP32.block_bytes // 4), dtype=np.float32)
     return convert(floats.view(np.uint8), FP32, layout.kv_format)
@@ -71,7 +75,7 @@ def fill(source: list[Worker], shards: tuple[Shard, ...], whole: np.ndarray, lay
 
 
 def lease(source: list[Worker], name: str, blocks: list[int], ready: int | None = None) -> LeaseRef:
-    """Opens a lease at all ranks of a source."""
+    """Opens a lease at all ranks of a source. Returns its reference."""
     leases = [rank.lease(name, blocks, ready) for rank in source]
     return leases[0]
 

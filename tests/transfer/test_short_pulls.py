@@ -1,4 +1,6 @@
-"""Pulls on one host: done without an answer of the source, and short ones by who orders them."""
+"""Pulls on one host end without an answer of the source; the ordering thread runs short ones
+itself.
+"""
 
 import threading
 
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.parametrize("transport", [Transport.SHM, Transport.NIXL
 
 
 def hold_until_known(source, sink, name):
-    """Leases two blocks out, and lets the sink learn of them."""
+    """Leases out two blocks, and waits until the sink knows that they are ready."""
     lease = source.lease(name, [3, 4])
     sink.hold(name, lease)
     until(
@@ -55,7 +57,8 @@ def test_only_a_short_pull_is_carried_out_by_the_thread_that_orders_it(
             threads.append(threading.current_thread()),
             report(event),
         )
-        for number in range(40):  # the endpoint's thread may have its turn now and then
+        # repeated, since the endpoint's thread may carry out some of the pulls
+        for number in range(40):
             hold_until_known(source, sink, f"s{number}")
             sink.start(f"s{number}", [(0, 7), (1, 8)])
             assert isinstance(sink.end_of_pull(), PullDone)

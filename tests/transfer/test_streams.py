@@ -1,4 +1,4 @@
-"""Sealed streams: the sink that asked gets records whole and in order, or not at all."""
+"""Sealed streams: only the sink that asked gets the records, whole and in order."""
 
 import itertools
 import select
@@ -43,7 +43,7 @@ WIRE = agree(Identity("model", LAYOUT), Identity("model", LAYOUT))
 SINK = b"sink"
 BUDGET = 2**20
 DAMAGED = "damaged"
-LANES = sorted({1, agreed_lanes()})  # AEGIS lanes
+LANES = sorted({1, agreed_lanes()})  # numbers of AEGIS lanes to test
 
 
 # ---------------------------------------------------------------- messages
@@ -51,7 +51,7 @@ LANES = sorted({1, agreed_lanes()})  # AEGIS lanes
 
 @contextmanager
 def both_ends(key_of_sink=KEY, lanes=1):
-    """Two connected streams, the source's first, and the poller on which the sink waits."""
+    """Yields the two connected ends of a stream, the source's end first."""
     connections = socket.socketpair()
     for connection in connections:
         connection.settimeout(0)
@@ -67,7 +67,7 @@ def both_ends(key_of_sink=KEY, lanes=1):
 
 
 def move(there, here, frame, into):
-    """Sends a note and a frame; returns how many records came."""
+    """Sends a note and a frame. Returns the number of received records."""
     assert there.note(b"records")
     assert there.send(None, BUDGET) is StreamStop.DONE
     assert here.receive(None, BUDGET)[0] is StreamStop.NOTE
@@ -151,7 +151,7 @@ def test_nothing_is_sent_out_of_bounds(ids):
 
 
 def sealed_bytes(*notes, lanes=1):
-    """Returns what a source's stream sends."""
+    """Returns the bytes that a source's stream sends."""
     ours, theirs = socket.socketpair()
     ours.settimeout(0)
     sends = SealedStream(ours, KEY, is_source=True, others=-1, lanes=lanes)
@@ -163,7 +163,9 @@ def sealed_bytes(*notes, lanes=1):
 
 
 def heard(raw, key=KEY, lanes=1):
-    """Returns what a sink's stream reads from these bytes, after which the connection ends."""
+    """Returns what a sink's stream receives from these bytes, after which the connection is
+    closed.
+    """
     ours, theirs = socket.socketpair()
     ours.settimeout(0)
     hears = SealedStream(ours, key, is_source=False, others=-1, lanes=lanes)
@@ -194,7 +196,8 @@ def test_any_changed_bit_ends_a_stream(data):
     raw[place] ^= 1 << data.draw(st.integers(0, 7))
     notes, stop = heard(bytes(raw), lanes=lanes)
     assert notes in ([], [b"some"])
-    assert stop in (StreamStop.BAD, StreamStop.LOST)  # lost: a longer message was expected
+    # the changed length may announce a longer message, which the closed connection never completes
+    assert stop in (StreamStop.BAD, StreamStop.LOST)
 
 
 @given(st.binary(max_size=4096))
@@ -243,7 +246,7 @@ class Ends:
         self.pool.close()
 
     def turn(self):
-        """Returns the reads that came to the source."""
+        """Returns the reads that the source received."""
         return list(self.source.receive({fd for fd, _ in self.poller.poll(0)}))
 
     def connect(self, link, lanes_of_sink=1):
@@ -281,7 +284,7 @@ def test_a_data_brings_its_blocks_to_their_places(ends):
     ends.admit_and_connect()
     ends.places = [2, None]
     assert ends.send(3, 5)
-    assert ends.take() is None  # the note
+    assert ends.take() is None  # the step sends only the note
     assert ends.take() == (Data(LeaseId("l"), [0, 1], 0), (0,))
     assert np.array_equal(ends.sink[2], ends.pool.blocks[3])
     assert not ends.sink[[0, 1, 3]].any()
@@ -395,7 +398,7 @@ def test_a_broken_connection_is_counted_once(ends):
 
 @contextmanager
 def sealing_pair(**options):
-    """Two workers between which blocks travel sealed."""
+    """Yields two workers that exchange blocks over sealed streams."""
     with (
         worker("source", Transport.ZMQ, **options) as source,
         worker("sink", Transport.ZMQ, **options) as sink,
@@ -412,7 +415,7 @@ _warm_ups = itertools.count()
 
 
 def seal(source, sink):
-    """Pulls until both ends know of a stream."""
+    """Pulls blocks until both workers have a stream."""
 
     def is_sealed():
         name = f"warm-up {next(_warm_ups)}"
@@ -431,7 +434,8 @@ def link_of(sink):
 @pytest.mark.parametrize("travels_as", [None, KVFormat.INT8])
 def test_pulls_go_over_the_stream_once_it_is_there(travels_as, monkeypatch):
     with sealing_pair(kv_wire_dtype=travels_as) as (source, sink):
-        monkeypatch.setattr(source.endpoint._by_message, "_staging", None)  # CURVE's
+        # no staging buffers: a block sent over CURVE would fail
+        monkeypatch.setattr(source.endpoint._by_message, "_staging", None)
         fill(sink.pool, seed=2)
         end = sink.pull("s", source.lease("l", [1, 2]), [(0, 7), (1, 8)])
         assert is_done(end, "zmq")
@@ -495,7 +499,7 @@ def test_blocks_that_arrive_damaged_are_sent_again(monkeypatch):
 
 
 def test_a_pull_that_was_given_up_is_written_no_more():
-    """Its blocks belong to another sequence once it has reported its end."""
+    """The blocks belong to another sequence once the pull's end has been reported."""
     with sealing_pair() as (source, sink):
         sealed = link_of(sink)
         for number in range(20):

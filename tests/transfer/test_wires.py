@@ -1,4 +1,4 @@
-"""Workers that hold KV in other formats."""
+"""Workers whose pools have different KV formats."""
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ def in_format(kv_format: KVFormat, layout: KVLayout = FP32) -> KVLayout:
 
 
 def numbers(layout: KVLayout, seed: int) -> np.ndarray:
-    """Blocks of finite numbers in that format."""
+    """Returns random finite numbers as blocks in that format."""
     rng = np.random.default_rng(seed)
     floats = rng.standard_normal((NUM_BLOCKS, FP32.block_bytes // 4), dtype=np.float32)
     return convert(floats.view(np.uint8), FP32, layout.kv_format)

@@ -1,12 +1,13 @@
 """Trains the bundled draft: a smaller Llama that learns the target's distribution.
 
-It begins as a part of the target: the embedding, the first layer and the last, each with all of its
-heads but only the more important half of its MLP. Of all pairs of layers these two come closest to
-the whole. Without heads the model is much farther off than without half of the MLP. At batch 1 a
-pass costs hardly more than one of half the width, which would have to begin from nothing.
+The draft starts with weights of the target: the embedding, the first layer and the last layer. Each
+layer keeps all heads, and the more important half of its MLP. Of all pairs of layers, these two
+approximate the target best. Removing heads would harm more than removing half of the MLP. At batch
+1, a pass takes hardly longer than a pass of a model of half the width, which could not reuse the
+target's weights.
 
-The loss is KL(target || draft) over the windows of `on_policy`. The target's share of it was
-computed when the windows were scored, so a step costs the draft's passes alone.
+The loss is KL(target || draft) over the windows of `on_policy`. The target's log-probabilities are
+computed when the windows are scored, so a training step runs only the draft.
 """
 
 import random
@@ -23,24 +24,25 @@ from tools.bundled_model.on_policy import Lessons
 BATCH_TOKENS = 1024
 MUON_LR, ADAM_LR = 0.01, 5e-4
 CHECKPOINT_EVERY_S = 600.0
-SMALLEST_SHARE = 1e-4  # for the tokens beyond the likeliest ones; fp16 may make it negative
+# lower bound of the share of all tokens beyond the likeliest; rounding to fp16 may make it negative
+SMALLEST_SHARE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The progress of training."""
+    """The progress of the draft's training."""
 
     steps: int
     tokens: int
-    loss: float  # in the last step
+    loss: float  # the loss of the last step
 
 
 @torch.no_grad()
 def begin_as(draft: LlamaForCausalLM, target: LlamaForCausalLM, windows: torch.Tensor) -> None:
     """Copies the target's embedding, first layer and last layer, as far as they fit the draft.
 
-    Both have the same width and heads. The draft has two layers. Their MLPs get the channels that
-    add most to the target's residual stream on `windows` [num_windows, window] int64.
+    Both models have the same width and heads. The draft has two layers, whose MLPs keep the
+    channels that add most to the target's residual stream on `windows` [num_windows, window] int64.
     """
     copy = {"model.embed_tokens.weight", "model.norm.weight"}
     state = {name: value for name, value in target.state_dict().items() if name in copy}
@@ -58,7 +60,7 @@ def begin_as(draft: LlamaForCausalLM, target: LlamaForCausalLM, windows: torch.T
 
 
 def _weigh_mlps(target: LlamaForCausalLM, windows: torch.Tensor) -> list[torch.Tensor]:
-    """For each layer, the root mean square of what each channel [intermediate] of its MLP adds."""
+    """Returns, for each layer, the RMS of what each channel [intermediate] of its MLP adds."""
     weighed: list[torch.Tensor] = []
 
     def weigh(down: torch.nn.Linear, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -75,9 +77,11 @@ def _weigh_mlps(target: LlamaForCausalLM, windows: torch.Tensor) -> list[torch.T
 def distillation_loss(
     draft_logits: torch.Tensor,  # [num_tokens, vocab]
     top_ids: torch.Tensor,  # [num_tokens, top] int64
-    top_logprobs: torch.Tensor,  # [num_tokens, top]: the target's
+    top_logprobs: torch.Tensor,  # [num_tokens, top], log-probabilities of the target
 ) -> torch.Tensor:
-    """Mean KL(target || draft). All tokens beyond the target's likeliest count as one."""
+    """Returns the mean KL(target || draft). All tokens beyond the target's likeliest count as
+    one.
+    """
     draft_logprobs = draft_logits.gather(-1, top_ids) - draft_logits.logsumexp(-1, keepdim=True)
     shares = top_logprobs.exp()
     rest = (1 - shares.sum(-1)).clamp_min(SMALLEST_SHARE)
@@ -95,7 +99,7 @@ def distil(
     clock: Clock,
     checkpoint: Callable[[Done], None],
 ) -> Done:
-    """Trains the draft for the given time, at least one step; calls `checkpoint` now and then."""
+    """Trains the draft for the given time, at least one step; calls `checkpoint` at intervals."""
     optimisers = Optimisers(draft, muon_lr=MUON_LR, adam_lr=ADAM_LR)
     begin_s = saved_s = clock.now_s()
     done = Done(0, 0, 0.0)
@@ -115,7 +119,9 @@ def distil(
 def _batch(
     draft: LlamaForCausalLM, lessons: Sequence[Lessons], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments of `distillation_loss` for windows of one length: each by its share of tokens."""
+    """Returns arguments of `distillation_loss` for windows of one length, drawn by share of
+    tokens.
+    """
     lesson = rng.choices(lessons, weights=[lesson.windows.numel() for lesson in lessons])[0]
     num_rows = min(max(1, BATCH_TOKENS // lesson.window), len(lesson.windows))
     rows = rng.sample(range(len(lesson.windows)), num_rows)

@@ -1,8 +1,8 @@
 """Quality of the bundled pair: perplexity, and how often the draft agrees with the target.
 
-Agreement is the share of positions where both choose the same token after the same text. That is
-the share of first drafts that verification keeps. If they sample, the noise is the same for both,
-as in Baton's decoder. Models compute in fp32; serving in int8 costs a little.
+Agreement is the share of positions where both models choose the same token after the same text.
+Verification keeps the same share of first drafted tokens. When sampling, both models use the same
+noise, as in Baton's decoder. The models compute in fp32; int8 lowers the quality a little.
 """
 
 import math
@@ -27,10 +27,11 @@ def evaluate(
     written: Sequence[Written],
     max_windows: int,
 ) -> dict[str, float]:
-    """Figures for text that was never trained on.
+    """Returns quality figures on text that no model was trained on.
 
-    `held_out` [num_tokens] is text that people wrote. In `written` the target answers prompts from
-    it, at one temperature each; an answer counts up to its first end of text or turn.
+    `held_out` [num_tokens] is text written by people. In `written`, the target answers prompts cut
+    from that text, at one temperature each. An answer counts up to its first end of text or end of
+    turn.
     """
     target.eval(), draft.eval()
     figures = _on_held_out(target, draft, held_out, max_windows)
@@ -63,7 +64,7 @@ def _on_held_out(
 
 
 def _on_generated(draft: LlamaForCausalLM, text: Written, ends: Sequence[int]) -> float:
-    """Share of the target's own tokens that the draft would have proposed."""
+    """Returns the share of the target's own tokens that the draft would have proposed."""
     same = total = 0
     for window, start, sampling in zip(text.windows, text.prompt_lens, text.samplings, strict=True):
         answer = window[start:]
@@ -77,13 +78,13 @@ def _on_generated(draft: LlamaForCausalLM, text: Written, ends: Sequence[int]) -
 
 
 def _noise(logits: torch.Tensor, *, seed: int, start: int) -> torch.Tensor:
-    """The decoder's noise [num_tokens, vocab] for positions from `start` on."""
+    """Returns the decoder's noise [num_tokens, vocab] for positions from `start` on."""
     num, vocab = logits.shape
     return gumbel_noise(torch.full((num,), seed), torch.arange(start, start + num), range(vocab))
 
 
 def _choose(logits: torch.Tensor, temperature: float, noise: torch.Tensor) -> torch.Tensor:
-    """The chosen tokens [num_tokens]."""
+    """Returns the chosen tokens [num_tokens]."""
     return (logits if temperature == 0 else logits / temperature + noise).argmax(-1)
 
 

@@ -1,20 +1,20 @@
-"""The optimisers of the bundled models, and their learning rate over a run.
+"""The optimisers of the bundled models, and the schedule of their learning rate.
 
-Muon (Jordan et al., 2024) trains hidden matrices, AdamW the rest. The schedule depends on the share
-of a run's time, not on steps, so a run ends on time on any machine.
+Muon (Jordan et al., 2024) trains the hidden matrices, AdamW the other weights. The schedule depends
+on the elapsed share of the run's time, not on steps. So a run ends on time on any machine.
 """
 
 import torch
 from transformers import LlamaForCausalLM
 
-WARM_UP_TO, DECAY_FROM = 0.01, 0.65  # shares of a run's time
+WARM_UP_TO, DECAY_FROM = 0.01, 0.65  # warm-up ends and decay starts at these shares of a run's time
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised by five Newton-Schulz steps.
 
     torch.optim.Muon does the same in bfloat16, which CPUs without AVX-512 BF16 multiply fifteen
-    times slower than float32; this one stays in float32.
+    times slower than float32. This class computes in float32.
     """
 
     def __init__(self, params: list[torch.nn.Parameter], lr: float) -> None:
@@ -22,7 +22,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every matrix that has a gradient."""
+        """Updates every matrix that has a gradient."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -55,7 +55,7 @@ class Optimisers:
         self._peaks = ((Muon(hidden, lr=muon_lr), muon_lr), (adam, adam_lr))
 
     def step(self, share: float) -> None:
-        """Does one update after `share` of the run, and clears the gradients."""
+        """Does one update after `share` of the run's time, and clears the gradients."""
         for optimiser, peak in self._peaks:
             for group in optimiser.param_groups:
                 group["lr"] = peak * schedule(share)
@@ -64,7 +64,10 @@ class Optimisers:
 
 
 def schedule(share: float) -> float:
-    """Learning rate as a fraction of its peak after `share` of the run: warm-up, flat, linear."""
+    """Returns the learning rate after `share` of the run, as a fraction of its peak.
+
+    The rate warms up, stays constant, and decays linearly.
+    """
     if share < WARM_UP_TO:
         return max(share / WARM_UP_TO, 0.01)
     if share < DECAY_FROM:

@@ -1,15 +1,15 @@
-"""Text that the target itself writes, with the target's distribution of every token.
+"""Text that the target itself writes, with the target's distribution at every token.
 
-A draft is judged on the target's own text, so it learns from that (on-policy distillation, Zhou et
-al., "DistillSpec", ICLR 2024). The target runs as it is served: `TorchRunner` writes, `CpuForward`
-scores.
+A draft is evaluated on the target's own text, so it is trained on such text (on-policy
+distillation, Zhou et al., "DistillSpec", ICLR 2024). The target runs on Baton's own code:
+`TorchRunner` writes, `CpuForward` scores.
 
     window    a prompt and the target's continuation, past any end of text, up to a fixed number of
               tokens; no two share a seed
     lesson    for each token of a window, the `TOP` likeliest tokens after it
 
-Prompts are pieces of code, and questions in the chat template. A few windows are long and all code:
-writing at such lengths is slow, but far attention can be learnt there.
+Prompts are pieces of code, and questions in the chat template. A few windows are long and contain
+only code: writing them is slow, but they teach attention over long distances.
 """
 
 import random
@@ -33,8 +33,8 @@ from engine.worker.blocks import BlockId
 
 TOP = 64
 BLOCK_SIZE = 16
-MAX_ROWS = 64  # in a decode step
-SCORED_TOKENS = 1024  # tokens, at least, whose logits are held at once
+MAX_ROWS = 64  # largest batch of a decode step
+SCORED_TOKENS = 1024  # minimum number of tokens whose logits are in memory at once
 MIN_PROMPT, MAX_PROMPT_SHARE = 16, 0.75
 QUESTION_SHARE = 0.3
 WINDOW, LONG_WINDOW = 512, 2048
@@ -44,7 +44,7 @@ TEMPERATURES = (0.0, 0.7, 0.7, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Windows [num_windows, window] int64; from `prompt_lens` on the target wrote them."""
+    """Windows [num_windows, window] int64. The target wrote the tokens from `prompt_lens` on."""
 
     windows: torch.Tensor
     prompt_lens: list[int]
@@ -53,25 +53,24 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """Windows [num_windows, window], and the likeliest tokens after each of their tokens, best
-    first.
+    """Windows [num_windows, window], and the likeliest next tokens after each token, best first.
 
     `top_ids` and `top_logprobs` are [num_windows, window, TOP], of the distribution at temperature
     1.
     """
 
-    windows: torch.Tensor  # int16, which holds ids below 32,768
+    windows: torch.Tensor  # int16 is enough for ids below 32,768
     top_ids: torch.Tensor  # int16
     top_logprobs: torch.Tensor  # fp16
 
     @property
     def window(self) -> int:
-        """Number of tokens of each window."""
+        """The number of tokens of each window."""
         return self.windows.shape[1]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all windows."""
+        """The number of tokens of all windows."""
         return self.windows.numel()
 
     @classmethod
@@ -86,7 +85,9 @@ class Lessons:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The source of prompts: token streams [num_tokens] int64, and the ids that separate them."""
+    """The source of prompts: token streams [num_tokens] int64, and the ids that separate
+    documents.
+    """
 
     code: torch.Tensor
     dialogues: torch.Tensor
@@ -94,7 +95,7 @@ class Prompts:
     answer_begins: int
 
     def draw(self, num: int, window: int, rng: random.Random) -> list[list[int]]:
-        """Prompts that leave room for an answer in `window` tokens."""
+        """Returns prompts that leave room for an answer in `window` tokens."""
         longest = int(window * MAX_PROMPT_SHARE)
         questions = [q for q in self._questions() if MIN_PROMPT <= len(q) <= longest]
         return [
@@ -105,12 +106,12 @@ class Prompts:
         ]
 
     def cut(self, length: int, rng: random.Random) -> list[int]:
-        """A piece of code."""
+        """Returns a random piece of code."""
         start = rng.randrange(len(self.code) - length)
         return self.code[start : start + length].tolist()
 
     def _questions(self) -> list[list[int]]:
-        """Every dialogue, cut off where the answer begins."""
+        """Returns every dialogue, cut off where the answer begins."""
         starts = (self.dialogues == self.end_of_text).nonzero()[:-1, 0] + 1
         answers = (self.dialogues == self.answer_begins).nonzero()[:, 0]
         ends = answers[torch.searchsorted(answers, starts)] + 1
@@ -123,7 +124,7 @@ class Prompts:
 def gather(
     target: Path, prompts: Prompts, *, seconds: float, rng: random.Random, clock: Clock
 ) -> list[Lessons]:
-    """Makes lessons of short and of long windows, as many as there is time for."""
+    """Makes lessons of short and of long windows until the time is used up."""
     deadline_s = clock.now_s() + seconds
     short: list[Lessons] = []
     long: list[Lessons] = []
@@ -147,14 +148,14 @@ def gather(
 def answers(
     target: Path, prompts: Prompts, *, temperature: float, num: int, rng: random.Random
 ) -> Written:
-    """Windows of `num` prompts, at most MAX_ROWS, all at one temperature."""
+    """Returns windows of `num` prompts, at most MAX_ROWS, all at one temperature."""
     samplings = [Sampling(temperature=temperature, seed=rng.getrandbits(63)) for _ in range(num)]
     with closing(open_writer(target)) as writer:
         return write(writer, prompts.draw(num, WINDOW, rng), samplings)
 
 
 def open_writer(target: Path) -> TorchRunner:
-    """A runner for `write`, with room for a full batch of windows."""
+    """Returns a runner for `write`, with room for a full batch of windows."""
     num_blocks = MAX_ROWS * -(-WINDOW // BLOCK_SIZE)
     runner = TorchRunner(target, block_size=BLOCK_SIZE, num_blocks=num_blocks)
     runner.open()
@@ -194,11 +195,11 @@ class Scorer:
         self._forward.open(KVCache(loaded.layout, buffer))
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stops the threads."""
         self._forward.close()
 
     def lessons(self, windows: torch.Tensor) -> Lessons:
-        """The likeliest tokens after each token of `windows` [num_windows, window]."""
+        """Returns the likeliest tokens after each token of `windows` [num_windows, window]."""
         found = [self._top(rows.tolist()) for rows in windows.split(self._num_rows)]
         shape = (*windows.shape, TOP)
         top_logprobs, top_ids = (torch.cat(part).view(shape) for part in zip(*found, strict=True))
@@ -206,7 +207,7 @@ class Scorer:
 
     @torch.inference_mode()
     def _top(self, windows: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities fp16 and ids int16 [num_tokens, TOP]."""
+        """Returns log-probabilities fp16 and ids int16 [num_tokens, TOP]."""
         rows = []
         for n, window in enumerate(windows):
             first = n * self._num_blocks

@@ -12,7 +12,7 @@
    on and on answers to prompts from them, go into MODEL_CARD.md with the weights (bf16
    safetensors).
 
-The run ends when it was told to on any machine.
+The run ends after `--minutes` on any machine.
 """
 
 import argparse
@@ -44,9 +44,10 @@ BATCH_TOKENS = 4096
 SHORT_WINDOW = 512
 LONG_WINDOWS = (2048, 4096)
 DIALOGUE_SHARE = 0.2
-LIBRARY_REPEATS = 2  # the library is read twice as often as its tests
-LONG_FROM = 0.85  # shares of the target's time
-DRAFT_SHARE = 0.4  # share of the run's time; the target writes for this part of it:
+LIBRARY_REPEATS = 2  # times that the library is read for each time that its tests are read
+LONG_FROM = 0.85  # share of the target's training time after which windows are long
+# share of the run's time for the draft; WRITING_SHARE is the part in which the target writes
+DRAFT_SHARE = 0.4
 WRITING_SHARE = 0.2
 CHECKPOINT_EVERY_S = 600.0
 MUON_LR, ADAM_LR = 0.02, 3e-3
@@ -58,12 +59,16 @@ PRE_TOKEN = (
 
 
 def target_config() -> LlamaConfig:
-    """5.8 M parameters: 6 layers, 256 wide, 4 heads of 64, 2 KV heads."""
+    """Returns the target's shape, 5.8 M parameters: 6 layers, 256 wide, 4 heads of 64, 2 KV
+    heads.
+    """
     return _llama(layers=6, hidden=256, heads=4, kv_heads=2, ffn=768)
 
 
 def draft_config() -> LlamaConfig:
-    """2.0 M parameters: the target's first layer and last, with half of their MLPs."""
+    """Returns the draft's shape, 2.0 M parameters: two of the target's layers, with half of their
+    MLPs.
+    """
     return _llama(layers=2, hidden=256, heads=4, kv_heads=2, ffn=384)
 
 
@@ -85,7 +90,7 @@ def _llama(*, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> 
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE; the special tokens take ids 0 to 4 in the order of `corpus`."""
+    """Trains byte-level BPE. The special tokens get ids 0 to 4, in the order of `corpus`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -106,7 +111,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token streams, int64 [num_tokens], for training and held out."""
+    """Token streams int64 [num_tokens], for training and for evaluation."""
 
     code: torch.Tensor
     dialogues: torch.Tensor
@@ -115,7 +120,7 @@ class Corpus:
 
 
 def encode(tokenizer: Tokenizer, docs: list[corpus.Document], rng: random.Random) -> Corpus:
-    """Shuffles the documents and joins their tokens."""
+    """Shuffles the documents and joins their tokens to one stream."""
     docs = list(docs)
     rng.shuffle(docs)
     encoded = tokenizer.encode_batch([d.text for d in docs], add_special_tokens=False)
@@ -131,7 +136,7 @@ def encode(tokenizer: Tokenizer, docs: list[corpus.Document], rng: random.Random
 
 
 def sample_batch(data: Corpus, window: int, rng: random.Random) -> torch.Tensor:
-    """Random windows, int64 [BATCH_TOKENS / window, window + 1]."""
+    """Returns random windows, int64 [BATCH_TOKENS / window, window + 1]."""
     rows = []
     for _ in range(BATCH_TOKENS // window):
         stream = data.dialogues if rng.random() < DIALOGUE_SHARE else data.code
@@ -266,7 +271,7 @@ def train_target(data: Corpus, out: Path, *, minutes: float, rng: random.Random)
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """Inputs of the draft's training and evaluation; `target` computes, the rest is tokens."""
+    """The target model, and the texts on which the draft is trained and evaluated."""
 
     target: LlamaForCausalLM
     lessons: Sequence[Lessons]
@@ -308,7 +313,7 @@ def write_draft_card(
     minutes: float,
     figures: dict[str, float],
 ) -> None:
-    """Replaces the card's section on the draft."""
+    """Replaces the section on the draft in the model card."""
     cores = torch.get_num_threads()
     text = DRAFT_CARD.format(
         draft_params=draft.num_parameters(),
@@ -330,7 +335,9 @@ def write_draft_card(
 def lessons_of(
     target: Path, prompts: Prompts, cache: Path | None, *, seconds: float, rng: random.Random
 ) -> list[Lessons]:
-    """The lessons in the file `cache`; if it is missing, makes new ones and writes them there."""
+    """Returns the lessons in the file `cache`. If the file is missing, makes lessons and writes
+    it.
+    """
     if cache is not None and cache.exists():
         return [Lessons(*tensors) for tensors in torch.load(cache)]
     lessons = on_policy.gather(target, prompts, seconds=seconds, rng=rng, clock=MonotonicClock())
@@ -340,13 +347,13 @@ def lessons_of(
 
 
 def prompts_of(code: torch.Tensor, dialogues: torch.Tensor, tokenizer: Tokenizer) -> Prompts:
-    """Prompts cut from these token streams."""
+    """Returns a source of prompts that are cut from these token streams."""
     ends, begins = map(tokenizer.token_to_id, (corpus.END_OF_TEXT, corpus.ANSWER_BEGINS))
     return Prompts(code, dialogues, end_of_text=ends, answer_begins=begins)
 
 
 def judged_answers(target: Path, prompts: Prompts) -> list[Written]:
-    """Answers for the evaluation; the same ones if the target is the same."""
+    """Returns the target's answers for the evaluation. The same target gives the same answers."""
     return [
         on_policy.answers(
             target, prompts, temperature=temperature, num=JUDGED_PROMPTS, rng=random.Random(0)
@@ -356,7 +363,7 @@ def judged_answers(target: Path, prompts: Prompts) -> list[Written]:
 
 
 def main() -> None:
-    """Trains for the given time; writes target/, draft/ and MODEL_CARD.md below --out."""
+    """Trains for the given time. Writes target/, draft/ and MODEL_CARD.md below --out."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

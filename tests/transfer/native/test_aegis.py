@@ -1,4 +1,4 @@
-"""AEGIS in several lanes gives what RFC 10032 says, and opens nothing else."""
+"""AEGIS in several lanes computes the vectors of RFC 10032, and rejects every changed message."""
 
 import ctypes
 from ctypes import CFUNCTYPE, addressof, byref, c_int, c_ulonglong, c_void_p, create_string_buffer
@@ -23,7 +23,9 @@ OPEN = CFUNCTYPE(
     *(c_void_p, c_void_p),
 )
 MESSAGE, BESIDE = bytes([4, 5, 6, 7] * 30), bytes([1, 2, 3, 4] * 2)
-VECTORS = {  # from the RFC, by lanes: the tag of nothing; the second vector and its tag
+# from the RFC, by number of lanes: the tag of the empty message, then text and tag of the second
+# vector
+VECTORS = {
     2: (
         "b92c71fdbd358b8a4de70b27631ace90cffd9b9cfba82028412bac41b4f53759",
         "5795544301997f93621b278809d6331b3bfa6f18e90db12c4aa35965b5e98c5f"
@@ -52,7 +54,9 @@ def cipher():
 
 
 def at(data, place=0):
-    """The address of a copy of some bytes, `place` bytes behind a cache line, and the copy."""
+    """Returns the address of a copy of some bytes, `place` bytes after a cache line's start, and
+    the copy.
+    """
     room = create_string_buffer(len(data) + 128)
     address = -(-addressof(room) // 64) * 64 + place
     ctypes.memmove(address, data, len(data))
@@ -83,7 +87,9 @@ def sealed(message, beside, place=0):
 
 
 def opened(text, tag, beside, place=0):
-    """The message; None if it does not open, and then nothing of it is left."""
+    """Returns the decrypted message, or None if authentication fails. Then the output must be
+    zeros.
+    """
     _, unseal = cipher()
     ours = [at(data) for data in (text, tag, beside, NONCE, KEY)]
     text_at, tag_at, beside_at, nonce_at, key_at = (address for address, _ in ours)

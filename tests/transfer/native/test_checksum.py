@@ -1,4 +1,6 @@
-"""Checksums found while frames are filled and emptied equal xxhash's, and copies are right."""
+"""Checksums computed while frames are filled and emptied equal xxhash's, and the copies are
+right.
+"""
 
 import threading
 from itertools import accumulate, pairwise
@@ -19,7 +21,7 @@ from kvtransfer.wire import agree
 from tests.kits.records import random_records, whole
 from tests.kits.seeds import seeds
 
-SHORTEST_LONG = 241  # bytes: below, XXH3 is another algorithm
+SHORTEST_LONG = 241  # bytes; for shorter input XXH3 is another algorithm
 
 
 def xxh3(frame):
@@ -27,7 +29,7 @@ def xxh3(frame):
 
 
 def check_gather(source, ids, pieces, record_bytes):
-    """Checks bytes and checksum against copying and hashing in two passes."""
+    """Compares bytes and checksum of a gather with copying and hashing in two passes."""
     frame, expected = (random_records(len(ids), record_bytes, seed=9) for _ in range(2))
     copy_records(expected, None, source, ids, pieces)
     assert gather_records(frame, source, ids, pieces) == xxh3(expected)
@@ -91,10 +93,10 @@ def test_frames_of_up_to_4_mib_have_the_checksum_of_xxhash(seed):
 
 @st.composite
 def frames(draw):
-    """(records, bytes of a record in the frame, bytes of one in the pool, pieces of a frame's).
+    """Draws (number of records, frame's record bytes, pool's record bytes, pieces of a record).
 
-    Pieces are (offset in the pool's record, offset in the frame's, bytes); they do not overlap, may
-    leave gaps, and come in any order.
+    Pieces are (offset in the pool's record, offset in the frame's record, bytes). They do not
+    overlap in the frame, may leave gaps, and are in any order.
     """
     frame_bytes, pool_bytes = draw(st.integers(1, 3000)), draw(st.integers(1, 3000))
     cuts = draw(st.lists(st.integers(0, min(frame_bytes, pool_bytes)), max_size=6))
@@ -120,7 +122,8 @@ def test_emptying_any_rows_gives_the_same_bytes_and_the_checksum_of_all_rows(fra
     count, frame_bytes, pool_bytes, pieces = frame
     rows = data.draw(st.permutations(range(count)))[: data.draw(st.integers(0, count))]
     ids = data.draw(st.permutations(range(8)))[: len(rows)]
-    # At the sink the pieces lie one behind the other: pieces of `frames` may overlap there.
+    # At the sink the pieces are put one behind the other, since the pieces of `frames` may overlap
+    # in the pool.
     offsets = accumulate((n for _, _, n in pieces), initial=0)
     apart = [RecordPiece(f, at, n) for (_, f, n), at in zip(pieces, offsets, strict=False)]
     sink_bytes = max(pool_bytes, frame_bytes)

@@ -23,9 +23,9 @@ sections = st.builds(
 
 
 def numbers(rng, shape):
-    """Finite numbers of all magnitudes, a few at a time of one; zeros of both signs among them."""
+    """Returns finite numbers of all magnitudes, one magnitude per row, with zeros of both signs."""
     exponents = rng.choice([-45.0, -40, -38, -20, -1, 0, 3, 25, 38], (*shape[:-1], 1))
-    x = rng.uniform(-3.3, 3.3, shape) * 10.0**exponents  # in bf16, too, all are finite
+    x = rng.uniform(-3.3, 3.3, shape) * 10.0**exponents  # all numbers are finite in bf16 too
     x[rng.random(shape) < 0.1] = 0
     x[rng.random(shape) < 0.05] *= -0.0
     x[rng.random(shape[:-1]) < 0.1] = 0
@@ -34,7 +34,7 @@ def numbers(rng, shape):
 
 
 def records_of(rng, num_records, layout):
-    """Records in the layout's format, with nonzero padding."""
+    """Returns random records in the layout's format, with nonzero padding."""
     plain = KVLayout(layout.block_size, KVFormat.FP32, layout.sections)
     shape = (num_records, plain.block_bytes // 64, 16)
     records = numbers(rng, shape).view(np.uint8).reshape(num_records, plain.block_bytes)
@@ -61,12 +61,14 @@ def test_both_implementations_give_the_same_bytes(
 @pytest.mark.parametrize("source", [KVFormat.FP32, KVFormat.BF16])
 @pytest.mark.parametrize("to", KVFormat)
 def test_all_bit_patterns_of_bf16_are_converted_alike(source, to):
-    """Pairs each with an equal and with another number: every exponent, sign and last bit."""
+    """Pairs each bf16 number with an equal number and with another: every exponent, sign and last
+    bit.
+    """
     bits = np.arange(2**16, dtype=np.uint16)
     finite = bits[bits & 0x7F80 != 0x7F80]
     layout = KVLayout(len(finite), source, (KVSection(1, 1, 2),))
     pairs = np.stack((np.stack((finite, finite[::-1])), np.stack((finite, finite ^ 1))))
-    x = (pairs.transpose(0, 2, 1).astype(np.uint32) << 16).view(np.float32)  # [K V, token, 2]
+    x = (pairs.transpose(0, 2, 1).astype(np.uint32) << 16).view(np.float32)  # [token, K and V, 2]
     if source is KVFormat.BF16:
         elements = pairs.transpose(0, 2, 1).copy().view(np.uint8)
     else:
@@ -100,8 +102,10 @@ def test_a_token_that_is_not_finite_spoils_no_other(to, odd):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_share_of_the_heads_is_converted_on_its_way(size):
-    """The source has whole records in fp32, each rank of the sink its own records in int8; and
-    the reverse.
+    """The source has whole records in fp32, and each rank of the sink has int8 records of its own
+    heads.
+
+    The test also converts in the opposite direction.
     """
     shapes = (KVSection(2, 4, 16), KVSection(1, 8, 6))
     whole = KVLayout(3, KVFormat.FP32, shapes)
@@ -121,7 +125,9 @@ def test_a_share_of_the_heads_is_converted_on_its_way(size):
 
 
 def test_a_structure_holds_all_that_c_reads():
-    """The last section of many is converted: sizes and order of the fields agree."""
+    """Only the last of many sections is converted, so sizes and order of the fields must agree with
+    C++.
+    """
     shapes = tuple(KVSection(1, 1 + i % 2, 2 + 2 * i) for i in range(9))
     layout = KVLayout(3, KVFormat.FP32, shapes)
     records = records_of(np.random.default_rng(1), 2, layout)

@@ -1,4 +1,4 @@
-"""The right bytes of records are copied, and nothing past the bounds."""
+"""Copies of records copy the right bytes, and nothing outside the bounds."""
 
 import threading
 
@@ -14,7 +14,9 @@ from tests.kits.records import RECORD_BYTES, random_records, whole
 
 @st.composite
 def copies(draw):
-    """(records of sink, of source, ids of both, pieces that do not overlap at the sink)."""
+    """Draws (sink's records, source's records, ids of both, pieces that do not overlap at the
+    sink).
+    """
     count = draw(st.integers(0, 6))
     sink_bytes, source_bytes = draw(st.integers(1, 3000)), draw(st.integers(1, 3000))
     num_sink, num_source = draw(st.integers(count, 8)), draw(st.integers(1, 8))

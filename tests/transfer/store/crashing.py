@@ -1,8 +1,8 @@
-"""A process that writes, forgets and reads blocks until it is killed, and says what it has done.
+"""A process that writes, removes and reads blocks until it is killed, and reports its operations.
 
-`python -m tests.transfer.store.crashing DIRECTORY ENGINE SEED` prints a record before an operation
-("begin") and after it has been reported ("end"): the slot, and the hash that it then holds, or
-zeros.
+`python -m tests.transfer.store.crashing DIRECTORY ENGINE SEED` prints a record before each
+operation ("begin") and after its outcome ("end"). A record has the slot, and the hash of the block
+that the slot then has, or zeros.
 """
 
 import os
@@ -21,7 +21,7 @@ OPTIONS = {"num_slots": NUM_SLOTS, "block_bytes": BLOCK_BYTES, "slab_bytes": 8 *
 
 
 def main() -> None:
-    """Runs until it is killed."""
+    """Runs operations until the process is killed."""
     directory, engine, seed = sys.argv[1:]
     rng = random.Random(int(seed))
     with opened(directory, engine, **OPTIONS) as (tier, blocks):
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def tell(what: str, by_slot: dict[int, bytes]) -> None:
-    """Writes records at once: a pipe keeps them when the process is killed."""
+    """Writes records at once to a pipe, which keeps them when the process is killed."""
     records = (RECORD.pack(what.encode(), slot, one) for slot, one in by_slot.items())
     os.write(1, b"".join(records))
 

@@ -1,4 +1,4 @@
-"""After a crash at any moment a slot is empty or holds a whole block, with its own bytes."""
+"""After a crash at any moment, a slot is empty or has a whole block, never wrong bytes."""
 
 import os
 import random
@@ -46,7 +46,7 @@ def test_after_kill_9_at_any_moment_every_block_has_its_own_bytes(tmp_path, engi
 
 
 def run_until_killed(directory, engine, seed):
-    """The records of a process that is killed at a random moment of its writing."""
+    """Runs a process that is killed at a random moment while it writes. Returns its records."""
     command = [sys.executable, "-m", "tests.transfer.store.crashing", directory, engine, str(seed)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         try:
@@ -60,7 +60,7 @@ def run_until_killed(directory, engine, seed):
 
 
 def check(before, told, whole):
-    """Compares what is on disk with what the process said before it was killed."""
+    """Asserts that the blocks on disk agree with the records of the killed process."""
     possible = {slot: {before.get(slot, NOTHING)} for slot in range(OPTIONS["num_slots"])}
     for what, slot, block_hash in told:
         if what == b"begin":
@@ -101,9 +101,9 @@ def recorded_history(directory, slots):
 
 
 def replay(directory, writes):
-    """Makes the files that result from these writes, each (name, offset, bytes)."""
+    """Applies these writes, each (name, offset, bytes), to files of a new tier."""
     with opened(directory, num_slots=2):
-        pass  # allocates
+        pass  # opening the tier allocates its files
     for name, offset, content in writes:
         with (directory / name).open("r+b") as file:
             file.seek(offset)
@@ -111,7 +111,7 @@ def replay(directory, writes):
 
 
 def torn(writes, data):
-    """A part of each write: none of it, all of it, or its beginning."""
+    """Yields a part of each write: nothing, the whole write, or its beginning."""
     for name, offset, content in writes:
         kept = data.draw(st.sampled_from([0, len(content)]) | st.integers(0, len(content)))
         yield name, offset, content[:kept]
@@ -129,7 +129,8 @@ some_slots = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 def test_a_process_that_ends_within_any_write_leaves_whole_blocks(tmp_path_factory, slots, data):
     top = tmp_path_factory.mktemp("torn")
     writes = recorded_history(top / "history", slots)
-    assert len(writes) == 3 * len(slots)  # cleared, payload, header
+    # three writes per slot: clear the header, write the payload, write the header
+    assert len(writes) == 3 * len(slots)
     index = data.draw(st.integers(0, len(writes) - 1))
     name, offset, content = writes[index]
     kept = data.draw(st.integers(0, len(content)))
@@ -158,7 +159,8 @@ def test_a_power_cut_that_loses_or_tears_any_writes_leaves_no_wrong_block(
         assert set(blocks.slot_by_hash().items()) <= written
         whole = check_all(tier, blocks)
         assert tier.counters.get("errors:damaged", 0) == len(blocks) - len(whole)
-    with opened(top / "crashed", num_slots=2) as (_, blocks):  # damaged ones were cleared
+    # the headers of damaged blocks were cleared
+    with opened(top / "crashed", num_slots=2) as (_, blocks):
         assert blocks.slot_by_hash() == {block_hash: slot for slot, block_hash in whole.items()}
 
 

@@ -1,4 +1,4 @@
-"""Faults of a disk are failed requests with a reason, and serving never depends on a disk."""
+"""A fault of the disk makes a request fail with a reason, and serving never depends on a disk."""
 
 import fcntl
 import os
@@ -36,7 +36,7 @@ MIB = 2**20
 
 @contextmanager
 def mounted(directory, options):
-    """A file system in memory, if this user may mount one."""
+    """Mounts a file system in memory, and skips the test if this user may not mount one."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -50,7 +50,7 @@ def mounted(directory, options):
 
 @contextmanager
 def files_no_longer_than(num_bytes):
-    """Files of this process cannot become longer, as on a full disk."""
+    """Limits the size of this process's files, with the same effect as a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -78,7 +78,8 @@ def test_a_full_disk_fails_writes_and_keeps_no_header(tmp_path, engine):
 def test_a_disk_that_cannot_be_read_fails_reads(tmp_path, engine):
     with opened(tmp_path, engine) as (tier, _):
         assert write(tier, 0, NEW) is None
-        fd = os.open("/proc/self/mem", os.O_RDONLY)  # nothing is mapped at its beginning
+        # no memory is mapped at offset 0, so reads fail with EIO
+        fd = os.open("/proc/self/mem", os.O_RDONLY)
         replace_file(tmp_path / "slab-00000", fd)
         os.close(fd)
         assert read(tier, 0, NEW) == "EIO"
@@ -94,7 +95,7 @@ def test_a_table_that_cannot_be_written_fails_writes_before_the_payload(tmp_path
         os.close(fd)
         assert write(tier, 0, hash_of(2)) == "EBADF"
     with opened(tmp_path, engine) as (tier, blocks):
-        assert check_all(tier, blocks) == {0: NEW}  # it was not touched
+        assert check_all(tier, blocks) == {0: NEW}  # the failed write did not change the old block
 
 
 @each_engine
@@ -129,7 +130,8 @@ def test_growth_that_fails_is_tried_again_after_a_pause(tmp_path):
     with opened(tmp_path) as (tier, _):
         with files_no_longer_than(4096):
             assert write(tier, 0, NEW, now_s=5.0) is None
-            settle(tier, lambda: tier.num_slots == 3, now_s=5.0)  # such a file has one
+            # a file within the limit has room for one slot
+            settle(tier, lambda: tier.num_slots == 3, now_s=5.0)
             assert write(tier, 2, hash_of(2), now_s=5.0) is None
             settle(tier, lambda: tier.counters.get("growth_errors:EFBIG") == 1, now_s=5.0)
             tier.poll(5.9)
@@ -141,7 +143,7 @@ def test_growth_that_fails_is_tried_again_after_a_pause(tmp_path):
 
 def test_a_full_file_system_leaves_fewer_slots_and_is_said(tmp_path):
     with mounted(tmp_path / "small", "size=28k") as root, opened(root / "d") as (tier, _):
-        for slot in range(6):  # 8 fit: six blocks and the table take seven pages
+        for slot in range(6):  # the file system has seven pages: for six blocks and the table
             settle(tier, lambda slot=slot: tier.num_slots > slot)
             assert write(tier, slot, hash_of(slot)) is None
         settle(tier, lambda: "growth_errors:ENOSPC" in tier.counters)
@@ -169,7 +171,7 @@ def test_a_slab_that_does_not_fit_is_allocated_in_part_and_grows_with_the_room(t
                 assert write(tier, slot, hash_of(slot), block_bytes=MIB) is None
             settle(tier, lambda: tier.shortage == "ENOSPC")
             assert not tier.is_off
-        with opened(root / "d", **large) as (tier, blocks):  # on the disk that is full now
+        with opened(root / "d", **large) as (tier, blocks):  # the disk is full now
             assert (tier.num_slots, len(blocks)) == (num_slots, num_slots)
             settle(tier, lambda: tier.shortage == "ENOSPC")
             subprocess.run(["mount", "-o", "remount,size=100m", root], check=True)
@@ -225,7 +227,8 @@ def test_after_failures_in_a_row_the_disk_is_off_and_comes_back(tmp_path, engine
             assert read(tier, 1, NEW) == "short"
         assert tier.off_reason == "short"
         assert read(tier, 1, NEW, now_s=1.9) == "off"
-        assert read(tier, 1, NEW, now_s=2.0) == "short"  # the trial; now the pause is 4 s
+        # this read is the trial of the disk; after its failure the pause is 4 s
+        assert read(tier, 1, NEW, now_s=2.0) == "short"
         assert write(tier, 0, hash_of(2), now_s=5.9) == "off"
         assert write(tier, 0, hash_of(2), now_s=6.0) is None
         assert not tier.is_off
@@ -235,7 +238,7 @@ def test_after_failures_in_a_row_the_disk_is_off_and_comes_back(tmp_path, engine
 
 def test_without_io_uring_threads_do_the_same_and_it_is_counted(tmp_path, monkeypatch, caplog):
     def refuse(*arguments):
-        return 1  # EPERM
+        return 1  # errno 1 is EPERM
 
     monkeypatch.setattr(uring.library(), "baton_disk_open", refuse)
     tier = new_tier(tmp_path, "uring")
@@ -264,7 +267,9 @@ def test_without_direct_io_the_page_cache_is_used_and_it_is_counted(tmp_path, en
 
 @contextmanager
 def hanging(engine, path):
-    """Reads of a slab hang until the end; gives what lets them go on with bytes of `NEW`."""
+    """Makes reads of a slab hang until the end. Yields a function that lets them return `NEW`'s
+    bytes.
+    """
     if engine == "uring":
         reader, writer = os.pipe()
         replace_file(path, reader)
@@ -296,7 +301,7 @@ def test_a_slow_disk_fails_requests_in_time_and_never_touches_their_rows_later(t
             assert not tier.poll(3.9)
             assert [done.reason for done in tier.poll(4.0)] == ["timeout"]
             assert tier.off_reason == "timeout"
-            assert tier.room == 1  # the engine still has it
+            assert tier.room == 1  # the engine still has the timed-out request
             go_on()
             settle(tier, lambda: tier.room == 2, now_s=4.0)
             assert np.all(row == 7)
@@ -314,7 +319,8 @@ def test_close_gives_up_on_a_disk_that_hangs_and_its_rows_stay(tmp_path, engine)
     with hanging(engine, tmp_path / "slab-00000") as go_on:
         row = np.full(4096, 7, np.uint8)
         tier.read([DiskRead(0, NEW, row)], 0.0)
-        assert write(tier, 2, hash_of(2)) is None  # begun later, so the read has begun
+        # this write began after the read, so the engine has begun the read too
+        assert write(tier, 2, hash_of(2)) is None
         assert not tier.close(timeout_s=0.05)
         assert tier.counters["abandoned"] == 1
         go_on()
@@ -324,7 +330,7 @@ def test_close_gives_up_on_a_disk_that_hangs_and_its_rows_stay(tmp_path, engine)
 
 @contextmanager
 def hanging_writes(engine, path):
-    """Writes of payloads hang until the end; gives what lets them go on."""
+    """Makes writes of payloads hang until the end. Yields a function that lets them continue."""
     if engine == "uring":
         reader, writer = os.pipe()
         capacity = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
@@ -352,7 +358,7 @@ def test_a_write_that_ends_after_its_timeout_leaves_no_header(tmp_path, engine):
             row = content_of(NEW)
             tier.write([DiskWrite(0, NEW, row)], 0.0)
             assert [done.reason for done in tier.poll(3.0)] == ["timeout"]
-            row[:] = 0  # it is in other use now
+            row[:] = 0  # the owner reuses the row after the timeout
             tier.read([DiskRead(0, NEW, np.zeros(4096, np.uint8))], 3.0)
             go_on()
             assert polled(tier, 1, 3.0)[0].reason == "not_held"
@@ -369,7 +375,9 @@ def test_while_a_payload_is_written_its_slot_has_no_header(tmp_path, engine):
         with hanging_writes(engine, tmp_path / "slab-00000") as go_on:
             tier.write([DiskWrite(0, NEW, content_of(NEW))], 0.0)
             settle(tier, lambda: table.read_bytes()[:128] == bytes(128))
-            if engine == "uring":  # begun later: the engine has done all that it does before
+            # this write began later, so the engine has done everything that precedes the hanging
+            # write
+            if engine == "uring":
                 assert write(tier, 2, hash_of(3)) is None
             assert table.read_bytes()[:128] == bytes(128)
             go_on()

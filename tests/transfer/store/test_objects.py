@@ -1,4 +1,6 @@
-"""The object tier on real fsspec file systems, and on ones that fail, hang and lie."""
+"""The object tier on real fsspec file systems, and on hostile ones that fail, hang or return wrong
+data.
+"""
 
 import os
 import random
@@ -22,12 +24,14 @@ IDENTITY, OTHER_IDENTITY = b"i" * 16, b"j" * 16
 PATIENT = ObjectLimits()
 HASTY_READS = ObjectLimits(get_timeout_s=0.2, num_readers=2, max_waiting=4, max_stuck=2)
 HASTY_WRITES = ObjectLimits(put_timeout_s=0.2)
-WAIT_S = 20.0  # far above what is needed
+WAIT_S = 20.0  # longest wait for a future, far above the usual time
 LARGE = 10**9
 
 
 class HostileFiles(MemoryFileSystem):
-    """Memory that calls `trap(operation, path)` before each operation on one object."""
+    """A file system in memory that calls `trap(operation, path)` before each operation on an
+    object.
+    """
 
     protocol = "hostile"
     trap = staticmethod(lambda operation, path: None)
@@ -38,7 +42,7 @@ class HostileFiles(MemoryFileSystem):
 
     def ls(self, path, detail=True, **kwargs):
         self.trap("ls", path)
-        if path not in self.dircache:  # as the libraries of object stores do
+        if path not in self.dircache:  # listings are cached, as the libraries of object stores do
             self.dircache[path] = super().ls(path, detail=detail, **kwargs)
         return self.dircache[path]
 
@@ -76,7 +80,7 @@ def hostile_url():
 
 @pytest.fixture
 def make():
-    """Makes tiers that are open and have listed their folder."""
+    """Returns a function that makes tiers, opens them and lists their folder."""
     tiers = []
 
     def open_tier(url, identity=IDENTITY, max_bytes=LARGE, limits=PATIENT):
@@ -99,7 +103,7 @@ def make():
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Operations for which `gate.holds` is true wait until `gate.opened`."""
+    """Makes operations for which `gate.holds` returns True wait until `gate.opened` is set."""
 
     class Gate:
         opened = threading.Event()
@@ -140,14 +144,14 @@ def put(tier, *numbers):
 
 
 def get(tier, *numbers):
-    """The numbers of the blocks that were found; their bytes are right."""
+    """Returns the numbers of the blocks that were found, and asserts that their bytes are right."""
     found = tier.get([digest(number) for number in numbers]).result(WAIT_S)
     assert found == {digest(n): payload_of(n) for n in numbers if digest(n) in found}
     return {int.from_bytes(key, "little") for key in found}
 
 
 def objects_of(url):
-    """Paths of the objects, by fsspec itself: manifests first."""
+    """Returns the paths of the objects, listed without the tier; manifests first."""
     files, path = fsspec.core.url_to_fs(url)
     return sorted(files.find(path)) if files.exists(path) else []
 
@@ -180,7 +184,7 @@ def wait_until(holds):
 
 
 def failing(operations, error=PermissionError):
-    """A trap that fails these operations; its message holds a secret."""
+    """Returns a trap that makes these operations fail, with a secret in the error message."""
 
     def trap(operation, path):
         if operation in operations:
@@ -189,7 +193,7 @@ def failing(operations, error=PermissionError):
     return staticmethod(trap)
 
 
-# ------------------------------------------------------------ what is kept is found
+# ------------------------------------------------------------ stored blocks are found
 
 
 def test_blocks_come_back_with_their_bytes(url, make):
@@ -255,7 +259,7 @@ def test_a_refresh_finds_what_another_store_finished_since(hostile_url, make):
     put(theirs, 1)
     manifest, _ = objects_of(hostile_url)
     data = content(hostile_url, manifest)
-    remove(hostile_url, manifest)  # as if it were not written yet
+    remove(hostile_url, manifest)  # the state before the manifest is written
     assert ours.refresh().result(WAIT_S) == 0
     assert ours.num_bytes == BLOCK_BYTES
     replace(hostile_url, manifest, data)
@@ -297,7 +301,7 @@ def test_no_wrong_block_is_returned_under_random_damage(url, make):
         for path in paths:
             replace(url, path, _damage(rng, whole[path]))
         tier = make(url)
-        served += len(get(tier, *range(60)))  # checks the bytes
+        served += len(get(tier, *range(60)))  # `get` checks the bytes
         damaged += sum(errors(tier).values())
         tier.close()
         for path in paths:
@@ -308,12 +312,12 @@ def test_no_wrong_block_is_returned_under_random_damage(url, make):
 
 def _damage(rng, data):
     kind = rng.randrange(4)
-    if kind == 0:  # torn
+    if kind == 0:  # the object is torn
         return data[: rng.randrange(len(data))]
-    if kind == 1:  # a flipped bit
+    if kind == 1:  # one bit is flipped
         place = rng.randrange(len(data))
         return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
-    if kind == 2:  # bytes of something else
+    if kind == 2:  # the bytes are unrelated
         return rng.randbytes(len(data))
     return data + bytes(rng.randrange(1, 100))
 
@@ -377,7 +381,8 @@ def test_after_a_crash_between_segment_and_manifest_nothing_wrong_is_found(url, 
     remove(url, manifest)
     tier = make(url)
     assert not tier.has(digest(1))
-    assert objects_of(url) == [segment]  # it is young: its writer may still be at it
+    # the segment is young: its writer may still write the manifest
+    assert objects_of(url) == [segment]
     assert tier.num_bytes == 2 * BLOCK_BYTES
     assert put(tier, 1) == {digest(1)}
 
@@ -487,17 +492,17 @@ def test_failing_writes_do_not_drain_the_tier(hostile_url, make, monkeypatch):
     monkeypatch.setattr(HostileFiles, "trap", failing({"write"}))
     for number in range(10, 20):
         assert put(tier, number) == frozenset()
-    assert len(tier.hashes()) == 2  # one made room for the first that failed
+    assert len(tier.hashes()) == 2  # the first failed write had deleted one block to make room
 
 
 def test_drop_deletes_everything_of_this_identity_alone(url, make):
     ours, theirs = make(url), make(url, identity=OTHER_IDENTITY)
     put(theirs, 1)
     put(ours, 1)
-    put(make(url), 2)  # by another store
+    put(make(url), 2)  # another store of the same identity wrote this block
     put(ours, 3)
     before = objects_of(url)
-    remove(url, before[0])  # a manifest; its segment remains
+    remove(url, before[0])  # the manifest is removed, and its segment remains
     stranger = before[0].rpartition("/")[0] + "/notes.txt"
     replace(url, stranger, b"mine")
     assert ours.drop().result(WAIT_S) is True
@@ -561,7 +566,7 @@ def test_one_manifest_that_cannot_be_read_does_not_stop_the_rest_of_a_listing(
     monkeypatch.setattr(HostileFiles, "trap", failing({"read"}))
     tier = make(hostile_url, max_bytes=BLOCK_BYTES)
     assert errors(tier) == {"store": 1}
-    assert objects_of(hostile_url) == []  # it was over the bound
+    assert objects_of(hostile_url) == []  # the segment was deleted, because it exceeded `max_bytes`
 
 
 def test_a_hanging_read_is_a_miss_at_its_deadline(hostile_url, make, gate):
@@ -584,7 +589,7 @@ def test_hanging_calls_use_a_bounded_number_of_threads_and_the_tier_recovers(
     for _ in range(4):
         for future in [tier.get([digest(1)]) for _ in range(6)]:
             assert future.result(WAIT_S) == {}
-        # readers, the writer, the watcher, and the stuck ones
+        # two readers, the writer, the watcher, and the stuck threads
         assert threading.active_count() - before <= 2 + 1 + 1 + HASTY_READS.max_stuck
     assert tier.why_off() is not None
     assert errors(tier)["off"] > 0
@@ -707,7 +712,7 @@ class HangingCalls:
 def test_at_the_bound_on_stuck_threads_no_call_is_made_until_one_comes_back():
     calls, event = HangingCalls({"only": 2}, max_stuck=1), threading.Event()
     assert calls.hang("only", event).result(WAIT_S) == "late"
-    assert not calls.works("only")  # though a thread is idle
+    assert not calls.works("only")  # no call is made, although a thread is idle
     assert calls.threads.why_off() == "1 calls hang"
     event.set()
     wait_until(lambda: calls.works("only"))

@@ -1,4 +1,4 @@
-"""Blocks on disk are read back unchanged, by either engine, also after a restart."""
+"""Each engine reads blocks from disk unchanged, also after a restart."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_a_restart_finds_blocks_parents_and_order(tmp_path, engine):
         assert len(blocks) == 0
         assert write(tier, 1, hash_of(1)) is None
         assert write(tier, 0, hash_of(2), parent=hash_of(1)) is None
-    other = "threads" if engine == "uring" else "uring"  # their files are the same
+    other = "threads" if engine == "uring" else "uring"  # both engines use the same file format
     with opened(tmp_path, other) as (tier, blocks):
         assert blocks.slot_by_hash() == {hash_of(1): 1, hash_of(2): 0}
         assert blocks.parent_by_hash() == {hash_of(1): None, hash_of(2): hash_of(1)}
@@ -79,7 +79,7 @@ def test_forgotten_blocks_are_neither_read_nor_recovered(tmp_path, engine):
         tier.remove(0, 0.0)
         assert read(tier, 0, hash_of(0)) == "not_held"
         settle(tier, lambda: tier.counters.get("clears") == 1)
-        tier.remove(0, 0.0)  # again: there is nothing to do
+        tier.remove(0, 0.0)  # the block is removed already, so this call does nothing
         assert read(tier, 1, hash_of(1)) is not None
         assert tier.counters["clears"] == 1
     with opened(tmp_path, engine) as (_, blocks):
@@ -99,7 +99,7 @@ def test_operations_on_one_slot_take_place_in_order(tmp_path, engine):
         reasons = [done.reason for done in polled(tier, 5, 0.0)]
         settle(tier, lambda: "clears" in tier.counters)
         assert np.array_equal(old, content_of(hash_of(1)))
-        # `forget` takes effect at once: a read that has not begun by then is refused.
+        # `remove` takes effect at once: a read that has not begun is refused.
         assert reasons[:3] == [None, None, None]
         assert set(reasons[3:]) <= {None, "not_held"}
     with opened(tmp_path, engine) as (_, blocks):
@@ -216,7 +216,7 @@ def test_directories_are_listed_and_removed(tmp_path):
     assert directories(root)[directory] >= 2 * 4096
     remove_directory(directory)
     assert directories(root) == {}
-    remove_directory(directory)  # it is not there
+    remove_directory(directory)  # the directory does not exist any more
     with opened(directory) as (_, blocks):
         assert len(blocks) == 0
 

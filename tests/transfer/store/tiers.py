@@ -1,6 +1,6 @@
 """Tiers of blocks on disk, for tests.
 
-The content of a block follows from its hash. A tier's time is 0 unless a test lets it pass.
+The content of a block is computed from its hash. The time of a tier is 0 unless the test sets it.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from engine.clock import MonotonicClock
 from kvtransfer.store.disk.tier import DiskRead, DiskTier, DiskTuning, DiskWrite
 
 IDENTITY = b"model and layout"
-DEADLINE_S = 20.0  # for a test's waiting
+DEADLINE_S = 20.0  # longest wait of a test
 ENGINES = ("uring", "threads")
 CLOCK = MonotonicClock()
 
 
 def new_tier(directory, engine="threads", *, block_bytes=4096, num_slots=8, **tuning):
-    """Makes a tier that is not open, by default with two slots per slab."""
+    """Makes a tier without opening it, by default with two slots per slab."""
     stride_bytes = -(-block_bytes // 4096) * 4096
     tuning = {"slab_bytes": 2 * stride_bytes, **tuning}
     return DiskTier(
@@ -36,7 +36,7 @@ def new_tier(directory, engine="threads", *, block_bytes=4096, num_slots=8, **tu
 
 @contextmanager
 def opened(directory, engine="threads", **options):
-    """An open tier with all its slots, and what it recovered."""
+    """Yields an open tier with all its slots, and the blocks that it recovered."""
     tier = new_tier(directory, engine, **options)
     blocks = tier.open(0.0)
     if engine == "uring" and "fallbacks:no_uring" in tier.counters:
@@ -53,13 +53,13 @@ def hash_of(number):
 
 
 def content_of(block_hash, block_bytes=4096):
-    """The only bytes that a block of this hash may have."""
+    """Returns the only correct content of a block with this hash."""
     seed = int.from_bytes(hashlib.sha256(block_hash).digest()[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, block_bytes, np.uint8)
 
 
 def shifted(row, shift):
-    """Returns the same bytes at an address that lies `shift` bytes behind a multiple of 4096."""
+    """Returns a copy of the row at an address that is `shift` bytes above a multiple of 4096."""
     memory = np.zeros(len(row) + 8192, np.uint8)
     start = -memory.ctypes.data % 4096 + shift
     memory[start : start + len(row)] = row
@@ -67,7 +67,7 @@ def shifted(row, shift):
 
 
 def polled(tier, num, now_s=0.0):
-    """The next `num` requests that end, with their reasons."""
+    """Waits until `num` requests have ended. Returns them with their reasons."""
     deadline_s, done = CLOCK.now_s() + DEADLINE_S, []
     while len(done) < num:
         assert CLOCK.now_s() < deadline_s, f"{len(done)} of {num} requests have ended"
@@ -78,7 +78,7 @@ def polled(tier, num, now_s=0.0):
 
 
 def settle(tier, is_so, now_s=0.0):
-    """Polls until `is_so()`; no request may end meanwhile."""
+    """Polls until `is_so()` returns True. Asserts that no request ends meanwhile."""
     deadline_s = CLOCK.now_s() + DEADLINE_S
     while not is_so():
         assert CLOCK.now_s() < deadline_s, "it does not come to that"
@@ -87,15 +87,16 @@ def settle(tier, is_so, now_s=0.0):
 
 
 def write(tier, slot, block_hash, *, block_bytes=4096, parent=None, now_s=0.0):
-    """Writes a block and returns the reason."""
+    """Writes a block. Returns the reason of the failure, or None."""
     request = DiskWrite(slot, block_hash, content_of(block_hash, block_bytes), parent)
     assert tier.write([request], now_s) == 1
     return polled(tier, 1, now_s)[0].reason
 
 
 def read(tier, slot, block_hash, *, block_bytes=4096, now_s=0.0):
-    """Reads a block; returns its bytes, or the reason of the failure. After a failure the row
-    must be unchanged.
+    """Reads a block. Returns its bytes, or the reason of the failure.
+
+    Asserts that a failed read does not change the row.
     """
     row = np.full(block_bytes, 7, np.uint8)
     request = DiskRead(slot, block_hash, row)
@@ -110,7 +111,7 @@ def read(tier, slot, block_hash, *, block_bytes=4096, now_s=0.0):
 def check_all(tier, blocks, *, block_bytes=4096):
     """Reads each recovered block. Returns the hashes of whole blocks, by slot.
 
-    Fails if one has bytes that were not written under its hash.
+    Asserts that each block has the bytes that were written under its hash.
     """
     whole = {}
     for block_hash, slot in blocks.slot_by_hash().items():
@@ -124,7 +125,7 @@ def check_all(tier, blocks, *, block_bytes=4096):
 
 
 def descriptor_of(path):
-    """The descriptor under which this process has a file open."""
+    """Returns the descriptor of a file that this process has open."""
     for name in os.listdir("/proc/self/fd"):
         link = Path("/proc/self/fd", name)
         if link.is_symlink() and os.readlink(link).removesuffix(" (deleted)") == str(path):
@@ -133,5 +134,7 @@ def descriptor_of(path):
 
 
 def replace_file(path, other):
-    """Makes the descriptor of a file that is open one of another file."""
+    """Makes the descriptor of the open file at `path` refer to the file of the descriptor
+    `other`.
+    """
     os.dup2(other, descriptor_of(path))
