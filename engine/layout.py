@@ -1,11 +1,10 @@
-"""Where each byte of a KV block lies. Integers only: no tensor, no model.
+"""The place of each byte of a KV block. Integers only: no tensor, no model.
 
-A worker may consist of several ranks. Each rank holds a share of the heads and layers (`Shard`),
-and its records have the layout `of_rank`. All the rest of this page describes the records of one
-rank.
+A worker may consist of several ranks. Each rank has a share of the heads and layers (`Shard`), and
+its records have the layout `of_rank`. The rest of this page describes the records of one rank.
 
-A block is one contiguous record that holds `block_size` tokens of every layer of every section. A
-section is one model: the target and, if there is one, the draft model:
+A block is one contiguous record of `block_size` tokens, for every layer of every section. A section
+is one model: the target and, if there is one, the draft model:
 
     record = section 0: layer 0: K head 0, K head 1, …, V head 0, V head 1, …
                         layer 1: …
@@ -16,9 +15,9 @@ section is one model: the target and, if there is one, the draft model:
 So every head starts on a cache line and a slice of heads is contiguous, scales included. One
 descriptor moves a whole block.
 
-How a token's K or V x of one head is stored:
+The stored form of a number x of K or V, in one token and one head:
 
-    fp32, bf16   as it is
+    fp32, bf16   x itself
     fp8_e4m3     x / scale as float8 e4m3 (no infinities), scale = max |x| / 448 in fp32
     int8         round(x / scale), scale = max |x| / 127 in fp32
     int4         q = round((x - low) / step) in 0 … 15, x ≈ low + q * step; low = min x and
@@ -26,7 +25,8 @@ How a token's K or V x of one head is stored:
                  bytes, `low` in its upper two; byte i holds q of element i in its lower half and of
                  element i + head_dim / 2 in its upper half
 
-Numbers are little-endian; halves round to even. A scale or step of zero stores zeros for q.
+Numbers are little-endian; halves round to even. If the scale or step is zero, the stored numbers
+are zeros.
 
 Sources: paged KV, Kwon et al., SOSP 2023; one record across layers, Qin et al., Mooncake, FAST
 2025; scales per token and head, KIVI, Liu et al., ICML 2024 (its V) and vLLM's quantised KV.
@@ -37,10 +37,10 @@ from functools import lru_cache
 
 import msgspec
 
-# A cache line. Misaligned `rep movsb` copies are ten times slower on some CPUs.
+# Bytes of a cache line. Misaligned `rep movsb` copies are ten times slower on some CPUs.
 ALIGNMENT_BYTES = 64
 SCALE_BYTES = 4
-MAX_RANKS = 64  # in a worker
+MAX_RANKS = 64  # most ranks of one worker
 
 
 class KVFormat(StrEnum):
@@ -64,7 +64,7 @@ class KVFormat(StrEnum):
 
 
 class KVSection(msgspec.Struct, frozen=True):
-    """The KV shape of one model."""
+    """The KV shape of one model: the target, or the draft model."""
 
     num_layers: int
     num_kv_heads: int
@@ -79,14 +79,14 @@ class LayerRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The share of a model's heads and layers that a rank holds.
+    """The share of a model's heads and layers that one rank has.
 
-    Under tensor parallelism the heads of each section are split by rank as evenly as possible. With
-    fewer heads than ranks, several ranks hold the same head. Under pipeline parallelism a rank
-    holds a range of each section's `layers`; without any, it holds all.
+    Under tensor parallelism the heads of each section are divided among the ranks as evenly as
+    possible. With fewer heads than ranks, several ranks have the same head. Under pipeline
+    parallelism a rank has a range of each section's `layers`. Without ranges it has all layers.
     """
 
-    rank: int = 0  # in tensor parallelism
+    rank: int = 0  # number of this rank in tensor parallelism
     size: int = 1
     layers: tuple[LayerRange, ...] = ()
 
@@ -97,7 +97,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ValueError("a range of layers is negative")
 
     def heads_of(self, section: KVSection) -> range:
-        """Returns the heads of a section that the rank holds."""
+        """Returns the heads of a section that this rank has."""
         num_heads = section.num_kv_heads
         first = self.rank * num_heads // self.size
         return range(
@@ -105,14 +105,14 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def layers_of(self, layout: "KVLayout", section: int) -> range:
-        """Returns the layers of a section that the rank holds."""
+        """Returns the layers of a section that this rank has."""
         if not self.layers:
             return range(layout.sections[section].num_layers)
         layers = self.layers[section]
         return range(layers.first, layers.first + layers.num_layers)
 
     def fits(self, layout: "KVLayout") -> bool:
-        """True if the model can be divided in this way, and the rank's share is not empty."""
+        """True if the model can be divided in this way, and this rank's share is not empty."""
         if self.layers and len(self.layers) != len(layout.sections):
             return False
         ends = [self.layers_of(layout, i).stop for i in range(len(layout.sections))]
@@ -120,17 +120,17 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
         return exist and layout.of_rank(self).block_bytes > 0
 
 
-WHOLE = Shard()  # the share of a worker's only rank; encoders omit just this object
+WHOLE = Shard()  # the share of a worker's only rank; encoders leave out this object
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """The form of a block. Two workers must agree on all of it before they exchange blocks.
+    """The form of a block. Two workers exchange blocks only if all fields agree.
 
-    A worker of several ranks has one layout for the whole model, which is compared, and one for the
-    records of each rank.
+    A worker of several ranks has one layout of the whole model, which is compared with other
+    workers, and one layout for the records of each rank.
     """
 
-    block_size: int  # tokens
+    block_size: int  # tokens of one block
     kv_format: KVFormat
     sections: tuple[KVSection, ...]
 
@@ -140,7 +140,7 @@ class KVLayout(msgspec.Struct, frozen=True):
                 raise ValueError(f"{self.kv_format} needs an even head_dim")
 
     def of_rank(self, shard: Shard) -> "KVLayout":
-        """Returns the layout of the records of a rank that holds this share of the model."""
+        """Returns the layout of the records of a rank that has this share of the model."""
         sections = tuple(
             KVSection(len(shard.layers_of(self, i)), len(shard.heads_of(section)), section.head_dim)
             for i, section in enumerate(self.sections)
@@ -148,11 +148,11 @@ class KVLayout(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, sections=sections)
 
     def token_bytes(self, section: int) -> int:
-        """Returns the bytes of one token's K (or V) in one head, without scales."""
+        """Returns the bytes of one token's K (or V) in one head, without its scale."""
         return self.sections[section].head_dim * self.kv_format.element_bits // 8
 
     def scales_offset_bytes(self, section: int) -> int:
-        """Returns the distance from the start of a head to its scales."""
+        """Returns the distance in bytes from the start of a head to its scales."""
         return _align(self.block_size * self.token_bytes(section))
 
     def head_bytes(self, section: int) -> int:
@@ -165,8 +165,8 @@ class KVLayout(msgspec.Struct, frozen=True):
         return 2 * self.sections[section].num_kv_heads * self.head_bytes(section)
 
     def section_offset_bytes(self, section: int) -> int:
-        """Returns the start of a section within a block; `len(sections)` gives the end of the
-        last one.
+        """Returns the offset of a section within a block, in bytes; `len(sections)` gives the end
+        of the last section.
         """
         return sum(self.sections[i].num_layers * self.layer_bytes(i) for i in range(section))
 
@@ -180,7 +180,9 @@ class KVLayout(msgspec.Struct, frozen=True):
         return -(-num_tokens // self.block_size)
 
     def difference(self, other: "KVLayout") -> str | None:
-        """Returns the name of the first field that differs; None if blocks are interchangeable."""
+        """Returns the name of the first field that differs; None if the workers may exchange
+        blocks.
+        """
         if self == other:
             return None
         for field in self.__struct_fields__:

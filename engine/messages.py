@@ -1,16 +1,16 @@
 """Every message that crosses a process boundary between gateways and workers, in one schema.
 
 A gateway opens one stream to each worker. Both directions carry *frames*. A frame is a list of
-messages, so one decode step sends one frame, however many sequences it has. The first frame each
-way is the handshake, `Hello` and `Welcome`; both ends compare the version before they believe
-anything else. Before that, each end proves that it holds the secret (`engine.net.sessions`). KV
-bytes and leases travel between workers: see `kvtransfer.messages`.
+messages, so one decode step sends one frame for all of its sequences. The first frame in each
+direction is the handshake, `Hello` and `Welcome`. Each end checks the other end's version before it
+uses any other field. Before that, each end proves that it has the secret (`engine.net.sessions`).
+KV bytes and leases travel between workers: see `kvtransfer.messages`.
 
-A `SeqId` names one attempt of one request. A request that is placed again gets a new one, so a late
-message of a lost attempt matches nothing.
+A `SeqId` names one attempt of one request. A request that is placed again gets a new `SeqId`, so a
+late message of a lost attempt matches no sequence.
 
-Lengths are absolute, in tokens, prompt included. So `max_len` and `min_len` mean the same on every
-worker where a request goes on.
+Lengths are absolute, in tokens, prompt included. So `max_len` and `min_len` have the same meaning
+on every worker that continues a request.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ from engine.layout import MAX_RANKS, WHOLE, KVFormat, KVLayout, Shard
 from engine.net.trust import SALT_BYTES
 
 PROTOCOL_VERSION = 14
-# Reasons for which a worker gives a sequence back.
+# Reasons why a worker gives a sequence back to the gateway.
 PREEMPTED = "preempted"  # the worker has no memory left for the sequence
-STUCK = "no memory came free"  # although no other sequence ran here
-WRONG_ROLE = "wrong role"  # the worker's role does not accept it
+STUCK = "no memory came free"  # even though no other sequence ran on the worker
+WRONG_ROLE = "wrong role"  # the worker's role does not accept the sequence
 PULL_FAILED = "pull failed"  # prefix of the reason if pulling the sequence's KV failed
 ROLE_CHANGED = "role changed"  # the worker accepted the sequence in an earlier role
 MAX_FRAME_BYTES = 64 * 2**20
-MAX_HASHES = 65_536  # block hashes in one message
-HASH_BYTES = 16  # a block's hash, as `engine.worker.blocks` computes it
-MAX_ENDPOINT_LEN = 512  # characters of a ZeroMQ endpoint
-MAX_HINT_ID_LEN = 64  # characters of an id in a client's hint
-MAX_KEEP_S = 86_400.0  # longest time for which a client may ask the store to keep a session
+MAX_HASHES = 65_536  # most block hashes in one message
+HASH_BYTES = 16  # bytes of one block hash, as `engine.worker.blocks` computes it
+MAX_ENDPOINT_LEN = 512  # most characters of a ZeroMQ endpoint
+MAX_HINT_ID_LEN = 64  # most characters of an id in a client's hint
+MAX_KEEP_S = 86_400.0  # longest time that a client may ask a store to keep a session
 
 RequestId = NewType("RequestId", str)
 SeqId = NewType("SeqId", str)
@@ -44,7 +44,7 @@ GatewayId = NewType("GatewayId", str)
 LeaseId = NewType("LeaseId", str)
 Incarnation = NewType("Incarnation", str)  # random text, new at every start of a process
 
-# Hashing and the step loop rely on this: a prompt is never empty, an id fits in 32 bits.
+# Hashing and the step loop rely on this: a prompt is not empty, and each id fits in 32 bits.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 # The key under which a tenant's blocks are hashed: see `engine.net.trust.Secret.salt`.
@@ -58,18 +58,18 @@ KeepS = Annotated[float, msgspec.Meta(gt=0, le=MAX_KEEP_S)]
 
 
 class Role(StrEnum):
-    """The work that a worker accepts. A decode worker may compute prompts too: see
+    """The work that a worker accepts. A decode worker may also compute prompts: see
     `Welcome.generates`.
     """
 
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
-    DRAINED = "drained"  # accepts no work: its sequences finish here or are moved away
-    STORE = "store"  # computes nothing: keeps and offers blocks of other workers
+    DRAINED = "drained"  # accepts no work: its sequences finish on it or are moved to other workers
+    STORE = "store"  # computes nothing: keeps blocks of workers, and offers them
 
-    # Plain attributes, since each event reads them:
-    prefills: bool  # computes prompts, also prompts whose answer another worker generates
+    # Plain attributes, because each event reads them:
+    prefills: bool  # computes prompts, also for answers that another worker generates
     decodes: bool  # can generate tokens
 
     __hash__ = str.__hash__  # an enum's own hash runs in Python, and costs are looked up by role
@@ -79,9 +79,9 @@ class Role(StrEnum):
         self.decodes = name in ("decode", "mixed")
 
 
-# The roles that a worker can be given. A store never changes its role.
+# The roles that a controller can give to a worker. A store never changes its role.
 ROLES_OF_WORKERS = frozenset(Role) - {Role.STORE}
-# The roles whose workers may also take work of the other role's pool: see `Welcome.stretch`.
+# The roles whose workers may also do work of the other role's pool: see `Welcome.stretch`.
 FLUID_ROLES = (Role.PREFILL, Role.DECODE)
 
 
@@ -98,13 +98,14 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     LARK = "lark"
-    TOKENS = "tokens"  # JSON: see `engine.grammar.tokens`
+    TOKENS = "tokens"  # token ids in JSON: see `engine.grammar.tokens`
 
 
 class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens around reasoning; a grammar holds only for the text after it.
+    """The tokens that enclose reasoning. A grammar applies only to the text after the reasoning.
 
-    The answer `is_inside` if the prompt ends with the begin mark. See `engine.grammar.thinking`.
+    `is_inside` means that the prompt ends with the begin mark, so the answer begins within the
+    reasoning. See `engine.grammar.thinking`.
     """
 
     begin: TokenId
@@ -113,7 +114,9 @@ class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """The rules that an answer must follow, after its reasoning if it may have any."""
+    """The rules that an answer must follow. If the answer may contain reasoning, they apply after
+    it.
+    """
 
     kind: GrammarKind
     source: str
@@ -121,17 +124,17 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """The rules by which a token is chosen from logits. Zero temperature means argmax.
+    """The rules by which a token is chosen from logits. With zero temperature the best logit wins.
 
     `top_k` 0 means all tokens.
 
-    Penalties and biases change the logits before the temperature does, in this order. Repetition
-    concerns tokens of prompt and answer: positive logits are divided by it, others multiplied.
-    Frequency is subtracted once for each time the answer holds the token. Presence is subtracted
-    once if the answer holds it. The bias is added. With a `grammar`, only tokens that it allows can
-    be chosen.
+    Penalties and biases change the logits before the temperature does, in this order. The
+    repetition penalty concerns tokens of prompt and answer: positive logits are divided by it,
+    others multiplied. The frequency penalty is subtracted once for each occurrence of the token in
+    the answer. The presence penalty is subtracted once if the answer contains the token. The bias
+    is added. With a `grammar`, only tokens that the grammar allows can be chosen.
 
-    With `logprobs`, each token comes with its log-probability and with the `logprobs` likeliest
+    With `logprobs`, each token is sent with its log-probability and with the `logprobs` likeliest
     tokens.
     """
 
@@ -149,7 +152,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def has_penalties(self) -> bool:
-        """True if penalties make earlier tokens change the logits."""
+        """True if penalties make the choice depend on earlier tokens."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -158,9 +161,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """One token's place in the model's own distribution, the softmax of the unchanged logits.
+    """The log-probability of one token: the log-softmax of the model's unchanged logits.
 
-    `rank` 1 is the likeliest. `top_ids` are the likeliest tokens, best first.
+    `rank` 1 is the likeliest token. `top_ids` are the likeliest tokens, best first.
     """
 
     logprob: float
@@ -170,11 +173,12 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """Where the answer begins, and the rules for its end. Lengths are in tokens, prompt included.
+    """The place where the answer begins, and the rules for its end. Lengths are tokens, with the
+    prompt.
 
     `prompt_len` is the length of the client's prompt, also when a request continues an answer that
-    began on another worker. `tpot_s` is the bound on the time per output token that workers try to
-    keep, in seconds.
+    began on another worker. `tpot_s` is the bound on the time per output token, in seconds, that
+    workers try to meet.
     """
 
     max_len: int
@@ -184,7 +188,9 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     tpot_s: float | None = None
 
     def finish_reason(self, length: int, last_token: int) -> FinishReason | None:
-        """Returns why a sequence of this length that ends in `last_token` is complete, or None."""
+        """Returns why a sequence of this length is complete, if its last token is `last_token`;
+        None if it is not complete.
+        """
         if last_token in self.stop_token_ids and length > self.min_len:
             return FinishReason.STOP
         if length >= self.max_len:
@@ -202,7 +208,8 @@ class RankAddress(msgspec.Struct, frozen=True, omit_defaults=True):
 class TransferAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     """The addresses from which other workers pull a worker's blocks, one for each rank.
 
-    All ranks have the worker's incarnation. `others` has the ranks after the first.
+    All ranks have the worker's incarnation. `others` are the addresses of the ranks after the
+    first.
     """
 
     worker_id: WorkerId
@@ -217,7 +224,7 @@ class TransferAddress(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def ranks(self) -> tuple["TransferAddress", ...]:
-        """Returns the address of each rank, as if it were a worker of its own."""
+        """Returns the address of each rank, in the form of a worker with one rank."""
         ranks = (RankAddress(self.address, self.shard), *self.others)
         return tuple(
             TransferAddress(self.worker_id, self.incarnation, rank.address, rank.shard)
@@ -233,7 +240,9 @@ class EventsAddress(msgspec.Struct, frozen=True):
 
 
 class LeaseRef(msgspec.Struct, frozen=True):
-    """A lease as its sink knows it. It covers `num_blocks` blocks, in the order of the prompt."""
+    """A lease, in the form that its sink needs. It covers `num_blocks` blocks, in the order of the
+    prompt.
+    """
 
     lease_id: LeaseId
     source: TransferAddress
@@ -254,11 +263,11 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     """Compute the KV of `token_ids` and sample one token.
 
     The worker may pull the blocks under `prefix`, a lease of another worker, instead of computing
-    them. With `prompt_logprobs` it computes all blocks. Then each prompt token but the first comes
-    with its log-probability and with the `prompt_logprobs` likeliest tokens.
+    them. With `prompt_logprobs` the worker computes all blocks. Then each prompt token except the
+    first is sent with its log-probability and with the `prompt_logprobs` likeliest tokens.
 
-    With `evict_first`, another worker keeps the blocks, so here they are evicted before others once
-    they have no holder. `likely_reused` blocks are evicted later than others.
+    With `evict_first`, another worker keeps the blocks. So this worker evicts them before other
+    blocks once no sequence uses them. `likely_reused` blocks are evicted later than others.
     """
 
     seq_id: SeqId
@@ -274,22 +283,22 @@ class ComputePrompt(msgspec.Struct, frozen=True):
 
 
 class Prefill(ComputePrompt, frozen=True, tag=True):
-    """Compute a prompt and lease its blocks: another worker generates the answer."""
+    """Compute a prompt and lease its blocks, because another worker generates the answer."""
 
 
 class Generate(ComputePrompt, frozen=True, tag=True):
-    """Compute a prompt and go on generating in the same worker."""
+    """Compute a prompt and then generate the answer on the same worker."""
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Pull the KV of `token_ids` under `lease`; generate once `FirstToken` has come too.
+    """Pull the KV of `token_ids` under `lease`. Generate once `FirstToken` has arrived as well.
 
-    A sequence that ran elsewhere arrives in the same way: its last token is the first one here.
-    `is_moved` means that most of its KV is here already. Then steps wait for the rest, since the
-    client is in the middle of an answer.
+    A sequence that ran on another worker arrives in the same way: its last token is the first token
+    here. `is_moved` means that most of its KV is on this worker already. Then steps wait for the
+    rest of the KV, because the client is in the middle of an answer.
 
-    A copy (`is_copy`) brings KV of a sequence that still runs elsewhere. It gets no first token,
-    and is given back before any sequence waits for its memory.
+    A copy (`is_copy`) brings KV of a sequence that still runs on another worker. A copy gets no
+    first token, and is given back before any sequence waits for its memory.
     """
 
     seq_id: SeqId
@@ -307,8 +316,8 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """The token that prefill sampled. The gateway has received it, so decode may continue from
-    it.
+    """The token that the prefill worker sampled. The gateway has received the token, so decode may
+    continue from it.
     """
 
     seq_id: SeqId
@@ -316,25 +325,25 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
-    """Lease the blocks of a prompt that this worker holds; another worker computes the prompt."""
+    """Lease the blocks of a prompt that this worker has: another worker will compute the prompt."""
 
     seq_id: SeqId
     token_ids: Prompt
     salt: Salt = b""
-    evict_first: bool = False  # see `ComputePrompt`; applies once the blocks were pulled
+    evict_first: bool = False  # see `ComputePrompt`; applies after the blocks were pulled
 
 
 class OfferBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Asks a worker to lease the blocks that it holds, in this order: a store will copy them."""
+    """Lease the blocks that this worker has, in this order: a store will copy them."""
 
     seq_id: SeqId
     hashes: Hashes
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag=True):
-    """Bring these leading blocks of a prompt into memory: the prompt will be placed soon.
+    """Load these leading blocks of a prompt into memory: the prompt will be placed soon.
 
-    Only a store acts on it. It is a hint, and is not answered.
+    Only a store acts on this message. It is a hint, and is not answered.
     """
 
     hashes: Hashes
@@ -343,8 +352,8 @@ class Prefetch(msgspec.Struct, frozen=True, tag=True):
 class SessionUse(msgspec.Struct, frozen=True, tag=True):
     """A request of a client's session used these blocks of its prompt and answer, in order.
 
-    `keep_s` says that the session's next request is expected within that time. Only a store acts on
-    this message and on the next three. They are hints, and are not answered.
+    `keep_s`: the session's next request is expected within this number of seconds. Only a store
+    acts on this message and on the next three messages. They are hints, and are not answered.
     """
 
     key: HintId
@@ -354,21 +363,21 @@ class SessionUse(msgspec.Struct, frozen=True, tag=True):
 
 
 class SessionEnd(msgspec.Struct, frozen=True, tag=True):
-    """A client's session has ended and will make no further request."""
+    """A client's session has ended, and will make no further request."""
 
     key: HintId
     session: HintId
 
 
 class PinBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Pin these leading blocks of a prompt, as far as the key's share of pins allows."""
+    """Pin these leading blocks of a prompt, within the share of pins that the API key may use."""
 
     key: HintId
     hashes: Hashes
 
 
 class UnpinBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Remove the key's pin on these blocks."""
+    """Remove the API key's pin on these blocks."""
 
     key: HintId
     hashes: Hashes
@@ -378,7 +387,9 @@ StoreHint = SessionUse | SessionEnd | PinBlocks | UnpinBlocks
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Free all that this sequence, or an offer for it, holds: no gateway needs it any more."""
+    """Free everything that this sequence, or an offer for it, uses: no gateway needs it any
+    more.
+    """
 
     seq_id: SeqId
 
@@ -394,10 +405,10 @@ class HandOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Take this role from now on. Weights, KV and cached blocks stay.
+    """Change to this role now. Weights, KV and cached blocks stay.
 
-    New work of the old role, and work that waits, is given back. Running sequences go on until they
-    end or a gateway moves them away (`HandOver`).
+    New work of the old role, and waiting work, is given back. Running sequences continue until they
+    end or a gateway moves them to another worker (`HandOver`).
     """
 
     role: Role
@@ -409,8 +420,8 @@ class SetRole(msgspec.Struct, frozen=True, tag=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """A worker's answer to `Hello`: its identity and its capacity.
 
-    With a `stretch` the worker is fluid: beside the work of its role it takes whole requests, to
-    prefill and decode them itself. They get exactly the tokens that would follow a hand-over.
+    With a `stretch` the worker is fluid: beside the work of its role it accepts whole requests, and
+    both prefills and decodes them. Their tokens are exactly the tokens that a hand-over would give.
     `stretch` is the factor by which prompts may lengthen a step whose sequences have no TPOT bound.
     """
 
@@ -419,39 +430,46 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     role: Role
     fingerprint: str
-    layout: KVLayout  # layout of the whole model; each rank holds a share
+    layout: KVLayout  # layout of the whole model; each rank has a share of it
     num_blocks: int
     max_running: int
-    kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: the pool's format
+    kv_wire_dtype: KVFormat | None = None  # format of KV during transfer; None: the pool's format
     events: EventsAddress | None = None  # None: the worker publishes no block events
     stretch: float | None = None  # None: the worker does only the work of its role
-    step: "StillStepping | None" = None  # the running step, if it has been running for long
+    step: "StillStepping | None" = None  # the running step, if it has lasted long; else None
     kernels: str = ""  # the kernels in use: workers with other kernels may choose other tokens
 
     @property
     def generates(self) -> bool:
-        """True if the worker accepts `Generate`: it computes a prompt, then decodes the answer."""
+        """True if the worker accepts `Generate`: it computes a prompt and then generates the
+        answer.
+        """
         return self.role is Role.MIXED or self.is_fluid
 
     @property
     def is_fluid(self) -> bool:
-        """True if a prefill or decode worker also accepts whole requests, like a mixed worker."""
+        """True if a prefill or decode worker also accepts whole requests, as a mixed worker
+        does.
+        """
         return self.stretch is not None and self.role in FLUID_ROLES
 
     @property
     def pulls_unchanged(self) -> bool:
-        """True if pulled KV arrives bit for bit as it was computed, not rounded on its way."""
+        """True if pulled KV arrives bit for bit as it was computed, because the transfer does not
+        round.
+        """
         return self.kv_wire_dtype in (None, self.layout.kv_format)
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A worker's other answer to `Hello`."""
+    """A worker's answer to a `Hello` that it does not accept."""
 
     reason: str
 
 
 class PrefillStarted(msgspec.Struct, frozen=True, tag=True):
-    """The first chunk is about to run. `lease` is None if generation stays in this worker.
+    """The first chunk of the prompt is about to run. `lease` is None if this worker generates the
+    answer.
 
     `num_pulled_blocks` blocks of the prompt were pulled in `pull_s` seconds (see
     `engine.worker.events.PullDone`). Zero seconds mean that the time is unknown.
@@ -470,13 +488,13 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
     token: int
     finish: FinishReason | None
-    logprobs: Logprobs | None = None  # for `token`, if requested
-    prompt_logprobs: list[Logprobs] = []  # for the prompt's tokens, from the second one on
-    embedding: bytes = b""  # fp32 [hidden], little-endian; of models that embed
+    logprobs: Logprobs | None = None  # log-probability of `token`, if requested
+    prompt_logprobs: list[Logprobs] = []  # for the prompt's tokens, from the second token on
+    embedding: bytes = b""  # fp32 [hidden], little-endian; empty if the model embeds nothing
 
 
 class KvReady(msgspec.Struct, frozen=True, tag=True):
-    """All KV of a handed-over sequence is in the decode worker.
+    """All KV of a handed-over sequence has arrived in the decode worker.
 
     `transfer_s` and `exposed_s` are defined in `engine.worker.events.PullDone`.
     """
@@ -498,8 +516,8 @@ class DecodeStarted(msgspec.Struct, frozen=True, tag=True):
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     """All tokens that one step added to a sequence.
 
-    For this step `num_drafted` tokens were proposed; the model chose the first `num_accepted` of
-    them.
+    For this step, `num_drafted` tokens were proposed. The model chose the first `num_accepted` of
+    these tokens.
     """
 
     seq_id: SeqId
@@ -511,7 +529,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefixOffered(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `OfferPrefix`; `lease` is None if the worker holds no whole block of the
+    """The answer to `OfferPrefix`. `lease` is None if the worker has no whole block of the
     prompt.
     """
 
@@ -520,9 +538,10 @@ class PrefixOffered(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksOffered(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `OfferBlocks`: `lease` covers the blocks at the places `held` in the question.
+    """The answer to `OfferBlocks`. `held` are the places, in `OfferBlocks`, of the blocks under
+    `lease`.
 
-    It is None if the worker holds none of them.
+    `lease` is None if the worker has none of the blocks.
     """
 
     seq_id: SeqId
@@ -531,7 +550,7 @@ class BlocksOffered(msgspec.Struct, frozen=True, tag=True):
 
 
 class GivenBack(msgspec.Struct, frozen=True, tag=True):
-    """The worker has stopped this sequence; the gateway places it again.
+    """The worker has stopped this sequence, and the gateway must place it again.
 
     The KV of the first `num_kept_tokens` prompt tokens stays cached in the worker. If the sequence
     is `hopeless`, every worker would give it back.
@@ -546,9 +565,9 @@ class GivenBack(msgspec.Struct, frozen=True, tag=True):
 class HandedOver(msgspec.Struct, frozen=True, tag=True):
     """The answer to `HandOver`: the sequence has stopped and sends no more tokens.
 
-    `lease` covers the KV of all tokens but the last, which was not fed back yet. `lease` is None if
-    the sequence is not decoding here. The draft model's KV exists for the first `num_draft_tokens`
-    tokens; None means for all.
+    `lease` covers the KV of all tokens except the last, whose KV is not computed yet. `lease` is
+    None if the worker does not decode the sequence. The draft model's KV exists for the first
+    `num_draft_tokens` tokens; None means for all tokens.
     """
 
     seq_id: SeqId
@@ -557,13 +576,13 @@ class HandedOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class RoleChanged(msgspec.Struct, frozen=True, tag=True):
-    """The worker's role has changed since its `Welcome`. Every gateway gets this message."""
+    """The worker's role has changed since its `Welcome`. Every gateway receives this message."""
 
     role: Role
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
-    """The size of a step and its duration; gateways learn costs from it.
+    """The size of a step and its duration, from which gateways learn the costs of steps.
 
     Each prompt chunk covers tokens p to n: the report has the sums of n - p and of n² - p². For
     decoding sequences it has their number and the sum of their context lengths.
@@ -577,12 +596,12 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """The blocks and sequences that a worker holds now. The counts of blocks sum to the pool.
+    """The blocks and sequences of a worker. The counts of blocks add up to the size of the pool.
 
     Four numbers show a gateway the load that other gateways cause: the tokens of all prompts that
-    wait or run, cached ones included; the number of sequences that decode or wait to decode; the
-    blocks that their present lengths need; and the sum of their context lengths. `steps` is a
-    sample of the steps since the last report.
+    wait or run, cached tokens included; the number of sequences that decode or wait to decode; the
+    blocks that these sequences need at their present lengths; and the sum of their context lengths.
+    `steps` is a sample of the steps since the last report.
     """
 
     free_blocks: int
@@ -604,13 +623,13 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of the pool."""
+        """The number of blocks in the pool."""
         held = self.owned_blocks + self.leased_blocks + self.in_flight_blocks
         return self.free_blocks + self.cached_blocks + held
 
 
 class StillStepping(msgspec.Struct, frozen=True, tag=True):
-    """The running step has lasted this long and still runs. Sent each second instead of
+    """The running step has lasted `seconds` and still runs. Sent every second instead of
     `LoadReport`.
     """
 
@@ -652,7 +671,7 @@ ToGateway = (
     | StillStepping
 )
 
-# Decoders raise these for bytes that are no message. UnicodeDecodeError stands for invalid UTF-8.
+# Decoders raise these errors for bytes that are no message. UnicodeDecodeError means invalid UTF-8.
 _BAD_FRAME = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -682,7 +701,7 @@ def decode_to_gateway(frame: bytes) -> list[ToGateway]:
 
 
 def decode_welcome(frame: bytes | None) -> Welcome:
-    """Decodes the answer to `Hello`; None if there was no answer. Raises ProtocolError."""
+    """Decodes the answer to `Hello`; returns None if there was no answer. Raises ProtocolError."""
     match decode_to_gateway(frame) if frame is not None else []:
         case [Welcome(version=version) as info] if version == PROTOCOL_VERSION:
             return info

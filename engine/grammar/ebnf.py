@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from engine.errors import GrammarError
 
 ROOT = "root"
-MAX_GROUPS = 25  # nested open groups: the compiler's parser is recursive
+MAX_GROUPS = 25  # nested open groups; bounded because the compiler's parser is recursive
 MAX_REPEATS = 10_000
 
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-# The quantifiers are possessive, so that one pass reads a source without backtracking.
+# The quantifiers are possessive, so one pass reads a source and never goes back.
 _TOKEN = re.compile(
     r"""
     (?P<blank>[ \t\r]++|\#[^\n]*+)
@@ -51,12 +51,12 @@ _ITSELF = "\"'\\[]-^/|.*+?(){}"
 
 
 def is_ebnf(source: str) -> bool:
-    """True if the grammar is EBNF, not Lark: no line of Lark begins with `name ::=`."""
+    """True if the grammar is EBNF, not Lark. In Lark no line can begin with `name ::=`."""
     return _RULE.search(source) is not None
 
 
 def lark_of(source: str) -> str:
-    """Returns the grammar in Lark; each rule keeps its line number. Raises GrammarError."""
+    """Returns the grammar in Lark. Each rule keeps its line number. Raises GrammarError."""
     rules = _rules_of(list(_tokens(source)))
     terminals = _terminals(rules)
     numbers = {name: i for i, name in enumerate(rules)}
@@ -81,7 +81,7 @@ class _Token:
 
 @dataclass(slots=True)
 class _Rule:
-    """The tokens right of `::=`, and the line of the name."""
+    """A rule: the tokens right of `::=`, and the line of the rule's name."""
 
     line: int
     body: list[_Token]
@@ -126,7 +126,9 @@ def _rules_of(tokens: Sequence[_Token]) -> dict[str, _Rule]:
 
 
 def _check_body(name: _Token, body: Sequence[_Token]) -> None:
-    """Checks that groups are closed and that each repetition follows something."""
+    """Raises GrammarError unless all groups are closed and each repetition follows an
+    expression.
+    """
     depth, before = 0, "or"
     for token in body:
         depth += (token.kind == "open") - (token.kind == "close")
@@ -154,7 +156,7 @@ def _check_counts(token: _Token) -> None:
 
 
 def _terminals(rules: dict[str, _Rule]) -> frozenset[str]:
-    """Returns the names of rules that do not lead to a recursive rule."""
+    """Returns the names of the rules that do not lead to a recursive rule."""
     needs = {n: {t.text for t in rule.body if t.kind == "name"} for n, rule in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
     for name, parts in needs.items():
@@ -173,7 +175,7 @@ def _terminals(rules: dict[str, _Rule]) -> frozenset[str]:
 
 
 def _filled(body: Sequence[_Token]) -> Iterator[_Token]:
-    """Returns the tokens, with an empty literal added to each empty alternative."""
+    """Returns the tokens. Each empty alternative is replaced by an empty literal."""
     before = "or"
     for token in body:
         if before in ("or", "open") and token.kind in ("or", "close"):
@@ -222,8 +224,8 @@ def _character(text: str, line: int) -> str:
 
 
 def _class_of(token: _Token) -> str:
-    """Returns a character class in Rust's syntax, written in character codes: no escapes are
-    needed.
+    """Returns a character class in Rust's syntax. Characters are written as codes, so that none
+    needs an escape.
     """
     inner = token.text[1:-1]
     negated = inner.startswith("^")

@@ -1,7 +1,7 @@
-"""The interface of guides. A guide says which tokens a grammar allows next.
+"""The interface of guides. A guide computes which tokens a grammar allows next.
 
-The grammar and the tokens of the answer so far determine a guide's state, so any worker can make
-the guide again. Queries about proposed tokens do not change the guide.
+The grammar and the answer so far determine a guide's state, so any worker can create the guide
+again. Calls about proposed tokens do not change the guide.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,23 @@ from engine.messages import Grammar
 
 
 class Guide(Protocol):
-    """The state of a grammar along one answer. Used by one thread at a time."""
+    """The state of a grammar after the tokens of one answer. Used by one thread at a time."""
 
     def consume(self, token_id: int) -> None:
-        """Advances the guide by the next token of the answer, which the mask must have allowed."""
+        """Advances the guide by the next token of the answer. The mask must have allowed this
+        token.
+        """
         ...
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
-        """Returns the number of leading proposed tokens that the grammar allows in this order."""
+        """Returns the number of leading proposed tokens that the grammar allows one after the
+        other.
+        """
         ...
 
     def masks(self, ahead: Sequence[int]) -> np.ndarray:
-        """Returns masks of the ids that may come next, and after each token of `ahead`.
+        """Returns masks of the allowed ids: for the next token, and for the token after each of
+        `ahead`.
 
         All tokens of `ahead` must be allowed. The masks are uint32 [len(ahead) + 1, words]: id i is
         allowed if bit i % 32 of word i // 32 is set. If the answer is complete, only tokens that
@@ -35,15 +40,15 @@ class Guide(Protocol):
 
     @property
     def fault(self) -> str | None:
-        """Returns why the answer cannot go on, or None. The cause: the grammar became too costly to
-        follow.
+        """Returns the reason why the answer cannot continue, or None.
 
-        With a fault no token is allowed, and the sequence must be given back.
+        A guide has a fault once its grammar has become too costly to follow. Then no token is
+        allowed, and the worker must give the sequence back.
         """
         ...
 
 
-OpenedGuide = Guide | GrammarError  # a guide, or the error of opening it
+OpenedGuide = Guide | GrammarError  # a guide, or the error that opening the guide raised
 
 
 class Guides(Protocol):
@@ -52,7 +57,7 @@ class Guides(Protocol):
     def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> Guide:
         """Returns a guide that has consumed `answer`. Raises GrammarError.
 
-        Compiled grammars are cached for each salt separately. So timing reveals nothing about the
-        grammars of other tenants.
+        Compiled grammars are cached for each salt separately. So the time of a call reveals nothing
+        about the grammars of other tenants.
         """
         ...

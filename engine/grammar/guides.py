@@ -1,17 +1,17 @@
-"""Guides by llguidance: which tokens may come next under a schema, an expression or a grammar.
+"""Guides by llguidance: the tokens that a schema, an expression or a grammar allows next.
 
-Every grammar becomes one in llguidance's Lark dialect. A mask depends only on the bytes of the
-answer so far, since no tokenization is forced (`no_forcing`). So it is the same on any worker, with
-or without drafts, and holds exactly the ids with which the answer can go on.
+Every grammar is translated to llguidance's Lark dialect. A mask depends only on the bytes of the
+answer so far, because no tokenization is forced (`no_forcing`). So all workers compute the same
+mask, with or without drafts. The mask contains exactly the ids with which the answer can continue.
 
-1. `LlGuides.prepare` compiles a grammar for a tokenizer, on any thread, and keeps it for a while.
-   For gateways, `engine.grammar.child` does this before a worker sees the grammar.
-2. `LlGuides.open` makes a guide: a copy that shares the compiled grammar's own tables.
+1. `LlGuides.prepare` compiles a grammar for a tokenizer, on any thread, and caches the result.
+   For gateways, `engine.grammar.child` does this before a worker receives the grammar.
+2. `LlGuides.open` makes a guide: a copy that shares the tables of the compiled grammar.
 
-A client's costs are bounded: the source, the work of compiling, the work for one token, and the
-memory of one grammar and of all that are kept. If a grammar exceeds a bound while it is followed,
-its guide has a `fault`. Grammars are compiled on a thread with a large stack, since their rules may
-nest deeply.
+A client's costs are bounded: the length of the source, the work of compiling, the work for one
+token, and the memory of one grammar and of all cached grammars. If a grammar exceeds a bound while
+an answer is generated, its guide has a `fault`. Grammars are compiled on a thread with a large
+stack, because their rules may be nested deeply.
 
 Sources: github.com/guidance-ai/llguidance, docs/syntax.md, docs/json_schema.md and parser/src.
 """
@@ -41,22 +41,22 @@ from engine.grammar.thinking import ThinkingGuide
 from engine.grammar.tokens import TokenGuide, rules_of
 from engine.messages import Grammar, GrammarKind
 
-MAX_SOURCE_LEN = 128 * 2**10  # characters
+MAX_SOURCE_LEN = 128 * 2**10  # characters of one source
 MAX_MESSAGE_LEN = 300  # characters of an error message
-MAX_LEXER_STATES = 16_000  # each takes about 2 kB
-# expressions that one compilation may make; the largest schemas in use need that many
+MAX_LEXER_STATES = 16_000  # states of one lexer; each state takes about 2 kB
+# expressions that one compilation may create; the largest schemas in use need this number
 COMPILING_FUEL = 500_000
 MASK_FUEL = 100_000  # expressions that one mask may cost
 MASK_ITEMS = 5_000  # parser items that one mask may cost: 0.05 s where rules are ambiguous
-MAX_CACHED_BYTES = 2**30  # estimated memory of the kept grammars
+MAX_CACHED_BYTES = 2**30  # estimated memory of all cached grammars
 COMPILED_BETWEEN_TRIMS = 16  # freed memory is returned to the system after this many grammars
-STATES_BYTES = MAX_LEXER_STATES * 2048  # memory that following a grammar adds at most
-COMPILED_BYTES_PER_S = 150 * 2**20  # memory that one second of compiling adds at most, as measured
+STATES_BYTES = MAX_LEXER_STATES * 2048  # most memory that a guide adds to its grammar
+COMPILED_BYTES_PER_S = 150 * 2**20  # most memory that one second of compilation adds, as measured
 MAX_TOKEN_S = 0.1  # CPU time for one token; large schemas take 0.04
-STACK_BYTES = 256 * 2**20  # address space; little of it is touched
+STACK_BYTES = 256 * 2**20  # address space of the stack; little of this memory is ever written
 WORD_BITS = 32
 
-# With this option llguidance forces no tokenization: only the grammar chooses bytes.
+# With this option llguidance forces no tokenization: the grammar alone determines the bytes.
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _JSON = "%json"
 # Each alternative matches up to its own end or the end of the line, so one pass reads a source.
@@ -69,15 +69,15 @@ _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invali
 _QUOTED_LINES = re.compile(r"\n +\d+ \| ")
 
 T = TypeVar("T")
-_Kept = tuple[bytes, Grammar]  # the salt of its tenants, and the grammar
+_Kept = tuple[bytes, Grammar]  # the salt of the tenants that share the grammar, and the grammar
 
 
 class LlGuides:
-    """Makes guides for one tokenizer; implements `engine.grammar.guide.Guides`. Safe from any
-    thread.
+    """Makes guides for one tokenizer; implements `engine.grammar.guide.Guides`. All threads may
+    call it.
 
-    `vocab_size` is the model's: ids without a token are never allowed. The tokenizer is read for
-    the first grammar.
+    `vocab_size` is the size of the model's vocabulary: ids without a token are never allowed. The
+    tokenizer is loaded for the first grammar.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class LlGuides:
         self._num_compiled = 0
 
     def prepare(self, grammar: Grammar) -> None:
-        """Compiles the grammar unless it is cached. Raises GrammarError."""
+        """Compiles the grammar unless it is in the cache. Raises GrammarError."""
         self._prototype((b"", grammar))
 
     def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> Guide:
-        """Returns a guide that has consumed `answer`. Raises GrammarError, also if the grammar does
-        not allow the answer.
+        """Returns a guide that has consumed `answer`. Raises GrammarError, also if the grammar
+        forbids a token of the answer.
         """
         if grammar.thinking is not None:
             guide = ThinkingGuide(
@@ -123,7 +123,9 @@ class LlGuides:
         return by_text
 
     def _prototype(self, kept: _Kept) -> LLMatcher:
-        """Returns the compiled grammar. A second caller waits for the first one's result."""
+        """Returns the compiled grammar. Concurrent callers wait for the result of the first
+        caller.
+        """
         with self._lock:
             future = self._compiled.get(kept)
             mine = future is None
@@ -142,9 +144,9 @@ class LlGuides:
             del future  # it holds the error, whose traceback holds this frame
 
     def _evict(self) -> None:
-        """Evicts the least recently used grammars until the others fit MAX_CACHED_BYTES.
+        """Evicts the least recently used grammars until the rest fits into MAX_CACHED_BYTES.
 
-        Returns freed memory to the system now and then, as the C library would keep it.
+        Sometimes returns freed memory to the system, which the C library would otherwise keep.
         """
         with self._lock:
             self._num_compiled += 1
@@ -163,7 +165,9 @@ class LlGuides:
             return sum(map(_bytes_of, self._compiled.values()))
 
     def load(self) -> None:
-        """Reads the tokenizer now, not at first use. Raises GrammarError if it cannot guide."""
+        """Loads the tokenizer now, before the first grammar. Raises GrammarError if no guide is
+        possible.
+        """
         self._loaded()
 
     def _loaded(self) -> "_Vocabulary":
@@ -174,14 +178,17 @@ class LlGuides:
             return self._vocabulary
 
     def _remove(self, kept: _Kept) -> None:
-        """Drops a grammar whose guide had a fault: other guides share its tables."""
+        """Removes a grammar from the cache after its guide had a fault: other guides share its
+        tables.
+        """
         with self._lock:
             self._compiled.pop(kept, None)
 
 
 class LlGuide:
-    """The state of one answer's grammar; implements `engine.grammar.guide.Guide`. After a token
-    that ends the answer, only further end tokens can come. llguidance does not count these.
+    """The grammar's state for one answer; implements `engine.grammar.guide.Guide`. After a token
+    that ends the answer, only further end tokens can follow. llguidance does not count these end
+    tokens.
     """
 
     def __init__(
@@ -193,7 +200,9 @@ class LlGuide:
         self.fault: str | None = None
 
     def consume(self, token_id: int) -> None:
-        """Advances the guide by the next token; a token that was not allowed causes a fault."""
+        """Advances the guide by the next token. A token that the mask did not allow causes a
+        fault.
+        """
         begin_s = time.thread_time()
         if not self._is_over:
             self._matcher.consume_token(token_id)
@@ -202,7 +211,7 @@ class LlGuide:
         self._check(begin_s, 1)
 
     def replay(self, answer: Sequence[int]) -> None:
-        """Advances the guide by all these tokens."""
+        """Advances the guide by all these tokens, in order."""
         begin_s = time.thread_time()
         eos = self._vocabulary.eos_token_ids
         ends = _length_until(answer, lambda token_id: token_id in eos)
@@ -212,7 +221,9 @@ class LlGuide:
             self.consume(token_id)
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
-        """Returns how many of these proposed tokens, from the first on, may follow one another."""
+        """Returns the number of leading proposed tokens that the grammar allows one after the
+        other.
+        """
         begin_s = time.thread_time()
         vocabulary = self._vocabulary
         known = ahead[: _length_until(ahead, lambda token_id: token_id >= vocabulary.num_ids)]
@@ -240,7 +251,7 @@ class LlGuide:
             self._matcher.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]
                 rows.ctypes.data, rows.strides[0], list(ahead)
             )
-            # Tokens after the one that ends the answer are left out.
+            # Tokens after an end token are left out.
             rows[~rows.any(axis=1)] = vocabulary.eos_words
         else:
             self._matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows.strides[0])
@@ -253,7 +264,7 @@ class LlGuide:
         return self.fault is not None or self._matcher.is_stopped()
 
     def _check(self, begin_s: float, num_tokens: int) -> str | None:
-        """Returns the guide's fault, if any, after work on `num_tokens` tokens."""
+        """Returns the guide's fault, or None, after it has processed `num_tokens` tokens."""
         if self.fault is None and self._matcher.is_error():
             self._fail(self._matcher.get_error())
         elif self.fault is None and time.thread_time() - begin_s > MAX_TOKEN_S * (num_tokens + 1):
@@ -267,15 +278,15 @@ class LlGuide:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A matcher before its first token, and its estimated memory in bytes."""
+    """A compiled grammar: a matcher before its first token, and its estimated memory in bytes."""
 
     matcher: LLMatcher
     num_bytes: int
 
 
 def _bytes_of(future: "Future[_Compiled]") -> int:
-    """Returns a grammar's estimated bytes. A grammar that was refused, or is being compiled, counts
-    as STATES_BYTES.
+    """Returns the estimated memory of a grammar. STATES_BYTES is returned for a grammar that was
+    refused or is still being compiled.
     """
     if future.done() and future.exception() is None:
         return future.result().num_bytes
@@ -283,7 +294,7 @@ def _bytes_of(future: "Future[_Compiled]") -> int:
 
 
 class _Vocabulary:
-    """A tokenizer, with the widths of its masks."""
+    """A tokenizer, with the number of words in its masks."""
 
     def __init__(
         self, tokenizer: LLTokenizer, num_tokens: int, vocab_size: int, eos: Sequence[int]
@@ -297,8 +308,8 @@ class _Vocabulary:
         self._known_words = _words_of(range(self.num_ids), self._num_words)
 
     def trimmed(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the masks, cut to the width of the model's logits, without ids that have no
-        token.
+        """Returns the masks, cut to the number of the model's logits. Bits of ids without a token
+        are cleared.
         """
         trimmed = rows[:, : self._num_words]
         trimmed &= self._known_words
@@ -306,7 +317,7 @@ class _Vocabulary:
 
 
 def _load(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> _Vocabulary:
-    """Loads a tokenizer. Raises GrammarError if its tokens do not stand for bytes of their own."""
+    """Loads a tokenizer. Raises GrammarError if its tokens have no bytes of their own."""
     text = tokenizer_file.read_text(encoding="utf-8")
     ids = Tokenizer.from_str(text).get_vocab(with_added_tokens=True).values()
     num_tokens = max(ids, default=-1) + 1
@@ -319,7 +330,7 @@ def _load(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -
 
 
 def to_lark(grammar: Grammar) -> str:
-    """Translates any grammar to the dialect that is compiled. Raises GrammarError."""
+    """Translates a grammar of any kind to llguidance's Lark dialect. Raises GrammarError."""
     source = grammar.source
     if len(source) > MAX_SOURCE_LEN:
         raise GrammarError(f"the grammar has more than {MAX_SOURCE_LEN} characters")
@@ -339,7 +350,9 @@ def to_lark(grammar: Grammar) -> str:
 
 
 def _from_lark(source: str) -> str:
-    """Appends the options to the source, so errors name the client's line numbers."""
+    """Appends the options to the end of the source, so that errors have the client's line
+    numbers.
+    """
     if source.lstrip().startswith("{"):
         raise GrammarError("a grammar must be written in Lark or EBNF")
     for option in _rule_options(source):
@@ -358,7 +371,7 @@ def _from_lark(source: str) -> str:
 
 
 def _rule_options(source: str) -> Iterator[str]:
-    """Returns the words between brackets before a colon: the options of a rule."""
+    """Returns the options of a rule: the words in brackets before the colon."""
     words, depth, ended = list[str](), 0, False
     for found in LARK_TOKEN.finditer(source):
         token = found[0]
@@ -386,7 +399,7 @@ def _decoded(source: str) -> object:
 
 
 def _no_constant(name: str) -> NoReturn:
-    """Refuses NaN and Infinity, which Python's parser accepts although JSON lacks them."""
+    """Raises an error for NaN and Infinity: Python's JSON parser accepts them, JSON does not."""
     raise ValueError(f"{name} is no number")
 
 
@@ -396,8 +409,8 @@ _decoder = json.JSONDecoder(parse_constant=_no_constant)
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> _Compiled:
     """Compiles a grammar. Raises GrammarError, also if the first mask of an answer fails.
 
-    The mask after an object's opening brace is tried too: there the rules of all optional
-    properties apply.
+    The mask after an object's opening brace is computed too: at that place the rules of all
+    optional properties apply.
     """
 
     def compiled() -> _Compiled:
@@ -432,13 +445,13 @@ def _limits() -> LLParserLimits:
     )
 
 
-_OBJECT_BEGIN = "{\n"  # with indentation, which allows the most rules
+_OBJECT_BEGIN = "{\n"  # an object's beginning with indentation, which allows the most rules
 _stack_size_lock = threading.Lock()
 
 
 def _deep(work: Callable[[], T]) -> T:
-    """Runs `work` on a thread with a large stack. Returns the result, or raises the error, of
-    `work`.
+    """Runs `work` on a thread with a large stack. Returns the result of `work`, or raises its
+    error.
     """
     future: Future[T] = Future()
 
@@ -448,7 +461,7 @@ def _deep(work: Callable[[], T]) -> T:
         except BaseException as error:
             future.set_exception(error)
         finally:
-            del future  # its error's traceback holds this frame
+            del future  # the error's traceback refers to this frame
 
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
@@ -461,13 +474,13 @@ def _deep(work: Callable[[], T]) -> T:
     try:
         return future.result()
     finally:
-        del future  # it holds the error, whose traceback holds this frame
+        del future  # the error's traceback refers to this frame
 
 
 def _translated(work: Callable[[], T]) -> T:
-    """Turns a panic of the library into a GrammarError. Python's type of panics is no Exception.
+    """Turns a panic of the library into a GrammarError. Python's class for panics is no Exception.
 
-    All messages are shortened, since they may quote the client's text.
+    All messages are shortened, because they may quote the client's text.
     """
     try:
         return work()
@@ -493,7 +506,7 @@ def _length_until(token_ids: Sequence[int], ends: Callable[[int], bool]) -> int:
 
 
 def _words_of(token_ids: Sequence[int] | frozenset[int] | range, num_words: int) -> np.ndarray:
-    """Returns uint32 [num_words] with the bits of these ids set."""
+    """Returns uint32 [num_words] in which the bits of these ids are set."""
     bits = np.zeros(num_words * WORD_BITS, dtype=bool)
     bits[list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.uint32)

@@ -1,18 +1,18 @@
-"""Checks and tightens JSON Schemas before they are compiled.
+"""Checks JSON Schemas and makes them stricter before they are compiled.
 
-llguidance compiles most of JSON Schema, and refuses by name most of what it does not know. This
-module closes the rest of the gap, so that every answer that the compiler lets through validates. It
-refuses keywords that would be followed wrongly, and tightens formats that are followed too loosely.
-`engine.grammar.positive` has rewritten alternatives, negations and conditions before.
-It handles schemas as decoded JSON, and knows neither tokens nor the compiler.
+llguidance compiles most of JSON Schema, and refuses most of the other keywords by name. This module
+covers the rest, so that every answer that the compiled grammar allows is valid under the schema. It
+refuses keywords that the compiler would follow wrongly. It tightens formats that the compiler
+follows too loosely. `engine.grammar.positive` must have rewritten alternatives, negations and
+conditions before. This module works on decoded JSON, without tokens or the compiler.
 
 It refuses, for these reasons:
 
-- `minProperties` that may need two keys of the client's choosing: a key may come twice
+- `minProperties` that may need two keys of the client's choosing: a key may occur twice
 - references that do not lead to a subschema of the same document: nothing is fetched
-- numbers that a double does not hold, which the compiler rounds
-- `prefixItems` with `additionalItems`, since drafts differ on the former
-- patterns that look around their place
+- numbers that a double cannot represent, because the compiler rounds them
+- `prefixItems` with `additionalItems`, because drafts differ on the meaning of the latter
+- patterns with look-around
 - control characters in values, where keys of any name would make their escapes ambiguous
 - more nesting, references included, than is safe for a compiler's stack
 - counts whose square or product bounds the compiler's work: properties, `multipleOf`
@@ -33,9 +33,9 @@ from engine.grammar.rewriting.key_spelling import KeySpelling
 from engine.grammar.rewriting.patterns import translated
 
 MAX_NESTING = 64  # nested subschemas
-MAX_DEPTH = 200  # nested subschemas, references followed
-MAX_EXACT_INT = 2**53  # beyond it, not every integer is a double
-MAX_JSON_NESTING = 200  # nested levels of the document, values included
+MAX_DEPTH = 200  # nested subschemas, including those that references lead to
+MAX_EXACT_INT = 2**53  # above this number, a double cannot represent every integer
+MAX_JSON_NESTING = 200  # nested levels of the JSON document, values included
 MAX_PROPERTIES = 1000  # properties of one object: the compiler's work grows with their square
 MAX_COMMON_MULTIPLE = 10_000  # the compiler makes a state for each remainder
 
@@ -44,8 +44,8 @@ COMPACT = {"whitespace_flexible": False}  # compiler options for JSON without wh
 Json = Any
 Schema = dict[str, Any]
 
-_OPTIONS = "x-guidance"  # key under which the compiler finds its options
-# JSON as models write it, compact or indented. Unlimited whitespace would let a model never end.
+_OPTIONS = "x-guidance"  # the key of a schema from which the compiler reads its options
+# JSON in the forms that models write. With unlimited whitespace a model might never end its answer.
 _BLANKS = {"whitespace_pattern": r"( |\n {0,40}|\n\t{0,10})"}
 _ONE = ("items", "additionalItems", "additionalProperties")
 _MANY = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
@@ -58,7 +58,7 @@ _OPENING = {"additionalProperties", "unevaluatedProperties", "patternProperties"
 _SUBSCHEMAS = {"$ref", "allOf", "anyOf", "oneOf"}
 _COMBINING = {"$ref", "anyOf", "oneOf", "multipleOf"}
 
-# The compiler's own formats accept 29 February in all years and second 60 in all minutes.
+# The compiler's own formats accept 29 February in every year and second 60 in every minute.
 _YEAR = r"(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][48]|[2468]0|[13579][26])00)"
 _DATE = rf"({_YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
@@ -69,7 +69,7 @@ _TIGHTER = {"date": f"^{_DATE}$", "time": f"^{_TIME}", "date-time": f"^{_DATE}[t
 def followed(schema: Json) -> Schema:
     """Returns a schema, ready to be compiled, that allows nothing that `schema` forbids.
 
-    Raises GrammarError for keywords that cannot be followed. Other errors are left to the compiler.
+    Raises GrammarError for keywords that cannot be followed. The compiler reports other errors.
     """
     if not isinstance(schema, dict | bool):
         raise GrammarError("a schema must be an object or a boolean")
@@ -95,10 +95,10 @@ def _satisfiable(schema: Schema) -> Schema:
 def closed(schema: Json) -> Json:
     """Returns the schema with `additionalProperties: false` in each object that does not set it.
 
-    OpenAI requires this in strict schemas; here it is added. A schema that combines subschemas, by
-    `allOf` of several or beside `properties`, is left unchanged: closing a part would contradict
-    the others. The schemas that it refers to are left unchanged too. The schema's nesting must have
-    been checked.
+    OpenAI requires this key in strict schemas; here it is added. A schema that combines subschemas,
+    by `allOf` of several or beside `properties`, is left unchanged: closing a part would contradict
+    the others. Schemas that a combined subschema refers to are left unchanged too. The caller must
+    have checked the schema's nesting.
     """
     open_ones: set[str] = set()
     _find_combined(schema, open_ones)
@@ -128,14 +128,14 @@ def _closed(schema: Json, at: str, open_ones: set[str]) -> Json:
 
 
 def _combines(schema: Schema) -> bool:
-    """True if several subschemas describe the keys of one object."""
+    """True if several subschemas describe the keys of the same object."""
     parts = schema.get("allOf")
     several = isinstance(parts, list) and len(parts) > 1
     return several or ("properties" in schema and bool(schema.keys() & _SUBSCHEMAS))
 
 
 def _find_combined(schema: Json, found: set[str], *, combined: bool = False) -> None:
-    """Adds the places of all schemas that combined subschemas refer to."""
+    """Adds the places of all schemas to which combined subschemas refer."""
     if isinstance(schema, list):
         for part in schema:
             _find_combined(part, found, combined=combined)
@@ -148,7 +148,7 @@ def _find_combined(schema: Json, found: set[str], *, combined: bool = False) -> 
 
 
 def check_nesting(value: Json) -> None:
-    """Raises GrammarError if JSON is nested too deeply for recursive code."""
+    """Raises GrammarError if JSON is nested too deeply for recursive functions."""
     level, depth = [value], 0
     while level:
         if depth > MAX_JSON_NESTING:
@@ -163,12 +163,12 @@ def check_nesting(value: Json) -> None:
 
 
 class _Rewriting:
-    """One document while it is being rewritten."""
+    """One document during its rewriting."""
 
     def __init__(self, root: Schema) -> None:
         if _OPTIONS in root:
             raise _refusal("#", f"{_OPTIONS} is not supported")
-        # for each pointer: the subschemas that are compiled after it
+        # for each pointer: the subschemas that the compiler compiles after it
         self._children: dict[str, list[str]] = {}
         self._multiples: set[Decimal] = set()
         self._combines = False
@@ -212,10 +212,9 @@ class _Rewriting:
         return value
 
     def _check_multiples(self) -> None:
-        """Bounds the states that the compiler makes for `multipleOf`, of one keyword or of several
-        combined.
+        """Bounds the states that the compiler creates for `multipleOf`, alone or in combination.
 
-        The compiler multiplies combined ones in 32 bits and does not check for overflow.
+        The compiler multiplies combined values in 32 bits and does not check for overflow.
         """
         places = {m: max(-int(m.as_tuple().exponent), 0) for m in self._multiples if m}
         most = max(places.values(), default=0)
@@ -225,8 +224,8 @@ class _Rewriting:
             raise _refusal("#", f"multipleOf leads to more than {MAX_COMMON_MULTIPLE} remainders")
 
     def _check_references(self) -> None:
-        """Checks that all references lead to a subschema and do not nest too deeply. Each reference
-        is followed once, as the compiler does.
+        """Checks that each reference leads to a subschema and that references are not nested too
+        deeply. Each reference is followed once, as in the compiler.
         """
         seen: set[str] = set()
 
@@ -244,7 +243,7 @@ class _Rewriting:
 
 
 def _check_keywords(schema: Schema, at: str) -> None:
-    """Refuses keywords that the compiler would accept but ignore."""
+    """Raises GrammarError for keywords that the compiler would accept but ignore."""
     if at != "#" and "$id" in schema:
         raise _refusal(at, "$id is supported at the top only")
     reference = schema.get("$ref")
@@ -268,7 +267,7 @@ def _check_keywords(schema: Schema, at: str) -> None:
 
 
 def _translated(schema: Schema, at: str) -> Schema:
-    """Returns the schema with its patterns in the compiler's syntax."""
+    """Returns the schema. Its patterns are translated to the compiler's syntax."""
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = _as_compiled(schema["pattern"], at)
     if isinstance(schema.get("patternProperties"), dict):
@@ -286,7 +285,7 @@ def _as_compiled(pattern: str, at: str) -> str:
 
 
 def _tightened(schema: Schema) -> Schema:
-    """Returns the schema with exact bounds, and with a pattern beside each format that the compiler
+    """Returns the schema with exact bounds. A pattern is added to each format that the compiler
     follows too loosely.
     """
     result = {keyword: _clamped(schema, keyword) for keyword in schema}
@@ -299,7 +298,7 @@ def _tightened(schema: Schema) -> Schema:
 
 
 def _clamped(schema: Schema, keyword: str) -> Json:
-    """Returns a keyword's value, with bounds clamped to the range of exact integers."""
+    """Returns a keyword's value. Bounds are clamped to the range of exact integers."""
     value: Json = schema.get(keyword)
     if keyword in _UPPER and _is_number(value) and value > MAX_EXACT_INT:
         return MAX_EXACT_INT
@@ -309,7 +308,9 @@ def _clamped(schema: Schema, keyword: str) -> Json:
 
 
 def _numbers_in(value: Json) -> Iterator[int | float]:
-    """Yields the numbers in a value, at any depth. Not recursive: the depth is unbounded here."""
+    """Yields the numbers in a value, at any depth. Not recursive, because the depth is unbounded
+    here.
+    """
     pending = [value]
     while pending:
         match pending.pop():
@@ -328,14 +329,14 @@ def _is_number(value: Json) -> bool:
 
 
 def _scaled(number: Decimal, digits: int) -> int:
-    """Returns number * 10**digits, up to a bound; larger numbers are refused anyway."""
+    """Returns number * 10**digits, cut at a bound. Larger numbers are refused in any case."""
     if number.adjusted() + digits > 10:
         return MAX_COMMON_MULTIPLE + 1
     return int(number.scaleb(digits))
 
 
 def _pointer(reference: str) -> str:
-    """Returns a reference's fragment in this module's form of pointers."""
+    """Returns a reference's fragment as a pointer in this module's form."""
     return "#" + "".join(
         "/" + _escaped(part.replace("~1", "/").replace("~0", "~"))
         for part in unquote(reference).split("/")[1:]

@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import GrammarError
 from engine.grammar.disjoint import is_among, types_of
 
-MAX_LISTS = 256  # lists into which one `uniqueItems` is expanded
+MAX_LISTS = 256  # lists into which one `uniqueItems` may be expanded
 
 Json = Any
 Schema = dict[str, Any]
@@ -26,7 +26,7 @@ _NOTES = {"type", "title", "description", "$comment"}
 
 
 def in_known_keywords(schema: Schema, at: str) -> Schema:
-    """Returns an equal or stricter schema. Raises GrammarError, which names the place."""
+    """Returns a schema that is equal or stricter. Raises GrammarError, which names the place."""
     result = dict(schema)
     for exclusive, bound in _BOUNDS:
         if result.get(exclusive) is False:
@@ -66,7 +66,9 @@ def _with_names(schema: Schema, names: Json, at: str) -> Schema:
 
 
 def _with_distinct_items(schema: Schema, is_unique: Json, at: str) -> Schema:
-    """Lists all allowed arrays. If there are too many, only the values' given order is allowed."""
+    """Lists all allowed arrays. If there are too many, allows only the order in which values are
+    given.
+    """
     most, least = schema.get("maxItems"), schema.get("minItems", 0)
     at_most = most if isinstance(most, int) and not isinstance(most, bool) else None
     if is_unique is False or "array" not in types_of(schema) or at_most in (0, 1):
@@ -86,7 +88,7 @@ def _with_distinct_items(schema: Schema, is_unique: Json, at: str) -> Schema:
 
 
 def _values_of_items(schema: Schema) -> list[Json] | None:
-    """Returns the distinct values that items may have, if the schema lists them."""
+    """Returns the distinct values that items may have; None if the schema does not list them."""
     items = schema.get("items")
     if not isinstance(items, dict) or "prefixItems" in schema:
         return None

@@ -33,7 +33,7 @@ from engine.grammar.disjoint import (
 MAX_TEXTS = 64  # texts that one negation may exclude
 MAX_NUMBERS = 64  # numbers that one negation may exclude
 MAX_TEXTS_LEN = 2048  # characters of all excluded texts together
-MAX_INSIDE = 8  # nested negations, references included
+MAX_INSIDE = 8  # nested negations, with the negations that references lead to
 MAX_NEGATIONS = 1000  # negations in one document: each may copy a part of the document
 
 Json = Any
@@ -41,18 +41,18 @@ Schema = dict[str, Any]
 
 
 class NoPositiveForm(Exception):
-    """A negation that the compiler's keywords cannot express."""
+    """Raised for a negation that the compiler's keywords cannot express."""
 
 
 class Negation:
-    """Negates schemas of one document."""
+    """Negates the schemas of one document."""
 
     def __init__(self, known: Disjointness) -> None:
         self._known = known
         self._num_negated = 0
 
     def of(self, schema: Json, inside: int = 0) -> Json:
-        """Returns a schema whose values do not satisfy this schema. Raises NoPositiveForm."""
+        """Returns a schema whose values do not satisfy `schema`. Raises NoPositiveForm."""
         self._num_negated += 1
         if self._num_negated > MAX_NEGATIONS:
             raise GrammarError("the schema has too many negations")
@@ -79,7 +79,9 @@ class Negation:
         return [{"type": type_names(rest)}] if type_names(rest) else []
 
     def _no_values(self, values: Json, _: int) -> list[Json]:
-        """Negates `const` and `enum`: other types, other texts, and the other of true and false."""
+        """Negates `const` and `enum`: other types, other texts, and the boolean that is not
+        listed.
+        """
         excluded = _list(values)
         found: list[Json] = self._no_type_of(excluded)
         texts = [value for value in excluded if isinstance(value, str)]
@@ -90,7 +92,7 @@ class Negation:
             found += ({"type": "number", **bounds} for bounds in _beside(numbers))
         flags = [flag for flag in (True, False) if not is_among(flag, excluded)]
         if len(flags) == 1:
-            found.append({"enum": flags})  # draft 4 has no const
+            found.append({"enum": flags})  # `enum`, because draft 4 has no `const`
         return found
 
     def _no_type_of(self, values: list[Json]) -> list[Json]:
@@ -114,7 +116,7 @@ class Negation:
         return found
 
     def _no_part(self, parts: Json, inside: int) -> list[Json]:
-        """Negates `allOf`: at least one of the parts does not hold."""
+        """Negates `allOf`: at least one part is not satisfied."""
         found: list[Json] = []
         for part in _list(parts):
             try:
@@ -124,7 +126,7 @@ class Negation:
         return found
 
     def _no_branch(self, branches: Json, inside: int) -> list[Json]:
-        """Negates `anyOf`: none of the alternatives holds."""
+        """Negates `anyOf`: no alternative is satisfied."""
         return [{"allOf": [self.of(each, inside + 1) for each in _list(branches)]}]
 
     def _no_reference(self, reference: Json, inside: int) -> list[Json]:
@@ -157,7 +159,7 @@ class Negation:
     def _no_exclusive_maximum(self, bound: Json, _: int) -> list[Json]:
         return [{"type": "number", "minimum": bound}] if is_number(bound) else []
 
-    # The negation of other keywords is not known, so the result leaves their values out.
+    # The other keywords have no known negation, so the result leaves their values out.
     _COMPLEMENTS: ClassVar[dict[str, Callable[..., list[Json]]]] = {
         "type": _no_type,
         "enum": _no_values,
@@ -181,7 +183,7 @@ class Negation:
 
 
 def _beside(numbers: Sequence[Json]) -> Iterator[Schema]:
-    """Returns the ranges before, between and behind ascending numbers."""
+    """Returns the ranges before, between and after ascending numbers."""
     yield {"exclusiveMaximum": numbers[0]}
     for low, high in pairwise(numbers):
         yield {"exclusiveMinimum": low, "exclusiveMaximum": high}
@@ -189,7 +191,7 @@ def _beside(numbers: Sequence[Json]) -> Iterator[Schema]:
 
 
 def other_texts(texts: Sequence[str]) -> str:
-    """Returns a pattern, without anchors, that all texts but these match."""
+    """Returns a pattern, without anchors, that matches all texts except these."""
     by_first: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
         if text:
@@ -202,12 +204,16 @@ def other_texts(texts: Sequence[str]) -> str:
 
 
 def forbidding(name: str) -> Schema:
-    """Returns a schema of all objects without this key, and of all values that are not objects."""
+    """Returns a schema that allows all objects without this key, and all values that are not
+    objects.
+    """
     return {"properties": {name: False}}
 
 
 def type_names(types: frozenset[str]) -> list[str]:
-    """Returns these types as values of the keyword `type`; fractions alone have no such name."""
+    """Returns these types as values of the keyword `type`, which has no name for fractions
+    alone.
+    """
     names = sorted(types - {"integer", "fraction"})
     if {"integer", "fraction"} <= types:
         return [*names, "number"]
@@ -215,7 +221,9 @@ def type_names(types: frozenset[str]) -> list[str]:
 
 
 def is_count(value: Json) -> bool:
-    """True for an integer; false for `True` and `False`, which Python counts as integers."""
+    """True for an integer; false for `True` and `False`, although Python counts them as
+    integers.
+    """
     return isinstance(value, int) and not isinstance(value, bool)
 
 

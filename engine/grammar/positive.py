@@ -30,8 +30,8 @@ from engine.grammar.keywords import in_known_keywords
 from engine.grammar.negation import Negation, NoPositiveForm, forbidding, type_names
 from engine.grammar.references import escaped
 
-MAX_INSIDE = 64  # nested schemas; `engine.grammar.json_schemas` bounds them as well
-MAX_DEPENDENT = 8  # keys of one object with dependencies: the compiler tries each combination
+MAX_INSIDE = 64  # nested schemas; `engine.grammar.json_schemas` checks this bound as well
+MAX_DEPENDENT = 8  # keys with dependencies in one object: the compiler tries each combination
 
 Json = Any
 Schema = dict[str, Any]
@@ -45,7 +45,7 @@ FORMATS = frozenset(
         *("hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"),
     }
 )
-# Formats of the standard, each with a schema that allows no more texts.
+# Formats of the standard, each with a schema that allows no texts outside the format.
 NARROWER: dict[str, Schema] = {
     "idn-email": {"format": "email"},
     "idn-hostname": {"format": "hostname"},
@@ -63,13 +63,14 @@ _DEPENDENT = ("dependencies", "dependentRequired", "dependentSchemas")
 def positive(schema: Json) -> Json:
     """Returns a schema that the compiler knows and that allows nothing that `schema` forbids.
 
-    Its nesting must have been checked. Raises GrammarError, which names keyword and place.
+    The caller must have checked the schema's nesting. Raises GrammarError, which names the keyword
+    and its place.
     """
     return _Positive(schema).result
 
 
 class _Positive:
-    """One document while it is being rewritten."""
+    """One document during its rewriting."""
 
     def __init__(self, root: Json) -> None:
         self._known = Disjointness(root)
@@ -79,7 +80,9 @@ class _Positive:
         self._define_moved()
 
     def _define_moved(self) -> None:
-        """Adds definitions for referenced schemas at places where the compiler does not look."""
+        """Adds definitions for referenced schemas that are at places where the compiler does not
+        look.
+        """
         found: Schema = {}
         while len(found) < len(self._moved):
             reference, name = list(self._moved.items())[len(found)]
@@ -94,8 +97,8 @@ class _Positive:
         schema = in_known_keywords(schema, at)
         self._place_reference(schema)
         if at != "#" and "$id" in schema and not _refers(schema):
-            del schema["$id"]  # it is the base of references, but this schema holds none
-        together: list[Json] = []  # further schemas that a value must satisfy
+            del schema["$id"]  # `$id` is the base of references, but this schema contains none
+        together: list[Json] = []  # further schemas that each value must satisfy
         if "if" in schema:
             together.append(self._branched(schema, at))
         for keyword in _BRANCHING:
@@ -125,7 +128,9 @@ class _Positive:
         return self.rewritten(value, place, inside + 1) if keyword in ONE else value
 
     def _place_reference(self, schema: Schema) -> None:
-        """Points a reference to a new definition if the compiler would not look at its place."""
+        """Redirects a reference to a new definition if the compiler would not look at the old
+        place.
+        """
         reference = schema.get("$ref")
         pointer = self._known.references.pointer(reference)
         if pointer is None or pointer == "#":
@@ -150,8 +155,8 @@ class _Positive:
     # ------------------------------------------------------------ oneOf
 
     def _separated(self, branches: list[Json], around: frozenset[str], at: str) -> list[Json]:
-        """Returns the alternatives, each without the values that another allows. Raises
-        GrammarError.
+        """Returns the alternatives. Each one excludes the values that another alternative allows.
+        Raises GrammarError.
 
         `around` are the types that the surrounding schema allows.
         """
@@ -175,10 +180,10 @@ class _Positive:
         ]
 
     def _what_excludes(self, other: Json, one: Json, around: frozenset[str]) -> Schema | None:
-        """Returns a further condition under which a value of `one` is not a value of `other`.
+        """Returns a further condition for `one`, under which its values are not values of `other`.
 
-        The condition may forbid or require a key of objects, or require an item of arrays. Both
-        schemas share no values of other types. None if no value would be left.
+        The condition may forbid or require a key of objects, or require an item of arrays. The two
+        schemas must share no values of other types. Returns None if no value would be left.
         """
         allowed = self._known.facts(one).types & around
         common = allowed & self._known.facts(other).types
@@ -196,8 +201,8 @@ class _Positive:
         return more | {"type": names} if names else None
 
     def _opposite(self, other: Json, one: Json, around: frozenset[str]) -> Schema | None:
-        """Returns the negation of `other` for the types of `one`; None if no value of `one` is
-        left.
+        """Returns the negation of `other`, limited to the types of `one`; None if no value of `one`
+        is left.
         """
         try:
             negated = self._negation.of(other)
@@ -216,7 +221,9 @@ class _Positive:
         return left[0] if len(left) == 1 else {"anyOf": left}
 
     def _of_keys(self, other: Json, one: Json) -> Schema | None:
-        """Does the same for objects. It prefers to forbid a key that `one` does not mention."""
+        """Returns the condition of `_what_excludes` for objects. Prefers to forbid a key that `one`
+        does not mention.
+        """
         left, right = self._known.facts(one), self._known.facts(other)
         absent = sorted(right.required - left.required, key=lambda name: (left.names(name), name))
         if absent and not left.names(absent[0]):
@@ -244,7 +251,9 @@ class _Positive:
         return {"anyOf": [_both(condition, then), _both(no, otherwise)]}
 
     def _dependent(self, needed: Json, at: str) -> Iterator[Json]:
-        """Rewrites `dependencies`: each key is absent, or its dependent schema holds."""
+        """Rewrites `dependencies`: either the key is absent, or its dependent schema is
+        satisfied.
+        """
         for name, needs in needed.items() if isinstance(needed, dict) else ():
             if isinstance(needs, list):
                 needs = {"required": needs}
@@ -252,7 +261,7 @@ class _Positive:
 
 
 def _is_at_schema(reference: str) -> bool:
-    """True if all keywords on the path of a reference stay at their places."""
+    """True if rewriting leaves all keywords on a reference's path at their places."""
     parts = iter(reference.split("/")[1:])
     for part in parts:
         if part in NAMED or (part in MANY and part not in ("items", "oneOf")):
@@ -282,7 +291,7 @@ def _both(one: Json, other: Json) -> Json:
 
 
 def _with_all(schema: Schema, together: Sequence[Json]) -> Schema:
-    """Returns the schema with further conditions."""
+    """Returns the schema, extended by further conditions."""
     parts = [part for part in together if part is not True]
     if len(parts) == 1 and isinstance(parts[0], dict) and not parts[0].keys() & schema.keys():
         return {**schema, **parts[0]}

@@ -22,8 +22,8 @@ class References:
         self._own = _own_ids(root)
 
     def pointer(self, reference: Json) -> str | None:
-        """Returns the reference as `#` and an unquoted JSON pointer; None if it leaves the
-        document.
+        """Returns the reference as `#` and an unquoted JSON pointer; None for a reference to
+        another document.
         """
         if not isinstance(reference, str):
             return None
@@ -77,7 +77,7 @@ def _own_ids(root: Json) -> set[str]:
 
 
 def _anchors(root: Json) -> Iterator[tuple[str, str]]:
-    """Yields each anchor and its pointer. An anchor that two places use is left out."""
+    """Yields each anchor and its pointer. An anchor that occurs at two places is left out."""
     seen: dict[str, str] = {}
     for at, value in _walk(root):
         if isinstance(value, dict):
@@ -89,13 +89,13 @@ def _anchors(root: Json) -> Iterator[tuple[str, str]]:
 def _names(schema: dict[str, Json]) -> Iterator[str]:
     if isinstance(name := schema.get("$anchor"), str):
         yield name
-    for keyword in ("$id", "id"):  # draft 4 has `id`, later drafts have `$id`
+    for keyword in ("$id", "id"):  # `id` is the keyword of draft 4, `$id` of later drafts
         if isinstance(name := schema.get(keyword), str) and name.startswith("#"):
             yield name[1:]
 
 
 def _walk(root: Json) -> Iterator[tuple[str, Json]]:
-    """Yields every value with its pointer."""
+    """Yields every value of the document with its pointer."""
     pending = [("#", root)]
     while pending:
         at, value = pending.pop()

@@ -1,8 +1,8 @@
-"""A guide for answers that begin with reasoning: the grammar holds only after the reasoning.
+"""A guide for answers that begin with reasoning. The grammar applies only after the reasoning.
 
-Reasoning goes up to one token, the end mark. An answer that is not inside its reasoning already may
-open it with the begin mark. An answer may also end inside its reasoning. If that were forbidden, a
-model that wants to stop would write on up to the greatest length.
+Reasoning lasts until one token, the end mark. If the prompt does not open the reasoning, the answer
+may open it with the begin mark. An answer may also end within its reasoning. If that were
+forbidden, a model that wants to stop would generate tokens up to the length limit.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ WORD_BITS = 32
 
 
 class ThinkingGuide:
-    """The state of one answer, reasoning included; implements `engine.grammar.guide.Guide`."""
+    """The state of one answer, with its reasoning; implements `engine.grammar.guide.Guide`."""
 
     def __init__(self, inner: Guide, marks: ThinkingMarks, *, vocab_size: int) -> None:
         """`inner` is the guide of the text after the reasoning, before its first token."""
         self._inner = inner
         self._marks = marks
-        # None: reasoning may still begin
+        # None: reasoning has not begun, but still may
         self._is_thinking: bool | None = True if marks.is_inside else None
         bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, dtype=bool)
         bits[:vocab_size] = True
@@ -30,18 +30,18 @@ class ThinkingGuide:
 
     @property
     def fault(self) -> str | None:
-        """Returns the fault of the grammar's guide."""
+        """Returns the fault of the inner guide."""
         return self._inner.fault
 
     def consume(self, token_id: int) -> None:
-        """Advances by the next token."""
+        """Advances the guide by the next token."""
         before = self._is_thinking
         self._is_thinking = self._after(before, token_id)
         if self._is_thinking is False and before is not True:
             self._inner.consume(token_id)
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
-        """Returns the number of leading proposed tokens that the grammar allows in this order."""
+        """Returns the number of leading proposed tokens that are allowed one after the other."""
         num, rest = self._num_thought(ahead)
         return num if rest is None else num + self._inner.num_allowed(rest)
 
@@ -64,8 +64,8 @@ class ThinkingGuide:
         return np.array(thought)
 
     def _num_thought(self, ahead: Sequence[int]) -> tuple[int, Sequence[int] | None]:
-        """Returns the number of tokens that belong to the reasoning, and the tokens after it, if
-        any.
+        """Returns the number of tokens that belong to the reasoning. Returns the later tokens as
+        well, or None if the reasoning has not ended.
         """
         state = self._is_thinking
         if state is False or (state is None and (not ahead or ahead[0] != self._marks.begin)):

@@ -1,8 +1,8 @@
-"""Guides by token ids: a list of allowed ids, and sequences that must not appear.
+"""Guides by token ids: a list of allowed ids, and sequences of ids that must not occur.
 
-The rules of vLLM's `allowed_token_ids` and `bad_words`. They are a grammar whose source is JSON, so
-drafts, batches and hand-overs follow them like any other. A mask depends only on the answer's last
-tokens, up to the length of the longest banned sequence.
+These are the rules of vLLM's `allowed_token_ids` and `bad_words`. They are written as a grammar
+whose source is JSON, so drafts, batches and hand-overs follow them like any other grammar. A mask
+depends only on the answer's last tokens, up to the length of the longest banned sequence.
 """
 
 from collections import defaultdict
@@ -19,18 +19,20 @@ NOTHING_LEFT = "no token is left by allowed_token_ids and bad_words"
 
 
 class TokenRules(msgspec.Struct, frozen=True, array_like=True):
-    """`allowed`: the allowed ids, None for all. `banned`: sequences of ids, none of them empty."""
+    """`allowed`: the allowed ids; None allows all. `banned`: sequences of ids, none of them
+    empty.
+    """
 
     allowed: tuple[int, ...] | None = None
     banned: tuple[tuple[int, ...], ...] = ()
 
     def grammar(self) -> Grammar:
-        """Returns the rules in the form of a message."""
+        """Returns the rules as the `Grammar` of a message."""
         return Grammar(GrammarKind.TOKENS, msgspec.json.encode(self).decode())
 
 
 def rules_of(grammar: Grammar) -> TokenRules:
-    """Parses a grammar's rules. Raises GrammarError."""
+    """Parses the rules from a grammar. Raises GrammarError."""
     try:
         rules = msgspec.json.decode(grammar.source, type=TokenRules)
     except msgspec.DecodeError as error:
@@ -44,14 +46,14 @@ class TokenGuide:
     """The state of one answer; implements `engine.grammar.guide.Guide`."""
 
     def __init__(self, rules: TokenRules, vocab_size: int) -> None:
-        # The mask by the rules for single ids. Banned sequences are applied later.
+        # The mask of the rules for single ids. Banned sequences are applied later.
         self._row = _words(rules, vocab_size)
         self._by_last: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for sequence in rules.banned:
             if len(sequence) > 1:
                 self._by_last[sequence[-2]].append(sequence)
         self._tail_len = max(map(len, rules.banned), default=1) - 1
-        self._tail: list[int] = []  # the answer's last tokens
+        self._tail: list[int] = []  # the last tokens of the answer
         self.fault: str | None = None
 
     def consume(self, token_id: int) -> None:
@@ -59,11 +61,13 @@ class TokenGuide:
         self._tail = self._after(self._tail, token_id)
 
     def replay(self, answer: Sequence[int]) -> None:
-        """Advances the guide by all these tokens."""
+        """Advances the guide by all these tokens, in order."""
         self._tail = list(answer)[-self._tail_len :] if self._tail_len else []
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
-        """Returns the number of leading proposed tokens that the rules allow in this order."""
+        """Returns the number of leading proposed tokens that the rules allow one after the
+        other.
+        """
         tail = self._tail
         for count, token_id in enumerate(ahead):
             if not self._allows(token_id) or token_id in self._ends(tail):
@@ -92,7 +96,7 @@ class TokenGuide:
         return word < len(self._row) and bool(self._row[word] >> (token_id % WORD_BITS) & 1)
 
     def _ends(self, tail: list[int]) -> set[int]:
-        """Returns the ids that would complete a banned sequence."""
+        """Returns the ids that would complete a banned sequence as the next token."""
         if not tail:
             return set()
         return {
@@ -106,7 +110,9 @@ class TokenGuide:
 
 
 def _words(rules: TokenRules, vocab_size: int) -> np.ndarray:
-    """Returns uint32 [words] with the bits of all allowed ids that are not banned by themselves."""
+    """Returns uint32 [words] with the bits of all allowed ids. Sequences of one banned id are
+    applied.
+    """
     num_words = -(-vocab_size // WORD_BITS)
     bits = np.zeros(num_words * WORD_BITS, dtype=bool)
     ids = [*(rules.allowed or ()), *(sequence[-1] for sequence in rules.banned)]

@@ -1,1 +1,3 @@
-"""Parts of rewriting a schema for its compiler: patterns, endless parts, spellings of keys."""
+"""Parts of the rewriting of a schema for its compiler: patterns, endless parts, spellings of
+keys.
+"""

@@ -1,8 +1,8 @@
-"""Removes the parts of a schema that only an infinite value would satisfy. Pure.
+"""Replaces by `false` the parts of a schema that only an infinite value would satisfy. Pure.
 
-A definition that only refers back to itself has no value at all. An object that requires an object
-like itself has no finite value. A compiler would follow both for ever, or stop in the middle of an
-answer. Here both become `false`, which allows the same values: none.
+A definition that only refers back to itself allows no value at all. An object that requires an
+object like itself allows no finite value. A compiler would follow such a definition forever, or
+stop in the middle of an answer. Here both kinds become `false`, which allows the same values: none.
 """
 
 from typing import Any
@@ -15,12 +15,14 @@ Json = Any
 
 
 def finite(root: Json) -> Json:
-    """Returns the schema with `false` in place of each part that no finite value satisfies."""
+    """Returns the schema. Each part that no finite value satisfies is replaced by `false`."""
     return _Finite(root).result
 
 
 def is_endless(root: Json) -> bool:
-    """True if no finite value satisfies the schema. False too if a reference leads nowhere."""
+    """True if no finite value satisfies the schema. False also for a reference that leads
+    nowhere.
+    """
     try:
         return finite(root) is False
     except GrammarError:
@@ -28,7 +30,7 @@ def is_endless(root: Json) -> bool:
 
 
 class _Finite:
-    """One document; its satisfiable parts are found step by step."""
+    """One document. Its satisfiable parts are found step by step."""
 
     def __init__(self, root: Json) -> None:
         self._references = References(root)
@@ -39,7 +41,9 @@ class _Finite:
         self.result: Json = self._pruned(root) if self._endless else root
 
     def _find_nodes(self, root: Json) -> None:
-        """Collects all objects, inner ones last. Values of `enum` and the like do no harm."""
+        """Collects all objects of the document, inner objects last. Objects in `enum` are
+        harmless.
+        """
         pending = [root]
         while pending:
             value = pending.pop()
@@ -63,7 +67,7 @@ class _Finite:
             left = still
 
     def _ends(self, schema: dict[str, Json]) -> bool:
-        """True if the parts found so far show that a finite value satisfies the schema."""
+        """True if the parts found so far prove that a finite value satisfies the schema."""
         if "$ref" in schema and not self._is_finite(self._references.target(schema["$ref"])):
             return False
         if not all(map(self._is_finite, _list(schema.get("allOf")))):

@@ -20,7 +20,7 @@ from engine.grammar.negation import other_texts
 from engine.grammar.rewriting.patterns import translated
 
 PLAIN_ESCAPES = 'nrbtf\\"'
-MAX_NAMES = 200  # named keys that one pattern may exclude
+MAX_NAMES = 200  # named keys that one pattern can exclude
 
 Json = Any
 Schema = dict[str, Any]
@@ -32,7 +32,7 @@ _CONTROL_IN_PATTERN = re.compile(r"\\x\{(?:[0-7bef]|1[0-9a-f]|7f)\}")
 
 
 class KeySpelling:
-    """How one document's strings and keys are spelled."""
+    """The allowed spellings of strings and keys in answers to one document."""
 
     def __init__(self, root: Json) -> None:
         nodes = list(_schemas(root))
@@ -48,9 +48,9 @@ class KeySpelling:
         return PLAIN_ESCAPES + ("u" if self._escapes else "")
 
     def closed(self, schema: Schema) -> Schema:
-        """Returns the schema; if necessary a pattern describes its further keys.
+        """Returns the schema. If necessary, a pattern is added that describes the further keys.
 
-        Raises GrammarError for a value that cannot be spelled.
+        Raises GrammarError for a value that has no allowed spelling.
         """
         if not self._escapes:
             _check_controls(schema)
@@ -69,7 +69,7 @@ class KeySpelling:
 
 
 def _is_open(schema: Schema) -> bool:
-    """True if an object may have named keys and further ones."""
+    """True if an object may have both named keys and further keys."""
     is_object = "object" in types_of(schema)
     named = bool(_names(schema)) or bool(schema.get("patternProperties"))
     return is_object and named and schema.get("additionalProperties") is not False
@@ -82,7 +82,7 @@ def _names(schema: Schema) -> list[str]:
 
 
 def _combines_keys(schema: Schema) -> bool:
-    """True if the compiler must join this schema's keys with keys of other schemas."""
+    """True if the compiler must combine this schema's keys with the keys of other schemas."""
     found = schema.keys() & _COMBINING
     together = schema.get("allOf")
     several = isinstance(together, list) and len(together) > 1
@@ -90,7 +90,9 @@ def _combines_keys(schema: Schema) -> bool:
 
 
 def _schemas(root: Json) -> Iterator[Schema]:
-    """Yields all objects of the document. Some may be values; these can only forbid escapes."""
+    """Yields all objects of the document. Some of them may be values, which can only forbid
+    escapes.
+    """
     pending = [root]
     while pending:
         match pending.pop():

@@ -89,7 +89,9 @@ class _Pattern:
         return char if char in ")|^$" else _coded(char)
 
     def _no_laziness(self) -> str:
-        """Skips a lazy `?`: laziness changes a match's length, not the set of matching texts."""
+        """Skips the `?` of a lazy quantifier. Laziness changes a match's length, not which texts
+        match.
+        """
         self._at += self._text.startswith("?", self._at)
         return ""
 
@@ -156,7 +158,7 @@ class _Pattern:
         return f"[{'^' if negated else ''}{''.join(parts)}]"
 
     def _members(self) -> Iterator[str]:
-        """Returns the members of a character class, up to its closing bracket."""
+        """Returns the members of a character class, and reads up to its closing bracket."""
         text = self._text
         while not text.startswith("]", self._at):
             if self._at >= len(text):
@@ -178,7 +180,7 @@ class _Pattern:
         return at < len(self._text) and self._text[at] != "]"
 
     def _member(self) -> str:
-        """Returns one member of a character class: a character, or a set like `\\d`, translated."""
+        """Returns one translated member of a character class: a character, or a set like `\\d`."""
         name = self._text[self._at + 1 : self._at + 2] if self._text[self._at] == "\\" else ""
         if name and name.lower() in _SETS:
             self._at += 2
@@ -194,8 +196,8 @@ class _Pattern:
 
 
 def _coded(char: str) -> str:
-    """Returns a character in Rust's syntax; letters, digits and non-ASCII characters stay
-    unescaped.
+    """Returns a character in Rust's syntax. Letters, digits and non-ASCII characters need no
+    escape.
     """
     if char.isalnum() or ord(char) > 0xA0 or char in " _":
         return char
