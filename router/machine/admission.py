@@ -36,12 +36,12 @@ from router.policies.candidates import LEAST_WAIT_S, predicted_ready_s
 from router.policies.slo import lent_tpot_s, slowdown_of
 
 LEAST_RETRY_S = 1.0
-DRAINED = 0.5  # share of a full queue; a refused client is told to retry when this much is left
+DRAINED = 0.5  # refused clients are told to retry when the queue is predicted to be this full
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """The load per decode worker at some time, including promised sequences."""
+    """The load per decode worker at one point in time, including promised sequences."""
 
     num_seqs: float
     context_tokens: float
@@ -62,13 +62,13 @@ class Admission:
             message = f"{state.waiting.num_requests} requests are waiting already"
             return Rejected(message, self.drain_s(now_s))
         if flight.request.leader is not None:
-            return None  # a group is admitted with its leader
+            return None  # followers are admitted together with the leader of their group
         if flight.request.is_background:
-            return None  # a background request can wait
+            return None  # the client of a background request accepts any wait
         return self._late(flight, now_s)
 
     def drain_s(self, now_s: float) -> float:
-        """Seconds until half of the queue is predicted to be placed."""
+        """Predicts the seconds until half of the queued requests are placed."""
         state = self._state
         wait_s = self._prefill_wait_s(now_s)
         if wait_s is None:
@@ -76,7 +76,7 @@ class Admission:
         return min(max(DRAINED * wait_s, LEAST_RETRY_S), state.config.queue_timeout_s)
 
     def _late(self, flight: Flight, now_s: float) -> Rejected | None:
-        """Returns the refusal of a request that is predicted to miss a bound."""
+        """Returns the refusal of a request that is predicted to miss its TTFT or TPOT bound."""
         state, request = self._state, flight.request
         ttft_bound_s = _least(
             state.config.slo_ttft_s,
@@ -84,9 +84,9 @@ class Admission:
         )
         tpot_bound_s = flight.limits.tpot_s
         if request.limits.max_len <= flight.length + 1:
-            tpot_bound_s = None  # no token follows the first one
+            tpot_bound_s = None  # the answer has one token, so there is no time between tokens
         elif tpot_bound_s is not None and self._is_quick(flight, tpot_bound_s):
-            tpot_bound_s = None  # holds even if no sequence ends first
+            tpot_bound_s = None  # the bound is kept even if no running sequence ends first
         if ttft_bound_s is None and tpot_bound_s is None:
             return None
         ttft_s = self.predicted_ttft_s(flight, now_s)
@@ -138,7 +138,7 @@ class Admission:
         return soonest_s
 
     def _prefill_wait_s(self, now_s: float) -> float | None:
-        """Predicts the seconds until a prefill worker has time for a request that comes now."""
+        """Predicts the seconds until a prefill worker can start a request that arrives now."""
         state = self._state
         workers = [worker for _, worker in state.view.prefillers]
         if not workers:
@@ -152,7 +152,7 @@ class Admission:
         return left_s / len(workers)
 
     def _memory_wait_s(self, flight: Flight, now_s: float) -> float:
-        """Predicts the seconds until decode workers have room for the queue and this request."""
+        """Predicts the seconds until decode workers have memory for the queue and this request."""
         state = self._state
         decoders, queue = self._state.view.decoders, state.waiting.queue
         if not decoders:
@@ -169,12 +169,15 @@ class Admission:
             lacking -= blocks
             if lacking <= 0 and num_ended >= num_lacking:
                 return ends_s - now_s if ends_s < inf else 0.0
-        return 0.0  # unknown: no prediction of when memory is free
+        return 0.0  # no prediction: the time at which memory is freed is unknown
 
     # ------------------------------------------------------------ decode
 
     def _is_quick(self, flight: Flight, bound_s: float) -> bool:
-        """True if the request keeps the bound under all present and promised load. Cheap."""
+        """True if the request keeps its TPOT bound even beside all present and promised sequences.
+
+        This check is cheap, so it runs before the full prediction.
+        """
         state = self._state
         if state.waiting.queue:
             return False
@@ -204,7 +207,7 @@ class Admission:
             return None
         alone_s = state.estimates.step_s(worker, 1, flight.predicted_len(state.lengths))
         if alone_s is None or alone_s > bound_s:
-            return None  # no worker could keep the bound: a slow answer is better than none
+            return None  # no worker could keep the bound; a slow answer is better than none
         if self._may_be_lent(flight, bound_s):
             return None
         state.counters["rejected", "tokens slow"] += 1
@@ -215,7 +218,7 @@ class Admission:
         return Rejected(message, min(max(retry_s, LEAST_RETRY_S), state.config.queue_timeout_s))
 
     def _may_be_lent(self, flight: Flight, bound_s: float) -> bool:
-        """True if a prefill worker could decode the request within the bound."""
+        """True if a prefill worker could decode the request within its TPOT bound."""
         state = self._state
         if not state.policy.is_fluid:
             return False
@@ -231,8 +234,8 @@ class Admission:
     def load_at(self, decoders: Sequence[WorkerView], at_s: float, now_s: float) -> DecodeLoad:
         """Predicts the load of the decode pool at a future time, with arrivals until then.
 
-        Sequences end faster when fewer run. So a first estimate assumes the present number of
-        sequences, and a second one assumes the number that the first estimate gave.
+        Sequences end faster when fewer of them run. So a first estimate assumes the present number
+        of sequences, and a second estimate assumes the number that the first one predicted.
         """
         claims = [claim for worker in decoders for claim in worker.decodes.values()]
         num_there = sum(claim.num_tokens > 0 for claim in claims)
@@ -244,7 +247,7 @@ class Admission:
     def _load_at_tpot(
         self, decoders: Sequence[WorkerView], at_s: float, now_s: float, tpot_s: float
     ) -> DecodeLoad:
-        """Returns the load, with each sequence weighted by the probability that it still runs."""
+        """Returns the load; sequences are weighted by the probability that they still run then."""
         state, survival = self._state, self._state.lengths.survival
         queue = state.waiting.queue
         num_seqs = float(len(queue))
@@ -266,13 +269,13 @@ class Admission:
         return self._state.view.decode_totals.context_tokens / len(decoders)
 
     def _tpot_s(self, worker: WorkerView, load: DecodeLoad) -> float:
-        """Predicts the seconds per token; infinite if unknown."""
+        """Predicts the seconds per token under a load; infinite if unknown."""
         num_seqs, context_tokens = max(round(load.num_seqs), 1), round(load.context_tokens)
         tpot_s = self._state.estimates.step_s(worker, num_seqs, context_tokens)
         return inf if tpot_s is None else tpot_s
 
     def _ends(self, decoders: Sequence[WorkerView], now_s: float) -> list[tuple[float, int]]:
-        """Returns for each sequence its predicted end and the number of blocks that it frees."""
+        """Returns the predicted end of each sequence, and the number of blocks that it frees."""
         num_seqs = self._state.view.decode_totals.num_seqs
         load = DecodeLoad(num_seqs / len(decoders), self._mean_context(decoders))
         tpot_s = self._tpot_s(decoders[0], load)
@@ -287,7 +290,7 @@ class Admission:
         ]
 
     def _nth_end_s(self, decoders: Sequence[WorkerView], number: float, now_s: float) -> float:
-        """Returns the time by which `number` sequences are predicted to have ended."""
+        """Returns the time at which `number` sequences are predicted to have ended."""
         ends_s = sorted(ends_s for ends_s, _ in self._ends(decoders, now_s))
         if not ends_s:
             return now_s

@@ -1,7 +1,7 @@
 """Ends of attempts and of requests, and the return of a request to the queue.
 
-When an attempt ends, its claims are returned and all its workers are told. Each accepted request
-ends as exactly one of Finished, Rejected, Failed, Cancelled.
+When an attempt ends, its claims are released, and a message is sent to each of its workers. Each
+accepted request ends as exactly one of Finished, Rejected, Failed, Cancelled.
 """
 
 from msgspec.structs import replace
@@ -30,7 +30,7 @@ class Ends:
         last: Update | None = None,
         notify_workers: bool = True,
     ) -> list[RouterEffect]:
-        """Ends a request, and its attempts. `last` has the last tokens."""
+        """Ends a request and its attempts. `last` is an update with the last tokens."""
         state = self._state
         request_id = flight.request.request_id
         attempt = flight.attempt
@@ -40,8 +40,8 @@ class Ends:
             state.waiting.drop(flight)
         has_kv = attempt is not None and attempt.is_decoding
         if attempt is not None and has_kv and (attempt.lease or not attempt.hands_over):
-            # If the first token was the last, nothing was handed over. The last token of an answer
-            # is never computed, so it has no KV.
+            # After a first token that was also the last, no KV was handed over. The last token of
+            # an answer is never computed, so no KV exists for it.
             state.workers.credit(attempt.decode, flight, flight.length - 1)
         if isinstance(outcome, Finished):
             state.lengths.observe(flight.max_tokens, len(flight.tokens))
@@ -55,7 +55,7 @@ class Ends:
     def retry(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
         """Ends the attempt, and puts the request at the head of the queue.
 
-        If a second attempt runs, the request continues as the second attempt instead.
+        If the request has a second attempt, it continues with the second attempt instead.
         """
         state = self._state
         if flight.attempt is not None and flight.hedge is not None:
@@ -77,7 +77,7 @@ class Ends:
         return self.retry(flight, reason, now_s)
 
     def drop(self, flight: Flight, attempt: Attempt, why: str, now_s: float) -> list[RouterEffect]:
-        """Ends one of two attempts: the request continues as the other attempt."""
+        """Ends one of a request's two attempts. The request continues with the other attempt."""
         first, second = flight.attempt, flight.hedge
         assert first is not None
         assert second is not None
@@ -96,7 +96,7 @@ class Ends:
     def end_attempt(
         self, flight: Flight, now_s: float, *, notify_workers: bool = True
     ) -> list[RouterEffect]:
-        """Ends all attempts of a request, and releases their claims."""
+        """Ends all attempts of a request, and releases their claims on workers."""
         effects: list[RouterEffect] = []
         for attempt in (flight.attempt, flight.hedge):
             if attempt is not None:
@@ -130,9 +130,10 @@ class Ends:
     def end_move(
         self, flight: Flight, attempt: Attempt, *, notify_workers: bool = True
     ) -> list[RouterEffect]:
-        """Releases the claims of a move: room at its target, its copy, and its lease.
+        """Releases the claims of a move: the room at its target, its copy, and its lease.
 
-        Both workers are always told to drop a copy, as the end of the sequence does not drop it.
+        Both workers are always told to drop the copy, because the end of the sequence does not drop
+        it.
         """
         state, request_id = self._state, flight.request.request_id
         stage = state.moves.stage(request_id)
@@ -157,7 +158,7 @@ class Ends:
         if attempt is not None and attempt.prefilled_s is not None:
             worker = self._state.view.workers.get(attempt.prefill)
             if worker is not None:
-                # A worker computes at least one token, to sample from its logits.
+                # A worker computes at least one token, because it samples from that token's logits.
                 block_size = worker.info.layout.block_size
                 num_tokens = (leader.prompt_len - 1) // block_size * block_size
                 placement = Placement(attempt.prefill, attempt.decode)

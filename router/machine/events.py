@@ -1,7 +1,7 @@
 """Events and effects of the request machine.
 
-Kinds that occur once per token or per step are msgspec structs. Making one takes a fifth of the
-time that a dataclass takes.
+Events that occur once per token or per step are msgspec structs. Creating a msgspec struct takes a
+fifth of the time that a dataclass takes.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from router.machine.requests import Request, Update
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker welcomed this gateway."""
+    """A worker has accepted this gateway's connection with a `Welcome`."""
 
     info: Welcome
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker's stream broke."""
+    """The connection to a worker broke."""
 
     worker_id: WorkerId
     reason: str
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A client's request, validated and tokenised.
+    """A client's request arrived, validated and tokenised.
 
-    Requests that arrive together are placed together, short prompts first. All but the last of them
-    have `more_come=True`.
+    Requests that arrive together are placed together, short prompts first. All of them except the
+    last have `more_come=True`.
     """
 
     request: Request
@@ -44,27 +44,27 @@ class Arrived(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """The client left, or a stop string ended the answer."""
+    """The client disconnected, or a stop string ended the answer."""
 
     request_id: RequestId
 
 
 class FromWorker(msgspec.Struct, frozen=True):
-    """A worker's message."""
+    """A message arrived from a worker."""
 
     worker_id: WorkerId
     message: ToGateway
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """The tokens of one step of a worker. Equals one `FromWorker` per message, in this order."""
+    """The tokens of a worker's step, equivalent to one `FromWorker` per message in this order."""
 
     worker_id: WorkerId
     tokens: Sequence[Tokens]
 
 
 class BlocksChanged(msgspec.Struct, frozen=True):
-    """A worker's block events. After the first batch, its known blocks change only by events."""
+    """A worker's block events. After the first batch, only events change its known blocks."""
 
     worker_id: WorkerId
     events: Sequence[BlockEvent]
@@ -72,7 +72,7 @@ class BlocksChanged(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BlockEventsMissed:
-    """Block events of a worker were lost: its known blocks are stale until its next snapshot."""
+    """Block events of a worker were lost. Its known blocks are stale until its next snapshot."""
 
     worker_id: WorkerId
     reason: str
@@ -80,7 +80,7 @@ class BlockEventsMissed:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; handles deadlines and retries that are due."""
+    """Time has passed. The machine handles the deadlines and retries that are due."""
 
 
 RouterEvent = (
@@ -99,7 +99,7 @@ RouterEvent = (
 
 
 class SendTo(msgspec.Struct, frozen=True):
-    """Send a message to a worker."""
+    """Effect: send a message to a worker."""
 
     worker_id: WorkerId
     message: ToWorker

@@ -1,4 +1,4 @@
-"""Adds the predictions for other workers to a decision, for people who read the decision.
+"""Adds the predictions for other workers to a decision, for operators who read the decision.
 
 A few decisions per second are explained; in a quiet deployment, all of them. No decision depends on
 an explanation. An explanation lists the workers that could have computed the prompt, with the
@@ -41,10 +41,10 @@ class Explaining:
         self._room_for = room_for
         self._credit = BURST
         self._seen_s = 0.0
-        self._rng = random.Random(0)  # its own: explaining must not change the draws of decisions
+        self._rng = random.Random(0)  # separate from the generator of decisions
 
     def explained(self, decision: Decision, need: Need, known: Known, now_s: float) -> Decision:
-        """Returns the decision, with its candidates if the budget for explanations allows it."""
+        """Returns the decision; candidates are added while the budget for explanations lasts."""
         self._credit = min(self._credit + PER_S * max(now_s - self._seen_s, 0.0), BURST)
         self._seen_s = now_s
         if self._credit < 1.0:
@@ -63,7 +63,7 @@ MOST_COMPARED = 64  # workers; decisions in a larger pool are not explained
 
 
 def compared(asked: Asked, chosen: WorkerId) -> tuple[PrefillCandidate, ...]:
-    """Returns the candidates with the least predicted TTFT first, and always the chosen one."""
+    """Returns the chosen candidate first, and then the others with the least predicted TTFT."""
     workers = asked.view.workers
     items = dict(asked.candidates.prefillers)
     if chosen in workers:

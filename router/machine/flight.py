@@ -1,6 +1,6 @@
 """One accepted request: its journal, its running attempts, and the times of its stages.
 
-Plain records. `ends`, `placing` and `progress` decide what happens to them.
+These are plain records. `ends`, `placing` and `progress` change them.
 """
 
 from dataclasses import dataclass, field
@@ -14,21 +14,21 @@ from router.cluster.view import ClusterView, WorkerView
 from router.machine.requests import PrefixHashes, Request, Stay, Timeline
 from router.policies.base import Decision, SharedPrompt
 
-MAX_STAYS = 16  # attempts of a request whose times are kept
+MAX_STAYS = 16  # maximum number of attempts of a request whose times are stored
 
-# Reasons of moves. `engine.messages.ROLE_CHANGED` is another reason to leave a worker.
+# Reasons of moves. Another reason is `engine.messages.ROLE_CHANGED`.
 DRAINED = "drained"  # the sequence's worker has lost its role
 # Reasons of free moves: the sequence may also stay.
 BALANCED = "balanced"  # the target is faster
 LENT = "lent"  # the target is a prefill worker that has no prompts
 GIVEN_BACK = "given back"  # prompts wait for the prefill worker that decodes the sequence
-GATHERED = "gathered"  # like GIVEN_BACK, but to a prefill worker that decodes more
+GATHERED = "gathered"  # prompts wait, and another prefill worker decodes more sequences
 FREE = (BALANCED, LENT, GIVEN_BACK, GATHERED)
 COUNTED_AS = {BALANCED: "balance", LENT: "lend", GIVEN_BACK: "give back", GATHERED: "gather"}
 
 
 class Stamps(msgspec.Struct):
-    """The times in seconds at which the attempt passed each stage. None: not passed yet."""
+    """The times in seconds at which a request passed each stage; None if not passed yet."""
 
     arrived_s: float
     placed_s: float | None = None
@@ -41,26 +41,26 @@ class Stamps(msgspec.Struct):
 
 @dataclass(slots=True)
 class Move:
-    """The target of a move. Room is reserved there under `seq_id`, the id used at the target."""
+    """The target of a move. Room is reserved there for `seq_id`, the sequence's new id."""
 
     seq_id: SeqId
     decode: WorkerId
     reserved_len: int
     reason: str
-    copy_id: SeqId | None = None  # names its copied blocks, at both workers
+    copy_id: SeqId | None = None  # id of the copied blocks, at source and target
     copy_due_s: float | None = None  # deadline of the copy
-    gather_until_s: float | None = None  # a copied sequence waits until then for others to leave
+    gather_until_s: float | None = None  # until then, a copied sequence waits for others
 
     @property
     def is_free(self) -> bool:
-        """True if the sequence may also stay at its source. Then its KV stays cached there."""
+        """True if the sequence may also stay at its source. After a move, KV stays cached there."""
         return self.reason in FREE
 
 
 class Attempt(msgspec.Struct):
-    """One placement. While `offer_due_s` is set, the prompt has not been sent yet.
+    """One placement of a request. While `offer_due_s` is set, the prompt has not been sent yet.
 
-    With a `move`, the sequence still decodes at its source and moves to another worker.
+    While `move` is set, the sequence still decodes at its source, and is moving to another worker.
     """
 
     seq_id: SeqId
@@ -70,25 +70,25 @@ class Attempt(msgspec.Struct):
     reserved_len: int  # number of tokens reserved at the decode worker
     placed_s: float
     holder: WorkerId | None = None  # the worker that was asked to offer a prefix
-    asked_s: float | None = None  # when the holder was asked, if the holder was computing then
+    asked_s: float | None = None  # time of asking the holder, if the holder was computing then
     offer_due_s: float | None = None  # deadline of the holder's offer
     started_s: float | None = None  # start of the prompt's first chunk
     num_cached_tokens: int = 0  # number of the `base_len` tokens that were cached or pulled
     lease: LeaseRef | None = None
-    prefilled_s: float | None = None  # time of the first token; of the start if it was moved
+    prefilled_s: float | None = None  # time of the first token; after a move, its start
     kv_ready_s: float | None = None  # time at which the decode worker had all KV
     decode_started_s: float | None = None
-    kept_by: WorkerId | None = None  # the worker that keeps its KV; None: all its workers
+    kept_by: WorkerId | None = None  # the worker that keeps the KV cached; None: all do
     is_moved: bool = False  # continues an attempt that ran at another decode worker
     is_lent: bool = False  # a prefill worker decodes the sequence
     move: Move | None = None
     decision: Decision | None = None  # None for an attempt after a move
-    hedge_after_s: float | None = None  # from the prompt's sending; None: no second attempt
+    hedge_after_s: float | None = None  # seconds after sending the prompt; None: never
     hedge_due_s: float | None = None  # time at which a second attempt is started
 
     @property
     def is_decoding(self) -> bool:
-        """True if its first token and all its KV are at the decode worker."""
+        """True if the decode worker has the first token and all KV of the prompt."""
         return self.prefilled_s is not None and self.kv_ready_s is not None
 
     @property
@@ -97,7 +97,7 @@ class Attempt(msgspec.Struct):
         return self.prefill != self.decode
 
     def stay(self, received_s: float, ended_s: float | None = None) -> Stay:
-        """Returns the times of the attempt, in seconds since the HTTP request."""
+        """Returns the times of the attempt, in seconds since the HTTP request arrived."""
         times_s = (
             self.started_s,
             self.prefilled_s,
@@ -109,7 +109,7 @@ class Attempt(msgspec.Struct):
         return Stay(self.prefill, self.decode, self.placed_s - received_s, *since_s)
 
     def validate(self, view: ClusterView) -> None:
-        """Asserts that the attempt's workers are alive, and that its stages agree."""
+        """Asserts that the attempt's workers are alive, and that its stages are consistent."""
         workers = view.workers
         assert self.decode in workers
         assert self.is_decoding or self.prefill in workers
@@ -136,28 +136,28 @@ class Flight:
     request: Request
     stamps: Stamps
     last_message_s: float
-    number: int = 0  # in the order of arrival
-    tokens: list[int] = field(default_factory=list)  # tokens of the answer, all delivered
+    number: int = 0  # position in the order of arrival
+    tokens: list[int] = field(default_factory=list)  # delivered tokens of the answer
     attempt: Attempt | None = None
     hedge: Attempt | None = None  # a second attempt that runs beside `attempt`
     past: list[Stay] = field(default_factory=list)  # ended attempts
-    waits_for_s: float = 0.0  # seconds to compute its tokens, predicted when it was queued
-    compute_s: float = 0.0  # the same without the tokens that were cached when it arrived
+    waits_for_s: float = 0.0  # seconds of prefill, predicted when the request was queued
+    compute_s: float = 0.0  # as `waits_for_s`, without the tokens that were cached at arrival
     num_ids: int = 0  # number of sequence ids given to attempts and moves
     num_attempts: int = 0
-    num_preemptions: int = 0  # preempted attempts; they do not count as failed
-    num_excused: int = 0  # not counted either: a worker changed its role, or its step hung
+    num_preemptions: int = 0  # preempted attempts, which do not count as failed
+    num_excused: int = 0  # attempts lost to a role change or a hung step; not counted as failed
     num_moves: int = 0  # attempts that continued another attempt after a move
     moved_why: str | None = None  # the reason of the last move
-    rests_until_s: float = 0.0  # no free move is started before
+    rests_until_s: float = 0.0  # time before which no free move is started
     num_hedges: int = 0  # attempts that were started as hedges
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last preemption, by worker
     back_off_until_s: float | None = None
-    likely_reused: bool = False  # see `router.cluster.learning`
-    leads: bool = True  # its followers are still held back
+    likely_reused: bool = False  # see `LikelyReused` in `router.cluster.learning`
+    leads: bool = True  # True while followers can be held back for this request
     followers: list["Flight"] = field(default_factory=list)  # held back, in order of arrival
     held_by: "Flight | None" = None  # the leader that holds this request back
-    shared: SharedPrompt | None = None  # from its leader; its own once it no longer leads
+    shared: SharedPrompt | None = None  # its leader's placement, or its own after it led
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0

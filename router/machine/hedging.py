@@ -1,17 +1,17 @@
 """A second attempt for a prompt that takes far too long; the first attempt to finish is kept.
 
-    prefilling ──overdue──> two attempts ──PrefillDone of one──> that one, the other is cancelled
-                                  └──one fails──> the other, as if there had been no more
+    prefilling ──overdue──> two attempts ──PrefillDone of A──> A decodes, B is cancelled
+                                  └──A fails──> only B continues
 
 A worker that is slow, or that hangs undetected, delays the prompts sent to it. An attempt is
 overdue when its first token takes `router.hedge_after` times as long as predicted, and at least a
-second, counted from the sending of the prompt. Prompt and seed determine the tokens, so it does not
-matter which attempt produces them.
+second, counted from the sending of the prompt. Prompt and seed determine the tokens, so both
+attempts produce the same answer.
 
-A second attempt is like any other: it reserves room at its workers, and they are told of its end.
-But no prefix is pulled for it. A request has at most one second attempt, and second attempts are a
-bounded share of all placements: if all steps take longer than predicted, more work would make the
-delay worse. A prompt without a prediction is not hedged.
+A second attempt reserves room at its workers, and releases it at its end, like any other attempt.
+But no prefix is pulled for a second attempt. A request has at most one second attempt, and second
+attempts are a bounded share of all placements: if all steps take longer than predicted, more work
+would make the delay worse. A prompt without a prediction is not hedged.
 """
 
 from msgspec.structs import replace
@@ -23,9 +23,9 @@ from router.machine.placing import Placing
 from router.machine.state import RouterState
 from router.policies.base import Decision
 
-HEDGE_SHARE = 0.05  # second attempts as a share of all placements, at most
-HEDGE_BURST = 8.0  # second attempts that can be saved up
-AGAIN_S = 1.0  # delay of the next try after one without room or credit
+HEDGE_SHARE = 0.05  # maximum share of second attempts among all placements
+HEDGE_BURST = 8.0  # maximum number of second attempts that can be saved up
+AGAIN_S = 1.0  # seconds to the next try, if there was no room or no credit
 
 
 class Hedging:
@@ -36,10 +36,10 @@ class Hedging:
         self._ends = ends
         self._placing = placing
         self._credit = HEDGE_BURST  # number of second attempts that may be started now
-        self._num_placed = 0  # number of placements that are part of the credit
+        self._num_placed = 0  # number of placements already added to the credit
 
     def examine(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Starts a second attempt if the first is overdue and a worker has room."""
+        """Starts a second attempt if the first one is overdue and a worker has room."""
         attempt = flight.attempt
         if attempt is None or attempt.hedge_due_s is None or attempt.hedge_due_s > now_s:
             return []
@@ -51,7 +51,7 @@ class Hedging:
         return [effect]
 
     def _place_beside(self, flight: Flight, first: Attempt, now_s: float) -> SendTo | None:
-        """Starts a second attempt on workers other than the one that prefills the first.
+        """Starts a second attempt without the worker that prefills the first one.
 
         Returns None if no worker has room, or if the budget of second attempts is used up.
         """
@@ -73,7 +73,7 @@ class Hedging:
         return effect
 
     def settle(self, flight: Flight, winner: Attempt, now_s: float) -> list[RouterEffect]:
-        """Ends the losing attempt: `winner` has produced the first token."""
+        """Cancels the losing attempt, because `winner` has produced the first token."""
         first, second = flight.attempt, flight.hedge
         assert first is not None
         assert second is not None
@@ -82,5 +82,5 @@ class Hedging:
         return self._ends.drop(flight, second, "lost", now_s)
 
     def validate(self) -> None:
-        """Asserts that the number of second attempts is within their share."""
+        """Asserts that the number of second attempts is within their share of all placements."""
         assert 0.0 <= self._credit <= HEDGE_BURST

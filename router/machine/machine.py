@@ -6,36 +6,36 @@
 
 The machine's record of a request (prompt, tokens so far, sampling) is its journal. The journal
 determines every later token, on any worker. So after a lost attempt, prompt and tokens so far are
-prefilled again elsewhere. The client sees only a longer gap.
+prefilled again on another worker. The client sees only a longer gap between two tokens.
 
-Each placement is an *attempt* with its own SeqId, so messages about an older attempt match nothing.
-In an attempt on two workers, the decode worker gets `Decode` when the prefill worker has opened the
-lease, and `FirstToken` when the gateway has received that token.
+Each placement is an *attempt* with its own SeqId, so messages about an older attempt are ignored.
+If an attempt uses two workers, the decode worker receives `Decode` when the prefill worker has
+opened the lease. It receives `FirstToken` when the gateway has received that token.
 
-If requests share a prompt, only the leader of their group is queued. The others are held back until
-the leader's prompt is computed and its KV is at its decode worker, or until this has failed. Then
-the followers go to the head of the queue, and to the same two workers if these have room. From then
-on each request fails over and ends by itself.
+If requests share a prompt, only the leader of their group is queued. The followers are held back
+until the leader's prompt is computed and its KV is at its decode worker, or until this has failed.
+Then the followers go to the head of the queue, and are placed on the leader's two workers if these
+have room. From then on each request fails over and ends by itself.
 
 A decode worker that runs out of memory returns its youngest sequence. If the attempt produced a
 token, it does not count as failed. The request waits at the head of the queue until a worker has
-room. The worker that returned it is tried again when that worker reports room for the whole
+room. The worker that returned the request is tried again when it reports room for the whole
 request, or after a back-off that grows.
 
-A prompt that takes far longer than predicted is computed a second time elsewhere (`hedging`). The
-attempt that produces the first token is kept.
+A prompt that takes far longer than predicted is computed a second time on another worker
+(`hedging`). The attempt that produces the first token is kept.
 
 If a worker must no longer decode, its running sequences move (`moves`). A sequence stops when
-nearly all of its KV is at the target, and continues there as a prefilled attempt.
+nearly all of its KV is at the target. There it continues as an attempt whose prefill is done.
 
 Each accepted request ends as exactly one of Finished, Rejected, Failed, Cancelled. A placement
-reserves its room in the same call. When an attempt ends, its reservations are released and all its
-workers are told.
+reserves its room in the same call. When an attempt ends, its reservations are released, and a
+message is sent to each of its workers.
 
-The machine knows no socket, no clock and no text. Events and time go in, effects come out.
-`admission` admits, `queue` orders, `policies` choose, `placing` places, `rebalance` gives room of
-rich API keys to others, `progress` handles the messages of workers, `ends` ends attempts and
-requests.
+The machine does not use sockets, clocks or text. Events and the time are its input, effects its
+output. `admission` admits, `queue` orders, `policies` choose, `placing` places, `rebalance` moves
+room from one API key to another, `progress` handles the messages of workers, `ends` ends attempts
+and requests.
 """
 
 import random
@@ -77,13 +77,13 @@ from router.native.index import PrefixIndex
 from router.planning.demand import Demand
 from router.policies.candidates import longest_predicted_s, predicted_ready_s
 
-STUCK_FACTOR = 20.0  # even on the busiest machine no step takes this many times its prediction
-EARLY_FACTOR = 10.0  # times `stuck_step_s`, for steps that may compile something first
+STUCK_FACTOR = 20.0  # longest plausible step, as a multiple of the predicted step
+EARLY_FACTOR = 10.0  # longest plausible early step, which may compile, in `stuck_step_s`
 NO_BOUNDS = (None, None, None)
 
 
 class RouterMachine:
-    """All requests of one gateway. Only `handle` changes it."""
+    """The state of all requests of one gateway. Only `handle` changes it."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class RouterMachine:
         estimates: Estimates | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """Starts without workers. `estimates` may hold costs measured in an earlier run."""
+        """Starts without workers. `estimates` may contain costs measured in an earlier run."""
         self.state = RouterState(
             config,
             estimates=estimates or Estimates(),
@@ -107,12 +107,12 @@ class RouterMachine:
         )
         self._admission = Admission(self.state)
         self._rebalance = Rebalance(self.state, self._ends, self._placing, self._admission)
-        self._num_arrived = 0  # requests, admitted or not
+        self._num_arrived = 0  # number of arrived requests, admitted or not
         self.demand = Demand(self.state, self._placing)
 
     @property
     def view(self) -> ClusterView:
-        """Live workers and the claims on them."""
+        """The live workers and the claims on them."""
         return self.state.view
 
     @property
@@ -122,35 +122,35 @@ class RouterMachine:
 
     @property
     def counters(self) -> Counter[tuple[str, str]]:
-        """Counts of events since the start, by name and reason."""
+        """Numbers of events since the start, by name and reason."""
         return self.state.counters
 
     @property
     def queue_len(self) -> int:
-        """Requests that wait for a worker."""
+        """Number of requests that wait for a worker."""
         return self.state.waiting.num_requests
 
     @property
     def num_stranded(self) -> int:
-        """Number of running requests that must move, and wait for room or for their turn."""
+        """Number of running sequences that must move, but wait for room or for their turn."""
         moves = self.state.moves
         return len(moves.at(MoveStage.STRANDED)) + len(moves.at(MoveStage.WAITING))
 
     @property
     def num_flights(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self.state.flights)
 
     @property
     def longest_len(self) -> int:
-        """Prompt and answer so far of the longest request that has not ended, in tokens."""
+        """Length in tokens of the longest running request: its prompt and its answer so far."""
         flights = self.state.flights.values()
         return max((len(f.request.token_ids) + len(f.tokens) for f in flights), default=0)
 
     def handle(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
-        """Handles an event. Returns its effects, in order."""
+        """Handles an event, and returns its effects in order."""
         effects: list[RouterEffect] = []
-        if isinstance(event, FromWorker):  # the most frequent kinds first
+        if isinstance(event, FromWorker):  # the most frequent kinds of events are tested first
             effects = self._progress.on_message(event.worker_id, event.message, now_s)
         elif isinstance(event, Stepped):
             effects = self._progress.on_step(event.worker_id, event.tokens, now_s)
@@ -179,10 +179,10 @@ class RouterMachine:
         return effects
 
     def _go_on(self, now_s: float) -> list[RouterEffect]:
-        """Moves stranded sequences and places queued requests, while there is room."""
+        """Moves sequences that must leave their workers, then places queued requests."""
         effects: list[RouterEffect] = []
         to_leave = self.state.moves.at(MoveStage.COPIED)
-        if self.num_stranded:  # running requests go before waiting ones
+        if self.num_stranded:  # running requests get room before queued ones
             effects += self._moving.move_all(now_s)
         if self.state.waiting.queue.size:
             effects += self._placing.place_all(now_s)
@@ -194,11 +194,11 @@ class RouterMachine:
         return effects
 
     def _may_make_room(self, event: RouterEvent) -> bool:
-        """True if the event may let the head of the queue be placed, or a move go on.
+        """True if the event may make room for the head of the queue, or for a move.
 
         Cached blocks change which worker is better, not which worker has room. The exception is a
         decode worker that may prefill the uncached part itself. Tokens only use up room. If
-        requests arrive together, all are placed with the last one. Events also let time pass;
+        requests arrive together, all are placed at the last one. Time also passes with each event;
         `next_wake_s` covers times at which no event arrives.
         """
         match event:
@@ -223,14 +223,15 @@ class RouterMachine:
         if not state.waiting.queue.size and state.moves.retry_s is None and look_s is None:
             return soonest_s
         due_s = [soonest_s, state.moves.retry_s, look_s]
-        if (head := state.waiting.queue.head()) is not None:  # only the head is waited for
+        # Only the head of the queue is placed next.
+        if (head := state.waiting.queue.head()) is not None:
             due_s.append(state.flights[head].back_off_until_s)
             due_s.append(None if self._placing.busy is None else self._placing.busy.until_s)
             due_s.append(self._rebalance.due_s)
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:
-        """Predicts the queueing and step times of a worker under all its claims."""
+        """Predicts the queueing time and step time of a worker under all its claims."""
         estimates, role = self.state.estimates, worker.info.role
         num_seqs = max(worker.num_decodes, 1)
         context_tokens = worker.context_tokens + worker.foreign.context_tokens
@@ -244,10 +245,10 @@ class RouterMachine:
         )
 
     def longest_step_s(self, worker_id: WorkerId, *, is_early: bool = False) -> float:
-        """Returns the longest plausible step of a worker in seconds; a longer step hangs.
+        """Returns the longest plausible step of a worker in seconds. A longer step counts as hung.
 
-        If the worker computes nothing for this gateway, the content of its step is unknown here. An
-        early step is one of the first with its shape.
+        If the worker computes nothing for this gateway, the machine cannot predict its step. An
+        early step is one of the first steps with its shape.
         """
         config, worker = self.state.config, self.state.view.workers.get(worker_id)
         stuck_s = config.stuck_step_s * (EARLY_FACTOR if is_early else 1.0)
@@ -259,7 +260,7 @@ class RouterMachine:
         return max(stuck_s, STUCK_FACTOR * predicted_s)
 
     def validate(self) -> None:
-        """Asserts the machine's invariants, reservations included."""
+        """Asserts the invariants of the machine, including those of reservations."""
         self.state.validate()
         self._hedging.validate()
 
@@ -310,7 +311,7 @@ class RouterMachine:
             return []
         state.counters["worker lost", reason] += 1
         effects: list[RouterEffect] = []
-        # Requests are put back youngest first, so the oldest request comes first in the queue.
+        # Requests are put back youngest first, so that the oldest is at the head of the queue.
         for flight in reversed(list(state.flights.values())):
             flight.kept_tokens.pop(worker_id, None)
             flight.preempted_s.pop(worker_id, None)
@@ -323,14 +324,15 @@ class RouterMachine:
             needs_prefill = attempt.prefill == worker_id and not attempt.is_decoding
             if attempt.decode == worker_id or needs_prefill:
                 if reason == StepStuck.__name__ and flight.num_excused < state.config.max_attempts:
-                    # The worker may be slow, or this request makes it hang: so excuses are bounded.
+                    # The worker may be slow, or this request makes it hang. So excused attempts are
+                    # bounded.
                     effects += self._ends.excuse(flight, "worker lost", now_s)
                 else:
                     effects += self._ends.retry(flight, "worker lost", now_s)
             elif attempt.holder == worker_id and attempt.offer_due_s is not None:
                 effects += self._placing.compute_all(flight, attempt, "prefix holder lost", now_s)
             elif attempt.holder == worker_id:
-                attempt.holder = None  # the prefill worker detects the loss itself
+                attempt.holder = None  # the prefill worker itself detects that its source is lost
             elif attempt.move is not None and attempt.move.decode == worker_id:
                 effects += self._moving.redirect(flight, attempt, now_s)
         return effects
@@ -338,11 +340,12 @@ class RouterMachine:
     # ------------------------------------------------------------ deadlines
 
     def _on_tick(self, now_s: float) -> list[RouterEffect]:
-        """Handles the requests whose recorded time has passed, and no others."""
+        """Handles only the requests whose recorded time has passed."""
         state = self.state
         self._moving.balancing.on_tick(now_s)
         due = [state.flights[request_id] for request_id in state.deadlines.pop_due(now_s)]
-        due.sort(key=lambda flight: -flight.number)  # the oldest is put back last
+        # The oldest request is put back last, so it is at the head of the queue.
+        due.sort(key=lambda flight: -flight.number)
         effects: list[RouterEffect] = []
         for flight in due:
             effects += self._on_due(flight, now_s)
@@ -351,7 +354,7 @@ class RouterMachine:
         return effects
 
     def _on_due(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Handles a request whose recorded time has passed; its deadline may be later by now."""
+        """Handles a request whose recorded time has passed; its present deadline may be later."""
         if self.state.deadlines.deadline_s(flight) > now_s:
             effects = self._stop_waiting_for_offer(flight, now_s)
             effects += self._moving.copying.stop_waiting(flight, now_s)
@@ -373,7 +376,7 @@ class RouterMachine:
         return "no worker had room in time" if missing is None else f"{missing} came in time"
 
     def _stop_waiting_for_offer(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Has the whole prompt computed, and cancels the request for an offer at the holder."""
+        """Sends the whole prompt, and cancels the request for an offer at the holder."""
         attempt = flight.attempt
         if attempt is None or attempt.offer_due_s is None or attempt.offer_due_s > now_s:
             return []

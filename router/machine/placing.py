@@ -1,9 +1,10 @@
 """Placement: takes the next request from the queue, computes its need, and sends it to workers.
 
-If another worker holds more of the prompt and the policy wants to pull that prefix, the holder is
-first asked for an offer. The prefill message then carries the offered lease. If no offer arrives in
-time, the whole prompt is computed. A store also offers blocks on lower media, and reads them while
-they are pulled. If a new request must wait, the store is told to read its prefix in the meantime.
+If another worker has a longer prefix of the prompt cached and the policy wants to pull that prefix,
+this worker (the holder) is first asked for an offer. The prefill message then carries the offered
+lease. If no offer arrives in time, the whole prompt is computed. A store also offers blocks on
+lower media, and reads them while they are pulled. If a new request must wait, the store is told to
+read its prefix in the meantime.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ from router.policies.candidates import (
 )
 from router.policies.pulling import Bid, Holders, bid
 
-HEDGE_LEAST_S = 1.0  # seconds; predictions on a busy machine are less exact than this
+HEDGE_LEAST_S = 1.0  # minimum seconds to a hedge; predictions are not more exact
 
 
 class Placing:
@@ -50,14 +51,14 @@ class Placing:
     def __init__(self, state: RouterState, ends: Ends) -> None:
         self._state = state
         self._ends = ends
-        self.busy: Busy | None = None  # the reason for which the head of the queue waits
-        self.locally_s = 0.0  # predicted seconds of the prompts that decode workers prefill
+        self.busy: Busy | None = None  # the reason why the head of the queue waits
+        self.locally_s = 0.0  # total predicted seconds of prompts placed on decode workers
         self._load = PromptLoad()
         self._explaining = Explaining(state, self.room_for)
         self.num_placed = 0
 
     def place_all(self, now_s: float) -> list[RouterEffect]:
-        """Places queued requests in order, as far as there is room."""
+        """Places queued requests in order, while there is room."""
         state = self._state
         state.view.remove_severed(now_s)
         self.busy = None
@@ -89,9 +90,10 @@ class Placing:
         return [self._place(flight, decision, need, known, now_s)]
 
     def need(self, flight: Flight, now_s: float) -> Need:
-        """Returns the need of the next attempt. Only a first attempt must stay close to its leader.
+        """Returns the need of the next attempt. Only a first attempt prefers its leader's workers.
 
-        An answer that has begun is not held back for its TPOT bound; the fastest place is taken.
+        A request whose answer has begun does not wait for its TPOT bound: it gets the fastest
+        worker.
         """
         if flight.back_off_until_s is not None and flight.back_off_until_s <= now_s:
             flight.back_off_until_s = None
@@ -136,7 +138,7 @@ class Placing:
         return self._state.policy.choose(self._asked(need, known, found, now_s))
 
     def queue(self, flight: Flight, now_s: float) -> Queue:
-        """Returns the other queued prompts and the recent prompt work, both per prefill worker."""
+        """Returns the other queued prompts and the recent prompt work, per prefill worker."""
         state = self._state
         num_workers = max(len(state.view.prefillers), 1)
         num, seconds = state.waiting.queue.size, state.waiting.queued_s
@@ -150,13 +152,13 @@ class Placing:
 
     @property
     def cached_token_s(self) -> float:
-        """Seconds of prefill that later prompts save per token in a worker's cache."""
+        """Seconds of later prefill that each token in a worker's cache saves."""
         return self._load.cached_token_s
 
     def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
     ) -> Candidates | Busy | Impossible:
-        """Returns the workers that have room now, except `other_than`."""
+        """Returns the workers that have room now. `other_than` is excluded."""
         state, config, policy = self._state, self._state.config, self._state.policy
         backlog = None
         if policy.binds_late:
@@ -213,7 +215,7 @@ class Placing:
     def start_attempt(
         self, flight: Flight, decision: Decision, need: Need, now_s: float
     ) -> Attempt:
-        """Returns a new attempt, with all its resources reserved."""
+        """Starts an attempt, and reserves all its resources."""
         workers = self._state.view.workers
         prefill, decode = workers[decision.prefill_worker], workers[decision.decode_worker]
         flight.num_attempts += 1
@@ -229,13 +231,13 @@ class Placing:
             kept_by=decision.prefill_worker,
         )
         self._state.by_seq[attempt.seq_id] = flight
-        if attempt.hands_over and need.decodes:  # else nothing is handed over
+        if attempt.hands_over and need.decodes:  # otherwise there is no hand-over
             attempt.kept_by = keeper(prefill, decode, decision, need.num_tokens)
         self._claim(flight, attempt, decision, need, now_s)
         return attempt
 
     def _has_time(self, now_s: float) -> bool:
-        """True if a prefill worker could have taken one more prompt."""
+        """True if a prefill worker has time for one more prompt now."""
         state, bound_s = self._state, self._state.config.prefill_backlog_s + LEAST_WAIT_S
         workers = [w for w in state.view.workers.values() if w.info.role.prefills]
         ready_s = (predicted_ready_s(worker, state.estimates, now_s) for worker in workers)
@@ -252,8 +254,8 @@ class Placing:
         num_computed = need.num_tokens - num_cached
         self._load.record(compute_s or 0.0, now_s, num_computed=num_computed, num_cached=num_cached)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
-        # Demand counts the first attempt only. If a decode worker prefills because the prefill pool
-        # is busy, the prompt still counts as demand on the prefill pool.
+        # Demand counts the first attempt only. If a decode worker prefills because all prefill
+        # workers are busy, the prompt still counts as demand on the prefill pool.
         if is_local and flight.compute_s and flight.num_attempts == 1 and self._has_time(now_s):
             self.locally_s += flight.compute_s
         pull_s = 0.0
@@ -280,7 +282,7 @@ class Placing:
     def _ask_for_offer(
         self, flight: Flight, attempt: Attempt, holder: WorkerId, now_s: float
     ) -> SendTo:
-        """Asks another worker to offer its prefix. The prompt is sent when the offer has come."""
+        """Tells the holder to offer its prefix. The prompt is sent when the offer arrives."""
         attempt.holder = holder
         if self._state.view.workers[holder].prefills:
             attempt.asked_s = now_s
@@ -298,7 +300,7 @@ class Placing:
     def send_prefill(
         self, flight: Flight, attempt: Attempt, prefix: LeaseRef | None, now_s: float
     ) -> SendTo:
-        """Sends the prompt to its prefill worker, with the lease on its prefix, if any."""
+        """Sends the prompt to its prefill worker. `prefix` is the lease on a prefix to pull."""
         request = flight.request
         attempt.offer_due_s = None
         if attempt.hedge_after_s is not None:
@@ -321,10 +323,11 @@ class Placing:
         return SendTo(attempt.prefill, message)
 
     def prepare(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
-        """Ranks a prompt that has to queue by its uncached part.
+        """Prepares a prompt that has to wait: its uncached part determines its rank in the queue.
 
-        If pulling its prefix from a store would pay, the store is told to read it into memory. If a
-        prompt is placed at once, the offer itself makes the store read.
+        If pulling its prefix from a store would be quicker, the store is told to read the prefix
+        into memory. A prompt that is placed at once needs no such message, as the store reads for
+        the offer.
         """
         state = self._state
         flight = state.flights[request_id]
@@ -348,31 +351,33 @@ class Placing:
     def compute_all(
         self, flight: Flight, attempt: Attempt, reason: str, now_s: float
     ) -> list[RouterEffect]:
-        """Sends the whole prompt, because no prefix will be pulled."""
+        """Sends the whole prompt without a prefix to pull."""
         self._state.counters["fallback", reason] += 1
         attempt.holder = None
         return [self.send_prefill(flight, attempt, None, now_s)]
 
 
 class KnownPrefixes:
-    """Workers that hold the beginning of one prompt. Implements `router.policies.base.Known`."""
+    """The workers that have a prefix of a prompt. Implements `router.policies.base.Known`."""
 
     def __init__(self, state: RouterState, flight: Flight) -> None:
         self._state = state
-        self._longest: Mapping[WorkerId, int] | None = None  # by index name; None: unknown
-        self.hashes: Sequence[BlockHash] = ()  # full blocks; none if only one worker may hold them
+        # Matched blocks by index name; None: not looked up yet.
+        self._longest: Mapping[WorkerId, int] | None = None
+        # Of the full blocks; empty if there is only one worker.
+        self.hashes: Sequence[BlockHash] = ()
         worker = state.view.computing
         if worker is not None and len(state.view.workers) > 1 and flight.prompt_logprobs is None:
-            # At least one token is computed, to sample from its logits.
+            # A worker computes at least one token, because it samples from that token's logits.
             self.hashes = flight.leading_hashes(flight.length - 1, worker)
 
     def matched_tokens(self) -> Mapping[WorkerId, int]:
-        """Leading tokens in full blocks that each worker holds; one token is always left over."""
+        """Returns the matched tokens of each worker, in full blocks. One token is never matched."""
         on_lower = self._state.workers.on_lower
         return {i: n for i, n in self._look_up().items() if i not in on_lower}
 
     def matched_below(self) -> Mapping[tuple[WorkerId, str], int]:
-        """Leading tokens that stores hold on their lower media, by store and medium."""
+        """Returns the matched tokens on the lower media of stores, by store and medium."""
         on_lower = self._state.workers.on_lower
         if not on_lower:
             return {}
@@ -391,12 +396,12 @@ class KnownPrefixes:
 def likely_bid(
     state: RouterState, flight: Flight, known: KnownPrefixes, sink: Worker, now_s: float
 ) -> Bid:
-    """The cost of a prompt at a worker that had every block which is in any worker's memory.
+    """Returns the cost at a worker, as if it had all blocks that any worker has in memory.
 
-    The bid names a source if pulling the rest from a lower medium would be quicker.
+    The bid names a source if pulling further blocks from a lower medium would be quicker.
     """
     request, matched, has_below = flight.request, known.matched_tokens(), known.matched_below()
-    if not (matched or has_below):  # `bid` would return the same
+    if not (matched or has_below):  # a shortcut; `bid` would return the same
         return Bid(state.estimates.prefill_s(sink[1], flight.length, 0))
     need = Need(flight.length, request.limits.max_len, may_pull=flight.prompt_logprobs is None)
     found = Candidates([], [])

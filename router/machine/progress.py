@@ -1,4 +1,4 @@
-"""Messages of workers about attempts, and their consequences."""
+"""Handles messages of workers about attempts."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ from router.machine.state import SEVERED_S, RouterState
 FIRST_BACK_OFF_S = 1.0  # about the time between two load reports
 MAX_BACK_OFF_S = 8.0
 
-# Made once: a union would be made for each message.
+# Built once, because building a union for each message is slow.
 _OF_NO_SEQUENCE = (LoadReport, RoleChanged, Welcome, Refused, StillStepping, BlocksOffered)
 
 
@@ -139,7 +139,7 @@ class Progress:
         attempt.started_s, attempt.num_cached_tokens = now_s, message.num_cached_tokens
         if attempt.holder is not None:
             self._state.observe_prefix_pull(attempt, attempt.holder, message, now_s)
-            attempt.holder = None  # the pull of its prefix is over, and so is the lease
+            attempt.holder = None  # the prefix is pulled, so its lease has ended
         worker = self._state.view.workers[attempt.prefill]
         worker.begin_prefill(attempt.seq_id, now_s)
         effects = self._moving.on_prompt(worker, now_s) if worker.decodes else []
@@ -169,10 +169,11 @@ class Progress:
         if flight.hedge is not None:
             effects += self._hedging.settle(flight, attempt, now_s)
         attempt.prefilled_s, attempt.hedge_due_s = now_s, None
-        self._state.deadlines.watch(flight)  # a prompt has a longer deadline than an answer
+        # The deadline of an answer is sooner than the deadline of a prompt.
+        self._state.deadlines.watch(flight)
         worker = self._state.view.workers[attempt.prefill]
-        # Decoding on a fluid worker lengthens a prompt, so the prompt's time is not used. Prompts
-        # of mixed workers are always computed beside decoding.
+        # If a fluid worker also decodes, its prompts take longer, so this prompt's time is not
+        # used. Prompts of mixed workers are always computed beside decoding.
         is_slowed = worker.info.is_fluid and worker.num_decoding > 0
         if attempt.started_s is not None and not is_slowed:
             self._state.estimates.observe_prefill(
@@ -193,7 +194,7 @@ class Progress:
             embedding=message.embedding,
             request_id=flight.request.request_id,
         )
-        # A worker that computed the whole answer alone has finished and needs no message.
+        # A worker that computed the whole answer has finished already and needs no message.
         effects += self._deliver(
             flight, update, message.finish, now_s, notify_workers=attempt.hands_over
         )
@@ -204,13 +205,13 @@ class Progress:
         return effects + self._start_decode(flight, attempt, now_s)
 
     def _start_decode(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
-        """Handles the start of decoding, if its first token and all its KV are there."""
+        """Handles the start of decoding, once the decode worker has the first token and all KV."""
         if not attempt.is_decoding:
             return []
         if flight.leads:
             self._ends.release_followers(flight, now_s)
         if self._state.view.workers[attempt.decode].info.role.decodes:
-            return []  # it may stay
+            return []  # the sequence may stay on this worker
         return self._moving.rule.examine(flight, now_s)
 
     def _on_kv_ready(
@@ -234,16 +235,16 @@ class Progress:
     def on_step(
         self, worker_id: WorkerId, tokens: Sequence[Tokens], now_s: float
     ) -> list[RouterEffect]:
-        """Handles the tokens of one step, as if each message had come alone.
+        """Handles the tokens of one step, equivalent to handling each message alone.
 
-        Most tokens are only delivered, and extend their sequence. Their short path is inlined here,
-        as it runs once for each token.
+        Most messages only append tokens to their sequence. This frequent case is inlined here, as
+        it runs once for each token.
         """
         by_seq, worker = self._state.by_seq, self._state.view.workers.get(worker_id)
         effects: list[RouterEffect] = []
         if worker is None:
             return effects
-        num_grown = 0  # tokens that were added to claims, but not yet to the worker's total
+        num_grown = 0  # number of tokens added to claims, but not yet to the worker's total
         for message in tokens:
             seq_id = message.seq_id
             flight = by_seq.get(seq_id)
@@ -252,7 +253,7 @@ class Progress:
             claim, attempt, answer = worker.decodes.get(seq_id), flight.attempt, flight.tokens
             assert attempt is not None
             if (
-                claim is None  # a message of a worker that must not decode this sequence
+                claim is None  # the worker must not decode this sequence
                 or message.finish is not None
                 or message.logprobs
                 or message.num_drafted
@@ -283,7 +284,7 @@ class Progress:
             logprobs=tuple(message.logprobs),
             request_id=flight.request.request_id,
         )
-        # If the answer is complete, both workers have finished it and need no message.
+        # When an answer is complete, both workers have finished it and need no message.
         return self._deliver(flight, update, message.finish, now_s, notify_workers=False)
 
     def _deliver(
@@ -295,14 +296,14 @@ class Progress:
         *,
         notify_workers: bool,
     ) -> list[RouterEffect]:
-        """Appends tokens to an answer, which may end with them."""
+        """Appends tokens to an answer, and ends the request if `finish` is set."""
         num_before, num_new, attempt = len(flight.tokens), len(update.token_ids), flight.attempt
         assert attempt is not None
         flight.tokens += update.token_ids
         flight.length += num_new
         worker = self._state.view.workers[attempt.decode]
         worker.grow_decode(attempt.seq_id, num_new)
-        if flight.length > attempt.reserved_len:  # an outgrown prediction is replaced by a new one
+        if flight.length > attempt.reserved_len:  # the answer outgrew its prediction: predict again
             attempt.reserved_len = flight.predicted_len(self._state.lengths)
             num_blocks = worker.info.layout.num_blocks_for(attempt.reserved_len)
             worker.extend_decode(attempt.seq_id, num_blocks)
@@ -350,9 +351,9 @@ class Progress:
 
 
 def _has_lost_role(worker: WorkerView | None, attempt: Attempt, reason: str) -> bool:
-    """True if a sequence came back because the worker no longer has the role for it.
+    """True if a worker returned a sequence because it no longer has the role for it.
 
-    If the worker's announced role contradicts this, the return counts as an attempt.
+    If the worker's announced role contradicts this, the attempt counts as failed.
     """
     if reason not in (WRONG_ROLE, ROLE_CHANGED) or worker is None:
         return False
@@ -363,7 +364,7 @@ def _has_lost_role(worker: WorkerView | None, attempt: Attempt, reason: str) -> 
 
 
 def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:
-    """Records a preemption. As the attempt produced tokens, it does not count as failed."""
+    """Records a preemption. It does not count as a failed attempt, as tokens were produced."""
     flight.preempted_s[worker_id] = now_s
     back_off_s = FIRST_BACK_OFF_S * 2**flight.num_preemptions
     flight.back_off_until_s = now_s + min(back_off_s, MAX_BACK_OFF_S)

@@ -2,9 +2,9 @@
 
 Returned requests come first: they had a worker, or were held back for a leader that had a worker.
 Then the lowest priority number comes first: no request is placed while one with a lower number
-waits. Within a priority, tenants are served in turn by deficit round robin: each turn, a tenant may
-have a quantum of work placed. The unused part of a quantum is kept while the tenant has requests.
-So a tenant that sends more or longer requests waits longer, and no other tenant does.
+waits. Within a priority, tenants are served in turn by deficit round robin: in each turn, a tenant
+may place a quantum of work. The unused part of a quantum is kept while the tenant has requests. So
+a tenant that sends more or longer requests waits longer, and other tenants do not.
 
 Within a tenant, the request with the least *rank* comes first. The rank is the time of arrival,
 plus `router.queue_patience` times the predicted seconds of the prompt. So a short prompt passes a
@@ -15,10 +15,10 @@ the order is the order of arrival.
 The caller predicts the work of a request, in any unit. `quantum` is the work of one turn.
 
 Several answers to one prompt are a *group*: a leader and its followers. Followers wait outside of
-the queue until the leader's prompt is computed and its KV is at its decode worker. There the
-followers find all full blocks of the prompt and share them. Only the last block of a prompt, if it
-is not full, is separate for each answer. That is copy-on-write with the block as its unit: full
-blocks are never written.
+the queue until the leader's prompt is computed and its KV is at its decode worker. On this worker,
+the followers share all full blocks of the prompt. Only the last block of a prompt, if it is not
+full, is computed for each answer. This is copy-on-write in units of blocks: full blocks are never
+written.
 
 Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin, SIGCOMM 1995.
 """
@@ -36,9 +36,9 @@ from router.machine.flight import Flight
 # Quantum of a tenant's turn, in tokens of prompts and predicted answers. With a larger quantum, a
 # long request needs fewer turns; with a smaller one, sharing is finer.
 QUANTUM_TOKENS = 4096.0
-UNIT_TOKENS = 1024  # the predicted time of a prompt of this length shows changes in speed
-CHANGED = 1.25  # all requests are ranked anew if that time changes by this factor
-SPARE = 64  # outdated entries that a heap may have before it is rebuilt
+UNIT_TOKENS = 1024  # prompt length whose predicted time is the measure of prefill speed
+CHANGED = 1.25  # all requests are ranked again if that time changes by this factor
+SPARE = 64  # number of outdated entries allowed in a heap before it is rebuilt
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Waiter:
     """A request's work, and its rank among the requests of its tenant."""
 
     work: float
-    rank: tuple[float, int]  # with the order of arrival, to break ties
+    rank: tuple[float, int]  # the second number is the order of arrival, which breaks ties
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class _Tenant:
     deficit: float = 0.0
 
     def rank(self, request_id: RequestId, waiter: _Waiter) -> None:
-        """Adds a request, or changes its rank."""
+        """Adds a request, or changes the rank of a request."""
         self.waiting[request_id] = waiter
         heappush(self.ranked, (waiter.rank, request_id))
         if len(self.ranked) > 2 * len(self.waiting) + SPARE:
@@ -77,7 +77,7 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _Level:
-    """The tenants with requests of one priority, in the order of their turns."""
+    """The tenants that have requests of one priority, in the order of their turns."""
 
     tenants: OrderedDict[str, _Tenant] = field(default_factory=OrderedDict)
     has_begun: bool = False  # the first tenant has received its quantum
@@ -90,9 +90,10 @@ class FairQueue:
         self._quantum = quantum
         self._returned: OrderedDict[RequestId, None] = OrderedDict()
         self._levels: dict[int, _Level] = {}
-        self._homes: dict[RequestId, tuple[int, str]] = {}  # not for returned requests
+        # Priority and tenant, without returned requests.
+        self._homes: dict[RequestId, tuple[int, str]] = {}
         self._num_put = 0
-        self.size = 0  # number of requests; an attribute, as each event reads it
+        self.size = 0  # number of requests; not a property, as each event reads it
 
     def __len__(self) -> int:
         return self.size
@@ -113,7 +114,7 @@ class FairQueue:
         work: float,
         rank: float = 0.0,
     ) -> None:
-        """Adds a request; among its tenant's requests, the least rank comes first."""
+        """Adds a request. A tenant's request with the least rank is placed first."""
         assert request_id not in self
         level = self._levels.setdefault(priority, _Level())
         waiter = _Waiter(work, (rank, self._num_put))
@@ -140,7 +141,10 @@ class FairQueue:
         self._returned.move_to_end(request_id, last=False)
 
     def head(self) -> RequestId | None:
-        """Returns the next request, the same until it is removed or another is put before it."""
+        """Returns the next request to place.
+
+        The next request stays the same until it is removed, or another request is put before it.
+        """
         if self._returned:
             return next(iter(self._returned))
         if not self._levels:
@@ -158,7 +162,7 @@ class FairQueue:
             level.has_begun = False
 
     def firsts(self) -> Iterator[RequestId]:
-        """Yields the first request of each tenant in the most urgent priority, and the head."""
+        """Yields the head of the queue, and each tenant's first request in the first priority."""
         if self._returned:
             yield next(iter(self._returned))
         if self._levels:
@@ -166,14 +170,14 @@ class FairQueue:
                 yield tenant.first()
 
     def num_of(self, tenant: str) -> int:
-        """Counts a tenant's requests, without returned ones."""
+        """Counts a tenant's requests. Returned requests do not count."""
         levels = self._levels.values()
         return sum(
             len(level.tenants[tenant].waiting) for level in levels if tenant in level.tenants
         )
 
     def longest(self) -> tuple[str, RequestId | None]:
-        """Returns the tenant with most requests, and its latest. Returned requests do not count."""
+        """Returns the tenant with most queued requests, and the latest of these requests."""
         names = {name for level in self._levels.values() for name in level.tenants}
         if not names:
             return "", None
@@ -182,7 +186,7 @@ class FairQueue:
         return longest, next(reversed(self._levels[last].tenants[longest].waiting))
 
     def remove(self, request_id: RequestId) -> None:
-        """Removes a placed request, and charges its work to its tenant's turn."""
+        """Removes a placed request, and subtracts its work from the quantum of its tenant."""
         self._pop(request_id, is_placed=True)
 
     def discard(self, request_id: RequestId) -> None:
@@ -209,7 +213,7 @@ class FairQueue:
             del self._levels[priority]
 
     def validate(self) -> None:
-        """Asserts that each request waits in one place, and that no tenant is without requests."""
+        """Asserts that each request waits at one position, and that each tenant has requests."""
         assert not set(self._homes) & set(self._returned)
         assert self.size == len(self._homes) + len(self._returned)
         seen: dict[RequestId, tuple[int, str]] = {}
@@ -224,7 +228,7 @@ class FairQueue:
 
 
 class Waiting:
-    """All requests that wait for a worker: queued, or held back for their leader."""
+    """All requests that wait for a worker: those in the queue, and followers held back."""
 
     def __init__(
         self,
@@ -234,19 +238,20 @@ class Waiting:
         *,
         patience: float = 0.0,
     ) -> None:
-        """`watch` records the deadline of a request.
+        """Creates an empty queue. `watch` records the deadline of a request.
 
-        `patience`: seconds of waiting that weigh as much as one second of work in a rank.
+        `patience`: how many seconds of waiting weigh as much as one second of prefill in a rank.
         """
         self.queue = FairQueue(QUANTUM_TOKENS)
-        self.num_held = 0  # followers that wait for their leaders
+        self.num_held = 0  # number of followers that are held back
         self.queued_s = 0.0  # predicted seconds to compute the prompts in the queue
         self._estimates = estimates
         self._lengths = lengths
         self._watch = watch
         self._patience = patience
-        self._asks: dict[RequestId, tuple[float, float]] = {}  # arrival, and seconds of work
-        self._unit_s = 0.0  # predicted time of UNIT_TOKENS when the ranks were computed
+        # Time of arrival and seconds of prefill.
+        self._asks: dict[RequestId, tuple[float, float]] = {}
+        self._unit_s = 0.0  # predicted seconds of UNIT_TOKENS at the last ranking
 
     @property
     def num_requests(self) -> int:
@@ -254,7 +259,7 @@ class Waiting:
         return self.queue.size + self.num_held
 
     def put(self, flight: Flight) -> None:
-        """Queues a new request, with the rank of a request without cached blocks."""
+        """Queues a new request, ranked as if none of its blocks were cached."""
         self._start_wait(flight)
         self._follow_speed()
         request = flight.request
@@ -267,9 +272,9 @@ class Waiting:
         )
 
     def _follow_speed(self) -> None:
-        """Ranks all requests anew if the predicted time of prompts has changed.
+        """Ranks all requests again if the predicted time of prompts has changed.
 
-        Otherwise requests ranked under a longer prediction would be passed for too long.
+        Otherwise new requests with shorter predictions would pass the older requests for too long.
         """
         unit_s = self._estimates.any_prefill_s(UNIT_TOKENS) or 0.0
         if self._unit_s == 0.0:
@@ -284,7 +289,7 @@ class Waiting:
             self.queue.rank(request_id, arrived_s + self._patience * compute_s * change)
 
     def rank(self, flight: Flight, compute_s: float) -> None:
-        """Ranks a waiting request by its predicted seconds of prefill."""
+        """Ranks a queued request by its predicted seconds of prefill."""
         self.queue.rank(flight.request.request_id, self._rank(flight, compute_s))
 
     def _rank(self, flight: Flight, compute_s: float) -> float:
@@ -292,14 +297,14 @@ class Waiting:
         return flight.stamps.arrived_s + self._patience * compute_s
 
     def hold(self, flight: Flight, leader: Flight) -> None:
-        """Holds a follower back, until its leader's prompt is computed."""
+        """Holds a follower back until its leader's prompt is computed."""
         flight.leads = False
         flight.held_by = leader
         leader.followers.append(flight)
         self.num_held += 1
 
     def release(self, leader: Flight) -> None:
-        """Queues the followers of a leader, the first of them at the head."""
+        """Puts the followers of a leader at the head of the queue, in order of arrival."""
         followers, leader.followers = leader.followers, []
         self.num_held -= len(followers)
         for flight in reversed(followers):
@@ -307,17 +312,17 @@ class Waiting:
             self.put_back(flight)
 
     def put_back(self, flight: Flight) -> None:
-        """Queues a returned request before all others."""
+        """Puts a returned request at the head of the queue."""
         self._start_wait(flight)
         self.queue.put_back(flight.request.request_id)
 
     def pop(self, flight: Flight) -> None:
-        """Removes a request from the queue because it is being placed."""
+        """Removes a request from the queue, because the request is being placed."""
         self.queue.remove(flight.request.request_id)
         self._end_wait(flight)
 
     def drop(self, flight: Flight) -> None:
-        """Removes an ended request, if it waits."""
+        """Removes a request that has ended, if it still waits."""
         request_id = flight.request.request_id
         if flight.held_by is not None:
             flight.held_by.followers.remove(flight)
@@ -328,7 +333,7 @@ class Waiting:
             self._end_wait(flight)
 
     def _start_wait(self, flight: Flight) -> None:
-        """Starts the wait. The cached part of the prompt is unknown until it is looked up."""
+        """Starts the wait of a request. No token counts as cached until the prefix is looked up."""
         flight.waits_for_s = self._estimates.any_prefill_s(flight.length) or 0.0
         self.queued_s += flight.waits_for_s
         self._watch(flight)
@@ -338,7 +343,7 @@ class Waiting:
         self.queued_s = self.queued_s - flight.waits_for_s if self.queue else 0.0
 
     def validate(self, flights: Mapping[RequestId, Flight]) -> None:
-        """Asserts that each request without an attempt waits in one place."""
+        """Asserts that each request without an attempt waits at one position."""
         self.queue.validate()
         waiting = {i for i, flight in flights.items() if flight.attempt is None}
         held = {i for i in waiting if flights[i].held_by is not None}

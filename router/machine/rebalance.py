@@ -1,18 +1,19 @@
-"""Rebalances room between API keys: a key that holds little gets room from the one that holds most.
+"""Rebalances room between API keys: a key that uses little gets room from the key that uses most.
 
 Tenants are served in turn from the queue, but a placed request stays until it ends. So 200 streams
-of one key would keep another key waiting until one stream ends. A reserved share of the workers
-would be idle most of the time. So one key may fill all workers, and gives room back when another
-key waits:
+of one key would keep another key waiting until one stream ends. If each key had a reserved share of
+the workers, this share would be idle most of the time. So one key may fill all workers, and gives
+room back when another key waits:
 
-    in the queue   If the queue is full, the key with most queued requests loses its latest one to
-                   a key with fewer.
+    in the queue   If the queue is full, a new request of a key with fewer queued requests replaces
+                   the latest request of the key with most.
     in workers     If a request has waited for room for `turn_after_s`, the youngest sequences of
-                   the key that holds most are put back in the queue, as many as make room on one
-                   worker. They continue from their journal, as after any other preemption. This is
-                   done only if the waiting key will not hold more than the other key has left.
+                   the key that uses most are put back in the queue: the fewest that make room on
+                   one worker. They continue from their journal, as after any other preemption. This
+                   is done only if the waiting key will not use more than the other key has left.
 
-Only API keys count. A client without one chooses its own name, and could claim room for many names.
+Only API keys count. A client without a key chooses its own name, and could claim room for many
+names.
 """
 
 from collections import Counter
@@ -35,7 +36,7 @@ MAX_TURNS = 8  # requests placed by one call of `give`
 
 
 class Rebalance:
-    """Gives room held by the richest keys to keys that hold little."""
+    """Moves room from the API key that uses most to keys that use little."""
 
     def __init__(
         self, state: RouterState, ends: Ends, placing: Placing, admission: Admission
@@ -45,12 +46,16 @@ class Rebalance:
         self._placing = placing
         self._admission = admission
         self._look_at_s = 0.0
-        self.due_s: float | None = None  # when a waiting key may next be given room of other keys
+        # Time of the next rebalancing; None: no key waits for another.
+        self.due_s: float | None = None
 
     # ------------------------------------------------------------ in the queue
 
     def make_place(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """If a new request finds the queue full, ends a waiting request of another key."""
+        """Makes place for a new request in a full queue, by rejecting a request of another key.
+
+        Only the key with most queued requests loses a request.
+        """
         state, tenant = self._state, flight.request.tenant
         if not flight.request.has_key or state.waiting.num_requests < state.config.max_queue:
             return []
@@ -66,10 +71,10 @@ class Rebalance:
     # ------------------------------------------------------------ in workers
 
     def give(self, now_s: float) -> list[RouterEffect]:
-        """Places requests that have waited `turn_after_s` in room freed from other keys."""
+        """Places requests that have waited `turn_after_s`, in room that another key gives back."""
         after_s = self._state.config.turn_after_s
         effects: list[RouterEffect] = []
-        # Either all requests have a key, or none has.
+        # Either all requests have an API key, or no request has one.
         if after_s is None or self._placing.busy is None or next(self._firsts(), None) is None:
             self.due_s = None
             return effects
@@ -106,10 +111,9 @@ class Rebalance:
         return []
 
     def _victims(self, richest: str, to_spare: int, need: Need, now_s: float) -> Sequence[Flight]:
-        """Returns the fewest requests whose room on one worker suffices; none if that is not
-        possible.
+        """Returns the fewest requests whose end makes enough room on one worker, or none.
 
-        All belong to the richest key, and hold at most `to_spare` tokens together.
+        All of them belong to the richest key, and together they reserve at most `to_spare` tokens.
         """
         if not self._lacks_room(need, now_s):
             return []
@@ -125,7 +129,7 @@ class Rebalance:
         return min(found, key=len, default=[])
 
     def _lacks_room(self, need: Need, now_s: float) -> bool:
-        """True if all decode workers are full, even if a prefill worker could lend itself."""
+        """True if no decode worker has room, even if a prefill worker could decode the request."""
         match self._placing.room_for(need, now_s):
             case Candidates(decoders=[]) | Busy(lacks=Role.DECODE):
                 return True
@@ -133,14 +137,14 @@ class Rebalance:
                 return False
 
     def _firsts(self) -> Iterator[Flight]:
-        """Yields the next request of each key."""
+        """Yields the next queued request of each key."""
         for request_id in self._state.waiting.queue.firsts():
             flight = self._state.flights[request_id]
             if flight.request.has_key:
                 yield flight
 
     def _held_tokens(self) -> Counter[str]:
-        """Counts the tokens that each key holds on workers."""
+        """Returns the number of tokens that workers reserve for each key."""
         held: Counter[str] = Counter()
         for flight in self._state.flights.values():
             if flight.request.has_key:
@@ -148,7 +152,7 @@ class Rebalance:
         return held
 
     def _is_contended(self) -> bool:
-        """True if a key waits while another key holds room."""
+        """True if a key waits while another key's requests are on workers."""
         waiting = {flight.request.tenant for flight in self._firsts()}
         if not waiting:
             return False
@@ -162,7 +166,7 @@ def _held_by(flight: Flight) -> int:
 
 
 def _fewest(worker: WorkerView, need: Need, youngest_first: Sequence[Flight]) -> list[Flight]:
-    """Returns the fewest of the youngest requests that free enough room on a worker, or none."""
+    """Returns the fewest of the youngest requests that make enough room on a worker, or none."""
     if not has_memory(worker, need.max_len):
         return []
     lacking_blocks = worker.promised_blocks + decode_blocks(worker, need) - worker.info.num_blocks

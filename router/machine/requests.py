@@ -1,7 +1,7 @@
-"""A request as the gateway knows it, and its updates and outcome.
+"""A request as the gateway knows it, its updates, and its outcome.
 
-The HTTP side (`router.gateway`) makes a `Request` and follows its `Update`s. The `RouterMachine`
-decides everything in between.
+The HTTP side (`router.gateway`) makes a `Request` and reads its `Update`s. The `RouterMachine`
+decides everything between them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,25 +26,28 @@ from router.policies.base import Decision
 
 
 class PrefixHashes:
-    """Block hashes of one prompt and its answer. Each is computed once, at its first use."""
+    """Block hashes of one prompt and its answer. Each hash is computed once, at its first use."""
 
     def __init__(
         self, known: Mapping[int, Sequence[BlockHash]] | None = None, *, salt: bytes = b""
     ) -> None:
-        """`known` has the hashes of the first full blocks, by block size."""
+        """`known`: hashes of the prompt's first full blocks, by block size."""
         self._salt = salt
         self._hashes: dict[int, list[BlockHash]] = {}
         if known is not None:
             self._hashes = {size: list(hashes) for size, hashes in known.items()}
 
     def copy(self) -> "PrefixHashes":
-        """Returns the same hashes for a longer prompt that begins with all of these tokens."""
+        """Returns the same hashes for a longer prompt that starts with the same tokens."""
         return PrefixHashes(self._hashes, salt=self._salt)
 
     def leading(
         self, token_ids: Sequence[int], *, num_tokens: int, block_size: int
     ) -> list[BlockHash]:
-        """Returns hashes of full blocks of the first `num_tokens`; `token_ids` may only grow."""
+        """Returns hashes of the full blocks of the first `num_tokens`.
+
+        From one call to the next, `token_ids` may only grow.
+        """
         num_blocks = num_tokens // block_size
         hashes = self._hashes.setdefault(block_size, [])
         if num_blocks > len(hashes):
@@ -62,21 +65,21 @@ class Request(msgspec.Struct, frozen=True):
     """
 
     request_id: RequestId
-    token_ids: tuple[int, ...]  # the simulator passes an object that acts like tuple and list
+    token_ids: tuple[int, ...]  # the simulator passes an object that acts as both tuple and list
     sampling: Sampling
     limits: Limits
     received_s: float  # time at which the HTTP request arrived
     prompt_logprobs: int | None = None  # as in `engine.messages.Prefill`
     leader: RequestId | None = None
-    priority: int = 0  # lower is served earlier, as in vLLM
+    priority: int = 0  # requests with lower numbers are placed first, as in vLLM
     tenant: str = ""  # API key or user; the queue is shared fairly among tenants
-    has_key: bool = False  # `tenant` comes from an API key; otherwise the client chose it
-    deadline_s: float | None = None  # deadline of the first token, on the clock of `received_s`
+    has_key: bool = False  # True if `tenant` comes from an API key; otherwise the client chose it
+    deadline_s: float | None = None  # deadline of the first token, in the time of `received_s`
     tpot_bound_s: float | None = None  # seconds per token; None: the router's default
     salt: Salt = b""  # only requests with equal salts share cached prefixes
-    hashes: PrefixHashes | None = None  # hashes of its blocks, as far as computed
-    client_id: str = ""  # the client's own id, for log lines
-    is_background: bool = False  # no bound on time refuses it, and no pool grows for it
+    hashes: PrefixHashes | None = None  # hashes of its blocks that are computed already
+    client_id: str = ""  # the client's own request id, for log lines
+    is_background: bool = False  # never refused for a time bound, and no pool grows for it
 
     def prompt(self) -> list[int]:
         """The tokens of the prompt, as a list for messages."""
@@ -100,7 +103,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Refused before any work was done; the client may retry after `retry_after_s`."""
+    """The request was refused before any work was done. Clients may retry after `retry_after_s`."""
 
     message: str
     retry_after_s: float
@@ -111,7 +114,7 @@ UNFIT = "invalid_value"  # the code of a request that no worker can compute
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Accepted but not completed. `code` is for programs."""
+    """The request was accepted but not completed. `code` is for programs."""
 
     message: str
     code: str = "request_failed"
@@ -119,18 +122,18 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client left, or a stop string ended the answer."""
+    """The client disconnected, or a stop string ended the answer."""
 
 
 Outcome = Finished | Rejected | Failed | Cancelled
 
 
 class Stay(msgspec.Struct, frozen=True):
-    """One attempt of a request at its workers.
+    """The times of one attempt of a request at its workers.
 
-    Times are in seconds since the HTTP request, and None for stages that the attempt did not reach.
-    `ended_s` is None while it runs. An attempt that continues another one at a new decode worker
-    counts as prefilled from its start.
+    Times are in seconds since the HTTP request arrived, and None for stages that the attempt did
+    not reach. `ended_s` is None while the attempt runs. An attempt that continues another one at a
+    new decode worker counts as prefilled from its start.
     """
 
     prefill_worker: str
@@ -146,20 +149,20 @@ class Stay(msgspec.Struct, frozen=True):
 class Timeline(msgspec.Struct, frozen=True):
     """The stages of a request, in seconds on the gateway's clock. Stages do not overlap.
 
-    The first four sum to the time from the HTTP request to its first token (TTFT). The last three
-    sum to the gap between the first and the second token. They are None without a second token, and
-    `kv_wait_s` is zero if one worker did both prefill and decode.
+    The first four stages sum to the time from the HTTP request to its first token (TTFT). The last
+    three stages sum to the gap between the first and the second token. They are None without a
+    second token, and `kv_wait_s` is zero if one worker did both prefill and decode.
 
     Two measures beside the stages are None if no KV was handed over. `kv_transfer_s` is the time
-    during which blocks were on their way to the decode worker. `kv_exposed_s` is the part of that
-    time after the last block was computed. The rest was hidden behind prefill.
+    during which blocks were transferred to the decode worker. `kv_exposed_s` is the part of this
+    time after the last block was computed. The other part was hidden behind prefill.
 
     `prefix_pull_s` is the part of `prefill_queue_s` in which the prompt's prefix was pulled. It is
     None if no prefix was pulled. `decision` names the source worker or store, and its medium.
 
-    `move_pull_s` is the longest pause of the answer while KV was on its way to another decode
-    worker; None if the answer never moved. `moves` counts the moves, and `moved_why` is the reason
-    of the last one.
+    `move_pull_s` is the longest pause of the answer while KV was transferred to another decode
+    worker; None if the answer never moved. `moves` is the number of moves, and `moved_why` is the
+    reason of the last move.
 
     `decision` is the latest placement and its reasons; None before the first. `stays` are the
     latest attempts with their own times, oldest first.
@@ -168,13 +171,13 @@ class Timeline(msgspec.Struct, frozen=True):
     that the target model accepted. Both are complete only when the request has ended.
     """
 
-    route_s: float  # validate, apply the chat template, tokenise
-    queue_s: float  # wait in the router for a worker
-    prefill_queue_s: float  # wait in the prefill worker, a pull of its prefix included
-    prefill_compute_s: float  # first chunk to first token
-    kv_wait_s: float | None = None  # first token to all KV in the decode worker
-    decode_queue_s: float | None = None  # KV there to the first decode step
-    first_step_s: float | None = None  # first decode step to the second token
+    route_s: float  # to validate, apply the chat template and tokenise
+    queue_s: float  # wait in the router until a worker is assigned
+    prefill_queue_s: float  # wait in the prefill worker, including a pull of the prefix
+    prefill_compute_s: float  # from the first chunk to the first token
+    kv_wait_s: float | None = None  # from the first token until the decode worker has all KV
+    decode_queue_s: float | None = None  # from the arrival of all KV to the first decode step
+    first_step_s: float | None = None  # from the first decode step to the second token
     kv_transfer_s: float | None = None
     kv_exposed_s: float | None = None
     prefix_pull_s: float | None = None
@@ -192,19 +195,19 @@ class Timeline(msgspec.Struct, frozen=True):
 
     @property
     def ttft_s(self) -> float:
-        """The time from the HTTP request to the first token; before it, the time so far."""
+        """The time from the HTTP request to the first token. Before that token, the time so far."""
         return self.route_s + self.queue_s + self.prefill_queue_s + self.prefill_compute_s
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):
-    """The part of an answer that one event produced, and the machine's effect for the client.
+    """The part of an answer that one event produced: the machine's effect for the client.
 
-    The last update of a request has an `outcome`. A sink merges the updates that a slow client has
-    not read yet, so an update may have tokens of several steps.
+    The last update of a request has an `outcome`. If a client reads slowly, its unread updates are
+    merged, so an update may have tokens of several steps.
 
-    The timeline comes with the first two tokens and with the outcome; the latest is the most
-    complete. Requested log-probabilities come with the tokens of the answer. Those of the prompt,
-    from its second token on, come with the first token.
+    Updates with the first two tokens and with the outcome have a timeline; the latest is the most
+    complete. Requested log-probabilities come with the tokens of the answer. Log-probabilities of
+    the prompt, from its second token on, come with the first token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -212,8 +215,8 @@ class Update(msgspec.Struct, frozen=True, gc=False):
     timeline: Timeline | None = None
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    embedding: bytes = b""  # comes with the first token, from an embedding model
-    request_id: RequestId = RequestId("")  # not set in merged updates
+    embedding: bytes = b""  # from an embedding model, with the first token
+    request_id: RequestId = RequestId("")  # empty in merged updates
 
     def parts(self, num_tokens: int) -> "Iterator[Update]":
         """Yields the update in parts of at most `num_tokens` tokens."""
@@ -254,7 +257,8 @@ def joined(updates: Sequence[Update]) -> Update:
 class Forecast:
     """Predicted times of a worker under its present load. Unknown times are None."""
 
-    wait_s: float | None = None  # until all its prompts are computed
-    tpot_s: float | None = None  # one step of all sequences that it decodes or is to decode
-    alone_s: float | None = None  # one step of one sequence
-    errors: CostErrors = field(default_factory=CostErrors)  # for such workers
+    wait_s: float | None = None  # seconds until all its prompts are computed
+    tpot_s: float | None = None  # seconds of a step with all its present and promised sequences
+    alone_s: float | None = None  # seconds of a step with one sequence
+    # Prediction errors of workers of this kind.
+    errors: CostErrors = field(default_factory=CostErrors)

@@ -3,13 +3,13 @@
 An owner changes its part in its own methods. All others only read the part.
 
 `Workers` has the workers that this gateway knows, and the prefixes that each is believed to cache.
-`ClusterView` has the claims on them. The prefix index and the fleet, if the policy has a fleet,
-have copies: a worker joins, leaves and changes its role in all three at once.
+`ClusterView` has the claims on them. The prefix index, and the fleet if the policy has one, list
+the same workers as the view: a worker joins, leaves and changes its role in all three at once.
 
-A worker is credited with the prefixes that its requests must have left in its cache. After its
-first block event, it is credited only with the blocks that its events report. A store is credited
-with the blocks that its events report, on each medium. Requests are never placed on a store. In the
-index a store has one name for each medium (`router.native.index`).
+At first, a worker is credited with the prefixes that its requests must have left in its cache.
+After its first block event, the worker is credited only with the blocks that its events report. A
+store is credited with the blocks that its events report, on each medium. Requests are never placed
+on a store. In the index a store has one name for each medium (`router.native.index`).
 """
 
 import random
@@ -42,18 +42,18 @@ from router.policies import make_policy
 from router.policies.base import Policy
 from router.policies.slo import Slo
 
-SEVERED_S = 10.0  # after a failed pull, two workers are kept apart for this long
+SEVERED_S = 10.0  # seconds without pulls between two workers after a failed pull
 # The heap is rebuilt when it has more than this many entries per request, plus `LEAST_STALE`.
 MAX_STALE = 4
 LEAST_STALE = 64
 
 
 class RouterState:
-    """Workers, requests, and what has been learned.
+    """Workers, requests, and what has been learned from them.
 
-    Three tables have no owner, as each change is one entry. `flights` changes where a request is
-    admitted or ends, `by_seq` where a sequence starts or ends, `counters` where an event is
-    counted.
+    Three tables have no owner, because each change is a single entry. `flights` changes where a
+    request is admitted or ends, `by_seq` where a sequence starts or ends, `counters` where an event
+    is counted.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class RouterState:
         self.lengths = AnswerLengths()
         self.conversations = Conversations()
         self.flights: dict[RequestId, Flight] = {}  # all accepted requests, in order of arrival
-        self.by_seq: dict[SeqId, Flight] = {}  # requests of the sequences of attempts and copies
-        self.num_left_seqs = 0  # sequences of attempts that ended before their requests
+        self.by_seq: dict[SeqId, Flight] = {}  # the request of each sequence, attempt or copy
+        self.num_left_seqs = 0  # number of attempts that ended before their requests
         self.deadlines = Deadlines(config)
         patience = config.queue_patience
         self.waiting = Waiting(estimates, self.lengths, self.deadlines.watch, patience=patience)
@@ -86,17 +86,16 @@ class RouterState:
         self.transfers = PairTransfers()
 
     def count(self, event: str, reason: str) -> None:
-        """Counts an event under its reason, cut off at the first colon.
+        """Counts an event under its reason. The text after the first colon is left out.
 
-        Details after the colon name addresses and numbers. Counting them would make the table grow
-        without bound.
+        This text contains addresses and numbers, which would make the table grow without bound.
         """
         self.counters[event, reason.partition(":")[0]] += 1
 
     def observe_pull(
         self, source: WorkerId, sink: WorkerView, message: KvReady, now_s: float
     ) -> None:
-        """Learns the cost of KV pulls from a pull that has finished."""
+        """Updates the costs of KV pulls after a pull."""
         num_blocks = message.num_pulled_blocks
         self.estimates.observe_pull(sink, num_blocks, seconds=message.transfer_s)
         self.transfers.record(
@@ -111,9 +110,9 @@ class RouterState:
     def observe_prefix_pull(
         self, attempt: Attempt, holder: WorkerId, message: PrefillStarted, now_s: float
     ) -> None:
-        """Learns the cost of pulls from a pull that ended before the prompt's first chunk.
+        """Updates the costs of pulls after the pull of a prefix, which precedes the first chunk.
 
-        A pull from a lower medium takes as long as the disk, so its time is not used.
+        A pull from a lower medium includes the reading of a disk, so its time is not used.
         """
         sink = self.view.workers[attempt.prefill]
         layout = sink.info.layout
@@ -128,7 +127,7 @@ class RouterState:
         self.counters["pulled tokens", medium or "worker"] += num_blocks * layout.block_size
 
     def validate(self) -> None:
-        """Asserts the invariants of all parts, and that they agree."""
+        """Asserts the invariants of all parts, and that the parts are consistent."""
         attempts = {a.seq_id: a for flight in self.flights.values() for a in flight.attempts}
         moves = [attempt.move for attempt in attempts.values() if attempt.move is not None]
         copies = {move.copy_id for move in moves if move.copy_id is not None}
@@ -144,15 +143,15 @@ class RouterState:
 
 
 class Workers:
-    """Adds and removes workers, and keeps their cached prefixes up to date."""
+    """Adds and removes workers, and updates the prefixes that they have cached."""
 
     def __init__(self, view: ClusterView, prefixes: PrefixIndex, fleet: Fleet | None) -> None:
         self.view = view
         self.prefixes = prefixes
         self.fleet = fleet
-        self._reporting: set[WorkerId] = set()  # workers credited only by their block events
-        self._media: dict[WorkerId, dict[str, WorkerId]] = {}  # a store's names in the index
-        self.on_lower: dict[WorkerId, tuple[WorkerId, str]] = {}  # store and medium of such a name
+        self._reporting: set[WorkerId] = set()  # workers that have sent block events
+        self._media: dict[WorkerId, dict[str, WorkerId]] = {}  # index names of a store, by medium
+        self.on_lower: dict[WorkerId, tuple[WorkerId, str]] = {}  # store and medium, by index name
 
     def join(self, info: Welcome) -> None:
         """Adds a worker."""
@@ -174,7 +173,7 @@ class Workers:
             self.on_lower[name] = store_id, medium
 
     def lose(self, worker_id: WorkerId) -> bool:
-        """Removes a worker. Returns False if it was not known."""
+        """Removes a worker. Returns False if the worker was not known."""
         worker = self.view.remove(worker_id)
         if worker is None:
             return False
@@ -189,7 +188,7 @@ class Workers:
         return True
 
     def change_role(self, worker: WorkerView, message: RoleChanged) -> None:
-        """Changes the role of a worker that is not a store. Claims on the worker stay."""
+        """Changes the role of a worker other than a store. Claims on the worker are kept."""
         if self.fleet is not None:
             self.fleet.remove(worker)
         worker.change_role(message)
@@ -220,9 +219,10 @@ class Workers:
         return (worker_id,) if media is None else media.values()
 
     def remove_events(self, worker_id: WorkerId) -> bool:
-        """Removes all events: the worker is credited again with the blocks of its requests.
+        """Removes all blocks that events reported.
 
-        Returns False if the worker had sent no events.
+        From then on, the worker is credited again with the blocks of its requests. Returns False if
+        the worker had sent no events.
         """
         if worker_id not in self._reporting:
             return False
@@ -231,7 +231,7 @@ class Workers:
         return True
 
     def credit(self, worker_id: WorkerId, flight: Flight, num_tokens: int) -> None:
-        """Credits a worker with the KV of the first `num_tokens` of a request."""
+        """Credits a worker with the KV of a request's first `num_tokens`."""
         workers = self.view.workers
         worker = workers.get(worker_id)
         if worker is not None and worker_id not in self._reporting and len(workers) > 1:
@@ -240,10 +240,11 @@ class Workers:
     def retract(
         self, worker_id: WorkerId, flight: Flight, num_tokens: int, num_held_blocks: int
     ) -> None:
-        """Withdraws credit: of these tokens, the worker holds only the first blocks.
+        """Withdraws credit for KV of `num_tokens`, except for the first `num_held_blocks` blocks.
 
-        A worker with block events reports each eviction itself. It may have stored some of these
-        blocks again since its answer, and would not report them a second time.
+        Does nothing for a worker with block events, because it reports each eviction itself. Since
+        its answer it may have stored some of these blocks again, and would not report them a second
+        time.
         """
         if worker_id not in self._reporting:
             hashes = flight.leading_hashes(num_tokens, self.view.workers[worker_id])
@@ -252,7 +253,7 @@ class Workers:
     # ------------------------------------------------------------ invariants
 
     def validate(self) -> None:
-        """Asserts that the view, the index and the fleet know the same workers."""
+        """Asserts that the view, the index and the fleet have the same workers."""
         self.view.validate()
         self.prefixes.validate()
         if self.fleet is not None:
@@ -266,7 +267,7 @@ class Workers:
     def validate_claims(
         self, attempts: Mapping[SeqId, Attempt], by_seq: Mapping[SeqId, Flight]
     ) -> None:
-        """Asserts that claims on workers and attempts or moves match one to one."""
+        """Asserts that each claim on a worker belongs to one attempt or move, and the reverse."""
         for worker_id, worker in self.view.workers.items():
             prefills = {
                 i for i, a in attempts.items() if a.prefill == worker_id and a.prefilled_s is None
@@ -278,28 +279,28 @@ class Workers:
             assert set(worker.decodes) == decodes | arriving
             for seq_id, claim in worker.decodes.items():
                 if seq_id in arriving:
-                    continue  # the claim is unchanged since the move began
+                    continue  # the claim is unchanged since the start of the move
                 length = by_seq[seq_id].length
                 assert claim.context_tokens == length
                 assert claim.blocks >= worker.info.layout.num_blocks_for(length)
 
 
 class Deadlines:
-    """The next deadline of all requests, found at once.
+    """Finds the next deadline of all requests quickly.
 
-    Each message about a request moves its deadline to a later time, but the heap is not updated.
-    The time in the heap is a lower bound: no deadline of the request is due before it. When that
-    time comes, the true deadline is computed and pushed. So a request costs one heap entry at each
-    stage of its life, and one more for each full timeout that passes.
+    Each message about a request moves its deadline to a later time, but the heap is not updated. So
+    the time in the heap is a lower bound: the request has no earlier deadline. At that time, the
+    true deadline is computed and pushed. So a request costs one heap entry at each stage of its
+    life, and one more for each full timeout that passes.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._noted: dict[RequestId, float] = {}
-        self._heap: list[tuple[float, RequestId]] = []  # may hold outdated entries
+        self._heap: list[tuple[float, RequestId]] = []  # lower bounds; some entries may be outdated
 
     def record(self, request_id: RequestId, due_s: float) -> None:
-        """Sets the lower bound of a request's deadline; replaces an earlier bound."""
+        """Sets the lower bound of a request's deadline, instead of an earlier bound."""
         if self._noted.get(request_id) != due_s:
             self._noted[request_id] = due_s
             heappush(self._heap, (due_s, request_id))
@@ -321,7 +322,7 @@ class Deadlines:
     def pop_due(self, now_s: float) -> set[RequestId]:
         """Removes and returns the requests whose lower bound has passed.
 
-        The caller must `watch` each of them again that has not finished.
+        The caller must `watch` again each of these requests that has not ended.
         """
         due: set[RequestId] = set()
         while (soonest_s := self.soonest_s()) is not None and soonest_s <= now_s:
@@ -331,7 +332,7 @@ class Deadlines:
         return due
 
     def watch(self, flight: Flight) -> None:
-        """Records the next deadline of a request. Call it when the deadline may be sooner now."""
+        """Records a request's next deadline. Call this when the deadline may be earlier now."""
         self.record(flight.request.request_id, self.due_s(flight))
 
     def due_s(self, flight: Flight) -> float:
@@ -345,7 +346,7 @@ class Deadlines:
         return min(due_s)
 
     def deadline_s(self, flight: Flight) -> float:
-        """Returns until when a request may wait for a worker, or for its worker's next message."""
+        """Returns until when a request may wait for a worker, or for a worker's message."""
         config = self._config
         if flight.attempt is None:
             overdue_s = flight.last_message_s + config.queue_timeout_s
@@ -360,7 +361,7 @@ class Deadlines:
     def validate(self, flights: Mapping[RequestId, Flight]) -> None:
         """Asserts that each request has a lower bound that is not after its deadline.
 
-        Followers held back have no entry.
+        Followers that are held back have no bound.
         """
         assert {(due_s, i) for i, due_s in self._noted.items()} <= set(self._heap)
         assert self._noted.keys() == {i for i, flight in flights.items() if flight.held_by is None}

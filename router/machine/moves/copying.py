@@ -35,16 +35,17 @@ from router.machine.moves.rule import MoveRule
 from router.machine.moves.stages import RETRY_S, MoveStage
 from router.machine.state import SEVERED_S, RouterState
 
-COPY_AT_ONCE = 4  # at least this many sequences of one worker are copied at the same time
-LATE_COPIES = 1  # the number of late copies repeated at once; others wait `RETRY_S`
+COPY_AT_ONCE = 4  # minimum number of sequences of one worker that are copied at the same time
+LATE_COPIES = 1  # number of late copies repeated at once; later ones wait `RETRY_S`
 NOT_HANDED_OVER = "not handed over"
-LEAVE_AT_ONCE = 16  # at least this many sequences leave one worker at the same time
-MOVING_SHARE = 8  # or 1/8 of its decoding sequences, if that is more
-FEW_BLOCKS = 2  # blocks; without a copy, a step waits only for a pull of this size
+LEAVE_AT_ONCE = 16  # minimum number of sequences that may leave one worker at the same time
+MOVING_SHARE = 8  # 1/8 of the worker's decoding sequences, if this is above the minimum
+# Number of blocks; without a copy, a step waits only for a pull of at most this size.
+FEW_BLOCKS = 2
 
 
 class Copying:
-    """Starts copies in turn, and hands copied sequences over to their targets."""
+    """Starts copies, and hands copied sequences over to their targets."""
 
     def __init__(self, state: RouterState, ends: Ends, rule: MoveRule) -> None:
         self._state = state
@@ -52,7 +53,7 @@ class Copying:
         self._rule = rule
 
     def copy_next(self, now_s: float) -> list[RouterEffect]:
-        """Asks sources to offer full blocks, for a few sequences of each source at a time."""
+        """Tells sources to offer full blocks, for a few sequences of each source at a time."""
         state = self._state
         effects: list[RouterEffect] = []
         for flight, source, move in self._next_to_copy():
@@ -67,7 +68,10 @@ class Copying:
         return effects
 
     def _next_to_copy(self) -> Iterator[tuple[Flight, WorkerId, Move]]:
-        """Yields the next sequences to copy, with source and move: a few of each worker."""
+        """Yields the next sequences to copy, each with its source and its move.
+
+        Only a few sequences of each source are copied at a time.
+        """
         state = self._state
         num_copying = Counter(state.moves.at(MoveStage.COPYING).values())
         for request_id in list(state.moves.at(MoveStage.WAITING)):
@@ -77,7 +81,7 @@ class Copying:
                 yield flight, source, move
 
     def on_message(self, flight: Flight, message: ToGateway, now_s: float) -> list[RouterEffect]:
-        """Handles messages of the source and the target about a copy."""
+        """Handles messages from the source and the target about a copy."""
         attempt = flight.attempt
         assert attempt is not None
         move = attempt.move
@@ -115,8 +119,8 @@ class Copying:
     def stop_waiting(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Cancels a late copy. The sequence runs on, and the blocks that arrived stay cached.
 
-        A copy may be late because a worker or the network is busy. So the two workers may still be
-        combined.
+        A copy may be late because a worker or the network is busy. So KV may still be sent between
+        the two workers.
         """
         attempt = flight.attempt
         move = None if attempt is None else attempt.move
@@ -125,7 +129,7 @@ class Copying:
         assert attempt is not None
         wanted = self._state.moves.wanted.get(flight.request.request_id)
         self._state.counters["fallback", "copy late"] += 1
-        if wanted is not None:  # else the sequence may stay
+        if wanted is not None:  # the sequence must still leave its worker
             wanted.num_late += 1
             if wanted.num_late > LATE_COPIES:
                 wanted.not_before_s = now_s + RETRY_S
@@ -134,15 +138,16 @@ class Copying:
     def _on_copy_given_back(
         self, flight: Flight, attempt: Attempt, move: Move, reason: str, now_s: float
     ) -> list[RouterEffect]:
-        """Handles a failed copy: the pull failed, or the target gave the copy back."""
+        """Handles a failed copy: the pull failed, or the target returned the copy."""
         state = self._state
         state.counters["fallback", "copy failed"] += 1
         if state.moves.stage(flight.request.request_id) in (
             MoveStage.COPIED,
             MoveStage.LEAVING,
         ):
-            # The target had the whole copy, and most of it is still cached. The rest is pulled with
-            # the last blocks; the sooner the sequence leaves, the smaller is that rest.
+            # The target had the whole copy, and most of it is still cached. The evicted blocks are
+            # pulled with the last blocks. The sooner the sequence leaves, the fewer blocks are
+            # evicted.
             move.gather_until_s = None
             return end_copy(self._state, move)
         wanted = state.moves.wanted.get(flight.request.request_id)
@@ -153,7 +158,7 @@ class Copying:
         return [*self._rule.call_off(flight, attempt), *self._rule.examine(flight, now_s)]
 
     def _end_copying(self, flight: Flight, move: Move, now_s: float) -> None:
-        """Lets a sequence wait for its turn to leave: its copy will not become more complete."""
+        """Marks a copy as complete as it will be. The sequence then waits for its turn to leave."""
         if self._state.moves.stage(flight.request.request_id) is MoveStage.COPYING:
             move.copy_due_s = None
             self._rule.gather(flight, move, now_s)
@@ -161,7 +166,7 @@ class Copying:
     # ------------------------------------------------------------ departure
 
     def stop_gathering(self, flight: Flight, now_s: float) -> None:
-        """Ends the wait for others when its time is up."""
+        """Lets a copied sequence leave when it has waited long enough for others."""
         move = None if flight.attempt is None else flight.attempt.move
         if move is not None and move.gather_until_s is not None and move.gather_until_s <= now_s:
             move.gather_until_s = None
@@ -169,8 +174,8 @@ class Copying:
     def hand_over_next(self) -> list[RouterEffect]:
         """Tells sources to stop the sequences whose turn it is.
 
-        The copied sequences of a worker leave together, when all are copied or enough of them are.
-        The sequences that left before must first run at their targets.
+        The copied sequences of a worker leave together, when all of them or enough of them are
+        copied. The sequences that left before must first run at their targets.
         """
         moves = self._state.moves
         num_leaving = Counter(moves.on_their_way())
@@ -198,7 +203,7 @@ class Copying:
     def on_handed_over(
         self, flight: Flight, attempt: Attempt, message: HandedOver, now_s: float
     ) -> list[RouterEffect]:
-        """Starts a sequence at its target: the source has stopped it and leased its KV."""
+        """Starts a sequence at its target, after the source has stopped it and leased its KV."""
         move = attempt.move
         if move is None:
             return []  # the hand-over was not requested
@@ -228,13 +233,14 @@ class Copying:
         return [
             SendTo(move.decode, decode),
             SendTo(move.decode, FirstToken(move.seq_id, token_ids[-1])),
-            *end_copy(self._state, move),  # same frame: the target still finds it cached
+            # In the same frame, so the target still finds the copy in its cache.
+            *end_copy(self._state, move),
         ]
 
     def _become(
         self, flight: Flight, old: Attempt, move: Move, lease: LeaseRef, now_s: float
     ) -> None:
-        """Replaces the attempt at the source by one at the target, prefilled by the source."""
+        """Replaces the attempt at the source by an attempt at the target, with the prefill done."""
         state = self._state
         source, target = (state.view.workers[i] for i in (old.decode, move.decode))
         source.release_decode(old.seq_id)
@@ -270,7 +276,7 @@ class Copying:
 
 
 def running_move(state: RouterState, request_id: RequestId) -> tuple[Flight, WorkerId, Move]:
-    """Returns the flight, the source and the move of a sequence that still runs at its source."""
+    """Returns the flight, source and move of a sequence that still runs at its source."""
     flight = state.flights[request_id]
     assert flight.attempt is not None
     assert flight.attempt.move is not None
@@ -278,7 +284,7 @@ def running_move(state: RouterState, request_id: RequestId) -> tuple[Flight, Wor
 
 
 def most_at_once(state: RouterState, source: WorkerId, least: int) -> int:
-    """Returns how many sequences of a worker may be copied, or may leave, at once."""
+    """Returns the maximum number of a worker's sequences that are copied, or leave, together."""
     return max(least, len(state.view.workers[source].decodes) // MOVING_SHARE)
 
 

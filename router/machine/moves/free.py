@@ -1,24 +1,25 @@
-"""Free moves: running sequences leave a full decode worker for a faster worker (`Balancing`), and
-prefill workers give back the sequences that they decode, when prompts come (`Lending`).
+"""Free moves: `Balancing` moves running sequences from a full decode worker to a faster worker.
+`Lending` moves the sequences that a prefill worker decodes to other workers, when prompts come.
 
-A free move has the same stages as any other (`router.machine.moves.moving`). But a lost target, a
-late copy or a failed copy cancels the move, and the sequence stays. If its worker must no longer
-decode, the move is no longer free.
+A free move has the same stages as any other move (`router.machine.moves.moving`). But a lost
+target, a late copy or a failed copy cancels the move, and the sequence stays. If its worker must no
+longer decode, the move is no longer free.
 
 *Balancing.* The faster worker may be a fluid prefill worker without prompts.
 `router.policies.balancing` chooses the sequences. Each load report updates the predicted step of
 one worker. All workers are compared only if these predictions differ by enough: a comparison takes
 milliseconds for a thousand workers. While any sequence is moving, nothing is compared: drains and
-role changes go first, and claims of moving sequences would count twice.
+role changes have priority, and claims of moving sequences would count twice.
 
 *Lending.* A fluid prefill worker without work decodes sequences that find no better worker
-(`router.policies.slo`), or that run elsewhere. These sequences slow its prompts down. So when the
-head of the queue waits for a prefill worker, they may move to decode workers.
+(`router.policies.slo`), or that leave a full decode worker. These sequences delay the worker's own
+prompts. So when the head of the queue waits for a prefill worker, the sequences may move to decode
+workers.
 
 A sequence with a TPOT bound moves if its target has room and keeps the bound. A sequence without a
-bound moves if the rule by which it was lent now favours the target. The rule counts the tokens
-still to come and the transfer. It is also checked when the worker starts a prompt: the sequence may
-have been lent in a pause between prompts.
+bound moves if the rule by which it was lent now favours the target. The rule compares the remaining
+tokens and the transfer. The rule is also checked when the worker starts a prompt, because the
+sequence may have been lent in a pause between prompts.
 
 If no decode worker may take a sequence with a bound, it moves to a prefill worker that already
 decodes more sequences. Each prefill worker that decodes at all loses about half of its time for
@@ -47,23 +48,24 @@ from router.policies.slo import (
 )
 
 LOOK_EVERY_S = 0.1
-STALE_S = 2.0  # workers report once a second
-IN_VAIN_S = 0.005  # pause per worker after a comparison that found nothing to move
+STALE_S = 2.0  # maximum age in seconds of a prediction; workers report once a second
+IN_VAIN_S = 0.005  # seconds of pause per worker, after a comparison found no move
 
 
 class Balancing:
-    """Compares the load of decode workers from time to time, and starts moves."""
+    """Compares the load of decode workers periodically, and starts moves."""
 
     def __init__(self, state: RouterState, placing: Placing, rule: MoveRule) -> None:
         self._state = state
         self._placing = placing
         self._rule = rule
-        self.due_s: float | None = None  # time of the next comparison, unless a report comes before
+        self.due_s: float | None = None  # time of the next comparison, if no report triggers one
         self._next_look_s = 0.0
-        self._steps: dict[WorkerId, tuple[float, float]] = {}  # seconds, and when predicted
+        # Predicted step in seconds, and its time.
+        self._steps: dict[WorkerId, tuple[float, float]] = {}
 
     def on_report(self, reporting: WorkerView, now_s: float) -> None:
-        """Records a worker's report. Starts the moves that pay, if the last check was long ago."""
+        """Records a worker's report. Starts moves that gain, if the last check was long ago."""
         if not self._state.config.balance:
             return
         if reporting.info.role.decodes:
@@ -73,12 +75,12 @@ class Balancing:
         self._check(now_s)
 
     def on_computed(self, worker: WorkerView, now_s: float) -> None:
-        """Records a computed prompt. A worker without further prompts may take sequences."""
+        """Records that a prompt was computed. A worker without other prompts may take sequences."""
         if self._lends and is_idle_lender(worker):
             self.due_s = now_s + LOOK_EVERY_S
 
     def on_tick(self, now_s: float) -> None:
-        """Compares again if that is due."""
+        """Compares the workers if a comparison is due."""
         if self.due_s is not None and now_s >= self.due_s:
             self.due_s = None
             self._check(now_s)
@@ -89,7 +91,7 @@ class Balancing:
             return
         self._next_look_s = now_s + LOOK_EVERY_S
         idle_s = self._idle_lenders(now_s)
-        if idle_s:  # after long idleness, a little more changes little
+        if idle_s:  # the longer a worker has been idle, the later the next comparison
             self.due_s = now_s + max(LOOK_EVERY_S, min(idle_s.values()))
         if not self._may_pay(config.balance_gain, idle_s, now_s):
             return
@@ -109,18 +111,18 @@ class Balancing:
             flight = state.by_seq[seq_id]
             if not has_room(target, self._placing.need(flight, now_s)):
                 continue
-            # A lent sequence may have to come back at once, so it does not rest.
+            # A lent sequence may have to return at once, so it has no rest period after the move.
             reason = BALANCED if target.info.role.decodes else LENT
             self._rule.start_free(flight, found.target, reason, now_s)
 
     @property
     def _lends(self) -> bool:
-        """False if no sequence may go to a prefill worker, as when all have a bound on TPOT."""
+        """False if no sequence may be lent, for example because all have a TPOT bound."""
         config = self._state.config
         return self._state.policy.is_fluid and config.balance and config.slo_tpot_s is None
 
     def _idle_lenders(self, now_s: float) -> dict[WorkerId, float]:
-        """Returns the prefill workers that may take sequences now, each with its idle seconds."""
+        """Returns the prefill workers that may take sequences now, with their idle seconds."""
         state = self._state
         if not self._lends or state.waiting.queue:
             return {}
@@ -128,7 +130,7 @@ class Balancing:
         return {w.info.worker_id: now_s - w.computing_since_s for w in lenders}
 
     def _may_pay(self, least_gain: float, idle_s: Mapping[WorkerId, float], now_s: float) -> bool:
-        """True if predicted steps differ by enough. Predictions that are too old are renewed."""
+        """True if predicted steps differ by enough. Renews predictions that are too old."""
         workers, steps = self._state.view.workers, self._steps
         for worker_id in [i for i in steps if i not in workers]:
             del steps[worker_id]
@@ -145,7 +147,7 @@ class Balancing:
         return len(found) > 1 and max(found) > (1 + least_gain) * min(found)
 
     def _record(self, worker: WorkerView, now_s: float) -> tuple[float, float] | None:
-        """Records the predicted step of a worker, and returns it with the time; None if unknown."""
+        """Records a worker's predicted step. Returns the step and the time; None if unknown."""
         step_s = counted_step_s(worker, self._state.estimates)
         if step_s is None:
             return None
@@ -163,7 +165,7 @@ class Balancing:
 
 
 class Lending:
-    """Starts the moves of sequences that prefill workers give back."""
+    """Starts moves of sequences away from prefill workers that decode them."""
 
     def __init__(self, state: RouterState, placing: Placing, rule: MoveRule) -> None:
         self._state = state
@@ -174,9 +176,9 @@ class Lending:
     def on_prompt(self, worker: WorkerView, now_s: float) -> bool:
         """Starts moves of sequences without a bound from a worker that has started a prompt.
 
-        Returns True if any move started. The first sequence that should stay ends the search: a
-        step takes equally long for all, and comparing all decode workers for each would take too
-        long.
+        Returns True if any move started. The search stops at the first sequence that should stay.
+        All sequences of the worker have the same step time, and comparing all decode workers for
+        each sequence would take too long.
         """
         began = False
         for flight in self._lent_by(worker, now_s):
@@ -188,7 +190,10 @@ class Lending:
         return began
 
     def give_back(self, now_s: float) -> bool:
-        """Starts moves if prompts wait, but not too often. Returns True if any move started."""
+        """Starts moves if prompts wait. Returns True if any move started.
+
+        Successive calls have effect only after a pause.
+        """
         if self._placing.busy is None or now_s < self._next_look_s:
             return False
         self._next_look_s = now_s + LOOK_EVERY_S
@@ -204,7 +209,7 @@ class Lending:
         if worker.info.role is not Role.PREFILL:
             return []
         by_seq, worker_id = self._state.by_seq, worker.info.worker_id
-        # Room reserved by moves has other sequence ids.
+        # Room that is reserved by moves has sequence ids that `by_seq` lacks.
         flights = [by_seq[seq_id] for seq_id in worker.decodes if seq_id in by_seq]
         return [flight for flight in flights if _may_move(flight, worker_id, now_s)]
 
@@ -219,7 +224,7 @@ class Lending:
     def _target(
         self, flight: Flight, need: Need, worker: WorkerView, now_s: float
     ) -> tuple[str, WorkerId | None]:
-        """Returns the reason and the target of a move; the target is None if it should stay."""
+        """Returns the reason and the target of a move; without a target, the sequence stays."""
         view, attempt = self._state.view, flight.attempt
         assert attempt is not None
         target = self._rule.choose(attempt, need)
@@ -230,7 +235,10 @@ class Lending:
         return GATHERED, fuller
 
     def _fuller_lender(self, need: Need, here: WorkerView, bound_s: float) -> WorkerId | None:
-        """Returns the lender with the longest steps within the bound; None if it is this one."""
+        """Returns the prefill worker with the longest steps within the bound, among fuller ones.
+
+        Returns None if no other prefill worker decodes more sequences and keeps the bound.
+        """
         costs = self._state.estimates
         paces_s = [
             (pace_s, worker_id)
@@ -244,7 +252,7 @@ class Lending:
     def _pays(
         self, flight: Flight, need: Need, way: tuple[WorkerView, WorkerView], now_s: float
     ) -> bool:
-        """True if the sequence should move to this worker, or if times are unknown."""
+        """True if the sequence should move to this worker, or if the times are unknown."""
         (here, there), costs, bound_s = way, self._state.estimates, flight.limits.tpot_s
         pace_s = tpot_s(there, need, costs)
         if pace_s is None:
@@ -262,7 +270,7 @@ class Lending:
 
 
 def _may_move(flight: Flight, lender: WorkerId, now_s: float) -> bool:
-    """True if the sequence runs on the lender, is not moving and has not moved just before."""
+    """True if the sequence runs on the prefill worker, does not move, and has not just moved."""
     attempt = flight.attempt
     if attempt is None or attempt.decode != lender or attempt.move is not None:
         return False

@@ -13,17 +13,17 @@ sequences to a worker that is much less busy, or to an idle prefill worker. `len
 sequences away from prefill workers that decode.
 
 *Copy.* A sequence runs while it is copied. K and V of its tokens do not change. So the target pulls
-the full blocks under the same kind of lease as any prefix (`OfferPrefix`). It holds the blocks in a
-sequence without a first token (`Decode`). Only then is the source told to stop. After that the
-target pulls the blocks missing in its prefix cache: the last block, and blocks that were filled in
-the meantime. So the client's wait does not depend on the length of the context. One copy is enough:
-growing by a block takes a sequence thousands of times as long as sending the block.
+the full blocks under the same kind of lease as any prefix (`OfferPrefix`). The target stores the
+blocks in a sequence without a first token (`Decode`). Only then is the source told to stop. After
+that the target pulls the blocks that its prefix cache lacks: the last block, and blocks that were
+filled in the meantime. So the client's wait does not depend on the length of the context. One copy
+is enough: filling another block takes thousands of times as long as sending a block.
 
 *Turns.* A few sequences of a worker are copied at a time, each with a deadline from the start of
-its copy. They leave together. A client waits for steps, and if sequences join a target one after
-another, it runs a step for each. So a copied sequence runs on until the other sequences of its
-worker are copied, for a bounded time. The number that leaves at once is bounded too, or their last
-blocks would wait for each other.
+its copy. They leave together. If sequences joined a target one after another, the target would run
+one more step for each, and the clients would wait for these steps. So a copied sequence runs on
+until the other sequences of its worker are copied, for a bounded time. The number that leaves at
+once is bounded too, or their last blocks would wait for each other.
 
 *Hand-over.* Tokens of the old id are delivered until `HandedOver`. From then on there is a new
 attempt: its prompt is all tokens but the last, and the source has prefilled it. Pulls, losses and
@@ -31,21 +31,22 @@ deadlines are handled as for any other attempt. A move does not count as a faile
 sequence loses its target or its copy before it leaves, it runs on, and the rule is checked anew.
 The same holds if its worker may decode again.
 
-*No room.* A sequence without room elsewhere runs on at its source. The move is tried again after
-each event that may make room, and every `RETRY_S`. After `move_timeout_s` the sequence is prefilled
-again, if a worker has room but cannot pull its KV. Otherwise the sequence runs to its end.
+*No room.* A sequence for which no other worker has room is *stranded*: it runs on at its source.
+The move is tried again after each event that may make room, and every `RETRY_S`. After
+`move_timeout_s` the sequence is prefilled again, if a worker has room but cannot pull its KV.
+Otherwise the sequence runs to its end.
 
-*Failed copies.* Only a failed pull is evidence against the two workers: no KV is sent between them
-for a while. After any other failure the copy is repeated later; a late copy is repeated at once,
-but only once. A copy is pure cache, and its target returns it before any sequence waits for its
-memory. If the copy was complete, hand over immediately: the last blocks and those evicted since are
-pulled together.
+*Failed copies.* Only a failed pull is evidence against the two workers: for a while no KV is sent
+between them. After any other failure the copy is repeated later; a late copy is repeated at once,
+but only once. A copy is pure cache, and its target returns it before any sequence waits for memory.
+If the copy was complete, the hand-over follows immediately: the last blocks and those evicted since
+are pulled together.
 
 *The step that waits.* The target's next step waits for this last pull (`Decode.is_moved`) if the
-pull is small: the target holds a copy, or the whole context is a few blocks.
+pull is small: the target has a copy, or the whole context is a few blocks.
 
-An attempt whose decode worker has not started to decode starts anew elsewhere, and its computed
-blocks stay cached. If a mixed worker prefills it, it moves after the prefill.
+An attempt whose decode worker has not started to decode starts anew on another worker, and its
+computed blocks stay cached. If a mixed worker prefills it, it moves after the prefill.
 
 Sources: pre-copy, Clark et al., Live Migration of Virtual Machines, NSDI 2005. KV only grows, so
 the rest at the end is small whatever the length: Sun et al., Llumnix, OSDI 2024.
@@ -68,7 +69,7 @@ NOT_MOVED = "not moved in time"
 
 
 class Moving:
-    """Changes roles, retries stranded sequences, and finds new targets when a target is lost."""
+    """Applies role changes, retries stranded sequences, and replaces lost targets."""
 
     def __init__(self, state: RouterState, ends: Ends, placing: Placing) -> None:
         self._state = state
@@ -82,7 +83,7 @@ class Moving:
     def on_role_changed(
         self, worker: WorkerView, message: RoleChanged, now_s: float
     ) -> list[RouterEffect]:
-        """Applies a worker's new role; a worker may also confirm its old role.
+        """Applies a worker's new role. A worker may also repeat its present role.
 
         A store never changes its role, and no worker becomes a store.
         """
@@ -94,7 +95,8 @@ class Moving:
             state.counters["role changed", message.role] += 1
         state.workers.change_role(worker, message)
         effects: list[RouterEffect] = []
-        for flight in reversed(list(state.flights.values())):  # put back in this order
+        # Youngest first, so the oldest is at the head of the queue.
+        for flight in reversed(list(state.flights.values())):
             effects += self._after_change(flight, worker_id, now_s)
         for flight in list(state.flights.values()):
             if flight.attempt is not None and flight.attempt.decode == worker_id:
@@ -122,7 +124,7 @@ class Moving:
         return self._ends.excuse(flight, ROLE_CHANGED, now_s) if lacks else []
 
     def on_prompt(self, worker: WorkerView, now_s: float) -> list[RouterEffect]:
-        """Moves sequences away from a worker that has started a prompt."""
+        """Moves lent sequences away from a worker that has started a prompt."""
         if not worker.decodes or not self.lending.on_prompt(worker, now_s):
             return []
         return self.copying.copy_next(now_s)
@@ -130,13 +132,13 @@ class Moving:
     def move_all(self, now_s: float) -> list[RouterEffect]:
         """Retries stranded sequences, oldest first, and starts the copies whose turn it is.
 
-        A long sequence does not block shorter ones. A sequence that needs at least as much as one
-        that just found no room is skipped.
+        A long sequence does not block shorter ones. But a sequence is skipped if it needs at least
+        as much room as one of the same source that has just found none.
         """
         state, moves = self._state, self._state.moves
         state.view.remove_severed(now_s)
         effects: list[RouterEffect] = []
-        too_long: dict[WorkerId, int] = {}  # by source: a length that found no room
+        too_long: dict[WorkerId, int] = {}  # shortest length that found no room, by source
         for since_s, flight in self._stranded():
             request_id, attempt = flight.request.request_id, flight.attempt
             assert attempt is not None
@@ -154,7 +156,7 @@ class Moving:
         return effects + self.copying.copy_next(now_s)
 
     def _stranded(self) -> list[tuple[float, Flight]]:
-        """Returns the stranded sequences with the time since when each must move, oldest first."""
+        """Returns the stranded sequences, oldest first, each with the time when it became due."""
         state, moves = self._state, self._state.moves
         stranded = moves.at(MoveStage.STRANDED)
         since = [(moves.wanted[i].since_s, state.flights[i]) for i in stranded]
@@ -163,8 +165,8 @@ class Moving:
     def redirect(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
         """Handles the loss of a move's target.
 
-        If the source was already told to stop, another target is chosen. The source does not have
-        to know the target.
+        If the source was already told to stop, another target is chosen. The source need not know
+        which worker is the target.
         """
         move = attempt.move
         assert move is not None
@@ -184,7 +186,7 @@ class Moving:
     def _give_up(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Prefills a sequence again, if a worker has room for it but cannot pull its KV.
 
-        Otherwise the sequence runs on: what cannot be moved could not be placed either.
+        Otherwise the sequence runs on, as no worker has room for a new attempt either.
         """
         attempt = flight.attempt
         assert attempt is not None

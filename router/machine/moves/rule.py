@@ -1,6 +1,7 @@
 """The rule of moves: a sequence must leave a worker that must no longer decode.
 
-`balancing` starts other moves, of sequences that may stay. These have the same stages.
+`router.machine.moves.free` starts the other moves, whose sequences may also stay. They have the
+same stages.
 
 `router.machine.moves.moving` explains moves as a whole.
 """
@@ -16,8 +17,9 @@ from router.policies.balancing import next_decoder
 from router.policies.base import Need
 from router.policies.candidates import decode_blocks
 
-GATHER_S = 0.5  # a copied sequence waits at most this long for others
-REST_S = 20.0  # seconds after a move, finished or cancelled, without another free one
+GATHER_S = 0.5  # maximum seconds that a copied sequence waits for others
+# Minimum seconds from a move, finished or cancelled, to the sequence's next free move.
+REST_S = 20.0
 
 
 class MoveRule:
@@ -29,7 +31,7 @@ class MoveRule:
         self._placing = placing
 
     def examine(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Starts the move of a sequence that decodes on a worker which must no longer decode."""
+        """Starts a move if the sequence decodes on a worker that must no longer decode."""
         attempt = flight.attempt
         if attempt is None or not attempt.is_decoding:
             return []
@@ -41,7 +43,7 @@ class MoveRule:
             return [] if is_free else self.call_off(flight, attempt)
         reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
         if attempt.move is not None:
-            if attempt.move.is_free:  # the move is no longer free: the sequence must leave
+            if attempt.move.is_free:  # the move is no longer free, because the sequence must leave
                 moves.want(request_id, now_s)
                 attempt.move.reason = reason
             return []
@@ -55,14 +57,14 @@ class MoveRule:
         return []
 
     def start_free(self, flight: Flight, target: WorkerId, reason: str, now_s: float) -> None:
-        """Starts a free move. Unless it was lent, the sequence rests before the next one."""
+        """Starts a free move. Except for lent ones, the next free move must wait for `REST_S`."""
         if reason is not LENT:
             flight.rests_until_s = now_s + REST_S
         self._state.counters[COUNTED_AS[reason], "begun"] += 1
         self._start(flight, target, reason, now_s)
 
     def _start(self, flight: Flight, target: WorkerId, reason: str, now_s: float) -> None:
-        """Starts a move: reserves room at its target, and waits for its turn to be copied."""
+        """Starts a move: reserves room at its target. The copy follows when its turn comes."""
         attempt, need = flight.attempt, self._placing.need(flight, now_s)
         assert attempt is not None
         attempt.move = move = Move(flight.next_seq_id(), target, need.end_len, reason)
@@ -74,7 +76,7 @@ class MoveRule:
             self.gather(flight, move, now_s)
 
     def gather(self, flight: Flight, move: Move, now_s: float) -> None:
-        """Lets a copied sequence wait up to `GATHER_S` for other sequences of its worker."""
+        """Starts the wait of a copied sequence for others of its worker, of at most `GATHER_S`."""
         assert flight.attempt is not None
         move.gather_until_s = now_s + GATHER_S
         request_id, source = flight.request.request_id, flight.attempt.decode
@@ -82,7 +84,7 @@ class MoveRule:
         self._state.deadlines.watch(flight)
 
     def call_off(self, flight: Flight, attempt: Attempt) -> list[RouterEffect]:
-        """Cancels a move before its source was told to stop: the sequence runs on there."""
+        """Cancels a move before its source was told to stop. The sequence runs on at its source."""
         stage = self._state.moves.stage(flight.request.request_id)
         if attempt.move is None or stage is MoveStage.LEAVING:
             return []

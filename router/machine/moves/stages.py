@@ -1,6 +1,6 @@
-"""The state of all moves: the sequences that must leave their workers, by stage.
+"""The state of all moves: the sequences that must or may leave their workers, by stage.
 
-The stage of a move is stored here and nowhere else. `router.machine.moves.moving` has the rules.
+Only this module stores the stage of a move. `router.machine.moves.moving` has the rules.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,68 +15,72 @@ RETRY_S = 1.0  # about the time between two load reports
 
 
 def may_stay(info: Welcome, attempt: Attempt) -> bool:
-    """True if a worker may go on decoding an attempt, by its role or because it was lent to it."""
+    """True if a worker may go on decoding an attempt, by its role or because it was lent."""
     return info.role.decodes or (attempt.is_lent and info.is_fluid)
 
 
 class MoveStage(Enum):
-    """The stage of a move. Until LEAVING the sequence runs at its source."""
+    """The stage of a move. Before LEAVING, the sequence runs at its source."""
 
-    STRANDED = auto()  # no worker has room for the sequence
+    STRANDED = auto()  # no other worker has room for the sequence
     WAITING = auto()  # room is reserved; the sequence waits for its turn to be copied
-    COPYING = auto()  # the target pulls its full blocks
-    COPIED = auto()  # the blocks are copied, or none is full; it waits for its turn to leave
-    LEAVING = auto()  # the source was told to stop it
-    ARRIVING = auto()  # the attempt at the target has replaced it, and the target pulls the rest
+    COPYING = auto()  # the target pulls the sequence's full blocks
+    COPIED = auto()  # the full blocks are copied; the sequence waits for its turn to leave
+    LEAVING = auto()  # the source was told to stop the sequence
+    ARRIVING = auto()  # a new attempt at the target has started, and pulls the last blocks
 
-    __hash__ = object.__hash__  # an enum's own hash runs in Python, and each event looks up here
+    __hash__ = object.__hash__  # an enum's own hash is slow Python, and each event looks up here
 
 
 @dataclass(slots=True)
 class MoveWanted:
-    """A sequence runs on a worker that must not decode it. Removed when it left or may stay."""
+    """A sequence runs on a worker that must not decode it.
+
+    The record is removed when the sequence has left its worker, or may stay there again.
+    """
 
     since_s: float
-    num_late: int = 0  # copies that were late
-    not_before_s: float = 0.0  # no other move starts earlier
+    num_late: int = 0  # number of late copies
+    not_before_s: float = 0.0  # time before which no other move starts
 
 
 class Moves:
-    """Moves by stage, each with its source; within a stage, in the order of entry."""
+    """Moves by stage, each with its source worker; within a stage, in the order of entry."""
 
     def __init__(self) -> None:
         self.wanted: dict[RequestId, MoveWanted] = {}
-        self.retry_s: float | None = None  # next try for stranded sequences
-        self.stages: dict[RequestId, MoveStage] = {}  # by request, for all that move or must
+        self.retry_s: float | None = None  # time of the next try for stranded sequences
+        # Stages of all sequences that move or must move.
+        self.stages: dict[RequestId, MoveStage] = {}
         self._at: dict[MoveStage, dict[RequestId, WorkerId]] = {stage: {} for stage in MoveStage}
 
     def want(self, request_id: RequestId, now_s: float) -> MoveWanted:
-        """Records that a sequence must leave its worker. Returns the record, new or old."""
+        """Records that a sequence must leave its worker. Returns the record, whether new or old."""
         return self.wanted.setdefault(request_id, MoveWanted(now_s))
 
     def at(self, stage: MoveStage) -> Mapping[RequestId, WorkerId]:
-        """Returns the requests in a stage, with the workers that they leave."""
+        """Returns the requests in a stage, each with the worker that it leaves."""
         return self._at[stage]
 
     def stage(self, request_id: RequestId) -> MoveStage | None:
-        """Returns the stage of a request's move; None if it does not move."""
+        """Returns the stage of a request's move; None if the request does not move."""
         return self.stages.get(request_id)
 
     def enter(self, request_id: RequestId, stage: MoveStage, source: WorkerId) -> None:
-        """Puts a move into a stage."""
+        """Sets the stage of a move."""
         self.end(request_id)
         self.stages[request_id] = stage
         self._at[stage][request_id] = source
 
     def strand(self, request_id: RequestId, source: WorkerId, now_s: float) -> None:
-        """Records that no worker has room; the retry is due after `RETRY_S`."""
+        """Records that no worker has room for a sequence; the retry is due after `RETRY_S`."""
         retry_s = now_s + RETRY_S if self.retry_s is None else self.retry_s
         if self.stage(request_id) is not MoveStage.STRANDED:
             self.enter(request_id, MoveStage.STRANDED, source)
         self.retry_s = retry_s
 
     def end(self, request_id: RequestId) -> None:
-        """Removes a move from its stage. The record that the sequence must leave stays."""
+        """Removes a move from its stage. The record that the sequence must leave is kept."""
         stage = self.stages.pop(request_id, None)
         if stage is not None:
             del self._at[stage][request_id]
@@ -84,22 +88,22 @@ class Moves:
             self.retry_s = None
 
     def remove(self, request_id: RequestId) -> None:
-        """Removes the record: the sequence has left its worker, or may stay there."""
+        """Removes the record that a sequence must leave: it has left, or it may stay."""
         self.wanted.pop(request_id, None)
         if self.stage(request_id) is MoveStage.STRANDED:
             self.end(request_id)
 
     def under_way(self) -> bool:
-        """True if any sequence has room reserved at a target, or has not arrived there yet."""
+        """True if any sequence has room reserved at a target and has not arrived there."""
         return len(self.stages) > len(self._at[MoveStage.STRANDED])
 
     def on_their_way(self) -> Iterator[WorkerId]:
-        """Yields the source of each sequence that was told to stop and has not started again."""
+        """Yields the sources of sequences that were told to stop and have not started again."""
         yield from self._at[MoveStage.LEAVING].values()
         yield from self._at[MoveStage.ARRIVING].values()
 
     def validate(self, flights: Mapping[RequestId, Flight], view: ClusterView) -> None:
-        """Asserts that stages agree with the attempts, and that no sequence was lost."""
+        """Asserts that stages are consistent with attempts, and that no sequence was lost."""
         stranded = self._at[MoveStage.STRANDED]
         assert (self.retry_s is not None) == bool(stranded)
         assert self.stages == {i: stage for stage, ids in self._at.items() for i in ids}
