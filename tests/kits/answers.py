@@ -1,4 +1,4 @@
-"""Answers of a server that were never sent."""
+"""Builds the client's record of an answer without a server."""
 
 from collections.abc import Iterable, Mapping
 
@@ -14,7 +14,7 @@ def answer_at(
     num_cached: int | None = 0,
     timeline_s: Mapping[str, float] | None = None,
 ) -> Answer:
-    """An answer with a content chunk at each time, and by default a token in each chunk."""
+    """Returns an answer with one content chunk at each time. By default a chunk has one token."""
     chunk_times_s = tuple(times_s)
     num_output = len(chunk_times_s) if num_tokens is None else num_tokens
     return Answer(sent_s, chunk_times_s, num_output, num_prompt, num_cached, timeline_s or {})

@@ -10,7 +10,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no o
 
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1, and its key."""
+    """Makes a certificate for 127.0.0.1 and its key; returns their files."""
     folder.mkdir(parents=True, exist_ok=True)
     certificate, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<turn>")
 VOCAB_SIZE = (
     256 + len(SPECIAL_TOKENS) + 1
-)  # one id that no text uses; a multiple of 4 is not needed
+)  # one id that no text uses; the size need not be a multiple of 4
 CONTEXT_LEN = 512
 SLIDING_WINDOW = 12
 
@@ -38,10 +38,10 @@ COMMON = {
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
-# The architectures that continuous integration serves token for token like transformers.
+# Model kinds whose answers must equal transformers' token for token in continuous integration.
 KINDS = {
     "llama": {"model_type": "llama", "head_dim": 8},
-    "qwen2": {  # biases of Q, K and V; windows in all layers but the first
+    "qwen2": {  # biases of Q, K and V; sliding windows in all layers but the first
         "model_type": "qwen2",
         "use_sliding_window": True,
         "sliding_window": SLIDING_WINDOW,
@@ -83,7 +83,7 @@ KINDS = {
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
 }
 
-# Models with more than linear layers: their own experts and gates, `Conv1D`.
+# Kinds with their own experts and gates or with `Conv1D`, besides linear layers.
 OWN_CODE = {
     "qwen2_moe": COMMON
     | {
@@ -128,7 +128,7 @@ OWN_CODE = {
     },
 }
 
-# Not among the former: K and V, and the context, of Llama-3.2-1B; all else is tiny.
+# Not in the kinds above: K, V and context length as in Llama-3.2-1B; other sizes are tiny.
 LLAMA_1B_KV = {
     "model_type": "llama",
     "num_hidden_layers": 16,
@@ -140,7 +140,8 @@ LLAMA_1B_KV = {
 
 
 def tiny_checkpoint(tmp_path_factory, kind: str) -> Path:
-    """Directory of the checkpoint of that kind, made once per test session. Do not write to it."""
+    """Returns the folder of a checkpoint of this kind, made once per test session; do not write to
+    it."""
     return _saved(tmp_path_factory.getbasetemp(), kind)
 
 
@@ -168,14 +169,14 @@ def save_checkpoint(path: Path, properties: dict, *, seed: int = 0) -> None:
 
 @torch.no_grad()
 def randomise_vectors(model: torch.nn.Module) -> None:
-    """Moves norms and biases off the ones and zeros that they begin with, which hide mistakes."""
+    """Adds noise to norms and biases: their initial ones and zeros would hide mistakes."""
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 
 def make_embedding(path: Path, **of_config: object) -> None:
-    """Makes a saved checkpoint one of embeddings, as sentence-transformers saves it."""
+    """Turns a saved checkpoint into an embedding model, in the files of sentence-transformers."""
     types = ("Transformer", "Pooling", "Normalize")
     modules = [
         {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"models.{name}"}
@@ -214,7 +215,7 @@ def save_tokenizer(path: Path) -> None:
 
 
 def _byte_texts() -> list[str]:
-    """Byte-level letters: printable bytes as they are, others from U+0100 on."""
+    """Returns the byte-level letter of each byte: itself if printable, else from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (b for b in range(256) if b not in printable)
     texts = {b: chr(256 + i) for i, b in enumerate(others)} | {b: chr(b) for b in printable}

@@ -1,4 +1,4 @@
-"""Driven processes that run a short script."""
+"""Child processes that run a short script and exchange messages with the test."""
 
 import sys
 from textwrap import dedent
@@ -13,7 +13,7 @@ PRELUDE = """
 
 
 def started(script: str, name: str = "peer", close_timeout_s: float = CLOSE_TIMEOUT_S) -> Driven:
-    """Starts a process that runs this script; the script has `say` and `hear`."""
+    """Starts a process that runs this script. The script can call `say` and `hear`."""
     command = [sys.executable, "-S", "-E", "-c", dedent(PRELUDE) + dedent(script)]
     engine = Driven(name, command, close_timeout_s=close_timeout_s)
     engine.start()

@@ -1,4 +1,4 @@
-"""Two real endpoints on loopback, with small timing, for the contract of the backends."""
+"""Two real endpoints on loopback, with short timeouts, for the contract tests of the backends."""
 
 import queue
 from collections.abc import Callable, Iterator
@@ -42,8 +42,8 @@ from kvtransfer.messages import Identity
 
 LAYOUT = KVLayout(
     block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(2, 2, 16),)
-)  # 8 KiB a block
-TIMING = Timing(ttl_s=8.0, hold_every_s=0.1, silence_s=4.0)  # a busy machine may stall for one
+)  # bytes of a block: 8 KiB
+TIMING = Timing(ttl_s=8.0, hold_every_s=0.1, silence_s=4.0)  # a busy machine may stall for a second
 NUM_BLOCKS = 200
 SECRET = Secret("secret")
 DEADLINE_S = 120.0
@@ -51,7 +51,7 @@ DEADLINE_S = 120.0
 
 @dataclass
 class Worker:
-    """One endpoint, with its pool and everything that it reported."""
+    """One endpoint with its block pool and every event that it has reported."""
 
     endpoint: TransferEndpoint
     pool: PrivatePool | SharedPool
@@ -87,13 +87,13 @@ class Worker:
         self.endpoint.perform(StartPull(SeqId(seq), blocks))
 
     def pull(self, seq: str, lease: LeaseRef, pairs: list[tuple[int, int]]) -> Event:
-        """Pulls and waits for the end."""
+        """Pulls a lease and waits until the pull is done or has failed."""
         self.hold(seq, lease)
         self.start(seq, pairs)
         return self.end_of_pull()
 
     def is_held(self, name: str) -> bool:
-        """True if a sink has asked for this lease."""
+        """Returns True if a sink holds this lease open."""
         lease = self.endpoint.source._leases.get(LeaseId(name))
         return lease is not None and bool(lease.holders)
 
@@ -125,7 +125,7 @@ def fill(pool: PrivatePool | SharedPool, seed: int) -> None:
 def config_of(
     name: str, transport: Transport, identity: Identity, timing: Timing, secret: Secret = SECRET
 ) -> EndpointConfig:
-    """Returns the configuration of the endpoint of a worker, or of one of its ranks."""
+    """Returns the endpoint configuration of a worker, or of one rank of a worker."""
     return EndpointConfig(
         worker_id=WorkerId(name),
         incarnation=Incarnation(f"{name}-1"),
@@ -176,7 +176,10 @@ def worker(
 def ranks(
     name: str, transport: Transport, shards: tuple[Shard, ...], **options: Any
 ) -> Iterator[list[Worker]]:
-    """Opens an endpoint for each rank of a worker. Each has the address of all."""
+    """Opens an endpoint for each rank of a worker.
+
+    Each endpoint gets the addresses of all ranks.
+    """
     with ExitStack() as stack:
         group = [
             stack.enter_context(worker(name, transport, shard=shard, group=shards, **options))
@@ -195,7 +198,7 @@ def address_of(ranks: list[TransferAddress]) -> TransferAddress:
 
 
 def share_of(blocks: Blocks, layout: KVLayout, shard: Shard) -> Blocks:
-    """Returns what a rank holds of blocks of the whole model."""
+    """Returns the part of the whole model's blocks that one rank stores."""
     parts = []
     for index, section in enumerate(layout.sections):
         begin, end = (layout.section_offset_bytes(i) for i in (index, index + 1))
@@ -231,7 +234,7 @@ def bound() -> Iterator[tuple["zmq.Socket[bytes]", TransferAddress]]:
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    """Polls until `holds`; fails after the deadline."""
+    """Polls until `holds` returns True; fails after the deadline."""
     import select
 
     clock = MonotonicClock()

@@ -1,4 +1,4 @@
-"""Checks of grammars for tests that need no process: done at once, for the bundled tokenizer."""
+"""A grammar check that needs no process: it compiles at once, for the bundled tokenizer."""
 
 from collections import Counter
 from functools import cache

@@ -1,4 +1,4 @@
-"""Nurseries whose children are something lighter than services."""
+"""Nurseries whose child processes are small scripts instead of services."""
 
 from deploy.local.nursery import Nursery
 
@@ -17,10 +17,11 @@ if kind is not None:
 
 
 def nursery_of(become: str, prepare: str = "") -> Nursery:
-    """Children run a statement; `prepare` is what the nursery does at its start."""
+    """Returns a nursery whose children run a statement; `prepare` runs once when the nursery
+    starts."""
     return Nursery(("-c", PROGRAM.format(prepare=prepare, become=become)))
 
 
 def nursery_of_shells(script: str) -> Nursery:
-    """Children run a shell script."""
+    """Returns a nursery whose children run a shell script."""
     return nursery_of(f"os.execv('/bin/sh', ['sh', '-c', {script!r}])")

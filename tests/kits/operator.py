@@ -8,11 +8,11 @@ from pathlib import Path
 
 import httpx
 
-CHANGE_S = 240.0  # the longest change of pools, where others compute too
+CHANGE_S = 240.0  # the longest change of pools on a busy machine
 
 
 class Trickle:
-    """A client that sends one request after another; each must be answered in full."""
+    """A client that sends one request after another. Every answer must be complete."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -1,4 +1,4 @@
-"""The pool machine in a small world of fake workers and gateways, without processes."""
+"""The pool machine with fake workers, gateways and a fake clock, without processes."""
 
 import heapq
 import random
@@ -65,7 +65,7 @@ def model_version(name: str, pools: Pools) -> Version:
 
 
 class FakePoolProcess:
-    """A worker that obeys at once; its answers take a while."""
+    """A worker that obeys an order at once and answers after a delay."""
 
     def __init__(self, role: Role, version: str, kv_format: KVFormat) -> None:
         self.role = role
@@ -73,13 +73,13 @@ class FakePoolProcess:
         self.kv_format = kv_format
         self.refuses: set[Role] = set()
         self.is_deaf = False
-        self.is_stuck = False  # never idle
+        self.is_stuck = False  # true: never reports that it is idle
         self.is_mute = False  # ignores orders
-        self.num_decoding = 0  # sequences
+        self.num_decoding = 0  # number of sequences
 
 
 class PoolWorld:
-    """A machine with a fake launcher, workers and clock: effects become events a little later."""
+    """A machine with a fake launcher, workers and clock: effects become events after a delay."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class PoolWorld:
         nodes: tuple[str, ...] = (),
         update_timeout_s: float = 900.0,
     ) -> None:
-        """`others` are models beside the main one, with their pools. `idle_s` is of these.
+        """`others` are further models with their pools; `idle_s` applies to these models.
 
-        With `nodes`, each of them has a store for each version.
+        With `nodes`, each node has a store for each version.
         """
         self.now_s = 0.0
         limits = PoolLimits(
@@ -112,35 +112,37 @@ class PoolWorld:
         self.machine = PoolMachine(intent, limits=limits, gateways=gateways)
         self.rng = random.Random(1)
         self.processes: dict[str, FakePoolProcess] = {}
-        self.unheard: dict[str, FakePoolProcess] = {}  # dead, but not reported yet
+        # dead processes whose death is not reported yet
+        self.unheard: dict[str, FakePoolProcess] = {}
         self.addresses: dict[str, str] = {}
         self.queue: list[tuple[float, int, object]] = []
         self.number = count()
         self.requests: Counter[str] = Counter()  # running requests, by version
-        self.ends: dict[str, tuple[int, int, int]] = {}  # ended, failed, late: of each second
-        self.ended: dict[str, list[int]] = {}  # the sums, by version
+        # ended, failed and late requests in each second, by version
+        self.ends: dict[str, tuple[int, int, int]] = {}
+        self.ended: dict[str, list[int]] = {}  # totals of `ends`, by version
         self.hung: dict[str, int] = {}  # answers that hang, by version
-        self.longest_len: dict[str, int] = {}  # by version
-        self.probes: dict[str, str | None] = {}  # results of the gateways' probes, by version
-        self.missing: dict[str, str] = {}  # why gateways cannot serve a version
-        self.silent: set[str] = set()  # gateways
+        self.longest_len: dict[str, int] = {}  # longest sequence length, by version
+        self.probes: dict[str, str | None] = {}  # the gateways' probe results, by version
+        self.missing: dict[str, str] = {}  # reasons why gateways cannot serve a version
+        self.silent: set[str] = set()  # gateways that send no report
         self.hanging: set[str] = set()  # gateways that are never reached
         self.fails: list[str] = []  # reasons why the next starts fail
-        self.start_s = 0.5  # how long a start takes
+        self.start_s = 0.5  # seconds from order to start
         self.bad_versions: set[str] = set()  # versions that never start
-        self.unreachable_versions: set[str] = set()  # their workers are never reached
+        self.unreachable_versions: set[str] = set()  # versions whose workers are never reached
         self.fails_always: set[Role] = set()
-        self.has_no_place: set[str] = set()  # names of workers that need another node
+        self.has_no_place: set[str] = set()  # workers that fit only on another node
         self.started: list[tuple[float, str]] = []
         self.stopped_gateways: list[tuple[float, str]] = []
         self.told: list[str] = []
-        self.stores: dict[str, str] = {}  # running stores, with their versions
-        self.retired: list[str] = []  # stores whose blocks were removed
+        self.stores: dict[str, str] = {}  # running stores and their versions
+        self.retired: list[str] = []  # names of stores whose blocks were removed
         self.failing_stores: set[str] = set()
         if nodes:
             self.feed(NodesSeen(nodes))
 
-    # -------------------------------------------------------- time
+    # -------------------------------------------------------- passing of time
 
     def later(self, event: object, delay_s: float | None = None) -> None:
         delay_s = self.rng.uniform(0.01, 1.5) if delay_s is None else delay_s
@@ -163,12 +165,12 @@ class PoolWorld:
             self.feed(PoolTick())
 
     def pass_quietly(self, seconds: float) -> None:
-        """Advances the time without reports and without ticks."""
+        """Advances the time without reports and ticks."""
         assert not self.queue
         self.now_s += seconds
 
     def report(self) -> None:
-        """Lets gateways that serve report on the present members."""
+        """Makes serving gateways report the workers that they know."""
         members = self.machine.members
         for name, ends in self.ends.items():
             sums = self.ended.setdefault(name, [0, 0, 0])
@@ -275,15 +277,16 @@ class PoolWorld:
         self.later(RoleSeen(WorkerId(worker_id), self.addresses[worker_id], process.role))
 
     def check_not_last(self, worker_id: str, role: Role) -> None:
-        """Asserts that an order leaves a worker that prefills and a worker that decodes.
+        """Asserts that after an order a prefill worker and a decode worker remain.
 
-        This does not hold for a version that is over.
+        A version that is being removed is exempt.
         """
         process = self.processes.get(worker_id)
         if process is None or process.is_deaf:
             return
         version = self.machine.intent.version(process.version)
-        if version is not None and version.asleep is not None:  # its requests wait till it wakes
+        # its requests wait until the version is awake
+        if version is not None and version.asleep is not None:
             return
         if version is None or version.is_over:
             assert not self.requests[process.version]
@@ -307,13 +310,13 @@ class PoolWorld:
         self.feed(Disconnected(WorkerId(worker_id), address, "silence"))
 
     def connect(self, *worker_ids: str) -> None:
-        """Connects these workers, by default all of them."""
+        """Makes the gateways connect to these workers, by default to all workers."""
         for name in worker_ids or list(self.processes):
             process, address = self.processes[name], self.addresses[name]
             self.feed(Connected(WorkerId(name), address, process.role, process.kv_format))
 
     def replace_controller(self, intent: Intent, gateways=("gateway",), **known) -> None:
-        """Starts the next controller, which finds all workers, and these gateways, running."""
+        """Starts the next controller, which finds all workers and the given gateways running."""
         self.machine = PoolMachine(
             intent, limits=self.machine.limits, gateways=["gateway"], **known
         )
@@ -323,7 +326,7 @@ class PoolWorld:
         )
         self.feed(Found(workers, gateways))
 
-    # -------------------------------------------------------- state
+    # -------------------------------------------------------- state of the world
 
     def roles(self) -> dict[str, Role]:
         return {name: p.role for name, p in sorted(self.processes.items())}
@@ -338,7 +341,7 @@ def intent_of(pools: Pools, **fields) -> Intent:
 
 
 def settled(*arguments, **options) -> PoolWorld:
-    """Returns a world whose pools have reached their wanted size."""
+    """Returns a world whose pools have reached their target size."""
     world = PoolWorld(*arguments, **options)
     world.feed(PoolTick())
     world.settle()
@@ -348,7 +351,7 @@ def settled(*arguments, **options) -> PoolWorld:
 
 
 def check_refused(world: PoolWorld, order: object, *, reason: str, status: int) -> None:
-    """Asserts that the machine refuses an order for this reason, and changes nothing."""
+    """Asserts that the machine refuses an order for this reason and changes no state."""
     before = world.machine.members
     with pytest.raises(OrderRefused, match=reason) as caught:
         world.feed(order)

@@ -1,4 +1,4 @@
-"""Random JSON schemas of shapes that people write, and random answers under a guide."""
+"""Random JSON schemas in common shapes, and random answers under a guide."""
 
 import json
 import random
@@ -49,7 +49,7 @@ FORMATS = (
 )
 
 
-# The library's checks that need no other package, and simple ones that do.
+# Formats that jsonschema checks without another package, and simple ones that need one.
 CHECKER = FormatChecker(("date", "email", "ipv4", "ipv6", "uuid"))
 
 
@@ -64,7 +64,7 @@ def is_time(text: object) -> bool:
 
 
 class SchemaMaker:
-    """Makes one schema; its definitions may refer to one another."""
+    """Makes one schema whose definitions may refer to one another."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -200,7 +200,10 @@ def random_schema(seed: int) -> dict[str, object]:
 
 
 def faults(schema: dict[str, object], text: str) -> list[str]:
-    """The reasons why JSON does not validate. Numbers are compared as written, not as doubles."""
+    """Returns the reasons why JSON does not validate.
+
+    Numbers are compared exactly, not as doubles.
+    """
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     validator = Draft202012Validator(exact, format_checker=CHECKER)
     value = json.loads(text, parse_float=Decimal)
@@ -209,12 +212,13 @@ def faults(schema: dict[str, object], text: str) -> list[str]:
 
 
 def allowed_ids(mask: np.ndarray) -> np.ndarray:
-    """The ids whose bits are set in uint32 [words]."""
+    """Returns the ids whose bits are set in uint32 [words]."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
 def terseness(tokens: list[str]) -> np.ndarray:
-    """Weights that make random answers end: closing tokens are likely, blanks are not."""
+    """Returns weights that make random answers short: closing tokens are likely, blanks
+    unlikely."""
     closing = set('"}],') | set(string.digits)
     weights = [200.0 if t in closing else 5.0 if t and t[-1] in '"}]' else 1.0 for t in tokens]
     blank = [0.02 if not t.strip() else 1.0 for t in tokens]
@@ -222,7 +226,8 @@ def terseness(tokens: list[str]) -> np.ndarray:
 
 
 def write_answer(guide, weights, rng, *, max_tokens: int, eos: list[int]) -> list[int] | None:
-    """Random tokens that the guide allows, without the one that ends them; None if none does."""
+    """Returns random tokens that the guide allows, without the end token, or None if it gets
+    stuck."""
     answer: list[int] = []
     while len(answer) < max_tokens:
         ids = allowed_ids(guide.masks(())[0])

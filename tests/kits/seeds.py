@@ -1,4 +1,4 @@
-"""The seeds of random runs: more of them when `make fuzz` searches."""
+"""The seeds of random runs. `make fuzz` uses more seeds."""
 
 from hypothesis import settings
 

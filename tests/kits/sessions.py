@@ -1,4 +1,4 @@
-"""Sessions of tests: a server that echoes frames."""
+"""A session server for tests that echoes frames."""
 
 from engine.net.sessions import Line, SessionClient
 from engine.net.trust import Secret

@@ -10,12 +10,12 @@ from engine.messages import Limits
 from router.text.detokenizer import AnswerText, ByteDetokenizer, Detokenizer
 from router.text.token_bytes import byte_table
 
-FEW = settings(max_examples=20, deadline=None)  # a unit test has 50 ms
+FEW = settings(max_examples=20, deadline=None)  # a unit test may take 50 ms
 SPECIAL = frozenset({0, 1})
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Special tokens, all bytes, and pieces of one to three bytes that cut characters anywhere."""
+    """Returns a tokenizer of special tokens, all bytes, and pieces that cut characters anywhere."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     rng = random.Random(5)
     pieces = ["".join(rng.choices(alphabet, k=rng.choice((2, 3)))) for _ in range(200)]
@@ -28,7 +28,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Makes a tokenizer like Llama 2's: words begin with ▁, and text outside the vocabulary
+    """Returns a tokenizer like Llama 2's: words begin with ▁, and text outside the vocabulary
     falls back to bytes.
     """
     words = ["<s>", "</s>", "<unk>", "▁", "▁a", "b", "▁the"]
@@ -50,7 +50,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()
 VOCAB_SIZE = BYTE_LEVEL.get_vocab_size()
-TOKEN_OF_BYTE = {  # as ByteLevel writes them
+TOKEN_OF_BYTE = {  # the letter by which ByteLevel writes each byte
     byte: BYTE_LEVEL.token_to_id(letter)
     for byte, letter in zip(
         (b"\xf0", b"\xe2", b"\x9f", b"\x82", b"\xac", b"\xff"), "ðâŁĤ¬ÿ", strict=True

@@ -1,6 +1,6 @@
-"""Shared by the tests of core and schedulers: tables of events and the effects they must have.
+"""Kit of the tests of core and schedulers: tables of events and their expected effects.
 
-Blocks have four tokens, and an empty pool hands out 0, 1, 2, … in this order.
+Blocks have four tokens, and an empty pool allocates the blocks 0, 1, 2, … in this order.
 """
 
 from dataclasses import dataclass
@@ -64,8 +64,8 @@ from engine.worker.intake import Intake
 from tests.kits.fakes.worker import WorkerShape
 
 BLOCK_SIZE = 4
-ROOM = 100  # tokens that an answer may have by default
-SAMPLED = 99  # the token that every step samples by default
+ROOM = 100  # default maximum tokens of an answer
+SAMPLED = 99  # token that every step samples by default
 PLAIN = Sampling()
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -98,9 +98,9 @@ def prefill(
     num_top=None,
     gateway="g",
 ) -> FromGateway:
-    """A prompt, given by its tokens or their number, and bounds of the answer's length.
+    """Returns a prompt, given by its tokens or their number, with bounds on the answer's length.
 
-    Another worker offers `prefix` blocks of it.
+    Another worker offers `prefix` blocks of the prompt.
     """
     fields = _fields(name, prompt, more, least, stops, sampling)
     lease = there(f"{name}.prefix", prefix) if prefix else None
@@ -124,14 +124,14 @@ def offer_prefix(name, prompt, gateway="g") -> FromGateway:
 def decode(
     name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, gateway="g", **kind
 ) -> FromGateway:
-    """A `Decode` message; `kind` may be is_copy or is_moved."""
+    """Returns a `Decode` message; `kind` may be is_copy or is_moved."""
     fields = _fields(name, prompt, more, least, stops, sampling)
     lease = there(name, -(-len(fields["token_ids"]) // BLOCK_SIZE))
     return FromGateway(GatewayId(gateway), Decode(**fields, lease=lease, **kind))
 
 
 def copy(name, prompt, gateway="g") -> FromGateway:
-    """The message for a sequence that still runs elsewhere."""
+    """Returns the message for a copy of a sequence that still runs on another worker."""
     return decode(name, prompt, more=1, gateway=gateway, is_copy=True)
 
 
@@ -168,9 +168,9 @@ def pull_failed(name, reason="why", arrived=()) -> PullFailed:
 
 
 class Step:
-    """A step of the core; the rows that sample get these tokens.
+    """A step of the core, with the token that each sampling row gets.
 
-    Several tokens for one row are a tuple: all but the last were drafted and kept.
+    A tuple gives one row several tokens: all but the last are accepted drafts.
     """
 
     def __init__(self, *tokens: int | tuple[int, ...]) -> None:
@@ -178,7 +178,7 @@ class Step:
 
 
 class Blocks:
-    """Not an event: the effect is the number of blocks in each state."""
+    """Not an event: the expected effect is the number of blocks in each state."""
 
 
 # ---------------------------------------------------------------- effects
@@ -186,7 +186,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Not an effect: a row of a step, the tokens `start` to `end` of a sequence."""
+    """Not an effect: a row of a step that computes the tokens `start` to `end` of a sequence."""
 
     name: str
     start: int
@@ -194,12 +194,12 @@ class Ran:
 
 
 def there(name, num_blocks) -> LeaseRef:
-    """A lease on another worker."""
+    """Returns a lease on another worker."""
     return LeaseRef(LeaseId(name), THERE, num_blocks)
 
 
 def here(name, num_blocks) -> LeaseRef:
-    """A lease on the worker under test."""
+    """Returns a lease on the worker under test."""
     return LeaseRef(LeaseId(name), HERE, num_blocks)
 
 
@@ -236,7 +236,7 @@ def hold_prefix(name, num_blocks) -> HoldLease:
 
 
 def offered(name, num_blocks, gateway="g") -> Emit:
-    """The answer to a requested offer; without blocks, no lease."""
+    """Returns the answer to a requested offer; without blocks, it has no lease."""
     lease = here(f"{name}.prefix", num_blocks) if num_blocks else None
     return emit(PrefixOffered(SeqId(name), lease), gateway)
 
@@ -263,7 +263,7 @@ def token(name, token=SAMPLED, finish=None, gateway="g") -> Emit:
 
 
 def tokens(name, *token_ids, drafted=0, accepted=None, finish=None) -> Emit:
-    """The tokens of a step with a draft."""
+    """Returns the tokens of a step with a draft."""
     num_accepted = len(token_ids) - 1 if accepted is None else accepted
     return emit(Tokens(SeqId(name), list(token_ids), finish, [], drafted, num_accepted))
 
@@ -277,7 +277,7 @@ def role_changed(role) -> EmitToAll:
 
 
 def handed_over(name, lease=None, num_blocks=0, gateway="g") -> Emit:
-    """No lease: the sequence does not run here."""
+    """Returns the hand-over message. Without a lease, the sequence does not run on this worker."""
     ref = None if lease is None else here(lease, num_blocks)
     return emit(HandedOver(SeqId(name), ref), gateway)
 
@@ -286,11 +286,11 @@ def blocks(*, free=0, cached=0, owned=0, leased=0, in_flight=0) -> list[BlockCou
     return [BlockCounts(free, cached, owned, leased, in_flight)]
 
 
-# ---------------------------------------------------------------- the worker under test
+# ---------------------------------------------------------------- worker under test
 
 
 class FixedSpeculator:
-    """Stands in for a `Speculator`: always the same draft, where a draft is allowed."""
+    """Stands in for a `Speculator`: returns the same draft wherever a draft is allowed."""
 
     def __init__(self, proposer: Proposer | None, num_tokens=3, *, has_draft_model=True) -> None:
         self.max_draft_tokens = self.num_tokens = num_tokens
@@ -335,7 +335,7 @@ class FixedSpeculator:
 
 
 class Rig:
-    """A core of one role around a small pool; with a `stretch` it is fluid."""
+    """A core of one role with a small pool; with a `stretch` the worker is fluid."""
 
     def __init__(
         self,
@@ -350,7 +350,7 @@ class Rig:
         speculator=None,
         **intake,
     ) -> None:
-        """`intake`: guides, vocab_size, context_len."""
+        """`intake` is guides, vocab_size and context_len."""
         self.pool = BlockPool(num_blocks)
         self.core = WorkerCore(
             self.pool,
@@ -364,8 +364,8 @@ class Rig:
         )
         self.decode, self.prefill = self.core.decode, self.core.prefill
         self.offers = self.core.offers
-        self.rows: tuple[Row, ...] = ()  # in the last step
-        self.seconds: float | None = None  # the runner's time of a step
+        self.rows: tuple[Row, ...] = ()  # rows of the last step
+        self.seconds: float | None = None  # duration of a step in the runner
         self.now_s = 0.0
 
     def take(self, event: Event | Step | Blocks) -> list[Effect | Ran | BlockCounts]:
@@ -395,7 +395,7 @@ class Rig:
         return [*effects, *ran, *self.core.finish(BatchResult(sampled, times), self.now_s)]
 
     def play(self, *steps: tuple[object, list[object]]) -> None:
-        """Asserts that each event has just these effects, in this order."""
+        """Asserts that each event has exactly these effects, in this order."""
         for number, (event, expected) in enumerate(steps, start=1):
             assert self.take(event) == expected, f"event {number}"
             self.core.validate()
@@ -413,5 +413,5 @@ def _result(row: Row, chosen: int | tuple[int, ...]) -> RowResult:
 
 
 def score(token_id: int) -> Logprobs:
-    """The rig's log-probability of a token."""
+    """Returns the rig's log-probability of a token."""
     return Logprobs(-float(token_id), token_id)

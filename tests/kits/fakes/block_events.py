@@ -14,6 +14,6 @@ def stored(
     token_ids: Sequence[int] = (),
     medium: str | None = None,
 ) -> BlockStored:
-    """An event; fields that Baton does not use are empty."""
+    """Returns an event of a stored block; fields that Baton does not use are empty."""
     ids, hashes = list(token_ids), list(block_hashes)
     return BlockStored(hashes, parent, ids, block_size, lora_id=None, medium=medium, lora_name=None)

@@ -15,7 +15,8 @@ from tests.kits.fakes.gateway import Ask, FakeGateway, Link, Route
 from tests.kits.fakes.model import BLOCK_SIZE, Kv, answer, kvs_of
 from tests.kits.fakes.worker import FakeWorker, WorkerShape
 
-Move = tuple[Callable[[], None], FakeWorker | None]  # and the worker that it changes
+# an action, and the worker whose state it changes
+Move = tuple[Callable[[], None], FakeWorker | None]
 
 
 class FakeCluster:
@@ -28,10 +29,11 @@ class FakeCluster:
         self.block_contents: dict[BlockHash, list[Kv]] = {}
         self._connections: list[Connection] = []
         self._peers = count()
-        self._orphans: list[tuple[GatewayId, WorkerId, Link]] = []  # their gateways are gone
+        # connections of gateways that have died
+        self._orphans: list[tuple[GatewayId, WorkerId, Link]] = []
         self.workers = {WorkerId(n): FakeWorker(n, shape, self) for n, shape in shapes.items()}
 
-    # ------------------------------------------------------------ what a test does
+    # ------------------------------------------------------------ actions of a test
 
     def add_gateway(self, name: str) -> FakeGateway:
         gateway = FakeGateway(name, self.workers)
@@ -48,9 +50,9 @@ class FakeCluster:
         sampling: Sampling | None = None,
         num_top: int | None = None,
     ) -> Ask:
-        """Submits a request. Each attempt takes the next route.
+        """Submits a request. Each attempt of the request uses the next route.
 
-        A route names the prefill worker, the decode worker and optionally the prefix's holder.
+        A route names the prefill worker, the decode worker and optionally the holder of a prefix.
         """
         sampling = Sampling() if sampling is None else sampling
         ask = Ask(
@@ -68,7 +70,7 @@ class FakeCluster:
         return ask
 
     def lose(self, gateway: FakeGateway, num_arriving: int) -> None:
-        """Ends a gateway; the first `num_arriving` messages to each worker still arrive."""
+        """Kills a gateway; its first `num_arriving` messages to each worker still arrive."""
         gateway.give_up()
         del self.gateways[gateway.gateway_id]
         for worker_id, link in gateway.links.items():
@@ -78,7 +80,7 @@ class FakeCluster:
             self._orphans.append((gateway.gateway_id, worker_id, link))
 
     def unblock(self) -> None:
-        """Lets all stuck parts and links go on."""
+        """Unblocks all stuck worker parts and connections."""
         for worker in self.workers.values():
             worker.stuck.clear()
         for gateway in self.gateways.values():
@@ -86,7 +88,7 @@ class FakeCluster:
                 link.is_stuck = False
 
     def moves(self) -> list[Move]:
-        """All possible next moves, except the passing of time."""
+        """Returns all possible next moves, except that time passes."""
         moves: list[Move] = []
         for worker in self.workers.values():
             moves += self._moves_of(worker)
@@ -136,7 +138,7 @@ class FakeCluster:
         raise AssertionError("the cluster does not come to rest")
 
     def is_at_rest(self) -> bool:
-        """True if every request has ended and no worker holds anything."""
+        """Returns True if every request has an outcome and no worker holds blocks or sequences."""
         return (
             self._is_quiet()
             and all(ask.outcome is not None for ask in self.asks)
@@ -144,7 +146,7 @@ class FakeCluster:
         )
 
     def _is_quiet(self) -> bool:
-        """True if no message or step is under way."""
+        """Returns True if no message and no step is in flight."""
         links = [link for _, _, link in self._orphans]
         links += [link for gateway in self.gateways.values() for link in gateway.links.values()]
         return not (
@@ -155,7 +157,8 @@ class FakeCluster:
         )
 
     def _check_for_orphans(self) -> None:
-        """When quiet, workers serve and lease only for attempts that go on."""
+        """Asserts, when nothing is in flight, that workers serve and lease only for running
+        attempts."""
         wanted = {seq_id for gateway in self.gateways.values() for seq_id in gateway.asks}
         for worker in self.workers.values():
             assert worker.seq_ids() <= wanted, "a sequence goes on that no gateway wants"
@@ -191,12 +194,12 @@ class FakeCluster:
         inbox.append(FromGateway(gateway_id, message))  # type: ignore[arg-type]
 
     def _learn(self, token_ids: list[int]) -> None:
-        """Records the contents of a token sequence's blocks, by hash."""
+        """Records the KV of a token sequence's blocks by block hash."""
         kvs = kvs_of(token_ids)
         for i, block_hash in enumerate(hash_blocks(token_ids, BLOCK_SIZE)):
             self.block_contents[block_hash] = kvs[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
 
-    # ------------------------------------------------------------ the transfer network
+    # ------------------------------------------------------------ transfer network
 
     def endpoint_at(self, address: str) -> FakeEndpoint:
         return self.workers[WorkerId(address.removeprefix("fake://"))].endpoint

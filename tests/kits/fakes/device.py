@@ -1,7 +1,7 @@
-"""A device whose memory is the host's, and which is late on purpose.
+"""A device whose memory is host memory, and whose copies are late on purpose.
 
-A copy is made when somebody waits for it, or has asked for it several times. So code that goes on
-too early reads or frees memory that is still to be written.
+The device makes a copy when the caller waits for it, or polls it for the third time. So code that
+continues too early reads or frees memory before the copy has written it.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ from kvtransfer.device.blocks import DeviceBlocks, DevicePool
 from kvtransfer.device.cuda_driver import DeviceCopy, DriverError, SharedAddress
 from kvtransfer.memory import Blocks, PrivatePool, SharedPool
 
-LATE_BY = 3  # questions until a copy is made
-_shared: dict[bytes, int] = {}  # memory that the devices of this process share, by handle
+LATE_BY = 3  # a copy is made at the third `is_done` call
+_shared: dict[bytes, int] = {}  # shared device memory of this process: handle to address
 
 
 class LateDriver:
@@ -29,8 +29,9 @@ class LateDriver:
         self.shares = shares
         self.maps = maps
         self.mapped: set[int] = set()
-        self.is_stalled = False  # then no copy is made but by a wait
-        self._queued: list[tuple[int, Sequence[DeviceCopy]]] = []  # with the mark behind them
+        self.is_stalled = False  # if true, only `wait` makes copies
+        # queued copies, each with the number of the next mark
+        self._queued: list[tuple[int, Sequence[DeviceCopy]]] = []
         self._next = 1
         self._asked: dict[int, int] = {}
         self._pinned: list[Blocks] = []
@@ -62,7 +63,7 @@ class LateDriver:
 
     @property
     def num_queued(self) -> int:
-        """The number of calls whose copies are not made yet."""
+        """Returns the number of `copy` calls whose copies are not made yet."""
         return len(self._queued)
 
     def catch_up(self) -> None:
@@ -97,7 +98,7 @@ class LateDriver:
 
 
 class HostConverter:
-    """A `RecordConverter` that converts on the host. It makes the queued copies first."""
+    """A `RecordConverter` that converts on the host, after it has made the queued copies."""
 
     def __init__(self, driver: LateDriver) -> None:
         self._driver = driver
@@ -124,7 +125,7 @@ class HostConverter:
 
 
 def on_device(pool: PrivatePool | SharedPool, driver: LateDriver | None = None) -> DevicePool:
-    """Returns a pool of host memory as one in a device's memory."""
+    """Returns a pool in device memory that shares the memory of this host pool."""
     driver = driver or LateDriver()
     blocks = DeviceBlocks(
         *(pool.region().address, pool.num_blocks, pool.block_bytes),

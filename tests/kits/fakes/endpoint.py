@@ -1,4 +1,4 @@
-"""Both ends of the lease protocol in memory: the real machines, connected by queues."""
+"""Both sides of the lease protocol in memory: the real machines, connected by queues."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ TIMING = Timing(ttl_s=6.0, hold_every_s=1.0, reread_s=1.5, silence_s=3.0)
 
 @dataclass(slots=True)
 class Connection:
-    """A sink's connection to a source. Each direction keeps its order."""
+    """A sink's connection to a source. Messages of one direction keep their order."""
 
     peer: bytes
     sink: "FakeEndpoint"
@@ -63,7 +63,7 @@ class Connection:
 
 
 class FakeEndpoint:
-    """Both ends of the lease protocol, over connections that the cluster delivers."""
+    """The source and the sink of one worker, over connections that the cluster delivers."""
 
     def __init__(self, worker: "FakeWorker", cluster: "FakeCluster") -> None:
         self.worker = worker

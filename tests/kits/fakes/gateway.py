@@ -1,4 +1,4 @@
-"""A gateway in memory: it places requests, cancels them and checks each token of the answer."""
+"""A gateway in memory that places requests, cancels them and checks each token of the answer."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -41,9 +41,9 @@ from tests.kits.fakes.model import BLOCK_SIZE, LAYOUT, Answer, prompt_logprobs_o
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The workers of an attempt. If both are equal, the sequence stays where it was prefilled.
+    """The workers of an attempt. If both workers are equal, the sequence is decoded in place.
 
-    If there is a `holder`, it is asked to offer the prompt's prefix first.
+    A `holder` is first asked to offer the prompt's prefix.
     """
 
     prefill: WorkerId
@@ -59,23 +59,25 @@ class Ask:
     prompt: tuple[int, ...]
     sampling: Sampling
     limits: Limits
-    routes: Sequence[Route]  # for its attempts, in turn
+    routes: Sequence[Route]  # one route per attempt, in order
     expected: Answer
-    num_top: int | None = None  # log-probabilities of the prompt are asked for
+    num_top: int | None = None  # top log-probabilities of the prompt, if requested
     tokens: list[int] = field(default_factory=list)
     outcome: str | None = None  # finished, cancelled or lost
     seq_id: SeqId | None = None
     num_attempts: int = 0
-    news: list[type] = field(default_factory=list)  # messages of the present attempt
+    # types of the messages received in the present attempt
+    news: list[type] = field(default_factory=list)
     waits_for_offer: bool = False
     num_moves: int = 0
-    moved: Route | None = None  # the present attempt's, if it goes on from another worker's
-    moves_as: SeqId | None = None  # while its worker has been told to hand it over
+    moved: Route | None = None  # route of the present attempt, if it continues a moved answer
+    # id after the move, while its worker has an order to hand it over
+    moves_as: SeqId | None = None
     moves_to: WorkerId | None = None
 
     @property
     def worker_id(self) -> WorkerId:
-        """The worker that decodes the request."""
+        """Returns the worker that decodes the request."""
         return self.route.decode
 
     @property
@@ -95,20 +97,20 @@ class Ask:
 
 @dataclass(slots=True)
 class Link:
-    """A gateway's session with one worker. Each direction keeps its order."""
+    """A gateway's session with one worker. Messages of one direction keep their order."""
 
-    is_stuck: bool = False  # no message gets through for a while
+    is_stuck: bool = False  # if true, no message is delivered for a while
     to_worker: deque[bytes | GatewayLost] = field(default_factory=deque)
     to_gateway: deque[bytes] = field(default_factory=deque)
 
 
 class FakeGateway:
-    """Follows its requests across workers as the router does, but without policy or patience."""
+    """Follows requests across workers like the router, but without policies and timeouts."""
 
     def __init__(self, name: str, workers: Iterable[WorkerId]) -> None:
         self.gateway_id = GatewayId(name)
         self.links = {worker_id: Link() for worker_id in workers}
-        self.asks: dict[SeqId, Ask] = {}  # by their present attempt
+        self.asks: dict[SeqId, Ask] = {}  # requests by the id of their present attempt
         self._lease_sent: set[SeqId] = set()
 
     def submit(self, ask: Ask) -> None:
@@ -123,7 +125,7 @@ class FakeGateway:
             self._prefill(ask, None)
 
     def stop_waiting(self, ask: Ask) -> None:
-        """Continues without the offer of a prefix, which did not come in time."""
+        """Continues without the offered prefix, because the offer did not arrive in time."""
         if ask.waits_for_offer:
             assert ask.seq_id is not None
             assert ask.route.holder is not None
@@ -139,7 +141,7 @@ class FakeGateway:
         self._send(ask.route.prefill, message)
 
     def cancel(self, ask: Ask) -> None:
-        """Cancels a request: its client has left."""
+        """Cancels a request because its client has disconnected."""
         ask.outcome = "cancelled"
         self._end_attempt(ask)
 
@@ -148,7 +150,8 @@ class FakeGateway:
         self._send(worker_id, SetRole(role))
 
     def hand_over(self, ask: Ask, target: WorkerId) -> None:
-        """Moves a running answer to another worker, unless it is moving already."""
+        """Moves a running answer to another worker, unless a move of this answer has already
+        begun."""
         has_begun = PrefillDone in ask.news and (KvReady in ask.news or not ask.hands_over)
         if has_begun and ask.moves_as is None and ask.worker_id != target:
             assert ask.seq_id is not None
@@ -158,7 +161,7 @@ class FakeGateway:
             self._send(ask.worker_id, HandOver(ask.seq_id, ask.moves_as))
 
     def _move(self, ask: Ask, message: HandedOver) -> None:
-        """Continues a stopped answer as a sequence whose prompt is computed."""
+        """Continues a stopped answer as a new sequence whose prompt KV is already computed."""
         assert ask.seq_id is not None
         assert ask.moves_as is not None
         assert ask.moves_to is not None
@@ -176,14 +179,15 @@ class FakeGateway:
         self._send(ask.moves_to, FirstToken(ask.seq_id, last))
 
     def retry(self, ask: Ask) -> None:
-        """Starts the next attempt: this one was given back, or was silent for too long."""
+        """Starts the next attempt, after the worker rejected the last one or was silent too
+        long."""
         self._end_attempt(ask)
         ask.num_attempts += 1
         ask.moved = None
         self.submit(ask)
 
     def give_up(self) -> None:
-        """Loses all requests: the gateway has died."""
+        """Marks all requests as lost, because the gateway has died."""
         for ask in self.asks.values():
             ask.outcome = "lost"
         self.asks.clear()
@@ -195,7 +199,7 @@ class FakeGateway:
             return
         ask = self.asks.get(message.seq_id)  # type: ignore[union-attr]
         if ask is None:
-            return  # the attempt is over
+            return  # the attempt is already over
         self._check_order(ask, message)
         match message:
             case PrefixOffered(_, lease):
@@ -250,9 +254,7 @@ class FakeGateway:
             self._end_attempt(ask)
 
     def _check_order(self, ask: Ask, message: object) -> None:
-        """Asserts that messages of one attempt come in order, and only token messages
-        repeatedly.
-        """
+        """Asserts the order of an attempt's messages. Only token messages may repeat."""
         kind = type(message)
         needed: dict[type, set[type]] = {
             PrefillDone: {PrefillStarted},

@@ -1,4 +1,4 @@
-"""A device's memory that is only counted."""
+"""A memory meter of a device that returns fixed numbers."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from engine.model.profiling import MemoryUse
 
 
 class FakeMeter:
-    """A meter with fixed numbers, which counts the calls that it measured."""
+    """A meter with fixed numbers that counts how often it measured a call."""
 
     def __init__(self, use: MemoryUse, peak_bytes: int) -> None:
         self.use = use

@@ -1,7 +1,7 @@
-"""A model in memory, its draft model, its grammars, and the answers that they must give.
+"""A model in memory, its draft model, its grammars, and the expected answers.
 
-The KV of a token is a number made of all tokens before it. A wrong block table, or a block that
-is overwritten in use, therefore changes every token that follows.
+The KV of a token is a number computed from all tokens before it. So a wrong block table, or a
+block that is overwritten in use, changes every later token.
 """
 
 from collections import deque
@@ -22,23 +22,23 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 11
 LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, 2),))
 
-Kv = tuple[int, int]  # one token in the target's and in the draft model; garbage is negative
+Kv = tuple[int, int]  # KV of one token in the target and in the draft model; garbage is negative
 TARGET, DRAFT = 0, 1
-Writes = dict[tuple[BlockId, int, int], int]  # by block, offset and model
+Writes = dict[tuple[BlockId, int, int], int]  # KV by block, offset and model
 
 
 def kv_of(context: int, token: int) -> int:
-    """The KV of a token in the context of its predecessors."""
+    """Returns the KV of a token after this context."""
     return abs(hash((context, token)))
 
 
 def extend(context: int, kv: int) -> int:
-    """The context with one token more; the empty context is 0."""
+    """Returns the context extended by one token; the empty context is 0."""
     return hash((context, kv))
 
 
 def contexts_of(token_ids: Iterable[int], context: int = 0) -> tuple[list[int], list[int]]:
-    """The KV of tokens behind a context, and the context after each."""
+    """Returns the KV of each token that follows a context, and the context after each token."""
     kvs, contexts = [], []
     for token in token_ids:
         kvs.append(kv_of(context, token))
@@ -48,13 +48,13 @@ def contexts_of(token_ids: Iterable[int], context: int = 0) -> tuple[list[int], 
 
 
 def kvs_of(token_ids: Iterable[int]) -> list[Kv]:
-    """A block's contents when both models have computed all tokens."""
+    """Returns a block's contents after both models have computed all its tokens."""
     return [(kv, kv) for kv in contexts_of(token_ids)[0]]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFacts:
-    """Everything that a token depends on beside its context."""
+    """Everything that a token depends on besides its context."""
 
     sampling: Sampling
     banned: Sequence[int] = ()
@@ -64,7 +64,7 @@ class TokenFacts:
 
 
 def choose(context: int, asked: TokenFacts) -> int:
-    """The token that follows a context."""
+    """Returns the token that follows a context."""
     facts: list[object] = [context, asked.sampling.seed]
     if asked.sampling.has_penalties:
         assert asked.history is not None
@@ -76,7 +76,7 @@ def choose(context: int, asked: TokenFacts) -> int:
 
 
 def logprobs_of(context: int, token: int, num_top: int) -> Logprobs:
-    """Numbers that depend on the context and the token."""
+    """Returns log-probabilities that depend on the context and the token."""
     likeliest = tuple(range(num_top))
     return Logprobs(float(hash((context, token)) % 97), token, likeliest, (0.0,) * num_top)
 
@@ -123,15 +123,15 @@ class FakeGuides:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The expected answer of a request, wherever it runs."""
+    """The expected answer of a request, on whichever worker it runs."""
 
     token_ids: tuple[int, ...]
     finish: FinishReason
-    logprobs: tuple[Logprobs, ...]  # one per token, if requested
+    logprobs: tuple[Logprobs, ...]  # one entry per token, if requested
 
 
 def answer(prompt: Sequence[int], sampling: Sampling, limits: Limits) -> Answer:
-    """Computes the reference answer: no blocks, batches, workers or drafts."""
+    """Computes the reference answer without blocks, batches, workers or drafts."""
     token_ids = list(prompt)
     logprobs: list[Logprobs] = []
     guide = None if sampling.grammar is None else FakeGuides().open(sampling.grammar, ())
@@ -158,7 +158,7 @@ def answer(prompt: Sequence[int], sampling: Sampling, limits: Limits) -> Answer:
 
 
 def prompt_logprobs_of(prompt: Sequence[int], num_top: int) -> list[Logprobs]:
-    """The reference log-probabilities of a prompt, from its second token on."""
+    """Returns the reference log-probabilities of a prompt, from its second token on."""
     contexts = contexts_of(prompt)[1]
     pairs = zip(contexts, prompt[1:], strict=False)
     return [logprobs_of(context, token, num_top) for context, token in pairs]
@@ -177,11 +177,11 @@ class FakeStep(NamedTuple):
 class FakeRunner:
     """A `Runner` that keeps K and V in `memory[block][offset]` and reads them by block table.
 
-    Like a GPU, it does nothing before the result is waited for, and computes steps in order. So a
-    step reads memory as it is then, and writes to it then.
+    Like a GPU, it computes steps in order and only when the caller waits for a result. So a step
+    reads and writes the memory as it is at that time.
 
-    Its draft model keeps KV of its own, so that each step can check that it reads only what it has
-    computed. A share `right` of its proposals equals the target's choice.
+    The draft model has KV of its own, so each step can assert that the draft model reads only KV
+    that it has computed. A share `right` of its proposals equals the target's choice.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.overlaps = overlaps
         self._in_flight: deque[FakeStep] = deque()
-        self._chosen: dict[SeqId, int] = {}  # by the last step
+        self._chosen: dict[SeqId, int] = {}  # token chosen for each sequence in the last step
         self._has_draft_model = has_draft_model
         self._right = right
         self._garbage = count(1)
@@ -205,7 +205,7 @@ class FakeRunner:
         self.spoil(BlockId(i) for i in range(num_blocks))
 
     def spoil(self, blocks: Iterable[BlockId]) -> None:
-        """Fills blocks with garbage; no two garbage tokens are equal."""
+        """Fills blocks with garbage. No two garbage values are equal."""
         for block in blocks:
             garbage = [-next(self._garbage) for _ in range(self.layout.block_size)]
             self.memory[block] = [(kv, kv) for kv in garbage]
@@ -223,7 +223,7 @@ class FakeRunner:
         return self.launch(plan).result()
 
     def end(self, step: "FakeStep") -> BatchResult:
-        """Computes every row from the memory before the step, then writes."""
+        """Computes every row from the memory before the step, then writes the results."""
         assert self._in_flight.popleft() is step, "steps end in the order of their launch"
         plan = step.plan
         results, writes = self.compute(plan)
@@ -243,7 +243,7 @@ class FakeRunner:
             self.memory[block][offset] = (kept[TARGET], kept[DRAFT])
 
     def compute(self, plan: BatchPlan) -> tuple[list[RowResult], Writes]:
-        """Computes the results and writes of a plan without performing it."""
+        """Returns the results and the writes of a plan without performing the writes."""
         writes: Writes = {}
         return [self._compute_row(row, writes) for row in plan.rows], writes
 
@@ -279,7 +279,7 @@ class FakeRunner:
         )
 
     def _propose(self, row: Row, writes: Writes) -> list[int]:
-        """The draft model's proposal for a row."""
+        """Returns the draft model's proposal for a row."""
         start = row.end - len(row.draft_token_ids)
         assert start <= row.start
         assert list(row.draft_token_ids[-len(row.token_ids) :]) == list(row.token_ids)

@@ -1,4 +1,5 @@
-"""Workers of several ranks in one process: a GroupEndpoint, and endpoints that it takes for far."""
+"""Workers of several ranks in one process: a GroupEndpoint whose other endpoints only seem
+remote."""
 
 import queue
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ from tests.kits.endpoints import NUM_BLOCKS, TIMING, Worker, config_of
 
 
 class NearbyEndpoint:
-    """A RemoteEndpoint in this process. Orders and reports pass through bytes."""
+    """A RemoteEndpoint in this process. Orders and reports are still encoded as bytes."""
 
     def __init__(
         self,
@@ -60,20 +61,20 @@ class NearbyEndpoint:
             self.endpoint.close()
 
     def die(self) -> None:
-        """Ends without a word to peers, as a process that is killed."""
+        """Stops like a killed process, without a message to peers."""
         self.is_dead = True
         self.endpoint.close()
         self._on_lost()
 
 
 def passed(message: Any, kind: Any) -> Any:
-    """Returns a message as another process gets it."""
+    """Returns a message as another process would decode it."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
 
 
 @dataclass
 class WorkerOfRanks(Worker):
-    """A GroupEndpoint with the pools of all ranks, and the ranks after the first."""
+    """A GroupEndpoint with the block pools of all ranks and the endpoints of ranks 1 and up."""
 
     endpoint: GroupEndpoint  # type: ignore[assignment]
     pools: list[PrivatePool | SharedPool] = field(default_factory=list)
@@ -89,7 +90,7 @@ def worker_of_ranks(
     layout: KVLayout,
     timing: Timing = TIMING,
 ) -> Iterator[WorkerOfRanks]:
-    """Opens the endpoints of all ranks, and closes them afterwards."""
+    """Opens the endpoints of all ranks, and closes them at the end."""
     identities = [Identity("model", layout, shard, group=shards) for shard in shards]
     pools = [host_pool(NUM_BLOCKS, i.record.block_bytes, transport) for i in identities]
     events: queue.Queue[Event] = queue.Queue()

@@ -1,8 +1,8 @@
 """A store's machine between fake workers, sinks and disks, with the contents of every slot.
 
-Contents are hashes: what a slot of memory or of the disk really holds. The rig does what the shell
-does, in its order: the table of the slab first, then effects. It fails a test as soon as a sink
-could read something else than its lease names, or something writes to a slot that is read.
+The contents of a slot are a block hash: the block whose KV the slot really has. The rig acts in the
+order of the shell: first the slab's table, then the effects. The rig fails a test as soon as a sink
+could read blocks that its lease does not name, or a slot is written while it is read.
 """
 
 import random
@@ -68,11 +68,11 @@ STORE = TransferAddress(WorkerId("store"), Incarnation("1"), "tcp://store")
 
 @dataclass
 class OpenLeaseOfStore:
-    """A lease at a sink: what it was promised, and what it may read by now."""
+    """A lease at a sink: the promised blocks, and the slots that the sink may read so far."""
 
     gateway_id: GatewayId
     blocks: list[BlockHash]
-    slots: list[int] = field(default_factory=list)  # grown so far
+    slots: list[int] = field(default_factory=list)  # slots that the lease has grown to so far
     is_revoked: bool = False
 
 
@@ -86,7 +86,7 @@ class StoreRig:
         self.now_s = 0.0
         self.memory: dict[int, BlockHash] = {}  # the actual contents of slots
         self.table: dict[BlockHash, int] = {}  # the contents that a new process would assume
-        # What places of lower tiers really hold, and what a new process would believe.
+        # What slots of lower tiers really hold, and what their headers tell a restarted process.
         self.disks: dict[Medium, dict[int, BlockHash]] = {medium: {} for medium in LOWER_MEDIA}
         self.headers: dict[Medium, dict[int, tuple[BlockHash, BlockHash | None]]] = {
             medium: {} for medium in LOWER_MEDIA
@@ -96,13 +96,13 @@ class StoreRig:
         self.prompts: list[list[int]] = []
         self.num_lives = 0
         self.num_asked = 0
-        self.counted: Counter[str] = Counter()  # counts of machines of earlier lives
+        self.counted: Counter[str] = Counter()  # sums of the counters of earlier machines
         self.begin()
 
-    # ------------------------------------------------------------ lives
+    # ------------------------------------------------------------ starts and crashes
 
     def begin(self) -> None:
-        """Starts a machine with what memory and disk hold."""
+        """Starts a machine with the blocks that memory and disk have."""
         self.num_lives += 1
         self.leases: dict[LeaseId, OpenLeaseOfStore] = {}
         self.asks: list[tuple[WorkerId, OfferBlocks]] = []
@@ -135,21 +135,21 @@ class StoreRig:
             self.join(worker)
 
     def crash(self) -> None:
-        """Kills the process at this moment, and starts another one."""
+        """Kills the process at this moment, and starts another process."""
         for slot in self.written_slots():
             self.memory[slot] = TORN
         self.counted.update(self.machine.counters)
         self.begin()
 
     def written_slots(self) -> set[int]:
-        """Slots that a pull or a load writes to now."""
+        """Returns the slots that a pull or a load writes to at this moment."""
         pulled = [slot for _, _, slots in self.pulls.values() for slot in slots or ()]
         return {*pulled, *(load.slot for load in self.loads)}
 
-    # ------------------------------------------------------------ the shell
+    # ------------------------------------------------------------ shell
 
     def do(self, event: StoreEvent) -> None:
-        """Feeds an event and does what the shell does."""
+        """Feeds an event into the machine and carries out the effects as the shell does."""
         effects = self.machine.handle(event, self.now_s)
         for item in self.machine.pop_events():
             if item.medium != Medium.HOST:
@@ -216,7 +216,7 @@ class StoreRig:
                 raise AssertionError(f"unexpected {effect}")
 
     def begin_writing(self, slots) -> None:
-        """Something writes to these slots from now on."""
+        """Marks these slots as being written, after asserting that no sink reads them."""
         named = set(self.table.values())
         read = {write.slot for write in self.writes}
         grown = {slot for lease in self.leases.values() for slot in lease.slots}
@@ -227,14 +227,14 @@ class StoreRig:
             self.memory[slot] = TORN
 
     def check(self) -> None:
-        """Asserts that sinks read what their leases name."""
+        """Asserts that sinks read the blocks that their leases name."""
         for lease in self.leases.values():
             for block, slot in zip(lease.blocks, lease.slots, strict=False):
                 assert self.memory[slot] == block
         for write in self.writes:
             assert self.memory[write.slot] == write.block
 
-    # ------------------------------------------------------------ what may happen
+    # ------------------------------------------------------------ possible events
 
     def join(self, worker: WorkerId) -> None:
         self.do(PeerJoined(worker))
@@ -245,7 +245,7 @@ class StoreRig:
         return stored([block], self.parents[block], block_size=BLOCK_SIZE)
 
     def cache(self) -> None:
-        """A worker caches the blocks of a new or a longer prompt."""
+        """A worker caches the blocks of a new prompt or of a longer prompt."""
         worker = self.rng.choice(list(self.held))
         if self.prompts and self.rng.random() < 0.6:
             tokens = list(self.rng.choice(self.prompts))
@@ -270,7 +270,7 @@ class StoreRig:
             self.do(PeerNews(worker, [BlockRemoved([block], None)]))
 
     def lose_worker(self) -> None:
-        """A worker dies, and another one with its name joins, with an empty cache."""
+        """A worker dies, and a new worker with the same name joins with an empty cache."""
         worker = self.rng.choice(list(self.held))
         self.asks = [each for each in self.asks if each[0] != worker]
         self.held[worker] = {}
@@ -278,7 +278,7 @@ class StoreRig:
         self.join(worker)
 
     def offer(self) -> None:
-        """A gateway asks for the beginning of a prompt."""
+        """A gateway asks the store to offer the first blocks of a prompt."""
         if not self.prompts:
             return
         gateway = GatewayId(self.rng.choice(("g0", "g1")))
@@ -289,13 +289,13 @@ class StoreRig:
         self.do(FromGateway(gateway, OfferPrefix(seq_id, tokens)))
 
     def prefetch(self) -> None:
-        """A gateway says that a prompt will be placed soon."""
+        """A gateway announces that a prompt will be placed soon."""
         if self.prompts:
             hashes = hash_blocks(self.rng.choice(self.prompts), BLOCK_SIZE)
             self.do(FromGateway(GatewayId("g0"), Prefetch(list(hashes))))
 
     def answer(self) -> None:
-        """A worker answers what it was asked."""
+        """A worker answers an order to offer blocks."""
         if not self.asks:
             return
         worker, message = self.asks.pop(self.rng.randrange(len(self.asks)))
@@ -310,7 +310,7 @@ class StoreRig:
         self.do(FromPeer(worker, BlocksOffered(message.seq_id, lease, held)))
 
     def end_pull(self) -> None:
-        """A pull ends, well or not."""
+        """A pull succeeds or fails."""
         ready = [seq_id for seq_id, (_, _, slots) in self.pulls.items() if slots is not None]
         if not ready:
             return
@@ -329,7 +329,7 @@ class StoreRig:
             self.do(PullFailed(seq_id, "source silent", tuple(arrived)))
 
     def end_load(self) -> None:
-        """A read of the disk ends, well or not."""
+        """A read from the disk succeeds or fails."""
         if not self.loads:
             return
         load = self.loads.pop(self.rng.randrange(len(self.loads)))
@@ -340,7 +340,7 @@ class StoreRig:
         self.do(BlockLoaded(load.medium, load.block, load.slot, fault))
 
     def end_write(self) -> None:
-        """A write to the disk ends, well or not."""
+        """A write to the disk succeeds or fails."""
         if not self.writes:
             return
         write = self.writes.pop(self.rng.randrange(len(self.writes)))
@@ -351,14 +351,14 @@ class StoreRig:
         self.do(BlockWritten(write.medium, write.block, fault))
 
     def end_lease(self) -> None:
-        """A sink releases a lease, or it ends because it was revoked."""
+        """A sink releases a lease, or the lease closes because it was revoked."""
         if self.leases:
             lease_id = self.rng.choice(list(self.leases))
             del self.leases[lease_id]
             self.do(LeaseEnded(lease_id, "released"))
 
     def cancel(self) -> None:
-        """A gateway does not need a lease, or is lost."""
+        """A gateway cancels a lease, or the gateway is lost."""
         if self.rng.random() < 0.3:
             self.do(GatewayLost(GatewayId(self.rng.choice(("g0", "g1")))))
         elif self.leases:
@@ -367,7 +367,7 @@ class StoreRig:
             self.do(FromGateway(self.leases[lease_id].gateway_id, Cancel(seq_id)))
 
     def turn(self) -> None:
-        """The disk steps back, or works again."""
+        """The disk tier is suspended, or works again."""
         medium = self.rng.choice(LOWER_MEDIA)
         self.do(TierTurned(medium, "EIO" if self.rng.random() < 0.3 else None))
 
@@ -399,13 +399,16 @@ class StoreRig:
     )
 
     def step(self) -> None:
-        """Does one of all things that may happen."""
+        """Performs one random possible event."""
         kinds, weights = zip(*self.STEPS, strict=True)
         [kind] = self.rng.choices(kinds, weights)
         kind(self)
 
     def settle(self) -> None:
-        """Ends all that is under way. Asserts that nothing is held any more."""
+        """Completes all operations in flight.
+
+        Asserts that no lease or slot is in use afterwards.
+        """
         for _ in range(1000):
             busy = [*self.asks, *self.pulls, *self.loads, *self.writes, *self.leases]
             if not busy:

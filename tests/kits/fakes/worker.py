@@ -25,12 +25,13 @@ from tests.kits.fakes.model import BLOCK_SIZE, VOCAB_SIZE, FakeGuides, FakeRunne
 if TYPE_CHECKING:
     from tests.kits.fakes.cluster import FakeCluster
 
-PARTS = ("steps", "transfer", "orders", "events")  # two threads, and the queue of each
-WILFUL = "wilful"  # beside the modes of `Speculate`
+# the steps and transfer threads, and the queue of each thread
+PARTS = ("steps", "transfer", "orders", "events")
+WILFUL = "wilful"  # a further speculation mode besides `Speculate`
 
 
 class WilfulSpeculator:
-    """A `Speculator` that decides at random which sequence drafts how much."""
+    """A `Speculator` that chooses at random which sequence drafts how many tokens."""
 
     def __init__(self, rng: random.Random, *, has_draft_model: bool) -> None:
         self._rng = rng
@@ -76,11 +77,12 @@ class WilfulSpeculator:
         pass
 
 
-# ---------------------------------------------------------------- a worker
+# ---------------------------------------------------------------- worker
 
 
 class SpoilingPool(BlockPool):
-    """A pool that fills blocks with garbage on allocation and when no reader may use them."""
+    """A pool that fills a block with garbage when it is allocated and when it becomes
+    unreadable."""
 
     def __init__(self, runner: FakeRunner) -> None:
         super().__init__(runner.num_blocks)
@@ -102,11 +104,11 @@ class SpoilingPool(BlockPool):
         return self._holders[IN_FLIGHT][block] > 0
 
     def holders(self) -> tuple[list[int], list[int], list[int]]:
-        """The number of owners, leases and pulls of each block."""
+        """Returns how many owners, leases and pulls each block has."""
         return self._holders
 
     def known(self) -> Iterator[tuple[BlockId, BlockHash]]:
-        """Blocks that a prefix match can find."""
+        """Returns the blocks that a prefix match can find."""
         return ((block, block_hash) for block_hash, block in self._by_hash.items())
 
     def _spoil_free(self, blocks: Sequence[BlockId]) -> None:
@@ -123,20 +125,21 @@ class WorkerShape:
     """The size and role of a fake worker."""
 
     role: Role
-    stretch: float | None = None  # for a fluid worker
+    stretch: float | None = None  # set for a fluid worker
     num_blocks: int = 10
     max_batch_tokens: int = 8
     chunk_tokens: int = 6
     max_running: int = 3
     growth_tokens: int = 4
-    copies_at_once: bool = True  # as shared memory does; otherwise bytes travel in Data
+    # true like shared memory; otherwise Data messages transfer the bytes
+    copies_at_once: bool = True
     window_blocks: int = MAX_BLOCKS_PER_READ
-    has_draft_model: bool = True  # the same in all workers of a cluster
-    speculate: Speculate | str = Speculate.OFF  # or WILFUL
-    overlaps: bool = False  # a step is planned while one is in flight
+    has_draft_model: bool = True  # equal in all workers of a cluster
+    speculate: Speculate | str = Speculate.OFF  # a mode of `Speculate`, or WILFUL
+    overlaps: bool = False  # true: the next step is planned while one is in flight
 
     def speculator(self) -> Speculator:
-        """The speculator of such a worker."""
+        """Returns a speculator for a worker of this shape."""
         if self.speculate == WILFUL:
             rng = random.Random(self.num_blocks)
             return WilfulSpeculator(rng, has_draft_model=self.has_draft_model)  # type: ignore[return-value]
@@ -146,7 +149,7 @@ class WorkerShape:
 
 
 class FakeWorker:
-    """One worker. Events wait in `inbox`, orders in its endpoint; a step spans two moves."""
+    """One worker. Events wait in `inbox`, orders in its endpoint; a step takes two moves."""
 
     def __init__(self, name: str, shape: WorkerShape, cluster: "FakeCluster") -> None:
         self.worker_id = WorkerId(name)
@@ -171,8 +174,9 @@ class FakeWorker:
         self.offers = self.core.offers
         self.inbox: deque[Event] = deque()
         self.in_flight: deque[FakeStep] = deque()
-        self._early: list[object] = []  # the results that each row of the first step will have
-        self.stuck: set[str] = set()  # the parts that are stopped: see PARTS
+        # precomputed results of each row of the first step in flight
+        self._early: list[object] = []
+        self.stuck: set[str] = set()  # the stopped parts, of PARTS
 
     def take_event(self) -> None:
         self._perform(self.core.handle(self.inbox.popleft()))
@@ -198,13 +202,13 @@ class FakeWorker:
         self._look()
 
     def _look(self) -> None:
-        """Computes in advance what the first step in flight will yield."""
+        """Precomputes the results of the first step in flight."""
         if self.in_flight:
             plan = self.in_flight[0].plan
             self._early = [self.runner.compute(BatchPlan([row])) for row in plan.rows]
 
     def _check(self) -> None:
-        """Asserts that no memory of a living sequence has changed since `_look`."""
+        """Asserts that no KV of a running sequence has changed since `_look`."""
         living = {id(row) for seq in self._seqs() for row in seq.in_flight}
         for row, early in zip(self.in_flight[0].plan.rows, self._early, strict=True):
             if id(row) in living:
@@ -216,7 +220,7 @@ class FakeWorker:
         return [*(prompt.seq for prompt in prompts), *self.decode.running.members.values()]
 
     def validate(self) -> None:
-        """Checks the invariants of the worker and across its parts."""
+        """Checks the invariants of each part of the worker, and between the parts."""
         self.core.validate()
         self.endpoint.source.validate()
         self.endpoint.sink.validate()
@@ -226,7 +230,7 @@ class FakeWorker:
             assert self.runner.memory[block] == kvs, f"block {block} holds something else"
 
     def _check_holders(self) -> None:
-        """Every hold on a block has an owner, so no block leaks or is released twice."""
+        """Asserts that every reference to a block has an owner: no leak and no double release."""
         prefill, decode = self.prefill, self.decode
         pulling = prefill.waiting.pulling.values()
         arriving = [*decode.arrivals.arriving.values(), *decode.arrivals.aborting.values()]
@@ -244,14 +248,14 @@ class FakeWorker:
         assert max(in_flight) <= 1, "two pulls write to one block"
 
     def _tally(self, holds: Iterable[Iterable[BlockId]]) -> list[int]:
-        """The number of holds on each block."""
+        """Returns the number of references to each block."""
         tally = [0] * self.pool.num_blocks
         for block in chain.from_iterable(holds):
             tally[block] += 1
         return tally
 
     def seq_ids(self) -> set[SeqId]:
-        """Sequences that wait or run here."""
+        """Returns the ids of the sequences that wait or run on this worker."""
         prefill, decode = self.prefill, self.decode
         prompts = [*prefill.waiting.prompts(), *prefill.computing.values()]
         prefilling = {prompt.seq.seq_id for prompt in prompts}
@@ -259,7 +263,7 @@ class FakeWorker:
         return prefilling | arriving | {seq.seq_id for seq in decode.running.members.values()}
 
     def is_at_rest(self) -> bool:
-        """True if the worker holds no blocks, leases or sequences."""
+        """Returns True if the worker holds no blocks, leases or sequences."""
         counts = self.pool.counts()
         return (
             counts.free + counts.cached == counts.total

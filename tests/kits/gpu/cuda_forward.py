@@ -1,4 +1,4 @@
-"""The GPU's forward pass on a CPU, compared with the hook's."""
+"""Runs the GPU's forward pass on a CPU, and compares it with the forward pass of the hook."""
 
 import random
 from itertools import pairwise
@@ -21,7 +21,7 @@ from tests.kits.checkpoints import COMMON, KINDS
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
-CHUNKS = (  # four sequences, step by step: (sequence, tokens)
+CHUNKS = (  # rows of each step: (sequence, number of tokens); four sequences
     ((0, 5), (1, 9)),
     ((0, 1), (1, 3), (2, 7)),
     ((2, 1), (0, 1), (1, 1)),
@@ -32,7 +32,7 @@ CHUNKS = (  # four sequences, step by step: (sequence, tokens)
 
 
 def steps_of(vocab_size, *, seed=0):
-    """The rows of each step of CHUNKS, over scattered blocks."""
+    """Yields the rows of each step of CHUNKS, with scattered blocks."""
     rng = random.Random(seed)
     blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     lens = [0] * 4
@@ -47,9 +47,9 @@ def steps_of(vocab_size, *, seed=0):
 
 
 def attend_but_pads(query, key, value, cache, layer, batch, scoring):
-    """torch's attention of the tokens that do not fill up; lengths are those on the device.
+    """Computes torch's attention of all tokens but padding. Lengths are those on the device.
 
-    Tokens that fill rows up stand before their others, and rows that fill the batch up come last.
+    Padding tokens stand first in their row, and padding rows are last in the batch.
     """
     starts, contexts = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
     is_real = batch.slot_mapping != PAD_SLOT
@@ -96,7 +96,7 @@ def last_tokens(rows):
 
 
 def logits_of_the_hook(loaded):
-    """Logits of each step's last tokens as `hook.forward` computes them, and the cache after."""
+    """Returns the logits of each step's last tokens by `hook.forward`, and the cache afterwards."""
     context, attend = loaded.context, loaded.context.attend
     context.cache = cache = fresh_cache(loaded.layout)
     context.attend = torch_attention.attend
@@ -111,7 +111,7 @@ def logits_of_the_hook(loaded):
 
 
 def logits_of(forward, loaded):
-    """The same logits by a CudaForward."""
+    """Returns the logits of each step's last tokens by a CudaForward."""
     steps = steps_of(loaded.vocab_size)
     return [forward.logits(rows, last_tokens(rows)).clone() for rows in steps]
 
@@ -126,7 +126,7 @@ def check_like_the_hook(forward, loaded, expected, *, tolerance=3e-5):
 
 
 def _stored(cache):
-    """K and V of each layer."""
+    """Returns the stored K and V of each layer."""
     for layer in range(cache.section.num_layers):
         for elements, scales in (
             (cache.keys, cache.key_scales),
@@ -136,7 +136,7 @@ def _stored(cache):
 
 
 def random_model(num_layers, *, kv_format=KVFormat.FP32):
-    """A model like a loaded one, without files."""
+    """Returns a loaded model with random weights, without files."""
     properties = COMMON | KINDS["llama"] | {"num_hidden_layers": num_layers}
     config = AutoConfig.for_model(**properties)
     torch.manual_seed(0)

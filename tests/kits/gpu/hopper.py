@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-HOPPER_SHARED_BYTES = 232448  # the limit of one program
+HOPPER_SHARED_BYTES = 232448  # shared memory limit of one program, in bytes
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -42,7 +42,7 @@ def compile_for_hopper(kernel, arguments, constants):
 
 
 def bytes_on_stack(compiled, folder):
-    """Bytes that a thread spills to memory for lack of registers."""
+    """Returns the bytes of registers that each thread spills to memory."""
     import triton
 
     binary = folder / "kernel.cubin"

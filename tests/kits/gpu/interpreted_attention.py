@@ -1,7 +1,7 @@
-"""The Triton kernels under triton's interpreter, on a CPU.
+"""Runs the Triton kernels under triton's interpreter, on a CPU.
 
-`test_cuda_attention.py` runs this file in a process of its own, because triton decides at import if
-it interprets.
+`test_cuda_attention.py` runs this file in its own process, because triton decides on import whether
+it interprets kernels.
 """
 
 import os
@@ -32,7 +32,7 @@ from tests.kits.models.attention_cases import (
 
 FP32, BF16, FP8, INT8, INT4 = KVFormat
 LONG_DECODE, VERIFY, PREFILL = RAGGED[3], RAGGED[4], ((500, 70), (0, 30), (40, 1))
-TOLERANCE = 1e-5  # values reach 12
+TOLERANCE = 1e-5  # output values reach 12
 SMALL = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block_size": 16}
 
 
@@ -75,7 +75,8 @@ def test_verification_of_drafts_over_long_contexts(kv_format):
 
 @pytest.mark.parametrize(("kv_format", "window"), [(BF16, 100)])
 def test_prefill_chunks_beside_a_decode_step(monkeypatch, kv_format, window):
-    monkeypatch.setattr(triton_attention, "INTERPRETED_SMS", 1)  # full with few units: no splits
+    # a few units fill one SM, so nothing is split
+    monkeypatch.setattr(triton_attention, "INTERPRETED_SMS", 1)
     triton_attention._num_sms.cache_clear()
     check(kv_format, PREFILL, heads=(8, 1), scoring=Scoring(0.3, window=window))
     triton_attention._num_sms.cache_clear()
@@ -88,7 +89,7 @@ def test_any_block_size(kv_format, block_size):
 
 @pytest.mark.parametrize("kv_format", [BF16, FP8])
 def test_a_bf16_model_on_any_format(kv_format):
-    check(kv_format, MIXED[1:2], dtype=torch.bfloat16, tolerance=0.06)  # values reach 12
+    check(kv_format, MIXED[1:2], dtype=torch.bfloat16, tolerance=0.06)  # output values reach 12
 
 
 def test_a_row_gets_the_same_alone_and_in_company_but_for_rounding():
@@ -103,9 +104,10 @@ def test_a_long_row_with_nothing_before_it_goes_to_torch_and_its_neighbours_do_n
 
 
 def padded(batch, num_rows, row_len, width):
-    """The batch of a captured step: more rows and tokens, wider tables, lengths only on the device.
+    """Pads a batch like a captured step: extra rows and tokens, wider tables, lengths on the
+    device.
 
-    Returns it with the places of the tokens that do not fill up.
+    Returns the padded batch and the indices of the tokens that are not padding.
     """
     extra = num_rows - len(batch.extents)
     tables = torch.zeros(num_rows, width, dtype=torch.int32)

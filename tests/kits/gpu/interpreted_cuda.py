@@ -1,7 +1,7 @@
-"""CudaForward over the Triton kernels under triton's interpreter, on a CPU.
+"""Runs CudaForward with the Triton kernels under triton's interpreter, on a CPU.
 
-`test_cuda.py` runs this file in a process of its own, because triton decides at import if it
-interprets.
+`test_cuda.py` runs this file in its own process, because triton decides on import whether it
+interprets kernels.
 """
 
 import os
@@ -27,16 +27,18 @@ from tests.kits.models.sampling_cases import KINDS, with_seed
 
 
 def test_ragged_and_filled_up_steps(monkeypatch):
-    monkeypatch.setattr(cuda, "WARM_UP_LENS", (8,))  # interpreted, more would take minutes
+    # more lengths would take minutes in the interpreter
+    monkeypatch.setattr(cuda, "WARM_UP_LENS", (8,))
     monkeypatch.setattr(cuda, "WARM_UP_ROWS", 2)
     loaded = random_model(1, kv_format=KVFormat.INT8)
     expected = logits_of_the_hook(loaded)
     forward = opened(loaded, attend=triton_attention.attend, captured_rows=(4,))
-    assert not loaded.context.cache.buffer.any()  # the warm-up stores nothing
+    assert not loaded.context.cache.buffer.any()  # the warm-up writes nothing to the cache
     check_like_the_hook(forward, loaded, expected, tolerance=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # as on a GPU
+# a GPU overflows silently
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_tokens_of_a_step_are_those_of_the_definition():
     loaded = random_model(1)
     forward = opened(loaded, sampler=triton_sampling.sample, captured_rows=(4,))

@@ -1,7 +1,7 @@
-"""The Triton sampler under triton's interpreter, on a CPU: it chooses the definition's tokens.
+"""Runs the Triton sampler under triton's interpreter: it must choose the reference tokens.
 
-`test_triton_sampling.py` runs this file in a process of its own, because triton decides at import
-if it interprets.
+`test_triton_sampling.py` runs this file in its own process, because triton decides on import
+whether it interprets kernels.
 """
 
 import os
@@ -27,7 +27,7 @@ from tests.kits.models.sampling_cases import (
     with_seed,
 )
 
-# As on a GPU, numbers beyond a type's greatest become infinite.
+# Like a GPU, convert numbers beyond a type's maximum to infinity without a warning.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 INF, NAN = math.inf, math.nan
@@ -35,7 +35,7 @@ INF, NAN = math.inf, math.nan
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Tiles so small that small vocabularies have several."""
+    """Makes tiles so small that small vocabularies have several tiles."""
     monkeypatch.setattr(triton_sampling, "TILE", 512)
 
 
@@ -111,7 +111,7 @@ def test_extreme_temperatures_are_exact(temperature, masks):
 
 
 def test_tied_scores_of_different_logits_are_kept_or_dropped_together():
-    """In fp64 all small logits are equally far from the best."""
+    """In fp64 all small logits have the same distance to the best logit."""
     logits = torch.tensor([[1e20, *(i * 1e-30 for i in range(99))]]).expand(8, -1)
     for masks in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.3}):
         drawn = [Sampling(temperature=1e20, seed=seed, **masks) for seed in range(8)]
@@ -120,8 +120,8 @@ def test_tied_scores_of_different_logits_are_kept_or_dropped_together():
 
 
 def test_near_ties_in_fp32_are_resolved():
-    """Two tokens have the least and the most noise. The latter's logit moves in steps of an ulp
-    around the point where it begins to win.
+    """Two tokens have the least and the most noise. The logit of the token with the most noise
+    moves in steps of one ulp around the value from which it wins.
     """
     vocab, drawn, position = 2**12, Sampling(temperature=0.7, seed=9), 4
     noise = noise_of(drawn.seed, position, vocab)
@@ -136,7 +136,7 @@ def test_near_ties_in_fp32_are_resolved():
 
 
 def test_the_lower_id_wins_a_tie_of_score_and_noise(monkeypatch):
-    """Among this many tokens a few share a word of noise."""
+    """Among this number of tokens, a few have the same noise word."""
     monkeypatch.setattr(triton_sampling, "TILE", 2**15)
     vocab, seed, position = 2**18, 3, 11
     found, order = noise_of(seed, position, vocab).sort(stable=True)

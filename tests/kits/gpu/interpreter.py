@@ -1,4 +1,4 @@
-"""Runs tests of Triton kernels under triton's interpreter, which a process chooses at its start."""
+"""Runs tests of Triton kernels in a process that starts with triton's interpreter."""
 
 import os
 import re
@@ -17,7 +17,7 @@ needs_triton = pytest.mark.skipif(not triton_attention.available(), reason="trit
 
 
 def check_under_interpreter(tests: str) -> None:
-    """Fails unless the tests in that file of this folder ran, and all passed."""
+    """Fails unless the tests in this file of this folder ran and all passed."""
     path = str(Path(__file__).with_name(tests))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path],

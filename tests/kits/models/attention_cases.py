@@ -20,10 +20,10 @@ from engine.worker.batch import Row
 
 OTHER_SECTION = KVSection(num_layers=1, num_kv_heads=1, head_dim=6)
 LAYER = 1
-NOT_A_NUMBER = 0xFF  # floats of every format are NaN if all their bytes have this value
+NOT_A_NUMBER = 0xFF  # a float of any format is NaN if all its bytes have this value
 
-# How much worse than the nearest code, relative to max |x|, a stored element may be: rounding of a
-# reciprocal may pick the other code at a tie, and a bf16 step one bit apart.
+# Bounds on a stored element's extra error over the nearest code, relative to max |x|: rounding of a
+# reciprocal may pick the other code at a tie, and bf16 results may differ by one bit.
 STORE_SLACK = {
     KVFormat.FP32: 0.0,
     KVFormat.BF16: 0.0,
@@ -78,14 +78,14 @@ def make_problem(
 
 
 def run(attend, problem, scoring):
-    """The result of `attend` [num_tokens, num_heads, head_dim]; the problem's cache is written."""
+    """Returns the result of `attend` [num_tokens, num_heads, head_dim], and writes the cache."""
     batch = build_batch(problem.rows, problem.cache)
     return attend(problem.query, problem.key, problem.value, problem.cache, LAYER, batch, scoring)
 
 
 def check_attend(attend, *, scoring, tolerance=1e-5, **case):
-    """Asserts that `attend` stores K and V in their slots and touches no other byte. Its result is
-    within `tolerance` of the reference's over the written record.
+    """Asserts that `attend` stores K and V in their slots and touches no other byte. The result
+    must be within `tolerance` of the reference attention over the written record.
     """
     problem = make_problem(**case)
     before = problem.cache.buffer.clone()
@@ -101,7 +101,7 @@ def check_attend(attend, *, scoring, tolerance=1e-5, **case):
 
 
 def check_company(attend, *, scoring, tolerance=0.0, **case):
-    """Asserts that a row alone gets the same result as among others, bitwise by default."""
+    """Asserts that a row alone gets the same result as beside other rows, bitwise by default."""
     problem = make_problem(**case)
     together = run(attend, problem, scoring)
     sizes = [len(row.token_ids) for row in problem.rows]
@@ -114,8 +114,8 @@ def check_company(attend, *, scoring, tolerance=0.0, **case):
 
 
 def _check_stored(problem, before):
-    """Asserts that K and V are in their slots within the format's error; other bytes are as
-    `before`.
+    """Asserts that K and V are in their slots, within the format's error. All other bytes must
+    equal `before`.
     """
     after = problem.cache
     slots = build_batch(problem.rows, after).slot_mapping
@@ -138,7 +138,7 @@ def _check_stored(problem, before):
 
 
 def stored(cache, layer):
-    """K and V of a layer as fp32 [num_blocks, num_kv_heads, block_size, head_dim] each."""
+    """Returns K and V of a layer, each fp32 [num_blocks, num_kv_heads, block_size, head_dim]."""
     scales = (None, None)
     if cache.kv_format.has_scales:
         scales = cache.key_scales[layer], cache.value_scales[layer]
@@ -147,19 +147,20 @@ def stored(cache, layer):
 
 
 def _tables(layout, lengths, rng):
-    """Scattered blocks of each row; unowned blocks lie among them."""
+    """Returns scattered blocks for each row, with unowned blocks between them."""
     counts = [layout.num_blocks_for(start + query_len) for start, query_len in lengths]
     free = torch.randperm(sum(counts) + 3, generator=rng).tolist()
     return [[free.pop() for _ in range(count)] for count in counts]
 
 
 def _kv(section, num_tokens, device, dtype, rng):
-    """Random K and V [num_tokens, num_kv_heads, head_dim], some of them hard to quantise."""
+    """Returns random K and V [num_tokens, num_kv_heads, head_dim]; some values are hard to
+    quantise."""
     shape = (num_tokens, section.num_kv_heads, section.head_dim)
     key, value = torch.randn(2, *shape, generator=rng)
     value[::3] *= 3
     key[1::7] = 0
-    value[2::7] = value[2::7, :, :1]  # one number, repeated
+    value[2::7] = value[2::7, :, :1]  # all elements equal
     return key.to(device, dtype), value.to(device, dtype)
 
 
@@ -169,7 +170,7 @@ PLAIN = Scoring(0.3)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 HEADS = ((4, 4), (6, 2), (8, 1), (16, 1), (1, 1))
 WINDOWS = (1, 3, 4, 8, 1000)
-RAGGED = (  # one row, long contexts, edges of blocks of 16 and of tiles of 64
+RAGGED = (  # one row, long contexts, lengths at the edges of blocks of 16 and tiles of 64
     ((0, 1),),
     ((40, 1),),
     ((0, 33),),
@@ -214,7 +215,7 @@ CASES = list(_cases())
 
 
 def case_id(case):
-    """A name for pytest."""
+    """Returns a name of the case for pytest."""
     scoring = case["scoring"]
     parts = [case["kv_format"].value, f"{case['num_heads']}on{case['num_kv_heads']}"]
     parts += [f"d{case['head_dim']}", f"b{case['block_size']}"]

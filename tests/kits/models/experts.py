@@ -1,4 +1,4 @@
-"""Modules of experts as models of transformers have them, and tokens for them."""
+"""Modules of experts in transformers' layout, and input tokens for them."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ EXPERTS = {
 
 
 def experts_of(*, hidden=HIDDEN, inner=INNER, **flags):
-    """A module as models of transformers have it, which computes as transformers does."""
+    """Returns a module of experts with transformers' layout and computation."""
 
     @use_experts_implementation(**flags)
     class Experts(nn.Module):
@@ -52,7 +52,7 @@ def parameter(*shape):
 
 
 def tokens(num_tokens, hidden=HIDDEN):
-    """Hidden states, and different experts and shares for each token."""
+    """Returns hidden states, and for each token different experts and their weights."""
     torch.manual_seed(num_tokens)
     scores = torch.randn(num_tokens, NUM_EXPERTS).softmax(-1)
     shares, chosen = scores.topk(TOP_K, dim=-1)

@@ -1,4 +1,4 @@
-"""Writes GGUF files for tests: any key/values and tensors, and small models with a vocabulary."""
+"""Writes GGUF files for tests: any keys and tensors, and small models with a vocabulary."""
 
 import struct
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ALIGNMENT = 32
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14, "BF16": 30}
-BYTES = {  # the characters that byte-level BPE writes for bytes, in order of bytes
+BYTES = {  # the letter by which byte-level BPE writes each byte, in byte order
     **{b: chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))}
 }
 BYTES |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTES)}
@@ -14,7 +14,7 @@ BYTES |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not i
 
 @dataclass
 class Contents:
-    """The contents of a file. Tensors are (type, dimensions from the outermost one, bytes)."""
+    """The contents of a file. A tensor is (type, dimensions from the outermost, bytes)."""
 
     values: dict[str, object] = field(default_factory=dict)
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)
@@ -40,7 +40,10 @@ class Contents:
 
 
 def tiny(architecture: str = "llama", *, layers: int = 2) -> Contents:
-    """A model of 4 heads of 8, all weights 0, whose tokens are the bytes and two words."""
+    """Returns a model of 4 heads of size 8 with zero weights.
+
+    Its tokens are all bytes and two words.
+    """
     name, hidden, kv, ffn = architecture, 32, 16, 48
     tokens = [*(BYTES[b] for b in range(256)), "<s>", "</s>", "he", "Ġhe", "12"]
     values: dict[str, object] = {

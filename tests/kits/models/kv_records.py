@@ -1,4 +1,4 @@
-"""KV buffers in which every slot is written, of two sections."""
+"""KV buffers of two sections with a value in every slot."""
 
 import torch
 
@@ -13,9 +13,9 @@ SECTIONS = (
 
 
 def numbers(rng, shape, exponent):
-    """Random [..., head_dim] of one magnitude; some rows are far from zero, zero, or of one number.
+    """Returns random [..., head_dim] of one magnitude; some rows are offset, zero or constant.
 
-    None is so large that int4, whose step is a 15th of the range, would need an infinite step.
+    No number is so large that the step of int4, a 15th of the range, would be infinite.
     """
     x = torch.randn(shape, generator=rng)
     rows = torch.randint(9, shape[:-1], generator=rng)
@@ -25,12 +25,13 @@ def numbers(rng, shape, exponent):
     x[rows == 3] = 0
     x[rows == 4] = -1.7
     x[rows == 5, ::2] = 0
-    x[rows == 6] = 1.7  # which bf16 rounds up: int4's low is above all of them, its step negative
+    # bf16 rounds 1.7 up: int4's low exceeds all elements, and its step is negative
+    x[rows == 6] = 1.7
     return (x.double() * 10.0**exponent).clamp(-1.6e38, 1.6e38).float()
 
 
 def fill(layout, exponent):
-    """A buffer in which every slot is written."""
+    """Returns a buffer with a value in every slot."""
     rng = torch.Generator().manual_seed(0)
     buffer = allocate_buffer(layout, NUM_BLOCKS)
     slots = torch.arange(NUM_BLOCKS * layout.block_size)

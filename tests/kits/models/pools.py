@@ -2,11 +2,11 @@
 
     colocated      one worker prefills and decodes
     handed over    one worker prefills, another decodes; KV is copied from pool to pool
-    both           the latter, which prefills some prompts itself
-    moving         two workers do both, and running sequences go from one to the other
+    both           as handed over, but the decode worker prefills some prompts itself
+    moving         two workers prefill and decode; running sequences move between them
 
-The gateway's part is done in its simplest form. All requests are sent at once. A sequence that a
-worker gives back is sent again, with its tokens so far, when another request has ended.
+This module does the gateway's part in its simplest form. All requests are sent at once. A rejected
+sequence is sent again, with its tokens so far, after another request has finished.
 """
 
 import random
@@ -72,7 +72,7 @@ from tests.kits.fakes.worker import WorkerShape
 
 GATEWAY = GatewayId("here")
 MAX_STEPS = 20_000
-MOVES_EVERY = 6  # each step moves one in this many sequences
+MOVES_EVERY = 6  # in each step, one in six sequences is moved
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Asked:
 
     @property
     def so_far(self) -> list[int]:
-        """The prompt and the answer so far."""
+        """Returns the prompt and the answer so far."""
         return [*self.token_ids, *self.answer]
 
     @property
@@ -108,7 +108,7 @@ class Asked:
 
 
 class KeenSpeculator(Speculator):
-    """Drafts at random also where the real speculator, which measures the machine, would not."""
+    """Drafts at random, even where the real speculator would not draft by its measured times."""
 
     def __init__(self, mode: Speculate, **options: Any) -> None:
         super().__init__(mode, **options)
@@ -140,7 +140,7 @@ class KeenSpeculator(Speculator):
 
 
 class Worker:
-    """A core over an opened runner, whose pool is empty."""
+    """A core with an opened runner whose pool is empty."""
 
     def __init__(
         self,
@@ -192,10 +192,11 @@ class Pools:
         every_local: int | None = None,
         moves: random.Random | None = None,
     ) -> None:
-        """The same worker twice means colocated serving.
+        """If `prefill` is also the decode worker, serving is colocated.
 
-        Decode workers in turn serve one of `every_local` attempts alone, prompt included. With
-        `moves` there are two, and running sequences go from one to the other at random steps.
+        One in `every_local` attempts is prefilled and decoded by a decode worker alone; decode
+        workers take turns. With `moves` there are two decode workers, and running sequences move
+        between them at random steps.
         """
         self._every_local = 1 if prefill in decode else every_local
         self._local: set[SeqId] = set()
@@ -203,21 +204,23 @@ class Pools:
         self._decode = decode
         self._workers = list(dict.fromkeys((prefill, *decode)))
         self._asked: dict[SeqId, Asked] = {}
-        self._at: dict[SeqId, Worker] = {}  # where a sequence decodes
-        self._granted: dict[LeaseId, tuple[Worker, list[BlockId]]] = {}  # computed blocks
+        self._at: dict[SeqId, Worker] = {}  # worker that decodes each sequence
+        # computed blocks of each lease, with their worker
+        self._granted: dict[LeaseId, tuple[Worker, list[BlockId]]] = {}
         self._lease_of: dict[SeqId, LeaseRef] = {}
-        self._wanted: dict[SeqId, tuple[Worker, tuple[tuple[int, BlockId], ...]]] = {}  # pulls
+        # pulls not carried out yet
+        self._wanted: dict[SeqId, tuple[Worker, tuple[tuple[int, BlockId], ...]]] = {}
         self._num_attempts = 0
         self._given_back: deque[Asked] = deque()
         self._moves = moves
-        self._as: dict[SeqId, SeqId] = {}  # sequences that are to go on as others
-        self._copied: dict[SeqId, SeqId] = {}  # a copy → its sequence
-        self.num_moves: Counter[bool] = Counter()  # with all that the draft model should have seen
-        self.num_found = self.num_pulled = 0  # blocks
+        self._as: dict[SeqId, SeqId] = {}  # moving sequences: old id to new id
+        self._copied: dict[SeqId, SeqId] = {}  # copy's id to the id of its sequence
+        self.num_moves: Counter[bool] = Counter()  # by True: the draft model's KV moved too
+        self.num_found = self.num_pulled = 0  # numbers of blocks
 
     @property
     def num_local(self) -> int:
-        """Number of attempts that were not handed over."""
+        """Returns the number of attempts that were not handed over."""
         return len(self._local)
 
     def answer(self, requests: Sequence[Asked]) -> list[Asked]:
@@ -290,7 +293,7 @@ class Pools:
                         worker.inbox.append(PullFailed(seq_id, "aborted"))
 
     def _pull_what_is_there(self) -> None:
-        """Carries out the pulls whose lease has grown to its full length."""
+        """Carries out each pull whose lease has grown to its full length."""
         for seq_id, (sink, blocks) in list(self._wanted.items()):
             lease = self._lease_of[seq_id]
             if lease.lease_id not in self._granted:
@@ -358,7 +361,7 @@ class Pools:
             self._go_on(1)
 
     def _go_on(self, num_requests: int = 0) -> None:
-        """Sends sequences again that were given back, once others have ended and made room."""
+        """Sends rejected sequences again, after other requests have finished and freed blocks."""
         while self._given_back and (num_requests > 0 or not self._asked):
             self._send(self._given_back.popleft())
             num_requests -= 1
@@ -380,7 +383,8 @@ class Pools:
         return self._decode[self._decode[0] is worker]
 
     def _on_copy(self, worker: Worker, message) -> None:
-        """Copies full blocks ahead, while the sequence runs on; then lets its worker stop it."""
+        """Copies full blocks while the sequence still runs, then orders its worker to hand it
+        over."""
         seq_id = self._copied[message.seq_id]
         match message:
             case PrefixOffered(copy_id, lease) if lease is not None:
@@ -395,7 +399,7 @@ class Pools:
     def _on_handed_over(
         self, seq_id: SeqId, lease: LeaseRef | None, num_draft_tokens: int | None
     ) -> None:
-        if lease is None:  # it has just arrived, and is not decoded yet
+        if lease is None:  # the sequence has just arrived and has no token decoded here yet
             self._stay(seq_id)
             return
         self.num_moves[num_draft_tokens is None] += 1
@@ -410,7 +414,7 @@ class Pools:
         self._end_copy(sink, as_seq_id)
 
     def _stay(self, seq_id: SeqId) -> None:
-        """Calls the move of a sequence off, if it is about to move."""
+        """Cancels the move of a sequence, if a move has begun."""
         as_seq_id = self._as.pop(seq_id, None)
         if as_seq_id is not None:
             for worker in self._decode:

@@ -1,4 +1,4 @@
-"""Runners that span several processes: rank 0 here, the others in processes that wait for work."""
+"""Runners that span several processes: rank 0 in this process, other ranks in waiting processes."""
 
 import multiprocessing
 import socket
@@ -22,9 +22,9 @@ TIMEOUT_S = 120.0
 
 
 class RankProcesses:
-    """Processes for all ranks but 0. They are used again: starting one takes seconds.
+    """The processes of all ranks but 0. They are reused, because a start takes seconds.
 
-    They are forks of a process that has imported this file, and with it torch, once.
+    They are forked from a process that has imported this file and torch once.
     """
 
     def __init__(self) -> None:

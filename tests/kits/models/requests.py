@@ -18,7 +18,7 @@ RULES = TokenRules(
 
 
 def requests(num_requests: int, seed: int) -> list[Asked]:
-    """Mixed temperatures, masks, penalties, biases, grammars, lengths; some with one prompt."""
+    """Returns requests with random sampling options, grammars and lengths; some share a prompt."""
     from router.text.tokenizer import load_text_model
 
     text = load_text_model(BUNDLED_MODEL)
@@ -28,7 +28,7 @@ def requests(num_requests: int, seed: int) -> list[Asked]:
         prompt = text.encode_text(rng.choice(TEXTS) * rng.randint(1, 9), 4096)
         sampling = _sampling(rng)
         stops = () if rng.random() < 0.3 else EOS
-        for i in range(rng.choice((1, 1, 1, 3))):  # n
+        for i in range(rng.choice((1, 1, 1, 3))):  # the number of choices
             each = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
             asked.append(
                 Asked(

@@ -1,4 +1,4 @@
-"""The cases in which every sampler must choose the tokens of the definition."""
+"""The cases in which every sampler must choose the tokens of the reference."""
 
 import math
 
@@ -43,7 +43,7 @@ def random_logits(num_rows, vocab, *, seed=0, scale=3.0):
 
 
 def with_seed(kind, seed):
-    """`kind` with a seed of its own."""
+    """Returns `kind` with a seed for this row."""
     values = {name: getattr(kind, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     return Sampling(seed=seed * 0x9E3779B97F4A7C15, **values)
 
@@ -53,6 +53,6 @@ def choices_of(samplings, positions, banned):
 
 
 def choices_of_kind(kind, num_rows):
-    """One choice for each of that many rows."""
+    """Returns the sampling choice of each row, all of one kind."""
     drawn = [with_seed(KINDS[kind], seed) for seed in range(num_rows)]
     return choices_of(drawn, range(num_rows), [()] * num_rows)

@@ -11,16 +11,16 @@ from tests.kits.gpu.cuda_forward import attend_but_pads
 
 
 def scattered(count, *, num_blocks, seed=0):
-    """Block tables of that many sequences, in random order over the whole pool."""
+    """Returns block tables of `num` sequences, in random order over the whole pool."""
     blocks = random.Random(seed).sample(range(num_blocks), num_blocks)
     share = num_blocks // count
     return [blocks[i * share : (i + 1) * share] for i in range(count)]
 
 
 def logits_in_chunks(runner, token_ids, chunks, table, company=(), first=None):
-    """Logits [len(token_ids), vocab] computed in chunks, beside other rows in each step.
+    """Returns logits [len(token_ids), vocab], computed in chunks beside other rows in each step.
 
-    In step i, `first(i)` of the other rows come before the sequence's own; by default all.
+    In step i, the first `first(i)` other rows precede the sequence's own row; by default all do.
     """
     found, start = [], 0
     for i, chunk in enumerate(chunks):
@@ -36,7 +36,7 @@ def logits_in_chunks(runner, token_ids, chunks, table, company=(), first=None):
 
 
 def as_on_a_gpu(captured_rows):
-    """Stands in for `engine.model.runner._forward`: the code for GPUs, on a CPU."""
+    """Stands in for `engine.model.runner._forward`: runs the GPU code on a CPU."""
 
     def forward(loaded, weights, beside=None):
         return CudaForward(
@@ -47,7 +47,7 @@ def as_on_a_gpu(captured_rows):
 
 
 class SharedBuffer:
-    """Shared memory that a runner allocates its KV in."""
+    """Shared memory in which a runner allocates its KV."""
 
     def __call__(self, num_bytes):
         self._memory = shared_memory.SharedMemory(create=True, size=num_bytes)
@@ -57,6 +57,6 @@ class SharedBuffer:
         return bytes(self._memory.buf[start : start + num_bytes])
 
     def close(self):
-        """Frees it. Raises BufferError if anything still points into it."""
+        """Frees the memory. Raises BufferError if any object still points into it."""
         self._memory.close()
         self._memory.unlink()

@@ -21,7 +21,7 @@ def prompt(num_tokens):
 
 
 def generate(path, token_ids, num_new, *, dtype=torch.float32):
-    """The greedy answer of transformers itself."""
+    """Returns transformers' greedy answer."""
     config = AutoConfig.from_pretrained(path)
     sees = config.get_text_config(decoder=True) is not config
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -38,7 +38,7 @@ def generate(path, token_ids, num_new, *, dtype=torch.float32):
 
 
 class Served:
-    """A model as a worker computes it."""
+    """A model, computed with a worker's code."""
 
     def __init__(self, path, *, weights=WeightFormat.FP32, num_blocks=8, max_len=None):
         size = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks}
@@ -52,7 +52,7 @@ class Served:
         self.runner.close()
 
     def answer(self, token_ids, num_new, *, chunk=10**9):
-        """Greedy tokens; the prompt is computed in chunks."""
+        """Returns greedy tokens; the prompt is computed in chunks."""
         table = list(range(-(-(len(token_ids) + num_new) // BLOCK_SIZE)))
         start, found = 0, []
         pending = list(token_ids)
@@ -69,7 +69,7 @@ class Served:
 
 
 def check_equals_generate(path, *, lengths=(5, 60), num_new=8, **served):
-    """Asserts that fp32 equals transformers, and that chunks change no token of int8."""
+    """Asserts that fp32 equals transformers, and that chunked prefill changes no token of int8."""
     with Served(path, **served) as model:
         for length in lengths:
             expected = generate(path, prompt(length), num_new)

@@ -1,4 +1,4 @@
-"""The C++ kernels and their threads, kept for all tests of a process."""
+"""The C++ kernels and their threads, shared by all tests of a process."""
 
 from functools import cache
 
@@ -9,11 +9,11 @@ from engine.native.library import library
 
 @cache
 def avx2_kernels():
-    """The library as a processor without AVX-512 has it."""
+    """Returns the kernel library for a processor without AVX-512."""
     return library(kernel_units("-march=x86-64-v3"))
 
 
 @cache
 def team_of(kernels, threads):
-    """The library for this processor ("best"), or without AVX-512 ("avx2"), with `threads`."""
+    """Returns the library for this processor ("best") or for AVX2 only ("avx2"), with `threads`."""
     return Team(avx2_kernels() if kernels == "avx2" else library(), threads)

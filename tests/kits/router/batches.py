@@ -1,4 +1,4 @@
-"""Shared by the tests of batches: a router that computes tokens, and apps that run batches."""
+"""Kit of the batch tests: a router that computes tokens, and apps that run batches."""
 
 import asyncio
 import random
@@ -21,12 +21,12 @@ IDLE = WorkerStatus(Role.MIXED, None, 0, 0, max_running=4)
 
 
 def next_token(tokens: Sequence[int], seed: int) -> int:
-    """The token that follows, a letter: it depends on all tokens before it, and on the seed."""
+    """Returns the next token, a letter that depends on all earlier tokens and on the seed."""
     return ord("a") + random.Random(f"{seed} {tokens}").randrange(26)
 
 
 class ComputingRouter(FakeRouter):
-    """Computes one token of each request at each `step`; by itself if `is_quick`."""
+    """Computes one token of each request per `step`. If `is_quick`, it steps by itself."""
 
     def __init__(self, *, is_quick: bool = True) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Computed:
         self._router.running.pop(self._request_id, None)
 
     def offer_frames(self, taker: FrameTaker) -> None:
-        """No worker sends frames."""
+        """Does nothing: no worker sends frames."""
 
 
 @asynccontextmanager
@@ -94,7 +94,7 @@ async def batch_app(
     runs: bool = True,
     **bounds: Any,
 ):
-    """An app whose batches run, unless told otherwise."""
+    """Opens an app and runs its batches, unless `runs` is false."""
     background = BackgroundWork()
     storage = storage or Storage(None)
     app = create_app(
@@ -117,7 +117,7 @@ async def batch_app(
 def form_of(
     data: bytes, *, purpose: str | None = "batch", **fields: str
 ) -> tuple[bytes, dict[str, str]]:
-    """The body and the headers of an upload."""
+    """Returns the body and the headers of an upload."""
     given = {**({} if purpose is None else {"purpose": purpose}), **fields}
     parts = [
         f'--limit\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
@@ -131,13 +131,13 @@ def form_of(
 
 
 def line_of(name: str, **body: Any) -> dict[str, Any]:
-    """A line of an input file."""
+    """Returns one line of a batch's input file."""
     fields = {"model": "tiny", "prompt": name, "max_tokens": 5, **body}
     return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": fields}
 
 
 def file_of(*lines: Any) -> bytes:
-    """An input file."""
+    """Returns an input file with these lines."""
     return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
 
 
@@ -158,7 +158,7 @@ async def create(app: Any, file_id: str, **fields: Any) -> Any:
 
 
 async def ended(app: Any, batch_id: str, *, within_s: float = 10.0) -> Any:
-    """The batch when it is over."""
+    """Waits until the batch has ended, and returns it."""
     async with asyncio.timeout(within_s):
         while True:
             batch = (await fetch(app, "GET", f"/v1/batches/{batch_id}")).json()
@@ -168,7 +168,7 @@ async def ended(app: Any, batch_id: str, *, within_s: float = 10.0) -> Any:
 
 
 async def lines_in(app: Any, file_id: str | None) -> list[Any]:
-    """The lines of an output file."""
+    """Returns the lines of an output file."""
     if file_id is None:
         return []
     data = (await fetch(app, "GET", f"/v1/files/{file_id}/content")).body
@@ -176,7 +176,7 @@ async def lines_in(app: Any, file_id: str | None) -> list[Any]:
 
 
 async def texts_in(app: Any, file_id: str | None) -> list[tuple[str, str]]:
-    """The ids and answers in an output file, in its order."""
+    """Returns the ids and answers of an output file, in its order."""
     return [
         (line["custom_id"], line["response"]["body"]["choices"][0]["text"])
         for line in await lines_in(app, file_id)
@@ -184,7 +184,7 @@ async def texts_in(app: Any, file_id: str | None) -> list[tuple[str, str]]:
 
 
 async def until(holds: Callable[[], object], *, within_s: float = 10.0) -> None:
-    """Waits until something holds."""
+    """Waits until the condition holds."""
     async with asyncio.timeout(within_s):
         while True:
             if holds():

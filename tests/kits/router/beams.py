@@ -1,8 +1,8 @@
-"""A beam search in a few lines, which does all steps: what the one of the gateway must equal."""
+"""A beam search in a few lines that runs all steps; the gateway's beam search must equal it."""
 
 from collections.abc import Callable, Collection, Sequence
 
-# The log-probabilities of all tokens after these.
+# Returns the log-probabilities of all tokens that may follow these tokens.
 Model = Callable[[Sequence[int]], Sequence[float]]
 
 
@@ -15,7 +15,7 @@ def reference_beams(
     end_ids: Collection[int],
     length_penalty: float = 1.0,
 ) -> list[tuple[list[int], float]]:
-    """The best answers, best first, each with the sum of its log-probabilities."""
+    """Returns the best answers in descending order, each with its summed log-probabilities."""
     running: list[tuple[list[int], float]] = [([], 0.0)]
     done: list[tuple[list[int], float]] = []
     for _ in range(max_tokens):

@@ -1,4 +1,4 @@
-"""Prompts and messages that are refused."""
+"""Prompts and messages that the gateway must refuse."""
 
 from tests.kits.router.gateway import CONTEXT_LEN
 
@@ -6,7 +6,7 @@ VALUE = "invalid_value"
 UNSUPPORTED = "unsupported_parameter"
 TOO_LONG = "context_length_exceeded"
 
-# prompt, the field that the error names, its code
+# each case: prompt, the field that the error names, the error code
 BAD_PROMPTS = [
     ("", "prompt", VALUE),
     ([], "prompt", VALUE),
@@ -31,7 +31,7 @@ BAD_PROMPTS = [
     ([1] * CONTEXT_LEN, "prompt", TOO_LONG),
 ]
 
-# messages, the field that the error names, its code
+# each case: messages, the field that the error names, the error code
 BAD_MESSAGES = [
     ([], "messages", VALUE),
     (None, "messages", VALUE),
@@ -51,5 +51,5 @@ BAD_MESSAGES = [
         "unsupported_content",
     ),
     ([{"role": "user", "content": "x" * CONTEXT_LEN}], "messages", TOO_LONG),
-    ([{"role": "tool", "content": "x"}], "messages", None),  # this template raises
+    ([{"role": "tool", "content": "x"}], "messages", None),  # the template raises for this role
 ]

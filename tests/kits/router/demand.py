@@ -24,7 +24,7 @@ COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCo
 
 
 def machine_of(*roles, num_blocks=100, fluid=False, **config):
-    """A machine with workers of these roles and known costs."""
+    """Returns a machine with workers of these roles and known costs."""
     machine = RouterMachine(
         RouterConfig(**config), estimates=Estimates(COSTS), rng=random.Random(0)
     )
@@ -37,7 +37,7 @@ def machine_of(*roles, num_blocks=100, fluid=False, **config):
 
 
 def ask(machine, name, now_s=1.0, num_tokens=40, max_tokens=10):
-    """Hands a request to a machine; its prompt depends on its name."""
+    """Submits a request to a machine; the prompt depends on the request's name."""
     limits = Limits(max_len=num_tokens + max_tokens, prompt_len=num_tokens)
     first = sum(map(ord, name))
     tokens = tuple(range(first, first + num_tokens))

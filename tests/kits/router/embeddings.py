@@ -1,4 +1,4 @@
-"""An app whose model gives the embeddings that a script says."""
+"""An app whose model returns scripted embeddings."""
 
 import struct
 
@@ -23,7 +23,7 @@ NESTED = Embedding(is_normalized=False, size=3, is_matryoshka=True)
 
 
 def embedded(numbers=NUMBERS, **rest):
-    """The update that brings an embedding, with a token that means nothing."""
+    """Returns an update with an embedding and a dummy token."""
     return Update((7,), embedding=struct.pack(f"<{len(numbers)}f", *numbers), **rest)
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with the marks of all forms, and what its guides allow."""
+"""A tokenizer of bytes with the special tokens of all forms, and a check of its guides."""
 
 import json
 import tempfile
@@ -31,7 +31,7 @@ _IDS.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
 
 
 def token_of(mark: str) -> int | None:
-    """The id of a mark."""
+    """Returns the token id of a special token."""
     return _IDS.token_to_id(mark) if mark in MARKS else None
 
 
@@ -41,7 +41,7 @@ def byte_guides():
 
 
 def tokens_of(text):
-    """The text as byte tokens, with marks as one token each."""
+    """Returns the byte tokens of a text; each special token is one token."""
     ids = []
     while text:
         mark = next((m for m in MARKS if text.startswith(m)), None)
@@ -55,7 +55,7 @@ def tokens_of(text):
 
 
 def allows(grammar, text):
-    """True if exactly the whole of `text` is an answer. Raises GrammarError for a bad grammar."""
+    """Returns True if the guide accepts exactly `text`. Raises GrammarError for a bad grammar."""
     byte_guides().prepare(grammar)
     try:
         guide = byte_guides().open(grammar, tokens_of(text))

@@ -1,4 +1,4 @@
-"""Finds frames that only the garbage collector would free."""
+"""Finds stack frames that only the garbage collector would free."""
 
 import gc
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from types import FrameType
 
 @contextmanager
 def no_frames_in_cycles() -> Iterator[None]:
-    """Fails if what runs inside leaves frames of the product in reference cycles."""
+    """Fails if the code in the block leaves product frames in reference cycles."""
     gc.freeze()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Shared by the gateway's tests: a scripted router, a tiny text model, a direct ASGI driver."""
+"""Kit of the gateway's tests: a scripted router, a tiny text model, a direct ASGI driver."""
 
 import asyncio
 import itertools
@@ -26,11 +26,11 @@ from router.text.templates import DEFAULT, ChatTemplates
 from router.text.tokenizer import TextModel
 from tests.kits.grammar_checks import CheckedAtOnce
 
-SHOWN = ("keys", "edge", "background", "board", "logs_requests")  # arguments of `app_of`
-V1 = ("version", "v1")  # a label
+SHOWN = ("keys", "edge", "background", "board", "logs_requests")  # arguments that go to `app_of`
+V1 = ("version", "v1")  # the label of the served version
 CONTEXT_LEN = 64
 EOS = 256
-PASSES = 10  # passes of the loop in which all that a step brings is written
+PASSES = 10  # event loop passes after which all output of a step is written
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -55,7 +55,7 @@ TIMELINE = Timeline(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, in the order of the bytes, then the special tokens."""
+    """Returns a tokenizer: one token per byte in byte order, then the special tokens."""
     tokenizer = Tokenizer(models.BPE(vocab=_letters(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _letters() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable bytes as they are, the others from 256 on."""
+    """Returns GPT-2's letter for each byte: itself if printable, else from U+0100 on."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
     return {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
@@ -90,19 +90,19 @@ def tokens(text: str, **rest: Any) -> Update:
 
 
 def answer(text: str) -> list[Update]:
-    """One token an update, then the end-of-text token with the outcome."""
+    """Returns updates of one token each; the last is end-of-text with the outcome."""
     last = Update(token_ids=(EOS,), outcome=STOP, timeline=TIMELINE)
     return [*(Update(token_ids=(byte,)) for byte in text.encode()), last]
 
 
 class Never:
-    """A step of a script that is never reached."""
+    """A step of a script that the request never reaches."""
 
 
 class FakeRouter:
-    """Plays a script of updates to every request, and keeps the requests.
+    """Plays a script of updates for every request, and keeps the requests.
 
-    With `more_scripts`, the second request gets the first of these, and so on.
+    With `more_scripts`, the first request gets `updates`, the second the first of these, and so on.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class FakeRouter:
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
         self.live = 0
-        self.clock = TickingClock()  # the app's
+        self.clock = TickingClock()  # the app's clock
         self.waiting = asyncio.Event()  # set when a request reaches a `Never`
         self.not_ready: str | None = None
-        self.capacity: int | None = None  # tokens
+        self.capacity: int | None = None  # capacity in tokens
         self.statuses: dict[WorkerId, WorkerStatus] = {}
         self.severed_pairs: list[tuple[WorkerId, WorkerId]] = []
         self.moved: list[MovedKv] = []
         self.events: dict[tuple[str, str], int] = {}
-        self.store_block: int | None = None  # tokens of a block in its stores; None: it has none
+        self.store_block: int | None = None  # tokens per block of its stores; None: no store
         self.told: list[StoreHint] = []  # hints sent to its stores
 
     def submit(self, request: Request, sink: Sink) -> Handle:
@@ -178,7 +178,9 @@ class FakeRouter:
 
 
 class _Played:
-    """A request whose script runs: the first step at once, each other one after some passes."""
+    """A request whose script is playing. Its first step is played at once, later steps after some
+    passes of the event loop.
+    """
 
     def __init__(self, router: FakeRouter, request: Request, sink: Sink, script: list) -> None:
         self._router = router
@@ -214,11 +216,11 @@ class _Played:
             self._router.cancelled.append(self._request.request_id)
 
     def offer_frames(self, taker: FrameTaker) -> None:
-        """No worker sends frames."""
+        """Does nothing: no worker sends frames."""
 
 
 async def passes(number: int) -> None:
-    """Waits for some passes of the loop."""
+    """Waits for some passes of the event loop."""
     for _ in range(number):
         await asyncio.sleep(0)
 
@@ -240,7 +242,7 @@ def versions_of(
     model_names: tuple[str, ...] = ("tiny",),
     context_len: int = CONTEXT_LEN,
 ) -> Versions:
-    """A table with one version."""
+    """Returns a table with one served version."""
     return Versions(ServedVersion("v1", router, text_model(template), model_names, context_len))
 
 
@@ -256,7 +258,8 @@ def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any
 
 
 def settings_of(**changes: Any) -> GatewaySettings:
-    """Settings with these changes to `[gateway]` and `[router]`. No call waits for a worker."""
+    """Returns settings with these changes to `[gateway]` and `[router]`; no call waits for a
+    worker."""
     router = {"queue_timeout_s": 0.0}
     for name in RouterConfig.__struct_fields__:
         if name in changes:
@@ -270,7 +273,7 @@ def create_app(versions: Versions, **own: Any) -> Any:
 
 
 def create_parts(versions: Versions, *, in_python: bool = True, **own: Any) -> GatewayParts:
-    """Parts; with `in_python` no token becomes text in C++."""
+    """Creates an app's parts. With `in_python`, C++ does not decode tokens to text."""
     settings = own.pop("settings", None) or settings_of()
     own = {"rng": random.Random(1), "grammars": CheckedAtOnce(), **own}
     parts = parts_of(versions, settings=settings, **own)
@@ -303,7 +306,7 @@ class Reply:
         return msgspec.json.decode(self.body)
 
     def events(self) -> list[Any]:
-        """The decoded events of a stream; the marker at its end stays text."""
+        """Returns the decoded events of a stream. The end marker stays text."""
         parts = self.body.split(b"\n\n")
         assert parts.pop() == b""
         assert all(part.startswith(b"data: {") or part == b"data: [DONE]" for part in parts)
@@ -312,7 +315,7 @@ class Reply:
 
 
 class Connection:
-    """One HTTP request to an app, as an ASGI server would carry it."""
+    """One HTTP request to an app, driven like an ASGI server does."""
 
     def __init__(self, app: Any, method: str, path: str, headers: Mapping[str, str]) -> None:
         self.reply = Reply()
@@ -347,7 +350,7 @@ class Connection:
         assert not self.reply.is_complete
         self.reply.messages.append(dict(message))
         if self.reply.is_complete:
-            self.leave()  # as servers do
+            self.leave()  # servers cancel here too
 
 
 async def fetch(

@@ -1,4 +1,4 @@
-"""A gateway's gRPC service in this process, with a scripted router and a client of its protocol."""
+"""A gateway's gRPC service in this process, with a scripted router and a client."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +15,7 @@ from tests.kits.router.gateway import FakeRouter, create_parts, settings_of, ver
 
 
 class InferenceClient:
-    """The methods of the service, as generated clients have them."""
+    """The methods of the service, like a generated client."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
@@ -38,7 +38,7 @@ def server_of(
     tls: TlsFiles | None = None,
     **settings: Any,
 ) -> InferenceServer:
-    """A server that is not open yet."""
+    """Returns a server that is not open yet."""
     versions = versions_of(router)
     settings = {"max_body_bytes": 2**20, "max_head_bytes": 2**14, **settings}
     parts = create_parts(versions, clock=router.clock, settings=settings_of(**settings))
@@ -48,7 +48,7 @@ def server_of(
 
 @asynccontextmanager
 async def inference(router: FakeRouter, **settings: Any) -> AsyncIterator[InferenceClient]:
-    """A client of a server on a loopback port that the system chose."""
+    """Opens a server on a free loopback port, and yields a client of it."""
     server = server_of(router, **settings)
     port = await server.open("127.0.0.1", 0)
     try:
@@ -59,7 +59,7 @@ async def inference(router: FakeRouter, **settings: Any) -> AsyncIterator[Infere
 
 
 def request_of(text: str = "yo", *, raw: bool = False, id: str = "", **inputs: Any) -> Any:
-    """A request with a text and more inputs: truth values, texts, or fields of sampling."""
+    """Returns a request with a text and further inputs: booleans, texts or sampling fields."""
     request = pb.ModelInferRequest(model_name="tiny", id=id)
     for name, value in {"text_input": text, **inputs}.items():
         add_input(request, name, value, raw=raw)
@@ -87,7 +87,7 @@ def add_input(request: Any, name: str, value: Any, *, raw: bool = False) -> None
 
 
 def outputs_of(response: Any) -> dict[str, list[Any]]:
-    """The typed values of all outputs, by name."""
+    """Returns the typed values of all outputs, by name."""
     found = {}
     for output in response.outputs:
         fields = output.contents.ListFields()

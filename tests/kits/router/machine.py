@@ -30,14 +30,14 @@ LEASE = LeaseRef("lease", TransferAddress("p0", "inc", "tcp://x"), 2)
 
 
 class First(random.Random):
-    """Chooses the first of equals by name."""
+    """Chooses the first worker by name among equals."""
 
     def choice(self, seq):
         return seq[0]
 
 
 class Driver:
-    """A router machine with a clock of its own, and short calls for its events."""
+    """A router machine with its own clock, and short methods that send its events."""
 
     def __init__(self, *workers: str, num_blocks: int = 100, **config) -> None:
         self.machine = RouterMachine(RouterConfig(**config), rng=First())
@@ -67,7 +67,7 @@ class Driver:
         return self.handle(FromWorker(worker, message))
 
     def hand_over(self, seq="r.0", prefill="p0", decode="d0", token=9):
-        """Says all messages up to a running decode."""
+        """Sends all messages up to a running decode."""
         self.say(prefill, PrefillStarted(seq, 0, LEASE))
         self.say(prefill, PrefillDone(seq, token, None))
         self.say(decode, KvReady(seq, 2, 0, "shm"))
@@ -75,7 +75,7 @@ class Driver:
 
 
 def sent(effects, kind):
-    """Messages of a kind that effects send, each with its worker."""
+    """Returns the messages of one kind in the effects, each with its worker."""
     return [
         (e.worker_id, e.message)
         for e in effects
@@ -84,10 +84,10 @@ def sent(effects, kind):
 
 
 def updates(effects):
-    """What effects deliver to clients."""
+    """Returns the updates that effects deliver to clients."""
     return [e for e in effects if isinstance(e, Update)]
 
 
 def ends(effects):
-    """Outcomes of the requests that effects end."""
+    """Returns the outcomes of the requests that effects end."""
     return [e.outcome for e in updates(effects) if e.outcome is not None]

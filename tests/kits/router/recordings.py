@@ -1,4 +1,4 @@
-"""A script of events for the router's machine, and recordings of it."""
+"""A script of events for the router's machine, and recordings of that script."""
 
 from engine.config import RouterConfig, RouterPolicy
 from engine.messages import (
@@ -37,14 +37,14 @@ ROLES = {"p": Role.PREFILL, "d": Role.DECODE}
 
 
 def welcome(name: str) -> WorkerJoined:
-    """A worker joins; its name begins with its role."""
+    """Returns the event of a joining worker. Its name begins with its role."""
     role = ROLES[name[0]]
     info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, 100, 4)
     return WorkerJoined(info)
 
 
 def arrival(name: str, prompt=(1, 2, 3, 4, 5), now_s=1.0) -> Arrived:
-    """A request whose sampling has a field of each kind."""
+    """Returns a request whose sampling uses a field of each kind."""
     sampling = Sampling(logit_bias=((3, 0.5),), logprobs=1)
     return Arrived(Request(name, tuple(prompt), sampling, Limits(len(prompt) + 9), now_s))
 
@@ -76,7 +76,7 @@ SCRIPT = [
 
 
 def recorded(config: RouterConfig = CONFIG, script=SCRIPT) -> list[bytes]:
-    """The records of a script."""
+    """Returns the records of a script."""
     records: list[bytes] = []
     machine, recorder = RouterMachine(config), Recorder(config, records.append)
     for now_s, event in script:

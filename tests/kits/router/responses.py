@@ -1,4 +1,4 @@
-"""Shared by the tests of responses: OpenAI's client in front of an app in this process."""
+"""Kit of the response tests: OpenAI's client in front of an app in this process."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ def client_of(app: Any, key: str = "unused") -> AsyncOpenAI:
 
 
 def with_client(app: Any, use: Callable[[AsyncOpenAI], Awaitable[T]]) -> T:
-    """Runs `use` with a client of the app, on an event loop of its own."""
+    """Calls `use` with a client of the app, on a new event loop."""
 
     async def run() -> T:
         async with client_of(app) as client:
@@ -38,7 +38,7 @@ def with_client(app: Any, use: Callable[[AsyncOpenAI], Awaitable[T]]) -> T:
 
 
 async def until(holds: Callable[[], Awaitable[bool]], num_turns: int = 2000) -> None:
-    """Waits until this holds, for seconds at most. The store answers from a thread."""
+    """Waits until the condition holds, at most some seconds: the store answers from a thread."""
     for _ in range(num_turns):
         if await holds():
             return
@@ -55,7 +55,7 @@ def app_on(
     keys: KeyFile | None = None,
     **settings: Any,
 ) -> Any:
-    """An application that keeps responses here, with ids of its own."""
+    """Returns an application that stores responses in memory and makes predictable ids."""
     return create_app(
         versions_of(router, context_len=CONTEXT_LEN),
         settings=settings_of(**settings),

@@ -1,7 +1,7 @@
-"""Workers that are a server of sessions and a few lines, and a router that serves with them.
+"""Scripted workers behind a real session server, and a router that serves with them.
 
-A scripted worker computes each token from all tokens before it. So an answer that goes on at
-another worker is right only if no token was lost, repeated or changed.
+A scripted worker computes each token from all earlier tokens. So an answer that moves to another
+worker is right only if no token was lost, repeated or changed.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def answer(prompt: list[int], num_tokens: int) -> list[int]:
 
 @dataclass
 class Session:
-    """One gateway's session with a fake worker."""
+    """One gateway's session with a scripted worker."""
 
     line: Line
     received: list[ToWorker] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Session:
 
 
 class ScriptedWorker:
-    """Welcomes gateways and generates; `patience` tokens of an answer, then it waits."""
+    """Accepts gateways and generates `patience` tokens of an answer, then pauses it."""
 
     def __init__(self, name: str = "m0", role: Role = Role.MIXED, **welcome: Any) -> None:
         self.welcome = Welcome(
@@ -91,11 +91,11 @@ class ScriptedWorker:
         )
         self.welcome = msgspec.structs.replace(self.welcome, **welcome)
         self.patience = 1000
-        self.greeting: list[ToGateway] | None = None  # None: the welcome, [] for silence
+        self.greeting: list[ToGateway] | None = None  # None: the normal welcome; []: no message
         self.hellos: list[Hello] = []
         self.sessions: list[Session] = []
         self.tasks: list[asyncio.Task[None]] = []  # tasks that tests started
-        self.refused: list[str] = []  # sessions that could not begin: why
+        self.refused: list[str] = []  # reasons why sessions were refused
         self._server = SessionServer(self._session, SECRET, on_refused=self.refused.append)
 
     async def open(self) -> str:
@@ -106,7 +106,7 @@ class ScriptedWorker:
 
     @property
     def session(self) -> Session:
-        """The latest one."""
+        """Returns the latest session."""
         return self.sessions[-1]
 
     @property
@@ -118,7 +118,7 @@ class ScriptedWorker:
         assert isinstance(hello, Hello)
         self.hellos.append(hello)
         session = Session(line)
-        # First of all, because a test continues as soon as the router has joined.
+        # This must run first, because a test continues as soon as the router has joined.
         self.sessions.append(session)
         greeting = [self.welcome] if self.greeting is None else self.greeting
         if greeting:
@@ -174,14 +174,15 @@ class ScriptedWorker:
                 return
 
 
-# ---------------------------------------------------------------- a router in a test
+# ---------------------------------------------------------------- router of a test
 
 
 @asynccontextmanager
 async def serving(
     *workers: ScriptedWorker, secret: Secret = SECRET, joined: int | None = None, **config: Any
 ) -> AsyncIterator[Router]:
-    """A router that `joined` workers have joined, by default all workers."""
+    """Opens a router and waits until the `joined` workers have joined it, by default all
+    workers."""
     addresses = [await worker.open() for worker in workers]
     router = Router(addresses, config=RouterConfig(**config), secret=secret, clock=MonotonicClock())
     await router.open()
@@ -225,7 +226,7 @@ class Reader:
 
 
 async def updates_of(port: RequestPort, request: Request) -> AsyncGenerator[Update, None]:
-    """Submits a request. Closing the iterator before the last update cancels it."""
+    """Submits a request and yields its updates. Closing the iterator early cancels the request."""
     reader = Reader()
     handle = port.submit(request, reader)
     try:

@@ -14,7 +14,7 @@ from router.gateway.background import BackgroundWork
 
 @contextmanager
 def served(app: Any, work: BackgroundWork | None = None) -> Iterator[str]:
-    """Serves the app with its background work, on a port of the system. Yields the URL."""
+    """Serves the app and its background work on a free port. Yields the URL."""
     sock = socket.create_server(("127.0.0.1", 0))
     host, port = sock.getsockname()[:2]
     is_open, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""The reference answer of a request: one prompt at a time, in this process."""
+"""The reference answers of requests, computed one prompt at a time in this process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ NUM_BLOCKS = 128
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """The KV formats for prompts, for answers and for the transfer between them."""
+    """The KV formats of the prompt, the answer and the transfer."""
 
     prefill: KVFormat = KVFormat.FP32
     decode: KVFormat = KVFormat.FP32
@@ -35,9 +35,9 @@ def answers_alone(
     formats: Formats = Formats(),
     weights: WeightFormat = WeightFormat.FP32,
 ) -> list[list[int]]:
-    """The first `num_tokens` tokens of each answer by the bundled model.
+    """Returns the first `num_tokens` tokens of each answer of the bundled model.
 
-    One runner computes the prompt, another one goes on from its KV, as two workers do.
+    Like two workers, one runner computes the prompt, and a second one decodes from its KV.
     """
     from engine.model.runner import TorchRunner
 
@@ -68,7 +68,7 @@ def _next_token(runner, token_ids: Sequence[int], num_computed: int, sampling: S
 
 
 def _hand_over(source, sink, wire_format: KVFormat | None) -> None:
-    """Copies every block of the source to the same place at the sink."""
+    """Copies every block of the source to the same block id of the sink."""
     one, other = (
         Identity(r.fingerprint, r.layout, kv_wire_dtype=wire_format) for r in (source, sink)
     )

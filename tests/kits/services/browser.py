@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools protocol: Debian's package and aiohttp suffice.
+"""A headless Chromium from Debian's package, driven by aiohttp over its DevTools protocol.
 
 Protocol: https://chromedevtools.github.io/devtools-protocol/.
 """
@@ -33,19 +33,19 @@ FLAGS = (
 
 
 def chromium() -> str | None:
-    """The path of the browser; None if there is none."""
+    """Returns the path of the browser, or None if there is no browser."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """One tab."""
+    """One browser tab."""
 
     def __init__(self, browser: "Browser", session: str, context: str) -> None:
         self._browser = browser
         self._session = session
         self._context = context
         self._never = asyncio.get_running_loop().create_future()
-        self.complaints: list[str] = []  # exceptions, errors, and breaches of the content policy
+        self.complaints: list[str] = []  # exceptions, errors and violations of the content policy
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return await self._browser.call(method, parameters, self._session)
@@ -62,7 +62,7 @@ class Page:
             self.complaints.append(str(parameters["args"]))
 
     async def close(self) -> None:
-        """Ends the tab."""
+        """Closes the tab."""
         await self._browser.call(
             "Target.disposeBrowserContext", {"browserContextId": self._context}
         )
@@ -85,7 +85,7 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def run(self, script: str) -> Any:
-        """The value of an expression; a promise is awaited."""
+        """Returns the value of a JavaScript expression; awaits a promise."""
         answer = await self.call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
@@ -96,7 +96,7 @@ class Page:
         """Waits until an expression is true, and returns its value."""
         try:
             async with asyncio.timeout(timeout_s):
-                # Elements are no JSON.
+                # DOM elements cannot be encoded as JSON.
                 found = f"((it) => it instanceof Node ? true : it)({script})"
                 while not (value := await self.run(found)):
                     await asyncio.wait([self._never], timeout=0.05)
@@ -113,7 +113,7 @@ class Page:
         await self.call("Input.dispatchKeyEvent", type="keyUp", **named)
 
     async def picture(self) -> bytes:
-        """A PNG of what is seen."""
+        """Returns a PNG of the visible page."""
         shot = await self.call("Page.captureScreenshot", format="png")
         return base64.b64decode(shot["data"])
 
@@ -128,7 +128,7 @@ class Browser:
         self._pages: dict[str, Page] = {}
 
     async def page(self) -> Page:
-        """A new tab without cookies or storage of others."""
+        """Opens a tab that shares no cookies or storage with other tabs."""
         context = await self.call("Target.createBrowserContext", {})
         target = await self.call(
             "Target.createTarget",
@@ -158,7 +158,7 @@ class Browser:
             del self._answers[number]
 
     async def listen(self) -> None:
-        """Hands out answers and events until the connection ends."""
+        """Delivers replies and events until the connection closes."""
         async for message in self._socket:
             told = message.json()
             answer = self._answers.get(told.get("id"))
@@ -173,7 +173,7 @@ class Browser:
 
 @asynccontextmanager
 async def browsing() -> AsyncIterator[Browser]:
-    """A browser that ends with the block."""
+    """Starts a browser and closes it at the end of the block."""
     path = chromium()
     assert path is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
@@ -210,7 +210,7 @@ async def browsing() -> AsyncIterator[Browser]:
 
 
 class Tabs:
-    """Tabs of one browser, for tests that each run in the same event loop."""
+    """Opens tabs of one browser for tests that each run in the same event loop."""
 
     def __init__(self, runner: asyncio.Runner, browser: Browser) -> None:
         self.run = runner.run
@@ -218,7 +218,7 @@ class Tabs:
 
     @asynccontextmanager
     async def blank(self) -> AsyncIterator[Page]:
-        """A tab of its own. In the end nothing has gone wrong in it."""
+        """Opens a blank tab. Asserts at the end that the tab has no complaints."""
         page = await self._browser.page()
         await page.look()
         yield page
@@ -227,7 +227,7 @@ class Tabs:
 
     @asynccontextmanager
     async def looking(self, url: str, seen: str) -> AsyncIterator[Page]:
-        """A tab that shows a page, once `seen` is true."""
+        """Opens a tab on a page, and waits until `seen` is true."""
         async with self.blank() as page:
             await page.open(url)
             await page.until(seen)
@@ -236,7 +236,7 @@ class Tabs:
 
 @contextmanager
 def shared_browser() -> Iterator[Tabs]:
-    """A browser for several tests."""
+    """Starts a browser for several tests."""
     with asyncio.Runner() as runner:
         opened = browsing()
         tabs = Tabs(runner, runner.run(opened.__aenter__()))

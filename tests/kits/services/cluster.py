@@ -1,4 +1,4 @@
-"""Real workers as processes, and a router inside the test that sees tokens instead of text."""
+"""Real workers as processes, and a router in the test's process that sees tokens, not text."""
 
 import asyncio
 import atexit
@@ -34,13 +34,13 @@ from tests.kits.router.scripted_workers import updates_of
 
 
 class FirstByName(random.Random):
-    """Breaks ties by name, so that a test knows the chosen worker."""
+    """Chooses the first worker by name among equals, so that a test knows the chosen worker."""
 
     def choice(self, seq):
         return seq[0]
 
 
-NURSERY = Nursery()  # for all tests of a session: torch is imported once
+NURSERY = Nursery()  # shared by all tests of a session, so that torch is imported once
 atexit.register(NURSERY.close)
 TOKEN = "internal-token-of-the-tests"
 SECRET = Secret(TOKEN)
@@ -80,7 +80,7 @@ class Workers:
 
     @property
     def live(self) -> set[WorkerId]:
-        """Returns the workers whose process has not ended."""
+        """Returns the workers whose process is alive."""
         processes = self.launcher.processes
         return {WorkerId(p.name) for p in processes if p.is_running()}
 
@@ -97,10 +97,10 @@ def workers(
     config: WorkerConfig | Mapping[Role, WorkerConfig] | None = None,
     locally: bool = False,
 ) -> Iterator[Workers]:
-    """Starts one process per role; on leaving, every one of them is gone.
+    """Starts one process per role; at the end, all processes are gone.
 
-    `config` is the deployment's, or one for each role. Workers are not fluid unless
-    `locally`: a test of hand-overs wants them whatever they are predicted to take.
+    `config` is the configuration of all workers, or one per role. Workers are not fluid unless
+    `locally`: tests of hand-overs need them whatever the predicted times are.
     """
     launcher = ProcessLauncher(NURSERY)
     config = config or WorkerConfig(kv_mib=64)
@@ -133,9 +133,9 @@ async def router(
     estimates: Estimates | None = None,
     natively: bool = False,
 ) -> AsyncIterator[Router]:
-    """A router that all workers have joined. After all requests the workers hold nothing.
+    """Opens a router that all workers have joined. At the end the workers hold no blocks.
 
-    Ties fall to the first by name, unless `natively`: C++ has a generator of its own for them.
+    Equal workers are chosen by name, unless `natively`: C++ uses its own random generator.
     """
     async with _linked(running.addresses, config or RouterConfig(), estimates) as r:
         if not natively:
@@ -145,13 +145,14 @@ async def router(
         yield r
         assert r.machine.num_flights == 0
         r.machine.validate()
-        await conserved(running)  # before the router leaves, for whom workers would free everything
+        # before the router leaves, since workers then free everything for it
+        await conserved(running)
 
 
 async def conserved(running: Workers) -> None:
-    """Waits until live workers have reported that every block is free or cached, none missing.
+    """Waits until live workers report that every block is free or cached, and none is missing.
 
-    They report to a gateway of its own, so nothing that was said before counts.
+    Workers report to a new gateway, so earlier reports do not count.
     """
     addresses = [running.ready[worker_id].address for worker_id in running.live]
     async with _linked(addresses, RouterConfig()) as r:
@@ -182,7 +183,7 @@ async def _linked(
 
 
 async def take_turns() -> None:
-    """Lets the loop take a few turns: requests of one turn are placed short ones first."""
+    """Yields to the event loop a few times. Requests of one pass are placed shortest first."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -190,7 +191,7 @@ async def take_turns() -> None:
 async def until(
     holds: Callable[[], bool], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
 ) -> None:
-    """Polls until `holds`; `what` says what did not happen."""
+    """Polls until `holds` is true; `what` describes the failure."""
     clock = MonotonicClock()
     end_s = clock.now_s() + deadline_s
     while not holds():
@@ -207,14 +208,14 @@ def request(
     sampling: Sampling,
     stop: Sequence[int] = (),
 ) -> Request:
-    """A request with absolute limits."""
+    """Returns a request with fixed token limits."""
     limits = Limits(max_len=len(prompt) + max_tokens, stop_token_ids=tuple(stop))
     now_s = MonotonicClock().now_s()
     return Request(RequestId(name), tuple(prompt), sampling, limits, now_s)
 
 
 async def ask(r: Router, req: Request, on_tokens: Callable[[int], None] = lambda _: None) -> Answer:
-    """Follows a request to its end; `on_tokens` is called with the number of received tokens."""
+    """Follows a request to its outcome. Calls `on_tokens` with the number of received tokens."""
     answer = Answer()
     async with asyncio.timeout(DEADLINE_S):
         async for update in updates_of(r, req):
@@ -226,7 +227,10 @@ async def ask(r: Router, req: Request, on_tokens: Callable[[int], None] = lambda
 
 
 async def ask_all(r: Router, requests: Sequence[Request], at_once: int) -> list[list[int]]:
-    """Tokens of all requests, `at_once` of them at a time; each must finish."""
+    """Returns the tokens of all requests, `at_once` of them in parallel.
+
+    Every request must finish.
+    """
     gate = asyncio.Semaphore(at_once)
 
     async def one(req: Request) -> list[int]:
@@ -241,14 +245,14 @@ async def ask_all(r: Router, requests: Sequence[Request], at_once: int) -> list[
 def prompts(
     num: int, *, vocab_size: int, seed: int, shortest: int = 1, longest: int = 200
 ) -> list[list[int]]:
-    """Random prompts; lengths include one token, exact multiples of a block, and one over."""
+    """Returns random prompts. Lengths include 1, exact multiples of a block, and one token more."""
     rng = random.Random(seed)
     lengths = [1, 15, 16, 17, 32, 33] + [rng.randint(shortest, longest) for _ in range(num)]
     return [[rng.randrange(5, vocab_size) for _ in range(n)] for n in lengths[:num]]
 
 
 def is_clean(load: LoadReport | None) -> bool:
-    """True if a worker holds nothing for any request; cached blocks have no holder."""
+    """Returns True if a worker holds no blocks, sequences or leases; cached blocks may remain."""
     return load is not None and not (
         load.owned_blocks
         or load.leased_blocks
@@ -260,12 +264,12 @@ def is_clean(load: LoadReport | None) -> bool:
 
 
 def balances(worker: WorkerView) -> bool:
-    """True if a worker holds nothing for any request and no block of its pool is missing."""
+    """Returns True if a worker is clean and no block of its pool is missing."""
     load = worker.load
     return is_clean(load) and load.free_blocks + load.cached_blocks == worker.info.num_blocks
 
 
 def counted(r: Router, name: str) -> dict[str, float]:
-    """A counter of the workers as they last reported it, by worker; 0 where it is not there."""
+    """Returns a counter by worker, as last reported; 0 for workers that do not report it."""
     loads = {worker_id: status.load for worker_id, status in r.workers().items()}
     return {i: load.counters.get(name, 0) if load is not None else 0 for i, load in loads.items()}

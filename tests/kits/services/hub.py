@@ -1,4 +1,4 @@
-"""A model hub on loopback, with the part of its HTTP API that downloads use."""
+"""A model hub on loopback with the part of the HTTP API that downloads use."""
 
 import hashlib
 import json
@@ -14,16 +14,16 @@ NAME = "org/tiny"
 
 @dataclass(slots=True)
 class Hub:
-    """One model with branches; `requests` holds the path of each request."""
+    """One model with branches. `requests` has the path of each HTTP request."""
 
     url: str
-    commits: dict[str, Mapping[str, bytes]] = field(default_factory=dict)  # by commit
+    commits: dict[str, Mapping[str, bytes]] = field(default_factory=dict)  # files by commit id
     branches: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
-    cut_after_bytes: int | None = None  # after this much of a file's body the connection ends
+    cut_after_bytes: int | None = None  # bytes of a file's body after which the connection closes
 
     def commit(self, files: Mapping[str, bytes], branch: str = "main") -> str:
-        """Adds a version and returns its id."""
+        """Adds a commit and returns its id."""
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
         self.commits[commit] = dict(files)
         self.branches[branch] = commit

@@ -1,8 +1,13 @@
 """An isolated machine for a test, with its own processes, network and home, reached by ssh.
 
-Namespaces of Linux: process ids (so the end of its first process is the end of all), network (only
-loopback, every port free) and mounts (`/tmp/ray` and the user's home are its own). An ssh server
-with a throw-away key listens at 127.0.0.1:22 in there, `PYTHON` is this one.
+The island is made of Linux namespaces:
+
+- process ids: when the first process exits, the kernel kills all others;
+- network: only loopback, with every port free;
+- mounts: `/tmp/ray` and the user's home belong to the island.
+
+An ssh server with a temporary key listens at 127.0.0.1:22 in the island. `PYTHON` is this
+interpreter.
 """
 
 import os
@@ -20,7 +25,7 @@ from tests.kits.services.served import poll_until
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ("unshare", "nsenter", "ip", "sshd", "ssh", "ssh-keygen", "rsync", "redis-server")
 
-# The shell stays the first process and reaps processes whose parents have died.
+# The shell stays the first process: it reaps processes whose parents have exited.
 _FIRST = """
 set -e
 ip link set lo up
@@ -34,7 +39,7 @@ sleep infinity & wait
 
 
 def unavailable() -> str | None:
-    """Returns why this machine cannot have an island, or None."""
+    """Returns the reason why this machine cannot run an island, or None."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
@@ -48,7 +53,8 @@ def unavailable() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """The folder of an island on this machine, and its first process as seen from here."""
+    """The folder of an island on this machine, and the id of its first process as seen from
+    outside."""
 
     folder: Path
     pid: int
@@ -62,7 +68,7 @@ class Island:
         return self.folder / "key"
 
     def command(self, *arguments: str) -> list[str]:
-        """Returns the command that runs something in the island."""
+        """Returns the command line that runs a command in the island."""
         return ["nsenter", "-t", str(self.pid), "-p", "-n", "-m", *arguments]
 
     def environment(self) -> dict[str, str]:
@@ -90,7 +96,8 @@ class Island:
         return self.run(sys.executable, *arguments, timeout_s=timeout_s, check=check)
 
     def processes(self) -> dict[int, str]:
-        """Command lines by id, as in there; neither the first, nor ssh's, nor who asks."""
+        """Returns command lines by process id, without the first process, ssh and this query
+        itself."""
         lines = self.run("ps", "-eo", "pid=,stat=,args=").stdout.splitlines()
         found = {int(words[0]): (words[1], words[2]) for words in (x.split(None, 2) for x in lines)}
         own = ("bash -c", "sleep infinity", "ps -eo", "sshd:", "ssh:", "ssh ")
@@ -103,7 +110,7 @@ class Island:
 
 @contextmanager
 def island(folder: Path) -> Iterator[Island]:
-    """Makes an island, and removes all of it afterwards."""
+    """Makes an island, and removes all of it at the end."""
     _furnish(folder)
     outside = subprocess.Popen(
         [

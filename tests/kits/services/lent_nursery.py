@@ -1,6 +1,6 @@
-"""`python -m tests.kits.services.lent_nursery PORT …`: `baton …` with a nursery that tests lend.
+"""`python -m tests.kits.services.lent_nursery PORT …`: `baton …` with a nursery of the test.
 
-That nursery has imported torch already. One of its own would take eight CPU seconds for that.
+The nursery has already imported torch. A new nursery would need eight CPU seconds for the import.
 """
 
 import sys
@@ -10,19 +10,20 @@ from deploy.local.nursery_port import DistantNursery
 
 
 class LentNursery(DistantNursery):
-    """Stands in for the launcher's own nursery. Its owner opens and closes it."""
+    """Stands in for the launcher's own nursery. The test that owns it opens and closes it."""
 
     num_lost = 0
 
     def open(self, *kinds: str) -> None:
-        """Leaves the nursery alone."""
+        """Does nothing: the owner has opened the nursery."""
 
     def close(self) -> None:
-        """Leaves the nursery alone."""
+        """Does nothing: the owner closes the nursery."""
 
 
 if __name__ == "__main__":
-    from deploy.commands.main import main  # others import this file for its class
+    # imported late, because other modules import this file for its class
+    from deploy.commands.main import main
 
     port = sys.argv.pop(1)
     launcher.Nursery = lambda: LentNursery(port)  # type: ignore[assignment,misc]

@@ -2,16 +2,16 @@
 
     hub ── gate ── near ══ link ══ far ── gate ── hub
 
-Processes in the two places reach each other over the link only; the test itself is in the hub
-and reaches both, whatever becomes of the link. A cut is silent: packets vanish, no interface goes
-down and no connection is refused. There are two kinds of link:
+Processes in near and far reach each other only over the link. The test itself runs in the hub and
+always reaches both. A cut is silent: packets vanish, no interface goes down and no connection is
+refused. There are two kinds of link:
 
-    NetemLink     a veth pair under `tc netem`; the kernel must have that
-    RelayedLink   a TUN device at each end and a thread here that carries the packets, late or not
-                  at all; its losses come from a seed
+    NetemLink     a veth pair under `tc netem`; the kernel must support netem
+    RelayedLink   a TUN device at each end; a thread here delays, drops or delivers the packets;
+                  its losses come from a seed
 
-Either is as slow, late and lossy as `RATE_BYTES_PER_S`, `DELAY_S` and `LOSS` say, each way. It is
-slow so that what the test wants to cut takes time.
+Each direction of both kinds has the rate `RATE_BYTES_PER_S`, the delay `DELAY_S` and the loss
+`LOSS`. The link is slow, so that a transfer still runs when the test cuts it.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ from typing import Protocol
 from bench.chaos.netns import CommandFailed, NetworkPlace, Unavailable, hub, inside, ip, place, run
 from engine.clock import MonotonicClock
 
-DEVICE = "kv0"  # either end of the link
+DEVICE = "kv0"  # the device at each end of the link
 RATE_BYTES_PER_S = 1_000_000
 DELAY_S = 0.02
 LOSS = 0.01
@@ -40,18 +40,18 @@ TUN = Path("/dev/net/tun")
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MAX_PACKET_BYTES = 65535
 MAX_WAIT_S = 0.05
-MAX_QUEUED_PACKETS = 1000  # netem's default, too
+MAX_QUEUED_PACKETS = 1000  # the default of netem too
 
 
 class Link(Protocol):
-    """The link between the two places, closed before them."""
+    """The link between near and far. It is closed before these namespaces."""
 
     def open(self, near: NetworkPlace, far: NetworkPlace) -> None:
-        """Makes `DEVICE` in both places, up and without an address. Raises Unavailable."""
+        """Makes `DEVICE` in both namespaces, up and without an address. Raises Unavailable."""
         ...
 
     def cut(self) -> None:
-        """Loses all packets from now on."""
+        """Drops all packets from now on."""
         ...
 
     def heal(self) -> None:
@@ -59,19 +59,19 @@ class Link(Protocol):
         ...
 
     def carried_bytes(self) -> int:
-        """Bytes of packets that came through to the far end so far."""
+        """Returns the bytes of packets that have reached the far end so far."""
         ...
 
     def close(self) -> None:
-        """Ends what `open` began; its devices may go with their places."""
+        """Ends what `open` started. Devices may be removed together with their namespaces."""
         ...
 
 
 @contextmanager
 def network(link: Link) -> Iterator[tuple[NetworkPlace, NetworkPlace]]:
-    """Places near and far with `link` between, gone on leaving; the calling thread is in their hub.
+    """Makes near and far with `link` between them; removes them at the end.
 
-    Raises Unavailable.
+    The calling thread runs in the hub. Raises Unavailable.
     """
     with ExitStack() as stack:
         stack.enter_context(hub())
@@ -88,10 +88,10 @@ def network(link: Link) -> Iterator[tuple[NetworkPlace, NetworkPlace]]:
 
 
 class NetemLink:
-    """A veth pair; each end delays and loses what it sends."""
+    """A veth pair. Each end delays and drops the packets that it sends."""
 
     def open(self, near: NetworkPlace, far: NetworkPlace) -> None:
-        """Raises Unavailable if the kernel has no netem, or may not be configured."""
+        """Raises Unavailable if the kernel has no netem or forbids its configuration."""
         if shutil.which("tc") is None:
             raise Unavailable("tc (iproute2) is not installed")
         self._ends = near, far
@@ -108,11 +108,11 @@ class NetemLink:
             raise
 
     def cut(self) -> None:
-        """Loses everything."""
+        """Drops all packets."""
         self._shape("change", 1.0)
 
     def heal(self) -> None:
-        """Loses as little as before."""
+        """Sets the loss back to its normal rate."""
         self._shape("change", LOSS)
 
     def carried_bytes(self) -> int:
@@ -122,7 +122,7 @@ class NetemLink:
         return int(json.loads(answer)[0]["stats64"]["rx"]["bytes"])
 
     def close(self) -> None:
-        """Does nothing: the pair vanishes with the places."""
+        """Does nothing: the pair is removed with the namespaces."""
 
     def _shape(self, verb: str, loss: float) -> None:
         how = f"netem delay {DELAY_S * 1000:g}ms loss {loss:.0%} rate {8 * RATE_BYTES_PER_S}bit"
@@ -132,14 +132,15 @@ class NetemLink:
 
 
 class RelayedLink:
-    """Two TUN devices; a thread carries packets between them."""
+    """Two TUN devices, and a thread that carries packets between them."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._clock = MonotonicClock()
-        self._opposite: dict[int, int] = {}  # file descriptors of the two ends
-        self._free_s: dict[int, float] = {}  # when the line from an end has sent what it has
-        self._late: list[tuple[float, int, int, bytes]] = []  # a heap: due, nth, end, packet
+        self._opposite: dict[int, int] = {}  # file descriptor of each end to that of the other end
+        self._free_s: dict[int, float] = {}  # time at which each end has sent all its packets
+        # a heap of packets: due time, number, receiving end, packet
+        self._late: list[tuple[float, int, int, bytes]] = []
         self._numbers = count()
         self._carried_bytes = 0
         self._is_cut = False
@@ -147,7 +148,7 @@ class RelayedLink:
         self._thread: threading.Thread | None = None
 
     def open(self, near: NetworkPlace, far: NetworkPlace) -> None:
-        """Raises Unavailable where there are no TUN devices."""
+        """Raises Unavailable if the kernel has no TUN devices."""
         if not TUN.exists():
             raise Unavailable(f"no {TUN}")
         ends = []
@@ -162,7 +163,7 @@ class RelayedLink:
         self._thread.start()
 
     def cut(self) -> None:
-        """Loses all packets, also those on their way."""
+        """Drops all packets from now on, also packets in flight."""
         self._is_cut = True
 
     def heal(self) -> None:
@@ -170,11 +171,11 @@ class RelayedLink:
         self._is_cut = False
 
     def carried_bytes(self) -> int:
-        """Bytes written to the far device."""
+        """Returns the bytes written to the far device."""
         return self._carried_bytes
 
     def close(self) -> None:
-        """Ends the thread; the devices vanish with their descriptors."""
+        """Stops the thread. The devices vanish with their descriptors."""
         self._stopping = True
         if self._thread is not None:
             self._thread.join(5)
@@ -209,7 +210,7 @@ class RelayedLink:
                 heapq.heappush(self._late, late)
 
     def _deliver(self) -> None:
-        """Delivers the packets that have been under way for long enough."""
+        """Delivers the packets whose delay is over."""
         now_s = self._clock.now_s()
         while self._late and self._late[0][0] <= now_s:
             _, _, end, packet = heapq.heappop(self._late)
@@ -221,7 +222,9 @@ class RelayedLink:
 
 
 def _open_tun(there: NetworkPlace) -> int:
-    """Makes `DEVICE` there; what it sends can be read from the descriptor, and the reverse."""
+    """Makes `DEVICE` in a namespace. Packets sent there can be read from the returned descriptor,
+    and packets written to the descriptor arrive there.
+    """
     with inside(there.fd):
         tun = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))

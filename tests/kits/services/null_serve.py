@@ -1,5 +1,7 @@
-"""`python -m tests.kits.services.null_serve DRAIN_S PACE_S [NAME]`: `baton serve`, whose workers
-compute nothing. NAME is the deployment's. The environment may name the port of a lent nursery."""
+"""`python -m tests.kits.services.null_serve DRAIN_S PACE_S [NAME]` runs `baton serve` with workers
+that compute nothing. NAME is the deployment's name. An environment variable may give the port of a
+nursery that the test owns.
+"""
 
 import os
 import sys

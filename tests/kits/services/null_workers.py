@@ -14,7 +14,7 @@ from tests.kits.services.lent_nursery import LentNursery
 
 
 class NullWorkers(ProcessLauncher):
-    """A launcher of real gateways, and of workers that send each answer a token every `pace_s`."""
+    """Launches real gateways, and workers that send each answer one token every `pace_s`."""
 
     def __init__(
         self,
@@ -22,14 +22,14 @@ class NullWorkers(ProcessLauncher):
         pace_s: float = 0.001,
         kernels: Mapping[str, str] | None = None,
     ) -> None:
-        """`kernels`: what workers say that they compute with, by name."""
+        """`kernels` has the names of the kernels that workers report."""
         super().__init__(nursery)
         self._pace_s = pace_s
         self._kernels = kernels or {}
         self._workers: list[Driven] = []
 
     def open(self) -> None:
-        self._nursery.open("gateway")  # its workers need no torch
+        self._nursery.open("gateway")  # a nursery for gateways, because its workers need no torch
 
     def start(self, spec: ServiceSpec) -> ServiceReady:
         if not isinstance(spec, WorkerSpec):

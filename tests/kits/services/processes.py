@@ -1,4 +1,5 @@
-"""The processes of this machine, and the end of processes that are no children of this one."""
+"""Lists the processes of this machine, and waits for processes that are not children of this
+one."""
 
 import os
 import select
@@ -6,7 +7,7 @@ from pathlib import Path
 
 
 def processes() -> dict[int, tuple[int, bytes]]:
-    """The parent and the command of each process of this machine."""
+    """Returns the parent and the command of each process of this machine."""
     found = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -15,13 +16,13 @@ def processes() -> dict[int, tuple[int, bytes]]:
             stat = (folder / "stat").read_text()
             command = (folder / "cmdline").read_bytes()
         except OSError:
-            continue  # it has ended
+            continue  # the process has exited
         found[int(folder.name)] = int(stat.rpartition(")")[2].split()[1]), command
     return found
 
 
 def descendants_of(pid: int) -> list[int]:
-    """The descendants of a process."""
+    """Returns the descendants of a process."""
     there = processes()
     found = [pid]
     for each in found:
@@ -30,7 +31,7 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def ended(pid: int, *, deadline_s: float = 30.0) -> bool:
-    """Waits until a process that is no child of this one has ended."""
+    """Waits until a process has exited that is not a child of this process."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Debian's Prometheus with the shipped configuration, in front of a deployment."""
+"""Debian's Prometheus with the shipped configuration, which scrapes a deployment."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def promtool(*arguments: str, stdin: str | None = None) -> "subprocess.Completed
 
 
 def in_haste(folder: Path, targets_url: str) -> Path:
-    """A copy of the shipped files that scrapes every second, and whose alerts wait for a second."""
+    """Copies the shipped files, with scrapes every second and alerts that wait for one second."""
     copy = folder / "observability"
     shutil.copytree(SHIPPED, copy)
     for path in copy.rglob("*.yml"):
@@ -46,12 +46,15 @@ def in_haste(folder: Path, targets_url: str) -> Path:
 
 @dataclass(slots=True)
 class Prometheus:
-    """A running Prometheus."""
+    """A running Prometheus server."""
 
-    client: httpx.Client  # one for all queries: each new one loads certificates
+    client: httpx.Client  # shared by all queries, because each new client loads certificates
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series of an expression now. A wrong expression fails."""
+        """Returns the series of an expression at this moment.
+
+        An invalid expression fails the test.
+        """
         reply = self.client.get("/api/v1/query", params={"query": expression})
         assert reply.status_code == 200, f"{expression}: {reply.text}"
         found: list[dict[str, Any]] = reply.json()["data"]["result"]
@@ -99,7 +102,8 @@ def _is_ready(url: str) -> bool:
 
 
 def dashboard_queries() -> list[tuple[str, str]]:
-    """The queries of all shipped dashboards: (panel, expression for a window of some seconds)."""
+    """Returns all queries of the shipped dashboards: (panel, expression over a window of
+    seconds)."""
     found = []
     for path in sorted((SHIPPED / "grafana").glob("*.json")):
         board = json.loads(path.read_text())

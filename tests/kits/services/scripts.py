@@ -1,4 +1,4 @@
-"""The scripts of the pages for people, called in one Node: only scripts that touch no page."""
+"""Calls functions of the web pages' scripts in one Node process: only scripts without a DOM."""
 
 import json
 import shutil
@@ -26,9 +26,9 @@ for await (const line of createInterface({ input: process.stdin })) {
 
 @contextmanager
 def called_scripts(folder: Path) -> Iterator[Callable[..., Any]]:
-    """Yields `call(file, function, *arguments)`, which returns what the function does.
+    """Yields `call(file, function, *arguments)`, which returns the function's result.
 
-    Maps come back as dictionaries, and go there as `{"$map": {…}}`.
+    A JavaScript Map is returned as a dictionary; `{"$map": {…}}` passes a Map as an argument.
     """
     assert NODE is not None
     shutil.copytree(STATIC, folder / "static")

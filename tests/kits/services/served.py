@@ -1,4 +1,4 @@
-"""`baton serve` as a process of its own, for tests that use it over HTTP."""
+"""Runs `baton serve` in its own process, for tests that use it over HTTP."""
 
 import contextlib
 import os
@@ -18,17 +18,17 @@ import httpx
 from engine.clock import MonotonicClock
 from tests.kits.services.processes import descendants_of
 
-# Generous, since a wait ends by its event: others may compute on the same cores.
+# Long deadlines: waits end with their event, and other tests may use the same cores.
 START_TIMEOUT_S = 250.0
 STOP_TIMEOUT_S = 120.0
-WAIT_S = 120.0  # deadline for actions that take a server a moment
+WAIT_S = 120.0  # deadline of quick server actions
 STEADY_S = 2.0  # workers report once a second
 POLL_S = 0.1
 MARK = "BATON_TEST_MARK"
 BATON = (sys.executable, "-m", "deploy.commands.main")
-KV_MIB = 64  # for each worker
-HANDS_OVER = {"BATON_POOLS__FLUID": "false"}  # every prompt
-# One client, since each new one loads certificates; one connection for each request.
+KV_MIB = 64  # MiB for each worker
+HANDS_OVER = {"BATON_POOLS__FLUID": "false"}  # every prompt is handed over
+# One client, because each new one loads certificates; each request has a new connection.
 HTTP = httpx.Client(headers={"connection": "close"}, timeout=60, trust_env=False)
 
 
@@ -39,24 +39,24 @@ class Served:
     url: str
     process: "subprocess.Popen[bytes]"
     mark: str
-    num_blocks: int  # blocks of all workers; must be set if workers join
-    printed: str = ""  # output before it served
-    grpc: str = ""  # its address, if it serves gRPC
-    run_dir: str = ""  # where it is announced, if the test chose that
+    num_blocks: int  # blocks of all workers; the test must update it when workers join
+    printed: str = ""  # output before the server was ready
+    grpc: str = ""  # address of the gRPC server, if there is one
+    run_dir: str = ""  # run folder, if the test chose it
 
 
 def marked_pids(mark: str) -> list[int]:
-    """All live processes that descend from a command with this mark."""
+    """Returns all live processes that descend from a command with this mark."""
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # gone, or not ours
+        with contextlib.suppress(OSError):  # the process has exited, or belongs to another user
             if f"{MARK}={mark}".encode() in environ.read_bytes().split(b"\0"):
                 found.append(int(environ.parent.name))
     return found
 
 
 def command_line(pid: int) -> str:
-    """Returns the command line of a process; empty if it has ended."""
+    """Returns the command line of a process, or "" if the process has exited."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -64,12 +64,12 @@ def command_line(pid: int) -> str:
 
 
 def marked_processes(mark: str) -> list[str]:
-    """Command lines of all live processes that descend from a command with this mark."""
+    """Returns command lines of all live processes that descend from a command with this mark."""
     return [line for line in map(command_line, marked_pids(mark)) if line]
 
 
 def services() -> set[int]:
-    """Returns the pids of services that descend from this process, also from a lent nursery."""
+    """Returns the pids of services that descend from this process, also through a lent nursery."""
     return {pid for pid in descendants_of(os.getpid()) if _name(pid).startswith("baton-")}
 
 
@@ -77,7 +77,7 @@ def _name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text()
     except OSError:
-        return ""  # it has ended
+        return ""  # the process has exited
 
 
 def poll_until(
@@ -95,7 +95,7 @@ def poll_until(
 
 
 def metrics(url: str) -> dict[str, float]:
-    """Returns every sample, by its name and labels in the written form."""
+    """Returns every metric sample, by name and labels as written on the page."""
     lines = HTTP.get(f"{url}/metrics").text.splitlines()
     samples = (line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in samples}
@@ -107,7 +107,7 @@ def matching(pattern: str, samples: dict[str, float]) -> dict[str, float]:
 
 
 def held(served: Served) -> dict[str, float]:
-    """The signs that workers hold something for a request, or that blocks are missing."""
+    """Returns the metrics that show blocks held for a request, or missing blocks."""
     found = metrics(served.url)
     busy = matching(r'baton_worker_blocks\{.*state="(owned|leased|in_flight)"', found)
     busy |= matching(r"baton_worker_(open_leases|waiting_seqs|running_seqs)\{", found)
@@ -119,7 +119,7 @@ def held(served: Served) -> dict[str, float]:
 
 
 def conserved(served: Served) -> None:
-    """Waits until every block is free or cached, and stays so."""
+    """Waits until every block is free or cached, and remains so."""
     clock = MonotonicClock()
     since_s = clock.now_s()
 
@@ -142,7 +142,7 @@ def serve(
 ) -> Iterator[Served]:
     """Runs `baton serve` with two workers and more `environment`; interrupts it at the end.
 
-    Then the workers hold no request, and afterwards no process is left.
+    Asserts that the workers hold no request at the end, and that no process is left afterwards.
     """
     mark, before = uuid.uuid4().hex, services()
     options = ["--port", "0"] if kv_mib is None else ["--port", "0", "--kv-mib", str(kv_mib)]
@@ -168,7 +168,7 @@ def serve(
 
 
 def _served(process, mark: str) -> Served:
-    """Reads the command's output up to its URL."""
+    """Reads the command's output up to the URL."""
     clock = MonotonicClock()
     end_s = clock.now_s() + START_TIMEOUT_S
     printed = b""

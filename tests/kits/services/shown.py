@@ -1,7 +1,8 @@
-"""A deployment for the pages for people: much happens to its pools, and a request never ends.
+"""A deployment for tests of the web pages, with events in its pools and an unfinished request.
 
-The pools are a real machine and a real planner, in a world of fake workers. The planner has flipped
-a worker, a worker has died again and again, and a version takes over. The router is scripted.
+The pools are a real machine and a real planner with fake workers. The planner has changed a
+worker's role, a worker has died repeatedly, and a new version is taking over. The router is
+scripted.
 """
 
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 
 
 
 class ShownPools:
-    """Pools with a history."""
+    """Pools with a history of events."""
 
     def __init__(self) -> None:
         self._world = world = settled(Pools(2, 2))
@@ -67,12 +68,12 @@ class ShownPools:
 
     @property
     def roles(self) -> dict[WorkerId, Role]:
-        """The workers of the first version that run, with their roles."""
+        """Returns the running workers of the first version with their roles."""
         found = self._world.processes.items()
         return {WorkerId(name): each.role for name, each in found if each.version == "v1"}
 
     def news(self) -> ClusterReport:
-        """Returns the news that the controller would send now."""
+        """Returns the message that the controller would send now."""
         world = self._world
         ready = {name: WorkerReady("", 1, 1000, NUM_BLOCKS, 1, 0.0) for name in self.roles}
         return cluster_report(
@@ -86,14 +87,14 @@ class ShownPools:
         )
 
     def members(self) -> Members:
-        """What the controller would have sent to gateways."""
+        """Returns the members that the controller would have sent to gateways."""
         return Members(1, (), self._world.machine.intent)
 
     def _let_the_planner_flip(self) -> None:
         world = self._world
         world.feed(SetPlanner(PlannerMode.ON))
         report = GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: READING})
-        for _ in range(90):  # it waits until pools have been steady
+        for _ in range(90):  # the planner waits until the pools are steady
             world.run(1)
             if self._planning.tick([report], self._infos(world), world.now_s):
                 break
@@ -157,7 +158,7 @@ def _router(pools: ShownPools) -> FakeRouter:
     line = _timeline(prefill, decode)
     updates = [Update(token_ids=(byte,), timeline=line) for byte in b"an *answer* <b>of</b> `code`"]
     ends = [*updates, Update(token_ids=(EOS,), outcome=STOP, timeline=line)]
-    router = FakeRouter([*updates, Never()], *[ends] * 12)  # the first one never ends
+    router = FakeRouter([*updates, Never()], *[ends] * 12)  # the first request never finishes
     router.clock = MonotonicClock()
     router.moved.append(MovedKv(prefill, decode, 3, 5_000_000, 5_000_000, 0.5, 0.1))
     router.severed_pairs.append((other, decode))
@@ -170,7 +171,7 @@ def _router(pools: ShownPools) -> FakeRouter:
 
 @contextmanager
 def shown(pools: ShownPools) -> Iterator[str]:
-    """Serves a gateway of these pools, with something in every part of the dashboard."""
+    """Serves a gateway of these pools, with content in every part of the dashboard."""
     router = _router(pools)
     versions = versions_of(router)
     settings = settings_of(slo_ttft_s=2.0, slo_tpot_s=0.5)
@@ -190,7 +191,8 @@ def shown(pools: ShownPools) -> Iterator[str]:
             httpx.Client(trust_env=False) as client,
             client.stream("POST", asked, json={**body, "stream": True}) as running,
         ):
-            pieces = running.iter_raw()  # kept: its end would close the stream
+            # keeps the iterator, because its deletion would close the stream
+            pieces = running.iter_raw()
             next(pieces)
             for _ in range(3):
                 HTTP.post(asked, json=body)

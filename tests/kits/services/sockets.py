@@ -1,4 +1,4 @@
-"""The sockets that processes listen on, as the kernel reports them."""
+"""The sockets that processes listen on, as reported by the kernel."""
 
 import contextlib
 import ipaddress
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from tests.kits.services.served import Served, command_line
 
-LISTENS = "0A"  # the state of a TCP socket in /proc/net
+LISTENS = "0A"  # the LISTEN state of a TCP socket in /proc/net
 TABLES = ("tcp", "tcp6", "udp", "udp6")
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A socket that receives from others."""
+    """A socket that accepts connections or receives packets."""
 
     protocol: str
     address: ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -34,7 +34,7 @@ class Listener:
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
-    """Listening TCP sockets of these processes, and their UDP sockets."""
+    """Returns the listening TCP sockets and the UDP sockets of these processes."""
     owners = {inode: pid for pid in pids for inode in _inodes(pid)}
     found = []
     for table in TABLES:
@@ -47,17 +47,20 @@ def listeners(pids: Iterable[int]) -> list[Listener]:
 
 
 def beyond_loopback(served: Served, pids: Iterable[int]) -> list[str]:
-    """The listeners beyond loopback. The gateway's must be found, or the search is wrong."""
+    """Returns listeners beyond loopback.
+
+    Asserts that the gateway's are found, to check the search.
+    """
     found = listeners(pids)
     assert int(served.url.rpartition(":")[2]) in {each.port for each in found}
     return [str(each) for each in found if not each.is_loopback]
 
 
 def tree(pid: int) -> set[int]:
-    """A process and all that descend from it."""
+    """Returns a process and all its descendants."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has exited
             state_and_parent = stat.read_text().rpartition(")")[2].split()
             parents[int(stat.parent.name)] = int(state_and_parent[1])
     found, wave = set[int](), {pid}
@@ -68,11 +71,11 @@ def tree(pid: int) -> set[int]:
 
 
 def _inodes(pid: int) -> set[str]:
-    """Returns the inodes of a process's sockets; none if it has ended."""
+    """Returns the inodes of a process's sockets, or none if the process has exited."""
     found = set()
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # it was closed
+            with contextlib.suppress(OSError):  # the socket was closed
                 target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
                 if target.startswith("socket:["):
                     found.add(target[len("socket:[") : -1])
@@ -80,6 +83,6 @@ def _inodes(pid: int) -> set[str]:
 
 
 def _address(words: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The kernel writes words of four bytes, each in the machine's byte order."""
+    """Decodes an address: the kernel writes words of four bytes in the machine's byte order."""
     packed = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
     return ipaddress.ip_address(packed)

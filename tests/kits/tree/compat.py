@@ -1,7 +1,8 @@
-"""The public tests of vLLM's and SGLang's OpenAI servers, and the tests here that stand for them.
+"""The public tests of vLLM's and SGLang's OpenAI servers, and the corresponding tests of Baton.
 
-A test here that asserts what theirs asserts names them with `like`. `LEFT_OUT` says why a test of
-theirs has none. `python -m tests.kits.tree.compat` prints the table of docs/users/compatibility.md.
+A test of Baton that covers the same behaviour names the foreign tests with `like`. `LEFT_OUT` gives
+the reason for each foreign test without a counterpart. `python -m tests.kits.tree.compat` prints
+the table of docs/users/compatibility.md.
 
 Sources: github.com/vllm-project/vllm, tests/entrypoints; github.com/sgl-project/sglang,
 test/srt/openai_server; both read in November 2026. No code is copied.
@@ -28,18 +29,18 @@ def like(server: str, file: str, *names: str) -> Callable[[TestT], TestT]:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Tests of another server that have none here."""
+    """Tests of another server without a counterpart in Baton."""
 
     server: str
     file: str
     names: tuple[str, ...]
     reason: str
-    is_missed: bool = False  # it applies, and Baton does otherwise
+    is_missed: bool = False  # true: the behaviour applies to Baton, but Baton differs
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A test here, and the other server's test that it corresponds to."""
+    """A test of Baton, and the other server's test to which it corresponds."""
 
     server: str
     file: str
@@ -48,7 +49,7 @@ class Twin:
 
 
 def twins() -> Iterator[Twin]:
-    """All pairs, read from the sources of the tests."""
+    """Returns all pairs, read from the sources of the tests."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         source = path.read_text(encoding="utf-8")
         if "import like" not in source:
@@ -69,14 +70,14 @@ def _assigned(node: ast.Assign) -> tuple[str, ast.expr]:
 
 
 def _text(node: ast.expr, constants: Mapping[str, ast.expr]) -> str:
-    """A string, or the module's constant that holds it."""
+    """Returns a string literal, or the value of a constant of the module."""
     text = ast.literal_eval(constants[node.id] if isinstance(node, ast.Name) else node)
     assert isinstance(text, str)
     return text
 
 
 def table() -> str:
-    """The Markdown of docs/users/compatibility.md below its heading."""
+    """Returns the Markdown of docs/users/compatibility.md below its heading."""
     found = list(twins())
     lines = []
     for server, title in (("vllm", "vLLM"), ("sglang", "SGLang")):

@@ -1,4 +1,4 @@
-"""Reads the documents as a user would: their code blocks, commands, links and paths."""
+"""Reads the documents like a user: their code blocks, commands, links and paths."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 _BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s#]*)(?:#([\w-]+))?\)")
 _HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
-_PATH = re.compile(  # a file's or, with a slash at its end, a folder's
+_PATH = re.compile(  # the path of a file or, with a final slash, of a folder
     r"`((?:router|prefill|decode|kvtransfer|deploy|bench|engine|tests|docs)/[\w./-]*(?:\.\w+|/))`"
 )
 SHELLS = ("sh", "bash")
@@ -27,7 +27,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line of a shell block: the program's words, without a comment at its end."""
+    """A command line of a shell block: the words of the command, without a trailing comment."""
 
     document: str
     words: tuple[str, ...]
@@ -37,19 +37,19 @@ class Command:
 
 
 def documents() -> list[str]:
-    """Paths of the documents that users read."""
+    """Returns the paths of the documents for users."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     return sorted(str(page.relative_to(ROOT)) for page in pages)
 
 
 def blocks(document: str) -> list[Block]:
-    """The fenced blocks of a document."""
+    """Returns the fenced blocks of a document."""
     text = (ROOT / document).read_text("utf-8")
     return [Block(document, language, body) for language, body in _BLOCK.findall(text)]
 
 
 def commands(document: str) -> Iterator[Command]:
-    """The command lines of a document's shell blocks."""
+    """Returns the command lines of a document's shell blocks."""
     for block in blocks(document):
         if block.language not in SHELLS:
             continue
@@ -59,7 +59,7 @@ def commands(document: str) -> Iterator[Command]:
 
 
 def links(document: str) -> Iterator[Path]:
-    """Files and folders that a document links to, or names in backticks by their whole path."""
+    """Returns files and folders that a document links to, or names in backticks by a whole path."""
     page = ROOT / document
     text = page.read_text("utf-8")
     for target, _ in _LINK.findall(text):
@@ -70,7 +70,7 @@ def links(document: str) -> Iterator[Path]:
 
 
 def absent_anchors(document: str) -> list[str]:
-    """Links of a document to headings that the page they lead to does not have."""
+    """Returns links of a document to headings that do not exist on the linked page."""
     page = ROOT / document
     absent = []
     for target, anchor in _LINK.findall(page.read_text("utf-8")):
@@ -83,7 +83,7 @@ def absent_anchors(document: str) -> list[str]:
 
 
 def _anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """Returns the anchors that GitHub gives to the headings of a page."""
     return {
         re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         for heading in _HEADING.findall(text)
@@ -91,7 +91,7 @@ def _anchors(text: str) -> set[str]:
 
 
 def _words(line: str) -> list[str]:
-    """The words of a line; a here-document, a quote over several lines or none gives none."""
+    """Splits a line into words; returns none for a here-document or an unclosed quote."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError:

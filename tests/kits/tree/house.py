@@ -1,7 +1,7 @@
-"""Measures how easy the tree is to find one's way in: folders, names, sizes and sentences.
+"""Measures how easily a reader finds things in the tree: folders, names, sizes and sentences.
 
-`python -m tests.kits.tree.house [REVISION]` prints the figures of the working tree, or of a commit.
-`tests/unit/test_house.py` holds the tree to bounds on them.
+`python -m tests.kits.tree.house [REVISION]` prints the figures of the working tree or of a commit.
+`tests/unit/test_house.py` asserts bounds on these figures.
 """
 
 import ast
@@ -29,7 +29,7 @@ _LIST_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 
 @dataclass(frozen=True)
 class ProductClass:
-    """A class of the product, the last names of its bases, and its length in lines."""
+    """A class of the product, the last names of its base classes, and its length in lines."""
 
     name: str
     path: str
@@ -38,7 +38,7 @@ class ProductClass:
 
 
 def texts(revision: str | None = None) -> dict[str, str]:
-    """Text files by path: of a commit, or of the working tree if `revision` is None."""
+    """Returns text files by path, from a commit or, without `revision`, from the working tree."""
     if revision is None:
         files = [file for top in (*PRODUCT, "tests", "docs") for file in (ROOT / top).rglob("*")]
         files += ROOT.glob("*.*")
@@ -49,13 +49,13 @@ def texts(revision: str | None = None) -> dict[str, str]:
 
 
 def files_per_folder(paths: Iterable[str]) -> Counter[str]:
-    """Number of text files directly in each folder; `__init__.py` is not counted."""
+    """Returns the number of text files directly in each folder, without `__init__.py`."""
     own = (path for path in paths if not path.endswith("__init__.py"))
     return Counter(str(Path(path).parent) for path in own)
 
 
 def lines_per_folder(files: Mapping[str, str]) -> Counter[str]:
-    """Lines of Python in each top-level folder."""
+    """Returns the lines of Python in each top-level folder."""
     lines: Counter[str] = Counter()
     for path, text in files.items():
         if path.endswith(".py"):
@@ -64,10 +64,10 @@ def lines_per_folder(files: Mapping[str, str]) -> Counter[str]:
 
 
 def sentences(markdown: str) -> Iterator[str]:
-    """Sentences of a document, and the cells of its tables.
+    """Returns the sentences of a document and the cells of its tables.
 
-    Fenced code is left out, and inline code counts as one word. A list item and a heading each
-    end a sentence; colons and semicolons do not.
+    Fenced code is left out, and inline code counts as one word. The end of a list item or of a
+    heading ends a sentence; colons and semicolons do not.
     """
     text = _LINK.sub(r"\1", _CODE.sub("Code", _COMMENT.sub("", _FENCE.sub("", markdown))))
     for paragraph in _paragraphs(text):
@@ -77,19 +77,19 @@ def sentences(markdown: str) -> Iterator[str]:
 
 
 def sentence_lengths(markdown: str) -> list[int]:
-    """Words in each sentence of the prose, tables aside, that has at least three."""
+    """Returns the words of each sentence of at least three words, without tables."""
     prose = "\n".join(line for line in markdown.splitlines() if not line.startswith("|"))
     lengths = (num_words(sentence) for sentence in sentences(prose))
     return [length for length in lengths if length >= 3]
 
 
 def num_words(text: str) -> int:
-    """Words of a text: runs of characters with at least one letter or digit."""
+    """Counts the words of a text: runs of characters with at least one letter or digit."""
     return sum(any(c.isalnum() for c in word) for word in text.split())
 
 
 def product_trees(files: Mapping[str, str]) -> Iterator[tuple[str, ast.Module]]:
-    """Each Python file of the product, parsed."""
+    """Yields the syntax tree of each Python file of the product."""
     for path, text in files.items():
         if path.endswith(".py") and path.partition("/")[0] in PRODUCT:
             yield path, ast.parse(text)
@@ -97,12 +97,12 @@ def product_trees(files: Mapping[str, str]) -> Iterator[tuple[str, ast.Module]]:
 
 @cache
 def classes_of_the_tree() -> tuple[ProductClass, ...]:
-    """The classes of the product in the working tree."""
+    """Returns the classes of the product in the working tree."""
     return tuple(product_classes(texts()))
 
 
 def product_classes(files: Mapping[str, str]) -> Iterator[ProductClass]:
-    """Each class of the product. Only files with classes are parsed."""
+    """Returns each class of the product. Only files with classes are parsed."""
     with_classes = {path: text for path, text in files.items() if _CLASS.search(text)}
     for path, tree in product_trees(with_classes):
         for node in _statements(tree):
@@ -113,7 +113,7 @@ def product_classes(files: Mapping[str, str]) -> Iterator[ProductClass]:
 
 
 def class_homes(classes: Iterable[ProductClass]) -> dict[str, list[str]]:
-    """The files that define each public class of the product, by its name."""
+    """Returns the files that define each public class of the product, by class name."""
     homes: dict[str, list[str]] = defaultdict(list)
     for each in classes:
         if not each.name.startswith("_"):
@@ -122,16 +122,16 @@ def class_homes(classes: Iterable[ProductClass]) -> dict[str, list[str]]:
 
 
 def rows_of(glossary: str, heading: str) -> list[list[str]]:
-    """The rows of the table below a heading, without its head."""
+    """Returns the rows of the table below a heading, without the header."""
     section = glossary.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     return rows[2:]
 
 
 def names_with(words: Iterable[str], files: Mapping[str, str]) -> list[str]:
-    """Public names of modules, classes and functions of the product that contain a word.
+    """Returns public names of modules, classes and functions of the product with this word.
 
-    A word in the plural counts too, but not one that is only a part of a longer word.
+    A plural of the word counts too; a longer word that contains it does not.
     """
     pattern = re.compile(rf"(?:^|_)(?:{'|'.join(words)})s?(?:_|$)")
     named = []
@@ -146,7 +146,7 @@ def names_with(words: Iterable[str], files: Mapping[str, str]) -> list[str]:
 
 
 def function_lengths(files: Mapping[str, str]) -> list[int]:
-    """Lines of each function and method of the product, ascending."""
+    """Returns the lines of each function and method of the product, ascending."""
     return sorted(
         (node.end_lineno or node.lineno) - node.lineno + 1
         for _, tree in product_trees(files)
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Runs of lines that read as one text."""
+    """Yields runs of lines that form one paragraph."""
     current: list[str] = []
     for line in [*text.splitlines(), ""]:
         stripped = line.strip()
@@ -202,7 +202,10 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Each statement, and what only holds statements. Expressions are left out: they are many."""
+    """Yields each statement and the nodes that contain statements.
+
+    Expressions are skipped for speed.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
             yield node

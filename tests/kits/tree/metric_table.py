@@ -1,4 +1,4 @@
-"""Every metric of a gateway, read from one that has all its parts.
+"""Lists every metric of a gateway, read from a gateway that has all its parts.
 
 `python -m tests.kits.tree.metric_table` prints the tables of docs/users/metrics.md.
 """
@@ -49,7 +49,7 @@ from tests.kits.router.gateway import (
     versions_of,
 )
 
-SECTIONS = (  # title, prefixes; a metric belongs to the first that fits
+SECTIONS = (  # title and prefixes; a metric is in the first section that fits
     ("Under vLLM's names", ("vllm:",)),
     ("Workers", ("baton_worker_", "baton_draft", "baton_accepted", "baton_cost_error")),
     ("Controller", ("baton_controller_", "baton_launcher_", "baton_planner_", "baton_cost_")),
@@ -75,7 +75,7 @@ WITHOUT_REASON = frozenset(COUNTER_TEXTS) - {
     *("pulls_failed", "refused_connections", "refused_sessions"),
 }
 STORE = WorkerId("store-v1")
-WITH_REASON = frozenset(  # counts of a store
+WITH_REASON = frozenset(  # the store's counters that have a `reason` label
     {
         *("dropped_blocks", "failed_fetches", "fallbacks", "leases_ended", "prefix_offers"),
         *("pulls_failed", "refused_connections", "refused_sessions"),
@@ -85,7 +85,7 @@ WITH_REASON = frozenset(  # counts of a store
 
 
 def full_load() -> LoadReport:
-    """A load report with every count and gauge that a worker may send."""
+    """Returns a load report with every counter and gauge that a worker may send."""
     counters = {name if name in WITHOUT_REASON else f"{name}:reason": 1.0 for name in COUNTER_TEXTS}
     more = {"drafted:ngram": 1.0, "accepted:ngram": 1.0, "accepted_len:1": 1.0}
     gauges = dict.fromkeys(GAUGE_TEXTS, 1.0)
@@ -93,7 +93,7 @@ def full_load() -> LoadReport:
 
 
 def full_store_load() -> LoadReport:
-    """A load report with every count and gauge that a store may send."""
+    """Returns a load report with every counter and gauge that a store may send."""
     counters = {f"{name}:disk": 1.0 for name in OF_TIERS}
     for name in ("dropped_writes", "failed_loads", "failed_writes"):
         counters[f"{name}:disk_reason"] = counters.pop(f"{name}:disk")
@@ -108,7 +108,7 @@ def full_store_load() -> LoadReport:
 
 
 def store_report() -> StoreReport:
-    """A report of a store with a disk that has stepped back."""
+    """Returns the report of a store whose disk tier is suspended."""
     return StoreReport(
         block_bytes=4096,
         tiers=[TierReport("host", 1, 4), TierReport("disk", 0, 8, "EIO")],
@@ -122,7 +122,7 @@ def store_report() -> StoreReport:
 
 
 def controller_metrics(config: Config) -> list[Metric]:
-    """The metrics of a controller that starts."""
+    """Returns the metrics of a controller that has just started."""
     limits = PoolLimits(4, has_stores=True)
     machine = PoolMachine(Intent((Version(),)), limits=limits, gateways=["gateway"])
     machine.handle(NodesSeen(("",)), 0.0)
@@ -140,7 +140,7 @@ def controller_metrics(config: Config) -> list[Metric]:
 
 
 def full_page() -> str:
-    """/metrics of a gateway process beside others, with all parts and a controller."""
+    """Returns /metrics of one of several gateway processes, with all parts and a controller."""
     router, clock = FakeRouter(), TickingClock()
     forecast = Forecast(wait_s=1.0, tpot_s=0.1, errors=CostErrors(0.1, 0.1, 0.1))
     router.statuses[WorkerId("m0")] = WorkerStatus(
@@ -189,7 +189,7 @@ def full_families() -> list[Metric]:
 
 
 def tables(families: Sequence[Metric] | None = None) -> str:
-    """The Markdown of docs/users/metrics.md: a table for each part."""
+    """Returns the Markdown of docs/users/metrics.md: one table for each part."""
     found = full_families() if families is None else families
     by_section: dict[str, list[Metric]] = {title: [] for title in ORDER}
     for metric in found:

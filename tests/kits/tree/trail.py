@@ -1,9 +1,9 @@
-"""Counts what one streamed chat enters: `python -m tests.kits.tree.trail` prints files,
+"""Counts the code that one streamed chat enters. `python -m tests.kits.tree.trail` prints files,
 functions and calls of each process, by folder.
 
 Every process of a deployment gets a profile hook (`sitecustomize`, found through PYTHONPATH). One
-signal begins a record, the next one writes it. The first chats warm the deployment up. What an idle
-deployment runs is recorded too, and left out. Compiled code is not seen.
+signal starts a recording, and the next signal writes it. The first chats warm the deployment up.
+Calls of an idle deployment are recorded too and subtracted. Calls into compiled code are not seen.
 """
 
 import json
@@ -49,21 +49,21 @@ sys.setprofile(hook)
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The calls of one process for a request, by `file:function`."""
+    """The calls of one process for a request, counted by `file:function`."""
 
     process: str
     calls: Mapping[str, int]
 
     @property
     def files(self) -> set[str]:
-        """Files of the tree that were entered."""
+        """Returns the files of the tree that were entered."""
         return {name.partition(":")[0] for name in self.calls}
 
 
 def of_one_chat() -> list[Trail]:
-    """The trails of a warm streamed chat of 8 tokens in a gateway, a prefill and a decode worker.
+    """Returns the trails of a warm streamed chat of 8 tokens, in a gateway and two workers.
 
-    The workers are processes and not fluid, so the prompt is handed over.
+    The prefill and the decode worker are processes and not fluid, so the prompt is handed over.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -109,17 +109,17 @@ def _chat(url: str, text: str) -> None:
 
 
 def _is_hooked(pid: int) -> bool:
-    """True if the process handles the signal."""
+    """Returns True if the process handles the signal."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return False  # it has ended
+        return False  # the process has exited
     caught = next(line for line in lines if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (SIGNAL - 1) & 1)
 
 
 def _flip(pids: Iterable[int], folder: Path, number: int) -> None:
-    """Begins or ends the record of all processes."""
+    """Starts or ends the recording of all processes."""
     for pid in pids:
         os.kill(pid, SIGNAL)
     poll_until(
@@ -128,7 +128,7 @@ def _flip(pids: Iterable[int], folder: Path, number: int) -> None:
 
 
 def report(trails: Sequence[Trail]) -> list[str]:
-    """Lines for a reader: each process, each folder, and the sum."""
+    """Returns the printed lines: each process, each folder, and the sum."""
     lines = [
         f"{trail.process}: {len(trail.files)} files, {len(trail.calls)} functions,"
         f" {sum(trail.calls.values())} calls"
@@ -141,7 +141,7 @@ def report(trails: Sequence[Trail]) -> list[str]:
 
 
 def entered(trails: Iterable[Trail]) -> tuple[set[str], set[str]]:
-    """The files and functions that any process entered."""
+    """Returns the files and functions that any process entered."""
     functions = {name for trail in trails for name in trail.calls}
     return {name.partition(":")[0] for name in functions}, functions
 

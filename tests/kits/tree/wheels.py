@@ -1,4 +1,4 @@
-"""Builds a wheel of this tree, and installs it into an environment of its own."""
+"""Builds a wheel of this tree, and installs it into a separate environment."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ TIMEOUT_S = 110.0
 
 
 def build_wheel(folder: Path) -> Path:
-    """Builds in a copy of the tree, which it leaves as it is; returns the wheel.
+    """Builds in a copy of the tree, so that the tree is unchanged; returns the wheel.
 
     The build backend comes from the test environment: nothing is downloaded.
     """
@@ -33,10 +33,10 @@ def build_wheel(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Makes a virtual environment that holds the wheel alone; returns its `bin` folder.
+    """Makes a virtual environment with only the wheel; returns its `bin` folder.
 
-    Dependencies come from the test environment's site-packages by path. That path's own .pth files
-    are not read, so an editable install of the tree there has no effect.
+    Dependencies come from the test environment's site-packages by path. The .pth files in that
+    folder are not read, so an editable install of the tree there has no effect.
     """
     _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -48,7 +48,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def outside_environment() -> dict[str, str]:
-    """The environment of this process without the tree on Python's path."""
+    """Returns the environment variables of this process, without the tree on Python's path."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

@@ -1,1 +1,1 @@
-"""Slow twins of production code, which tests compare it with."""
+"""Slow twins of production code. Tests compare production code with its twin."""

@@ -1,4 +1,4 @@
-"""Conversion of records in numpy: what `kvtransfer.formats` is compared with, bit for bit."""
+"""Conversion of records in numpy, with which `kvtransfer.formats` is compared bit for bit."""
 
 import msgspec
 import numpy as np
@@ -20,14 +20,15 @@ def convert(records: Blocks, layout: KVLayout, to: KVFormat) -> Blocks:
     out = np.empty((len(records), sink_layout.block_bytes), np.uint8)
     for index in range(len(layout.sections)):
         elements, scales = _load_section(records, layout, index)
-        with np.errstate(all="ignore"):  # a subnormal scale may be much too small: see _quantise
+        with np.errstate(all="ignore"):  # a subnormal scale may be much too small: see _divisor
             x = _dequantise(elements, scales, layout.kv_format)
             _store_section(out, sink_layout, index, *_quantise(x, to))
     return out
 
 
 def _load_section(records: Blocks, layout: KVLayout, index: int) -> tuple[Bytes, Bytes]:
-    """Elements [n, heads, block_size, token_bytes]; scales [n, heads, block_size, 4], or […, 0]."""
+    """Returns elements [n, heads, block_size, token_bytes] and scales [n, heads, block_size, 4 or
+    0]."""
     begin, end = layout.section_offset_bytes(index), layout.section_offset_bytes(index + 1)
     shape = (len(records), num_heads(layout, index), layout.block_size)
     heads = records[:, begin:end].reshape(*shape[:2], layout.head_bytes(index))
@@ -44,7 +45,7 @@ def _load_section(records: Blocks, layout: KVLayout, index: int) -> tuple[Bytes,
 def _store_section(
     records: Blocks, layout: KVLayout, index: int, elements: Bytes, scales: Bytes
 ) -> None:
-    """The inverse of `_load_section`; writes zeros between and behind."""
+    """Inverts `_load_section`; writes zeros into the padding between and after the parts."""
     begin, end = layout.section_offset_bytes(index), layout.section_offset_bytes(index + 1)
     num_records, num_heads = elements.shape[:2]
     heads = np.zeros((num_records, num_heads, layout.head_bytes(index)), np.uint8)
@@ -55,7 +56,7 @@ def _store_section(
 
 
 def _dequantise(elements: Bytes, scales: Bytes, kv_format: KVFormat) -> Floats:
-    """Numbers [..., head_dim] of elements [..., token_bytes] and scales [..., 4]."""
+    """Returns numbers [..., head_dim] from elements [..., token_bytes] and scales [..., 4]."""
     match kv_format:
         case KVFormat.FP32:
             return elements.view(np.float32)
@@ -72,7 +73,7 @@ def _dequantise(elements: Bytes, scales: Bytes, kv_format: KVFormat) -> Floats:
 
 
 def _quantise(x: Floats, kv_format: KVFormat) -> tuple[Bytes, Bytes]:
-    """The inverse of `_dequantise`, as near as the format allows."""
+    """Inverts `_dequantise`, as exactly as the format allows."""
     match kv_format:
         case KVFormat.FP32:
             return x.view(np.uint8), _no_scales(x)
@@ -99,14 +100,14 @@ def _quantise_int4(x: Floats) -> tuple[Bytes, Bytes]:
 
 
 def _smallest(x: Floats) -> Floats:
-    """Minima [..., 1]; -0 is below 0, where numpy would take either."""
+    """Returns minima [..., 1]. It orders -0 below 0, while numpy may return either."""
     bits = x.view(np.int32)
     smallest = _ordered(_ordered(bits).min(axis=-1, keepdims=True))
     return smallest.view(np.float32)
 
 
 def _ordered(bits: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Integers in the order of the floats with these bits, and back."""
+    """Maps the bits of floats to integers in the order of the floats, and back."""
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 
 
@@ -124,14 +125,14 @@ def _from_bf16(bits: npt.NDArray[np.uint16]) -> Floats:
 
 
 def _to_bf16(x: Floats) -> npt.NDArray[np.uint16]:
-    """Halves to even; NaN stays NaN."""
+    """Rounds ties to even; NaN stays NaN."""
     bits = x.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
 
 
 def _to_fp8(x: Floats) -> Bytes:
-    """Halves to even; numbers are within 448."""
+    """Rounds ties to even. All numbers must be within 448."""
     bits = x.view(np.uint32)
     magnitude = bits & 0x7FFFFFFF
     # Below 2^-6 the sum with 2^14 rounds to a whole number of 2^-9, the smallest step.
@@ -149,7 +150,7 @@ def _fp8_values() -> Floats:
     exponent, mantissa = codes >> 3, codes & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
     values = np.where(exponent == 0, np.ldexp(mantissa, -9), normal)
-    values[127] = np.nan  # there are no infinities
+    values[127] = np.nan  # the format has no infinities
     return np.concatenate((values, -values)).astype(np.float32)
 
 

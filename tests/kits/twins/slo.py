@@ -1,4 +1,4 @@
-"""The rule of `slo` in plain Python: slow, and what `router.native.fleet` is compared with.
+"""The rule of `slo` in plain Python: slow, and compared with `router.native.fleet`.
 
 `router.policies.slo` explains the rule. All costs must be known.
 """
@@ -30,12 +30,13 @@ from router.policies.slo import (
 
 
 def choose(asked: Asked, queue: Queue = EMPTY) -> Decision | Busy:
-    """The best placement."""
+    """Returns the best placement."""
     return with_leader(asked, Slo.name) or _Question(_with_keeper(asked), queue).answer()
 
 
 def _with_keeper(asked: Asked) -> Asked:
-    """Without other decode workers, if one with room has kept most tokens of the request."""
+    """Leaves only one decode worker if, of those with room, it has kept most tokens of the
+    request."""
     found, kept = asked.candidates, asked.need.kept_tokens
     able = [(kept.get(i, 0), i) for i, w in found.decoders if w.info.role is Role.DECODE]
     if max(able, default=(0, ""))[0] == 0:
@@ -50,7 +51,7 @@ def _with_keeper(asked: Asked) -> Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """A worker that could prefill, with its predicted times."""
+    """A candidate prefill worker with its predicted times."""
 
     worker: Worker
     wait_s: float
@@ -58,7 +59,7 @@ class _Prefill:
     source: Holder | None
     num_matched: int
     slowdown: float = 1.0
-    weight: float = 1.0  # the slowdown, with what the prompt costs the sequences beside it
+    weight: float = 1.0  # slowdown plus the cost for sequences on the same worker
 
     @property
     def ttft_s(self) -> float:
@@ -66,12 +67,12 @@ class _Prefill:
 
     @property
     def price_s(self) -> float:
-        """The TTFT, with what it costs others."""
+        """Returns the TTFT plus the delay of other sequences."""
         return self.wait_s + self.work_s * self.weight
 
 
 class _Question:
-    """One request, its bound, and the pace of each decode worker with room after it joined."""
+    """One request, its bound, and the TPOT of each decode worker after the request has joined."""
 
     def __init__(self, asked: Asked, queue: Queue) -> None:
         self._asked = asked
@@ -104,13 +105,14 @@ class _Question:
         return self._with_decoder(best)
 
     def _can_join(self) -> bool:
-        """True if a decode worker has room and would keep the bound."""
+        """Returns True if a decode worker has room and would keep the bound."""
         return any(map(self._is_kept, self._paces_s.values()))
 
     def _is_quicker(self, local: _Prefill, best: _Prefill | None) -> bool:
-        """True if a local prefill is better than at the best prefill worker with time.
+        """Returns True if local prefill is better than the best prefill worker that has time.
 
-        If none has time, it is compared with waiting. It brings those behind in the queue forward.
+        If no prefill worker has time, local prefill is compared with waiting. Local prefill lets
+        the queued requests behind this one start earlier.
         """
         if best is not None:
             return local.price_s < best.price_s
@@ -120,11 +122,11 @@ class _Question:
         return soonest is None or self._hastened_s(local) < soonest.price_s
 
     def _hastened_s(self, prefill: _Prefill) -> float:
-        """The price, less what it brings those behind it in the queue forward."""
+        """Returns the price, minus the time by which queued requests start earlier."""
         return prefill.price_s - self._queue.waiting * prefill.work_s
 
     def _soonest_busy(self) -> _Prefill | None:
-        """The best of the workers that prefill and have no time now."""
+        """Returns the best prefill worker among those that have no time at this moment."""
         asked = self._asked
         has_time = {worker_id for worker_id, _ in asked.candidates.prefillers}
         busy = [item for item in asked.view.prefillers if item[0] not in has_time]
@@ -132,7 +134,8 @@ class _Question:
         return min(able, key=lambda prefill: prefill.price_s, default=None)
 
     def _better_late(self, prefill: _Prefill) -> Busy | None:
-        """Has the prompt wait, rather than be slowed down by what a prefill worker decodes."""
+        """Makes the prompt wait if waiting is better than a prefill worker slowed down by
+        decodes."""
         asked = self._asked
         if prefill.worker[1].info.role.decodes or prefill.slowdown <= 1.0:
             return None
@@ -166,14 +169,15 @@ class _Question:
         return self._bound_s is None or pace_s <= self._bound_s or not self._asked.need.decodes
 
     def _can_go_on(self, item: Worker) -> bool:
-        """True if a worker that goes on decoding keeps the bound with one more sequence."""
+        """Returns True if the worker would still keep the bound with one more decoding sequence."""
         worker_id, worker = item
         if not worker.info.role.decodes:
             return True
         return self._is_kept(self._paces_s[worker_id])
 
     def _is_in_the_way(self, prefill: _Prefill) -> bool:
-        """True if the sequences that decode there would wait too long for the prompt."""
+        """Returns True if the prompt would delay sequences that decode on the worker beyond the
+        bound."""
         worker = prefill.worker[1]
         if not worker.info.role.decodes or not worker.num_decodes or self._bound_s is None:
             return False
@@ -181,7 +185,7 @@ class _Question:
         return pace_s is not None and pace_s + prefill.work_s > self._bound_s
 
     def _locals(self) -> list[_Prefill]:
-        """Decode workers that may prefill the prompt."""
+        """Returns the decode workers that may prefill the prompt."""
         asked = self._asked
         fluid = [item for item in asked.candidates.decoders if item[1].info.role is Role.DECODE]
         predicted = [self._predict(item) for item in fluid if item[1].info.is_fluid]
@@ -194,7 +198,7 @@ class _Question:
         return prefill.slowdown < inf and has_memory(worker, asked.need.max_len)
 
     def _lent(self, prefills: Sequence[_Prefill]) -> Decision | Busy:
-        """Has the answer decoded by a prefill worker, at the least price."""
+        """Places the decode on the prefill worker with the lowest price."""
         asked = self._asked
         if not prefills:
             return Busy()
@@ -216,12 +220,14 @@ class _Question:
         return self._better_late(prefill) or self._decision(prefill, decode)
 
     def _rank(self, lender: WorkerId) -> float:
-        """Orders equal lenders: the fullest first while prompts come, or else the quickest."""
+        """Ranks lenders of equal price: the fullest first while prompts arrive, else the fastest
+        first."""
         pace_s = self._pace_of(lender) or 0.0
         return -pace_s if self._queue.busy > 0 else pace_s
 
     def _delay_s(self, worker: WorkerView) -> float:
-        """Seconds of prompts not computed while it decodes this; infinite if it may not."""
+        """Returns the delay of prompts in seconds while the worker decodes this request, or
+        infinity."""
         need, costs = self._asked.need, self._asked.costs
         pace_s = lent_tpot_s(worker, need, costs)
         if pace_s is None or not self._is_kept(pace_s):
@@ -231,7 +237,7 @@ class _Question:
         return (alone_s - before_s) * (self._queue.busy * need.num_to_come)
 
     def _gains_if_lent(self, prefill: _Prefill) -> bool:
-        """True if all of the answer comes sooner where its prompt is computed."""
+        """Returns True if the whole answer is finished earlier on the worker that prefills it."""
         asked, (worker_id, worker) = self._asked, prefill.worker
         pace_s = lent_tpot_s(worker, asked.need, asked.costs)
         if pace_s is None or not self._is_kept(pace_s):
@@ -248,7 +254,7 @@ class _Question:
         else:
             there_s = joined_price_s(decoder, asked.need, asked.costs)
             here_s = joined_price_s(worker, asked.need, asked.costs)
-            assert there_s is not None  # as the paces are known
+            assert there_s is not None  # the TPOTs are known
             assert here_s is not None
             gain_s = there_s - here_s * lend_ratio(self._queue, slowdown)
         return gain_s * asked.need.num_to_come > loss_s
@@ -273,7 +279,7 @@ class _Question:
         return self._decision(prefill, decode)
 
     def _steadiest(self, decoders: Sequence[Worker]) -> WorkerId:
-        """Returns the worker of the least TPOT."""
+        """Returns the decode worker with the lowest TPOT."""
         costs = {i: self._paces_s[i] for i, _ in decoders}
         lowest = min(costs.values())
         return self._asked.rng.choice(sorted(i for i, cost in costs.items() if cost == lowest))
@@ -306,6 +312,9 @@ class _Question:
 
 
 def weight_of(worker: WorkerView, costs: Estimates, bound_s: float | None) -> float:
-    """The slowdown, and without a bound on their pace the sequences that wait for the prompt."""
+    """Returns the slowdown.
+
+    Without a TPOT bound, adds the number of sequences that the prompt delays.
+    """
     delays = worker.info.is_fluid and bound_s is None
     return slowdown_of(worker, costs, bound_s) + (worker.num_decoding if delays else 0)
