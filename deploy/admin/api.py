@@ -102,8 +102,10 @@ class AdminService(LoopService[str]):
         self._file: Path | None = None
 
     async def open(self) -> str:
-        """Opens the controller, then listens for HTTP. Returns the URL of the API. Raises
-        ConfigError."""
+        """Opens the controller, then listens for HTTP.
+
+        Returns the URL of the API. Raises ConfigError.
+        """
         config = self._config
         assert config.key is not None
         try:

@@ -126,8 +126,10 @@ class AdminClient:
         return self._ask("GET", f"/v1/logs?{query}", LogsAnswer)
 
     def set_pools(self, counts: Mapping[str, int], version: str | None = None) -> PoolsAnswer:
-        """Orders the number of workers of each role, by default for the current version. Raises
-        AdminError."""
+        """Orders the number of workers of each role, by default for the current version.
+
+        Raises AdminError.
+        """
         return self._ask("POST", "/v1/pools", PoolsAnswer, {**counts, "version": version})
 
     def order(self, worker_id: str, what: str, body: Any = None) -> PoolsAnswer:
@@ -180,8 +182,10 @@ class AdminClient:
         return self._ask("GET", "/v1/stores", StoresAnswer).stores
 
     def drop_stores(self, body: DropBody, *, preview: bool = False) -> list[str]:
-        """Orders stores to drop all blocks. In a preview, only returns the names of the stores.
-        Raises AdminError."""
+        """Orders stores to drop all blocks.
+
+        In a preview, only returns the names of the stores. Raises AdminError.
+        """
         path = f"/v1/stores/drop?preview={int(preview)}"
         return self._ask("POST", path, DropAnswer, msgspec.to_builtins(body)).stores
 
@@ -190,8 +194,10 @@ class AdminClient:
         return self._ask("POST", path, PoolsAnswer, body)
 
     def preview(self, path: str, body: object = None) -> PreviewAnswer:
-        """Returns the immediate effects that an order would have. The order is not carried out.
-        Raises AdminError."""
+        """Returns the immediate effects that an order would have.
+
+        The order is not carried out. Raises AdminError.
+        """
         return self._ask("POST", f"{path}?preview=1", PreviewAnswer, body)
 
     def _ask(

@@ -68,8 +68,10 @@ _CHOSEN = (
 
 
 class Declared:
-    """Compares a declaration with the running deployment. Raises ConfigError if the declaration
-    cannot be applied."""
+    """Compares a declaration with the running deployment.
+
+    Raises ConfigError if the declaration cannot be applied.
+    """
 
     def __init__(self, body: Declaration, started: Config, intent: Intent) -> None:
         """`started` is the configuration in force, without the settings of the current version."""
@@ -164,7 +166,8 @@ class Declared:
 
     def _adjusted(self, keys: list[str]) -> LiveSettings:
         """Returns the running sections of the configuration, in which these keys have their
-        declared values."""
+        declared values.
+        """
         names = LiveSettings.__struct_fields__
         sections: dict[str, Any] = {name: getattr(self._running, name) for name in names}
         for key in keys:
@@ -186,8 +189,7 @@ class Declared:
 
 
 def _running(started: Config, intent: Intent) -> Config:
-    """Returns the configuration in which operators' later values replace the values at the
-    start."""
+    """Returns the configuration, in which operators' values replace the values at the start."""
     current = intent.current
     counts = {role.value: current.pools.of(role) for role in SERVING_ROLES}
     replace = msgspec.structs.replace
@@ -218,7 +220,8 @@ def _of_model(
     name: str, running: ModelConfig | None, declared: ModelConfig
 ) -> Iterator[Difference]:
     """Yields the differences between declared and running settings of a model other than the main
-    one."""
+    one.
+    """
     if running is None:
         yield Difference(f"{MODELS}.{name}", None, declared.model, RESTART)
         return
@@ -297,8 +300,10 @@ def order_of(
 
 
 def counted(counts: PoolCounts | None, otherwise: Pools) -> Pools:
-    """Returns the given counts, with 0 for omitted roles. Returns `otherwise` if no counts are
-    given."""
+    """Returns the given counts, with 0 for omitted roles.
+
+    Returns `otherwise` if no counts are given.
+    """
     if counts is None:
         return otherwise
     return Pools(counts.prefill or 0, counts.decode or 0, counts.mixed or 0)

@@ -1,5 +1,7 @@
-"""The operations of the operator's API, and its OpenAPI description. Pages register themselves by
-decorators."""
+"""The operations of the operator's API, and its OpenAPI description.
+
+Pages register themselves by decorators.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -119,7 +121,8 @@ def openapi(version: str) -> dict[str, Any]:
 
 def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
     """Adds the settings of `worker` to the description, without defaults: omitted settings stay
-    unchanged."""
+    unchanged.
+    """
     _, parts = msgspec.json.schema_components([WorkerConfig], ref_template=_REF)
     properties = parts.pop("WorkerConfig")["properties"]
     for setting in properties.values():

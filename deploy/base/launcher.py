@@ -97,8 +97,10 @@ class Launcher(Protocol):
         return {}
 
     def read_logs(self, folder: str, query: LogsQuery) -> LogPieces:
-        """Returns the log lines that services kept. On a single machine all lines are in one
-        folder."""
+        """Returns the log lines that services kept.
+
+        On a single machine all lines are in one folder.
+        """
         return read_pieces(Path(folder), query)
 
     def dead(self) -> dict[str, str]:

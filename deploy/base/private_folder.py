@@ -96,8 +96,10 @@ def end_users_of(folder: Path, *, grace_s: float = 0.0, only_helpers: bool = Fal
 
 @contextlib.contextmanager
 def _held(lock: Path) -> Iterator[bool]:
-    """Locks another deployment's lock file if the file is free. Yields True if it was free. Raises
-    OSError."""
+    """Locks another deployment's lock file if the file is free.
+
+    Yields True if it was free. Raises OSError.
+    """
     if lock.parent.lstat().st_uid != os.getuid() or lock.parent.is_symlink():
         yield False
         return

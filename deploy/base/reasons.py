@@ -28,8 +28,10 @@ _OF_SIGNAL = {
 
 
 def explain(error: BaseException) -> str:
-    """Returns the reason of an error for an operator. An error that is not in the table keeps its
-    own text."""
+    """Returns the reason of an error for an operator.
+
+    An error that is not in the table keeps its own text.
+    """
     if isinstance(error, MemoryError):
         return _OF_ERRNO[errno.ENOMEM]
     if not isinstance(error, OSError) or error.errno not in _OF_ERRNO:

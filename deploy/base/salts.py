@@ -47,8 +47,10 @@ def _path_of(config: StoreConfig) -> Path | None:
 
 
 def _make(path: Path) -> None:
-    """Makes the secret's file atomically. If two processes make the file at the same time, the
-    first file stays."""
+    """Makes the secret's file atomically.
+
+    If two processes make the file at the same time, the first file stays.
+    """
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

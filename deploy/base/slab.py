@@ -54,8 +54,10 @@ class StoreSlab:
         self._next_sequence = 1
 
     def recover(self) -> RecoveredBlocks:
-        """Returns the blocks that an earlier process left, oldest first. Clears the headers of all
-        other slots."""
+        """Returns the blocks that an earlier process left, oldest first.
+
+        Clears the headers of all other slots.
+        """
         verdicts = judge(self._headers, 0, self._geometry, header_checksums)
         found = merged([claimed(self._headers[verdicts == HeaderVerdict.FINE])])
         keep = np.zeros(self.num_slots, np.bool_)

@@ -138,8 +138,10 @@ class StoreSpec(msgspec.Struct, frozen=True):
 
 
 class StoreReady(msgspec.Struct, frozen=True):
-    """A store's answer to its spec, sent once the store listens. Its addresses survive restarts of
-    its process."""
+    """A store's answer to its spec, sent once the store listens.
+
+    Its addresses survive restarts of its process.
+    """
 
     kind: ClassVar[str] = "store"
     address: str  # address for gateways
@@ -173,8 +175,10 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True):
-    """Reports that the start may take this many seconds. Sent only if that exceeds
-    READY_TIMEOUT_S."""
+    """Reports that the start may take this many seconds.
+
+    Sent only if that exceeds READY_TIMEOUT_S.
+    """
 
     limit_s: float
 

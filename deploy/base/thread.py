@@ -40,8 +40,10 @@ class LoopService(Protocol[T]):
         ...
 
     def stop_draining(self) -> None:
-        """Makes a running `close` return without waiting for work. Does nothing if `close` never
-        waits."""
+        """Makes a running `close` return without waiting for work.
+
+        Does nothing if `close` never waits.
+        """
         return
 
     async def close(self) -> None:
@@ -62,8 +64,10 @@ class ServiceThread(Generic[T]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def open(self, limit_s: float | None = None) -> T:
-        """Opens the service, within `limit_s` seconds if given. Raises the service's errors, and
-        LateStart."""
+        """Opens the service, within `limit_s` seconds if given.
+
+        Raises the service's errors, and LateStart.
+        """
         limit_s = self._open_timeout_s if limit_s is None else limit_s
         self._thread.start()
         self._opening = opening = asyncio.run_coroutine_threadsafe(self._service.open(), self._loop)
@@ -75,8 +79,10 @@ class ServiceThread(Generic[T]):
             raise LateStart(f"it did not start in {limit_s:g} s") from error
 
     def ask(self, work: Coroutine[Any, Any, U], timeout_s: float) -> U:
-        """Runs a coroutine on the service's loop. Raises the coroutine's errors, and
-        TimeoutError."""
+        """Runs a coroutine on the service's loop.
+
+        Raises the coroutine's errors, and TimeoutError.
+        """
         asked = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return asked.result(timeout_s)
@@ -85,8 +91,10 @@ class ServiceThread(Generic[T]):
             raise
 
     def stop_draining(self) -> None:
-        """Makes a running `close` return without waiting for work. Signal handlers may call this
-        method."""
+        """Makes a running `close` return without waiting for work.
+
+        Signal handlers may call this method.
+        """
         self._loop.call_soon_threadsafe(self._service.stop_draining)
 
     def close(self) -> None:

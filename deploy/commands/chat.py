@@ -141,7 +141,9 @@ class ChatCommands:
 
     def last_question(self) -> str:
         """Removes the last question and its answer from the conversation; returns the question.
-        Raises ChatRefused."""
+
+        Raises ChatRefused.
+        """
         while self.client.messages:
             last = self.client.messages.pop()
             if last["role"] == "user":
@@ -191,8 +193,10 @@ def history_file(environment: Mapping[str, str]) -> Path:
 
 @contextlib.contextmanager
 def line_editing(path: Path) -> Iterator[None]:
-    """Enables line editing, with a history file that only this user can read. Does nothing in a
-    pipe."""
+    """Enables line editing, with a history file that only this user can read.
+
+    Does nothing in a pipe.
+    """
     if not sys.stdin.isatty():
         yield
         return
@@ -233,8 +237,10 @@ def converse(client: ChatClient, console: Console) -> None:
 
 
 def _answer(client: ChatClient, text: str, console: Console) -> None:
-    """Prints the pieces of an answer as they arrive. Ctrl-C cancels the answer and removes the
-    question."""
+    """Prints the pieces of an answer as they arrive.
+
+    Ctrl-C cancels the answer and removes the question.
+    """
     try:
         for piece in client.ask(text):
             console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)

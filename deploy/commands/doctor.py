@@ -58,8 +58,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def judged(name: str, found: str, why: str, *, holds: bool, if_not: Verdict) -> Finding:
-    """Returns a finding: the part is used if the condition holds. Otherwise `why` gives the
-    reason."""
+    """Returns a finding: the part is used if the condition holds.
+
+    Otherwise `why` gives the reason.
+    """
     return Finding(name, Verdict.USED, found) if holds else Finding(name, if_not, found, why)
 
 

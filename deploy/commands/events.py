@@ -141,8 +141,7 @@ def log_line(line: Mapping[str, Any]) -> str:
 
 
 def _later(client: AdminClient, service: str | None, after: str) -> Iterator[LogsAnswer]:
-    """Queries later log lines, and yields each answer, until Ctrl-C or the end of the
-    deployment."""
+    """Queries later log lines and yields the answers, until Ctrl-C or the deployment's end."""
     pause, has_more = threading.Event(), False
     while True:
         if not has_more:

@@ -1,5 +1,4 @@
-"""The `baton` command: registers the subcommands, and is the only place where errors are
-printed."""
+"""The `baton` command: registers the subcommands. Only this module prints errors."""
 
 import importlib
 import importlib.metadata

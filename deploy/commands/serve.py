@@ -284,8 +284,10 @@ def run(
 
 
 def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int | None:
-    """Closes the deployment. Returns the signal that ended the wait for answers early, if there was
-    one."""
+    """Closes the deployment.
+
+    Returns the signal that ended the wait for answers early, if there was one.
+    """
     num_answers = deployment.num_answers()
     if num_answers != 0:
         how_many = "answers are" if num_answers is None else f"{num_answers} answers"

@@ -200,8 +200,10 @@ def _body_of_model(path: Path, config: Config, name: str) -> UpdateBody:
 
 
 def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
-    """Returns the fields that the file sets. `tree` is the parsed file, and `config` was made from
-    it."""
+    """Returns the fields that the file sets.
+
+    `tree` is the parsed file, and `config` was made from it.
+    """
     pools = config.pools
     said = pools.mixed or not (pools.prefill is None and pools.decode is None)
     counts = PoolCounts(pools.prefill, pools.decode, pools.mixed) if said else None
@@ -213,8 +215,10 @@ def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
 def _follow(
     client: AdminClient, output: Output, answer: PoolsAnswer, name: str, *, wait: bool
 ) -> None:
-    """Prints the steps until the pools are settled. Raises AdminError if the version was removed by
-    then."""
+    """Prints the steps until the pools are settled.
+
+    Raises AdminError if the version was removed by then.
+    """
 
     def check(seen: PoolsAnswer) -> None:
         if all(version.name != name for version in seen.versions):

@@ -72,8 +72,10 @@ def read_prompts(path: Path) -> Iterator[WarmPrompt]:
 
 
 class WarmedPrompts(msgspec.Struct, frozen=True):
-    """The counts of computed prompts and of failures. `errors` are the texts of the first
-    failures."""
+    """The counts of computed prompts and of failures.
+
+    `errors` are the texts of the first failures.
+    """
 
     num_prompts: int
     num_failed: int
@@ -115,8 +117,10 @@ class _Tally:
 def compute(
     client: httpx.Client, prompts: Iterable[WarmPrompt], *, model: str, num_at_once: int
 ) -> WarmedPrompts:
-    """Sends each prompt as a request for one token, with `num_at_once` requests at a time. Counts
-    failures."""
+    """Sends each prompt as a request for one token, with `num_at_once` requests at a time.
+
+    Counts failures.
+    """
     left, lock, tally = iter(prompts), threading.Lock(), _Tally()
     is_over = threading.Event()
 

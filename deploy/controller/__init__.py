@@ -1,1 +1,1 @@
-"""The shell of the pools: it feeds the pool machine with events and carries out its effects."""
+"""The shell around the pool machine: feeds events to the machine, and carries out its effects."""

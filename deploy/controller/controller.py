@@ -1,4 +1,4 @@
-"""The controller of the pools: sessions, a launcher, and the machine between them.
+"""The controller of the pools: a launcher and sessions, with the pool machine between them.
 
 The controller runs on one asyncio loop, in the process of `baton serve` or in a Ray actor. The
 controller may be killed at any time, and another controller takes over. The new one finds workers
@@ -55,7 +55,7 @@ SETTLE_EVERY_S = 0.05
 
 
 class PoolController:
-    """Gives the pools their wanted size, from open to close. The launcher belongs to the caller."""
+    """Gives the pools their wanted size, from `open` to `close`. The caller owns the launcher."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PoolController:
         report: Callable[[str], None],
         store: IntentStore | None = None,
     ) -> None:
-        """`store` keeps the operators' orders. Without it, only gateways keep them."""
+        """`store` keeps the operators' orders. Without a store, only gateways keep the orders."""
         self._plan = plan
         self._launcher = launcher
         self._clock = clock
@@ -92,19 +92,21 @@ class PoolController:
         self.workers: Mapping[WorkerId, WorkerReady] = self._services.workers
         self.gateways: Mapping[str, GatewayReady] = self._services.gateways
         self.stores: Mapping[str, StoreReady] = self._services.stores
-        self._health: Mapping[str, bool] = {}  # the launcher's parts: True if alive
-        self._asked_for: tuple[int, Pools] | None = None  # the latest call of `ask_for`
+        self._health: Mapping[str, bool] = {}  # by program that services depend on: True if alive
+        # Arguments of the latest call of `ask_for`.
+        self._asked_for: tuple[int, Pools] | None = None
         self._is_closing = False
         self._is_restored = False  # True if the pools started with stored orders
         self._epoch_s = unix_time_s() - clock.now_s()  # the Unix time at which the clock was 0
-        self.admin_url = ""  # the operator's API, once it listens
+        self.admin_url = ""  # URL of the operator's API; empty until it listens
 
     # ------------------------------------------------------------ life
 
     async def open(self) -> None:
-        """Finds running services and starts the others. Returns once clients are served.
+        """Finds running services and starts the missing ones. Returns once clients are served.
 
-        Raises ConfigError if a service fails to start at the first start of the deployment.
+        Raises ConfigError if a service fails to start while the deployment starts for the first
+        time.
         """
         room = await self._tasks.in_thread(self._find_room, self._plan.config.pools)
         found = await self._tasks.in_thread(self._launcher.running)
@@ -146,7 +148,7 @@ class PoolController:
         self._services.first_failure = None
 
     async def _known(self, room: RoomSeen) -> Members | None:
-        """Returns the newest members that gateways or the store know."""
+        """Returns the newest members that are known to a gateway or to the store of orders."""
         heard = await self.sessions.adopt(self.gateways)
         kept = await self._intents.read()
         known = latest(kept, heard)
@@ -163,13 +165,16 @@ class PoolController:
         return known
 
     async def close(self) -> None:
-        """Ends the sessions. Workers and gateways keep running."""
+        """Ends all sessions. Workers, gateways and stores keep running."""
         self._is_closing = True
         await self._tasks.close(HANDSHAKE_TIMEOUT_S)
 
     @property
     def stored_own(self) -> bool:
-        """True if the stored record is this controller's initial intent, not earlier orders."""
+        """True if the stored record is this controller's initial intent.
+
+        False if the record contains earlier orders.
+        """
         return self._intents.has_replaced and not self._is_restored
 
     def _limits(self, room: RoomSeen) -> PoolLimits:
@@ -186,7 +191,7 @@ class PoolController:
         )
 
     def _adopt_found(self) -> None:
-        """Reports the services that were running to the machine, and dials the workers."""
+        """Reports the found services to the machine, and dials their workers and stores."""
         if (found := self._services.found(self.machine.gateways)) is not None:
             self._handle(found)
         for name, link in self.sessions.gateway_links.items():
@@ -206,7 +211,10 @@ class PoolController:
                 raise ConfigError(failure.result() + self._hint())
 
     def _hint(self) -> str:
-        """Returns a hint how to start without stored orders, if stored orders are used."""
+        """Returns a hint for errors: how to start without stored orders.
+
+        Empty if no stored orders are in use.
+        """
         if not self._is_restored:
             return ""
         return f" (with orders stored in {self._intents.store}; remove it to start as declared)"
@@ -214,23 +222,29 @@ class PoolController:
     # ------------------------------------------------------------ orders and queries
 
     def order(self, order: Order) -> None:
-        """Carries out an order. Raises OrderRefused with the reason."""
+        """Carries out an order. If the order is refused, raises OrderRefused with the reason."""
         if isinstance(order, SetPlanner):
             self.planning.check(order.mode)
         self._handle(order)
 
     @property
     def config(self) -> Config:
-        """Returns the configuration in force: operators' changes override the start's settings."""
+        """Returns the configuration in force: settings at the start, with operators' changes."""
         return self._plan.under(self.machine.intent).config
 
     def device_of(self, worker: WorkerConfig) -> DeviceKind:
-        """Returns the kind of device of workers with that configuration. Raises ConfigError."""
+        """Returns the kind of device on which workers with this configuration run.
+
+        Raises ConfigError.
+        """
         return self._plan.device_of(worker)
 
     @property
     def counters(self) -> dict[str, int]:
-        """Returns how often each kind of trouble happened; kinds with count 0 are omitted."""
+        """Returns how often each kind of trouble has happened.
+
+        Kinds that never happened are omitted.
+        """
         found = {
             **self.machine.counters,
             **self._launcher.counters(),
@@ -240,7 +254,7 @@ class PoolController:
         return {name: number for name, number in found.items() if number}
 
     async def logs(self, query: LogsQuery) -> LogPieces:
-        """Returns log lines that services kept."""
+        """Returns the log lines that services kept and that the query selects."""
         folder = self._plan.log_folder
         if folder is None:
             return LogPieces({}, [])
@@ -287,7 +301,10 @@ class PoolController:
     # ------------------------------------------------------------ time and room
 
     async def _watch(self) -> None:
-        """Checks for ended services and sends a tick every second. Survives any bug."""
+        """Every second, checks for ended services and sends a tick to the machine.
+
+        Survives any bug.
+        """
         while True:
             await pause(WATCH_EVERY_S)
             try:
@@ -300,15 +317,15 @@ class PoolController:
                 self._tasks.record_bug(error)
 
     async def _watch_room(self) -> None:
-        """Asks for nodes, and watches for nodes that join or leave.
+        """Requests nodes from the launcher, and watches for nodes that join or leave.
 
-        A cluster may take long to answer. Only this task waits for the answer.
+        A cluster may take long to answer, but only this task waits for the answer.
         """
         while True:
             await pause(WATCH_EVERY_S)
             try:
                 workers = self.machine.workers
-                # No place may be given up before all found workers have reported their roles.
+                # Keep all places until all found workers have reported their roles.
                 if all(worker.target is not None for worker in workers.values()):
                     names = [str(worker_id) for worker_id in workers]
                     await self._tasks.in_thread(self._launcher.keep_places, names)
@@ -323,7 +340,10 @@ class PoolController:
                 self._tasks.record_bug(error)
 
     async def _send_reports(self) -> None:
-        """Sends metrics and the state of the pools to gateways every second. Survives any bug."""
+        """Every second, sends metrics and the state of the pools to all gateways.
+
+        Survives any bug.
+        """
         while True:
             try:
                 self._health = await self._tasks.in_thread(self._launcher.health)
@@ -348,7 +368,7 @@ class PoolController:
         )
 
     def _find_room(self, pools: PoolsConfig) -> RoomSeen:
-        """Returns the configured limit of workers, or the launcher's."""
+        """Returns the limit of workers: the configured limit, or else the launcher's room."""
         if pools.max_workers is not None:
             return RoomSeen(pools.max_workers, MAX_WORKERS)
         num_gpus = self._plan.num_gpus
@@ -356,7 +376,7 @@ class PoolController:
         return RoomSeen(room, f"{self._launcher.scarce(num_gpus)} ({MAX_WORKERS})")
 
     async def _ask_for_room(self) -> None:
-        """Asks the launcher for nodes if the planner's wanted number has changed."""
+        """Requests nodes from the launcher if the planner wants another number of workers."""
         if self.planning.room_for is None:
             return
         wanted = self.planning.room_for, self.machine.intent.all_pools

@@ -1,14 +1,15 @@
-"""Stores the operators' intent, so that it survives the loss of the controller and all gateways.
+"""Stores the operators' intent for the case that the controller and all gateways are lost.
 
-Gateways know the intent too, and send it to the next controller. The store is for the case that no
-gateway is left: `kill -9` of everything, a reboot, a cluster whose gateways all died.
+Gateways know the intent too, and send the intent to the next controller. The store is used if no
+gateway is left: after `kill -9` of everything, a reboot, or the death of all gateways.
 
-1. Each change is written at once, in a thread. A failed write is repeated every second.
-2. A controller that starts reads the stored intent. The newer of the stored intent and the
-   gateways' intent counts, by the version of the members.
-3. An intent that was stored under another declaration (model, settings, pools at the start) is
-   dropped: the operator has changed the command or the file since then.
-4. An orderly stop removes the stored intent.
+1. Each change of the intent is written at once, in a thread. A failed write is retried every
+   second.
+2. A starting controller reads the stored intent. It uses the stored intent or the gateways' intent,
+   whichever belongs to the higher version of the members.
+3. A stored intent is dropped if the declaration (model, settings, pools at the start) has changed
+   since it was stored: the operator has edited the command or the file.
+4. An orderly stop of the deployment removes the stored intent.
 
 A store that cannot be read or written is counted and reported, and never stops a deployment.
 """
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1  # version of the record's format
 RETRY_EVERY_S = 1.0
-MAX_NAME = 100  # most characters of a file's name
+MAX_NAME = 100  # maximum number of characters in a file's name
 
 
 class BadIntents(BatonError):
@@ -46,7 +47,7 @@ class BadIntents(BatonError):
 
 
 class KeptIntent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The intent, the version of the members that contained it, and the declaration's digest."""
+    """The stored record: the intent, the version of its members, and the declaration's digest."""
 
     format: int
     declared: str
@@ -67,7 +68,7 @@ def declared_by(plan: ControllerPlan) -> str:
 
 
 def encode_kept(kept: KeptIntent) -> bytes:
-    """Returns the record with its checksum."""
+    """Encodes a record with its checksum."""
     told = msgspec.json.encode(kept)
     return msgspec.json.encode(_Sealed(hashlib.sha256(told).hexdigest(), msgspec.Raw(told)))
 
@@ -88,7 +89,10 @@ def decode_kept(record: bytes) -> KeptIntent:
 
 
 def latest(kept: KeptIntent | None, heard: Members | None) -> Members | None:
-    """Returns the newer of the stored and the gateways' members; stored ones have no workers."""
+    """Returns the stored members or the gateways' members, whichever are newer.
+
+    Stored members have no workers.
+    """
     if kept is None or (heard is not None and heard.version >= kept.version):
         return heard
     return Members(kept.version, (), kept.intent)
@@ -114,13 +118,16 @@ class IntentStore(Protocol):
 
 
 class IntentFile:
-    """A file that is replaced atomically, and is on the disk when `write` returns."""
+    """A store in a file.
+
+    A write replaces the file atomically, and the file is on disk when `write` returns.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Other users must not be able to write to its directory."""
+        """Other users must not be able to write to the file's directory."""
         self.path = path
         self._is_removed = False
-        self._lock = threading.Lock()  # a write may still run in a thread during `remove`
+        self._lock = threading.Lock()  # a write may still run in another thread during `remove`
 
     def __str__(self) -> str:
         return str(self.path)
@@ -167,7 +174,7 @@ class IntentFile:
 
 
 def orders_path(plan: ControllerPlan, environment: Mapping[str, str]) -> Path | None:
-    """Returns the file of a deployment of this machine. Later deployments of its name use it again.
+    """Returns the path of a deployment's file of orders. Deployments of the same name use one file.
 
     None if the deployment has neither a name nor a fixed port. The folder is systemd's
     $STATE_DIRECTORY, else $BATON_RUN_DIR, else `baton` in $XDG_STATE_HOME or in ~/.local/state.
@@ -186,7 +193,7 @@ def orders_path(plan: ControllerPlan, environment: Mapping[str, str]) -> Path | 
 
 
 def remove_orders(store: IntentStore) -> None:
-    """Removes the record at an orderly end, so that the next start uses the declaration."""
+    """Removes the record at an orderly stop. The next start then uses the declaration."""
     try:
         store.remove()
     except (OSError, BadIntents) as error:
@@ -194,7 +201,10 @@ def remove_orders(store: IntentStore) -> None:
 
 
 class IntentWriter:
-    """Reads the store once, and writes each change of the intent. Belongs to the controller."""
+    """Reads the store once, then writes each change of the intent.
+
+    The controller owns the writer.
+    """
 
     def __init__(
         self,
@@ -205,16 +215,17 @@ class IntentWriter:
         report: Callable[[str], None],
         handle: Callable[[PoolEvent], None],
     ) -> None:
-        """Without a `store` nothing is kept."""
+        """Without a `store`, no intent is read or written."""
         self.counters: Counter[str] = Counter()
         self.store = store
         self._declared = declared
         self._tasks = tasks
         self._report = report
         self._handle = handle
-        self._wanted: KeptIntent | None = None  # the latest intent, to be written
+        self._wanted: KeptIntent | None = None  # the latest intent, which is not written yet
         self._written: KeptIntent | None = None
-        self.has_replaced = False  # True once an earlier record is replaced, or will be
+        # True once an earlier record has been replaced, or is about to be.
+        self.has_replaced = False
         self._changed = asyncio.Event()
 
     async def read(self) -> KeptIntent | None:
@@ -235,14 +246,14 @@ class IntentWriter:
         return kept
 
     def record(self, members: Members) -> None:
-        """Queues the members' intent to be written, if it has changed."""
+        """Queues the intent of the members for writing, if the intent has changed."""
         wanted, intent = self._wanted, members.intent
         if self.store is not None and (wanted is None or wanted.intent != intent):
             self._wanted = KeptIntent(FORMAT, self._declared, members.version, intent)
             self._changed.set()
 
     async def run(self) -> None:
-        """Writes each change, and tries again every second after a failure."""
+        """Writes each queued change. After a failure, retries every second."""
         while self.store is not None:
             await self._changed.wait()
             self._changed.clear()

@@ -1,7 +1,8 @@
-"""The protocol of the controller's sessions: one with each worker, gateway and store.
+"""The protocol of the controller's sessions. There is one session with each worker, gateway and
+store.
 
-A link dials again until its task is cancelled, so a peer that was cut off is reconnected. The
-controller is always the client, so no peer needs to know the controller's address.
+A link redials until its task is cancelled, so the session is restored after a network failure. The
+controller is always the client, so peers need not know the controller's address.
 """
 
 import asyncio
@@ -60,25 +61,25 @@ HANDSHAKE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 2.0
 RETRY_EVERY_S = 1.0
 REPORT_STALE_S = 5.0  # gateways report once a second
-SILENCE_S = 5.0  # a worker or store that sends nothing for this long counts as lost
-GATEWAY_SILENCE_S = 2.0  # shorter, since clients wait and no sequence is moved for it
+SILENCE_S = 5.0  # a worker or store that is silent for this long counts as lost
+GATEWAY_SILENCE_S = 2.0  # shorter, because clients wait, and a lost gateway moves no sequence
 FIRST_REPORT_S = 3.0  # longest time from a gateway's or store's start to its first report
 
 Report = TypeVar("Report", GatewayReport, StoreReport)
 
 
 class _Session(Protocol):
-    """The conversation with one kind of peer."""
+    """One session's protocol with one kind of peer."""
 
     silence_s: float = SILENCE_S
 
     async def shake_hands(self, client: SessionClient) -> None:
-        """Exchanges the first messages. Raises ProtocolError, ConnectionError."""
+        """Exchanges the first messages of the session. Raises ProtocolError, ConnectionError."""
         ...
 
     @abstractmethod
     def take(self, frame: bytes) -> None:
-        """Handles a frame of the peer. Raises ProtocolError."""
+        """Handles a frame that the peer sent. Raises ProtocolError."""
         ...
 
     @abstractmethod
@@ -88,7 +89,10 @@ class _Session(Protocol):
 
 
 async def talk(address: str, secret: Secret, session: _Session) -> None:
-    """Dials a peer and runs one session, until it ends or the peer cannot be reached."""
+    """Dials a peer and runs one session.
+
+    Returns when the session ends or the peer cannot be reached.
+    """
     client = SessionClient(address, secret, silence_s=session.silence_s)
     try:
         await client.open()
@@ -114,7 +118,7 @@ async def _run(client: SessionClient, session: _Session) -> None:
 
 
 class WorkerLink(_Session):
-    """Turns a worker's messages into events."""
+    """Turns a worker's messages into events for the pool machine."""
 
     def __init__(
         self,
@@ -129,10 +133,13 @@ class WorkerLink(_Session):
         self._controller_id = controller_id
         self._on_event = on_event
         self._client: SessionClient | None = None
-        self.info: Welcome | None = None  # from the worker's latest handshake
+        self.info: Welcome | None = None  # the worker's answer in the latest handshake
 
     def set_role(self, role: Role) -> None:
-        """Sends a role. Without a session, the machine sends the role in the next session."""
+        """Sends the worker a role.
+
+        Without a session, nothing is sent: the machine repeats the role in the next session.
+        """
         if self._client is not None:
             try:
                 self._client.post(encode_frame([SetRole(role)]))
@@ -140,7 +147,7 @@ class WorkerLink(_Session):
                 log.info("%s did not get its role: %s", self._worker_id, error)
 
     async def shake_hands(self, client: SessionClient) -> None:
-        """Checks that the expected worker answers."""
+        """Checks that the worker that answers is the expected one."""
         await client.send(encode_frame([Hello(PROTOCOL_VERSION, self._controller_id)]))
         frame = await client.receive()
         match decode_to_gateway(frame) if frame is not None else []:
@@ -156,7 +163,7 @@ class WorkerLink(_Session):
                 raise ProtocolError(f"answered with {[type(each).__name__ for each in other]}")
 
     def take(self, frame: bytes) -> None:
-        """Handles loads and changes of role."""
+        """Handles the worker's reports of its load and its role."""
         for message in decode_to_gateway(frame):
             match message:
                 case LoadReport():
@@ -179,9 +186,9 @@ class _ReportingLink(_Session, Generic[Report]):
         self._name = name
         self._clock = clock
         self._client: SessionClient | None = None
-        self.report: Report | None = None  # the latest one of this session
+        self.report: Report | None = None  # the latest report in this session
         self._reported_s = 0.0
-        self._due_s = clock.now_s() + FIRST_REPORT_S  # deadline of the next report
+        self._due_s = clock.now_s() + FIRST_REPORT_S  # time by which the next report must arrive
 
     @property
     def is_open(self) -> bool:
@@ -195,12 +202,15 @@ class _ReportingLink(_Session, Generic[Report]):
 
     @property
     def fresh_report(self) -> Report | None:
-        """Returns the latest report; None if it is too old, or without a session."""
+        """Returns the latest report. None if the report is too old, or if there is no session."""
         is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
         return None if is_old else self.report
 
     def send(self, message: ToGateway) -> bool:
-        """Sends a message. Returns False without a session: members follow in the next one."""
+        """Sends a message.
+
+        Returns False if there is no session; the next session sends the members again.
+        """
         if self._client is None:
             return False
         try:
@@ -211,7 +221,7 @@ class _ReportingLink(_Session, Generic[Report]):
         return True
 
     async def shake_hands(self, client: SessionClient) -> None:
-        """Says hello, and hears which members the peer knows."""
+        """Sends a hello, and receives the members that the peer knows."""
         await client.send(encode_control([ControllerHello(CONTROL_VERSION)]))
         frame = await client.receive()
         match decode_from_gateway(frame) if frame is not None else []:
@@ -227,18 +237,21 @@ class _ReportingLink(_Session, Generic[Report]):
 
     @abstractmethod
     def welcomed(self, welcome: Any) -> None:
-        """Handles the peer's answer to the handshake."""
+        """Handles the peer's answer in the handshake."""
         ...
 
     def lost(self, reason: str) -> None:
-        """Drops the report. The launcher, or a store's keeper, restarts a peer that has died."""
+        """Drops the report.
+
+        If the peer has died, the launcher or the store's keeper restarts it.
+        """
         log.info("the session with %s is over: %s", self._name, reason)
         self._client = None
         self.report = None
         self._due_s = self._clock.now_s()
 
     def keep(self, report: Report) -> None:
-        """Keeps a report."""
+        """Keeps the peer's report as the latest one."""
         self.report, self._reported_s = report, self._clock.now_s()
 
 
@@ -248,13 +261,13 @@ class StoreLink(_ReportingLink[StoreReport]):
     greeting = StoreWelcome
 
     def __init__(self, name: str, *, clock: Clock, members: Callable[[], Members | None]) -> None:
-        """`members` returns the present members."""
+        """`members` is a function that returns the present members."""
         super().__init__(name, clock)
         self._members = members
         self.retired = asyncio.Event()  # set once the store has reported that it is retired
 
     def welcomed(self, welcome: Any) -> None:
-        """Sends the present members if the store knows older ones."""
+        """Sends the present members if the store knows only older members."""
         members = self._members()
         if members is not None and members.version > welcome.members_version:
             self.send(members)
@@ -288,10 +301,13 @@ class GatewayLink(_ReportingLink[GatewayReport]):
         self._on_event = on_event
         self._questions = count()
         self._answers: dict[int, asyncio.Future[RequestList]] = {}
-        self.heard: GatewayWelcome | None = None  # from the gateway's latest handshake
+        self.heard: GatewayWelcome | None = None  # the gateway's answer in the latest handshake
 
     async def requests(self) -> RequestList | None:
-        """Returns the requests that the gateway serves; None if it does not answer in time."""
+        """Queries the requests that the gateway serves.
+
+        Returns None if the gateway does not answer in time.
+        """
         question = next(self._questions)
         self._answers[question] = answer = asyncio.get_running_loop().create_future()
         try:
@@ -303,12 +319,12 @@ class GatewayLink(_ReportingLink[GatewayReport]):
             del self._answers[question]
 
     def welcomed(self, welcome: Any) -> None:
-        """Keeps the members that the gateway knows."""
+        """Keeps the gateway's answer, which has the members that the gateway knows."""
         self.heard = welcome
         self._on_welcome()
 
     def welcome(self, members: Members) -> None:
-        """Sends the present members if the gateway knows older ones."""
+        """Sends the present members if the gateway knows only older members."""
         if members.version and self.heard is not None:
             known = self.heard.members
             if known is None or known.version < members.version:
@@ -327,7 +343,7 @@ class GatewayLink(_ReportingLink[GatewayReport]):
                         answer.set_result(message)
 
     def lost(self, reason: str) -> None:
-        """Drops the report. After the next handshake the members are sent again."""
+        """Drops the report. The members are sent again after the next handshake."""
         super().lost(reason)
         self._on_event(GatewaySeen(self._name, None))
         self._on_event(GatewaySilent(self._name, reason))

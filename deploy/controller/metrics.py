@@ -1,11 +1,11 @@
 """The controller's metrics for Prometheus: pools, services, planner, and the launcher's parts.
 
-Gateways receive these families once a second and export them on their own /metrics. So a scraper
-needs no admin key, and one target shows the whole deployment. The operator's API also exports them,
-for times in which no gateway answers.
+Gateways receive these metrics once a second and export them on their own /metrics. So a scraper
+needs no admin key, and one target has the metrics of the whole deployment. The operator's API
+exports the same metrics, in case no gateway answers.
 
-A series exists from the first scrape on, with the value 0. If a series started with 1, Prometheus
-would see no increase.
+Every series is exported from the first scrape on, with the value 0. If a series first appeared with
+the value 1, Prometheus would count no increase.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from router.gateway.metrics.collectors import counter_of
 
 _COSTLY = frozenset(WorkerState) - {
     WorkerState.WAITING
-}  # states in which a worker occupies its place
+}  # states in which a worker uses its place, which costs money
 _process = ProcessCollector(namespace="baton_controller", registry=None)
 
 
@@ -38,9 +38,9 @@ def controller_families(
     price_per_hour: float | None,
     stores: Mapping[str, StoreReport | None],
 ) -> Iterator[Metric]:
-    """Yields all metrics of the controller. `price_per_hour` is the price of one worker.
+    """Yields all metrics of the controller. `price_per_hour` is the price of one worker per hour.
 
-    `stores` has the fresh report of each store of KV, or None if it has no fresh report.
+    `stores` has the fresh report of each store of KV; None for a store without a fresh report.
     """
     yield from _services(machine)
     if machine.stores:
@@ -67,7 +67,7 @@ def controller_families(
 
 
 def _services(machine: PoolMachine) -> Iterator[Metric]:
-    """Yields workers and gateways by state, and their failures."""
+    """Yields the number of workers and gateways by state, and the number of their failures."""
     workers = GaugeMetricFamily(
         "baton_pool_workers", "Workers by state", labels=["version", "role", "state"]
     )
@@ -103,7 +103,7 @@ def _services(machine: PoolMachine) -> Iterator[Metric]:
 
 
 def _stores(machine: PoolMachine, reports: Mapping[str, StoreReport | None]) -> Iterator[Metric]:
-    """Yields the stores by state, and the metrics in their reports."""
+    """Yields the number of stores by state, and the metrics in the stores' reports."""
     by_state = GaugeMetricFamily(
         "baton_pool_stores", "Stores of KV by state", labels=["version", "state"]
     )
@@ -180,7 +180,9 @@ def _state(machine: PoolMachine) -> Iterator[Metric]:
 
 
 def _canary(machine: PoolMachine) -> Iterator[Metric]:
-    """Yields the requests of a version that takes over, and of the others, in the present step."""
+    """Yields the ended requests of a version that takes over, and of all other versions, in the
+    rollout's present step.
+    """
     standing = machine.canary
     verdicts = GaugeMetricFamily(
         "baton_canary_verdict",

@@ -1,4 +1,4 @@
-"""The parameters of a controller's start, and the specs of services that follow from them."""
+"""The parameters of a controller's start, and the specs of services that are made from them."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -15,30 +15,34 @@ from engine.control import FIRST_VERSION, SERVING_ROLES, Intent, Members, Pools,
 from engine.devices.settings import choose_device, gpus_of_worker
 from engine.messages import Role
 
-CORES_FOR_TWO_GATEWAYS = 4  # with fewer cores, a second gateway would slow the workers
-STORE = "store.sqlite"  # a file beside the directory of siblings
+CORES_FOR_TWO_GATEWAYS = 4  # with fewer cores, a second gateway would slow down the workers
+STORE = "store.sqlite"  # name of a file beside the directory of siblings
 
 
 def gateway_processes(gateway: GatewayConfig, cores: int) -> int:
-    """Returns the number of gateways of a machine: as configured, or by its number of cores."""
+    """Returns the number of gateways on a machine: as configured, or by the number of cores."""
     if gateway.processes is not None:
         return gateway.processes
     return 1 if cores < CORES_FOR_TWO_GATEWAYS else 2
 
 
 class ControllerPlan(msgspec.Struct, frozen=True):
-    """The parameters of a controller's start. A successor is started from the plan's JSON."""
+    """The parameters of a controller's start.
+
+    The next controller is started from the plan's JSON.
+    """
 
     model: str  # in a form that `model_source` reads
     config: Config
-    pools: Pools  # at the first start; later starts use what the operator ordered
+    pools: Pools  # pools at the first start; later starts use the operator's orders
     token: str
-    cores: int  # cores of the workers' machine, for their threads
+    cores: int  # number of cores that workers of one machine share
     siblings: str | None = None  # a directory, if several gateways share a port
     ports: str | None = None  # a directory where gateways get listening sockets from each other
     log_folder: str | None = None  # folder of log lines, as in `WorkerSpec`
-    memory_bytes: int | None = None  # for workers, measured once; None: each worker measures
-    others: tuple[Version, ...] = ()  # the first versions of other models
+    # Memory of all workers, measured once; None: each worker measures.
+    memory_bytes: int | None = None
+    others: tuple[Version, ...] = ()  # the first versions of all models but the main one
     has_gpus: bool = False  # True if workers start on machines with GPUs
     salts: str | None = None  # the secret of tenants' salts; None: the token is used
 
@@ -53,12 +57,15 @@ class ControllerPlan(msgspec.Struct, frozen=True):
         return (main, *self.others)
 
     def device_of(self, worker: WorkerConfig) -> DeviceKind:
-        """Returns the kind of device of workers with that configuration. Raises ConfigError."""
+        """Returns the kind of device on which workers with this configuration run.
+
+        Raises ConfigError.
+        """
         return choose_device(worker.device, self.config.pools, has_gpus=self.has_gpus)
 
     @property
     def num_gpus(self) -> float:
-        """Returns the number of GPUs of each worker, the same for all versions."""
+        """Returns the number of GPUs of each worker. The number is the same for all versions."""
         pools = self.config.pools
         return max(
             gpus_of_worker(pools, version.device, config.tp * config.pp)
@@ -68,7 +75,7 @@ class ControllerPlan(msgspec.Struct, frozen=True):
         )
 
     def under(self, intent: Intent) -> "ControllerPlan":
-        """Returns the plan with the settings that an operator has changed since the start."""
+        """Returns the plan in which settings have the values that operators have ordered later."""
         if (live := intent.live) is None:
             return self
         config = msgspec.structs.replace(
@@ -128,7 +135,7 @@ class ControllerPlan(msgspec.Struct, frozen=True):
     def gateway_spec(
         self, name: str, members: Members, others: Collection[GatewayReady]
     ) -> GatewaySpec:
-        """Returns the spec of a gateway, which shares the ports of `others` if there are any."""
+        """Returns the spec of a gateway. If there are `others`, the gateway shares their ports."""
         gateway = self.config.gateway
         if gateway.store is None and self.siblings is not None:  # else each has its own
             store = Path(self.siblings).with_name(STORE)

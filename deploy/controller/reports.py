@@ -1,6 +1,7 @@
-"""The state of the pools as the controller sends it to gateways, for the dashboard and operators.
+"""Makes the report of the pools' state that the controller sends to gateways, for the dashboard and
+operators.
 
-Pure: a function of the machine, the planner and the answers of started processes.
+Pure: the report depends only on the machine, the planner and the answers of started processes.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from engine.control import (
 from engine.messages import WorkerId
 
 MAX_STEPS, MAX_DECISIONS, MAX_WORKERS = 200, 50, 2000
-MAX_TEXT = 500  # most characters of a reason
+MAX_TEXT = 500  # maximum number of characters in a reason
 
 
 def cluster_report(  # noqa: PLR0913 - all that the report is about
@@ -78,14 +79,20 @@ def cluster_report(  # noqa: PLR0913 - all that the report is about
 
 
 def ready_of(worker: PoolWorker, workers: Mapping[WorkerId, WorkerReady]) -> WorkerReady | None:
-    """Returns the answer of the worker's process at its start; None while it does not run."""
+    """Returns the answer that the worker's process gave at its start.
+
+    None while no process runs.
+    """
     return None if worker.address is None else workers.get(worker.worker_id)
 
 
 def worker_fields(
     machine: PoolMachine, worker: PoolWorker, ready: WorkerReady | None
 ) -> dict[str, Any]:
-    """Returns the fields of a `WorkerSummary`. `ready` is the answer of the worker's process."""
+    """Returns the fields of a `WorkerSummary`.
+
+    `ready` is the answer that the worker gave at its start.
+    """
     restarts = machine.restarts
     return {
         "worker_id": worker.worker_id,

@@ -1,4 +1,7 @@
-"""Starts and stops services. Each runs in a task, and its outcome becomes an event."""
+"""Starts and stops services.
+
+Each start or stop runs in a task, and its outcome becomes an event.
+"""
 
 import asyncio
 import logging
@@ -44,11 +47,11 @@ from engine.messages import WorkerId
 log = logging.getLogger(__name__)
 
 RETRY_STOP_EVERY_S = 1.0
-RETIRE_TIMEOUT_S = 5.0  # longest wait for a store to report that it is retired
+RETIRE_TIMEOUT_S = 5.0  # longest wait until a store reports that it is retired
 
 
 class PoolServices:
-    """Orders starts and stops from the launcher, and keeps the answer of each running service."""
+    """Starts and stops services by the launcher, and keeps each running service's answer."""
 
     machine: PoolMachine  # set before the first effect
 
@@ -64,13 +67,15 @@ class PoolServices:
         self.workers: dict[WorkerId, WorkerReady] = {}
         self.gateways: dict[str, GatewayReady] = {}
         self.stores: dict[str, StoreReady] = {}
-        self.first_failure: asyncio.Future[str] | None = None  # set only while opening
+        # None except while the controller opens.
+        self.first_failure: asyncio.Future[str] | None = None
         self._plan = plan
         self._launcher = launcher
         self._sessions = sessions
         self._tasks = tasks
         self._handle = handle
-        self._starts: dict[WorkerId, asyncio.Task[None]] = {}  # the latest start of each name
+        # By worker: the task of its latest start.
+        self._starts: dict[WorkerId, asyncio.Task[None]] = {}
 
     def adopt(self, found: Mapping[str, ServiceReady]) -> None:
         """Takes over services that are already running."""
@@ -83,7 +88,10 @@ class PoolServices:
                 self.gateways[name] = ready
 
     def found(self, gateways: Collection[str]) -> Found | None:
-        """Returns the services that were already running; of the gateways, only wanted ones."""
+        """Returns the services that were already running.
+
+        Gateways that are not wanted are left out.
+        """
         members = tuple(
             Member(name, ready.address, ready.version, ready.context_len)
             for name, ready in self.workers.items()
@@ -96,7 +104,7 @@ class PoolServices:
         return Found(members, kept, stores) if members or kept or stores else None
 
     def perform(self, effect: PoolEffect) -> None:
-        """Starts or stops a service, in a task."""
+        """Carries out an effect that starts or stops a service, in a task."""
         match effect:
             case StartWorker(worker_id):
                 self._starts[worker_id] = self._tasks.spawn(self._start_worker(effect))
@@ -125,7 +133,7 @@ class PoolServices:
             spec = plan.worker_spec(wanted, max(self.machine.intent.most_workers, 1))
             ready = await self._tasks.in_start_thread(self._launcher.start, spec)
             assert isinstance(ready, WorkerReady)
-        except Exception as error:  # the machine tries again after any error
+        except Exception as error:  # the machine retries the start after any error
             waits = self._may_have_place_later(error)
             reason = await self._clean_up(worker_id, error, is_final=not waits)
             self._handle(WorkerStartFailed(worker_id, start, reason, waits))
@@ -139,9 +147,9 @@ class PoolServices:
         self._sessions.dial_worker(worker_id, ready.address)
 
     async def _stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
-        """Ends a worker and waits for its start, which may make a process even after the end.
+        """Ends a worker, and waits for its start, which may still make a process after the stop.
 
-        Only after that is the name free for another start.
+        The worker's name is free for another start only after that.
         """
         await self._end(worker_id, by_force=by_force)
         while (start := self._starts.get(worker_id)) is not None and not start.done():
@@ -157,7 +165,7 @@ class PoolServices:
         """Starts a gateway or a store."""
         try:
             ready = await self._tasks.in_thread(self._launcher.start, spec_of())
-        except Exception as error:  # as with workers; requests are served without a store
+        except Exception as error:  # the machine tries again, as for workers
             is_final = name in self.machine.gateways
             reason = await self._clean_up(name, error, is_final=is_final)
             self._handle(ServiceFailed(name, reason))
@@ -170,7 +178,7 @@ class PoolServices:
             self.stores[name] = ready
             self._sessions.dial_store(name, ready)
             self._handle(ServiceStarted(name, ready.address))
-        else:  # the store's version has ended meanwhile
+        else:  # the store's version was removed during the start
             await self._end(name, by_force=True)
 
     async def _stop_gateway(self, name: str) -> None:
@@ -191,7 +199,7 @@ class PoolServices:
         self._handle(ServiceStopped(name))
 
     async def _end(self, name: str, *, by_force: bool) -> None:
-        """Retries until no process of the service is left."""
+        """Stops a service. Retries until no process of the service is left."""
         while True:
             try:
                 await self._tasks.in_thread(lambda: self._launcher.stop(name, by_force=by_force))
@@ -201,7 +209,7 @@ class PoolServices:
             await pause(RETRY_STOP_EVERY_S)
 
     def _may_have_place_later(self, error: Exception) -> bool:
-        """True if a start failed for want of a node, and the configuration expects more nodes."""
+        """True if a start failed because no node had room, and nodes may join later."""
         pools = self._plan.under(self.machine.intent).config.pools
         return isinstance(error, NoRoom) and pools.max_workers is not None
 
@@ -210,6 +218,6 @@ class PoolServices:
         reason, first = str(error) or repr(error), self.first_failure
         if is_final and first is not None and not first.done():
             first.set_result(reason)
-        if not isinstance(error, ConfigError):  # a process may still run
+        if not isinstance(error, ConfigError):  # after other errors a process may still run
             await self._end(name, by_force=True)
         return reason

@@ -1,4 +1,4 @@
-"""The controller's sessions: with each worker, each gateway and each store."""
+"""The controller's sessions with all workers, gateways and stores."""
 
 import asyncio
 import secrets
@@ -34,9 +34,9 @@ from engine.net.trust import Secret
 
 
 class PoolSessions:
-    """Dials workers and gateways, and turns their messages into events.
+    """Dials workers, gateways and stores, and turns their messages into events.
 
-    Before `attach`, gateways are only asked for the members that they know.
+    Before `attach`, the sessions only query the members that gateways know.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class PoolSessions:
         self._handle = handle
         self._machine: PoolMachine | None = None
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by name of the service
-        self._cluster: ClusterReport | None = None  # the latest one that was sent
+        self._cluster: ClusterReport | None = None  # the latest report that was sent
         self._informed: set[str] = set()  # gateways that have received `_cluster`
 
     async def adopt(self, gateways: Mapping[str, GatewayReady]) -> Members | None:
-        """Dials running gateways. Returns the newest members that a gateway knows."""
+        """Dials the gateways that already run. Returns the newest members that a gateway knows."""
         waits: list[asyncio.Task[object]] = []
         for name, ready in gateways.items():
             heard = asyncio.Event()
@@ -76,11 +76,14 @@ class PoolSessions:
         return max(members, key=lambda each: each.version, default=None)
 
     def attach(self, machine: PoolMachine) -> None:
-        """Connects gateways to the machine: it gets their events, and they get its members."""
+        """Connects the gateways to the machine.
+
+        From now on the machine gets events of gateways, and gateways get the machine's members.
+        """
         self._machine = machine
 
     def dial_worker(self, worker_id: WorkerId, address: str) -> None:
-        """Opens a session with a worker, again after each end until `hang_up`."""
+        """Opens a session with a worker. Reopens the session when it ends, until `hang_up`."""
         link = WorkerLink(
             worker_id, address, controller_id=self._controller_id, on_event=self._handle
         )
@@ -90,7 +93,7 @@ class PoolSessions:
     def dial_gateway(
         self, name: str, ready: GatewayReady, on_welcome: Callable[[], None] | None = None
     ) -> None:
-        """Opens a session with a gateway, again after each end until `hang_up`."""
+        """Opens a session with a gateway. Reopens the session when it ends, until `hang_up`."""
         link = GatewayLink(
             name,
             clock=self._clock,
@@ -101,7 +104,7 @@ class PoolSessions:
         self._dial(name, ready.control, link)
 
     def dial_store(self, name: str, ready: StoreReady) -> None:
-        """Opens a session with a store, again after each end until `hang_up`."""
+        """Opens a session with a store. Reopens the session when it ends, until `hang_up`."""
         link = StoreLink(name, clock=self._clock, members=self._present_members)
         self.store_links[name] = link
         self._dial(name, ready.control, link)
@@ -110,7 +113,7 @@ class PoolSessions:
         return None if self._machine is None else self._machine.members
 
     def hang_up(self, name: str) -> None:
-        """Ends the session with a service that is gone."""
+        """Ends the session with a service that has been stopped."""
         self._cancel(name)
         self.links.pop(WorkerId(name), None)
         self.gateway_links.pop(name, None)
@@ -119,7 +122,10 @@ class PoolSessions:
     # ------------------------------------------------------------ to workers and gateways
 
     def set_role(self, worker_id: WorkerId, role: Role) -> None:
-        """Sends a role to a worker. Without a session, the machine sends the role again later."""
+        """Sends a role to a worker.
+
+        Without a session nothing is sent, and the machine repeats the role later.
+        """
         if (link := self.links.get(worker_id)) is not None:
             link.set_role(role)
 
@@ -131,7 +137,9 @@ class PoolSessions:
             store.send(members)
 
     def send_reports(self, report: ControllerReport, cluster: ClusterReport) -> None:
-        """Sends `report` to all gateways, and `cluster` to gateways that lack it."""
+        """Sends `report` to all gateways. Sends `cluster` to gateways that have not received it
+        yet.
+        """
         is_new, self._cluster = cluster != self._cluster, cluster
         informed = set() if is_new else self._informed
         for name, gateway in self.gateway_links.items():
@@ -143,12 +151,15 @@ class PoolSessions:
     # ------------------------------------------------------------ from workers and gateways
 
     def reports(self, names: Iterable[str]) -> list[GatewayReport | None]:
-        """Returns the fresh report of each gateway; None for a gateway without one."""
+        """Returns the fresh report of each gateway; None for a gateway without a fresh report."""
         links = (self.gateway_links.get(name) for name in names)
         return [None if link is None else link.fresh_report for link in links]
 
     def store_troubles(self) -> dict[str, tuple[str, ...]]:
-        """Returns the troubles of the tiers of each store that reports."""
+        """Returns the troubles of the tiers of each store.
+
+        Stores without a fresh report are left out.
+        """
         return {
             name: tuple(_trouble(tier) for tier in report.tiers if tier.fault or tier.shortage)
             for name, report in self.store_reports().items()
@@ -156,15 +167,15 @@ class PoolSessions:
         }
 
     def store_reports(self) -> dict[str, StoreReport | None]:
-        """Returns the fresh report of each store; None for a store without one."""
+        """Returns the fresh report of each store; None for a store without a fresh report."""
         return {name: link.fresh_report for name, link in self.store_links.items()}
 
     def infos(self) -> dict[WorkerId, Welcome]:
-        """Returns the `Welcome` of each worker."""
+        """Returns the `Welcome` message of each worker that has sent one."""
         return {name: link.info for name, link in self.links.items() if link.info is not None}
 
     async def requests(self) -> tuple[int, list[tuple[str, RequestInfo]]]:
-        """Returns the number of requests in service, and each gateway's oldest ones with its name.
+        """Returns the number of requests in service, and the oldest requests of each gateway.
 
         Raises OrderRefused if a gateway does not answer in time.
         """
@@ -180,7 +191,7 @@ class PoolSessions:
         return sum(each.num_requests for _, each in answered), found
 
     def block_events(self) -> BlockEventsAnswer:
-        """Returns the addresses of workers' block events, and keys for a subscriber."""
+        """Returns the addresses of workers' block events, and the keys for a subscriber."""
         mine = client_keys(self._secret, Channel.BLOCK_EVENTS)
         return BlockEventsAnswer(
             curve_serverkey=server_keys(self._secret, Channel.BLOCK_EVENTS).public.decode(),
@@ -203,10 +214,13 @@ class PoolSessions:
             self._handle(Overtaken(known))  # the machine then publishes to all gateways
         else:
             link.welcome(members)
-        self._handle(GatewayHeard(name))  # last, since after it the intent counts as certain
+        self._handle(GatewayHeard(name))  # last: after this event the intent counts as certain
 
     def _on_gateway_event(self, event: PoolEvent) -> None:
-        """Passes an event to the machine. A session that `hang_up` ended does not count as lost."""
+        """Passes an event to the machine.
+
+        The end of a session by `hang_up` is not passed on as a lost session.
+        """
         is_hung_up = isinstance(event, GatewaySilent) and event.name not in self.gateway_links
         if self._machine is not None and not is_hung_up:
             self._handle(event)
@@ -220,9 +234,9 @@ class PoolSessions:
             task.cancel()
 
     async def _keep(self, address: str, link: WorkerLink | GatewayLink | StoreLink) -> None:
-        """Dials again after each end of the session, and after a bug in this code.
+        """Redials after each end of the session, and after a bug in this code.
 
-        Otherwise a healthy worker would be stopped because of the bug.
+        Without a session after the bug, a healthy worker would be stopped.
         """
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Tasks and threads of the controller. A bug in one task does not end the others."""
+"""Runs the tasks and threads of the controller. A bug in one task does not end other tasks."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
-MAX_THREADS = 64  # concurrent calls of the launcher, each at most minutes long
+MAX_THREADS = 64  # concurrent calls of the launcher, which take minutes at most
 MAX_STARTS = 256  # concurrent starts of workers; a start with a fetch may take hours
 
 T = TypeVar("T")
@@ -25,19 +25,22 @@ class ControllerTasks:
         self._start_threads = ThreadPoolExecutor(MAX_STARTS, "start")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs work as a task."""
+        """Runs a coroutine as a task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
         return task
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Returns the result of a blocking call, which starts of workers do not delay."""
+        """Runs a blocking call in a thread and returns its result.
+
+        Starts of workers do not delay the call.
+        """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, _called, function, *arguments)
 
     async def in_start_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Returns the result of a worker's start, run in the threads for starts."""
+        """Runs a worker's start in one of the threads for starts, and returns its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._start_threads, _called, function, *arguments)
 
@@ -48,7 +51,7 @@ class ControllerTasks:
         self._report(f"the controller has a bug: {error!r}")
 
     async def close(self, timeout_s: float) -> None:
-        """Cancels all tasks and waits for their ends. Threads end by themselves."""
+        """Cancels all tasks and waits until they have ended. Threads end by themselves."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
