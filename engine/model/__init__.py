@@ -1,1 +1,1 @@
-"""Models: the only package that imports torch and transformers."""
+"""Models: the computation of steps. The only package that imports torch and transformers."""

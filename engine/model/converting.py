@@ -1,10 +1,10 @@
-"""Converts KV records from one format to another on a GPU, as `kvtransfer.formats` does on a CPU.
+"""Converts KV records between formats on a GPU, as `kvtransfer.formats` does on a CPU.
 
-Records are bytes at an address in this process. `engine.layout` says what they hold. A conversion
-is a few kernels over all heads of a section, queued on a stream of the caller's. torch allocates
-their memory on that stream, so it is reused only after the kernels that need it.
+Records are bytes at an address in this process; `engine.layout` defines them. A conversion runs a
+few kernels over all heads of a section, queued on the caller's stream. torch allocates the memory
+of these kernels on the same stream. So it reuses the memory only after the kernels have ended.
 
-On a CPU the same code computes at once, for tests.
+On a CPU the same code computes immediately, for tests.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from engine.model.attention.kvcache import ELEMENT_DTYPES, dequantise, quantise
 
 
 class TorchConverter:
-    """A `RecordConverter` for the memory of one device."""
+    """A `RecordConverter` for records in the memory of one device."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -35,7 +35,7 @@ class TorchConverter:
     def convert(
         self, address: int, num_records: int, layout: KVLayout, to: KVFormat, stream: int
     ) -> int:
-        """Queues a conversion. Returns the address of the result, valid until the second next
+        """Queues a conversion. Returns the address of the result, which stays valid during the next
         call.
         """
         with self._on(stream):
@@ -46,7 +46,7 @@ class TorchConverter:
         return result.data_ptr()
 
     def _converted(self, source: torch.Tensor, layout: KVLayout, to: KVFormat) -> torch.Tensor:
-        """Returns records [n, block_bytes] in the format `to`; padding is zero."""
+        """Returns records [n, block_bytes] in the format `to`, with zeros as padding."""
         wanted = msgspec.structs.replace(layout, kv_format=to)
         size = (len(source), wanted.block_bytes)
         result = torch.zeros(size, dtype=torch.uint8, device=source.device)
@@ -61,7 +61,7 @@ class TorchConverter:
         return result
 
     def _at(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Returns the bytes at an address as a tensor, without a copy."""
+        """Returns the bytes at an address as a tensor, without copying them."""
         if self._device.type == "cpu":
             memory = (ctypes.c_ubyte * num_bytes).from_address(address)
             return torch.frombuffer(memory, dtype=torch.uint8)
@@ -80,7 +80,7 @@ class TorchConverter:
 
 
 class _AtAddress:
-    """Bytes in a GPU's memory, in the form that torch wraps without a copy."""
+    """Bytes in a GPU's memory, in a form that torch can use without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -94,7 +94,7 @@ class _AtAddress:
 def _parts(
     records: torch.Tensor, layout: KVLayout, index: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns views of a section, for `dequantise`: elements [n, heads, block_size, head_dim] and
+    """Returns views of a section for `dequantise`: elements [n, heads, block_size, head_dim], and
     scales [n, heads, block_size].
     """
     begin, end = layout.section_offset_bytes(index), layout.section_offset_bytes(index + 1)

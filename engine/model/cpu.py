@@ -1,12 +1,12 @@
 """Forward passes on a CPU by the C++ kernels, in one of two ways.
 
 1. As a whole (`native.decoder`): decoders of Llama's shape.
-2. Layer by layer: the model's own code over packed linear layers and paged attention. Every other
-   decoder, and a model whose logits the first way does not reproduce.
+2. Layer by layer: the model's own code over packed linear layers and paged attention. Used for
+   every other decoder, and for a model whose logits the first way does not reproduce.
 
-The choice is logged. A sequence has the same bits alone, in any batch and in any chunking. For the
-model's own code this holds as far as `native.invariant` replaces the functions that it calls. It is
-measured when the model is opened (`loading.probe`).
+The choice is logged. A sequence's results are the same bits alone, in any batch and in any
+chunking. For the model's own code this is true as far as `native.invariant` replaces the functions
+that the code calls. It is measured when the model is opened (`loading.probe`).
 """
 
 import logging
@@ -47,8 +47,8 @@ from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
 
-MOST_BARE = 0.2  # share of a model's bytes that may stay in fp32 without a warning
-FUSED_TOLERANCE = 1e-4  # relative to the spread of the logits
+MOST_BARE = 0.2  # share of a model's weight bytes that may stay in fp32 without a warning
+FUSED_TOLERANCE = 1e-4  # largest error, relative to the spread of the logits
 # Tolerance for packed weights of each format, relative to the spread of the logits.
 PACKED_TOLERANCE = {
     WeightFormat.FP32: 1e-3,
@@ -57,8 +57,8 @@ PACKED_TOLERANCE = {
 
 
 def resolve_weights(wanted: WeightFormat) -> WeightFormat:
-    """Returns the format that `wanted` means on this CPU. Raises ConfigError if the CPU lacks
-    it.
+    """Returns the weight format that `wanted` selects on this CPU. Raises ConfigError if the CPU
+    lacks it.
     """
     if wanted is WeightFormat.FP8:
         raise ConfigError("weights fp8 need a GPU; a CPU has fp32, bf16 and int8")
@@ -85,10 +85,10 @@ class CpuForward:
         threads: int,
         beside: "CpuForward | None" = None,
     ) -> None:
-        """`weights` are resolved.
+        """`weights` is a resolved format, not `auto`.
 
-        `beside` is a pass that is opened before this pass and closed after it. Both share the
-        threads of `beside`: two teams of threads would spin against each other.
+        `beside` is another pass that is opened before this pass and closed after it. This pass uses
+        the threads of `beside`: two teams of threads would spin against each other.
         """
         self._loaded = loaded
         self._weights = weights
@@ -102,7 +102,7 @@ class CpuForward:
 
     @torch.inference_mode()
     def open(self, cache: KVCache) -> None:
-        """Packs the weights, frees the model's own, and serves `cache` from now on."""
+        """Packs the weights, frees the model's own weights, and uses `cache` from now on."""
         context = self._loaded.context
         self._team = self._beside._team if self._beside else Team(library(), self._threads)
         context.attend = NativeAttention(self._team)
@@ -111,7 +111,7 @@ class CpuForward:
         )
         self._warn_of_bare_weights()
         packed = self._packed_logits()
-        if self._loaded.group is None:  # the kernels' decoder has no ranks
+        if self._loaded.group is None:  # the kernels' decoder cannot be split into ranks
             self._decoder = self._fused(self._team, packed)
         if self._decoder is None:
             self._products = InvariantProducts(self._loaded.model, self._team)
@@ -121,7 +121,7 @@ class CpuForward:
             self._decoder.open(cache)
 
     def close(self) -> None:
-        """Drops the cache, and ends the threads unless they belong to another pass."""
+        """Drops the cache. Ends the threads unless another pass owns them."""
         self._loaded.context.cache = self._loaded.context.batch = None
         if self._decoder is not None:
             self._decoder.close()
@@ -132,25 +132,25 @@ class CpuForward:
 
     @property
     def kernels(self) -> str:
-        """Returns what computes. The same instructions give the same bits with any compiler
-        (`engine.native.build`).
+        """Returns a text that names the kernels. Equal instructions give equal bits with any
+        compiler (`engine.native.build`).
         """
         parts = "" if self._loaded.group is None else f" {self._loaded.group.place.name}"
         return f"cpu {instructions(library())} {'fused' if self.is_fused else 'by-layer'}{parts}"
 
     @property
     def is_fused(self) -> bool:
-        """True if a pass is one call into the kernels."""
+        """True if a pass is one call into the C++ kernels."""
         return self._decoder is not None
 
     def logits(self, rows: Sequence[Row], keep: Sequence[int]) -> torch.Tensor:
-        """Computes logits [len(keep), vocab] of the tokens of the flat batch whose indices are
-        in `keep`.
+        """Computes logits [len(keep), vocab] of the tokens whose indices, in the flat batch, are in
+        `keep`.
         """
         return self.launch(self.prepare(rows, keep))
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> CpuPass | PreparedCall:
-        """Makes the inputs of `launch` from the inputs of `logits`."""
+        """Returns the inputs of `launch`, made from the inputs of `logits`."""
         if self._decoder is not None:
             return self._decoder.prepare(rows, keep)
         token_ids = [token for row in rows for token in row.token_ids]
@@ -162,7 +162,7 @@ class CpuForward:
         return None
 
     def unpack(self, step: PackedStep) -> CpuPass:
-        """Makes the inputs of `launch` from the inputs that rank 0 packed."""
+        """Returns the inputs of `launch`, made from the bytes that rank 0 packed."""
         inputs = packing.arrays(step.memory, packing.plan(step.shape))
         starts, ends = inputs.cu_seqlens_q.tolist(), inputs.context_lens.tolist()
         lens = np.diff(inputs.cu_seqlens_q).tolist()
@@ -191,10 +191,10 @@ class CpuForward:
         return sample(logits, choices, team=self._team)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
-        """Runs this model, a draft, over the rows that it sees, and proposes tokens.
+        """Runs this model, a draft model, over the rows whose KV it computes, and proposes tokens.
 
-        Rows that propose most come first. All passes are one call unless a pass must wait for a
-        mask.
+        Rows that propose most must come first. All passes are one call into the kernels, unless a
+        pass must wait for a grammar's mask.
         """
         proposing = [proposal for proposal in proposals if proposal.row.num_to_draft > 0]
         if self._decoder is None or has_guide(proposing) or not proposing:
@@ -212,7 +212,9 @@ class CpuForward:
     def drafting(
         self, draft: "CpuForward", seen: Sequence[DraftedRow], proposals: Sequence[DraftedRow]
     ) -> Drafting | None:
-        """Returns what lets `verify` run a pass of `draft` in the same call; None if it cannot."""
+        """Returns the inputs with which `verify` drafts in the same call; None if this is
+        impossible.
+        """
         if self._decoder is None or draft._decoder is None or has_guide(proposals):
             return None
         return Drafting(draft._decoder, seen)
@@ -224,15 +226,17 @@ class CpuForward:
         clock: Clock,
         drafting: Drafting | None = None,
     ) -> Verified:
-        """Runs this model over rows and their proposed tokens, and chooses tokens; in one call if
-        possible.
+        """Runs this model over rows and their proposed tokens, and chooses tokens. Uses one call
+        into the kernels if possible.
         """
         if self._decoder is None or has_guide(proposals):
             return verify_by_parts(self, proposals, masks, clock)
         return native_decoder.verify(self._decoder, proposals, clock, drafting)
 
     def _warn_of_bare_weights(self) -> None:
-        """Warns if much of the model stayed in fp32 although another format was requested."""
+        """Logs a warning if much of the model stayed in fp32 although another format was
+        requested.
+        """
         bare = bare_bytes(self._loaded.model, self._loaded.read_outside)
         if self._weights is not WeightFormat.FP32 and bare > MOST_BARE * self.weights_bytes:
             log.warning(
@@ -244,20 +248,24 @@ class CpuForward:
             )
 
     def _packed_logits(self) -> torch.Tensor:
-        """Returns the trial's logits, computed by the model's own code over packed weights.
+        """Returns the logits of the load trial, computed by the model's own code over packed
+        weights.
 
-        Raises CheckpointError if the model now fails, or gives other logits than before.
+        Raises CheckpointError if the model now fails, or if the logits differ from those before
+        packing.
         """
         tolerance = PACKED_TOLERANCE.get(self._weights, math.inf)
         text = self._loaded.model.config.get_text_config(decoder=True)
         if self._weights is not WeightFormat.FP32 and share_of_experts(text) < 1:
-            tolerance = math.inf  # a little rounding makes a router choose another expert
+            tolerance = math.inf  # a router may choose another expert after the slightest rounding
         with _activations_unrounded(self._loaded.model), one_torch_thread():
             return try_again(self._loaded, tolerance)
 
     @contextmanager
     def _own_code(self) -> Iterator[None]:
-        """Returns a context in which the model's own code is batch-invariant, given kernels."""
+        """Returns a context in which the model's own code is batch-invariant, if kernels are
+        available.
+        """
         if self._products is None:
             yield
             return
@@ -265,7 +273,7 @@ class CpuForward:
             yield
 
     def _keeps_bits(self) -> bool:
-        """Measures whether a sequence gets the same bits in any batch and any chunking."""
+        """Measures if a sequence gets the same bits in any batch and any chunking."""
         loaded = self._loaded
         where = loaded.context, loaded.layout.sections[0], KVFormat.FP32
         num_rows = -(-probe.num_blocks(probe.BLOCK_SIZE) // probe.BLOCKS_PER_ROW)
@@ -281,7 +289,9 @@ class CpuForward:
         return found
 
     def _fused(self, team: Team, expected: torch.Tensor) -> Decoder | None:
-        """Returns the model as one call; None if its shape does not fit or its logits differ."""
+        """Returns the model as one C++ decoder; None if its shape does not fit or its logits
+        differ.
+        """
         name = self._loaded.model.config.model_type
         try:
             decoder = build(self._loaded.model, self._loaded.context, team)
@@ -298,7 +308,7 @@ class CpuForward:
         return decoder
 
     def _fused_logits(self, decoder: Decoder) -> torch.Tensor:
-        """Returns the trial's logits, computed by `decoder`."""
+        """Returns the logits of the load trial, computed by `decoder`."""
 
         def compute(
             rows: Sequence[Row], origins: Sequence[int], keep: Sequence[int]
@@ -318,12 +328,12 @@ class CpuForward:
 
 @contextmanager
 def _activations_unrounded(model: nn.Module, decoder: Decoder | None = None) -> Iterator[None]:
-    """Returns a context in which int8 weights multiply fp32 activations, in the model and the
-    decoder.
+    """Returns a context in which int8 weights are multiplied by fp32 activations, in both the model
+    and the decoder.
 
-    With rounded activations, a difference in a sum's last bit changes single bytes, and each layer
-    adds to that. With random weights, a model would then differ from itself as much as from a wrong
-    model.
+    Rounded activations turn a difference in a sum's last bit into different bytes, and the
+    difference grows in each layer. With random weights, two computations of one model would then
+    differ as much as two different models.
     """
     matrices = [
         module.matrix.struct for module in model.modules() if isinstance(module, PackedLinear)

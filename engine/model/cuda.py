@@ -67,14 +67,14 @@ log = logging.getLogger(__name__)
 
 BROKEN_OUT = "baton_paged_broken_out"  # PAGED, for compiled layers
 MAX_CAPTURED_ROWS = 256
-MAX_CHOSEN = 8192  # tokens of one step that the next step's rows can continue
+MAX_CHOSEN = 8192  # most tokens of one step that the next step can continue
 MAX_CAPTURE_S = 60.0
 MAX_CAPTURE_BYTES = 2 << 30
-# Compilations of one layer's code, which models of one kind share in a process.
+# Most compilations of one layer's code. Models of one kind share the limit in a process.
 MAX_COMPILATIONS = 64
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-WARM_UP_RUNS = 2  # runs before a capture: in the first run, libraries choose their kernels
-WARM_UP_LENS = (2, 8, 32, 128)  # row lengths in tokens, so that every kind of launch is compiled
+WARM_UP_RUNS = 2  # runs before a capture: libraries choose their kernels in the first run
+WARM_UP_LENS = (2, 8, 32, 128)  # row lengths in tokens that cover every kind of launch
 WARM_UP_ROWS = 64  # rows of the last warm-up length: a step of 8,192 tokens
 
 
@@ -82,7 +82,9 @@ Sampler = Callable[[torch.Tensor, Sequence[TokenChoice]], torch.Tensor]
 
 
 class Staged:
-    """Host memory for one step's inputs, and an event behind the last copy from it."""
+    """Pinned host memory for one step's inputs, and an event after the last copy from this
+    memory.
+    """
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -90,7 +92,7 @@ class Staged:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> np.ndarray:
-        """Waits until the last copy has read the memory, and returns `num_bytes` of it for
+        """Waits until the last copy from the memory has ended. Returns `num_bytes` of it for
         writing.
         """
         if self._copied is not None:
@@ -101,25 +103,25 @@ class Staged:
         return self.memory[:num_bytes].numpy()
 
     def copy_to(self, device_memory: torch.Tensor) -> None:
-        """Queues the copy that fills `device_memory`."""
+        """Queues the copy from this memory to `device_memory`."""
         device_memory.copy_(self.memory[: device_memory.numel()], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
 
 class CudaStep(NamedTuple):
-    """A step that can be launched. Launch it before the second next step is prepared."""
+    """A step that is ready to launch. It must be launched before two more steps are prepared."""
 
     staged: Staged
     packing: Packing
-    extents: tuple[Extent, ...]  # empty for a captured step, which has its own extents
+    extents: tuple[Extent, ...]  # empty for a captured step, which has extents of its own
     num_kept: int
-    keeps_first: bool  # True if `keep` names the first tokens in their order
-    size: StepSize | None  # the padded size; None: the batch is not padded
+    keeps_first: bool  # True if `keep` is the first tokens, in their order
+    size: StepSize | None  # the size after padding; None: the batch is not padded
 
 
 class Captured(NamedTuple):
-    """A captured step of a fixed size."""
+    """A captured step of one size."""
 
     graph: torch.cuda.CUDAGraph
     keep: torch.Tensor  # [num_tokens]: the view of `keep` in its inputs
@@ -127,8 +129,8 @@ class Captured(NamedTuple):
 
 
 def resolve_weights(wanted: WeightFormat, device: torch.device) -> WeightFormat:
-    """Returns the format that `wanted` means on this GPU. Raises ConfigError if the GPU lacks
-    it.
+    """Returns the weight format that `wanted` selects on this GPU. Raises ConfigError if the GPU
+    lacks it.
     """
     if not torch.cuda.is_available():
         raise ConfigError(f"device {device}: torch finds no GPU")
@@ -158,13 +160,13 @@ class CudaForward:
         captured_lens: Sequence[int] = packing.ROW_LENS,
         compiler: str | Callable | None = "inductor",
     ) -> None:
-        """`weights` are resolved.
+        """`weights` is a resolved format, not `auto`.
 
         `attend` and `sampler` are chosen for the device unless given. A given `attend` must support
-        rows that only pad a batch. `sampler` chooses tokens as
-        `engine.model.sampling.choosing.sample` does. `captured_rows` are the numbers of rows for
-        which steps are captured, `captured_lens` the numbers of tokens in each of them. `compiler`
-        is a backend of torch.compile; None means that layers are not compiled.
+        rows that only pad a batch. `sampler` chooses tokens in the same way as
+        `engine.model.sampling.choosing.sample`. `captured_rows` are the numbers of rows for which
+        steps are captured, `captured_lens` the numbers of tokens in each row. `compiler` is a
+        backend of torch.compile; None means that layers are not compiled.
         """
         self._loaded = loaded
         self._weights = weights
@@ -181,19 +183,19 @@ class CudaForward:
         self._memory: torch.Tensor | None = None  # the inputs of captured steps
         self._staged: tuple[Staged, ...] = ()
         self._num_prepared = 0
-        # The last step's tokens, at the address that captured steps read.
+        # Tokens that the last step chose, at the address from which captured steps read them.
         self._chosen: torch.Tensor | None = None
         self._tables = packing.Tables()
         self._compiled: list[nn.Module] = []
         self._way: Way | None = None
-        # Name of the attention, and of the way for long rows if it differs.
+        # Name of the attention. The name of the way for long rows is added if it differs.
         self.attention_choice = ""
         self.weights_bytes = 0
         self.fallbacks: Counter[str] = Counter()
 
     @torch.inference_mode()
     def open(self, cache: KVCache) -> None:
-        """Quantises the weights, frees the originals, and uses `cache` from now on."""
+        """Quantises the weights, frees the original weights, and uses `cache` from now on."""
         model, context = self._loaded.model, self._loaded.context
         if self._is_cuda:
             torch.cuda.set_device(self._device)
@@ -232,7 +234,7 @@ class CudaForward:
 
     @property
     def kernels(self) -> str:
-        """Returns what computes: the kind of GPU, and whether decode steps are captured."""
+        """Returns a text that names the kind of GPU, and says if decode steps are captured."""
         device = self._device
         name = torch.cuda.get_device_name(device) if self._is_cuda else device.type
         steps = "captured" if self.is_fused else "eager"
@@ -247,11 +249,11 @@ class CudaForward:
 
     @property
     def is_fused(self) -> bool:
-        """True if a decode step is one call into captured work."""
+        """True if a decode step is one replay of captured work."""
         return bool(self._graphs)
 
     def fence(self) -> torch.cuda.Event | None:
-        """Returns an event behind all work that was queued so far; None on a CPU."""
+        """Returns an event after all work that was queued so far; None on a CPU."""
         if not self._is_cuda:
             return None
         event = torch.cuda.Event()
@@ -260,13 +262,14 @@ class CudaForward:
 
     @torch.inference_mode()
     def remember(self, chosen: torch.Tensor) -> None:
-        """Stores the tokens that a step chose, [num_chosen], as inputs of the next step."""
+        """Keeps the tokens [num_chosen] that a step chose, as inputs of the next step."""
         self._chosen[: len(chosen)] = chosen
 
     def logits(self, rows: Sequence[Row], keep: Sequence[int]) -> torch.Tensor:
-        """Logits [len(keep), vocab] of the tokens of the flat batch whose indices are in `keep`.
+        """Computes logits [len(keep), vocab] of the tokens whose indices, in the flat batch, are in
+        `keep`.
 
-        The next step overwrites them.
+        The next step overwrites the logits.
         """
         return self.launch(self.prepare(rows, keep))
 
@@ -275,8 +278,8 @@ class CudaForward:
     ) -> CudaStep:
         """Packs a step's inputs. Reads and writes host memory only.
 
-        `follows` has an entry for each row: the index of its input among the last step's tokens, or
-        None.
+        `follows` has an entry for each row. It is the index of the row's input token among the last
+        step's tokens, or None if the token is known.
         """
         size = self._padded_size(rows)
         if size is not None:
@@ -284,14 +287,14 @@ class CudaForward:
         return self._prepare(rows, keep, bare_shape(rows, keep, self._block_size), None, follows)
 
     def step_size(self, rows: Sequence[Row]) -> tuple[PackingShape, int] | None:
-        """Returns the sizes of the padded step, and the tokens of each row; None if it is not
-        padded.
+        """Returns the size to which the step is padded: its rows, and the tokens of each row.
+        Returns None if the step is not padded.
         """
         size = self._padded_size(rows)
         return None if size is None else (size.packed(self._table_width), size.row_len)
 
     def unpack(self, step: PackedStep) -> CudaStep:
-        """Makes the inputs of `launch` from the inputs that rank 0 packed."""
+        """Returns the inputs of `launch`, made from the bytes that rank 0 packed."""
         size = StepSize(step.row_len, step.shape.num_rows) if step.row_len else None
         plan = packing.plan(step.shape)
         staged = self._next_staged()
@@ -310,7 +313,7 @@ class CudaForward:
 
     @torch.inference_mode()
     def launch(self, prepared: CudaStep) -> torch.Tensor:
-        """Queues a step and returns its logits: see `logits`."""
+        """Queues a step and returns its logits, which the next step overwrites."""
         captured = self._graphs.get(prepared.size)
         if captured is not None:
             prepared.staged.copy_to(self._memory[: prepared.packing.num_bytes])
@@ -330,16 +333,16 @@ class CudaForward:
         return self._sampler(logits, choices)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
-        """Runs this model, a draft, over the rows that it sees, and proposes tokens.
+        """Runs this model, a draft model, over the rows whose KV it computes, and proposes tokens.
 
-        All passes but the first are captured decode steps. The host waits for each pass.
+        All passes except the first are captured decode steps. The host waits for each pass.
         """
         draft_step_by_step(self, proposals, masks)
 
     def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
-        """Runs this model over rows and their proposed tokens, and chooses.
+        """Runs this model over rows and their proposed tokens, and chooses tokens.
 
-        With a few proposed tokens a row, the pass is captured like a decode step.
+        With a few proposed tokens per row, the pass is a replay of captured work.
         """
         return verify_by_parts(self, proposals, masks, clock)
 
@@ -351,7 +354,7 @@ class CudaForward:
         size: StepSize | None = None,
         follows: Sequence[int | None] = (),
     ) -> CudaStep:
-        """Packs `rows`, padded to `size` if it is given."""
+        """Packs the inputs of `rows`, padded to `size` if it is given."""
         plan = packing.plan(shape)
         staged = self._next_staged()
         inputs = packing.arrays(staged.reserve(plan.num_bytes), plan)
@@ -386,7 +389,9 @@ class CudaForward:
     def _bring(
         self, prepared: CudaStep, memory: torch.Tensor
     ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
-        """Queues the copy of a step's inputs to device `memory` and returns views of them."""
+        """Queues the copy of a step's inputs to the device memory `memory`. Returns views of the
+        copies.
+        """
         prepared.staged.copy_to(memory)
         inputs = tensors(memory, prepared.packing)
         batch = AttentionBatch(
@@ -401,8 +406,8 @@ class CudaForward:
     def _compute(
         self, inputs: Inputs[torch.Tensor], batch: AttentionBatch, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        """Runs the pass. Returns logits [len(keep), vocab], or those of all tokens if `keep` is
-        None.
+        """Runs the pass. Returns logits [len(keep), vocab], or the logits of all tokens if `keep`
+        is None.
         """
         self._loaded.context.batch = batch
         token_ids = torch.where(
@@ -421,7 +426,7 @@ class CudaForward:
         return logits[0]
 
     def _choose_attend(self) -> tuple[Attend, bool]:
-        """Chooses the attention; the flag is True if the attention supports rows that only pad a
+        """Chooses the attention. Also returns True if this attention supports rows that only pad a
         batch.
         """
         if self._attend is not None:
@@ -438,7 +443,8 @@ class CudaForward:
     def _choose_way(
         self, cache: KVCache, ways: Sequence[Way] | None = None, attend: AttendBy | None = None
     ) -> Way | None:
-        """Measures the ways to attend long rows, and opens the fastest; None: the Triton kernels.
+        """Measures the ways to attend long rows, and opens the fastest way. Returns None if the
+        Triton kernels are fastest.
 
         The ways need a record in bf16, and a model that computes in bf16.
         """
@@ -473,7 +479,7 @@ class CudaForward:
         if not triton_attention.available():
             self._fall_back("triton_sampling", "triton is not installed")
             return choosing.sample
-        dtypes = {self._loaded.model.dtype, torch.float32}  # logits that were changed are in fp32
+        dtypes = {self._loaded.model.dtype, torch.float32}  # changed logits are in fp32
         try:
             triton_sampling.warm_up(self._loaded.vocab_size, dtypes, self._device)
         except Exception as error:  # a compiler may raise anything: run without it
@@ -482,8 +488,8 @@ class CudaForward:
         return triton_sampling.sample
 
     def _open_padded(self, cache: KVCache) -> None:
-        """Compiles layers and kernels, and captures steps, over padding tokens that store
-        nothing.
+        """Compiles layers and kernels, and captures steps. All use padding tokens, whose KV is not
+        stored.
         """
         begin_s = MonotonicClock().now_s()
         self._sizes = self._wanted_sizes
@@ -498,7 +504,9 @@ class CudaForward:
         log.info("%.1f s of warm-up, with captures", seconds)
 
     def _warm_up(self) -> None:
-        """Runs a batch of each kind, so that code that is compiled at first use is compiled now."""
+        """Runs a batch of each kind, so that all code that is compiled at first use is compiled
+        now.
+        """
         if self._compiler is not None:
             self._begin_compilation()
             try:
@@ -526,7 +534,7 @@ class CudaForward:
         memory: torch.Tensor | None = None,
         table_width: int | None = None,
     ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
-        """Copies a batch of padding rows to `memory`, or to new memory."""
+        """Copies a batch of padding rows to `memory`; allocates the memory if it is None."""
         shape = size.packed(self._table_width if table_width is None else table_width)
         prepared = self._prepare([], [], shape, size)
         num_bytes = prepared.packing.num_bytes
@@ -551,7 +559,7 @@ class CudaForward:
                     left_out.append(size)
                 else:
                     captured[size] = self._capture(size, pool)
-        # A model's code may wait for the GPU, or move tensors that it reads.
+        # A model's code may wait for the GPU, or move tensors from which the captured step reads.
         except Exception as error:
             self._fall_back("cuda_graph", error)
             captured = {}
@@ -592,7 +600,7 @@ class CudaForward:
         if self._compiled:
             self._loaded.model.set_attn_implementation(PAGED)
         for layer in self._compiled:
-            layer._compiled_call_impl = None  # `nn.Module.compile` offers no way back
+            layer._compiled_call_impl = None  # `nn.Module.compile` cannot be undone in another way
         self._compiled = []
 
     def _fall_back(self, what: str, why: object) -> None:
@@ -600,7 +608,7 @@ class CudaForward:
         log.warning("%s is not used: %s", what, why)
 
     def _new(self, num_bytes: int) -> torch.Tensor:
-        """Allocates device memory for a step's inputs."""
+        """Allocates device memory for the inputs of a step."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
@@ -624,8 +632,8 @@ def tensors(memory: torch.Tensor, plan: Packing) -> Inputs[torch.Tensor]:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Returns the bytes of weights that a pass reads. Embeddings count only if they are the output
-    matrix too.
+    """Returns the bytes of weights that a pass reads. Embeddings count only if they are also the
+    output matrix.
     """
     read = {
         id(tensor): tensor.nbytes
@@ -638,10 +646,10 @@ def weights_bytes(model: nn.Module) -> int:
 
 
 def _use_own_caches() -> None:
-    """Makes compilers use cache folders of this user alone. torch's default is a shared folder in
-    /tmp.
+    """Makes compilers use cache folders of this user alone. By default torch uses a shared folder
+    in /tmp.
 
-    A folder that the operator has set is kept.
+    Folders that the operator has configured are kept.
     """
     for variable, name in CACHES.items():
         if variable not in os.environ:
@@ -649,12 +657,14 @@ def _use_own_caches() -> None:
 
 
 def _largest_first(sizes: Iterable[StepSize]) -> list[StepSize]:
-    """Sorts captures by size, largest first: later captures then fit the memory of the first."""
+    """Sorts captures by size, largest first, so that later captures can reuse the first one's
+    memory.
+    """
     return sorted(sizes, key=lambda size: (size.num_tokens, size.num_rows), reverse=True)
 
 
 def _is_too_much(seconds: float, num_bytes: int) -> bool:
-    """True if captures have used up their time or memory."""
+    """True if the captures so far have used up the allowed time or memory."""
     return seconds > MAX_CAPTURE_S or num_bytes > MAX_CAPTURE_BYTES
 
 
@@ -665,7 +675,7 @@ def _extents(inputs: Inputs[np.ndarray]) -> tuple[Extent, ...]:
 
 
 def _kept(logits: torch.Tensor, keep: torch.Tensor, prepared: CudaStep) -> torch.Tensor:
-    """Returns the wanted logits of a padded step."""
+    """Returns the wanted logits, without those of padding tokens."""
     if prepared.keeps_first:
         return logits[: prepared.num_kept]
     return logits.index_select(0, keep[: prepared.num_kept])

@@ -37,24 +37,24 @@ from engine.model.native.experts import holds_experts, router_layers
 LARGEST = 448.0  # the largest e4m3 number
 MULTIPLE = 16  # sizes must be multiples of this
 LEAST_SCALE = 1e-12  # least scale of activations, for rows of zeros
-FIRST_CAPABILITY = (8, 9)  # the first compute capability with fp8
-GROUPED_CAPABILITIES = (9, 10)  # major compute capabilities with grouped products
+FIRST_CAPABILITY = (8, 9)  # the first compute capability that supports fp8
+GROUPED_CAPABILITIES = (9, 10)  # major compute capabilities that support grouped products
 
 # (rows [m, k], scales [m, 1], weights [n, k], scales [n]) → [m, n]
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Replaced(NamedTuple):
-    """The names of the replaced layers or experts, and of those left unchanged."""
+    """The names of the replaced layers or experts, and the names of the unchanged ones."""
 
     replaced: tuple[str, ...]
     kept: tuple[str, ...]
 
 
 class Fp8Linear(nn.Module):
-    """Replaces an `nn.Linear` in inference; the result has the dtype of the input.
+    """Replaces an `nn.Linear` in inference. The result has the dtype of the input.
 
-    It must stay on the device on which it was made.
+    The module must stay on the device on which it was made.
     """
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None):
@@ -63,7 +63,7 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight", weight)  # [out_features, in_features] float8_e4m3fn
         self.register_buffer("scales", scales)  # [out_features] fp32
         self.register_buffer("bias", bias)  # [out_features] or None
-        # Decided once, not at every call: torch.compile could not trace the check.
+        # Decided once, because torch.compile cannot trace the check.
         self._multiply = _multiply_on(weight.device)
 
     @classmethod
@@ -74,7 +74,7 @@ class Fp8Linear(nn.Module):
         return cls(weight, scales[:, 0], bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in_features] → [..., out_features]."""
+        """Multiplies `x` [..., in_features]. Returns [..., out_features]."""
         rows = x.reshape(-1, self.in_features)
         y = self._multiply(*quantise_rows(rows), self.weight, self.scales).to(x.dtype)
         if self.bias is not None:
@@ -83,7 +83,7 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8Matrices(nn.Module):
-    """One fp8 matrix for each expert. Multiplies rows that are sorted by expert."""
+    """One fp8 matrix for each expert. It multiplies rows that are sorted by expert."""
 
     def __init__(self, weights: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Quantises `weights` [num_experts, outputs, inputs]; `bias` is [num_experts, outputs]."""
@@ -94,7 +94,7 @@ class Fp8Matrices(nn.Module):
         )
         self.register_buffer("scales", torch.empty(shape[:2], device=device))
         self.register_buffer("bias", bias)
-        # One expert at a time, as quantising makes fp32 copies.
+        # Quantises one expert at a time, because quantising makes fp32 copies.
         for expert, weight in enumerate(weights):
             rows, scales = quantise_rows(weight)
             self.weights[expert], self.scales[expert] = rows, scales[:, 0]
@@ -103,16 +103,20 @@ class Fp8Matrices(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """`x` [rows, inputs] of `experts` [rows] → [rows, outputs]; `ends` [num_experts] int32."""
+        """Multiplies `x` [rows, inputs] by the matrices of `experts` [rows]. Returns [rows,
+        outputs]. `ends` [num_experts] int32 are the ends of each expert's rows.
+        """
         y = self._multiply(*quantise_rows(x), self.weights, self.scales, ends).to(x.dtype)
         return y if self.bias is None else y + self.bias[experts]
 
 
 class Fp8Experts(nn.Module):
-    """Replaces a module that `holds_experts`, in inference. It must hold all experts."""
+    """Replaces a module for which `holds_experts` is true, in inference. The module must have all
+    experts.
+    """
 
     def __init__(self, experts: nn.Module) -> None:
-        """Moves the weights out of `experts`; its activation and gating are still used."""
+        """Moves the weights out of `experts`, whose activation and gating are still used."""
         super().__init__()
         self.num_experts = experts.down_proj.shape[0]
         self.experts = experts
@@ -124,7 +128,7 @@ class Fp8Experts(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,  # [num_tokens, hidden]
-        top_k_index: torch.Tensor,  # [num_tokens, top_k]: the experts of each token
+        top_k_index: torch.Tensor,  # experts of each token
         top_k_weights: torch.Tensor,  # [num_tokens, top_k]: their shares
     ) -> torch.Tensor:
         """Returns the weighted sum of the experts' results, [num_tokens, hidden]."""
@@ -147,8 +151,8 @@ def replace_linears(
     skip: Collection[str] = ("lm_head",),
     read_outside: Collection[str] = (),
 ) -> Replaced:
-    """Replaces every linear layer by an Fp8Linear, one at a time, so that only one is in memory
-    twice.
+    """Replaces every linear layer by an Fp8Linear, one layer at a time, so that only one layer is
+    in memory twice.
 
     A layer is left unchanged if its name ends in one of `skip`, if it is a router, or if other
     modules read its weights.
@@ -174,7 +178,7 @@ def replace_linears(
 
 
 def replace_experts(model: nn.Module, read_outside: Collection[str] = ()) -> Replaced:
-    """Replaces every module of experts, unless other modules read its weights."""
+    """Replaces every module of experts whose weights no other module reads."""
     replaced, kept = [], []
     for name in [name for name, module in model.named_modules() if holds_experts(module)]:
         experts = model.get_submodule(name)
@@ -201,7 +205,7 @@ def can_group(device: torch.device) -> bool:
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises `x` [m, k] to e4m3 [m, k]; returns it with its scales [m, 1] in fp32, one for each
+    """Quantises `x` [m, k] to e4m3 [m, k]. Also returns the scales [m, 1] in fp32, one for each
     row.
     """
     x = x.float()
@@ -212,7 +216,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def scaled_matmul(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the product defined above, [m, n] in bf16, with torch's kernels for fp8.
+    """Computes the product at the top of this module, [m, n] in bf16, with torch's kernels for fp8.
 
     `x` [m, k] has scales [m, 1], `weight` [n, k] has scales [n].
     """
@@ -235,7 +239,7 @@ def scaled_matmul(
 def reference_matmul(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor
 ) -> torch.Tensor:
-    """Defines `scaled_matmul`, in fp32."""
+    """Computes the same product as `scaled_matmul`, in fp32: the reference."""
     return (x.float() * x_scales) @ (weight.float() * weight_scales[:, None]).t()
 
 
@@ -246,8 +250,8 @@ def grouped_matmul(
     weight_scales: torch.Tensor,
     ends: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiplies each group of rows, up to its `ends`, by the group's weights, with torch's fp8
-    kernels.
+    """Multiplies each group of rows by the group's weights, with torch's fp8 kernels. `ends` are
+    the ends of the groups.
 
     `x` [m, k] has scales [m, 1], `weights` [num_groups, n, k] have scales [num_groups, n]. The
     result is [m, n] in bf16.
@@ -271,7 +275,9 @@ def one_by_one(
     weight_scales: torch.Tensor,
     ends: torch.Tensor,
 ) -> torch.Tensor:
-    """Does the same with one product for each non-empty group. The host waits for `ends`."""
+    """Computes the same as `grouped_matmul`, with one product per non-empty group. The host waits
+    for `ends`.
+    """
     runs = enumerate(pairwise([0, *ends.tolist()]))
     return torch.cat(
         [
@@ -287,7 +293,7 @@ def _multiply_on(device: torch.device) -> Multiply:
 
 
 def _take(experts: nn.Module, name: str) -> Fp8Matrices:
-    """Removes the named parameter and its bias from the module; returns both, quantised."""
+    """Removes the named parameter and its bias from the module. Returns both, quantised."""
     weights = getattr(experts, name).detach()
     bias = getattr(experts, f"{name}_bias").detach() if experts.has_bias else None
     matrices = Fp8Matrices(weights.transpose(1, 2) if experts.is_transposed else weights, bias)

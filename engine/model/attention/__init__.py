@@ -1,1 +1,1 @@
-"""Attention over paged KV, and how a transformers model reaches it."""
+"""Attention over paged KV, and the hook that connects it to transformers models."""

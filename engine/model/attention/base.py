@@ -1,10 +1,10 @@
 """Attention of a ragged batch over paged KV: the parts that every implementation shares.
 
 Each row of a batch extends one sequence by `q` tokens: a prefill chunk, a decode step, or the
-verification of a draft. Its queries see the sequence's context up to themselves, the present tokens
-included. K and V are read only from the cache record, never from the projections just computed. So
-what a token sees does not depend on where a chunk ended, on a prefix hit, or on the worker. This
-holds even if the record has fewer bits than the projections.
+verification of a draft. A query attends to all earlier tokens of its sequence and to its own token.
+K and V are read only from the cache record, never from the projections just computed. So a token's
+result does not depend on where a chunk ended, on a prefix hit, or on the worker. This is true even
+if the record has fewer bits than the projections.
 
     AttentionBatch       what the layers of one forward pass share: built once, on the host
     Attend               stores K and V of the batch's tokens, then attends: one per kind of device
@@ -12,9 +12,9 @@ holds even if the record has fewer bits than the projections.
 
 Shapes: query and result [num_tokens, num_heads, head_dim], rows of the batch one after another; key
 and value [num_tokens, num_kv_heads, head_dim]. Query head h reads KV head h // (num_heads //
-num_kv_heads). A window of w lets a token see itself and the w - 1 tokens before it. A softcap c
-turns a score s into c * tanh(s / c). A row never touches memory of another sequence, nor its own
-beyond its context: not even a NaN there can reach it.
+num_kv_heads). With a window of w, a token attends to itself and to the w - 1 tokens before it. A
+softcap c turns a score s into c * tanh(s / c). A row never reads memory of other sequences, nor
+memory of its own sequence beyond its context: not even a NaN there can affect the row.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from engine.worker.batch import Row
 
 
 class Scoring(NamedTuple):
-    """How a layer scores queries against keys; layers of one model may differ."""
+    """How a layer computes scores from queries and keys. Layers of one model may differ."""
 
     scaling: float
     window: int | None = None
@@ -39,7 +39,9 @@ class Scoring(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One row: its queries in the flat batch, and the length of its context after them."""
+    """One row: the number of its queries in the flat batch, and the context length after these
+    queries.
+    """
 
     query_start: int
     query_len: int
@@ -48,7 +50,9 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The KV blocks that each row reads and the slots that it writes; the same for every layer."""
+    """The KV blocks that each row reads and the slots that it writes. All layers share one
+    batch.
+    """
 
     extents: tuple[Extent, ...]
     cu_seqlens_q: torch.Tensor  # [num_rows + 1] int32
@@ -86,7 +90,9 @@ def build_batch(rows: Sequence[Row], cache: KVCache) -> AttentionBatch:
 def reference_attention(
     query: torch.Tensor, cache: KVCache, layer: int, batch: AttentionBatch, scoring: Scoring
 ) -> torch.Tensor:
-    """Defines attention over the record: in fp32, row by row, head by head, query by query."""
+    """Defines attention over the record: computed in fp32, for one row, one head and one query at a
+    time.
+    """
     out = torch.empty_like(query)
     group = query.shape[1] // cache.section.num_kv_heads
     starts = batch.cu_seqlens_q.tolist()

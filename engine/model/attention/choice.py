@@ -1,9 +1,11 @@
-"""Chooses, by measuring when a model is opened, how this device attends long rows.
+"""Chooses the fastest way to attend long rows on this device, by measurements when a model is
+opened.
 
-Each candidate attends the same batch of two rows: one has new tokens only, the other has as many
-cached tokens before its new ones. Its result must agree with the Triton kernels'. Plans are made
-once, as for all layers of a step, so they do not count. The batch lies in blocks of the cache,
-which no sequence owns yet; they are cleared afterwards.
+Each candidate attends the same batch of two rows. One row has only new tokens; the other row has
+equally many cached tokens before its new tokens. The result must agree with the result of the
+Triton kernels. The time of making plans is not measured, because a step makes them once for all
+layers. The batch uses blocks of the cache that no sequence owns yet. The blocks are cleared
+afterwards.
 """
 
 import statistics
@@ -23,14 +25,14 @@ from engine.worker.blocks import BlockId
 KERNELS = "triton"  # name of the candidate that uses the Triton kernels alone
 MEASURED_TOKENS = 2048  # new tokens of each row; fewer if the cache is small
 MEASURED_RUNS = 5
-TOLERANCE = 0.03  # relative to the largest element: bf16 has 8 bits
+TOLERANCE = 0.03  # largest error relative to the largest element: bf16 has 8 bits
 
 # (query, key, value, cache, layer, batch, scoring, way) → attention
 AttendBy = Callable[..., torch.Tensor]
 
 
 class AttentionChoice(NamedTuple):
-    """The fastest candidate, and the time or the error of each."""
+    """The name of the fastest candidate, and the time or the error of each candidate."""
 
     name: str
     seconds: Mapping[str, float]
@@ -43,10 +45,10 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_fastest(candidates: Mapping[str, Callable[[], float]]) -> AttentionChoice:
-    """Measures each candidate, which returns its seconds, and chooses. Candidates that raise are
-    skipped.
+    """Calls each candidate, which measures itself and returns its seconds. Returns the fastest one.
 
-    Of equally fast candidates the first is chosen. If all raise, the first one's error is raised.
+    Candidates that raise an error are skipped. Of equally fast candidates the first is chosen. If
+    all candidates raise errors, the first error is raised.
     """
     seconds: dict[str, float] = {}
     errors: dict[str, Exception] = {}
@@ -62,7 +64,7 @@ def choose_fastest(candidates: Mapping[str, Callable[[], float]]) -> AttentionCh
 
 
 class PrefillTrial:
-    """The batch that all candidates attend, over the first blocks of a cache."""
+    """The batch that all candidates attend. It uses the first blocks of a cache."""
 
     def __init__(
         self,
@@ -84,12 +86,12 @@ class PrefillTrial:
 
     @property
     def is_possible(self) -> bool:
-        """True if the cache has room for rows that are long enough."""
+        """True if the cache has room for rows that count as long."""
         return self._num_tokens >= LONG_ROW
 
     @torch.inference_mode()
     def choose(self, ways: Sequence[Way]) -> AttentionChoice:
-        """Measures the Triton kernels and all ways, and closes the ways again."""
+        """Measures the Triton kernels and all ways. Closes each way afterwards."""
         num_blocks = self._cache.layout.num_blocks_for(3 * self._num_tokens)
         try:
             batch = self._begin()
@@ -103,7 +105,7 @@ class PrefillTrial:
             self._cache.buffer[:num_blocks].zero_()
 
     def _begin(self) -> AttentionBatch:
-        """Stores the cached tokens of the second row, and returns the batch."""
+        """Stores K and V of the second row's cached tokens, and returns the batch."""
         num, size = self._num_tokens, self._cache.layout.block_size
         table = [BlockId(i) for i in range(3 * num // size)]
         first, second = table[: num // size], table[num // size :]
@@ -116,7 +118,7 @@ class PrefillTrial:
         return build_batch(rows, self._cache)
 
     def _inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns random queries, keys and values; the seed is fixed."""
+        """Returns random queries, keys and values, from a fixed seed."""
         section, device = self._cache.section, self._cache.device
         generator = torch.Generator(device).manual_seed(num_tokens)
         heads = (self._num_heads, section.num_kv_heads, section.num_kv_heads)
@@ -146,7 +148,9 @@ class PrefillTrial:
         way: Way | None,
         expected: torch.Tensor,
     ) -> float:
-        """Returns the median seconds of a layer. Raises ValueError if the result is wrong."""
+        """Returns the median time of one layer in seconds. Raises ValueError if the result is
+        wrong.
+        """
         found = self._run(inputs, batch, way)
         error = float((found.float() - expected.float()).abs().max())
         largest = float(expected.float().abs().max())

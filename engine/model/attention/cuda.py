@@ -45,48 +45,49 @@ from engine.model.attention.base import AttentionBatch, Extent, Scoring
 from engine.model.attention.kvcache import KVCache
 from engine.model.attention.prefill import LONG_ROW, SDPA, Way
 
-ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of the query tiles; `tl.dot` needs at least 16
+ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of query tiles; `tl.dot` needs at least 16 rows
 ROWS_OF_WIDE_LAUNCHES = (16, 64)  # used if a tile of 128 would need too many registers
-# The target when contexts are split: more balance the load, fewer leave less to merge.
+# Target number when contexts are split: more programs balance the load, fewer need less merging.
 PROGRAMS_PER_SM = 4
-NO_LEN = 2**31 - 1  # longer than any row
-MERGE_CHUNK = 32  # splits that are merged at a time
+NO_LEN = 2**31 - 1  # a number of queries that no row reaches
+MERGE_CHUNK = 32  # number of splits that are merged at a time
 STORE_TOKENS = 16  # tokens of one program, in batches of more than FEW_TOKENS
 FEW_TOKENS = 256
-# Multiprocessors under the interpreter: few, so that tests meet splits of all kinds.
+# Number of multiprocessors that triton's interpreter pretends to have. It is small, so that tests
+# meet splits of all kinds.
 INTERPRETED_SMS = 4
 
 
 class Launch(NamedTuple):
-    """One run of the attention kernel over all rows of `min_len` to `max_len` queries."""
+    """One run of the attention kernel, over all rows with `min_len` to `max_len` queries."""
 
     min_len: int
     max_len: int
     unit_len: int  # queries in a unit
     rows_m: int  # rows of a unit's tile
     num_units: int
-    longest: int  # most queries of a row
-    num_spare: int  # number of splits beyond one per unit; 0: contexts are not split
+    longest: int  # largest number of queries in a row
+    num_spare: int  # splits beyond the first split of each unit; 0: contexts are not split
 
 
 class LaunchPlan(NamedTuple):
-    """The launches for a batch."""
+    """The launches for one batch."""
 
     launches: tuple[Launch, ...]
-    elsewhere: tuple[int, ...]  # rows that are attended in another way
+    elsewhere: tuple[int, ...]  # rows that `prefill` attends instead of the kernels
 
 
 class RowLimits(NamedTuple):
-    """The least number of queries for which a row is attended by another way."""
+    """The numbers of queries from which on `prefill` attends a row."""
 
-    fresh: int  # for rows without cached tokens
-    cached: int  # for rows with cached tokens
+    fresh: int  # limit for rows without cached tokens
+    cached: int  # limit for rows with cached tokens
 
 
 class Tiling(NamedTuple):
-    """The tile sizes of the attention kernel."""
+    """The tile sizes and launch options of the attention kernel."""
 
-    tile: int  # tokens of K and V that are read at a time
+    tile: int  # tokens of K and V that a program reads at a time
     num_warps: int
     num_stages: int
 
@@ -106,9 +107,9 @@ def attend(  # noqa: PLR0913 - the seam of all implementations
     scoring: Scoring,
     prefill: Way | None = SDPA,
 ) -> torch.Tensor:
-    """Stores K and V and attends, as `engine.model.attention.base` defines it: an `Attend`.
+    """Stores K and V, then attends: an `Attend`, as `engine.model.attention.base` defines it.
 
-    `prefill` attends the long rows that it supports, if the record's format allows that.
+    `prefill` attends the long rows that it supports, if the record's format allows this.
     """
     query, key, value = map(_with_whole_heads, (query, key, value))
     store(key, value, cache, layer, batch.slot_mapping)
@@ -129,7 +130,9 @@ def store(
     layer: int,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Quantises K and V [num_tokens, num_kv_heads, head_dim] into their slots [num_tokens]."""
+    """Quantises K and V [num_tokens, num_kv_heads, head_dim] and writes them to the slots
+    [num_tokens].
+    """
     keys, values, key_scales, value_scales = _record(cache, layer)
     num_tokens, num_kv_heads, head_dim = key.shape
     tokens = 1 if num_tokens <= FEW_TOKENS else STORE_TOKENS
@@ -166,9 +169,9 @@ def plan_launches(
     limits: RowLimits,
     all_rows_m: Sequence[int],
 ) -> LaunchPlan:
-    """Assigns each row to a launch, or to the other way of attention.
+    """Assigns each row to a launch of the kernel, or to `prefill`.
 
-    `group` is the number of query heads of a KV head, `all_rows_m` the tile rows of the launches.
+    `group` is the number of query heads per KV head. `all_rows_m` are the launches' tile rows.
     """
     elsewhere, others = [], []
     for row, extent in enumerate(extents):
@@ -204,15 +207,16 @@ def plan_launches(
 
 
 def tiling(kv_format: KVFormat, width: int, rows_m: int) -> Tiling:
-    """The tiles of the kernel for `rows_m` rows of queries over heads of `width` elements.
+    """Returns the tile sizes for `rows_m` rows of queries, over heads of `width` elements.
 
-    Few rows wait for memory: tiles of 16 KiB of K and of V, three of each in flight, two programs
-    on a multiprocessor. Many rows wait for arithmetic: tiles that the tensor cores like.
+    With few rows, memory is the limit: a tile has 16 KiB of K and 16 KiB of V, three tiles of each
+    are in flight, and two programs share a multiprocessor. With many rows, arithmetic is the limit:
+    tile sizes suit the tensor cores.
     """
     if rows_m <= 16:
         tile = 16384 * 8 // (width * kv_format.element_bits)
         return Tiling(tile=min(max(tile, 16), 128), num_warps=4, num_stages=3)
-    # Elements of a tile: registers are the limit.
+    # Elements of a tile, limited by the number of registers.
     elements = 4096 if kv_format is KVFormat.FP32 else 8192
     return Tiling(
         tile=min(max(elements // width, 16), 128 if rows_m <= 64 else 64),
@@ -231,7 +235,7 @@ def _attend(  # noqa: PLR0913
     launch: Launch,
     fresh_len: int,
 ) -> None:
-    """Runs one launch, then merges its splits."""
+    """Runs one launch of the kernel, then merges the splits."""
     keys, values, key_scales, value_scales = _record(cache, layer)
     if cache.kv_format.has_scales:  # the kernel reads elements as bytes and scales as words
         words = (x.view(torch.int32) for x in (keys, values, key_scales, value_scales))
@@ -318,7 +322,7 @@ def _limits(
     scoring: Scoring,
     prefill: Way | None,
 ) -> RowLimits:
-    """Returns the limits above which `prefill` attends a row."""
+    """Returns the numbers of queries above which `prefill` attends a row."""
     reads_the_record = cache.kv_format is KVFormat.BF16 and (
         {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
     )
@@ -330,7 +334,7 @@ def _limits(
 def _plan_of(
     batch: AttentionBatch, query: torch.Tensor, cache: KVCache, limits: RowLimits
 ) -> LaunchPlan:
-    """Returns the batch's launch plan, made once for all layers of a kind."""
+    """Returns the batch's launch plan. It is made once for all layers of the same kind."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = cache.section.num_kv_heads
     which = ("triton", num_heads // num_kv_heads, num_kv_heads, limits)
@@ -348,8 +352,8 @@ def _plan_of(
 
 
 def _record(cache: KVCache, layer: int) -> tuple[torch.Tensor, ...]:
-    """Returns a layer's elements and scales. Without scales, the elements stand in and are not
-    read.
+    """Returns a layer's elements and scales. In formats without scales, the elements are returned
+    in their place, and the kernel does not read them.
     """
     keys, values = cache.keys[layer], cache.values[layer]
     if cache.key_scales is None:
@@ -362,9 +366,10 @@ def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _dot_type(dtype: torch.dtype, kv_format: KVFormat) -> object:
-    """Returns the type of the dot products: the queries' type, but fp32 if K and V are fp32.
+    """Returns the operand type of the dot products: fp32 if K and V are fp32, else the queries'
+    type.
 
-    The interpreter multiplies bf16 as if it were integers, so it gets fp32 too.
+    Triton's interpreter multiplies bf16 numbers as if they were integers, so there it is fp32 too.
     """
     language = _kernels().tl
     if kv_format.has_scales and dtype is not torch.float32 and not _is_interpreted():
@@ -395,5 +400,5 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """Returns the least power of two that is not below `n`."""
+    """Returns the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()

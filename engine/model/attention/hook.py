@@ -1,21 +1,22 @@
 """Makes the attention layers of a transformers model use the paged KV cache.
 
-transformers lets a registered function replace a model's attention. The function gets the attention
-module and the projected query, key and value. It also needs the cache and the batch. These are in a
-`ForwardContext`, which `attach` puts once on every module of the model, as the attribute `baton`.
+transformers allows a registered function to replace a model's attention. The function receives the
+attention module and the projected query, key and value. It also needs the cache and the batch. Both
+are in a `ForwardContext`. `attach` sets the context once on every module of the model, as the
+attribute `baton`.
 
-A keyword of `model(...)` would not do: each model's code decides whether keywords reach the
-attention, while every model passes the module. One model has one context, so two models (a target
-and its draft) in one process do not mix. One model runs one batch at a time.
+A keyword of `model(...)` would not work: each model's code decides if keywords reach the attention,
+while every model passes the module. Each model has its own context, so two models (a target and its
+draft) can run in one process. One model runs one batch at a time.
 
-Two functions are registered. PAGED is the attention that serves. No mask function is registered
-under its name, so transformers builds no mask; PAGED itself separates rows and applies causality
-and windows. RECORDING only records what each layer asks for. That includes the window in the mask
-that transformers would have built: the mask decides when a model runs by itself, while PAGED trusts
-the layer's arguments.
+Two functions are registered. PAGED is the attention of serving. No mask function is registered
+under this name, so transformers builds no mask. PAGED itself separates rows and applies causality
+and windows. RECORDING only records the arguments of each layer's attention, and the window of the
+mask that transformers would have built. Without Baton the mask determines what a query attends to,
+while PAGED relies on the layer's arguments. So the two must be compared.
 
-Some layers compute no K and V but attend to an earlier layer's. They get that layer's place
-in the cache, so that nothing is stored twice.
+Some layers compute no K and V, but attend to K and V of an earlier layer. They share the cache
+place of that layer, so that nothing is stored twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ RECORDING = "baton_recording"
 MASK_SHAPE = (1, 1, 1, 1)
 UNKNOWN_CONTEXT_LEN = 4096
 
-# (batch, head, query, key) indices → True if the query sees the key
+# (batch, head, query, key) indices → True if the query attends to the key
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 KNOWN = frozenset({"position_ids"})  # tensor arguments that PAGED may ignore
 
@@ -43,26 +44,26 @@ class AttentionCall:
     """The arguments of one layer's attention. K and V shapes are (num_kv_heads, head_dim)."""
 
     layer: int
-    source: int  # the layer that computed K and V: this one, or an earlier one that shares them
+    source: int  # the layer that computed K and V: this layer, or an earlier layer that shares them
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
     window: int | None
-    mask_window: int | None  # the mask's window; `window` if the layer has no mask
+    mask_window: int | None  # the mask's window; equal to `window` if the layer has no mask
     has_own_mask: bool  # True if the model builds its own mask
     terms: frozenset[str]  # names of further tensor arguments, which PAGED would not use
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """The batch that a model computes now."""
+    """The cache and the batch that a model computes now."""
 
     cache: KVCache | None = None
     batch: AttentionBatch | None = None
     attend: Attend = torch_attention.attend
     calls: list[AttentionCall] = field(default_factory=list)  # calls recorded under RECORDING
-    # K and V of each layer under RECORDING, to recognise layers that share them.
+    # K and V of each layer under RECORDING, to find layers that share them.
     made: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    # Cache places of layers whose place is not their index.
+    # Cache places of layers, if a layer's place is not its index.
     places: dict[int, int] = field(default_factory=dict)
 
 
@@ -75,14 +76,14 @@ def attach(model: torch.nn.Module, context: ForwardContext) -> None:
 def forward(
     model: torch.nn.Module, token_ids: Sequence[int], positions: Sequence[int], keep: Sequence[int]
 ) -> torch.Tensor:
-    """Computes logits [len(keep), vocab] of the tokens whose indices are in `keep`, with paged
-    attention.
+    """Computes logits [len(keep), vocab] with paged attention, for the tokens whose indices are in
+    `keep`.
     """
     device = model.device
     ids, where = torch.tensor([token_ids, positions], device=device)[:, None]  # [1, num_tokens]
     kept = torch.tensor(keep, dtype=torch.long, device=device)
     logits = model(input_ids=ids, position_ids=where, use_cache=False, logits_to_keep=kept).logits
-    if logits.shape[1] != len(keep):  # the model ignores `logits_to_keep`
+    if logits.shape[1] != len(keep):  # the model has ignored `logits_to_keep`
         logits = logits[:, kept]
     return logits[0]
 
@@ -97,7 +98,7 @@ def paged_hook(  # noqa: PLR0913 - as transformers calls it
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Writes K and V to the cache and attends over it: [1, num_tokens, num_heads, head_dim]."""
+    """Writes K and V to the cache and attends. Returns [1, num_tokens, num_heads, head_dim]."""
     context: ForwardContext = module.baton
     # [num_tokens, num_heads, head_dim].
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -117,7 +118,7 @@ def recording_hook(
     attention_mask: torch.Tensor | None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Records the call. Returns zeros in the shape of `paged_hook`'s result."""
+    """Records the call's arguments. Returns zeros in the shape of `paged_hook`'s result."""
     window = mask_window = _window(module, kwargs)
     has_own_mask = attention_mask is not None and attention_mask.shape != MASK_SHAPE
     if attention_mask is not None and not has_own_mask:
@@ -138,7 +139,7 @@ def recording_hook(
 
 
 def _source(context: ForwardContext, layer: int, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Returns the layer that passed the same K and V before; `layer` itself if they are new."""
+    """Returns the earlier layer that passed the same K and V; `layer` itself if they are new."""
     for earlier, its_key, its_value in context.made:
         if its_key is key and its_value is value:
             return earlier
@@ -154,9 +155,10 @@ def recording_mask(
     local_size: int | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """Builds a stand-in for a mask under RECORDING: the mask's window, or 0 if it has none.
+    """Returns the mask's window in place of a mask under RECORDING; 0 if the mask has no window.
 
-    A mask that hides more than the future and tokens beyond the window has another shape.
+    If a mask hides other tokens than future tokens and tokens outside the window, the returned
+    value has another shape.
     """
     context_len = getattr(config, "max_position_embeddings", None) or UNKNOWN_CONTEXT_LEN
     shows = _shown(mask_function, local_size, context_len, device)
@@ -167,7 +169,7 @@ def recording_mask(
 def _shown(
     mask_function: MaskFunction, window: int | None, context_len: int, device: torch.device
 ) -> bool:
-    """Returns True if a query sees itself and, within its window, all tokens before it.
+    """True if each query attends to itself and to all earlier tokens within its window.
 
     Tries queries and keys around every power of two in the context, and around the window.
     """

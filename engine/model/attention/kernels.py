@@ -40,12 +40,12 @@ import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 HEADROOM: tl.constexpr = tl.constexpr(14.0)  # weights reach 2**14: fp16 then keeps small ones
-LEAST_EXPONENT: tl.constexpr = tl.constexpr(63)  # 2**-64, as fp32 stores it
+LEAST_EXPONENT: tl.constexpr = tl.constexpr(63)  # exponent of 2**-64, as fp32 stores it
 SIGN_AND_FRACTION: tl.constexpr = tl.constexpr(~0x7F800000)  # a step of int4 may be negative
-ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops a fraction
-# Rows that are read at a time to count a batch's items.
+ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
+# Number of rows that are read at a time to count a batch's items.
 ROWS_AT_ONCE: tl.constexpr = tl.constexpr(128)
-SUBNORMAL_ROUNDER: tl.constexpr = tl.constexpr(24576.0)  # 1.5 * 2**14: drops less than 2**-9
+SUBNORMAL_ROUNDER: tl.constexpr = tl.constexpr(24576.0)  # 1.5 * 2**14: rounds to multiples of 2**-9
 
 # Two words become four (eight) pairs of fp16: byte (nibble) i of both stand side by side. Of an
 # integer n < 1024, 0x6400 | n is the fp16 number 1024 + n. Only triton's interpreter goes without.
@@ -141,7 +141,7 @@ def store_kernel(
     WIDTH: tl.constexpr,  # elements loaded at once: HEAD_DIM (in int4, half of it) and padding
     TOKENS: tl.constexpr,
 ):
-    """Stores TOKENS tokens of one head. Grid: (tokens / TOKENS, num_kv_heads)."""
+    """Stores TOKENS tokens of one head in the record. Grid: (tokens / TOKENS, num_kv_heads)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
@@ -246,7 +246,7 @@ def _round(x):
 def _bf16_bits(x):
     """Rounds fp32 `x` to bf16, halves to even; returns the 16 bits in an int32.
 
-    It uses integer arithmetic, like the next function, because triton's interpreter truncates where
+    This function and the next use integer arithmetic, because triton's interpreter truncates where
     the hardware rounds.
     """
     bits = x.to(tl.int32, bitcast=True)
@@ -275,11 +275,12 @@ def _share(
     UNIT_LEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The most tiles of context in a split.
+    """Returns the largest number of tiles of context in one split.
 
-    A row of u units over t tiles of context (tokens that any of its queries sees) has u * t tiles
-    of work, all rows together W. Each unit has ceil(t / ceil(W / num_spare)) splits, less than
-    t * num_spare / W + 1. So all rows have at most num_spare items more than units.
+    A row of u units over t tiles of context has u * t tiles of work; W is the sum over all rows.
+    (The context of a row is all tokens that any of its queries attends to.) Each unit has ceil(t /
+    ceil(W / num_spare)) splits, less than t * num_spare / W + 1. So the number of items exceeds the
+    number of units by at most num_spare.
     """
     work = 0
     for first in range(0, num_rows, ROWS_AT_ONCE):
@@ -304,11 +305,11 @@ def _work(
     UNIT_LEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Returns each row's units, and the tiles of context that each unit reads; 0 and 0 for other
-    rows.
+    """Returns two numbers for each row: its units, and the tiles of context that each unit reads.
+    Both are 0 for rows that this launch does not attend.
 
-    Only rows of MIN_LEN to MAX_LEN queries have units. Rows with at least `fresh_len` queries and
-    no cached tokens have none: another way attends them.
+    Only rows of MIN_LEN to MAX_LEN queries have units. Rows without cached tokens have none if they
+    have `fresh_len` queries or more, because another way attends them.
     """
     there = row < num_rows
     context_len = tl.load(context_lens + row, mask=there, other=0)
@@ -322,7 +323,7 @@ def _work(
 
 @triton.jit
 def _splits(tiles, share, SPLIT: tl.constexpr):
-    """Returns the number of splits of each unit of rows with this number of tiles."""
+    """Returns the number of splits of each unit, for rows with this number of tiles."""
     if SPLIT:
         return (tiles + share - 1) // share
     return tl.full(tiles.shape, 1, tl.int32)
@@ -343,8 +344,8 @@ def _row_of(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Returns an item's row, and the number of items of all rows before it. Without such an item,
-    the row is `num_rows` or more.
+    """Returns an item's row, and the number of items of all rows before this row. The row is
+    `num_rows` or more if the item does not exist.
     """
     row = 0
     before = 0
@@ -375,7 +376,7 @@ def _items_before(
     UNIT_LEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Returns the number of items of all rows before `row`, splits included."""
+    """Returns the number of items, with splits, of all rows before `row`."""
     items = 0
     for first in range(0, row, ROWS_AT_ONCE):
         units, tiles = _work(
@@ -394,7 +395,9 @@ def _mine(query_len, context_len, fresh_len, MIN_LEN: tl.constexpr, MAX_LEN: tl.
 
 @triton.jit
 def _first_seen(position, window):
-    """Returns the first token that a query at `position` sees; `window` 0 means no window."""
+    """Returns the first token to which a query at `position` attends; `window` 0 means no
+    window.
+    """
     return tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
 
 
@@ -440,9 +443,9 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Computes one item of one KV head. Grid: (items, num_kv_heads)."""
+    """Computes one item for one KV head. Grid: (items, num_kv_heads)."""
     item = tl.program_id(0)
-    if not SPLIT:  # the last units have the longest contexts: they go first
+    if not SPLIT:  # the last units have the longest contexts, so they are computed first
         item = tl.num_programs(0) - 1 - item
     kv_head = tl.program_id(1)
     share = 1
@@ -468,13 +471,13 @@ def attention_kernel(
     splits = _splits(tiles, share, SPLIT)
     unit = (item - before) // splits
     split = (item - before) % splits
-    # Position of the row's first query; negative if it only fills the row up.
+    # Position of the row's first query; negative if the query only pads the row.
     first_position = context_len - query_len
     begin, end = _stretch(context_len, first_position, query_len, unit, split, splits, window,
                           UNIT_LEN, TILE)  # fmt: skip
 
     m = tl.arange(0, ROWS_M)
-    nth = unit * UNIT_LEN + m // GROUP  # query of the row
+    nth = unit * UNIT_LEN + m // GROUP  # index of each query in its row
     m_there = (m < UNIT_LEN * GROUP) & (nth < query_len)
     position = first_position + nth
     element, element_there = _elements(FORMAT, HEAD_DIM, WIDTH)
@@ -504,7 +507,7 @@ def attention_kernel(
     values += kv_head * head_stride
     key_scales += kv_head * scale_head_stride
     value_scales += kv_head * scale_head_stride
-    # First the whole tiles that all queries see, without masks; then the rest.
+    # First the whole tiles to which all queries attend, without masks; then the other tiles.
     whole = tl.minimum(end, first_position + unit * UNIT_LEN + 1) - begin
     whole_end = begin + tl.maximum(whole, 0) // TILE * TILE
     acc, lift, peak, norm = _scan(
@@ -547,8 +550,8 @@ def _stretch(
 ):
     """Returns the begin and end of the tokens that a unit reads in one split of its row.
 
-    Splits cut the row's context into equal numbers of tiles for all units. So for some units a
-    split may be empty.
+    All units of a row have the same splits, of equal numbers of tiles. So a split may be empty for
+    some units.
     """
     first_tile = _first_seen(first_position, window) // TILE
     tiles = (context_len + TILE - 1) // TILE - first_tile
@@ -592,8 +595,8 @@ def _scan(
     HAS_SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Runs the online softmax over tokens `begin` to `end`. Without MASKED all queries see all
-    tokens, and tiles are whole.
+    """Runs the online softmax over tokens `begin` to `end`. Without MASKED, all queries attend to
+    all tokens, and tiles are whole.
     """
     HAS_SCALES: tl.constexpr = FORMAT == "fp8_e4m3" or FORMAT == "int8" or FORMAT == "int4"
     token = begin + tl.arange(0, TILE)
@@ -602,7 +605,8 @@ def _scan(
         token = start + tl.arange(0, TILE)
         there = token < end
         here = block.to(tl.int64)
-        # The next tile's block ids are loaded one tile early, since K and V depend on them.
+        # Loads the next tile's block ids one tile early, because the loads of K and V depend on
+        # them.
         block = tl.load(table + (token + TILE) // BLOCK_SIZE, mask=token + TILE < end, other=0)
         offset = token % BLOCK_SIZE
         scale_at = here * scale_block_stride + offset
@@ -660,7 +664,9 @@ def _tile(
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Loads elements [TILE, WIDTH] of K or V, without scales, in the order of `_elements`."""
+    """Loads elements [TILE, WIDTH] of K or V without scales; `_elements` defines the columns'
+    order.
+    """
     if FORMAT == "int4":
         words = _words(heads, offset, there, HEAD_DIM // 8, WIDTH // 8, MASKED)
         a, b, c, d, e, f, g, h = _nibbles(words, DOT)
@@ -675,8 +681,8 @@ def _tile(
 
 @triton.jit
 def _elements(FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns the head's element that each column of a tile holds, and whether that element
-    exists.
+    """Returns the index, in the head, of the element in each column of a tile; and True for columns
+    whose element exists.
     """
     column = tl.arange(0, WIDTH)
     if FORMAT == "int4":
@@ -692,7 +698,7 @@ def _elements(FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def _words(heads, offset, there, LENGTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Loads LENGTH words of each token's head [TILE, PADDED]; zeros beyond the head's end."""
+    """Loads LENGTH words of each token's head [TILE, PADDED]; zeros after the head's end."""
     word = tl.arange(0, PADDED)
     at = (heads + offset * LENGTH)[:, None] + word[None, :]
     if MASKED:
@@ -706,14 +712,14 @@ def _words(heads, offset, there, LENGTH: tl.constexpr, PADDED: tl.constexpr, MAS
 
 @triton.jit
 def _side_by_side(left, right):
-    """Joins [n, width] and [n, width] to [n, 2 * width]."""
+    """Joins two tensors [n, width] to one tensor [n, 2 * width]."""
     both = tl.permute(tl.join(left, right), (0, 2, 1))
     return tl.reshape(both, (left.shape[0], 2 * left.shape[1]))
 
 
 @triton.jit
 def _bytes(words, FORMAT: tl.constexpr, DOT: tl.constexpr):
-    """Unpacks the four bytes of each word, from the lowest up."""
+    """Unpacks the four bytes of each word, lowest byte first."""
     if DOT == tl.float16:
         return tl.inline_asm_elementwise(
             FP8_BYTES if FORMAT == "fp8_e4m3" else INT8_BYTES,
@@ -741,8 +747,8 @@ def _byte(words, SHIFT: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def _nibbles(words, DOT: tl.constexpr):
-    """Unpacks the lower halves of each word's bytes, from the lowest byte up, then the upper
-    halves.
+    """Unpacks each word's bytes into four-bit numbers: the lower halves of all bytes, lowest byte
+    first, then the upper halves.
     """
     if DOT == tl.float16:
         return tl.inline_asm_elementwise(
@@ -794,7 +800,7 @@ def merge_kernel(
     num_spare,
     fresh_len,
     window,
-    longest,  # queries of a row of this grid
+    longest,  # number of queries of a row in this grid
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     MIN_LEN: tl.constexpr,
@@ -803,9 +809,9 @@ def merge_kernel(
     ROWS_M: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    CHUNK: tl.constexpr,  # splits that are merged at a time
+    CHUNK: tl.constexpr,  # number of splits that are merged at a time
 ):
-    """Merges the splits of one query of one head. Grid: (num_rows * longest, num_heads)."""
+    """Merges the splits of one query for one head. Grid: (num_rows * longest, num_heads)."""
     row = tl.program_id(0) // longest
     nth = tl.program_id(0) % longest
     head = tl.program_id(1)

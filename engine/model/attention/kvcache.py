@@ -6,8 +6,8 @@
     key_scales, value_scales  per layer [num_blocks, num_kv_heads, block_size]: fp32; int4: int32
                               that holds step and low; None in formats without scales
 
-All are strided views of the buffer. `quantise` and `dequantise` define in torch what a format
-means. Kernels that read or write the record themselves are tested against them.
+All tensors are strided views of the buffer. `quantise` and `dequantise` define each format in
+torch. Tests compare the kernels that read or write the record with these two functions.
 
 This module does not know which sequence owns a block.
 """
@@ -39,7 +39,7 @@ def allocate_buffer(layout: KVLayout, num_blocks: int, device: str = "cpu") -> t
 
 
 def wrap_buffer(memory: memoryview, layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """Returns the beginning of `memory` as a buffer [num_blocks, block_bytes], without a copy.
+    """Returns the first bytes of `memory` as a buffer [num_blocks, block_bytes], without a copy.
 
     Raises ConfigError if the memory is too small, read-only or not aligned to a cache line.
     """
@@ -113,10 +113,11 @@ class KVCache:
 
 
 def quantise(x: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the elements and scales that a record holds for `x` [..., head_dim]: see
+    """Returns the elements and scales that a record has for `x` [..., head_dim]: see
     `engine.layout`.
 
-    Elements [..., head_dim], int4: [..., head_dim // 2]; scales [...], None where there are none.
+    Elements [..., head_dim], int4: [..., head_dim // 2]. Scales [...], or None in formats without
+    scales.
     """
     if not kv_format.has_scales:
         return x.to(ELEMENT_DTYPES[kv_format]), None
@@ -125,7 +126,7 @@ def quantise(x: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tensor, torch.
         return _quantise_int4(x)
     largest = LARGEST[kv_format]
     scale = x.abs().amax(-1, keepdim=True) / largest
-    scaled = _divide(x, scale).clamp(-largest, largest)  # a subnormal scale may be much too small
+    scaled = _divide(x, scale).clamp(-largest, largest)  # a subnormal scale may be far from exact
     if kv_format is KVFormat.INT8:
         scaled = scaled.round()
     return scaled.to(ELEMENT_DTYPES[kv_format]), scale.squeeze(-1)
@@ -150,10 +151,10 @@ def _quantise_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     step = ((x.amax(-1, keepdim=True) - low.float()) / largest).bfloat16()
     q = _divide(x - low.float(), step.float()).round().clamp(0, largest).to(torch.uint8)
     first, second = q.chunk(2, dim=-1)
-    packed = torch.cat((step, low), dim=-1).view(torch.int32)  # little-endian: step below
+    packed = torch.cat((step, low), dim=-1).view(torch.int32)  # little-endian: step in lower half
     return first | second << 4, packed.squeeze(-1)
 
 
 def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Returns x / scale. If the scale is zero, returns x, which is then about zero."""
+    """Returns x / scale. If the scale is zero, returns x, which is then almost zero."""
     return x / torch.where(scale == 0, torch.ones_like(scale), scale)

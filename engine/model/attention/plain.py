@@ -1,12 +1,12 @@
 """Attention over paged KV in plain torch, for any device and any KV format.
 
-It serves if no kernel can be used, and tests compare the kernels with it. It gathers whole
-blocks by block table, dequantises them into contiguous K and V, and calls torch's own attention.
+It serves if no kernel can be used, and tests compare the kernels with it. It gathers whole blocks
+by block table, dequantises them into contiguous K and V, and calls torch's own attention.
 
-A span is computed at once. It is one row of several queries, or several rows of one query each. The
-latter have KV lengths with the same number of bits, and are padded to the longest of them. A row of
-a span does not see tokens outside its window, its context or its memory. These are zeroed after the
-gather and then hidden by the mask.
+A span is computed in one call. It is either one row of several queries, or several rows of one
+query each. Rows in one span have KV lengths with the same number of bits, and are padded to the
+longest row. The gather also reads tokens outside a row's window, context or memory. They are set to
+zero after the gather, and the mask hides them.
 """
 
 from collections import defaultdict
@@ -21,20 +21,21 @@ from engine.model.attention.kvcache import KVCache, dequantise
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """KV that queries read together: n rows of one query each, or one row (n = 1) of several.
+    """KV that queries read together: n rows of one query each, or one row (n = 1) of several
+    queries.
 
-    Of the gathered tokens [n, num_blocks * block_size] those in `tokens` are used.
+    Of the gathered tokens [n, num_blocks * block_size], those in `tokens` are used.
 
     `mask` is added to the scores: [n, 1, 1, num_tokens] if rows have one query each, else
-    [query_len, num_tokens]. None: every token is seen or, if `is_causal`, those up to the query's
-    own (then KV and queries have the same length).
+    [query_len, num_tokens]. None: all tokens are used. With `is_causal`, tokens up to each query's
+    own are used (then KV and queries have the same length).
     """
 
-    queries: slice | torch.Tensor  # places of the rows' queries in the flat batch
+    queries: slice | torch.Tensor  # indices of the rows' queries in the flat batch
     query_len: int
     block_ids: torch.Tensor  # [n, num_blocks]
     tokens: slice
-    unseen: tuple[torch.Tensor, torch.Tensor] | None  # (row, token) pairs that no query may touch
+    unseen: tuple[torch.Tensor, torch.Tensor] | None  # (row, token) pairs that no query may read
     mask: torch.Tensor | None
     is_causal: bool = False
 
@@ -48,7 +49,7 @@ def attend(  # noqa: PLR0913 - the seam of all implementations
     batch: AttentionBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Stores K and V and attends, as `engine.model.attention.base` defines it: an `Attend`."""
+    """Stores K and V, then attends: an `Attend`, as `engine.model.attention.base` defines it."""
     cache.write(layer, batch.slot_mapping, key, value)
     return paged_attention(query, cache, layer, batch, scoring)
 
@@ -56,8 +57,8 @@ def attend(  # noqa: PLR0913 - the seam of all implementations
 def paged_attention(
     query: torch.Tensor, cache: KVCache, layer: int, batch: AttentionBatch, scoring: Scoring
 ) -> torch.Tensor:
-    """Computes attention of `query` [num_tokens, num_heads, head_dim] over the blocks of each
-    row.
+    """Computes the attention of `query` [num_tokens, num_heads, head_dim] over each row's
+    blocks.
     """
     plan = (scoring, query.dtype)
     spans = batch.plans.get(plan)
@@ -79,8 +80,8 @@ def _gather(
     layer: int,
     span: Span,
 ) -> torch.Tensor:
-    """Gathers K or V of a span's rows, [n, num_kv_heads, num_tokens, head_dim]; zeros where
-    unseen.
+    """Gathers K or V of a span's rows, [n, num_kv_heads, num_tokens, head_dim]. Unseen tokens are
+    zero.
     """
     blocks = span.block_ids.flatten()
     stored_scales = None if scales is None else scales[layer].index_select(0, blocks)
@@ -102,7 +103,9 @@ def _attend_one(
     span: Span,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attends rows with one query each. Query heads that share a KV head stand in for queries."""
+    """Attends rows with one query each. The query heads of one KV head are passed to torch as
+    queries.
+    """
     grouped = query.unflatten(1, (key.shape[1], -1))  # [n, num_kv_heads, group, head_dim]
     return _attend(grouped, key, value, span, scoring).reshape(query.shape)
 
@@ -114,9 +117,9 @@ def _attend_many(
     span: Span,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attention of one row with several queries.
+    """Attends one row with several queries.
 
-    KV heads take the place of the batch, so that the query heads of one KV head read the same
+    KV heads are passed to torch as the batch, so that the query heads of one KV head read the same
     memory.
     """
     grouped = query.unflatten(1, (key.shape[1], -1))  # [query_len, kv heads, group, head_dim]
@@ -130,7 +133,7 @@ def _attend_many(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, scoring: Scoring
 ) -> torch.Tensor:
-    """Attention of [a, b, queries, head_dim] over [a, b, num_tokens, head_dim]."""
+    """Computes the attention of [a, b, queries, head_dim] over [a, b, num_tokens, head_dim]."""
     scaling, _, softcap = scoring
     if softcap is None:
         return scaled_dot_product_attention(
@@ -159,14 +162,14 @@ def _plan_spans(
 
 
 def _kv_len(extent: Extent, window: int | None) -> int:
-    """Returns the number of tokens that a row's last query sees."""
+    """Returns the number of tokens to which a row's last query attends."""
     return min(extent.context_len, window or extent.context_len)
 
 
 def _span_of_one(
     batch: AttentionBatch, cache: KVCache, rows: list[int], window: int | None, dtype: torch.dtype
 ) -> Span:
-    """Returns the span of rows that have one query each."""
+    """Returns the span of these rows, which have one query each."""
     size = cache.layout.block_size
     extents = [batch.extents[row] for row in rows]
     queries = [extent.query_start for extent in extents]
@@ -178,7 +181,7 @@ def _span_of_one(
         -(-extent.context_len // size) - start // size
         for extent, start in zip(extents, starts, strict=True)
     )
-    # A table may end before the padding of its row. Any block serves for the padding.
+    # A table may end before the padding of its row. The padding may be any block.
     nth = first_block + torch.arange(num_blocks, device=cache.device)
     nth = nth.clamp(max=batch.block_tables.shape[1] - 1)
     position = first_block * size + torch.arange(num_blocks * size, device=cache.device)
@@ -198,7 +201,7 @@ def _span_of_one(
 def _span_of_many(
     batch: AttentionBatch, cache: KVCache, row: int, scoring: Scoring, dtype: torch.dtype
 ) -> Span:
-    """Returns the span of one row that has several queries."""
+    """Returns the span of a row that has several queries."""
     size = cache.layout.block_size
     extent = batch.extents[row]
     end = extent.context_len
@@ -228,5 +231,5 @@ def _column(values: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _hide(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a mask that, added to scores, hides the tokens marked in `hidden`."""
+    """Returns a mask to add to scores; it hides the tokens that are True in `hidden`."""
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)

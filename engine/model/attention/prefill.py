@@ -1,10 +1,10 @@
 """Ways to attend long rows on a GPU, beside the Triton kernels: torch's and FlashInfer's.
 
-A way gets rows whose K and V are stored already, in a record in bf16. With `takes_cached`, the way
-reads the record, so it can attend rows with cached tokens. Otherwise it reads the projections.
+A way is called after the rows' K and V were stored, in a record in bf16. With `takes_cached`, the
+way reads the record, so it can attend rows with cached tokens. Otherwise it reads the projections.
 
-The record as these libraries see it: K of a layer is a view of all blocks, with the strides of a
-block, a head and a token. So the layers within a block are only larger strides between pages.
+The libraries see the record as pages: K of a layer is a view of all blocks, with the strides of a
+block, a head and a token. The other layers of a block only make the stride between pages larger.
 
     torch-sdpa         fresh rows, one by one
     torch-varlen       fresh rows together (FlashAttention 2, which takes pages of 256 tokens only)
@@ -12,7 +12,8 @@ block, a head and a token. So the layers within a block are only larger strides 
     flashinfer         all rows (the package flashinfer-python)
 
 Both packages are optional. `choice.py` compares every way with the Triton kernels before it is
-used. Beyond tests with stand-ins for the libraries, no way but torch-sdpa has been tried yet.
+used. Only torch-sdpa has been tried on a GPU yet. The other ways were tested with stand-ins for the
+libraries.
 """
 
 import importlib.util
@@ -30,16 +31,16 @@ from engine.model.attention.base import AttentionBatch, Extent, Scoring
 from engine.model.attention.kvcache import KVCache
 from engine.model.memory import brought, held
 
-LONG_ROW = 256  # queries; shorter rows are not worth their own launch
+LONG_ROW = 256  # queries; a launch of its own does not pay for shorter rows
 FLASH_HEAD_DIMS = range(8, 257, 8)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
-FLASHINFER_BYTES = 128 << 20  # workspace, as its documentation advises
+FLASHINFER_BYTES = 128 << 20  # workspace, of the size that its documentation advises
 FA3_MODULE = "flash_attn_interface"
 FA3_CAPABILITY = 9
 
 
 class Way(Protocol):
-    """Attends long rows. Opened by one process at a time, and used by one thread."""
+    """Attends long rows. One process at a time may open a way, and one thread uses it."""
 
     name: str
     takes_cached: bool
@@ -49,7 +50,7 @@ class Way(Protocol):
         ...
 
     def open(self, device: torch.device) -> None:
-        """Prepares the way for use. May raise anything."""
+        """Prepares the way for use. May raise any exception."""
         ...
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ class Way(Protocol):
         ...
 
     def takes(self, head_dim: int, scoring: Scoring) -> bool:
-        """True if this way supports heads of this size with this scoring."""
+        """True if this way supports heads of this size and this scoring."""
         ...
 
     def attend(  # noqa: PLR0913 - as the seam of all attention
@@ -77,9 +78,9 @@ class Way(Protocol):
 
 
 class RaggedRows(NamedTuple):
-    """Some rows of a batch, in the form that the libraries expect."""
+    """Rows of a batch, in the form that the libraries expect."""
 
-    tokens: slice | torch.Tensor  # places of their tokens in the flat batch
+    tokens: slice | torch.Tensor  # indices of the rows' tokens in the flat batch
     cu_seqlens_q: torch.Tensor
     max_q: int
     max_k: int
@@ -88,20 +89,20 @@ class RaggedRows(NamedTuple):
 
 
 class SdpaWay:
-    """torch's attention of one row after another."""
+    """Attends rows one after another with torch's `scaled_dot_product_attention`."""
 
     name = "torch-sdpa"
     takes_cached = False
 
     def is_available(self, device: torch.device) -> bool:
-        """True: torch supports it on every device."""
+        """Always true: torch supports this attention on every device."""
         return True
 
     def open(self, device: torch.device) -> None:
-        """Does nothing."""
+        """Does nothing, because this way needs no preparation."""
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing, because `open` has no effects."""
 
     def takes(self, head_dim: int, scoring: Scoring) -> bool:
         """True if torch's flash attention supports this case."""
@@ -120,7 +121,7 @@ class SdpaWay:
         rows: Sequence[int],
         scoring: Scoring,
     ) -> None:
-        """Attends each row by itself."""
+        """Attends each row in a call of its own."""
         for extent in (batch.extents[row] for row in rows):
             tokens = slice(extent.query_start, extent.query_start + extent.query_len)
             heads = (x[tokens].transpose(0, 1)[None] for x in (query, key, value))
@@ -134,14 +135,14 @@ class SdpaWay:
 
 
 class VarlenWay:
-    """`torch.nn.attention.varlen`, with FlashAttention 2 or 3."""
+    """Attends with `torch.nn.attention.varlen`, by FlashAttention 2 or 3."""
 
     def __init__(self, *, has_fa3: bool) -> None:
         self.takes_cached = has_fa3
         self.name = "torch-varlen-fa3" if has_fa3 else "torch-varlen"
 
     def is_available(self, device: torch.device) -> bool:
-        """True if torch has this function, with the arguments that are used here."""
+        """True if torch has this function with the arguments that this class uses."""
         if importlib.util.find_spec("torch.nn.attention.varlen") is None:
             return False
         from torch.nn.attention import varlen
@@ -155,7 +156,7 @@ class VarlenWay:
         )
 
     def open(self, device: torch.device) -> None:
-        """Makes torch use FlashAttention 3 in this process, if that is wanted."""
+        """Makes torch use FlashAttention 3 in this process, if this object is for version 3."""
         if self.takes_cached:
             from torch.nn.attention import activate_flash_attention_impl
 
@@ -219,7 +220,7 @@ class VarlenWay:
 
 
 class FlashInferWay:
-    """FlashInfer's attention over pages. It plans each batch once, on the host."""
+    """Attends with FlashInfer, over pages. Each batch is planned once, on the host."""
 
     name = "flashinfer"
     takes_cached = True
@@ -244,7 +245,7 @@ class FlashInferWay:
         self._planned.clear()
 
     def takes(self, head_dim: int, scoring: Scoring) -> bool:
-        """True for the usual head sizes."""
+        """True for the usual sizes of heads."""
         return head_dim in FLASHINFER_HEAD_DIMS
 
     def attend(  # noqa: PLR0913
@@ -305,9 +306,10 @@ class FlashInferWay:
         return wrapper
 
     def _wrapper(self, scoring: Scoring) -> object:
-        """Returns FlashInfer's wrapper for this scoring, once its last plan has been copied.
+        """Returns FlashInfer's wrapper for this scoring. Waits until the copy of its last plan is
+        complete.
 
-        A plan lies in pinned memory, which the next plan overwrites.
+        A plan is in pinned memory, which the next plan overwrites.
         """
         if scoring not in self._wrappers:
             from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -322,12 +324,12 @@ SDPA = SdpaWay()
 
 
 def all_ways() -> tuple[Way, ...]:
-    """Returns every way, not opened yet."""
+    """Returns every way. None of them is open yet."""
     return SDPA, VarlenWay(has_fa3=False), VarlenWay(has_fa3=True), FlashInferWay()
 
 
 def _ragged(batch: AttentionBatch, rows: Sequence[int]) -> RaggedRows:
-    """Returns these rows of the batch, made once for all layers."""
+    """Returns these rows of the batch. The result is made once for all layers."""
     which = ("ragged", rows)
     if which not in batch.plans:
         batch.plans[which] = _make_ragged(batch, rows)
@@ -353,7 +355,7 @@ def _make_ragged(batch: AttentionBatch, rows: Sequence[int]) -> RaggedRows:
 
 
 def _tokens(extents: Sequence[Extent], device: torch.device) -> slice | torch.Tensor:
-    """Returns the places of the rows' tokens in the flat batch; a slice if they are adjacent."""
+    """Returns the indices of the rows' tokens in the flat batch: a slice if they are adjacent."""
     ranges = [range(e.query_start, e.query_start + e.query_len) for e in extents]
     if all(left.stop == right.start for left, right in pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop)
@@ -361,12 +363,12 @@ def _tokens(extents: Sequence[Extent], device: torch.device) -> slice | torch.Te
 
 
 def _ends(lens: Iterable[int]) -> list[int]:
-    """Returns prefix sums, starting with 0."""
+    """Returns prefix sums of these lengths, starting with 0."""
     return list(accumulate(lens, initial=0))
 
 
 def _host(numbers: Sequence[int]) -> torch.Tensor:
-    """Returns an int32 tensor on the host, in pinned memory if there is a GPU."""
+    """Returns an int32 tensor in host memory, which is pinned if there is a GPU."""
     return held(np.array(numbers, np.int32), pinned=torch.cuda.is_available())
 
 
