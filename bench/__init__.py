@@ -1,1 +1,1 @@
-"""Measurement: load against a live server, and the one shape in which every benchmark reports."""
+"""Benchmarks: load against a live server, and the common form of all benchmark reports."""

@@ -1,8 +1,8 @@
-"""`baton bench compare A B`: two reports of one benchmark, side by side.
+"""`baton bench compare A B`: shows two reports of one benchmark side by side.
 
-A figure differs if the ranges of its runs do not overlap, and its medians differ by more than
-`tolerance`. With one run each there is no range, so only the tolerance decides: repeat runs to tell
-a change from noise.
+A figure differs between the reports if the ranges of its runs do not overlap and its medians differ
+by more than `tolerance`. If each report has one run, there is no range, so only the tolerance
+decides. To distinguish a change from noise, repeat the runs.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ STYLES = {"better": "green", "worse": "red", "differs": "yellow", "": None}
 
 @dataclass(frozen=True, slots=True)
 class FigureChange:
-    """One figure of both reports. `ratio` is the second value over the first; None if the first
-    is 0.
+    """One figure in both reports. `ratio` is the second value divided by the first; None if the
+    first is 0.
     """
 
     name: str
@@ -40,13 +40,15 @@ class FigureChange:
     first: float
     second: float
     ratio: float | None
-    verdict: str  # better, worse, differs, or empty
+    verdict: str  # verdict: better, worse, differs, or empty
 
 
 def changes_of(
     first: Report, second: Report, tolerance: float = TOLERANCE
 ) -> tuple[FigureChange, ...]:
-    """Returns the figures that both reports have. Raises ConfigError if there are none."""
+    """Returns the figures that both reports have, with their values. Raises ConfigError if there
+    are none.
+    """
     if first.bench != second.bench:
         raise ConfigError(f"reports of {first.bench} and {second.bench} cannot be compared")
     theirs = {result.name: result for result in second.results}
@@ -61,8 +63,8 @@ def changes_of(
 
 
 def settings_that_differ(first: Report, second: Report) -> Iterator[str]:
-    """Returns a line for each setting that differs between the reports; machine and seed count
-    too.
+    """Returns a line for each setting that differs between the reports, including machine and
+    seed.
     """
     for name in dict.fromkeys((*first.config, *second.config)):
         a, b = first.config.get(name), second.config.get(name)
@@ -75,8 +77,8 @@ def settings_that_differ(first: Report, second: Report) -> Iterator[str]:
 
 
 def are_single(first: Report, second: Report) -> bool:
-    """True if both reports have one run of each figure, so noise cannot be distinguished from
-    change.
+    """Returns True if both reports have one run of each figure. Then noise cannot be distinguished
+    from a change.
     """
     return all(len(result.runs) == 1 for result in (*first.results, *second.results))
 

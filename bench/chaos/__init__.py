@@ -1,1 +1,1 @@
-"""`baton bench chaos`: load, faults, and a checker that looks at every stream."""
+"""`baton bench chaos`: load, faults, and a checker of every streamed answer."""

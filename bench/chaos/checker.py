@@ -1,13 +1,13 @@
-"""Compares each request's answer with the undisturbed one, and measures clients' waits. Pure.
+"""Compares each answer with that request's answer in an undisturbed run; measures waits. Pure.
 
-A request is *lost* if its last stream does not end correctly. Correct is: each choice has exactly
-one finish reason and nothing after it, usage comes once, then one end mark, and nothing else. A
-request is *changed* if it ends correctly, but text, finish reasons, log-probabilities or usage
-differ from the undisturbed run. It is changed too if the part before a broken connection is not the
-beginning of the undisturbed answer.
+A request is *lost* if its last stream is not correct. In a correct stream, each choice has exactly
+one finish reason and no content after it. Then follow one usage chunk, one end mark, and nothing
+else. A request is *changed* if it ends correctly, but text, finish reasons, log-probabilities or
+usage differ from the undisturbed run. A request is also changed if the text received before a
+broken connection is not a prefix of the undisturbed answer.
 
-A connection may break only if a gateway process was killed, or stood still until it was replaced.
-Otherwise the request counts as lost, even if the client repeated it.
+A connection may break only if a gateway process was killed, or was stopped until it was replaced.
+Otherwise the request counts as lost, even if the client sent it again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,19 +20,21 @@ from bench.chaos.streams import ReceivedStream, ReceivedUsage
 from engine.control import with_role
 from engine.messages import Role
 
-NOTICED_S = 0.5  # a gap may begin this long before the report of the fault that caused it
-SILENCE_S = 0.5  # a fault affects a stream that is silent for this long across it
-# A connection breaks within this time after its gateway died: clients are on the same machine.
+NOTICED_S = 0.5  # a gap may begin up to this many seconds before the reported begin of its fault
+# a fault affects a stream that is silent for at least this long when the fault begins
+SILENCE_S = 0.5
+# A connection breaks within this time after its gateway dies, since clients are on the same
+# machine.
 BREAKS_WITHIN_S = 1.0
-# A silent gateway counts as lost after 5 s. It is killed after 5 s more, if it is the only lost
-# one.
+# A silent gateway counts as lost after 5 s. If no other gateway is lost, it is killed 5 s later.
 REPLACED_AFTER_S = 10.0
-QUIET_BEFORE_S = 1.0  # a longer silence means that the gateway was stopped: it sends twice a second
+# a longer silence means that the gateway was stopped: a running one sends twice a second
+QUIET_BEFORE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSaid:
-    """The complete content of one choice."""
+    """The text, finish reasons and log-probabilities of one choice."""
 
     text: str
     finish: str
@@ -41,14 +43,14 @@ class ChoiceSaid:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The content of an answer, without the times and pieces of its arrival."""
+    """The content of an answer, without arrival times and without the cuts between chunks."""
 
     choices: tuple[ChoiceSaid, ...]
     usage: ReceivedUsage
 
 
 class RequestEnd(StrEnum):
-    """The outcome of a request."""
+    """The outcome of a request: correct, changed or lost."""
 
     SAME = "same"
     CHANGED = "changed"
@@ -57,7 +59,7 @@ class RequestEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestVerdict:
-    """The verdict on a request, with the reason."""
+    """The outcome of a request, and the reason for it."""
 
     end: RequestEnd
     reason: str = ""
@@ -65,15 +67,16 @@ class RequestVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """A fault that happened; its times are on the clock of the streams."""
+    """A fault that was injected. Its times use the same clock as the streams' times."""
 
     kind: FaultKind
     victim: str
     begun_s: float
     ended_s: float
     detail: str = ""
-    failure: str | None = None  # why the fault was not carried out fully
-    role: Role | None = None  # the victim's role when the fault began, if the victim is a worker
+    failure: str | None = None  # why the fault was injected only in part; None if it was complete
+    # role of the victim when the fault began; None if the victim is no worker
+    role: Role | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} of {with_role(self.victim, self.role)}"
@@ -81,7 +84,7 @@ class Injected:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The longest silence inside an answer, and the fault at that time."""
+    """The longest silence inside an answer, and the fault that was active then."""
 
     seconds: float
     fault: Injected | None = None
@@ -89,7 +92,7 @@ class Stall:
 
 
 def disorder(stream: ReceivedStream, num_choices: int) -> str | None:
-    """Returns why a stream is not one complete answer; None if it is complete."""
+    """Returns why a stream is not one complete answer, or None if the stream is complete."""
     if stream.failure is not None:
         return stream.failure
     finished: set[int] = set()
@@ -111,7 +114,7 @@ def disorder(stream: ReceivedStream, num_choices: int) -> str | None:
 
 
 def reply_of(stream: ReceivedStream, num_choices: int) -> Reply:
-    """Returns the content of a stream without disorder."""
+    """Returns the content of a stream for which `disorder` is None."""
     return Reply(
         tuple(_said(stream, choice) for choice in range(num_choices)), usage=stream.usages[0]
     )
@@ -120,7 +123,7 @@ def reply_of(stream: ReceivedStream, num_choices: int) -> Reply:
 def judge(
     expected: Reply, streams: Sequence[ReceivedStream], deaths: Sequence[Injected]
 ) -> RequestVerdict:
-    """Judges a request by all its streams: one stream for each time that the request was sent.
+    """Judges a request by all its streams. There is one stream for each time the request was sent.
 
     `deaths` are the faults of gateway processes, including faults that broke no connection.
     """
@@ -139,10 +142,10 @@ def judge(
 
 
 def is_broken_by(death: Injected, stream: ReceivedStream) -> bool:
-    """True if a gateway's death explains a broken connection, by its time.
+    """Returns True if the time of a gateway's death explains a broken connection.
 
-    It is unknown which gateway had the connection. A stopped gateway breaks no connection until it
-    is replaced, and none at all if it continues before that.
+    It is unknown which gateway served the connection. A stopped gateway breaks its connections only
+    when it is replaced. If it is continued before that, it breaks none.
     """
     from_s = death.begun_s
     if death.kind is FaultKind.STOP_GATEWAY:
@@ -161,7 +164,7 @@ def _said(stream: ReceivedStream, choice: int) -> ChoiceSaid:
 
 
 def _departure(expected: Reply, stream: ReceivedStream) -> str | None:
-    """Returns where a partial answer differs from the expected one."""
+    """Returns where a partial answer differs from the expected answer, or None."""
     for choice, whole in enumerate(expected.choices):
         said = _said(stream, choice)
         if not whole.text.startswith(said.text):
@@ -190,7 +193,9 @@ def _difference(expected: Reply, found: Reply) -> str | None:
 
 
 def gaps(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
-    """Returns begin and end of each silence between a request's pieces, across connections."""
+    """Returns begin and end of each silence between two pieces of a request. A silence may include
+    a change of connection.
+    """
     times_s = [piece.at_s for stream in streams for piece in stream.pieces]
     return list(pairwise(times_s))
 
@@ -198,7 +203,7 @@ def gaps(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
 def longest_stall(
     requests: Sequence[Sequence[ReceivedStream]], faults: Sequence[Injected]
 ) -> Stall:
-    """Returns the longest stall of all requests. The wait for a first piece is no stall."""
+    """Returns the longest stall of all requests. The wait for a first piece is not a stall."""
     longest, where = (0.0, 0.0), -1
     for number, streams in enumerate(requests):
         for gap in gaps(streams):
@@ -210,10 +215,10 @@ def longest_stall(
 def affected(
     requests: Sequence[Sequence[ReceivedStream]], faults: Iterable[Injected]
 ) -> dict[FaultKind, int]:
-    """Returns, for each kind of fault, the requests that it disturbed.
+    """Returns the number of requests that each kind of fault disturbed.
 
-    A disturbed request was silent for `SILENCE_S` around the fault's begin, or was in flight then
-    and was placed or sent again.
+    A request is disturbed if it was silent for `SILENCE_S` around the fault's begin. It is also
+    disturbed if it was in flight at that time and was placed or sent again.
     """
     found: dict[FaultKind, set[int]] = {}
     for fault in faults:
@@ -236,14 +241,14 @@ def _is_hit(streams: Sequence[ReceivedStream], fault: Injected) -> bool:
 
 
 def _waits(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
-    """Returns the time from first sending a request to its first piece."""
+    """Returns the interval from the first sending of a request to its first piece, or none."""
     first = next((piece.at_s for stream in streams for piece in stream.pieces), None)
     return [] if first is None else [(streams[0].sent_s, first)]
 
 
 def _cause(gap: tuple[float, float], faults: Sequence[Injected]) -> Injected | None:
-    """Returns the first fault that began in a gap or shortly before it, else a fault that lasted
-    during the gap.
+    """Returns the fault that explains a gap: the first fault that began in the gap or shortly
+    before it. If there is none, returns a fault that was active during the gap.
     """
     begun_s, ended_s = gap
     began = [f for f in faults if begun_s - NOTICED_S <= f.begun_s <= ended_s]

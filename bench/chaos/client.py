@@ -1,10 +1,10 @@
-"""A client that repeats a request if its connection breaks, and the loads that it sends.
+"""A client that sends a request again if its connection breaks, and the loads of `bench chaos`.
 
-A gateway process that dies takes its connections with it. The client then connects again, which
-leads to another process, and sends the same request with the same seed. The answer is the same, so
-the part that was read before is skipped. Nothing else is repeated: a refusal, an error or a stream
-that ends early is the server's answer. During restarts of all gateways, refused connections are
-retried.
+When a gateway process dies, its connections break. The client then connects again, to another
+gateway process, and sends the same request with the same seed. The answer must be the same, so the
+client skips the part that it has already read. No other failure makes the client repeat a request:
+a refusal, an error or a stream that ends early counts as the server's answer. During restarts of
+all gateways, refused connections are retried.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ HEADERS = {"Content-Type": "application/json", "X-Baton-Timeline": "1"}
 
 
 class _NotReady(Exception):
-    """The gateway listens but knows no worker yet."""
+    """The gateway accepts connections, but it does not know any worker yet."""
 
 
 class ReconnectingClient:
-    """One server, over connections that each carry one request."""
+    """A client of one server. Each connection carries one request."""
 
     def __init__(
         self,
@@ -39,14 +39,18 @@ class ReconnectingClient:
         *,
         refused_for_s: float = 0.0,
     ) -> None:
-        """`refused_for_s`: longest time in which connections may be refused."""
+        """Sets up the client. `refused_for_s` is the longest time in which connections may be
+        refused.
+        """
         self._refused_for_s = refused_for_s
         self._session = session
         self._url = url
         self._clock = clock
 
     async def ask(self, ask: ChaosRequest) -> list[ReceivedStream]:
-        """Returns all streams of a request; only the last can be complete."""
+        """Sends a request, again if its connection breaks. Returns all its streams; only the last
+        can be complete.
+        """
         streams = [await self._send(ask)]
         while streams[-1].is_broken and len(streams) < MAX_SENDS:
             streams.append(await self._send(ask))
@@ -61,7 +65,9 @@ class ReconnectingClient:
             await pause(KNOCK_EVERY_S)
 
     async def _send_once(self, ask: ChaosRequest, begun_s: float) -> tuple[ReceivedStream, bool]:
-        """Returns the stream, and True if no gateway listens or serves yet."""
+        """Sends a request once. Returns the stream, and True if no gateway was ready to serve
+        it.
+        """
         reader = StreamReader(begun_s)
         try:
             return await self._read(ask, reader), False
@@ -92,17 +98,19 @@ class ReconnectingClient:
 
 # ---------------------------------------------------------------- loads
 
-AT_ONCE = 8  # concurrent requests of the undisturbed run, in which times do not matter
+AT_ONCE = 8  # concurrent requests of the undisturbed run, whose times are not compared
 
 
 class NotUndisturbed(BatonError):
-    """The undisturbed run is not clean, so there is nothing to compare with."""
+    """The undisturbed run has incomplete answers, so its answers cannot serve as a reference."""
 
 
 async def undisturbed(
     client: ReconnectingClient, asked: Sequence[ChaosRequest]
 ) -> list[ReceivedStream]:
-    """Returns every answer. Raises NotUndisturbed if an answer is not complete."""
+    """Plays all requests without faults and returns every answer. Raises NotUndisturbed if an
+    answer is not complete.
+    """
     waiting = deque(enumerate(asked))
     found: dict[int, ReceivedStream] = {}
 
@@ -123,7 +131,9 @@ async def undisturbed(
 async def open_loop(
     client: ReconnectingClient, asked: Sequence[ChaosRequest], due_s: Sequence[float], clock: Clock
 ) -> list[list[ReceivedStream]]:
-    """Sends each request when it is due, without waiting for earlier ones; returns all streams."""
+    """Sends each request at its due time, without waiting for earlier requests. Returns all
+    streams.
+    """
     start_s = clock.now_s()
     async with asyncio.TaskGroup() as group:
         tasks = []

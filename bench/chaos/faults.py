@@ -1,7 +1,8 @@
-"""Injects faults into a deployment, one after the other, and keeps their results.
+"""Injects faults into a deployment, one after the other, and records their results.
 
 The possible victims of a fault are a pure function of the controller's view (`candidates`). Only
-the deployment's processes get signals. Orders go to its controller, like an operator's orders.
+the deployment's processes get signals. Orders are sent to the deployment's controller, as an
+operator sends them.
 """
 
 import asyncio
@@ -23,21 +24,23 @@ from engine.clock import Clock
 from engine.errors import BatonError
 from engine.messages import Role
 
-RUNS_S, STANDS_S = 0.02, 0.08  # a slow worker alternately runs and is stopped for these times
+RUNS_S, STANDS_S = 0.02, 0.08  # a slow worker runs and is stopped in turn, for these times
 ORDER_WITHIN_S = 20.0
 GONE_WITHIN_S = 10.0
 REPLACED_WITHIN_S = 90.0
-CONTROLLER = "controller"  # the controller's name among victims
-STORE = "store"  # the store's name among victims
+CONTROLLER = "controller"  # name of the controller in the list of victims
+STORE = "store"  # name of the store in the list of victims
 STORE_PROGRAM = "-m deploy.store.main "
 KILLS = frozenset({FaultKind.KILL, FaultKind.POOL, FaultKind.GATEWAY, FaultKind.DISK_FULL})
 TOLD_WITHIN_S = 10.0
-RAREST_FIRST = 0.5  # share of the waiting time in which only the rarest kind may replace a fault
+# for this share of the waiting time, only the rarest kind may replace a fault that cannot be
+# injected
+RAREST_FIRST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class FaultVictim:
-    """The victim of a fault: its role if it is a worker, and the process ids of its services."""
+    """The victim of a fault: the process ids of its services, and its role if it is a worker."""
 
     name: str
     role: Role | None
@@ -52,22 +55,22 @@ class FaultFailed(BatonError):
 
 
 class Injector(Protocol):
-    """Injects some kinds of faults into a victim, and undoes them."""
+    """Injects certain kinds of faults into a victim, and undoes the faults."""
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Injects the fault and waits for its end; returns a detail for the report. Raises
+        """Injects the fault and waits until it is over. Returns a detail for the report. Raises
         FaultFailed.
         """
         ...
 
 
 def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> list[str]:
-    """Returns the names of possible victims. Excluded are victims of a running fault, and the last
-    working worker of a pool.
+    """Returns the names of possible victims. Victims of a running fault, and the last working
+    worker of a pool, are excluded.
 
-    If a whole pool is the victim, its name is the role; another pool must exist to stand in. While
-    a gateway process does not know all workers there are no victims: to that gateway, the victim
-    might be the last worker.
+    If the fault hits a whole pool, the victim's name is the role; another pool must exist to stand
+    in. While a gateway process does not know all workers, there are no victims: this gateway might
+    know only the victim.
     """
     gateways = [g for g in seen.gateways if g.works and g.members_version == seen.version]
     if not gateways or len(gateways) < len(seen.gateways):
@@ -98,7 +101,9 @@ def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> li
 
 
 def services_of(victim: str, seen: SeenPools) -> tuple[str, ...]:
-    """Returns the names of the services that a fault hits; for a pool, all its workers."""
+    """Returns the names of the services that a fault hits. If the victim is a pool, these are all
+    its workers.
+    """
     return tuple(w.worker_id for w in seen.workers if w.role == victim) or (victim,)
 
 
@@ -109,7 +114,7 @@ def pid_of(name: str, seen: SeenPools) -> int | None:
 
 
 class Signals:
-    """Faults by signals."""
+    """Injects faults by sending signals to processes."""
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
@@ -131,8 +136,8 @@ class Signals:
     async def _until_gone(self, pid: int) -> None:
         """Waits until the sockets of a killed process are closed. Raises FaultFailed.
 
-        On busy cores the sockets close after the memory is freed, and until then clients can still
-        connect.
+        On busy cores the kernel frees the memory first and closes the sockets later. Until the
+        sockets are closed, clients can still connect.
         """
 
         async def is_gone() -> bool:
@@ -162,12 +167,12 @@ class Signals:
 
 
 class Cuts:
-    """Network faults of a worker that has its own network place."""
+    """Cuts the network of a worker that has its own network place."""
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
         """Cuts off a worker, and any worker that is started in its place.
 
-        The commands block the event loop for some milliseconds, in which no stream is read.
+        The commands block the event loop for some milliseconds; no stream is read in this time.
         """
         try:
             with netns.cut_off(victim, pids[0]):
@@ -178,10 +183,10 @@ class Cuts:
 
 
 class FullDisks:
-    """Kills workers where no file can be written when they start again.
+    """Kills workers, and prevents their replacements from writing any file.
 
-    The process that forks workers sets the kernel's limit on file sizes to 0. So no process that
-    starts meanwhile can write a byte to a file. This needs neither root nor a separate disk.
+    Sets the kernel's limit on file sizes to 0 in the process that forks workers. A worker that
+    starts meanwhile cannot write a byte to a file. Neither root nor a separate disk is needed.
     """
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
@@ -189,7 +194,7 @@ class FullDisks:
         self._clock = clock
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Kills a worker. Returns the time until the deployment reported why the worker does not
+        """Kills a worker. Returns the seconds until the deployment reported why the worker cannot
         restart.
         """
         parent = parent_of(pids[0])
@@ -218,7 +223,7 @@ class FullDisks:
 
 
 def parent_of(pid: int, proc: Path = PROC) -> int | None:
-    """Returns the parent of a process; None if the process has ended."""
+    """Returns the process id of a process's parent; None if the process has ended."""
     try:
         status = (proc / str(pid) / "stat").read_text()
     except OSError:
@@ -227,20 +232,24 @@ def parent_of(pid: int, proc: Path = PROC) -> int | None:
 
 
 def store_process(deployment: OperatedDeployment) -> int | None:
-    """Returns the process id of the store, the child of its keeper; None if none runs now."""
+    """Returns the process id of the store, which is a child of the store's keeper; None if no store
+    runs.
+    """
     pids = (pid for pid, line in deployment.marked().items() if STORE_PROGRAM in line)
     return next(pids, None)
 
 
 class RayKills:
-    """Faults of the deployment's own Ray."""
+    """Kills processes of the deployment's own Ray."""
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Kills a process of Ray and waits until another one runs and the pools are whole."""
+        """Kills a process of Ray. Waits until a new one runs and the pools have their sizes
+        again.
+        """
         begun_s = self._clock.now_s()
         if not self._deployment.signal(pids[0], signal.SIGKILL):
             raise FaultFailed(f"{victim} is gone")
@@ -255,17 +264,18 @@ class RayKills:
 
 
 class Orders:
-    """Faults by orders of an operator: changes of roles."""
+    """Injects faults by an operator's orders, which change roles."""
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Flips or drains a worker, then restores its role; returns the seconds of the change.
+        """Flips or drains a worker, then restores its role. Returns the seconds that the change
+        took.
 
-        The role is restored even if the worker did not change it in time. Otherwise later faults
-        would hit changed pools.
+        The role is restored even if the worker did not change it in time. Otherwise the pools would
+        have other sizes during later faults.
         """
         begun_s = self._clock.now_s()
         try:
@@ -284,7 +294,9 @@ class Orders:
         return f"took {took_s:.1f} s"
 
     async def _order(self, kind: FaultKind, victim: str, role: Role) -> None:
-        """Changes the role and waits for it. Raises OrderFailed, FaultFailed."""
+        """Orders another role for a worker and waits until the worker has that role. Raises
+        OrderFailed, FaultFailed.
+        """
         if kind is FaultKind.FLIP:
             other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
             await self._deployment.flip(victim, other)
@@ -294,10 +306,10 @@ class Orders:
             await self._until(victim, "drained", Role.DRAINED)
 
     async def _give_back(self, victim: str, role: Role) -> None:
-        """Orders a worker back to its old role, unless that is its target role already. Raises
+        """Orders a worker back to its old role, unless that role is already ordered. Raises
         OrderFailed.
 
-        It retries while another worker must first replace this one, or while the controller is
+        Retries while another worker must first replace this one, or while the controller is
         stopped.
         """
 
@@ -315,7 +327,7 @@ class Orders:
             await self._deployment.flip(victim, role)
 
     async def _until(self, victim: str, state: str, role: Role) -> None:
-        """Waits until the worker is in this state and role. Raises FaultFailed."""
+        """Waits until the worker has this state and role. Raises FaultFailed."""
 
         async def has_come() -> bool:
             worker = (await self._deployment.check()).by_name.get(victim)
@@ -327,7 +339,7 @@ class Orders:
 
 
 class Director:
-    """Carries out a plan's faults when they are due."""
+    """Injects the faults of a plan at their due times."""
 
     def __init__(
         self,
@@ -344,15 +356,16 @@ class Director:
         self._counts: Counter[FaultKind] = Counter()
         self._waiting: list[Fault] = []  # faults that wait for a victim
         self._held: set[str] = set()
-        self._killed: dict[str, int] = {}  # process ids of killed services that are being replaced
+        # process ids of killed services, until the controller has replaced them
+        self._killed: dict[str, int] = {}
         self.injected: list[Injected] = []
         self.skipped: list[Fault] = []
 
     async def run(self, faults: Sequence[Fault], start_s: float) -> None:
-        """Injects each fault when it is due.
+        """Injects each fault at its due time.
 
-        A fault without a victim waits until the next one of its group (kills, or others) is due.
-        The fault that has waited longest goes first.
+        A fault without a possible victim waits until the next fault of its group (kills, or other
+        kinds) is due. The fault that has waited longest is injected first.
         """
         kills = [fault for fault in faults if fault.kind is FaultKind.KILL]
         others = [fault for fault in faults if fault.kind is not FaultKind.KILL]
@@ -375,7 +388,7 @@ class Director:
                 group.create_task(self._inject(*found))
 
     async def _find(self, fault: Fault, until_s: float) -> Found | None:
-        """Returns the fault to inject now, and its victim, whose processes are held."""
+        """Returns the fault to inject now and its victim; the victim's process ids are recorded."""
         rarest_until_s = self._clock.now_s() + RAREST_FIRST * (until_s - self._clock.now_s())
         while True:
             if fault is min(self._waiting, key=lambda waiting: waiting.at_s):
@@ -418,7 +431,8 @@ class Director:
     async def _inject(self, fault: Fault, victim: FaultVictim) -> None:
         begun_s, failure = self._clock.now_s(), None
         if fault.kind in KILLS:
-            self._killed.update(victim.pids)  # the controller still lists them until it notices
+            # the controller lists these processes until it detects their end
+            self._killed.update(victim.pids)
         detail = ""
         try:
             pids = [*victim.pids.values()]

@@ -1,26 +1,27 @@
-"""A network of namespaces, each of which can be cut off; one of them forwards.
+"""A network of Linux namespaces, each of which can be cut off. One namespace forwards packets.
 
     place ── gate ═ NAME ── hub ── NAME ═ gate ── place
 
 Each place has one connection, a veth pair to the hub. No namespace has a name in the file system. A
-namespace with its devices exists as long as a process is in it or holds its descriptor. So nothing
-is left behind, however these processes end. The machine's own network does not change: forwarding
-is a setting of the hub.
+namespace with its devices exists as long as a process is in it or holds its descriptor. So no
+namespace remains after these processes, even if they are killed. The machine's own network does not
+change: forwarding is a setting of the hub.
 
-A cut is silent, like one in the middle of a network. Packets vanish both ways, no interface goes
-down, and no connection is refused. The two ends of a pair have each other's hardware address by a
-permanent entry. A cut enters an unused address, and packets to it are dropped where they arrive.
-Permanent entries are never looked up, so senders hear of no failure.
+A cut is silent, like a broken cable in the middle of a network. Packets vanish both ways, no
+interface goes down, and no connection is refused. Each end of a pair has a permanent neighbour
+entry with the hardware address of the other end. A cut replaces that address by an unused one, so
+the other end drops the packets. The kernel does not verify permanent entries, so senders get no
+error.
 
-Addresses are out of 198.18.0.0/15, which is set aside for tests of networks (RFC 2544).
+Addresses are from 198.18.0.0/15, which RFC 2544 reserves for network tests.
 
-`own_places` puts each worker of a deployment into a place of its own. `baton serve --launcher
-process --places bench.chaos.netns:own_places` loads it (see `deploy/local/launcher.py`). The
-command runs in a hub. The gateways, which share a port, and the controller stay in the hub. Each
-worker gets a place with the worker's name, and a worker that is started again returns to it.
+`own_places` puts each worker of a deployment into its own place. `baton serve --launcher process
+--places bench.chaos.netns:own_places` loads it (see `deploy/local/launcher.py`). The command runs
+in a hub. The controller and the gateways, which share a port, stay in the hub. Each worker gets a
+place with the worker's name. A restarted worker gets the same place.
 
-The command ends when the bench ends, so a killed bench leaves neither processes nor namespaces. The
-bench's process id is in the environment as `STARTED_BY`. One exception: if the bench has just
+The command ends when the bench ends, so no process or namespace remains after a killed bench. The
+environment variable `STARTED_BY` has the bench's process id. One exception: if the bench has just
 stopped the command (`stop-controller`), processes and namespaces stay until the command is
 continued.
 """
@@ -44,43 +45,46 @@ from engine.errors import BatonError
 HUB = IPv4Address("198.18.0.1")
 MAX_PLACES = 253
 GATE = "gate"  # name of the device at a place's end of the pair
-HUB_END, PLACE_END = "169.254.0.1", "169.254.0.2"  # addresses of every pair's two ends
+HUB_END, PLACE_END = "169.254.0.1", "169.254.0.2"  # addresses of the two ends of every pair
 HUB_MAC, PLACE_MAC, UNUSED_MAC = (f"02:00:00:00:00:0{i}" for i in (1, 2, 3))
 CLONE_NEWNET = 0x40000000
 COMMAND_TIMEOUT_S = 20.0
 
 
 class Unavailable(BatonError):
-    """This machine or this user cannot have such a network; the text says why."""
+    """This machine or this user cannot create such a network. The message says why."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"a partition: {why}")
 
 
 class CommandFailed(BatonError):
-    """A command that should work has failed."""
+    """A command failed that should succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlace:
-    """A namespace, by an open descriptor, and the address at which all others reach it."""
+    """A namespace, as an open descriptor, and its address in the network."""
 
     fd: int
     address: str
 
     @property
     def path(self) -> str:
-        """Returns the path that tools accept as a namespace."""
+        """Returns a path to the namespace, for tools such as nsenter."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def entered(self) -> AbstractContextManager[None]:
-        """Moves the calling thread, and processes that it starts, into it during the context."""
+        """Moves the calling thread into this namespace during the context. Processes that the
+        thread starts are there too.
+        """
         return inside(self.fd)
 
 
 @contextmanager
 def hub() -> Iterator[None]:
-    """Moves the calling thread, and all that it starts, into a new hub during the context.
+    """Moves the calling thread into a new hub during the context. Processes that the thread starts
+    are there too.
 
     Raises Unavailable.
     """
@@ -108,9 +112,10 @@ def hub() -> Iterator[None]:
 
 
 def place(name: str, number: int) -> NetworkPlace:
-    """Makes a new place at the caller's hub; the hub's device to it has the place's name.
+    """Makes a new place at the caller's hub. The hub's network device for the place has the place's
+    name.
 
-    Numbers begin at 1, and each is used once per hub. The caller closes the descriptor.
+    Numbers begin at 1; a hub uses each number once. The caller must close the descriptor.
     """
     if not 1 <= number <= MAX_PLACES:
         raise ValueError(f"{number} is not a place's number: there are {MAX_PLACES}")
@@ -147,10 +152,10 @@ def place(name: str, number: int) -> NetworkPlace:
 
 @contextmanager
 def cut_off(name: str, pid: int) -> Iterator[None]:
-    """Cuts off the place of this name during the context. The process must be in that place.
+    """Cuts off the place of this name during the context. A process must be in the place.
 
-    The caller must be in the hub. Raises OSError if the process is gone, CommandFailed if there is
-    no such place.
+    The caller must be in the hub. Raises OSError if the process has ended, CommandFailed if there
+    is no such place.
     """
     there = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -165,7 +170,9 @@ def cut_off(name: str, pid: int) -> Iterator[None]:
 
 @contextmanager
 def inside(fd: int) -> Iterator[None]:
-    """Moves the calling thread, and processes that it starts, into it during the context."""
+    """Moves the calling thread into a process's namespace during the context. Processes that the
+    thread starts are there too.
+    """
     before = _here()
     try:
         _enter(fd)
@@ -178,12 +185,14 @@ def inside(fd: int) -> Iterator[None]:
 
 
 def ip(*commands: str) -> None:
-    """Carries out commands of ip(8) in the calling thread's namespace. Raises CommandFailed."""
+    """Runs commands of ip(8) in the calling thread's namespace. Raises CommandFailed."""
     run("ip", "-batch", "-", given="\n".join(commands))
 
 
 def run(*command: str, given: str = "") -> str:
-    """Runs a command; returns its standard output. Raises CommandFailed with its standard error."""
+    """Runs a command and returns its standard output. Raises CommandFailed with its standard
+    error.
+    """
     try:
         done = subprocess.run(
             command,
@@ -201,7 +210,9 @@ def run(*command: str, given: str = "") -> str:
 
 
 def _connect(name: str, there: int, *, hub_mac: str, place_mac: str) -> None:
-    """Sets the other end's address at both ends of a pair, even if the first one fails."""
+    """Sets the neighbour's hardware address at both ends of a pair. Tries the second end even if
+    the first one fails.
+    """
     try:
         ip(_aim(name, PLACE_END, place_mac))
     finally:
@@ -214,12 +225,12 @@ def _aim(device: str, address: str, mac: str) -> str:
 
 
 def _here() -> int:
-    """Returns a descriptor of the calling thread's namespace."""
+    """Returns an open descriptor of the calling thread's namespace."""
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _unshare() -> None:
-    """Moves the calling thread to a new namespace."""
+    """Moves the calling thread to a new network namespace."""
     _check(_libc.unshare(CLONE_NEWNET))
 
 
@@ -240,14 +251,14 @@ PR_SET_PDEATHSIG = 1
 
 
 class OwnPlaces:
-    """A network place for each worker, made at first use. Thread-safe."""
+    """Network places of workers. A place is made when it is first asked for. Thread-safe."""
 
     def __init__(self) -> None:
         self._places: dict[str, NetworkPlace] = {}
         self._lock = threading.Lock()
 
     def __call__(self, kind: str, name: str) -> NetworkPlace | None:
-        """Returns a worker's place; None for a gateway. Raises CommandFailed."""
+        """Returns the place of a worker, or None for a gateway. Raises CommandFailed."""
         if kind != "worker":
             return None
         with self._lock:
@@ -257,7 +268,7 @@ class OwnPlaces:
 
 
 def own_places() -> OwnPlaces:
-    """Makes this process end with the bench, and returns the places."""
+    """Makes this process end with the bench, and returns the workers' network places."""
     _end_with(int(os.environ[STARTED_BY]))
     return OwnPlaces()
 

@@ -1,4 +1,4 @@
-"""The plan of one `bench chaos`, and the faults that it injects. Pure.
+"""The plan of one run of `bench chaos`, with its load and its faults. Pure.
 
     kill             SIGKILL of a worker
     pool             SIGKILL of all workers of a pool at once
@@ -17,12 +17,12 @@
     everything       SIGKILL of `baton serve` and all gateways at once. The command starts again,
                      as under a service manager, and must go on as ordered, not as declared
 
-Kills, if asked for, come every `every_s`. A fault of another kind comes in the middle between two
-kills, so that it meets what the kill left. The other kinds take turns.
+If kills are requested, there is a kill every `every_s`. Between two kills there is one fault of
+another kind, so that it meets a deployment that still recovers. The other kinds are used in turn.
 
-`Fault.draw` decides the victim when the fault is due, among the possible ones (`chosen`). The
-question is whether others take over, so no fault but `pool` takes the last working worker of a
-pool. A kind without a victim gives way to one that has one, and is tried next.
+When a fault is due, `Fault.draw` selects one of the possible victims (`chosen`). The test is about
+failover, so only `pool` may hit the last working worker of a pool. If a kind has no possible
+victim, another kind replaces it, and the first kind is tried next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,18 +37,19 @@ from engine.config import Transport
 from engine.errors import ConfigError
 
 QUICK_REQUESTS = 60
-LASTS_S = (1.5, 4.0)  # duration of faults that end by themselves
-LONG_SILENCE_S = 14.0  # longer than the time after which a silent peer counts as dead
-LONG_SILENCES = 0.25  # share of stops and partitions that last for LONG_SILENCE_S
-# Due time of the first fault, in units of `every_s`: some requests have begun by then.
+LASTS_S = (1.5, 4.0)  # range of durations, in seconds, of temporary faults
+LONG_SILENCE_S = 14.0  # longer than the timeout after which a silent peer counts as dead
+LONG_SILENCES = 0.25  # share of stops and partitions that last LONG_SILENCE_S
+# Due time of the first fault, in units of `every_s`. Some requests are in flight by then.
 FIRST_AT = 0.5
-MARGIN = (0.3, 0.7)  # range of the place of another fault between two kills
+# range of the due time of a fault between two kills, as a share of the interval
+MARGIN = (0.3, 0.7)
 
 T = TypeVar("T")
 
 
 class FaultKind(StrEnum):
-    """What a fault does to a service."""
+    """The kinds of faults that can be injected into a service."""
 
     KILL = "kill"
     POOL = "pool"
@@ -77,10 +78,11 @@ BREAKS_CONNECTIONS = OF_GATEWAYS | {FaultKind.RAYLET, FaultKind.EVERYTHING}
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault due this many seconds after the load begins; `draw` in [0, 1).
+    """A fault that is due `at_s` seconds after the load begins. `draw`, in [0, 1), selects the
+    victim.
 
-    `silent_s` is the duration of kinds that silence a service, `lasts_s` that of other temporary
-    kinds.
+    `silent_s` is the duration for kinds that silence a service; `lasts_s` is the duration for other
+    temporary kinds.
     """
 
     at_s: float
@@ -91,7 +93,7 @@ class Fault:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds that the fault lasts."""
+        """Returns the duration of the fault in seconds."""
         if self.kind in SILENCES:
             return self.silent_s
         return self.lasts_s if self.kind in LASTING else 0.0
@@ -110,8 +112,8 @@ class ChaosPlan:
     spares: int = 0  # spare workers that replace dead ones
     kinds: tuple[FaultKind, ...] = (FaultKind.KILL,)
     seed: int = 0
-    kv_mib: int = 24  # per worker: too little to keep all prompts cached from run to run
-    store_mib: int = 0  # the store's memory; 0: there is no store. A store has a disk too
+    kv_mib: int = 24  # KV memory of a worker in MiB: too little to cache all prompts
+    store_mib: int = 0  # memory of the store in MiB, which also has a disk; 0: no store
 
     @property
     def duration_s(self) -> float:
@@ -120,32 +122,38 @@ class ChaosPlan:
 
     @property
     def is_partitioned(self) -> bool:
-        """True if each worker has a network place of its own, which can be cut off."""
+        """Returns True if each worker needs its own network place, so that it can be cut off."""
         return FaultKind.PARTITION in self.kinds
 
     @property
     def is_restarted(self) -> bool:
-        """True if the command is killed and started again."""
+        """Returns True if the plan has a fault that kills and restarts the `baton serve`
+        command.
+        """
         return FaultKind.EVERYTHING in self.kinds
 
     @property
     def has_store(self) -> bool:
-        """True if prompts may come from a store."""
+        """Returns True if the deployment has a store."""
         return self.store_mib > 0
 
     @property
     def launcher(self) -> str:
-        """Returns the launcher. Only faults of Ray need Ray: processes start sooner than actors."""
+        """Returns the launcher: Ray if there are faults of Ray, else processes, which start
+        faster.
+        """
         return "ray" if OF_RAY & set(self.kinds) else "process"
 
     @property
     def kv_transport(self) -> Transport:
-        """Returns the KV transport: one that a cut network stops, unlike shared memory."""
+        """Returns the KV transport. With partitions it must be one that uses the network, unlike
+        shared memory.
+        """
         return Transport.ZMQ if self.is_partitioned else Transport.AUTO
 
 
 def check(plan: ChaosPlan) -> ChaosPlan:
-    """Returns the plan. Raises ConfigError if the plan could prove nothing."""
+    """Returns the plan unchanged. Raises ConfigError if the plan cannot test anything."""
     if not plan.kinds:
         raise ConfigError("chaos needs at least one kind of fault")
     if OF_GATEWAYS & set(plan.kinds) and plan.gateways < 2:
@@ -168,23 +176,24 @@ def check(plan: ChaosPlan) -> ChaosPlan:
 
 
 def quick(plan: ChaosPlan) -> ChaosPlan:
-    """Returns a plan with few requests, which takes under 50 s."""
+    """Returns a plan with few requests. A run of it takes under 50 s."""
     return replace(plan, num_requests=min(plan.num_requests, QUICK_REQUESTS))
 
 
 def due_times_s(plan: ChaosPlan) -> list[float]:
-    """Returns when each request is due, in seconds from the begin of the load."""
+    """Returns the due times of all requests, in seconds from the begin of the load."""
     rng = Random(f"{plan.seed}/arrivals")
     return arrival_times_s(plan.rate_per_s, plan.num_requests, burstiness=1.0, rng=rng)
 
 
 def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
-    """Returns all faults in order. The plan alone determines them."""
+    """Returns all faults in order of due time. They depend on the plan only."""
     rng = Random(f"{plan.seed}/faults")
     others = [kind for kind in plan.kinds if kind is not FaultKind.KILL]
     kills = FaultKind.KILL in plan.kinds
     faults = []
-    deck: list[FaultKind] = []  # every kind comes once before a kind is repeated
+    # shuffled kinds: each kind is used once before any kind is used again
+    deck: list[FaultKind] = []
     at_s = FIRST_AT * plan.every_s
     while at_s < plan.duration_s:
         if kills:
@@ -198,7 +207,7 @@ def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
 
 
 def is_full(plan: ChaosPlan) -> bool:
-    """True if the run is long enough for each kind of fault to occur."""
+    """Returns True if the run is long enough for each kind of fault to occur."""
     return {fault.kind for fault in faults_of(plan)} == set(plan.kinds)
 
 
@@ -210,9 +219,10 @@ def _fault(kind: FaultKind, at_s: float, rng: Random) -> Fault:
 def kinds_in_turn(
     kinds: Sequence[FaultKind], fault: Fault, counts: Mapping[FaultKind, int]
 ) -> list[FaultKind]:
-    """Returns the kinds that may replace a fault, the rarest so far first.
+    """Returns the kinds that may replace a fault, in order of their number so far, the rarest
+    first.
 
-    A kill is never replaced. Other kinds are replaced by the plan's kinds that are not kills.
+    A kill is never replaced. Other kinds are replaced by kinds of the plan that are not kills.
     """
     if fault.kind is FaultKind.KILL:
         return [fault.kind]
@@ -221,7 +231,7 @@ def kinds_in_turn(
 
 
 def chosen(fault: Fault, eligible: Sequence[T]) -> T | None:
-    """Chooses the victim among the possible ones; their order does not matter."""
+    """Chooses the victim among the possible ones. The order of `candidates` has no influence."""
     return eligible[int(fault.draw * len(eligible))] if eligible else None
 
 

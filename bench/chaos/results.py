@@ -56,14 +56,14 @@ MUST_BE_ZERO = (
     "unfinished",
     "missing",
 )
-STALL_GOAL_S = 10.0  # goal for longest_stall_s; the command does not fail if it is missed
-NUM_TOLD = 5  # examples that are printed for each kind of failure
-NEAR_S = 20.0  # faults this close to a request are reported with it
+STALL_GOAL_S = 10.0  # goal for longest_stall_s; the command succeeds even if the goal is missed
+NUM_TOLD = 5  # number of examples that are printed for each kind of failure
+NEAR_S = 20.0  # faults within this many seconds of a request are reported with it
 
 
 @dataclass(frozen=True, slots=True)
 class LeftBehind:
-    """What is left over at the end: blocks, leases, processes."""
+    """Blocks, leases and processes that are left at the end of the run."""
 
     blocks: int
     leases: int
@@ -75,7 +75,7 @@ class LeftBehind:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """An absence of a worker, as the controller saw it."""
+    """A time without a worker, as the controller observed it."""
 
     worker: str
     seconds: float
@@ -83,12 +83,13 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class ChaosRun:
-    """The result of a run."""
+    """All measurements and verdicts of a run."""
 
     plan: ChaosPlan
     asked: tuple[ChaosRequest, ...]
     expected: tuple[Reply, ...]
-    streams: tuple[tuple[ReceivedStream, ...], ...]  # all streams of each request
+    # all streams of each request, in order of the requests
+    streams: tuple[tuple[ReceivedStream, ...], ...]
     verdicts: tuple[RequestVerdict, ...]
     injected: tuple[Injected, ...]
     skipped: tuple[Fault, ...]
@@ -98,12 +99,12 @@ class ChaosRun:
     duration_s: float
 
     def requests_of(self, end: RequestEnd) -> list[int]:
-        """Returns the requests with this outcome."""
+        """Returns the verdicts of requests with this outcome."""
         return [i for i, verdict in enumerate(self.verdicts) if verdict.end is end]
 
 
 def figures_of(run: ChaosRun) -> dict[str, Figure]:
-    """Returns all figures of one run."""
+    """Returns all figures of one run, by name."""
     kinds = Counter(fault.kind for fault in run.injected)
     hit = affected(run.streams, run.injected)
     firsts_s = [s[0].at_s - t for s, t in ((_pieces(r), r[0].sent_s) for r in run.streams) if s]
@@ -150,7 +151,7 @@ def results(run: ChaosRun) -> tuple[Result, ...]:
 
 
 def row_of(run: ChaosRun) -> dict[str, Figure]:
-    """Returns the main figures of a run with one kind of fault, under that kind's name."""
+    """Returns the main figures of a run with a single kind of fault. The names contain the kind."""
     found = figures_of(run)
     [kind] = run.plan.kinds
     wrong = ("leaked_blocks", "leaked_leases", "leaked_processes")
@@ -167,9 +168,9 @@ def row_of(run: ChaosRun) -> dict[str, Figure]:
 
 
 def missing(run: ChaosRun) -> list[FaultKind]:
-    """Returns the requested kinds that hit no service, although there was time for each.
+    """Returns the planned kinds that hit no service.
 
-    A run that is too short for all kinds must have had one fault of any kind.
+    A run that is too short for all kinds needs only one fault of any kind.
     """
     if run.injected and not is_full(run.plan):
         return []
@@ -177,13 +178,15 @@ def missing(run: ChaosRun) -> list[FaultKind]:
 
 
 def has_passed(found: Sequence[Result]) -> bool:
-    """True if nothing was lost, changed or leaked, and all required faults came."""
+    """Returns True if nothing was lost, changed or leaked, and no planned kind of fault is
+    missing.
+    """
     names = (*MUST_BE_ZERO, "leaked", "wrong")
     return not any(each.value for each in found if each.name.rpartition("/")[2] in names)
 
 
 def complaints(run: ChaosRun) -> list[str]:
-    """Describes each failure, with the facts that help to find the reason."""
+    """Describes each failure, with facts that help to find its cause."""
     lines = [f"{kind}: requested, but hit no service" for kind in missing(run)]
     for end in (RequestEnd.LOST, RequestEnd.CHANGED):
         numbers = run.requests_of(end)
@@ -205,7 +208,7 @@ def complaints(run: ChaosRun) -> list[str]:
 
 
 def _faults_of(run: ChaosRun, number: int) -> str:
-    """Returns the times of a request's streams, and of gateway faults near them, in seconds."""
+    """Returns the times of a request's streams and of gateway faults close to them, in seconds."""
     streams = run.streams[number]
     begun_s = streams[0].sent_s
     told = [f"sent {s.sent_s - begun_s:.1f}..{s.ended_s - begun_s:.1f}" for s in streams]
@@ -218,9 +221,9 @@ def _faults_of(run: ChaosRun, number: int) -> str:
 
 
 def story(run: ChaosRun) -> list[str]:
-    """Returns lines on the longest stall, its fault and its goal.
+    """Returns lines about the longest stall, the fault that caused it, and the goal.
 
-    For a run that is too short to judge, they name the kinds of faults that did not occur.
+    For a run that is too short for all kinds, the lines also name the kinds that did not occur.
     """
     stall = longest_stall(run.streams, run.injected)
     cause = "no fault" if stall.fault is None else str(stall.fault)

@@ -1,4 +1,6 @@
-"""Runs `bench chaos`: a real deployment plays requests undisturbed, then with faults."""
+"""Runs `bench chaos`: plays requests on a real deployment, first without faults, then with
+faults.
+"""
 
 import asyncio
 from collections import Counter
@@ -73,26 +75,28 @@ from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import Clock, MonotonicClock
 from engine.messages import Role
 
-PLACES = "bench.chaos.netns:own_places"  # puts each worker into a network place of its own
+# the function that puts each worker into its own network place
+PLACES = "bench.chaos.netns:own_places"
 REQUEST_TIMEOUT_S = 120.0
 REPLACES_ALL = frozenset({FaultKind.RAYLET, FaultKind.EVERYTHING})
-# Longest time in which connections may be refused while all gateways are replaced.
+# Longest time in seconds in which connections may be refused while all gateways are replaced.
 REFUSED_FOR_S = 60.0
-STEADY_AFTER_S = 5.0  # a service that is killed after this time does not count as unable to start
+# a service that is killed this many seconds after its start does not count as unable to start
+STEADY_AFTER_S = 5.0
 GONE_WITHIN_S = 60.0
-GONE_AFTER_S = 5.0  # time for processes to end that the command does not wait for
+GONE_AFTER_S = 5.0  # seconds in which processes must end that the command does not wait for
 WATCH_EVERY_S = 0.5
 
 
 def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
     """Carries out the plan.
 
-    Raises ServerFailed, ServerUnreachable, NotUndisturbed, StoreUnseen, and netns.Unavailable if a
-    network is to be partitioned and this machine or user cannot have one.
+    Raises ServerFailed, ServerUnreachable, NotUndisturbed and StoreUnseen. Raises netns.Unavailable
+    if the plan has partitions and this machine or user cannot have a cut network.
     """
     options: Options = {
         "--prefill": plan.prefill,
-        # One worker is ordered later: the restart must bring it back.
+        # One decode worker is added later by an order. The restarted deployment must have it again.
         "--decode": plan.decode - plan.is_restarted,
         "--weights": "int8",
         "--kv-mib": plan.kv_mib,
@@ -104,7 +108,7 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
         "BATON_POOLS__STEADY_S": str(STEADY_AFTER_S),
         "BATON_POOLS__SPARES": str(plan.spares),
     }
-    if plan.is_restarted:  # a restart needs the same port and the same file of orders
+    if plan.is_restarted:  # the restarted command needs the same port and the same file of orders
         options = {**options, "--port": free_port()}
         environment["BATON_ADMIN__NAME"] = "chaos"
     with ExitStack() as stack:
@@ -124,7 +128,7 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
 async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) -> ChaosRun:
     clock = MonotonicClock()
     whole = partial(is_whole, plan=plan)
-    # Each new connection may reach another gateway process.
+    # Without reuse, each new connection may be accepted by another gateway process.
     async with deployment.connected(REQUEST_TIMEOUT_S, reuses_connections=False) as session:
         model = await ServeClient(session, ServeTarget(deployment.url), clock).first_model()
         asked = chaos_requests(
@@ -192,7 +196,9 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
 
 
 async def _end(deployment: OperatedDeployment, clock: Clock) -> list[str]:
-    """Ends the deployment as a user does; returns the processes that are still alive afterwards."""
+    """Ends the deployment as a user does. Returns the process ids that are still alive
+    afterwards.
+    """
 
     async def ended() -> bool:
         return deployment.has_ended()
@@ -207,9 +213,10 @@ async def _end(deployment: OperatedDeployment, clock: Clock) -> list[str]:
 
 
 def is_whole(seen: SeenPools, plan: ChaosPlan) -> bool:
-    """True if the pools have their planned sizes and are idle.
+    """Returns True if the pools have their planned sizes and all workers are idle.
 
-    The controller's own view is not enough, because its last order may be one that was not undone.
+    The controller's own view does not suffice: a role change that a fault did not undo would look
+    planned.
     """
     roles = Counter(worker.role for worker in seen.workers if worker.works)
     as_planned = roles == {Role.PREFILL: plan.prefill, Role.DECODE: plan.decode}
@@ -217,16 +224,16 @@ def is_whole(seen: SeenPools, plan: ChaosPlan) -> bool:
 
 
 class _Watch:
-    """Watches for absent workers until it is cancelled."""
+    """Records the times in which workers are absent, until it is cancelled."""
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
-        self._absent_s: dict[str, float] = {}  # time since which each worker has been absent
+        self._absent_s: dict[str, float] = {}  # begin of each worker's current absence, by worker
         self.outages: list[Outage] = []
 
     async def run(self) -> None:
-        """Polls the pools for ever."""
+        """Polls the pools until it is cancelled."""
         while True:
             now_s = self._clock.now_s()
             for worker in (await self._deployment.check()).workers:
@@ -308,5 +315,5 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
 
 
 def _report_name(plan: ChaosPlan) -> str:
-    """Returns the report's name: a run with a single kind of fault has a report of its own."""
+    """Returns the report's name. A run with a single kind of fault has its own report."""
     return "faults" if len(plan.kinds) > 1 else str(plan.kinds[0])

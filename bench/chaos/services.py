@@ -1,8 +1,9 @@
-"""Faults of a deployment's store, what it holds after them, and restarts of everything at once.
+"""Kills of a deployment's store, checks of the store's content, and restarts of all processes.
 
-A store is two processes: the keeper, which the controller watches, and its child, which does the
-work. If the child dies, the keeper starts another one, which finds its blocks in memory. If the
-keeper dies, its child ends too; the controller starts another keeper, with blocks from disk only.
+A store consists of two processes: the keeper, which the controller watches, and the keeper's child,
+which serves requests. If the child dies, the keeper starts a new child, which reuses the blocks in
+memory. If the keeper dies, its child ends too. The controller then starts a new keeper, whose store
+has only the blocks on disk.
 """
 
 import asyncio
@@ -25,11 +26,11 @@ IDLE_WITHIN_S = 20.0
 
 
 class StoreUnseen(BatonError):
-    """The deployment should have a store, but its gateways know none."""
+    """The deployment should have a store, but its gateways do not know any."""
 
 
 class StoreKills:
-    """Kills the store's process and its keeper alternately."""
+    """Kills the store's process and the store's keeper in turn."""
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
@@ -37,7 +38,9 @@ class StoreKills:
         self._num = 0
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Returns what was killed, and the time until a new process ran. Raises FaultFailed."""
+        """Kills one process. Returns its name, and the time until a new process ran. Raises
+        FaultFailed.
+        """
         keeper = parent_of(pids[0])
         if keeper is None or keeper not in self._deployment.marked():
             raise FaultFailed("the store has no keeper")
@@ -62,16 +65,16 @@ class StoreKills:
 
 @dataclass(frozen=True, slots=True)
 class StoreLeft:
-    """What a store holds at the end: its blocks, and leaks."""
+    """The blocks, leaked blocks and offers of a store at the end of a run."""
 
     num_blocks: int = 0  # blocks in memory
-    leaked_blocks: int = 0  # slots neither free nor cached, or missing
+    leaked_blocks: int = 0  # slots that are neither free nor cached, or that are missing
     leaked_leases: int = 0
-    num_offers: int = 0  # prefixes that it leased since its process started
+    num_offers: int = 0  # prefixes that the store leased since its process started
 
 
 def left_of(samples: Mapping[str, float], slots: float) -> StoreLeft:
-    """Computes what an idle store with `slots` slots holds, from its metric samples. Pure."""
+    """Computes the content of an idle store with `slots` slots from its metric samples. Pure."""
     resting = samples.get("slots:free", 0.0) + samples.get("slots:cached", 0.0)
     return StoreLeft(
         num_blocks=int(samples.get("slots:cached", 0.0)),
@@ -82,7 +85,9 @@ def left_of(samples: Mapping[str, float], slots: float) -> StoreLeft:
 
 
 async def slots_of_store(session: aiohttp.ClientSession, url: str, clock: Clock) -> float:
-    """Waits until a gateway knows the store, and returns its slots. Raises StoreUnseen."""
+    """Waits until a gateway knows the store. Returns the number of the store's slots. Raises
+    StoreUnseen.
+    """
     found = 0.0
 
     async def is_known() -> bool:
@@ -98,7 +103,7 @@ async def slots_of_store(session: aiohttp.ClientSession, url: str, clock: Clock)
 async def idle_store(
     session: aiohttp.ClientSession, url: str, slots: float, clock: Clock
 ) -> StoreLeft:
-    """Waits until the store is idle and holds no lease; returns what it holds then."""
+    """Waits until the store is idle and has no open lease. Returns its content."""
     left = StoreLeft()
 
     async def is_idle() -> bool:
@@ -115,8 +120,8 @@ SETTLED_WITHIN_S = 60.0
 
 
 class WholeRestarts:
-    """Acts as the service manager of a deployment: waits until all processes have ended, then
-    starts the command again.
+    """Acts as a service manager: waits until all processes of a deployment have ended, then starts
+    the command again.
     """
 
     def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
@@ -124,12 +129,13 @@ class WholeRestarts:
         self._clock = clock
 
     async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
-        """Kills and restarts everything. Returns the time without any gateway. Raises
-        FaultFailed.
+        """Kills all processes and starts the command again. Returns the seconds without any
+        gateway. Raises FaultFailed.
         """
         gateways = [each.pid for each in (await self._deployment.check()).gateways]
         begun_s = self._clock.now_s()
-        # Gateways first: a gateway without its controller would end its answers with an error.
+        # Gateways are killed first: a gateway without its controller would send errors to its
+        # clients.
         for pid in (*gateways, *pids):
             if pid is None or not self._deployment.signal(pid, signal.SIGKILL):
                 raise FaultFailed(f"process {pid} is gone")

@@ -1,13 +1,13 @@
 """The requests of `bench chaos`, and streamed answers as the client received them. Pure.
 
-Requests are a function of the seed. They cover what must survive a fault: greedy and sampled
-answers, several choices, penalties and biases, grammars, log-probabilities, stop strings, both
-endpoints. Each request has a seed, so that its answer is fixed. Prompts share prefixes, as an
-application's prompts do, so caches are used.
+Requests are a function of the seed. Together they use all features that must survive a fault:
+greedy and sampled answers, several choices, penalties and biases, grammars, log-probabilities, stop
+strings, both endpoints. Each request has a seed, so that its answer is fixed. Prompts share
+prefixes, like prompts of an application, so prefix caches are used.
 
-Bytes and their times go in, a `ReceivedStream` comes out: its pieces, and how the stream ended.
-`bench.client.answers` measures latency; this module keeps the text, even text that should not have
-been sent. `bench.chaos.checker` judges it.
+`StreamReader` turns the received bytes and their arrival times into a `ReceivedStream`: the pieces
+of the answer, and how the stream ended. `bench.client.answers` measures latency. This module keeps
+all text, also text after the end of an answer; `bench.chaos.checker` judges the text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,8 @@ from bench.client.stream import DONE, ChunkChoice, ChunkLogprobs, SseParser, dec
 from bench.common.prompts import WORDS
 
 NUM_PREFIXES = 8
-PREFIX_LEN = (32, 128)  # length, in tokens or words, of the prefix that prompts of one group share
+# range of lengths of the prefix that the prompts of a group share, in tokens or words
+PREFIX_LEN = (32, 128)
 OWN_LEN = (8, 256)
 OUTPUT_LEN = (64, 384)
 SCHEMA = {
@@ -40,7 +41,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChaosRequest:
-    """One request: a body for an endpoint, and its number of choices."""
+    """One request: its endpoint, its body, and its number of choices."""
 
     kind: str
     path: str
@@ -49,7 +50,7 @@ class ChaosRequest:
 
 
 def chaos_requests(num: int, *, vocab: Sequence[int], model: str, seed: int) -> list[ChaosRequest]:
-    """Returns `num` requests, of all kinds."""
+    """Returns `num` requests. All kinds of requests occur."""
     rng = Random(f"{seed}/asks")
     prefixes = [_tokens(rng, vocab, PREFIX_LEN) for _ in range(NUM_PREFIXES)]
     preambles = [_words(rng, PREFIX_LEN) for _ in range(NUM_PREFIXES)]
@@ -148,7 +149,9 @@ def _words(rng: Random, length: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedPiece:
-    """A part of one choice from one event; `logprobs` describe its tokens, if requested."""
+    """A piece of one choice, from one event. `logprobs` describe its tokens, if they were
+    requested.
+    """
 
     at_s: float
     choice: int
@@ -159,7 +162,9 @@ class ReceivedPiece:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedUsage:
-    """Tokens as the server counted them, without cached ones, which depend on earlier requests."""
+    """Token counts from the server. Cached tokens are left out, because they depend on earlier
+    requests.
+    """
 
     prompt_tokens: int | None
     completion_tokens: int | None
@@ -167,21 +172,21 @@ class ReceivedUsage:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedStream:
-    """An answer, or the part that arrived; `failure` says why the rest is missing."""
+    """An answer, or the part of it that arrived. `failure` says why the rest is missing."""
 
     sent_s: float
     ended_s: float
     pieces: tuple[ReceivedPiece, ...] = ()
     usages: tuple[ReceivedUsage, ...] = ()
-    num_done: int = 0  # number of end marks
+    num_done: int = 0  # number of end marks in the stream
     num_after_done: int = 0  # number of events after the end mark
-    num_attempts: int = 1  # number of placements by the router
+    num_attempts: int = 1  # number of times that the router placed the request
     failure: str | None = None
     is_broken: bool = False  # the connection ended before the answer did
 
 
 class StreamReader:
-    """Reads one answer: call `feed` for each piece of the body, then one other method once."""
+    """Reads one answer. Call `feed` for each piece of the body, then exactly one other method."""
 
     def __init__(self, sent_s: float) -> None:
         self._sent_s = sent_s
@@ -194,7 +199,7 @@ class StreamReader:
         self._failure: str | None = None
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Reads the bytes that arrived at `now_s`."""
+        """Parses the bytes that arrived at `now_s`."""
         for event in self._parser.feed(data):
             self._add(event.data, now_s)
 
@@ -203,7 +208,7 @@ class StreamReader:
         return self._stream(now_s, self._failure, is_broken=False)
 
     def refuse(self, why: str, now_s: float) -> ReceivedStream:
-        """Returns the stream after the server refused or the request timed out."""
+        """Returns the stream after the server refused the request, or after a timeout."""
         return self._stream(now_s, self._failure or why, is_broken=False)
 
     def fail(self, why: str, now_s: float) -> ReceivedStream:
@@ -246,8 +251,8 @@ class StreamReader:
 
 
 def _pieces(choices: Sequence[ChunkChoice], now_s: float) -> list[ReceivedPiece]:
-    """Returns an event's pieces, without chunks that have no content, such as a chat's first
-    chunk with the role.
+    """Returns the pieces of an event. Chunks without content are left out, such as the first chunk
+    of a chat, which only has the role.
     """
     pieces = []
     for choice in choices:

@@ -1,19 +1,21 @@
 """One request to an OpenAI-compatible server: encodes its body, reads its streamed answer.
 
-Pure: the shell passes in bytes with their arrival time, and gets an `Answer` or a `Failure`.
+Pure: the shell passes in bytes with their arrival times, and the result is an `Answer` or a
+`Failure`.
 
-Times are seconds of one monotonic clock at the client. They count from the moment at which the HTTP
-client gets the request, so they include opening a connection:
+Times are seconds of one monotonic clock at the client. Each is measured from the moment when the
+HTTP client gets the request, so it includes the time to open a connection:
 
 | TTFT | first content chunk - sent                                              |
 | ITL  | each gap between consecutive content chunks                             |
 | TPOT | (last - first content chunk) / (n_out - 1); not defined for n_out = 1   |
 | E2E  | last content chunk - sent = TTFT + (n_out - 1) · TPOT                   |
 
-n_out is `completion_tokens` of the server's usage; without usage, the number of content chunks.
-A content chunk carries text or reasoning; role, finish and usage chunks carry none. A chunk can
-hold several tokens (speculation, batched frames) or none (half a character). Then gaps are between
-chunks and not between tokens: `tokens/per_chunk` in the report gives the proportion.
+n_out is `completion_tokens` of the server's usage; without usage, the number of content chunks. A
+content chunk carries text or reasoning; role, finish and usage chunks carry none. A chunk can hold
+several tokens (speculation, batched frames) or none (half a character). Gaps are therefore times
+between chunks, not between tokens. `tokens/per_chunk` in the report is the mean number of tokens
+per chunk.
 """
 
 from collections.abc import Mapping
@@ -37,49 +39,50 @@ from bench.common.prompts import Messages, Prompt
 
 
 class Endpoint(StrEnum):
-    """One of the two OpenAI endpoints."""
+    """One of the two OpenAI endpoints: chat or text completions."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
 
     @property
     def path(self) -> str:
-        """Returns the endpoint's path under the server's URL."""
+        """Returns the path of the endpoint, to append to the server's URL."""
         return "/v1/chat/completions" if self is Endpoint.CHAT else "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete answer."""
+    """A complete answer: its times, token counts and text."""
 
     sent_s: float
     chunk_times_s: tuple[float, ...]  # arrival of each content chunk; never empty
     num_output_tokens: int
     num_prompt_tokens: int | None  # None: the server sent no usage
     num_cached_tokens: int | None
-    timeline_s: Mapping[str, float]  # Baton's stages and KV times; empty from other servers
-    said: str = ""  # the text without reasoning, if the reader was told to keep it
+    # seconds of Baton's stages and of KV transfers; empty from other servers
+    timeline_s: Mapping[str, float]
+    said: str = ""  # the text without reasoning, if the reader keeps texts
 
     @property
     def ttft_s(self) -> float:
-        """Returns the time to the first content chunk."""
+        """Returns the seconds from sending to the first content chunk."""
         return self.chunk_times_s[0] - self.sent_s
 
     @property
     def e2e_s(self) -> float:
-        """Returns the time to the last content chunk."""
+        """Returns the seconds from sending to the last content chunk."""
         return self.chunk_times_s[-1] - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Returns the mean time per token after the first; None if there was only one token."""
+        """Returns the mean seconds per token after the first; None if the answer has one token."""
         if self.num_output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Returns the times between consecutive content chunks."""
+        """Returns the seconds between consecutive content chunks."""
         return [later - earlier for earlier, later in pairwise(self.chunk_times_s)]
 
 
@@ -103,7 +106,7 @@ def request_body(
     output_len: int,
     temperature: float,
 ) -> bytes:
-    """The JSON of one streamed request for exactly `output_len` tokens.
+    """Returns the JSON body of a streamed request that asks for exactly `output_len` tokens.
 
     For the chat endpoint, `prompt` is the text of one message, or a list of messages.
     """
@@ -123,7 +126,7 @@ def request_body(
 
 
 class AnswerReader:
-    """Reads one streamed answer: `feed` for every piece of the body, then `finish`, once."""
+    """Reads one streamed answer. Call `feed` for every piece of the body, then `finish` once."""
 
     def __init__(self, sent_s: float, *, keeps_text: bool = False) -> None:
         self._sent_s = sent_s
@@ -136,13 +139,14 @@ class AnswerReader:
         self._failure: Failure | None = None
 
     def feed(self, piece: bytes, now_s: float) -> None:
-        """Takes bytes that arrived at `now_s`."""
+        """Parses bytes that arrived at `now_s`."""
         for event in self._parser.feed(piece):
             self._add(event, now_s)
 
     def finish(self) -> Answer | Failure:
-        """Returns the answer or the failure, once the stream has ended."""
-        # An event that was cut short may be incomplete, unless it is the end mark.
+        """Returns the answer or the failure, after the stream has ended."""
+        # An event that the end of the stream cut short may be incomplete, unless it is the end
+        # mark.
         if any(event.data == DONE for event in self._parser.finish()):
             self._complete = True
         if self._failure is not None:
@@ -174,7 +178,8 @@ class AnswerReader:
             if self._said is not None:
                 self._said += [choice.said for choice in choices]
         if any(choice.finish_reason for choice in choices):
-            self._complete = True  # some servers never send [DONE]
+            # a finish reason completes the answer, because some servers never send [DONE]
+            self._complete = True
         self._usage = chunk.usage or self._usage
         self._timeline_s.update(_stages(chunk.baton_timeline or {}))
 
@@ -195,7 +200,9 @@ class AnswerReader:
 
 
 def _stages(timeline: Mapping[str, object]) -> dict[str, float]:
-    """Returns the durations of stages and of the KV transfer, in seconds, without nulls."""
+    """Returns the seconds of Baton's stages and of KV transfers. Stages that are null are left
+    out.
+    """
     return {
         name.removesuffix("_s"): value
         for name, value in timeline.items()

@@ -1,13 +1,13 @@
 """Figures, goodput and warnings of one run of load against a server. Pure.
 
-Figures are in milliseconds, as in reports. Latencies are of complete answers only. Failures
-are counted by kind, and a failed request meets no SLO. Throughput is the tokens of complete answers
-over the time from the first request's due time to the end of the last request.
+Latencies are in milliseconds and include complete answers only. Failures are counted by kind; a
+failed request meets no SLO. Throughput is the tokens of complete answers, divided by the time from
+the first request's due time to the end of the last request.
 
-`ttft` and `e2e` count from the moment of sending. `ttft_due` and `e2e_due` count from the request's
-planned time: they include the client's lateness and the wait for a slot. Only these show the delay
-of requests that a slow server kept from being sent (Gil Tene's "coordinated omission"). Goodput
-counts from the due time.
+`ttft` and `e2e` begin when the request is sent. `ttft_due` and `e2e_due` begin at the request's due
+time, so they include the client's lateness and the wait for a slot. Only the `_due` figures include
+the delay of requests that could not be sent because the server was slow (Gil Tene's "coordinated
+omission"). Goodput counts from the due time.
 
 `client/*` is the client's own processor time: as a share of the machine, per request, and per
 content chunk.
@@ -21,7 +21,7 @@ Goodput, three definitions, side by side because published figures use all three
 - `goodput/requests`: requests/s with TTFT and TPOT inside their bounds; vLLM's and AIPerf's
   `--goodput`.
 
-A missing bound is met. An answer of one token meets any bound on TPOT.
+A bound that is not set counts as met. An answer of one token meets any bound on TPOT.
 """
 
 from collections import Counter
@@ -34,11 +34,13 @@ from bench.common.stats import mean_of_longest, summarize
 from engine.errors import BatonError
 
 TBT_SHARE = 0.1
-LATE_MS = 10.0  # if the client's p99 lateness is larger, the load differed from the plan
+# if the client's p99 lateness is larger, a warning says that the load differed from the plan
+LATE_MS = 10.0
 LENGTH_TOLERANCE = 0.1
 CACHED_SHARE = 0.1
-MOST_CLIENT_SHARE = 0.05  # most processor time that the client may use, as a share of the machine
-MEASURES = {  # entries of the timeline that are no stages, because they overlap with stages
+# a warning is printed if the client uses a larger share of the machine's processor time
+MOST_CLIENT_SHARE = 0.05
+MEASURES = {  # entries of the timeline that are not stages, because they overlap with stages
     "kv_transfer": "kv/transfer",
     "kv_exposed": "kv/exposed",
     "move_pull": "kv/move_pull",
@@ -47,32 +49,32 @@ MEASURES = {  # entries of the timeline that are no stages, because they overlap
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """One request: its lateness, its wait for a slot, and its result."""
+    """The outcome of one request: its lateness, its wait for a slot, and its answer or failure."""
 
-    send_lag_s: float  # the client's own lateness, without the wait for a slot
-    slot_wait_s: float | None  # wait due to the concurrency limit; None without a limit
+    send_lag_s: float  # the client's own lateness in seconds, without the wait for a slot
+    slot_wait_s: float | None  # seconds of waiting for the concurrency limit; None without a limit
     result: Answer | Failure
-    due_s: float = 0.0  # from the start of the run
+    due_s: float = 0.0  # due time in seconds from the start of the run
     session: int = 0
     turn: int = 0
 
     @property
     def delay_s(self) -> float:
-        """Returns the time from the due time to sending."""
+        """Returns the seconds from the due time to sending."""
         return self.send_lag_s + (self.slot_wait_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCost:
-    """Processor time of all client processes during one run."""
+    """Processor time that all client processes used during one run."""
 
     cpu_s: float
-    num_cores: int  # on the client's machine
+    num_cores: int  # number of cores of the client's machine
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """All requests of one repetition."""
+    """The outcomes of all requests of one repetition."""
 
     duration_s: float
     outcomes: tuple[RequestOutcome, ...]
@@ -98,7 +100,7 @@ class LoadRun:
 
 @dataclass(frozen=True, slots=True)
 class SloBounds:
-    """Bounds on one request's latencies. None means no bound."""
+    """Bounds on the latencies of one request. None means no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -109,7 +111,9 @@ class SloBounds:
         return cls(*(None if ms is None else ms / 1e3 for ms in (ttft_ms, tpot_ms)))
 
     def hold(self, ttft_s: float | None, tpot_s: float | None) -> bool:
-        """True if both latencies are within their bounds; a latency of None is within any bound."""
+        """Returns True if both latencies are within their bounds. A latency of None is within any
+        bound.
+        """
         return all(
             value_s is None or bound_s is None or value_s <= bound_s
             for value_s, bound_s in ((ttft_s, self.ttft_s), (tpot_s, self.tpot_s))
@@ -117,7 +121,7 @@ class SloBounds:
 
 
 class RequestsFailed(BatonError):
-    """Too many requests failed for a result. Holds the failures."""
+    """A request failed, so there is no valid result. Has the failures."""
 
     def __init__(self, what: str, failures: Sequence[Failure]) -> None:
         super().__init__(f"{what} failed: {'; '.join(kinds_of(failures))}")
@@ -133,8 +137,8 @@ def whole(results: Sequence[Answer | Failure]) -> tuple[Answer, ...]:
 
 
 def figures_of_runs(runs: Sequence[LoadRun], slo: SloBounds | None) -> list[dict[str, Figure]]:
-    """Returns the figures of every run. A kind of error that a run does not have counts as zero
-    there.
+    """Returns the figures of every run. If a kind of error occurs in any run, the other runs have
+    it with count zero.
     """
     kinds = sorted({failure.kind for run in runs for failure in run.failures})
     return [
@@ -152,19 +156,21 @@ def figures_of_runs(runs: Sequence[LoadRun], slo: SloBounds | None) -> list[dict
 
 
 def meets(answer: Answer, slo: SloBounds, *, delay_s: float = 0.0) -> bool:
-    """True if TTFT and TPOT are within their bounds; TTFT begins `delay_s` before sending."""
+    """Returns True if TTFT and TPOT are within their bounds. TTFT is measured from the due time,
+    `delay_s` before sending.
+    """
     return slo.hold(answer.ttft_s + delay_s, answer.tpot_s)
 
 
 def meets_by_longest_gaps(answer: Answer, slo: SloBounds, *, delay_s: float = 0.0) -> bool:
-    """True if TTFT and Mooncake's TBT are within their bounds."""
+    """Returns True if TTFT and Mooncake's TBT are within their bounds."""
     tbt_s = mean_of_longest(answer.gaps_s, TBT_SHARE) if answer.gaps_s else None
     return slo.hold(answer.ttft_s + delay_s, tbt_s)
 
 
 def num_within(run: LoadRun, slo: SloBounds) -> int:
-    """Returns the number of requests whose TPOT, and TTFT from the due time, are within their
-    bounds.
+    """Returns the number of requests whose TPOT and TTFT are within their bounds. TTFT is measured
+    from the due time.
     """
     return sum(meets(answer, slo, delay_s=one.delay_s) for one, answer in run.answered)
 
@@ -176,9 +182,9 @@ def warnings(
     output_len: float | None,
     is_shared: bool = False,
 ) -> list[str]:
-    """Returns a line for each reason not to trust the figures.
+    """Returns a warning for each reason not to trust the figures.
 
-    A length is None if the lengths vary. With `is_shared` the load repeats prefixes on purpose, so
+    A length is None if lengths vary. If `is_shared`, the load repeats prefixes on purpose, so
     cached prompts cause no warning.
     """
     answers = [answer for run in runs for answer in run.answers]
@@ -199,7 +205,7 @@ def warnings(
 
 
 def kinds_of(failures: Sequence[Failure]) -> list[str]:
-    """Returns a line for each kind of failure: its count, and the detail of its first example."""
+    """Returns a line for each kind of failure, with its count and the detail of one example."""
     first = {failure.kind: failure.detail for failure in reversed(failures)}
     counts = Counter(failure.kind for failure in failures)
     return [f"{count} {kind} ({first[kind]})" for kind, count in counts.items()]

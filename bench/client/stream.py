@@ -1,15 +1,15 @@
 """The HTTP session of a client, and the parser of streamed answers: events and their chunks.
 
-Events are parsed as bytes arrive, independent of how the network cuts them. They follow the WHATWG
-HTML standard, §9.2.6. A line ends with CRLF, LF or CR. A line with a colon first is a comment. A
-blank line ends an event. The `data` lines of one event are joined with LF. An event without data
-is dropped. `id` and `retry` are ignored, because a benchmark never reconnects.
+Events are parsed while bytes arrive. The cuts between network packets have no influence. They
+follow the WHATWG HTML standard, §9.2.6. A line ends with CRLF, LF or CR. A line with a colon first
+is a comment. A blank line ends an event. The `data` lines of one event are joined with LF. An event
+without data is dropped. `id` and `retry` are ignored, because a benchmark never reconnects.
 
 `finish` departs from the standard. The standard drops an event that the end of the stream cut
 short; `finish` returns it, because some servers omit the last blank line.
 
 Chunks come from OpenAI-compatible servers. Fields that a server leaves out have defaults, since
-servers differ. Only what is not JSON, or has fields of another type, fails.
+servers differ. Parsing fails only for data that is not JSON, or whose fields have other types.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-KEEP_ALIVE_S = 2.0  # below the servers' own (uvicorn: 5), so that the client closes first
+# shorter than the servers' own timeout (uvicorn: 5 s), so the client closes first
+KEEP_ALIVE_S = 2.0
 
 
 def http_session(timeout_s: float, *, reuses_connections: bool = True) -> aiohttp.ClientSession:
-    """Opens a session without a limit on connections; `timeout_s` bounds one request."""
+    """Opens an HTTP session without a limit on connections. `timeout_s` limits one request."""
     connector = (
         aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         if reuses_connections
@@ -37,24 +38,24 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class SseEvent:
-    """One event. `data` stays bytes, because most of it is JSON and its parser takes bytes."""
+    """One event. `data` is bytes, because most of it is JSON, and the JSON parser reads bytes."""
 
     data: bytes
     kind: bytes = b"message"
 
 
 class SseParser:
-    """Turns the pieces of one response into events."""
+    """Parses the pieces of one response into events."""
 
     def __init__(self) -> None:
         self._rest = b""  # an incomplete line
-        self._ended_in_cr = False  # if True, a leading LF belongs to the previous line end
+        self._ended_in_cr = False  # True: a leading LF belongs to the previous line end
         self._at_start = True
         self._data: list[bytes] = []
         self._kind = b""
 
     def feed(self, piece: bytes) -> list[SseEvent]:
-        """Returns the events that `piece` completes."""
+        """Parses `piece` and returns the events that it completes."""
         if not piece:
             return []
         if self._ended_in_cr:
@@ -67,7 +68,7 @@ class SseParser:
         return [event for line in lines if (event := self._add(line.rstrip(b"\r\n")))]
 
     def finish(self) -> list[SseEvent]:
-        """Returns the last event if the stream ended before its blank line."""
+        """Returns the last event if the stream ended before the event's blank line."""
         last_line, self._rest = self._rest, b""
         return [event for line in (last_line, b"") if (event := self._add(line))]
 
@@ -98,7 +99,7 @@ NO_INDEX = -1
 
 
 class ChunkDelta(msgspec.Struct):
-    """What a chunk adds to an answer of the chat endpoint."""
+    """The text that a chunk adds to an answer of the chat endpoint."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -114,7 +115,7 @@ class ChunkLogprobs(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """What a chunk adds to one choice."""
+    """The text and log-probabilities that a chunk adds to one choice."""
 
     index: int = NO_INDEX
     text: str | None = None
@@ -124,24 +125,24 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def said(self) -> str:
-        """Returns the text, without reasoning."""
+        """Returns the text of this chunk, without reasoning."""
         return self.text or (self.delta.content if self.delta else None) or ""
 
     @property
     def has_content(self) -> bool:
-        """True if there is text or reasoning."""
+        """Returns True if the chunk has text or reasoning."""
         delta = self.delta or ChunkDelta()
         return bool(self.said or delta.reasoning_content or delta.reasoning)
 
 
 class ChunkPromptDetails(msgspec.Struct):
-    """Prompt tokens by kind."""
+    """Numbers of prompt tokens by kind."""
 
     cached_tokens: int | None = None
 
 
 class ChunkUsage(msgspec.Struct):
-    """The server's token counts; None if the server sent none."""
+    """The server's token counts. A count is None if the server did not send it."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -161,5 +162,5 @@ decode_chunk = msgspec.json.Decoder(AnswerChunk).decode
 
 
 def shown(data: bytes) -> str:
-    """Returns the beginning of an event's data, for error messages."""
+    """Returns the first bytes of an event's data, as text for error messages."""
     return data[:200].decode(errors="replace")

@@ -1,1 +1,1 @@
-"""What all benchmarks share: reports, tables, plots, statistics, processes."""
+"""Code that all benchmarks share: reports, tables, plots, statistics, processes."""

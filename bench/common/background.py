@@ -1,7 +1,8 @@
-"""CPU time that other programs use during a benchmark: on a busy machine figures mean little.
+"""Measures the CPU time that other programs use during a benchmark, since they distort its figures.
 
-Read from Linux's /proc, in clock ticks: the busy time of all cores, including time that a
-hypervisor stole, minus the time of our processes. A process is ours if its session is given.
+The source is Linux's /proc, in clock ticks. The result is the busy time of all cores, including
+time that a hypervisor stole, minus the time of our processes. A process is ours if its session id
+is among the given ones.
 """
 
 import threading
@@ -13,20 +14,20 @@ from pathlib import Path
 from bench.common.report import Figure, Result, results_of
 
 PROC = Path("/proc")
-TOO_BUSY = 0.05  # a report warns if other programs use a larger share of the CPU
+TOO_BUSY = 0.05  # a report has a warning if other programs use a larger share of the CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Clock ticks since the machine booted."""
+    """Clock ticks from boot to one moment: of all cores, busy, and of our processes."""
 
-    total: int  # ticks of all cores
+    total: int  # ticks of all cores, busy or idle
     busy: int
     own: int
 
 
 def read(sessions: Iterable[int], proc: Path = PROC) -> Reading | None:
-    """Reads the counters; None if there is no /proc."""
+    """Reads the tick counters; returns None if there is no /proc."""
     try:
         total, busy = machine_ticks((proc / "stat").read_text())
     except OSError:
@@ -37,9 +38,9 @@ def read(sessions: Iterable[int], proc: Path = PROC) -> Reading | None:
 
 
 def session_seconds(session: int, proc: Path = PROC) -> float:
-    """Returns the CPU seconds of all running threads of a session, exact to the nanosecond.
+    """Returns the CPU seconds of all running threads of a session, in nanosecond precision.
 
-    Raises ProcessLookupError if the session has no threads, or if the kernel does not keep such
+    Raises ProcessLookupError if the session has no threads, or if the kernel does not record such
     times.
     """
     processes = [path.parent for path, stat in _processes(proc) if _session_of(stat) == session]
@@ -51,8 +52,8 @@ def session_seconds(session: int, proc: Path = PROC) -> float:
 
 
 def share_of_others(before: Reading | None, after: Reading | None) -> float | None:
-    """Returns the share of all cores' time that other programs used between two readings, or
-    None.
+    """Returns the share of all cores' time that other programs used between two readings. None if a
+    reading is missing.
     """
     if before is None or after is None or after.total == before.total:
         return None
@@ -64,7 +65,9 @@ class BusyWatch:
     """Measures the share of the CPU that other programs use, in each of several repetitions."""
 
     def __init__(self, sessions: Callable[[], Iterable[int]]) -> None:
-        """`sessions` is a function that returns the sessions of our running processes."""
+        """Sets up the watch. `sessions` is a function that returns the session ids of our running
+        processes.
+        """
         self._sessions = sessions
         self.shares: list[float] = []
 
@@ -72,7 +75,8 @@ class BusyWatch:
     def repetition(self, *, idle_s: float = 0.0) -> Iterator[None]:
         """Measures twice: for `idle_s` while our processes wait, then during the block.
 
-        The greater share counts. The first one is also high if a process of ours does not sleep.
+        The repetition's result is the larger share. The first share is also high if a process of
+        ours does not sleep.
         """
         idle_share = 0.0
         if idle_s:
@@ -87,13 +91,13 @@ class BusyWatch:
 
 
 def busy_results(shares: Sequence[float]) -> tuple[Result, ...]:
-    """Returns the result `background/cpu` of these shares; empty without a reading."""
+    """Returns the result `background/cpu` of these shares; empty if there are no shares."""
     return results_of([{"background/cpu": Figure(100 * share, "%")} for share in shares])
 
 
 def busy_warning(shares: Iterable[float]) -> list[str]:
-    """Returns a warning if other programs used too much CPU in any repetition; otherwise
-    nothing.
+    """Returns a warning if other programs used too much CPU in any repetition, else an empty
+    list.
     """
     busiest = max(shares, default=0.0)
     if busiest <= TOO_BUSY:
@@ -102,10 +106,11 @@ def busy_warning(shares: Iterable[float]) -> list[str]:
 
 
 def machine_ticks(stat: str) -> tuple[int, int]:
-    """Returns all ticks and the busy ticks, from the text of /proc/stat."""
+    """Returns the total ticks and the busy ticks in the text of /proc/stat."""
     first_line = stat.partition("\n")[0]
-    ticks = [int(field) for field in first_line.split()[1:9]]  # guest time is part of user time
-    idle = ticks[3] + ticks[4]  # idle, and iowait
+    # user, nice, system, idle, iowait, irq, softirq, steal; user includes guest time
+    ticks = [int(field) for field in first_line.split()[1:9]]
+    idle = ticks[3] + ticks[4]  # idle and iowait ticks
     return sum(ticks), sum(ticks) - idle
 
 
@@ -114,7 +119,7 @@ def session_ticks(stats: Iterable[str], sessions: frozenset[int]) -> int:
     total = 0
     for stat in stats:
         if _session_of(stat) in sessions:
-            # Children that have ended included.
+            # user and system ticks, of the process and of its children that have ended
             total += sum(int(field) for field in _fields(stat)[11:15])
     return total
 
@@ -124,7 +129,7 @@ def _session_of(stat: str) -> int:
 
 
 def _fields(stat: str) -> list[str]:
-    """Returns the fields behind the program's name, which ends with ")" and may contain any
+    """Returns the fields after the program's name. The name ends with ")" and may contain any
     character.
     """
     return stat.rpartition(")")[2].split()
@@ -135,7 +140,7 @@ def _processes(proc: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _readable(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """Yields files with their texts; files of ended processes and threads are skipped."""
+    """Yields files with their texts. Skips files of processes and threads that have ended."""
     for path in paths:
         try:
             yield path, path.read_text()

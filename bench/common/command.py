@@ -1,5 +1,5 @@
-"""What the commands of all benchmarks share: options, lists of values, progress,
-errors, the report's file.
+"""Code that the commands of all benchmarks share: options, lists of values, progress lines, errors,
+the report's file.
 
 Options are types for the parameters of a typer command:
 
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 def say_nothing(line: str) -> None:
-    """Ignores the line: for callers that want no progress reports."""
+    """Ignores the line. For callers that do not print progress."""
 
 
 def say_on_stderr() -> Say:
@@ -49,7 +49,7 @@ def quick_option(help_text: str) -> Any:
 
 
 def peer_option(*names: str) -> Any:
-    """Returns the option `--peer`, which may be given once for each of these peers."""
+    """Returns the option `--peer`. It may be given once for each of these peers."""
     return typer.Option(
         metavar="NAME=PYTHON",
         help=f"Also measure {' or '.join(names)}, run by that Python; repeatable.",
@@ -57,10 +57,10 @@ def peer_option(*names: str) -> Any:
 
 
 def values_of(option: str, text: str, parse: Callable[[str], T], form: str) -> tuple[T, ...]:
-    """Returns the values between the commas of `text`, without repetitions.
+    """Returns the comma-separated values of `text`, without duplicates.
 
-    `form` names the expected form ("a list of numbers"). If `parse` raises ValueError, a
-    ConfigError that names `option` is raised.
+    `form` names the expected form ("a list of numbers"). If `parse` raises ValueError, this raises
+    a ConfigError that names `option`.
     """
     try:
         return tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",") if part))
@@ -69,7 +69,7 @@ def values_of(option: str, text: str, parse: Callable[[str], T], form: str) -> t
 
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:
-    """Returns the integers between the commas of `text`. Raises ConfigError."""
+    """Returns the comma-separated integers of `text`. Raises ConfigError."""
     return values_of(option, text, int, "a list of numbers")
 
 
@@ -81,7 +81,9 @@ def publish(
     show: Callable[[Console, Report], None] = print_results,
     warnings: Iterable[str] = (),
 ) -> None:
-    """Prints the report with its warnings, and writes it as JSON if `--json` gave a path."""
+    """Prints the report with its warnings. If `--json` has a path, also writes the report as
+    JSON.
+    """
     console = Console()
     print_head(console, report, title=title)
     show(console, report)
@@ -93,10 +95,10 @@ def publish(
 
 @contextmanager
 def printed_errors() -> Iterator[None]:
-    """Catches errors that the user can act on: prints the error, and ends the command with status
+    """Handles errors that the user can correct: prints the error and ends the command with status
     1.
 
-    On a signal, the command also ends with one line, and with that signal's status.
+    On a signal, the command prints one line and ends with that signal's status.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Options that several benchmarks have: peers, and choices from a list. Pure."""
+"""Options that several benchmarks share: peers, and choices from a list. Pure."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -10,14 +10,14 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PeerProgram:
-    """A peer, and the Python that runs it."""
+    """The name of a peer, and the path of the Python that runs the peer."""
 
     name: str
     python: Path
 
 
 def peers_named(options: Sequence[str], known: Collection[str]) -> tuple[PeerProgram, ...]:
-    """Parses the options `--peer NAME=PYTHON`. Raises ConfigError, which says why."""
+    """Parses the options `--peer NAME=PYTHON`. Raises ConfigError with the reason."""
     found: dict[str, PeerProgram] = {}
     for option in options:
         name, separator, python = option.partition("=")
@@ -32,7 +32,7 @@ def peers_named(options: Sequence[str], known: Collection[str]) -> tuple[PeerPro
 
 
 def environment_of_peers() -> dict[str, str]:
-    """Returns our environment without the variables that concern our own Python."""
+    """Returns the environment variables for peers: ours without those for our own Python."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 

@@ -1,10 +1,10 @@
 """Plots as PNG files or SVG texts, and the time series of a run that they show.
 
-Points are latencies by the due time of their request. Lines are percentiles of the points of a bin,
-requests in flight at a moment, and requests or tokens a second within a bin. A short run has fewer
-bins, so that most of them hold several requests.
+A point is the latency of one request at its due time. Lines are percentiles of the points in a time
+bin, requests in flight at a moment, and requests or tokens per second in a bin. A short run has
+fewer bins, so that most bins have several requests.
 
-matplotlib is optional (`pip install baton-serve[bench]`), and imported late.
+matplotlib is optional (`pip install baton-serve[bench]`) and is imported only for plotting.
 """
 
 import io
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 
 MOST_BINS = 60
 LEAST_BINS = 10
-REQUESTS_IN_A_BIN = 6  # average per bin, if there are fewer than `MOST_BINS` bins
-NUM_MOMENTS = 300  # moments at which requests in flight are counted
+# average number of requests per bin, if there are fewer than `MOST_BINS` bins
+REQUESTS_IN_A_BIN = 6
+NUM_MOMENTS = 300  # number of moments at which requests in flight are counted
 PERCENTILES = (50, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpan:
-    """One request on the run's clock, in seconds. A failed request has no first token."""
+    """The times of one request in seconds, on the run's clock. A failed request has no first
+    token.
+    """
 
     due_s: float
     first_s: float | None
@@ -39,12 +42,14 @@ class RequestSpan:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Returns the time from the due time to the first token; None without a token."""
+        """Returns the milliseconds from the due time to the first token; None without a token."""
         return None if self.first_s is None else (self.first_s - self.due_s) * 1e3
 
     @property
     def tpot_ms(self) -> float | None:
-        """Returns the mean time per token after the first; None if there is none."""
+        """Returns the mean milliseconds per token after the first; None if there is no such
+        token.
+        """
         if self.first_s is None or self.num_tokens < 2:
             return None
         return (self.end_s - self.first_s) / (self.num_tokens - 1) * 1e3
@@ -52,14 +57,14 @@ class RequestSpan:
 
 @dataclass(frozen=True, slots=True)
 class TimeBins:
-    """Equal parts of a run, from its start to its end."""
+    """A run, divided into time bins of equal length."""
 
     width_s: float
     number: int
 
     @classmethod
     def over(cls, spans: Sequence[RequestSpan]) -> "TimeBins":
-        """Returns the bins for these requests; there must be at least one request."""
+        """Divides the run of these requests into bins. There must be at least one request."""
         end_s = max(span.end_s for span in spans) or 1.0
         number = min(max(len(spans) // REQUESTS_IN_A_BIN, LEAST_BINS), MOST_BINS)
         return cls(end_s / number, number)
@@ -70,7 +75,7 @@ class TimeBins:
 
     @property
     def middles(self) -> list[float]:
-        """Returns the time in the middle of each bin."""
+        """Returns the middle of each bin in seconds."""
         return [(place + 0.5) * self.width_s for place in range(self.number)]
 
     def per_second(self, times_s: Sequence[float]) -> list[float]:
@@ -81,8 +86,8 @@ class TimeBins:
         return counts
 
     def token_rate(self, spans: Sequence[RequestSpan]) -> list[float]:
-        """Returns the output tokens per second in each bin. An answer's tokens are spread evenly
-        over its time.
+        """Returns the output tokens per second in each bin. An answer's tokens count as evenly
+        spread from its first token to its end.
         """
         rates = [0.0] * self.number
         for span in spans:
@@ -102,9 +107,9 @@ class TimeBins:
 
 @dataclass(frozen=True, slots=True)
 class TimePanel:
-    """One plot over time: points, lines by name, and a bound across it."""
+    """One plot over time: points, named lines, and a bound as a horizontal line."""
 
-    title: str  # title of the plot, with the unit
+    title: str  # title with the unit
     points: tuple[Sequence[float], Sequence[float]] | None = None
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     bound: float | None = None
@@ -119,7 +124,7 @@ def panels_of(
 ) -> list[TimePanel]:
     """Returns the panels of one run: TTFT, TPOT, requests in flight, rates, output tokens.
 
-    A latency that no request has is left out.
+    A latency without any value has no panel.
     """
     if not spans:
         return []
@@ -152,8 +157,8 @@ def panels_of(
 
 
 def in_flight(spans: Sequence[RequestSpan], at_s: Sequence[float]) -> list[float]:
-    """Returns the number of requests that are due and unfinished at each of these ascending
-    times.
+    """Returns the number of requests in flight at each of these ascending times. A request is in
+    flight from its due time to its end.
     """
     begins, ends = sorted(s.due_s for s in spans), sorted(s.end_s for s in spans)
     counts: list[float] = []
@@ -188,15 +193,18 @@ def _latency_panel(
 
 
 PANELS_IN_A_ROW = 3
-PANEL_INCHES = 2.2  # height of a panel over time
-MOST_POINTS = 2000  # most points that one panel draws individually
-NARROW, WIDE = 0.8, 2.5  # numbers of decades at which a log axis counts as narrow or wide
-INK = "#010203"  # placeholder for the colour of the text around an SVG
-GREY = "#888888"  # visible on light and on dark pages
+PANEL_INCHES = 2.2  # height in inches of a panel over time
+MOST_POINTS = 2000  # a panel with more points than this draws them as an image
+# decades of a log axis below which it counts as narrow, and above which as wide
+NARROW, WIDE = 0.8, 2.5
+INK = "#010203"  # placeholder colour, which the page's text colour replaces in an SVG
+GREY = "#888888"  # a grey that is visible on light and on dark pages
 
 
 def require_matplotlib(option: str = "--plot") -> None:
-    """Raises ConfigError if matplotlib is missing: called before a run, not after it."""
+    """Raises ConfigError if matplotlib is missing. Call it before a run, so that the run is not
+    wasted.
+    """
     try:
         import matplotlib  # noqa: F401 (looked for, not used)
     except ImportError as error:
@@ -212,7 +220,7 @@ def plot_load(
     title: str,
     bounds_ms: Mapping[str, float | None] | None = None,
 ) -> None:
-    """Draws distributions of latencies, and below them the load over time."""
+    """Draws the distributions of latencies, and below them the load over time."""
     from matplotlib.figure import Figure
 
     heights = [1.3, len(panels) or 0.1]
@@ -226,7 +234,9 @@ def plot_load(
 
 
 def draw_cdf(axis: Any, name: str, values_ms: Sequence[float], *, bound: float | None) -> None:
-    """Draws the share of values at or below each latency, on a log axis, with its bound."""
+    """Draws the share of values at or below each latency on a log axis, with the latency's
+    bound.
+    """
     positive = [value for value in values_ms if value > 0]
     if positive:
         axis.ecdf(positive)
@@ -242,7 +252,7 @@ def draw_cdf(axis: Any, name: str, values_ms: Sequence[float], *, bound: float |
 
 
 def draw_panels(figure: Any, panels: Sequence[TimePanel]) -> None:
-    """Draws panels below each other, on one axis of time."""
+    """Draws panels below each other, with a shared time axis."""
     if not panels:
         return
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -254,7 +264,7 @@ def draw_panels(figure: Any, panels: Sequence[TimePanel]) -> None:
 def _draw_over_time(axis: Any, panel: TimePanel) -> None:
     """Draws one panel over time: points, lines and the bound."""
     if panel.points is not None:
-        # Points are drawn as an image, which keeps the file of a long run small.
+        # Many points are drawn as an image, which keeps the file of a long run small.
         many = len(panel.points[0]) > MOST_POINTS
         axis.plot(*panel.points, ".", markersize=3, alpha=0.5, rasterized=many, label="request")
     for name, (times_s, values) in panel.lines.items():
@@ -275,11 +285,11 @@ def _draw_over_time(axis: Any, panel: TimePanel) -> None:
 
 
 def _plain(axis: Any) -> None:
-    """Labels a log axis with plain numbers such as 0.1, 20 and 500, as far as there is room."""
+    """Labels a log axis with numbers such as 0.1, 20 and 500, if there is room."""
     from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter
 
     class Plain(LogFormatter):
-        """Labels the same ticks as its base class, with plain numbers."""
+        """Labels the ticks that the base class chooses, with numbers without exponents."""
 
         def __call__(self, x: float, pos: int | None = None) -> str:
             return f"{x:g}" if super().__call__(x, pos) else ""
@@ -295,9 +305,10 @@ def _plain(axis: Any) -> None:
 
 
 def drawn_svg(draw: Callable[["Figure"], None], width: float, height: float) -> str:
-    """Returns what `draw` draws, on a figure of this size in inches, as an SVG element for HTML.
+    """Calls `draw` on a figure of this size in inches. Returns the drawing as an SVG element for
+    HTML.
 
-    It has no background, and its text and axes have the colour of the text around it.
+    The SVG has no background. Its text and axes have the colour of the page's text.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -306,7 +317,7 @@ def drawn_svg(draw: Callable[["Figure"], None], width: float, height: float) -> 
     bare = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
     theme = {**dict.fromkeys(inked, INK), **dict.fromkeys(bare, "none"), "grid.color": GREY}
     text = io.StringIO()
-    with mpl.rc_context({**theme, "svg.fonttype": "none"}):  # text is kept as text
+    with mpl.rc_context({**theme, "svg.fonttype": "none"}):  # text stays text in the SVG
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)
         figure.savefig(text, format="svg")
@@ -315,7 +326,7 @@ def drawn_svg(draw: Callable[["Figure"], None], width: float, height: float) -> 
 
 
 def plot_cdfs(series_ms: Mapping[str, Sequence[float]], path: Path, *, title: str) -> None:
-    """Draws a panel for each named sample: the share of values at or below each latency."""
+    """Draws a panel for each named sample, with the share of values at or below each latency."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(series_ms), 3.6), layout="constrained")
@@ -335,7 +346,7 @@ def plot_bars(
     title: str,
     limits: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
-    """Draws a panel of named bars for each quantity. A limit is a line across its bar."""
+    """Draws a panel of named bars for each quantity. A limit is a line across the bar."""
     from matplotlib.figure import Figure
 
     num_columns = min(len(panels), PANELS_IN_A_ROW)
@@ -357,7 +368,9 @@ def plot_bars(
 
 
 def plot_report(report: Report, path: Path, *, title: str) -> None:
-    """Draws a panel for each measured thing of a report: a bar for each result and each peer."""
+    """Draws a panel for each measured thing of a report, with a bar for each result and each
+    peer.
+    """
     panels: dict[str, dict[str, float]] = {}
     limits: dict[str, dict[str, float]] = {}
     for result in report.results:
@@ -373,7 +386,7 @@ def plot_report(report: Report, path: Path, *, title: str) -> None:
 
 
 def save_figure(figure: "Figure", path: Path, *, title: str) -> None:
-    """Adds the title to a figure and writes it as PNG; makes missing folders."""
+    """Adds the title to a figure and writes it as PNG. Creates missing folders."""
     figure.suptitle(title, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=150)

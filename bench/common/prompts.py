@@ -1,9 +1,9 @@
-"""Synthetic prompts, a function of the seed. Pure, except that `plain_token_ids` reads one file.
+"""Synthetic prompts, generated from a seed. Pure, except that `plain_token_ids` reads one file.
 
 Prompts of token ids have an exact length. Prompts of text have one common word per token, so their
 length is approximate; the server's usage gives the exact one. The prompts of one call start with
-different symbols while the vocabulary lasts, so none hits another's blocks in a prefix cache. With
-a shared prefix, all prompts start with that prefix.
+different symbols, as long as the vocabulary has enough. So no prompt hits another prompt's blocks
+in a prefix cache. With a shared prefix, all prompts start with that prefix.
 """
 
 from collections.abc import Sequence
@@ -75,8 +75,8 @@ def text_prompts(shape: PromptShape, rng: Random) -> list[Prompt]:
 
 
 def plain_token_ids(tokenizer_dir: Path) -> list[int]:
-    """Returns the ids in `tokenizer.json` that stand for text, without special and other added
-    tokens.
+    """Returns the ids in `tokenizer.json` that represent text. Special and other added tokens are
+    left out.
 
     Raises ConfigError if the folder has no tokenizer.json.
     """

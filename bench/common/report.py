@@ -1,14 +1,14 @@
-"""The shape in which every benchmark reports, as JSON and in memory, and goals of results.
+"""The report of every benchmark, as JSON and in memory, and goals for its results.
 
     {"bench", "command", "date", "commit", "hardware", "seed", "config",
      "results": [{"name", "value", "unit", "runs", "limit", "of_limit",
                   "peers": {"vllm": {"value", "ratio"}}}]}
 
-`runs` has one figure for each repetition that defines it; `value` is their median. `limit` is what
-the machine allowed, measured in the same run; `of_limit` is the share of it that was reached. Where
-each repetition has a limit of its own, both are medians.
-Names are `thing/statistic`: `ttft/p50`, `throughput/output_tokens`.
-`report_here` makes a report: it adds where, when and by which command the benchmark ran.
+`runs` has the figure of each repetition, unless the repetition has none; `value` is the median of
+`runs`. `limit` is the highest figure that the machine allows, measured in the same run. `of_limit`
+is the share of the limit that was reached. If each repetition has its own limit, `limit` and
+`of_limit` are medians. Names are `thing/statistic`: `ttft/p50`, `throughput/output_tokens`.
+`report_here` makes a report and adds the machine, the time and the command of the benchmark.
 """
 
 import os
@@ -30,7 +30,7 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of one run."""
+    """One named number of one run."""
 
     value: float
     unit: str
@@ -38,7 +38,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another system's figure on the same inputs; `ratio` is ours over theirs."""
+    """Another system's figure on the same inputs. `ratio` is our figure divided by the peer's."""
 
     value: float
     ratio: float
@@ -46,7 +46,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One named figure over all runs."""
+    """One named figure, with its values in all runs."""
 
     name: str
     value: float
@@ -57,12 +57,12 @@ class Result:
     peers: Mapping[str, Peer] = field(default_factory=dict)
 
     def limited(self, limit: float) -> "Result":
-        """Returns this result with its limit: the most that the machine allows."""
+        """Returns this result with its limit: the highest value that the machine allows."""
         return replace(self, limit=limit, of_limit=self.value / limit)
 
     def limited_each(self, limits: Sequence[float]) -> "Result":
-        """Returns this result with a limit for each run; the report has the medians of limits
-        and shares.
+        """Returns this result with a limit for each run. The report has the medians of the limits
+        and of the shares of them.
         """
         shares = [value / limit for value, limit in zip(self.runs, limits, strict=True)]
         return replace(self, limit=statistics.median(limits), of_limit=statistics.median(shares))
@@ -75,7 +75,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A part of a plan that could not be measured."""
+    """A part of a plan that could not be measured, and the reason."""
 
     name: str
     reason: str
@@ -88,7 +88,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The machine that ran the benchmark (a server under test may be elsewhere)."""
+    """The machine that ran the benchmark. A server under test may run on another machine."""
 
     cpu: str | None
     num_cores: int
@@ -99,19 +99,19 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of one run of a benchmark, and what is needed to repeat it."""
+    """The results of one run of a benchmark, and the facts that are needed to repeat the run."""
 
     bench: str
-    command: str  # in the form that a user types
+    command: str  # the command as a user types it
     date: str  # end of the run, UTC, ISO 8601: 2026-01-31T12:00:00+00:00
-    commit: str | None  # None outside a repository
+    commit: str | None  # commit of the checkout; None outside a repository
     hardware: Hardware
     seed: int
     config: Mapping[str, Scalar]
     results: tuple[Result, ...]
 
     def value(self, name: str) -> float | None:
-        """Returns the median of one result; None if no run has it."""
+        """Returns the median of one result; None if no run has the result."""
         return next((result.value for result in self.results if result.name == name), None)
 
 
@@ -130,18 +130,18 @@ def to_json(report: Report) -> bytes:
 
 
 def from_json(data: bytes) -> Report:
-    """Inverts `to_json`."""
+    """Decodes a report from the JSON of `to_json`."""
     return msgspec.json.decode(data, type=Report)
 
 
 def result_of(name: str, runs: Iterable[float], unit: str) -> Result:
-    """Makes a result: the median of its runs."""
+    """Makes a result whose value is the median of its runs."""
     values = tuple(runs)
     return Result(name=name, value=statistics.median(values), unit=unit, runs=values)
 
 
 def notes_on(versions: Mapping[str, str], missing: Sequence[Missing] = ()) -> dict[str, Scalar]:
-    """Returns the entries of a report's config on peers' versions and on parts that could not be
+    """Returns the config entries that name the peers' versions and the parts that could not be
     measured.
     """
     return {
@@ -154,7 +154,8 @@ def notes_on(versions: Mapping[str, str], missing: Sequence[Missing] = ()) -> di
 class Goals:
     """Bounds of results, by patterns of their names.
 
-    For names that match a pattern of `at_most`, the bound is an upper bound, else a lower bound.
+    For names that match a pattern of `at_most`, the bound is an upper bound. Other bounds are lower
+    bounds.
     """
 
     bounds: Mapping[str, float] = field(default_factory=dict)
@@ -166,7 +167,7 @@ class Goals:
         return next(found, None)
 
     def is_met(self, result: Result) -> bool | None:
-        """True if the result reaches its goal; None if the result has no goal."""
+        """Returns True if the result meets its goal; None if the result has no goal."""
         bound = self.bound(result.name)
         if bound is None:
             return None
@@ -186,7 +187,7 @@ CODE = (":(top)", ":(top,exclude)bench/results", ":(top,exclude)docs", ":(top,ex
 def report_here(
     bench: str, *, seed: int, config: Mapping[str, Scalar], results: Sequence[Result]
 ) -> Report:
-    """Makes the report of a benchmark that this process has just run."""
+    """Makes the report of a benchmark that has just run in this process."""
     return Report(
         bench=bench,
         command=command_line(sys.argv),
@@ -202,8 +203,8 @@ def report_here(
 def command_line(arguments: Sequence[str]) -> str:
     """Returns the command as a user types it, from `sys.argv`.
 
-    Output files are left out. Paths of this machine are shortened: an absolute path to its last
-    part, and a peer's Python to `PYTHON`.
+    Options for output files are left out. An absolute path is shortened to its last part, and a
+    peer's Python to `PYTHON`.
     """
     program, *given = arguments
     words = ["baton"]
@@ -227,8 +228,8 @@ def _without_folder(word: str) -> str:
 
 
 def commit_here() -> str | None:
-    """Returns the commit of the checkout that tracks this file, with `-dirty` if tracked files
-    differ.
+    """Returns the commit of the checkout that tracks this file. Appends `-dirty` if tracked files
+    are changed.
 
     Changes of reports and documents do not count as dirty.
 
@@ -243,7 +244,7 @@ def commit_here() -> str | None:
 
 
 def hardware() -> Hardware:
-    """Describes the machine that this process runs on."""
+    """Returns a description of the machine that this process runs on."""
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or ""
     return Hardware(
         cpu=_cpu_model(),
@@ -277,7 +278,9 @@ def _memory_bytes() -> int | None:
 
 
 def _output(*command: str) -> str | None:
-    """Returns a command's output; None if the command is missing, fails or takes over 10 s."""
+    """Runs a command and returns its output; None if the command is missing, fails or takes over 10
+    s.
+    """
     try:
         done = subprocess.run(
             command, cwd=HERE, capture_output=True, text=True, timeout=10, check=True

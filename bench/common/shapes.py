@@ -3,18 +3,19 @@
     path = cached_checkpoint("88m", seed=0)      ~/.cache/baton/bench/88m-<hash>
 
 A checkpoint is a Llama as transformers saves it: config.json, generation_config.json, one
-model.safetensors in bf16, and a tokenizer with a text for every id. Norms are one, and matrices are
-normal with variance 1 / inputs. So activations, attention scores and logits are of the order of
-one, as in trained models, and an engine that confuses heads or positions gives other answers.
+model.safetensors in bf16, and a tokenizer with a text for every id. Norms are one, and matrix
+elements are normally distributed with variance 1 / inputs. So activations, attention scores and
+logits are of the order of one, like those of trained models. An engine that confuses heads or
+positions gives wrong answers.
 
 The speed of an engine does not depend on the weights' values. Its answers have no meaning.
 
     pair = cached_pair("88m", seed=0)                   target, draft, stranger
 
 The speed of speculation does depend on the values: a draft must agree with its target as often as a
-trained draft would, and repeated text must lead to repeated choices. So the draft is made of the
-target's own parts: its embedding, first layer, last norm and output matrix. The target differs from
-a plain checkpoint in three scales:
+trained draft, and repeated text must lead to repeated tokens. So the draft consists of parts of the
+target: its embedding, first layer, last norm and output matrix. The target differs from a
+checkpoint of `make_checkpoint` in three scales:
 
     late MLPs       scaled down until the draft chooses the same token about four times in five
     attention       scaled down in all layers, so that the next token depends mostly on the last
@@ -23,7 +24,8 @@ a plain checkpoint in three scales:
                     noise of temperature 0.7 does not hide the draft's errors
 
 The draft costs as much as any draft of its size, and the target as much as any model of its shape.
-Only a run shows how often they agree. A stranger has the draft's shape and unrelated weights.
+How often draft and target agree must be measured. The `stranger` has the draft's shape and
+unrelated weights.
 """
 
 import json
@@ -48,7 +50,7 @@ HEAD = "lm_head.weight"
 NORM_EPS = 1e-5
 ROPE_THETA = 10_000.0
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
-FORMAT = 1  # increase it when the files of a given shape and seed change
+FORMAT = 1  # format of the checkpoints; increase it when the files of a given shape and seed change
 
 DRAFT_LAYERS = 1
 
@@ -57,7 +59,7 @@ Tensor = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense Llama whose output matrix is not its embedding."""
+    """The sizes of a dense Llama whose output matrix is not its embedding."""
 
     hidden_size: int
     num_layers: int
@@ -70,7 +72,7 @@ class Shape:
 
     @property
     def size(self) -> ModelSize:
-        """Returns the sizes on which the model's speed depends."""
+        """Returns the sizes that determine the model's speed."""
         attention_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         layer = self.hidden_size * (2 * attention_size + 2 * kv_size + 3 * self.ffn_size)
@@ -98,7 +100,8 @@ SHAPES = {
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=32,  # the least that every engine serves; llama.cpp quantises 32 weights at once
+        # smallest size that every engine serves; llama.cpp quantises 32 weights together
+        head_dim=32,
         ffn_size=128,
         vocab_size=512,
         max_positions=4096,
@@ -108,10 +111,10 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """Factors by which a pair's target differs from a plain checkpoint."""
+    """Factors on the weights of a pair's target, relative to a checkpoint of `make_checkpoint`."""
 
-    attention: float = 0.02  # scale of attention's output, in every layer
-    late_mlps: float = 0.2  # scale of the sum that the MLPs behind the draft's layers add
+    attention: float = 0.02  # factor of attention's output in every layer
+    late_mlps: float = 0.2  # factor of the MLPs' outputs in the layers that the draft does not have
     logits: float = 4.0
 
     def of(self, name: str, num_layers: int) -> float:
@@ -127,28 +130,30 @@ class Gains:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The weights of a checkpoint: all layers of `shape`, or the first ones."""
+    """The choice of a checkpoint's weights: all layers of `shape`, or only the first layers."""
 
     shape: Shape
     seed: int
     gains: Gains | None = None  # None: all gains are one
-    num_kept_layers: int | None = None  # None: all
+    num_kept_layers: int | None = None  # number of first layers to keep; None: all
 
     @property
     def kept_shape(self) -> Shape:
-        """Returns the shape of the checkpoint."""
+        """Returns the shape of the checkpoint, with the kept layers only."""
         if self.num_kept_layers is None:
             return self.shape
         return replace(self.shape, num_layers=self.num_kept_layers)
 
     def gain(self, name: str) -> float:
-        """Returns the factor of this tensor's weights."""
+        """Returns the factor of this tensor's weights, by its name."""
         return 1.0 if self.gains is None else self.gains.of(name, self.shape.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The folders of a target, of a draft that agrees with it, and of a draft that does not."""
+    """The folders of a target, of a draft that agrees with the target, and of a draft that does
+    not.
+    """
 
     target: Path
     draft: Path
@@ -156,7 +161,7 @@ class Pair:
 
 
 def shape_named(name: str) -> Shape:
-    """Returns the shape of that name. Raises ConfigError, which lists the names."""
+    """Returns the shape with this name. Raises ConfigError, which lists the names."""
     if name not in SHAPES:
         raise ConfigError(f"--shape {name!r} is none of {', '.join(SHAPES)}")
     return SHAPES[name]
@@ -169,12 +174,14 @@ def cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def cached_checkpoint(name: str, seed: int, *, cache: Path | None = None) -> Path:
-    """Returns the folder of the checkpoint of this shape and seed; makes it if it is missing."""
+    """Returns the folder of the checkpoint for this shape and seed. Makes the checkpoint if it is
+    missing.
+    """
     return _cached(name, Recipe(shape_named(name), seed), cache or cache_dir())
 
 
 def cached_pair(name: str, seed: int, *, cache: Path | None = None) -> Pair:
-    """Returns the folders of a target of this shape and of its drafts; makes them if they are
+    """Returns the folders of a target of this shape and of its drafts. Makes checkpoints that are
     missing.
     """
     folder = cache or cache_dir()
@@ -188,12 +195,14 @@ def cached_pair(name: str, seed: int, *, cache: Path | None = None) -> Pair:
 
 
 def make_checkpoint(path: Path, shape: Shape, seed: int) -> None:
-    """Writes a checkpoint whose layers are all alike."""
+    """Writes a checkpoint without gains, so all layers have the same scales."""
     write_checkpoint(path, Recipe(shape, seed))
 
 
 def write_checkpoint(path: Path, recipe: Recipe) -> None:
-    """Writes the checkpoint. `path` appears complete or not at all, even if two processes write."""
+    """Writes the checkpoint. `path` is either complete or absent, even if two processes write at
+    once.
+    """
     shape = recipe.kept_shape
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
@@ -211,7 +220,9 @@ def write_checkpoint(path: Path, recipe: Recipe) -> None:
 
 
 def config_of(shape: Shape) -> dict[str, object]:
-    """Returns config.json, with the names that transformers 4 and 5 and vLLM read."""
+    """Returns the content of config.json, with the names that transformers 4 and 5 and vLLM
+    read.
+    """
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -237,7 +248,7 @@ def config_of(shape: Shape) -> dict[str, object]:
 
 
 def tensors_of(shape: Shape) -> Iterator[Tensor]:
-    """Returns name and shape of every tensor, in the order of the file; matrices are [out, in]."""
+    """Returns the name and shape of every tensor in file order. Matrices are [out, in]."""
     hidden, ffn = shape.hidden_size, shape.ffn_size
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     yield EMBEDDING, (shape.vocab_size, hidden)
@@ -257,7 +268,8 @@ def tensors_of(shape: Shape) -> Iterator[Tensor]:
 
 
 def tokenizer_of(vocab_size: int) -> Tokenizer:
-    """Makes a byte-level BPE of exactly `vocab_size` ids: special tokens, bytes, pairs of bytes.
+    """Makes a byte-level BPE tokenizer of exactly `vocab_size` ids: special tokens, bytes, pairs of
+    bytes.
 
     Raises ConfigError if no such tokenizer exists.
     """
@@ -269,8 +281,8 @@ def tokenizer_of(vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_over(alphabet: Sequence[str], num_pairs: int) -> Tokenizer:
-    """Makes a byte-level BPE of special tokens, the letters of this alphabet, and pairs of
-    letters.
+    """Makes a byte-level BPE tokenizer of special tokens, the letters of this alphabet, and pairs
+    of letters.
     """
     pairs = list(islice(product(alphabet, alphabet), num_pairs))
     texts = [*SPECIAL_TOKENS, *alphabet, *map("".join, pairs)]
@@ -283,7 +295,9 @@ def tokenizer_over(alphabet: Sequence[str], num_pairs: int) -> Tokenizer:
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Rounds fp32 to bf16, halves to even; returns its bits (uint16). Not for infinities."""
+    """Rounds fp32 to bf16 (to nearest, ties to even). Returns the bits as uint16. Infinities are
+    not supported.
+    """
     bits = values.astype("<f4").view("<u4")
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     high: np.ndarray = (rounded >> 16).astype("<u2")
@@ -308,12 +322,13 @@ def _write_weights(path: Path, recipe: Recipe) -> None:
         begin, end = end, end + 2 * int(np.prod(size))
         header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # padding: tensors start at a multiple of 8 bytes
     rng = np.random.default_rng(recipe.seed)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, size in tensors_of(recipe.shape):
-            # Drawn even if not kept, so that later tensors stay the same.
+            # Values are drawn even for tensors that are left out, so that later tensors stay the
+            # same.
             values = _values(name, size, rng)
             if name in kept:
                 file.write(to_bfloat16(values * np.float32(recipe.gain(name))).tobytes())
@@ -334,7 +349,9 @@ def _cached(name: str, recipe: Recipe, cache: Path) -> Path:
 
 
 def _key(recipe: Recipe) -> bytes:
-    """Returns all that the files depend on. Keys of plain checkpoints keep their first form."""
+    """Returns a key of everything that determines the files. Keys without gains keep their first
+    form.
+    """
     parts: list[object] = [FORMAT, recipe.seed, asdict(recipe.shape)]
     if recipe.gains is not None or recipe.num_kept_layers is not None:
         gains = None if recipe.gains is None else asdict(recipe.gains)
@@ -350,5 +367,5 @@ def _move(scratch: Path, path: Path) -> None:
     try:
         scratch.rename(path)
     except OSError:
-        if not path.is_dir():  # otherwise another process was faster and wrote the same
+        if not path.is_dir():  # if the folder exists, another process has written the same files
             raise

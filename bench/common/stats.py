@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean and three percentiles of one sample, in the sample's unit."""
+    """Mean and three percentiles of one sample, in the unit of the sample."""
 
     mean: float
     p50: float
@@ -22,12 +22,12 @@ class Summary:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Returns the q-th percentile of `values`, which may be in any order. Raises ValueError."""
+    """Returns the q-th percentile of `values`, in any order. Raises ValueError."""
     return _percentile_of_sorted(sorted(values), q)
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
-    """Returns the summary of `values`; None without values."""
+    """Returns the summary of `values`; None if there are no values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""Prints reports as tables, with the same contents as the JSON."""
+"""Prints reports as tables, with the same content as the JSON."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from bench.common.report import NO_GOALS, Goals, Report, Result
 
 STATISTICS = ("mean", "p50", "p90", "p99")
-MOST_COLUMNS = 1000  # widest table, in characters
+MOST_COLUMNS = 1000  # widest table in characters
 
 
 def number_text(value: float) -> str:
@@ -27,13 +27,15 @@ def number_text(value: float) -> str:
 
 
 def print_head(console: Console, report: Report, *, title: str) -> None:
-    """Prints the title, and where and how the report was measured."""
+    """Prints the title, and the machine, date and settings of the measurement."""
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Text(_provenance(report), style="dim"), soft_wrap=True)
 
 
 def print_results(console: Console, report: Report, goals: Goals = NO_GOALS) -> None:
-    """Prints latencies with a column for each statistic, then every other result in a row."""
+    """Prints the latencies with a column for each statistic, then every other result in its own
+    row.
+    """
     latencies, others = latencies_and_others(report.results)
     if latencies:
         _print(console, _grid(latencies, _thing_and_statistic))
@@ -42,23 +44,27 @@ def print_results(console: Console, report: Report, goals: Goals = NO_GOALS) -> 
 
 
 def latencies_and_others(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
-    """Separates results named `thing/statistic` from other results."""
+    """Returns two lists: results named `thing/statistic` (latencies), and other results."""
     latencies = [one for one in results if one.name.rpartition("/")[2] in STATISTICS]
     return latencies, [one for one in results if one not in latencies]
 
 
 def statistics_of(latencies: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Returns headings and rows of cells: a row for each thing, a column for each statistic."""
+    """Returns headings and rows of cells, with a row for each thing and a column for each
+    statistic.
+    """
     return _cells(latencies, _thing_and_statistic)
 
 
 def print_pivot(console: Console, report: Report) -> None:
-    """Prints results `thing/setting` with a row for each setting and a column for each thing."""
+    """Prints results named `thing/setting`, with a row for each setting and a column for each
+    thing.
+    """
     _print(console, _grid(report.results, _setting_and_thing))
 
 
 def print_lines(console: Console, lines: Sequence[str], *, style: str = "") -> None:
-    """Prints each line in that style."""
+    """Prints each line in the given style."""
     for line in lines:
         console.print(Text(line, style=style), soft_wrap=True)
 
@@ -74,7 +80,7 @@ def _setting_and_thing(result: Result) -> tuple[str, str]:
 
 
 def columns_of(results: Sequence[Result], goals: Goals = NO_GOALS) -> dict[str, list[str]]:
-    """Returns cells by heading, with a row for each result. Empty columns are left out."""
+    """Returns cells by heading, with a cell for each result. Empty columns are left out."""
     peers = dict.fromkeys(peer for result in results for peer in result.peers)
     columns = {
         "result": [result.name for result in results],
@@ -105,7 +111,7 @@ def _grid(results: Sequence[Result], place: Callable[[Result], tuple[str, str]])
 def _cells(
     results: Sequence[Result], place: Callable[[Result], tuple[str, str]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Returns headings and rows, with each result in the row and column that `place` returns."""
+    """Returns headings and rows. `place` returns the row and the column of a result."""
     cells = {place(result): _value(result) for result in results}
     rows, columns = (dict.fromkeys(names) for names in zip(*cells, strict=True))
     return ["", *columns], [[row, *(cells.get((row, c), "") for c in columns)] for row in rows]
@@ -122,7 +128,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def _print(console: Console, table: Table) -> None:
-    """Prints a table in its full width, because a cut number is worse than a long line."""
+    """Prints a table at full width, because a cut number is worse than a long line."""
     unbounded = console.options.update(width=MOST_COLUMNS)
     table.width = Measurement.get(console, unbounded, table).maximum
     console.print(table, crop=False)
@@ -136,12 +142,12 @@ def _number(value: float | None) -> str:
 
 
 def _value(result: Result) -> str:
-    """Returns the median and, below it, the range of the runs if they differ."""
+    """Returns the median, and below it the range of the runs if they differ."""
     return f"{number_text(result.value)}\n{_spread(result)}".rstrip()
 
 
 def _spread(result: Result) -> str:
-    """Returns the range of the runs if they differ."""
+    """Returns the range of the runs; empty if they are equal."""
     least, most = number_text(min(result.runs)), number_text(max(result.runs))
     return "" if least == most else f"{least} … {most}"
 

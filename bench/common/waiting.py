@@ -1,4 +1,4 @@
-"""Waiting: for a duration, or until a condition holds."""
+"""Waits for a duration, or until a condition is true."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,14 +9,16 @@ POLL_EVERY_S = 0.25
 
 
 async def pause(seconds: float) -> None:
-    """Sleeps; returns at once if `seconds` is not above 0."""
+    """Sleeps for `seconds`. Returns at once if `seconds` is not above 0."""
     await asyncio.sleep(max(0.0, seconds))  # noqa: TID251 (see above)
 
 
 async def holds_within(
     holds: Callable[[], Awaitable[bool]], deadline_s: float, clock: Clock
 ) -> bool:
-    """Polls until `holds` is true, and returns True; returns False after `deadline_s`."""
+    """Polls `holds` until it returns True, and returns True. Returns False after `deadline_s`
+    seconds.
+    """
     end_s = clock.now_s() + deadline_s
     while not await holds():
         if clock.now_s() >= end_s:
