@@ -1,4 +1,4 @@
-"""End-to-end tests end the fixtures that they share with their session."""
+"""Fixtures that all end-to-end tests of a session share. They are closed with the session."""
 
 import os
 import sys
@@ -15,8 +15,9 @@ from tests.kits.models.real import CACHE
 from tests.kits.services.cluster import NURSERY
 from tests.kits.services.served import HANDS_OVER, Served, serve
 
-own_ray.prepare(os.environ)  # before a test imports Ray
-os.environ["BATON_CACHE"] = str(CACHE)  # before the nursery starts, whose workers inherit it
+own_ray.prepare(os.environ)  # must precede Ray's import in any test
+# must precede the nursery's start, because its workers inherit the variable
+os.environ["BATON_CACHE"] = str(CACHE)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -27,9 +28,9 @@ def _nursery() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def lent() -> Iterator[tuple[str, ...]]:
-    """The command `baton` whose processes are children of this session's nursery.
+    """A `baton` command whose processes are children of this session's nursery.
 
-    Each start with a nursery of its own would import torch again.
+    A nursery for each command would import torch again.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = NurseryPort(NURSERY, Path(folder) / "nursery")
@@ -40,7 +41,10 @@ def lent() -> Iterator[tuple[str, ...]]:
 
 @pytest.fixture(scope="session")
 def served(lent) -> Iterator[Served]:
-    """A deployment of all tests that only ask: hands every prompt over, drafts where that pays."""
+    """A deployment shared by tests that only send requests.
+
+    It hands every prompt over, and drafts where drafts save time.
+    """
     options = ("--launcher", "process", "--speculate", "auto", "--grpc-port", "0")
     with serve(*options, command=lent, **HANDS_OVER) as running:
         yield running

@@ -1,4 +1,4 @@
-"""A request enters no more files and functions than it did: a bound that only falls."""
+"""Bounds the files and functions that a request enters. The bounds may only be lowered."""
 
 import pytest
 
@@ -11,7 +11,7 @@ MAX_FILES, MAX_FUNCTIONS = 118, 732
 
 def test_one_streamed_chat_enters_no_more_files_and_functions_than_it_did():
     trails = of_one_chat()
-    assert len(trails) == 3  # gateway, prefill and decode worker
+    assert len(trails) == 3  # one gateway, one prefill worker and one decode worker
     files, functions = entered(trails)
     assert len(files) <= MAX_FILES, report(trails)
     assert len(functions) <= MAX_FUNCTIONS, report(trails)

@@ -1,4 +1,7 @@
-"""The wheel holds what serving needs and nothing else, and serves from an empty environment."""
+"""The wheel contains what serving needs and nothing else.
+
+An empty environment can serve with it.
+"""
 
 import subprocess
 import zipfile

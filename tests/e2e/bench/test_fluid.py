@@ -1,4 +1,4 @@
-"""`bench fluid` with real deployments of a tiny model, once."""
+"""Runs `bench fluid` once, with real deployments of a tiny model."""
 
 import pytest
 

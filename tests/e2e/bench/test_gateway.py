@@ -1,11 +1,11 @@
-"""`bench gateway` with real processes, and as little load as says something."""
+"""Runs `bench gateway` with real processes and the least load that gives results."""
 
 from bench.common.command import say_nothing
 from bench.lab.gateway.study import BARE, OURS, WRITES, GatewayStudy, StreamLoad, results
 
 
 class FewStreams(GatewayStudy):
-    """Eight streams at once."""
+    """Runs eight concurrent streams."""
 
     __slots__ = ()
 
@@ -21,7 +21,8 @@ def test_all_servers_are_measured_with_all_loads():
         for load in (study.serial, *study.loads):
             [run] = measured.of(server, load)
             assert len(run.ttft_s) == load.num_requests
-            if server == OURS:  # begins with an event that gives the role, and joins late tokens
+            # Baton's stream begins with a role event, and one event may carry several late tokens
+            if server == OURS:
                 most = load.total_tokens + load.num_requests
                 assert 2 * load.num_requests <= run.num_events <= most
             else:

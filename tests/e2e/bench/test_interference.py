@@ -1,4 +1,4 @@
-"""`bench interference` with real deployments of a tiny model, once."""
+"""Runs `bench interference` once, with real deployments of a tiny model."""
 
 import pytest
 

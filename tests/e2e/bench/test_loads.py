@@ -1,4 +1,4 @@
-"""Traces with their real times, and the search for the highest rate, over loopback."""
+"""Trace replays in real time, and the search for the highest rate, over loopback."""
 
 import asyncio
 import csv
@@ -15,7 +15,7 @@ from bench import cli
 from bench.common.report import from_json
 from bench.serve.run import measure
 
-MOONCAKE = [  # milliseconds, prompt, answer, blocks of 512 tokens
+MOONCAKE = [  # milliseconds, prompt tokens, answer tokens, hashes of blocks of 512 tokens
     (0, 600, 3, [7, 8]),
     (120, 520, 2, [7, 9]),
     (120, 30, 1, [11]),
@@ -24,7 +24,8 @@ MOONCAKE = [  # milliseconds, prompt, answer, blocks of 512 tokens
 
 
 class Counter:
-    """Streams completions, at most `slots` at a time, and keeps the prompts in order of arrival."""
+    """Streams completions, at most `slots` in parallel, and keeps the prompts in order of
+    arrival."""
 
     def __init__(self, ttft_s=0.0, slots=1000):
         self.prompts = []
@@ -73,7 +74,7 @@ async def serving(server):
 
 @pytest.fixture
 def load(monkeypatch):
-    """Runs `bench serve` against a server that lives as long as each of its measurements."""
+    """Runs `bench serve` against a server that lives for one measurement."""
 
     def run(*options, make=Counter):
         seen = []
@@ -94,7 +95,7 @@ def load(monkeypatch):
 
 
 def sent_at_their_times(run):
-    """True if the gaps between sent requests equal the planned gaps, lateness aside."""
+    """Returns True if the gaps between sent requests equal the planned gaps, apart from delays."""
     left_s = [(one.due_s, one.delay_s, answer.sent_s) for one, answer in run.answered]
     return all(
         later[2] - earlier[2]
@@ -123,7 +124,7 @@ def test_a_mooncake_trace_keeps_its_times_lengths_and_shared_blocks(load, tmp_pa
 
 
 def test_a_sweep_finds_what_a_server_of_known_capacity_can_do(load, monkeypatch, tmp_path):
-    """Four slots of 50 ms each answer 80 requests a second."""
+    """Four slots that take 50 ms for each request answer 80 requests a second."""
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     monkeypatch.setattr("bench.serve.cli.SWEEP_STEP_S", 0.25)
     page, report = tmp_path / "page.html", tmp_path / "report.json"

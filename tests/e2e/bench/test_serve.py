@@ -1,4 +1,4 @@
-"""The load generator over loopback, against a server whose every answer is known."""
+"""The load generator over loopback, against a server whose answers are all known."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def sse(chunk):
 
 
 class FakeServer:
-    """Streams `max_tokens` tokens; `fault` names the way in which it misbehaves."""
+    """Streams `max_tokens` tokens; `fault` names the error that the server makes."""
 
     def __init__(self, fault=None):
         self.fault = fault
@@ -177,7 +177,7 @@ def test_a_connection_refused_after_the_start_is_counted_as_such():
 
 
 def test_a_slow_answer_never_delays_the_next_request():
-    """Every request waits until all have been sent: a closed loop would wait for ever."""
+    """The server answers only after it has got all requests: a closed loop would never end."""
 
     async def go():
         all_sent = asyncio.Event()
@@ -200,7 +200,7 @@ def test_a_slow_answer_never_delays_the_next_request():
 
 
 class JumpingClock:
-    """A clock that only the test moves."""
+    """A clock that advances only when the test advances it."""
 
     def __init__(self):
         self.at_s = 100.0
@@ -222,7 +222,7 @@ def test_a_late_client_sends_at_once_and_records_how_late_it_was():
 
 @pytest.fixture
 def command(monkeypatch):
-    """Runs `bench serve` against a fake server that lives as long as the command."""
+    """Runs `bench serve` against a fake server that lives until the command ends."""
 
     def run(*options, fault=None):
         async def served(plan):

@@ -1,4 +1,4 @@
-"""A benchmark that a signal ends, and the processes that it started."""
+"""A signal ends a benchmark, and also the processes that the benchmark started."""
 
 import multiprocessing
 import os
@@ -45,7 +45,7 @@ def test_a_signal_ends_the_server_that_a_benchmark_started(tmp_path, number):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in a shell's `&`
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # like a shell's `&`
     )
     assert bench.stdout is not None
     server = int(bench.stdout.readline())

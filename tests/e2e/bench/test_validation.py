@@ -1,4 +1,4 @@
-"""The deployments that the simulator is compared with."""
+"""The real deployments with which simulator results are compared."""
 
 from itertools import count
 from random import Random

@@ -1,7 +1,7 @@
 """Public clients work: litellm, langchain-openai, instructor, and openai for Node.
 
-They need other versions of packages than Baton's tests, so `make` puts them into `.venv-clients`.
-Each program in `programs` does what users of its client do.
+These clients need other package versions than Baton's tests, so `make` installs them into
+`.venv-clients`. Each program in `programs` makes the typical calls of one client's users.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Chat completions as vLLM's and SGLang's own tests ask for them."""
+"""Chat completions with the requests of vLLM's and SGLang's own tests."""
 
 from collections import defaultdict
 
@@ -44,7 +44,7 @@ def test_prompt_logprobs(client, wanted):
         client.chat.completions.create(**FEW, extra_body=extra), "prompt_logprobs", None
     )
     assert (found is None) == (wanted is None)
-    # The token itself is beside its alternatives if it is none of them.
+    # The list of alternatives has the chosen token in addition if it is not among the best.
     assert wanted is None or len(found[3]) in (max(wanted, 1), wanted + 1)
 
 

@@ -1,4 +1,4 @@
-"""Completions as vLLM's and SGLang's own tests ask for them."""
+"""Completions with the requests of vLLM's and SGLang's own tests."""
 
 import itertools
 from collections import defaultdict

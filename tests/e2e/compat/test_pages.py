@@ -1,4 +1,4 @@
-"""Pages and headers as vLLM's and SGLang's own tests ask for them."""
+"""Pages and headers with the requests of vLLM's and SGLang's own tests."""
 
 import httpx
 import openai
@@ -47,7 +47,8 @@ def test_the_load_is_that_of_running_requests(http):
     body = {"prompt": "Give me a long story", "max_tokens": 3500, "stream": True, "n": 4}
     body["ignore_eos"] = True
     with http.stream("POST", "/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()  # kept, since its end would close the connection
+        # keeps the iterator, because its deletion would close the connection
+        lines = answer.iter_lines()
         next(lines)
         assert http.get("/load").json()["server_load"] == 1
 

@@ -1,4 +1,4 @@
-"""Structured output and tools as vLLM's and SGLang's own tests ask for them."""
+"""Structured output and tools with the requests of vLLM's and SGLang's own tests."""
 
 import json
 import re
@@ -210,7 +210,7 @@ SCHEMAS = {
 
 
 def calls_of(client, stream, **asked):
-    """The calls as (name, arguments), the content and the finish reason of an answer."""
+    """Returns an answer's calls as (name, arguments), its content and its finish reason."""
     asked = {**ASKED, "tools": [WEATHER, ADD], **asked}
     if not stream:
         (choice,) = client.chat.completions.create(**asked).choices
@@ -323,7 +323,8 @@ def test_a_tool_without_arguments_and_its_result(client, arguments):
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_current_time", {})
     call.function.arguments = arguments
     result = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
-    message.content = message.content or ""  # the bundled model's template joins contents
+    # the bundled model's template concatenates contents, so None would fail
+    message.content = message.content or ""
     messages = [*ASKED["messages"], message, result]
     final = client.chat.completions.create(**{**ASKED, "messages": messages, "max_tokens": 8})
     assert final.choices[0].message.content is not None

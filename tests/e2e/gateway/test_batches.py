@@ -1,4 +1,4 @@
-"""Files and batches with real processes and the `openai` package, through a kill of everything."""
+"""Files and batches with real processes and the `openai` package. All processes are killed once."""
 
 import json
 import time
@@ -46,7 +46,8 @@ def texts_of(client: openai.OpenAI, batch: Batch) -> list[str]:
 
 
 def pauses_do_not_change_answers(client: openai.OpenAI, url: str) -> None:
-    """Interrupts sampled answers many times, and compares them with answers of plain requests."""
+    """Interrupts sampled answers many times, and compares them with the answers of other
+    requests."""
     body = {"model": "baton-bundled", "max_tokens": 300}
     bodies = [{**body, "prompt": f"def f{i}(", "seed": i} for i in range(6)]
     lines = [

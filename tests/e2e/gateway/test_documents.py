@@ -1,4 +1,4 @@
-"""Commands that documents show work against a deployment: curl, Python, the operator's."""
+"""Commands in the documents work against a deployment: curl, Python, the operator's commands."""
 
 import os
 import re
@@ -20,16 +20,17 @@ pytestmark = pytest.mark.torch
 
 WRITTEN = re.compile(r"http://(127\.0\.0\.1|localhost):8000")
 WRITTEN_GRPC = re.compile(r"(127\.0\.0\.1|localhost):8001")
-DEFAULT, SERVED = "smollm2-135m-instruct", "baton-bundled"  # the toy answers for the default model
+# the small bundled model stands in for the default model
+DEFAULT, SERVED = "smollm2-135m-instruct", "baton-bundled"
 LOOKS_ONLY = {"pools", "planner", "requests", "version", "versions", "workers"}
 BLOCKS = [block for page in documents.documents() for block in documents.blocks(page)]
-CURLS = [  # without a key: the others need a deployment of their own
+CURLS = [  # commands without an API key; those with a key need another deployment
     block
     for block in BLOCKS
     if block.language in SHELLS and "curl " in block.text and WRITTEN.search(block.text)
     if "uthorization" not in block.text
 ]
-PROGRAMS = [  # clients' programs
+PROGRAMS = [  # client programs in Python
     block
     for block in BLOCKS
     if block.language == "python"
@@ -38,7 +39,7 @@ PROGRAMS = [  # clients' programs
 
 
 def said(command: list[str], typed: str = "", **environment: str) -> str:
-    """Runs a command with this input; returns what it prints. It must succeed."""
+    """Runs a command with this input and returns its output. The command must succeed."""
     done = subprocess.run(
         command,
         env={**os.environ, "COLUMNS": "200", **environment},
@@ -52,7 +53,7 @@ def said(command: list[str], typed: str = "", **environment: str) -> str:
 
 
 def pointed_at(served: Served, text: str) -> str:
-    """Returns an example that asks this deployment."""
+    """Returns an example with the address of this deployment."""
     return WRITTEN_GRPC.sub(served.grpc, WRITTEN.sub(served.url, text)).replace(DEFAULT, SERVED)
 
 
@@ -62,7 +63,7 @@ def titles(blocks: list[Block]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def with_store(lent) -> Iterator[Served]:
-    """A deployment with a store, which has joined."""
+    """Starts a deployment with a store, and waits until the store has joined."""
     with serve("--launcher", "process", command=lent, BATON_STORE__MEMORY_MIB="16") as running:
         slots = r"baton_store_slots\{"
         poll_until(lambda: bool(matching(slots, metrics(running.url))), "the store joins")

@@ -1,4 +1,4 @@
-"""Hostile clients at a gateway: endless or slow heads, and too many connections."""
+"""Hostile clients of a gateway: endless or slow request heads, and too many connections."""
 
 import asyncio
 import contextlib
@@ -66,7 +66,7 @@ def rss_bytes(running: Deployment) -> int:
 
 
 def answers(running: Deployment) -> float:
-    """Sends an honest request and returns the seconds until its answer."""
+    """Sends a normal request and returns the seconds until its answer."""
     clock = MonotonicClock()
     begin_s = clock.now_s()
     url = running.gateways[0].url
@@ -76,7 +76,7 @@ def answers(running: Deployment) -> float:
 
 
 def received(sock: socket.socket) -> bytes:
-    """All bytes until the other side closes."""
+    """Returns all bytes until the gateway closes the connection."""
     pieces = []
     with contextlib.suppress(ConnectionResetError):
         while piece := sock.recv(65536):
@@ -91,7 +91,7 @@ def status_and_code(response: bytes) -> tuple[int, str]:
 
 
 def pour(sock: socket.socket, piece: bytes, num_bytes: int) -> int:
-    """Sends until `num_bytes` are sent or the peer takes no more. Returns the bytes sent."""
+    """Sends `num_bytes`, or less if the peer stops reading. Returns the number of bytes sent."""
     sent = 0
     with contextlib.suppress(ConnectionError, TimeoutError):
         while sent < num_bytes:
@@ -163,7 +163,8 @@ def test_a_protocol_upgrade_is_ignored(gateway):
 
 
 async def drip(host: str, port: int, num_connections: int) -> list[float]:
-    """The time at which each connection ended, while all send heads in small pieces."""
+    """Sends request heads in small pieces on all connections; returns the time when each was
+    closed."""
     clock = MonotonicClock()
 
     async def one(number: int) -> float:
@@ -173,7 +174,7 @@ async def drip(host: str, port: int, num_connections: int) -> list[float]:
             return clock.now_s()
         ended = asyncio.create_task(reader.read())
         with contextlib.suppress(ConnectionError):
-            if number % 3:  # every third sends nothing
+            if number % 3:  # every third connection sends nothing
                 writer.write(b"GET /health HTTP/1.1\r\n")
             while not ended.done():
                 if number % 3:
@@ -200,7 +201,7 @@ def test_slow_heads_are_closed_in_time_and_others_are_answered(gateway):
     asyncio.run(scene())
 
 
-@pytest.mark.long  # descriptors and seconds
+@pytest.mark.long  # needs many file descriptors and some seconds
 def test_two_thousand_slow_heads_are_closed_in_time(gateway, tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
     running = deployment(tmp_path, head_timeout_s=3.0)

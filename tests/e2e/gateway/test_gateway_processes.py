@@ -1,4 +1,4 @@
-"""Several gateway processes on one port, in front of a worker that computes nothing."""
+"""Several gateway processes on one port, with a worker that computes nothing."""
 
 import asyncio
 import http.client
@@ -33,8 +33,8 @@ from tests.kits.services.null_workers import NullWorkers
 from tests.kits.services.served import HTTP, matching, metrics, poll_until
 
 NUM_REQUESTS = 18
-MAX_STREAMS = 2  # for each key, where there are keys
-PACE_S = 0.02  # from a token to the next one, where streams must outlast other requests
+MAX_STREAMS = 2  # limit for each API key, in tests with keys
+PACE_S = 0.02  # seconds between two tokens, where streams must outlast other requests
 
 
 def deployment(port: int = 0, keys_file: Path | None = None) -> Deployment:
@@ -61,7 +61,8 @@ def serving(tmp_path, monkeypatch) -> Iterator[Deployment]:
 
 
 def ask(url: str, num_requests: int = NUM_REQUESTS) -> None:
-    """Sends requests, each over its own connection: the kernel spreads connections."""
+    """Sends requests on separate connections, so that the kernel spreads them over the
+    processes."""
     for _ in range(num_requests):
         body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
         answer = HTTP.post(f"{url}/v1/completions", json=body, timeout=30)
@@ -69,7 +70,7 @@ def ask(url: str, num_requests: int = NUM_REQUESTS) -> None:
 
 
 def ask_by_grpc(gateway: GatewayReady, num_requests: int = NUM_REQUESTS) -> None:
-    """Asks for the health, each time over its own connection."""
+    """Requests the health over gRPC, each time on a new connection."""
     own = [("grpc.use_local_subchannel_pool", 1)]
     for _ in range(num_requests):
         with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}", own) as channel:
@@ -80,7 +81,7 @@ def ask_by_grpc(gateway: GatewayReady, num_requests: int = NUM_REQUESTS) -> None
 
 
 def finished(url: str) -> dict[str, float]:
-    """Finished requests by process."""
+    """Returns the number of finished requests of each gateway process."""
     found = matching(r'baton_requests_total\{.*"finished"', metrics(url))
     return {name.split('process="')[1][0]: count for name, count in found.items()}
 
@@ -88,8 +89,8 @@ def finished(url: str) -> dict[str, float]:
 def kill(gateway: GatewayReady) -> None:
     """Kills a gateway, and returns when its sockets are closed.
 
-    Its descriptor becomes readable when its last thread is gone. /proc shows only its first thread,
-    which may end earlier.
+    The process descriptor becomes readable when the last thread has exited. /proc shows only the
+    first thread, which may exit earlier.
     """
     pidfd = os.pidfd_open(gateway.pid)
     try:
@@ -100,9 +101,9 @@ def kill(gateway: GatewayReady) -> None:
 
 
 def restarted(running: Deployment, name: str, deadline_s: float = 60) -> list[str]:
-    """Waits until a process is back. Returns the history after its first start.
+    """Waits until a process has restarted. Returns its history since its first start.
 
-    The loss of its session is left out, as it may be noticed before or after the process's end.
+    The entry about the lost session is left out: it may precede or follow the process's exit.
     """
     machine = running.controller.machine
 
@@ -138,20 +139,20 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
     ask(url)
     assert sum(finished(url).values()) == counts["0"] + NUM_REQUESTS
 
-    # At its first start the port was free. When it comes back, the second process has the port.
+    # At the first start the port was free. At the restart, the second process still holds the port.
     ended = "ended with status -9: it is started again in 1 s"
     assert restarted(serving, "gateway-1") == [f"gateway-1 {ended}", "gateway-1 was started again"]
     kill(first)
     assert restarted(serving, "gateway-0") == [f"gateway-0 {ended}", "gateway-0 was started again"]
     assert {gateway.url for gateway in serving.gateways} == {url}
-    before = finished(url)  # a process that came back early has answered some of these
+    before = finished(url)  # a process that restarted early has answered some of these requests
     ask(url)
     counts = finished(url)
     assert set(counts) == {"0", "1"}
     assert sum(counts.values()) == sum(before.values()) + NUM_REQUESTS
 
     def both_answer() -> bool:
-        """True if both processes have answered since both are back."""
+        """Returns True if both processes have answered since both have restarted."""
         found = finished(url)
         if all(found[process] > before.get(process, 0) for process in "01"):
             return True
@@ -163,7 +164,7 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
 
 @contextmanager
 def streams(url: str, number: int) -> Iterator[list[http.client.HTTPResponse]]:
-    """Begins streams of about a second, each over its own connection."""
+    """Starts streams of about one second, each on a new connection."""
     host, port = url.removeprefix("http://").split(":")
     body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
     with ExitStack() as stack:
@@ -226,7 +227,7 @@ def test_a_process_that_hangs_is_ended_and_started_again(serving):
 
 
 def statuses(url: str, *headers: bytes) -> set[int]:
-    """The statuses of requests with these headers, over enough connections for both processes."""
+    """Returns the statuses of requests with these headers, on connections to both processes."""
     head = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + b"".join(
         headers
     )
@@ -245,9 +246,7 @@ def bearer(key: bytes) -> bytes:
 
 
 def finished_streams(url: str, key: str, num_running: int = MAX_STREAMS) -> list[bool]:
-    """Returns the short requests that are answered while long ones run; each has its own
-    connection.
-    """
+    """Returns which short requests finish while long streams run; each has a new connection."""
     headers = {"authorization": f"Bearer {key}"}
     long = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     short = {"prompt": "a", "max_tokens": 1}
@@ -281,7 +280,7 @@ def test_all_processes_follow_the_keys_file_without_a_restart(tmp_path, monkeypa
         change_keys(path, lambda records: with_key(records, record("second", "bob")))
         change_keys(path, lambda records: without_key(records, "ann"))
         poll_until(lambda: statuses(url, bearer(b"first")) == {401}, "the key is refused")
-        # The connections before may all have led to one process.
+        # All earlier connections may have reached the same process.
         poll_until(lambda: statuses(url, bearer(b"second")) == {200}, "the key is known")
         path.unlink()
         poll_until(lambda: statuses(url, bearer(b"second")) == {401}, "no key is valid")

@@ -1,4 +1,4 @@
-"""The gRPC service: stock calls, streams, errors by status, keys, health, reflection, leaving."""
+"""The gRPC service: stock calls, streams, status codes, keys, health, reflection, and shutdown."""
 
 import asyncio
 import functools
@@ -37,7 +37,7 @@ CODES = grpc.StatusCode
 
 
 def in_time(test):
-    """Runs a test in a loop, within a deadline."""
+    """Runs a test in an event loop, with a deadline."""
 
     @functools.wraps(test)
     def run(*args, **kwargs):
@@ -115,7 +115,7 @@ async def test_a_stream_sends_pieces_and_marks_the_last_one():
     async with inference(FakeRouter(answer("hi"))) as client:
         request = a_stream(return_finish_reason=True, return_num_output_tokens=True)
         responses = [each.infer_response for each in await responses_to(client, request)]
-        # Tokens that come while a piece is sent share the next piece.
+        # Tokens that arrive while a message is being sent share the next message.
         assert len(responses) >= 2
         assert b"".join(outputs_of(each)["text_output"][0] for each in responses) == b"hi"
         *earlier, last = [outputs_of(each)["finish_reason"] for each in responses]
@@ -222,7 +222,7 @@ async def test_a_long_message_is_refused():
 
 
 MANY_INPUTS = b"\x2a\x00" * 4_000_000
-# Most memory that gRPC's buffers may keep; each parsed message would take 360 MB.
+# Bytes that gRPC's buffers may keep; each parsed message would take 360 MB.
 KEPT_BYTES = 100 * 2**20
 
 
@@ -291,7 +291,8 @@ async def test_models_need_a_key_and_probes_do_not():
             name = pb.ModelMetadataRequest(name="tiny")
             code, _ = await status_of(client.ModelMetadata(name, metadata=metadata))
             assert code is CODES.UNAUTHENTICATED
-            # Nothing is written: grpc fails a write to a call that is refused already as INTERNAL.
+            # The client writes nothing: grpc reports INTERNAL for a write to an already refused
+            # call.
             assert await client.ModelStreamInfer(metadata=metadata).code() is CODES.UNAUTHENTICATED
         assert await client.ModelInfer(request_of(), metadata=right)
         assert len(await responses_to(client, a_stream(), metadata=right)) >= 2
@@ -329,7 +330,7 @@ async def test_each_request_is_a_line_of_the_access_log(lines):
 
 
 def sorted_as_told(lines):
-    """Sorts the two lines of a stream, which come in any order: the refused request first."""
+    """Sorts the access log lines of two streams, whose order varies: the refused request first."""
     first, *two, third, fourth, fifth = lines
     return first, *sorted(two, key=lambda line: -line["status"]), third, fourth, fifth
 
@@ -427,14 +428,14 @@ async def test_processes_that_share_a_socket_answer_alike_and_large(tmp_path, is
     tls = None if files is None else TlsFiles(*files)
     if tls is not None:
         tls.open()
-    text = "yo" * 200_000  # more than any buffer between
+    text = "yo" * 200_000  # more than all buffers of a connection
     servers = [server_of(FakeRouter(answer("hi")), tls=tls) for _ in range(2)]
     with listen_on("127.0.0.1", 0) as sock:
         for number, server in enumerate(servers):
             shared = sock.dup()
             assert await server.open_on(shared, tmp_path, str(number)) == sock.getsockname()[1]
         address = "{}:{}".format(*sock.getsockname())
-    for left in (2, 1):  # the second time one of them has closed
+    for left in (2, 1):  # servers that are open; before the second round, one server has closed
         for _ in range(4):
             if files is None:
                 channel = grpc.aio.insecure_channel(address)
@@ -518,4 +519,5 @@ async def test_a_served_model_answers_as_over_http(served, client):
         endless = request_of(prompt, sampling_parameters={"max_tokens": 3000, "ignore_eos": True})
         endless.model_name = wanted.model
         call = own.ModelInfer(endless, timeout=0.3)
-        assert await call.code() is CODES.DEADLINE_EXCEEDED  # the workers hold nothing afterwards
+        # so the workers hold no blocks afterwards
+        assert await call.code() is CODES.DEADLINE_EXCEEDED

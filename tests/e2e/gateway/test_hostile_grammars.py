@@ -1,4 +1,4 @@
-"""Grammars that took a gateway or a worker down are refused, while other streams go on."""
+"""Grammars that once crashed a gateway or a worker are refused, and other streams continue."""
 
 import json
 import threading
@@ -11,7 +11,8 @@ from tests.kits.services.served import matching, metrics, services
 
 pytestmark = pytest.mark.torch
 
-MAX_GAP_S = 1.0  # tests run three at a time; `baton bench hostile` measures on a quiet machine
+# seconds; tests run three in parallel, while `baton bench hostile` needs a quiet machine
+MAX_GAP_S = 1.0
 TIMEOUT_S = 60.0
 MODEL = "baton-bundled"
 
@@ -46,7 +47,7 @@ ATTACKS = {
 
 
 def gaps_of_streams(url, stop, gaps):
-    """One stream after the other, until `stop` is set."""
+    """Runs one stream after another until `stop` is set; returns the gaps between tokens."""
     body = {"model": MODEL, "prompt": "import sys\n", "max_tokens": 200, "stream": True}
     with httpx.Client(timeout=TIMEOUT_S) as client:
         while not stop.is_set():

@@ -1,9 +1,9 @@
 """Schemathesis finds no answer of the gateway that /openapi.json does not describe.
 
-It sends what the description allows and what it forbids, with wrong methods, types and headers. The
-gateway is served by a real listener in front of a fake router. `positive_data_acceptance` is left
-out: fields that exclude each other, or that do not fit the model, are refused although a schema
-allows each of them.
+Schemathesis sends requests that the description allows and requests that it forbids, with wrong
+methods, types and headers. A real listener serves the gateway, which has a fake router.
+`positive_data_acceptance` is left out: the gateway refuses some fields in combination, or for this
+model, although the schema allows each field alone.
 """
 
 import itertools
@@ -29,7 +29,7 @@ SCORES = Logprobs(-0.5, 1, (104, 105), (-0.5, -1.5))
 
 
 class ScoringRouter(FakeRouter):
-    """Answers `hi`, with log-probabilities if the request asks for them. It has a store."""
+    """Answers `hi`, with log-probabilities if the request asks for them. The router has a store."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class ScoringRouter(FakeRouter):
 
 
 class RecedingClock:
-    """Each reading is an hour before the one before it, so that no `x-request-timeout` is over."""
+    """A clock that goes back one hour at each reading, so that no `x-request-timeout` expires."""
 
     def __init__(self):
         self._hours = itertools.count()
@@ -59,7 +59,8 @@ class RecedingClock:
 
 
 def versions():
-    """A table whose only version serves any model's name, since random names would all be 404."""
+    """Returns a table whose only version serves every model name: random names would all get
+    404."""
     table = versions_of(ScoringRouter(), context_len=4096)
     choose = table.choose
     table.choose = lambda *, key, model=None, version=None: choose(key=key)
@@ -88,7 +89,7 @@ def check(tmp_path, *options, timeout_s):
 
 
 def test_no_answer_differs_from_the_description(tmp_path):
-    """Completions, and values at all limits, are left to the longer test."""
+    """The longer test covers completions, and values at all limits."""
     options = ("--phases", "examples", "--exclude-path", "/v1/completions")
     check(tmp_path, *options, timeout_s=100)
 

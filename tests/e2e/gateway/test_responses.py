@@ -1,4 +1,4 @@
-"""Responses over real processes: a model's conversation, and two gateways that share a store."""
+"""Responses over real processes: conversations of a model, and two gateways that share a store."""
 
 import os
 import re
@@ -113,7 +113,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
 
 
 def in_flight(url: str) -> dict[str, float]:
-    """Requests that are not ended, by process."""
+    """Returns the number of unfinished requests of each gateway process."""
     found = matching(r"baton_requests_in_flight\{", metrics(url))
     return {name.split('process="')[1][0]: count for name, count in found.items()}
 
@@ -122,7 +122,7 @@ def test_gateways_share_responses_and_outlive_each_other(deployment):
     url = deployment.gateways[0].url
 
     def client() -> openai.OpenAI:
-        """A client on a connection of its own: the kernel chooses the process."""
+        """Returns a client with a new connection, so that the kernel chooses a gateway process."""
         return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
     previous = None
@@ -149,7 +149,7 @@ def test_gateways_share_responses_and_outlive_each_other(deployment):
         try:
             with client() as each:
                 return str(each.responses.retrieve(lost.id).status)
-        except openai.APIConnectionError:  # the dead process held that connection
+        except openai.APIConnectionError:  # the connection belonged to the killed process
             return "not reached"
 
     poll_until(lambda: status() == "failed", "it has failed", LEASE_S + 5)

@@ -1,4 +1,4 @@
-"""`baton serve` as a user runs it: the command, HTTP, public clients, and a clean end."""
+"""`baton serve` as a user runs it: the command, HTTP, public clients, and a clean exit."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_stages_of_the_timeline_sum_to_less_than_the_clients_time(served):
     )
     took_s = clock.now_s() - begin_s
     timeline = response.json()["baton_timeline"]
-    # Measures, not stages.
+    # These are measured quantities, not stages.
     beside = ("kv_transfer_s", "kv_exposed_s", "prefix_pull_s", "move_pull_s")
     stages = [v for name, v in timeline.items() if name.endswith("_s") and name not in beside]
     assert len(stages) == 7
@@ -100,6 +100,6 @@ def test_a_start_that_fails_is_one_clear_line(lent, tmp_path):
     assert result.returncode == 1
     [line] = result.stderr.strip().splitlines()
     assert re.match(r"error: worker-[01]: .*model type `nothing`", line)
-    assert str(model) in line  # no markup
-    # A start that fails leaves no orders for the next one.
+    assert str(model) in line  # the line has no markup
+    # A failed start leaves no stored orders for the next start.
     assert not list(tmp_path.glob("*.orders"))

@@ -1,4 +1,4 @@
-"""Answers and processes when a deployment stops."""
+"""What happens to answers and processes when a deployment stops."""
 
 import json
 import os
@@ -31,16 +31,16 @@ from tests.kits.services.served import (
 )
 
 NUM_STREAMS = 8
-FOR_EVER = 4000  # tokens
+FOR_EVER = 4000  # tokens: an answer that does not finish during the test
 
 
 @dataclass(slots=True)
 class Command:
-    """A serving command and its output so far."""
+    """A running `baton serve` command and its output so far."""
 
     process: "subprocess.Popen[bytes]"
     mark: str
-    others: set[int]  # services of other tests
+    others: set[int]  # pids of services of other tests
     printed: bytes = b""
     url: str = ""
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2 * NUM_STREAMS))
@@ -56,7 +56,10 @@ class Command:
         return found
 
     def ended(self, timeout_s: float = WAIT_S) -> tuple[int, float, str]:
-        """Waits for the end. Returns exit status, seconds and output; no process may be left."""
+        """Waits for the exit.
+
+        Returns status, seconds and output, and asserts that no process is left.
+        """
         clock = MonotonicClock()
         begin_s = clock.now_s()
         status = self.process.wait(timeout_s)
@@ -69,13 +72,13 @@ class Command:
         return status, took_s, text
 
     def ask(self, max_tokens: int) -> "Future[str]":
-        """The text of an answer that is no stream, at its end."""
+        """Sends a request without streaming, and returns the text of the answer."""
         body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
         url = f"{self.url}/v1/completions"
         return self.threads.submit(lambda: HTTP.post(url, json=body, timeout=WAIT_S).text)
 
     def streams(self, max_tokens: int) -> "list[Future[str]]":
-        """Starts several answers and waits until all have begun."""
+        """Starts several streams and waits until each has delivered an event."""
         begun: queue.SimpleQueue[None] = queue.SimpleQueue()
         asked = [self.threads.submit(self._read, max_tokens, begun) for _ in range(NUM_STREAMS)]
         for _ in asked:
@@ -83,7 +86,7 @@ class Command:
         return asked
 
     def _read(self, max_tokens: int, begun: "queue.SimpleQueue[None]") -> str:
-        """Reads a stream to its end and returns its text; signals the first event."""
+        """Reads a stream to its end and returns its text; reports the first event."""
         body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         url = f"{self.url}/v1/completions"
         with HTTP.stream("POST", url, json=body, timeout=WAIT_S) as answer:
@@ -126,7 +129,7 @@ def started(*command: str, **environment: str) -> Iterator[Command]:
 
 @contextmanager
 def serving(lent: Sequence[str] = (), *, drain_s: float) -> Iterator[Command]:
-    """Without a lent nursery, the command's output has the lines of its gateway too."""
+    """Starts `baton serve` with its own nursery, so that its output has the gateways' lines too."""
     command = ("tests.kits.services.null_serve", str(drain_s), "0.01")
     with started(*command, **({LENT: lent[-1]} if lent else {})) as running:
         running.url = running.read_until(rb"serving \S+ at (http://\S+)")[1].decode()
@@ -134,7 +137,7 @@ def serving(lent: Sequence[str] = (), *, drain_s: float) -> Iterator[Command]:
 
 
 def error_code(answer: str) -> str:
-    """The error code in the last event of a stream, or in a whole answer."""
+    """Returns the error code in the last event of a stream, or in an answer without streaming."""
     return json.loads(answer.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"]
 
 

@@ -1,4 +1,4 @@
-"""Two keys on real workers: neither can learn the other's prompts."""
+"""Two API keys on real workers: no key can find out the prompts of the other key."""
 
 import asyncio
 import random
@@ -31,11 +31,12 @@ pytestmark = pytest.mark.torch
 
 BLOCK_SIZE = 16
 CONTEXT_LEN = 2048
-NUM_TOKENS = 75 * BLOCK_SIZE + 5  # computing them takes dozens of times as long as finding them
+# prefill of these tokens takes dozens of times as long as a cache hit
+NUM_TOKENS = 75 * BLOCK_SIZE + 5
 NUM_PROMPTS = 16
 KEYS = {"ann": None, "bob": None, "cid": "team", "dan": "team"}
 DEBUG = "dan"
-SURE = 1e-3  # a correct server fails once in 1000 runs
+SURE = 1e-3  # a correct server fails in one of 1000 runs
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def some_prompt(rng: random.Random) -> list[int]:
 
 
 class Api:
-    """A gateway in this process, with requests of several keys."""
+    """A gateway in this process, and requests with several API keys."""
 
     def __init__(self, client: httpx.AsyncClient, r: Router) -> None:
         self._client = client
@@ -78,13 +79,14 @@ class Api:
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     async def seconds(self, key: str, prompt: Sequence[int]) -> float:
-        """Seconds until the first and only token."""
+        """Returns the seconds until the only token."""
         begin_s = time.perf_counter()
         await self.ask(key, prompt)
         return time.perf_counter() - begin_s
 
     def known(self, prompt: Sequence[int], salt: bytes) -> int:
-        """Blocks of a prompt that the gateway knows from the events of all workers."""
+        """Returns the blocks of a prompt that the gateway knows from the block events of all
+        workers."""
         hashes = hash_blocks(prompt, BLOCK_SIZE, salt)
         return max(self.router.machine.prefixes.longest(hashes).values(), default=0)
 
@@ -114,7 +116,7 @@ def test_only_tenants_that_share_a_prefix_find_it(running, keys):
             assert await server.cached("ann", prompt) == full
             assert await server.cached("bob", prompt) == 0
             assert await server.cached("cid", prompt) == 0
-            assert await server.cached("dan", prompt) == full  # in one group with cid
+            assert await server.cached("dan", prompt) == full  # dan shares a group with cid
             assert await server.cached("ann", prompt, cache_salt="mine") == 0
             assert await server.cached("ann", prompt, cache_salt="mine") == full
             assert await server.cached("bob", prompt, cache_salt="mine") == 0
@@ -136,7 +138,7 @@ async def only_keyed_hashes_are_heard(server: Api, prompt: Sequence[int]) -> Non
 
 
 def keys_sharing() -> list[str]:
-    """The sharing names of `router.access.keys`: ann, bob, and the group of the others."""
+    """Returns the keys with their sharing of `router.access.keys`: ann, bob, and a group of two."""
     ann, bob = (record(name, name).hash for name in ("ann", "bob"))
     return [f"key:{ann}", f"key:{bob}", "group:team"]
 
@@ -153,11 +155,11 @@ def test_only_a_debug_key_sees_workers(running, keys):
     asyncio.run(run())
 
 
-# ---------------------------------------------------------------- time
+# ---------------------------------------------------------------- timing
 
 
 def p_of_no_difference(some: Sequence[float], others: Sequence[float]) -> float:
-    """Mann and Whitney's test, two-sided, with the normal approximation; no ties among times."""
+    """Mann-Whitney test, two-sided, with the normal approximation; times have no ties."""
     n, m = len(some), len(others)
     u = sum(a < b for a in some for b in others)
     z = (abs(u - n * m / 2) - 0.5) / (n * m * (n + m + 1) / 12) ** 0.5
@@ -167,7 +169,7 @@ def p_of_no_difference(some: Sequence[float], others: Sequence[float]) -> float:
 async def times(
     server: Api, key: str, asked: Sequence[Sequence[int]], rng: random.Random
 ) -> tuple[list[float], list[float]]:
-    """Waiting times of prompts that ann sent before, and of as many new ones, in random order."""
+    """Returns the times of prompts that ann sent before and of new prompts, in random order."""
     fresh = [some_prompt(rng) for _ in asked]
     order = [(0, prompt) for prompt in asked] + [(1, prompt) for prompt in fresh]
     rng.shuffle(order)

@@ -1,4 +1,4 @@
-"""HTTPS at a real gateway: streams, new certificates without a restart, handshakes in time."""
+"""HTTPS at a real gateway: streams, new certificates without a restart, handshake timeouts."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ BODY = {"prompt": "a", "max_tokens": 50, "ignore_eos": True, "stream": True}
 
 @dataclass(slots=True)
 class Secure:
-    """A gateway and its certificate files."""
+    """A running gateway and its certificate files."""
 
     url: httpx.URL
     certificate: Path
@@ -40,7 +40,7 @@ class Secure:
         return ssl.create_default_context(cafile=str(certificate))
 
     def served_name(self) -> str:
-        """The name of the certificate that a new connection gets."""
+        """Returns the name in the certificate that a new connection receives."""
         pem = ssl.get_server_certificate((self.url.host, self.url.port), timeout=10)
         return next((n for n in NAMES if (FOLDERS[n] / "cert.pem").read_text() in pem + "\n"), "")
 
@@ -71,7 +71,7 @@ def secure(tmp_path_factory) -> Iterator[Secure]:
 
 
 def put(path: Path, source: Path) -> None:
-    """Copies a file into place in one step."""
+    """Moves a copy of a file into place atomically."""
     partial = path.with_suffix(".new")
     partial.write_bytes(source.read_bytes())
     partial.chmod(0o600)
@@ -85,7 +85,7 @@ def test_streams_and_new_certificates_without_a_restart(secure):
         assert answer.endswith("data: [DONE]\n\n")
         assert secure.served_name() == "first"
 
-        put(secure.certificate, FOLDERS["second"] / "cert.pem")  # without its key, which follows
+        put(secure.certificate, FOLDERS["second"] / "cert.pem")  # the matching key is copied later
         page = f"{secure.url}/metrics"
         poll_until(
             lambda: 'event="reload failed"' in client.get(page).text, "the gateway tried the files"
@@ -93,7 +93,8 @@ def test_streams_and_new_certificates_without_a_restart(secure):
         assert secure.served_name() == "first"
         put(secure.key, FOLDERS["second"] / "key.pem")
         poll_until(lambda: secure.served_name() == "second", "the new certificate is served")
-        assert client.get(f"{secure.url}/health").status_code == 200  # over the old connection
+        # the old connection still works
+        assert client.get(f"{secure.url}/health").status_code == 200
     with httpx.Client(verify=secure.trusting(FOLDERS["second"] / "cert.pem")) as client:
         assert client.get(f"{secure.url}/health").status_code == 200
 

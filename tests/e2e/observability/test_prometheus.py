@@ -31,7 +31,7 @@ SETTINGS = {
     "BATON_WORKER__PEAK_TFLOPS": "0.5",
     "BATON_WORKER__PEAK_GB_PER_S": "20",
 }
-# What vLLM's own dashboards ask for.
+# Metrics that vLLM's own dashboards query.
 VLLM_QUERIES = (
     *(
         f"histogram_quantile(0.99, sum by (le) (rate(vllm:{name}_bucket{{model_name=~'.+'}}[5s])))"
@@ -96,7 +96,7 @@ def test_dashboards_alerts_and_lints(served, scraping):
         _all_queries_have_data(scraping)
         _a_killed_worker_is_told(served, scraping)
     complaints = promtool("check", "metrics", stdin=HTTP.get(f"{served.url}/metrics").text).stderr
-    # vLLM's names have a colon, which Prometheus reserves.
+    # Metric names of vLLM contain a colon, which Prometheus reserves for rules.
     assert not [line for line in complaints.splitlines() if not line.startswith("vllm:")]
 
 
@@ -113,7 +113,7 @@ def _all_queries_have_data(scraping: Prometheus) -> None:
 
 def _numbers(scraping: Prometheus, query: str) -> list[float]:
     values = (float(series["value"][1]) for series in scraping.query(query))
-    return [value for value in values if value == value]  # without NaN
+    return [value for value in values if value == value]  # removes NaN
 
 
 def _a_killed_worker_is_told(served: Served, scraping: Prometheus) -> None:

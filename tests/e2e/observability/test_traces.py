@@ -1,4 +1,4 @@
-"""A gateway that writes an access log, and sends its traces to a collector over OTLP."""
+"""A gateway writes an access log, and sends its traces to a collector over OTLP."""
 
 import gzip
 import http.server
@@ -21,7 +21,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 @pytest.fixture
 def collector():
-    """A small OTLP receiver: its URL, and the requests that it got."""
+    """Runs a small OTLP receiver. Yields its URL and the received requests."""
     got = queue.Queue()
 
     class Receiver(http.server.BaseHTTPRequestHandler):
@@ -61,7 +61,7 @@ def test_a_request_is_a_trace_and_a_line(collector, tmp_path, monkeypatch):
         body = {"model": ready.model_name, "prompt": "yo", "max_tokens": 4, "ignore_eos": True}
         asked = HTTP.post(f"{ready.url}/v1/completions", json=body, headers=headers, timeout=30)
     finally:
-        running.close()  # closing sends the remaining data
+        running.close()  # the close sends the remaining spans
     assert asked.status_code == 200
     assert asked.headers["traceparent"].startswith(f"00-{TRACE}-")
     path, request = got.get(timeout=10)

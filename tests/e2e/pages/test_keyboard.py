@@ -1,5 +1,5 @@
-"""The pages for people by the keyboard alone: Tab reaches everything, focus is seen, dialogs keep
-it and give it back.
+"""The web pages work with the keyboard alone: Tab reaches every control, the focus is visible,
+and dialogs keep the focus and then return it.
 """
 
 import pytest
@@ -15,7 +15,7 @@ SEEN = {
     " && document.querySelector('#order-forms form')",
     "/play": "document.querySelector('[name=model]').value == 'tiny'",
 }
-# All that Tab must reach: what is seen, is not disabled, and is no part of a group of arrow keys.
+# All elements that Tab must reach: visible, enabled, and not inside an arrow-key group.
 STOPS = """
 (() => {
   const all = 'a, button, input, select, textarea, summary, [tabindex]';
@@ -25,7 +25,7 @@ STOPS = """
   window.reached = new Set();
 })()
 """
-# Notes where the focus is. Returns what is wrong with it; empty if nothing is.
+# Records which element has the focus. Returns the errors of this element, or "".
 LOOK = """
 (() => {
   const one = document.activeElement;
@@ -63,7 +63,7 @@ def page_of(tabs, url, path="/dashboard"):
 
 
 async def tab_to(page, selector, most=80):
-    """Presses Tab until the focus is there."""
+    """Presses Tab until the expected element has the focus."""
     for _ in range(most):
         await page.press("Tab")
         if await page.run(f"document.activeElement.matches({selector!r})"):
@@ -76,7 +76,7 @@ def test_tab_reaches_everything_and_focus_is_seen(tabs, url, path):
     async def check():
         async with page_of(tabs, url, path) as page:
             if path == "/dashboard":
-                await page.press("p")  # paused, so that nothing changes
+                await page.press("p")  # pauses the page, so that it does not change
             await page.run(STOPS)
             for _ in range(await page.run("window.stops.length") + 3):
                 await page.press("Tab")
@@ -93,7 +93,7 @@ def test_tab_reaches_everything_and_focus_is_seen(tabs, url, path):
 def test_arrows_go_along_lanes_and_enter_opens_a_request(tabs, url):
     async def check():
         async with page_of(tabs, url) as page:
-            await page.run(  # all requests of the fixture
+            await page.run(  # lists all requests of the fixture
                 "document.querySelector('#lane-span').value = '60';"
                 "document.querySelector('#lane-span').dispatchEvent(new Event('input'))"
             )
@@ -105,7 +105,7 @@ def test_arrows_go_along_lanes_and_enter_opens_a_request(tabs, url):
             second = await page.run(FOCUS)
             assert second != first
             await page.run("window.drawn = document.querySelector('#lanes svg'); undefined")
-            await page.until("!window.drawn.isConnected")  # lanes are drawn anew each second
+            await page.until("!window.drawn.isConnected")  # the lanes are redrawn every second
             assert await page.run(FOCUS) == second
             await page.press("Enter")
             await page.until("document.querySelector('dialog[open]')")
@@ -150,7 +150,8 @@ def test_dialogs_keep_the_focus_and_give_it_back(tabs, url):
             for _ in range(8):
                 await page.press("Tab")
                 assert await page.run(
-                    "document.activeElement === document.body"  # the browser's own stop
+                    # the focus is outside the page, on the browser's controls
+                    "document.activeElement === document.body"
                     " || Boolean(document.activeElement.closest('dialog'))"
                 )
             await page.press("Escape")
@@ -158,7 +159,7 @@ def test_dialogs_keep_the_focus_and_give_it_back(tabs, url):
             assert await page.run(FOCUS) == button
             await page.press("Enter")
             await page.until("document.querySelector('dialog [value]')")
-            await page.press("Enter")  # the first role: what would it do? no controller answers
+            await page.press("Enter")  # previews the first role; no controller answers
             text = await page.until("document.querySelector('dialog .bad')?.innerText")
             assert "Not possible: the controller does not answer" in text
             await page.press("Escape")
@@ -191,7 +192,7 @@ def test_playground_is_used_by_the_keyboard_alone(tabs, url):
     async def check():
         async with page_of(tabs, url, "/play") as page:
             await tab_to(page, "#prompt")
-            await page.press("Enter")  # sends the example
+            await page.press("Enter")  # submits the example request
             await page.until("document.querySelector('.msg.fault')")
             users = "[...document.querySelectorAll('.msg.user')].map((m) => m.innerText).join()"
             assert "What is the capital of France?" in await page.run(users)

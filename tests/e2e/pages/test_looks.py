@@ -1,5 +1,5 @@
-"""The pages for people in a real browser: in light, dark and on a phone they work, fit, obey their
-content policy and can be used by all. They show what happened to a real machine of pools.
+"""The web pages in a real browser, in light, dark and phone layouts: they work, fit, obey their
+content policy and are accessible. They show the history of a real pool machine.
 
 Skipped without Chromium; axe-core needs npm.
 """
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Debian's packa
 
 AXE = "axe-core@4.14.1"
 RULES = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']}"
-SEEN = {  # texts that a working page shows
+SEEN = {  # expressions that are true once a page has loaded its contents
     "/": "document.querySelector('#ready').textContent.includes('Ready')",
     "/dashboard": "document.querySelectorAll('#workers tbody tr').length == 6"
     " && document.querySelectorAll('#requests tbody tr').length > 3"
@@ -34,7 +34,7 @@ LOOKS = {
     "dark": {"width": 1280, "height": 900, "dark": True},
     "phone": {"width": 390, "height": 844, "phone": True},
 }
-# Texts that are cut off or lie over each other, of elements with text of their own.
+# Elements with text of their own that is cut off or reaches beyond the edge of its section.
 CUT = """
 [...document.querySelectorAll('main *, header *')].filter((each) => {
   const own = [...each.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
@@ -68,7 +68,7 @@ def url(pools):
 
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory):
-    """The source of axe-core, from npm."""
+    """Returns the source of axe-core, from npm."""
     folder = tmp_path_factory.mktemp("axe")
     command = ["npm", "pack", "--silent", AXE]
     try:
@@ -86,7 +86,7 @@ def dashboard(tabs, url):
 
 
 async def picture(page, look, name):
-    """Keeps a picture of the whole page, if a person wants to look at it."""
+    """Saves a picture of the whole page, if a person has requested pictures."""
     if not (shots := os.environ.get("BATON_TEST_SHOTS")):
         return
     height = await page.run("document.documentElement.scrollHeight")
@@ -120,7 +120,7 @@ def test_pages_work_fit_and_can_be_used_by_all_in_every_look(tabs, url, axe):
 
 
 def test_death_decision_severed_pair_and_canary_are_shown_with_their_reasons(tabs):
-    pools = ShownPools()  # fresh: lanes show what happened in the last seconds only
+    pools = ShownPools()  # new pools, because lanes show only the last seconds
 
     def marks(kind):
         labels = f"[...document.querySelectorAll('#strip .mark[aria-label^={kind}]')]"
@@ -164,7 +164,7 @@ def test_death_decision_severed_pair_and_canary_are_shown_with_their_reasons(tab
     tabs.run(check())
 
 
-# Events do not reach the page while it is muted, and time can be put forward.
+# While the page is muted it gets no events, and the test can set its time.
 MUTING = """
   const real = window.fetch;
   window.fetch = async (...asked) => {

@@ -1,4 +1,4 @@
-"""The pages for people over a real server: an order from the page changes no token."""
+"""The web pages with a real server: an operator's order on a page changes no token."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ FAULT = "document.querySelector('.msg.fault')?.innerText"
 
 
 async def ask_there(page):
-    """Sends what is in the playground's field, or more of it."""
+    """Sends the prompt of the playground's field, with optional other fields."""
     await page.run(
         "document.querySelector('#prompt').value ||= 'again';"
         "document.querySelector('#ask').requestSubmit()"
@@ -76,7 +76,7 @@ def test_a_flip_from_the_page_changes_no_token_of_running_streams(tabs, server):
             await page.until("document.querySelector('dialog #confirm')")
             shown = await page.run("document.querySelector('dialog').innerText")
             assert "tell worker-2 to become prefill" in shown
-            await page.press("Enter")  # the button has the focus
+            await page.press("Enter")  # the send button has the focus
             await page.until(f"{row}.children[1].textContent == 'prefill'")
             await page.until("document.querySelector('#events').textContent.includes('worker-2')")
 
@@ -88,7 +88,7 @@ def test_a_flip_from_the_page_changes_no_token_of_running_streams(tabs, server):
     assert len({stream.answers[0] for stream in streams}) == 1
 
 
-@pytest.mark.long  # test_looks has the same of a machine of pools
+@pytest.mark.long  # test_looks checks the same page with a pool machine
 def test_a_worker_that_was_killed_is_seen_to_die_and_to_come_back(tabs, server):
     async def check():
         async with tabs.looking(server.url + "/dashboard", LISTED) as page:
@@ -126,7 +126,7 @@ def test_the_playground_streams_tokens_with_probabilities_and_a_timeline(tabs, s
             assert await page.run("document.querySelector('.msg.user b')") is None
             await page.run("document.querySelector('.tok').focus()")
             assert "%" in await page.run("document.querySelector('#tip').textContent")
-            await page.press("ArrowRight")  # the tokens of an answer are one stop of Tab
+            await page.press("ArrowRight")  # all tokens of an answer are a single Tab stop
             second = "document.activeElement === document.querySelectorAll('.tok')[1]"
             assert await page.run(second)
             assert await page.run("document.querySelectorAll('.tok[tabindex=\"0\"]').length") == 1

@@ -1,4 +1,4 @@
-"""A deployment's run directory, and a client of its admin API; each file has its own `served`."""
+"""Fixtures for a deployment's run directory and its admin API. Each test file defines `served`."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Two models in one deployment, each by its name. An idle one sleeps, and wakes for requests."""
+"""Two models in one deployment, each served by name. An idle model sleeps; requests wake it."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +57,7 @@ def test_each_model_answers_by_its_name_and_an_idle_one_wakes(served, admin, run
     listed = HTTP.get(f"{served.url}/v1/models").json()["data"]
     assert [each["id"] for each in listed] == [main["model"], "small"]
     assert "asleep" in baton(run_dir, "versions").stdout
-    with ThreadPoolExecutor(NUM_ASKED) as clients:  # requests that wait together
+    with ThreadPoolExecutor(NUM_ASKED) as clients:  # concurrent requests that wait for the model
         answers = list(clients.map(lambda _: ask(served.url, "small"), range(NUM_ASKED)))
     assert {answer["choices"][0]["text"] for answer in answers} == {small["choices"][0]["text"]}
     assert {answer["system_fingerprint"] for answer in answers} == {small["system_fingerprint"]}

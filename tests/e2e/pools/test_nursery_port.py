@@ -1,4 +1,4 @@
-"""A nursery's port: another process asks for children as the owner does."""
+"""A nursery's port: another process orders children just like the owner."""
 
 import os
 import signal
@@ -25,7 +25,8 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture
 def distant(nursery) -> Iterator[DistantNursery]:
-    with TemporaryDirectory(prefix="baton-") as folder:  # short: a socket's path has 107 bytes
+    # a short path, because a socket path has at most 107 bytes
+    with TemporaryDirectory(prefix="baton-") as folder:
         port = NurseryPort(nursery, Path(folder) / "nursery")
         port.open()
         yield DistantNursery(str(port.path))
@@ -46,7 +47,7 @@ def test_a_distant_child_is_started_watched_and_reports_its_status(distant):
 
 
 def test_malformed_requests_leave_the_port_open(distant):
-    for request in (b"", b"worker"):  # without descriptors
+    for request in (b"", b"worker"):  # requests without file descriptors
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asks:
             asks.connect(distant._path)
             asks.send(request)

@@ -1,4 +1,4 @@
-"""An operator changes pools under load: no request fails, and no process is left."""
+"""An operator changes pools under load: no request fails, and no process is left over."""
 
 import os
 import random
@@ -15,11 +15,11 @@ from tests.kits.services.served import HTTP, Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
 
-MAX_RUNNING = 8  # sequences of one worker, so that a few requests are a load
+MAX_RUNNING = 8  # sequences of a worker; a few requests are enough to load it
 
 
 class Crowd:
-    """Several clients that each send one request after another."""
+    """Several clients, each of which sends one request after another."""
 
     def __init__(self, url: str, num_clients: int, *, prompt_tokens: int, max_tokens: int) -> None:
         self._url = url
@@ -125,9 +125,9 @@ def test_killed_worker_is_replaced_and_no_request_fails(served, admin, run_dir):
     settle(admin)
 
 
-@pytest.mark.long  # the load takes time; test_planning tests each part
+@pytest.mark.long  # real load takes time; test_planning tests each part
 def test_planner_follows_a_changing_load(served, admin, run_dir):
-    """Load turns from long prompts to long answers: a worker flips and flips back."""
+    """The load changes from long prompts to long answers: a worker changes its role, and back."""
 
     def wanted() -> tuple[int, int]:
         pools = admin.pools().wanted
@@ -155,10 +155,11 @@ def test_workers_and_requests_are_listed(served, admin, run_dir):
     body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
     def is_listed() -> bool:
-        """A request may end before the command has started, so each attempt sends a new one."""
+        """Sends a new request at each attempt, because the last one may have finished too early."""
         with HTTP.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as stream:
             assert stream.status_code == 200, stream.read()
-            lines = stream.iter_lines()  # kept: without it the connection is closed
+            # keeps the iterator, because its deletion closes the connection
+            lines = stream.iter_lines()
             next(lines)
             listed = admin.requests()
             shown = baton(run_dir, "requests").stdout

@@ -1,4 +1,4 @@
-"""A deployment is updated under load: each request ends in the version in which it began."""
+"""A deployment is updated under load: each request finishes in the version in which it began."""
 
 import threading
 from collections import Counter
@@ -15,8 +15,8 @@ from tests.kits.services.served import HTTP, Served, poll_until, serve
 pytestmark = pytest.mark.torch
 
 NUM_ASKED = 60
-NUM_LATE = 8  # more than the declared number by which a canary is judged
-GIVE_UP_S = 90.0  # processes that are asked to stop wait for a stream of 1,500 tokens
+NUM_LATE = 8  # more late requests than a canary needs to be judged
+GIVE_UP_S = 90.0  # seconds; processes with a stop order wait for a stream of 1,500 tokens
 LONG = {"prompt": "def f(", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
 
@@ -27,7 +27,7 @@ def served(lent, run_dir) -> Iterator[Served]:
 
 
 class LongAnswer(threading.Thread):
-    """A stream of a version, by default the current one, read to its end."""
+    """Reads a stream of a version to its end; by default of the current version."""
 
     def __init__(self, url: str, version: str | None = None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class LongAnswer(threading.Thread):
 
 
 def ask(url: str, **headers: str) -> str:
-    """Returns the fingerprint of the version that answers."""
+    """Sends a request and returns the fingerprint of the version that answered."""
     body = {"prompt": "a", "max_tokens": 1}
     answer = HTTP.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -77,7 +77,8 @@ def test_version_shares_load_then_takes_over_and_no_answer_changes(
     poll_until(lambda: ask(served.url) == second, "the gateway has heard", CHANGE_S)
     counts = Counter(ask(served.url) for _ in range(NUM_ASKED))
     assert set(counts) == {first, second}
-    assert 0.1 < counts[second] / NUM_ASKED < 0.7  # more than four standard deviations wide
+    # the range is more than four standard deviations wide
+    assert 0.1 < counts[second] / NUM_ASKED < 0.7
 
     admin.set_weights({"v1": 100, "v2": 0})
     version = admin.pools().version
@@ -101,9 +102,9 @@ def test_version_shares_load_then_takes_over_and_no_answer_changes(
 
 
 def ask_in_time(url: str, version: str) -> int:
-    """Asks a version for two tokens, the first sooner than any worker has it. Returns the status.
+    """Requests two tokens with a TTFT bound that no worker can meet. Returns the status.
 
-    404 if the version was given up before.
+    The status is 404 if the version has been removed already.
     """
     body = {"prompt": "a", "max_tokens": 2, "slo_ttft_ms": 1, "slo_tpot_ms": 50}
     headers = {"x-baton-version": version}
@@ -113,8 +114,8 @@ def ask_in_time(url: str, version: str) -> int:
 def test_canary_that_is_late_ends_itself_and_no_stream_is_lost_or_changed(
     served, admin, run_dir, tmp_path
 ):
-    """The canary's worker decodes one sequence at a time. Other requests wait beside a stream, and
-    all are late: by how much does not depend on how long the stream takes.
+    """The canary's worker decodes one sequence at a time. All other requests queue behind a stream
+    and are late. How long the stream takes does not change by how much they are late.
     """
     whole = HTTP.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()
     [current] = [version.name for version in admin.pools().versions]
@@ -139,7 +140,8 @@ def test_canary_that_is_late_ends_itself_and_no_stream_is_lost_or_changed(
     assert streams[1].has_begun.wait(CHANGE_S)
 
     def is_given_up() -> bool:
-        """Asks more if not: what ended before the controller's first look does not count."""
+        """Sends more requests if not: requests finished before the controller's first look do not
+        count."""
         if weight() == 0:
             return True
         with ThreadPoolExecutor(NUM_LATE) as threads:
@@ -158,7 +160,7 @@ def test_canary_that_is_late_ends_itself_and_no_stream_is_lost_or_changed(
     assert any("answers were late" in step.why for step in pools.steps)
 
 
-@pytest.mark.long  # three starts that fail; test_rollout tests the same without processes
+@pytest.mark.long  # three failing starts; test_rollout tests the same without processes
 def test_failed_update_changes_nothing(served, admin, run_dir, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Nothing"]}')
     before = ask(served.url), [version.name for version in admin.pools().versions]

@@ -1,4 +1,4 @@
-"""Ray and Kubernetes accept the files in `deploy/cluster`, which set what Baton needs."""
+"""Ray and Kubernetes accept the files in `deploy/cluster`, and the files set what Baton needs."""
 
 import importlib.metadata
 import json
@@ -17,7 +17,7 @@ from deploy.ray.cluster_nodes import CONSTRAINTS
 from engine.config import PoolsConfig
 from engine.control import Pools
 
-pytestmark = pytest.mark.ray  # Ray's dependencies include yaml
+pytestmark = pytest.mark.ray  # yaml is one of Ray's dependencies
 
 FOLDER = Path(deploy.__file__).parent / "cluster"
 KUBERNETES = Path(deploy.__file__).parent / "kubernetes"
@@ -44,7 +44,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def kubernetes() -> dict[str, dict[str, Any]]:
-    """Objects of the files in `deploy/kubernetes`, by kind and name."""
+    """Returns the objects of the files in `deploy/kubernetes`, by kind and name."""
     import yaml
 
     files = sorted(KUBERNETES.glob("*/*.yaml"))
@@ -160,7 +160,7 @@ def test_shells_on_the_head_find_ray_and_the_run_directory(name, tmp_path):
 
 
 def node_types(name: str) -> list[Node]:
-    """Returns a node of each type, with its resources in the file."""
+    """Returns one node of each type, with the resources that the file gives to the type."""
     if name == "kuberay":
         groups = kubernetes()["RayCluster/baton"]["spec"]["workerGroupSpecs"]
         params = [json.loads(json.loads(g["rayStartParams"]["resources"])) for g in groups]
@@ -179,8 +179,8 @@ def test_cloud_nodes_hold_the_pools_of_baton_yaml(name):
     given = read("baton")["pools"]
     pools = msgspec.convert({**given, "num_gpus": 1}, PoolsConfig)
     usable = nodes_to_start_on(node_types(name), pools, Pools(4, 4), 1.0)
-    assert NodePlacement.of(pools, 1.0).room(usable) == 8  # as many as there are GPUs
-    assert len(usable) == 2  # not the head
+    assert NodePlacement.of(pools, 1.0).room(usable) == 8  # one worker per GPU
+    assert len(usable) == 2  # the head node is excluded
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])

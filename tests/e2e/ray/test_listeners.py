@@ -1,6 +1,6 @@
-"""On one machine everything listens on loopback only, and Ray does nothing without its token.
+"""On one machine everything listens on loopback only, and Ray rejects calls without its token.
 
-The kernel is asked for the sockets: the settings of a process prove nothing.
+The test reads the sockets from the kernel, because the settings of a process prove nothing.
 """
 
 import json
@@ -29,14 +29,14 @@ RAY_PARTS = (
     "RuntimeEnvAgent",
     "ray::ServiceActor",
 )
-CALLS = {  # one method of each service of Ray, by the program that has it
+CALLS = {  # one method of each Ray service, by the program that serves it
     "/ray.rpc.JobInfoGcsService/GetAllJobInfo": "gcs_server",
     "/ray.rpc.NodeManagerService/RequestWorkerLease": "raylet/raylet",
     "/ray.rpc.ObjectManagerService/Pull": "raylet/raylet",
     "/ray.rpc.CoreWorkerService/PushTask": "ray::ServiceActor",
 }
 FIELDS = {"time", "level", "process", "pid", "logger", "message"}
-LOGGED_WITHIN_S = 30.0  # from a line to the next one that Ray passes on
+LOGGED_WITHIN_S = 30.0  # maximum seconds until Ray forwards a log line
 RUN_SOMETHING = """
 import ray
 ray.init(address={address!r}, logging_level="ERROR", log_to_driver=False)
@@ -52,12 +52,13 @@ def on_ray() -> Iterator[Served]:
 
 
 def pids(served: Served) -> set[int]:
-    """The processes of a deployment. Ray's agents lose the mark, so they are found as children."""
+    """Returns a deployment's pids. Ray's agents drop the mark, so they are found as children."""
     return tree(served.process.pid) | set(marked_pids(served.mark))
 
 
 def refusals(served: Served, method: str) -> list[grpc.StatusCode]:
-    """The answers to a call without a token from all gRPC servers that have the method."""
+    """Calls a method without a token on each gRPC server that has the method; returns the
+    answers."""
     answers = (_answer(each, method) for each in listeners(pids(served)))
     return [code for code in answers if code not in _HAS_NO_SUCH]
 
@@ -93,7 +94,7 @@ def processes(printed: str) -> dict[str, int]:
 
 
 def json_lines(printed: str) -> list[dict[str, Any]]:
-    """Returns the lines that are complete."""
+    """Returns the complete JSON lines."""
     return [json.loads(line) for line in printed.splitlines(keepends=True) if line[-1] == "\n"]
 
 
@@ -129,8 +130,8 @@ def test_ray_runs_tasks_only_with_its_token(on_ray):
 
 
 def run_something(port: int, **environment: str) -> str:
-    """Runs a task on the Ray whose GCS listens there. Returns its result, or the error."""
-    # Without the loopback mode it would not look for the GCS at 127.0.0.1.
+    """Runs a task on the Ray whose GCS listens at this address. Returns the result or the error."""
+    # Without loopback mode, Ray would not search for the GCS at 127.0.0.1.
     mode = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_NUM_REDIS_GET_RETRIES": "1"}
     done = subprocess.run(
         [sys.executable, "-c", RUN_SOMETHING.format(address=f"127.0.0.1:{port}")],
@@ -186,6 +187,6 @@ def session_folder(served: Served) -> Path:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment of a process at its start."""
+    """Returns the environment that a process had at its start."""
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)

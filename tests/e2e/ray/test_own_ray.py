@@ -1,4 +1,4 @@
-"""The Ray of `baton serve` after the death of its raylet, in a process that init has adopted."""
+"""The Ray of `baton serve` after its raylet has died, in a process whose parent is init."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = pytest.mark.ray
 
-DEADLINE_S = 300.0  # starts of Ray take 30 s each on a busy machine
-# A parent that ends at once makes init the parent of the launcher's process, as systemd is.
+DEADLINE_S = 300.0  # a start of Ray takes 30 s on a busy machine
+# The first process exits at once, so init becomes the launcher's parent, as under systemd.
 ORPHAN = (
     "import os, sys; os.fork() or os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
 )
@@ -47,7 +47,7 @@ def test_a_ray_that_replaces_a_dead_one_leaves_sigterm_and_this_process_alone():
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=DEADLINE_S,  # until no process holds the pipes
+        timeout=DEADLINE_S,  # ends when no process holds the pipes any longer
         check=False,
     )
     came = f"came {int(signal.SIGTERM)}"

@@ -1,6 +1,6 @@
-"""Ray's own autoscaler adds and removes nodes, which are processes here.
+"""Ray's own autoscaler adds and removes nodes; each node is a process on this machine.
 
-It runs on an isolated machine, so that `ray start` finds and ends no other Ray.
+The test runs in an isolated island, so that `ray start` neither finds nor stops another Ray.
 """
 
 import json
@@ -31,8 +31,8 @@ CLUSTER: dict[str, Any] = {
     "provider": {
         "type": "fake_multinode",
         "gcs_address": "127.0.0.1:6379",
-        "disable_node_updaters": True,  # they are not reachable by ssh
-        "use_node_id_as_ip": True,  # they have one address
+        "disable_node_updaters": True,  # the nodes have no ssh server
+        "use_node_id_as_ip": True,  # all nodes have the same address
     },
     "available_node_types": {
         "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
@@ -59,7 +59,7 @@ START = (
     *("ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1", "--port=6379"),
     *("--num-cpus=0", "--object-store-memory=83886080", "--include-dashboard=false"),
 )
-# Says how many workers there is room for, each time that it has changed: at last since one waits.
+# Prints the room for workers whenever it changes. The last line comes while a worker waits.
 SCRIPT = """
 import ray
 from deploy.ray.own_ray import NAMESPACE

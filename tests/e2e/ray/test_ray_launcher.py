@@ -1,4 +1,4 @@
-"""Launchers on a fake Ray: an abandoned start, and a Ray that does not answer."""
+"""Launchers on a fake Ray: a start that is abandoned, and a Ray that does not answer."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ READY = GatewayReady("http://127.0.0.1:80", "model", 7, "gateway:1")
 
 @pytest.fixture
 def actors(monkeypatch) -> list[Any]:
-    """All actors that are made. A start is answered with the actor itself."""
+    """Records all created actors. The result of a start call is the actor itself."""
     import ray
 
     made: list[Any] = []
@@ -52,7 +52,7 @@ def test_stopped_start_leaves_the_next_actor_of_its_name_alone(monkeypatch, acto
     launcher = OwnRayLauncher()
 
     def get(actor: Any, timeout: float) -> Any:
-        if actor is None:  # a ping
+        if actor is None:  # this call is a ping
             return None
         if actor is actors[0]:
             launcher.stop(SPEC.name, by_force=True)

@@ -1,6 +1,6 @@
-"""Workers are placed on a cluster of several nodes, whose GPUs exist in name only.
+"""Workers are placed on a cluster of several nodes, whose GPUs are only declared.
 
-One cluster for all; each test gives back what it reserved.
+All tests share one cluster; each test releases the resources that it reserved.
 """
 
 import logging
@@ -20,7 +20,7 @@ pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(120),
-    pytest.mark.long,  # several nodes; test_placement has the rules, test_ray_pools one node
+    pytest.mark.long,  # several nodes; test_placement tests the rules, test_ray_pools a single node
 ]
 
 BY_ROLE = NodePlacement(1, "prefill_node", "decode_node")
@@ -28,10 +28,10 @@ P, D = Role.PREFILL, Role.DECODE
 
 
 class Nodes:
-    """A cluster of nodes with two GPUs each, which can be added and removed."""
+    """A cluster whose nodes declare two GPUs each. Tests can add and remove nodes."""
 
     def __init__(self, **resources: int) -> None:
-        """The first one is its head."""
+        """The first node is the head."""
         from ray.cluster_utils import Cluster
 
         self.cluster = Cluster(initialize_head=True, head_node_args=self._node(resources))
@@ -45,7 +45,7 @@ class Nodes:
         from deploy.ray.own_ray import OBJECT_STORE_BYTES
 
         return {
-            "num_cpus": 0,  # Ray starts no process in advance
+            "num_cpus": 0,  # so that Ray starts no process in advance
             "num_gpus": 2,
             "resources": resources,
             "object_store_memory": OBJECT_STORE_BYTES,
@@ -91,7 +91,7 @@ def places(nodes) -> Iterator[Any]:
 
 
 def reserved() -> dict[str, str | None]:
-    """The node of each worker's place."""
+    """Returns the node on which each worker has its reservation."""
     from deploy.ray.places import reserved as reserved_places
 
     return {place.worker: place.node_id for place in reserved_places()}
@@ -137,8 +137,9 @@ def test_gpu_of_a_dead_worker_is_kept_until_given_up(places):
     before = reserved()
     mine.leave("d0")
     mine.keep(["d0"])
-    assert mine.take("d0", P).group.id == first.group.id  # whatever its role is now
-    mine.keep([])  # it is in use
+    # the reservation is found again under another role
+    assert mine.take("d0", P).group.id == first.group.id
+    mine.keep([])  # the reservation is kept, because d0 uses it
     assert reserved() == before
     mine.leave("d0")
     mine.keep([])
@@ -190,7 +191,7 @@ def test_worker_takes_the_place_of_another_role(places, monkeypatch):
     assert mine.take("p2", P).role is D
     assert "decode_node" in offers(reserved()["p2"])
     mine.leave("p2")
-    assert mine.take("p2", P).role is D  # it is kept
+    assert mine.take("p2", P).role is D  # the reservation is kept with its first role
 
 
 def test_node_taken_by_others_is_avoided(places):

@@ -1,6 +1,6 @@
-"""Requests go on when the controller is killed, or Ray's GCS, and the next one takes over.
+"""Requests continue when the controller or Ray's GCS is killed, and a replacement takes over.
 
-What was ordered outlives controller and gateways together.
+Orders survive the death of the controller and all gateways.
 """
 
 import os
@@ -23,14 +23,15 @@ from tests.kits.operator import CHANGE_S, Trickle
 from tests.kits.services.served import HTTP, poll_until
 
 pytest.importorskip("ray", reason="Ray is not installed")
-# Three workers start here, one after another, and each imports torch for itself. Where others
-# compute too, a start takes over a minute.
+# Three workers start here one after another, and each imports torch separately. On a busy machine,
+# one start takes over a minute.
 pytestmark = [pytest.mark.torch, pytest.mark.ray, pytest.mark.timeout(900)]
 FIELDS = {"time", "level", "process", "pid", "logger", "message"}
 
 
 def kill_together(*pids: int) -> None:
-    """Kills processes at once, each through a descriptor, which never means another process."""
+    """Kills processes at the same moment, by process descriptors that cannot mean another
+    process."""
     pidfds = [os.pidfd_open(pid) for pid in pids]
     try:
         for pidfd in pidfds:
@@ -43,7 +44,8 @@ def kill_together(*pids: int) -> None:
 
 
 def orders_outlive_controller_and_gateway(pid: int, before: PoolsAnswer, key: str) -> None:
-    """Kills both, and a worker: then only Ray's table knows that there are to be two workers."""
+    """Kills controller, gateway and a worker: only Ray's table still has the order of two
+    workers."""
     from deploy.ray.controller import find_controller
 
     pids = {worker.worker_id: worker.pid for worker in before.workers}
@@ -66,12 +68,13 @@ def orders_outlive_controller_and_gateway(pid: int, before: PoolsAnswer, key: st
 
 
 def check_logs(admin: AdminClient, url: str, *, dead: int) -> None:
-    """Lines of all processes of all nodes are there, and follow: also a dead worker's."""
+    """Log lines of all processes on all nodes are found and followed, a dead worker's included."""
 
     def pids() -> set[int]:
         return {line["pid"] for line in admin.logs("worker-1").lines}
 
-    # The next worker of the name continues. A node may need a moment to find its folder.
+    # The next worker of the same name continues the log. A node may need a moment to find its
+    # folder.
     poll_until(lambda: dead in pids() and len(pids()) > 1, lambda: f"{pids()}", CHANGE_S)
     poll_until(lambda: told_of_a_request(admin, url), "a worker tells of a request", CHANGE_S)
     later = admin.logs(None, after=admin.logs(None, 0).after)
@@ -90,7 +93,8 @@ def check_logs(admin: AdminClient, url: str, *, dead: int) -> None:
 def told_of_a_request(admin: AdminClient, url: str) -> bool:
     """Sends a request with an id. Returns True if a worker has logged a request with that id.
 
-    Lines of a kind are bounded (`deploy.logs.lines`), so the requests before may have used them up.
+    The number of lines of a kind is bounded (`deploy.logs.lines`), so earlier requests may have
+    used up the bound.
     """
     body = {"prompt": "def f(", "max_tokens": 4}
     headers = {"x-request-id": "mine"}
@@ -116,7 +120,7 @@ def test_requests_survive_a_killed_controller_and_a_killed_gcs(tmp_path, monkeyp
             logs=LogsConfig(level=LogLevel.INFO),
         )
     )
-    pools = Pools(0, 0, mixed=1)  # the fewest that can serve
+    pools = Pools(0, 0, mixed=1)  # the smallest pool that can serve
     plan = ControllerPlan(str(BUNDLED_MODEL), config, pools, secrets.token_hex(16), cores=2)
     own_ray = OwnRay()
     own_ray.open()
@@ -143,7 +147,7 @@ def test_requests_survive_a_killed_controller_and_a_killed_gcs(tmp_path, monkeyp
                     w.worker_id for w in after.workers
                 }
                 pids = {w.worker_id: w.pid for w in after.workers}
-                own = os.getpriority(os.PRIO_PROCESS, 0)  # by default Ray runs actors with nice 15
+                own = os.getpriority(os.PRIO_PROCESS, 0)  # Ray's default for actors is nice 15
                 assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids.values()} == {own}
                 assert pids == {w.worker_id: w.pid for w in before.workers}
                 session = ray.get_runtime_context().get_session_name()

@@ -1,4 +1,4 @@
-"""`baton up`, `status` and `down` with ray up, ssh and Redis, on a machine of the test's own."""
+"""`baton up`, `status` and `down` with ray up, ssh and Redis, on an isolated machine."""
 
 import json
 import os
@@ -26,7 +26,8 @@ pytestmark = [
 ]
 
 UP_TIMEOUT_S = 240.0
-DEAD_S = 10.0  # the GCS; a raylet that gives up without it does so after 60 s by default
+# seconds until the GCS counts as dead; a raylet without a GCS exits after 60 s by default
+DEAD_S = 10.0
 URL = "http://127.0.0.1:8000"
 
 
@@ -38,7 +39,7 @@ def machine(tmp_path_factory) -> Iterator[Island]:
 
 @pytest.fixture(scope="module")
 def config(machine) -> Path:
-    """A cluster file for one machine, and the configuration of Baton on it."""
+    """Writes a cluster file for one machine, and Baton's configuration for this machine."""
     import yaml
 
     source = Path(deploy.__file__).parent / "cluster" / "onprem.yaml"
@@ -56,7 +57,7 @@ def config(machine) -> Path:
 
 
 def on_this_machine(cluster: dict[str, Any], machine: Island) -> dict[str, Any]:
-    """The project's file with placeholders filled in, no packages, and test sizes."""
+    """Returns the shipped file with its placeholders filled in, no packages, and test sizes."""
     small = (
         "--head --node-ip-address=127.0.0.1 --num-cpus=2 --object-store-memory=83886080"
         """ --resources='{"prefill_node": 2, "decode_node": 2}'"""
@@ -90,14 +91,14 @@ def baton(
 
 @pytest.fixture(scope="module")
 def key(machine, up) -> str:
-    """A key made after the gateways started, which they pick up by themselves."""
+    """Makes an API key after the gateways started; they read the new key by themselves."""
     return machine.python(
         "-m", "deploy.commands.main", "keys", "add", "tests", timeout_s=60
     ).stdout.strip()
 
 
 def ask(machine: Island, key: str, max_tokens: int) -> list[str]:
-    """Sends one request with curl, since its network cannot be reached from outside."""
+    """Sends one request with curl, because only the island's processes reach its network."""
     body = {"model": "baton-bundled", "prompt": "def f(", "seed": 7, "max_tokens": max_tokens}
     done = machine.run(
         *("curl", "--silent", "--fail-with-body", "--max-time", "60", f"{URL}/v1/completions"),
@@ -145,7 +146,7 @@ def test_keys_on_the_head_are_private(machine, key):
 
 
 def test_no_secret_is_on_a_command_line(machine, up):
-    read = r"cat /proc/[0-9]*/cmdline | tr '\0' ' '"  # ps would cut them
+    read = r"cat /proc/[0-9]*/cmdline | tr '\0' ' '"  # ps would truncate the command lines
     lines = machine.run("bash", "-c", read, check=False).stdout
     assert "--redis_address=127.0.0.1" in lines
     assert re.search(r"(redis.password|requirepass)[= ]\S", lines) is None
@@ -176,7 +177,7 @@ def test_second_up_changes_nothing(machine, config, up):
     assert f"serving at {URL}" in again.stderr
     after = {**of(machine, "ray::_"), **of(machine, "gcs_server"), **of(machine, "raylet/raylet")}
     assert before.keys() == after.keys()
-    assert len(of(machine, "ray::ServiceActor")) == 4  # two workers, two gateways
+    assert len(of(machine, "ray::ServiceActor")) == 4  # two workers and two gateways
 
 
 def test_up_changes_what_runs_otherwise_and_names_what_needs_a_restart(machine, config, up):
@@ -200,7 +201,7 @@ def test_requests_go_on_while_the_gcs_restarts_from_redis(machine, key):
     expected = ask(machine, key, 40)
     (gcs,), (keeper,) = of(machine, "gcs/gcs_server"), of(machine, "deploy.ray.gcs_keeper")
     actors = set(of(machine, "ray::_"))
-    send(machine, signal.SIGSTOP, keeper)  # so that it appears dead for a while
+    send(machine, signal.SIGSTOP, keeper)  # so that the keeper appears dead for a while
     send(machine, signal.SIGKILL, gcs)
     clock = MonotonicClock()
     end_s = clock.now_s() + DEAD_S
@@ -252,7 +253,7 @@ def test_next_controller_takes_over_from_a_killed_one(machine, config, key):
 def test_down_leaves_nothing_even_if_ray_down_fails(machine, config, up):
     profile = machine.home / ".bashrc"
     kept = profile.read_text()
-    profile.write_text("")  # as if Ray were not on the PATH
+    profile.write_text("")  # simulates a PATH without Ray
     try:
         down = baton(machine, "down", config, check=False)
     finally:

@@ -1,4 +1,4 @@
-"""Block events over real sockets, from a publisher to feeds."""
+"""Block events over real sockets, from a worker's publisher to the gateways' feeds."""
 
 import asyncio
 import logging
@@ -65,7 +65,7 @@ def chain(num: int, first: int = 0, token_ids: Sequence[int] = ()) -> list[Store
 
 @dataclass
 class Gateway:
-    """A gateway's feed of a worker, and the events that it applied."""
+    """A gateway's feed of one worker, and the events that the gateway applied."""
 
     info: Welcome
     index: PrefixMap = field(default_factory=PrefixMap)
@@ -126,7 +126,7 @@ def opened_context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
 
 
 def trusted_client(socket: "zmq.Socket[bytes]") -> None:
-    """Sets the three keys that another indexer gets before it connects."""
+    """Sets the three keys that an external indexer receives before it connects."""
     mine = client_keys(SECRET, Channel.BLOCK_EVENTS)
     socket.set(zmq.CURVE_SERVERKEY, server_keys(SECRET, Channel.BLOCK_EVENTS).public)
     socket.set(zmq.CURVE_PUBLICKEY, mine.public)
@@ -145,13 +145,13 @@ async def following(*gateways: Gateway) -> AsyncIterator[None]:
                 gateway.feed.close()
 
 
-# ---------------------------------------------------------------- one worker's publisher
+# ---------------------------------------------------------------- publisher of one worker
 
 
 def test_followers_learn_stored_and_evicted_blocks():
     async def test() -> None:
         with publishing() as (source, address):
-            source.publish(chain(3))  # before a subscriber connects
+            source.publish(chain(3))  # no subscriber is connected yet
             gateways = [Gateway(welcome(address)), Gateway(welcome(address))]
             async with following(*gateways):
                 for gateway in gateways:
@@ -159,7 +159,8 @@ def test_followers_learn_stored_and_evicted_blocks():
                 source.publish(chain(1, first=90))
                 source.publish([Evicted(hashes(3)[2])])
                 for gateway in gateways:
-                    gateway.feed.counted(source.num_batches)  # as its session would report
+                    # like a report over the gateway's session
+                    gateway.feed.counted(source.num_batches)
                     await until(lambda g=gateway: g.num_known(hashes(3)) == 2, "it is taken back")
                     assert gateway.num_known(hashes(1, first=90)) == 1
                     assert gateway.feed.is_following
@@ -170,7 +171,7 @@ def test_followers_learn_stored_and_evicted_blocks():
 
 @pytest.mark.parametrize(("num_batches", "means"), [(150, "batches"), (400, "snapshot")])
 def test_slow_subscriber_recovers_lost_batches(monkeypatch, num_batches, means):
-    """Publishes batches of 100 kB, so that buffers overflow; about 160 can be replayed."""
+    """Publishes batches of 100 kB, so that buffers overflow. About 160 batches can be replayed."""
     monkeypatch.setattr(block_feed, "MAX_UNREAD_BATCHES", 2)
     token_ids = [2**32 - 1] * 20_000
 
@@ -180,7 +181,7 @@ def test_slow_subscriber_recovers_lost_batches(monkeypatch, num_batches, means):
             async with following(gateway):
                 await until(lambda: gateway.feed.is_following, "it follows")
                 first = [chain(1, first=i, token_ids=token_ids) for i in range(num_batches)]
-                for news in first:  # meanwhile the loop does not read
+                for news in first:  # the event loop does not read during this
                     source.publish(news)
                 gateway.feed.counted(source.num_batches)
                 blocks = [news[0].block_hash for news in first]
@@ -192,7 +193,7 @@ def test_slow_subscriber_recovers_lost_batches(monkeypatch, num_batches, means):
                 assert gateway.counted["batches asked for"] >= 1
                 assert (gateway.counted["snapshot asked for"] > 1) == (means == "snapshot")
                 assert gateway.unheard == []
-                source.publish(chain(1, first=9000))  # and it follows again
+                source.publish(chain(1, first=9000))  # the subscriber follows new batches again
                 await until(lambda: gateway.num_known(hashes(1, first=9000)) == 1, "it follows")
 
     run(test)
@@ -221,7 +222,7 @@ def test_vllm_subscriber_gets_batches_and_replays():
             clock = MonotonicClock()
             end_s = clock.now_s() + IN_TIME_S
             answer = await asyncio.to_thread(ask_for, 1)
-            # The last ones are being published still.
+            # The publisher is still sending the last batches.
             while len(answer) < 3 and clock.now_s() < end_s:
                 answer = await asyncio.to_thread(ask_for, 1)
             assert [decode_number(frames[1]) for frames in answer[:-1]] == [1, 2]
@@ -233,7 +234,7 @@ def test_vllm_subscriber_gets_batches_and_replays():
                 return batches.recv_multipart()
 
             reading = asyncio.create_task(asyncio.to_thread(next_batch))
-            while not reading.done():  # a subscription may take a moment
+            while not reading.done():  # a subscription may take a moment to become active
                 source.publish(chain(1))
                 await asyncio.wait([reading], timeout=0.05)
             topic, number, payload = reading.result()
@@ -245,7 +246,7 @@ def test_vllm_subscriber_gets_batches_and_replays():
     run(test)
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- failures
 
 
 @pytest.fixture
@@ -259,7 +260,7 @@ def test_events_are_out_of_date_until_the_publisher_answers():
     async def test() -> None:
         probe = publisher()
         address = probe.open()
-        probe.close()  # no worker listens there
+        probe.close()  # no worker listens at this address
         gateway = Gateway(welcome(address))
         async with following(gateway):
             await until(lambda: gateway.unheard == ["no answer in time"], "it is unheard")
@@ -319,7 +320,8 @@ def test_invalid_requests_for_events_are_ignored(frames):
             trusted_client(asked)
             asked.connect(address.asked)
             asked.send_multipart(frames)
-            asked.send_multipart((b"", encode_number(0)))  # answered at once, so the other was not
+            # answered at once, so the first request was not answered
+            asked.send_multipart((b"", encode_number(0)))
             await until(lambda: bool(asked.poll(0)), "the other is answered")
             assert asked.recv_multipart() == [b"", encode_number(END_NUMBER), b""]
             assert not asked.poll(50)

@@ -1,4 +1,4 @@
-"""Cancelled requests and killed workers: nothing is lost, changed or leaked."""
+"""Cancelled requests and killed workers: no token is lost or changed, and no block leaks."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ SMALL = WorkerConfig(kv_mib=24, chunk_tokens=64, max_batch_tokens=128, max_runni
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", TRANSPORTS[2:])  # NIXL has most to leak
+@pytest.mark.parametrize("transport", TRANSPORTS[2:])  # NIXL has the most resources that can leak
 def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
     rng = random.Random(3)
     inputs = prompts(NUM_REQUESTS, vocab_size=4096, seed=4, longest=300)
@@ -51,7 +51,7 @@ def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
                     if after_tokens and num >= after_tokens:
                         break
         except TimeoutError:
-            pass  # the client left before its first token
+            pass  # the client disconnects before its first token
         finally:
             await updates.aclose()
 
@@ -68,7 +68,8 @@ def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
 
 
 def decoder_of_the_youngest(r: Router) -> str | None:
-    """The worker with the running answer that is furthest from its end; None if none runs."""
+    """Returns the worker that decodes the answer with the fewest tokens, or None if none is
+    decoding."""
     running = [
         (len(flight.tokens), flight.attempt.decode)
         for flight in r.machine.state.flights.values()
@@ -112,4 +113,4 @@ def test_killed_worker_changes_no_token(victim):
         undisturbed, disturbed, attempts = asyncio.run(run())
     assert disturbed == undisturbed
     if victim == "decode":
-        assert attempts > 1  # the kill hit a running request
+        assert attempts > 1  # a request was running on the killed worker

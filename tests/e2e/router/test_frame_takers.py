@@ -1,4 +1,5 @@
-"""Tokens that are taken before the machine gets them: it gets them before anything else."""
+"""Tokens that a `FrameTaker` takes before the machine: the machine gets them before other
+events."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ from tests.kits.router.scripted_workers import (
 
 
 class Taker:
-    """A sink, and the `FrameTaker` for it, which takes whatever it is offered."""
+    """A sink, and its `FrameTaker`, which takes all offered frames."""
 
     def __init__(self) -> None:
         self.open: set[SeqId] = set()
-        self.token_ids: list[int] = []  # the answer's
-        self.num_taken = 0  # messages that were taken from frames
+        self.token_ids: list[int] = []  # token ids of the answer
+        self.num_taken = 0  # messages taken from frames
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
         self.token_ids += token_ids
@@ -57,7 +58,7 @@ class Taker:
         return None if len(left) == len(messages) else left
 
     async def follow(self, router: Router, req: Request) -> Update:
-        """Asks and returns the last update."""
+        """Submits a request and returns its last update."""
         self.end: asyncio.Future[Update] = asyncio.get_running_loop().create_future()
         self.handle = router.submit(req, self)
         try:

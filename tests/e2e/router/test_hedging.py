@@ -1,4 +1,4 @@
-"""A slow prefill worker does not hold up requests: a second worker computes the prompt too."""
+"""A slow prefill worker does not delay requests: a second worker computes the same prompt."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,14 @@ from tests.kits.services.cluster import ask, prompts, request, router, workers
 pytestmark = pytest.mark.torch
 
 SMALL = WorkerConfig(kv_mib=24, chunk_tokens=16, max_batch_tokens=32, max_running=8)
-RUNS_S, STANDS_S = 0.005, 2.0  # delays of this process let it run longer
+# seconds for which the process runs and is stopped; delays of this test make it run longer
+RUNS_S, STANDS_S = 0.005, 2.0
 COSTS = WorkerCosts(PrefillCost(0.0, 1e-4), DecodeCost(0.01, 0.0, 0.0), PullCost(0.0, 0.0, 1e9))
 
 
 @asynccontextmanager
 async def slowed(pid: int) -> AsyncIterator[None]:
-    """Lets a process run so briefly that it sends heartbeats and does little else."""
+    """Lets a process run so briefly that it can do little more than send heartbeats."""
 
     async def stop_and_go() -> None:
         while True:
@@ -50,11 +51,12 @@ def test_prompt_of_a_slow_worker_is_computed_by_another():
     sampling = Sampling(temperature=0.7, seed=3)
 
     async def run() -> None:
-        config = RouterConfig(silence_s=15.0)  # a busy machine must not look silent
+        config = RouterConfig(silence_s=15.0)  # a busy test machine must not look silent
         async with router(running, config, estimates=Estimates(COSTS), natively=True) as r:
             first = await ask(r, request("first", prompt, max_tokens=1, sampling=sampling))
             assert first.timeline is not None
-            cached_at = first.timeline.prefill_worker  # so the next such prompt goes there again
+            # the prefix cache attracts the next such prompt to the same worker
+            cached_at = first.timeline.prefill_worker
             assert cached_at is not None
             async with slowed(running.ready[cached_at].pid):
                 slow = await ask(r, request("slow", prompt, max_tokens=20, sampling=sampling))

@@ -1,4 +1,4 @@
-"""Workers that are stopped and continued: clients wait seconds, and nothing leaks."""
+"""Workers that are stopped and continued: clients wait only seconds, and no block leaks."""
 
 import asyncio
 import os
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.torch
 
 SMALL = WorkerConfig(kv_mib=24, chunk_tokens=64, max_batch_tokens=128, max_running=16)
 SILENCE_S = 2.0
-NOTICED_WITHIN_S = 6.0  # from the stop, not only from the last message
-LONGEST_STALL_S = 15.0  # silence, a prefill elsewhere, and other tests on the machine
+NOTICED_WITHIN_S = 6.0  # seconds after the stop or, later, after the last message
+LONGEST_STALL_S = 15.0  # seconds: silence, another prefill, and load of other tests
 NUM_TOKENS = 60
 
 
 @pytest.mark.parametrize("victim", ["decode-2", pytest.param("prefill-0", marks=pytest.mark.long)])
 def test_stopped_worker_costs_seconds_and_no_token_and_serves_again(victim):
-    """Continues the worker after all answers: it serves again."""
+    """After all answers the worker is continued, and serves again."""
     requests = [
         request(f"r{i}", prompt, max_tokens=NUM_TOKENS, sampling=Sampling(temperature=0.7, seed=i))
         for i, prompt in enumerate(prompts(6, vocab_size=4096, seed=5, longest=200))

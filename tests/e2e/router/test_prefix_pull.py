@@ -1,7 +1,7 @@
 """A prefix that another worker holds is pulled, and no token changes.
 
-The gateway pulls where it predicts that to be quicker than computing. It is told beforehand that
-here it is, by far, for on another machine at another moment it may not be.
+The gateway pulls where it predicts that a pull is faster than computing. The test gives the gateway
+costs that favour a pull, because real costs depend on the machine and its load.
 """
 
 import asyncio
@@ -33,16 +33,16 @@ from tests.kits.services.cluster import (
 pytestmark = pytest.mark.torch
 
 ROLES = (Role.PREFILL, Role.PREFILL, Role.DECODE)
-PATIENT = RouterConfig(offer_timeout_s=30.0)  # for busy test machines
+PATIENT = RouterConfig(offer_timeout_s=30.0)  # a timeout for busy test machines
 PULLING_IS_QUICKER = WorkerCosts(
     prefill=PrefillCost(fixed_s=0.0, token_s=0.01),
     pull=PullCost(fixed_s=0.0, block_s=0.0, bytes_per_s=1e9),
 )
-BLOCK_SIZE = 16  # tokens
+BLOCK_SIZE = 16  # tokens per block
 NUM_TOKENS = 24
 SAMPLING = Sampling(temperature=0.7, seed=3)
 ALIKE = Formats()
-DECODE_IS_WIDER = Formats(prefill=KVFormat.BF16)  # prefixes come from prefill workers alone
+DECODE_IS_WIDER = Formats(prefill=KVFormat.BF16)  # only prefill workers offer prefixes
 
 
 def config(transport: Transport, formats: Formats) -> WorkerConfig:
@@ -75,7 +75,8 @@ async def ask_for(
 
 
 async def ask_while_the_first_is_busy(r: Router, prompt: Sequence[int]) -> Answer:
-    """Places a prompt on prefill-1: prefill-0, first among equals, gets another one before it."""
+    """Makes prefill-0, the first among equals, busy with another prompt; so this one gets
+    prefill-1."""
     filler = asyncio.create_task(ask_for(r, "filler", FILLER, num_tokens=1))
     await take_turns()
     assert "filler" in r.machine.state.flights
@@ -92,7 +93,7 @@ def answer_alone(prompt: Sequence[int], formats: Formats) -> list[int]:
 
 
 async def reported(r: Router, name: str, by_worker: dict[str, int]) -> None:
-    """Waits until workers report these values of a counter, and the others none."""
+    """Waits until these workers report these values of a counter, and all others report 0."""
     expected = {worker_id: by_worker.get(worker_id, 0) for worker_id in r.workers()}
     await until(lambda: counted(r, name) == expected, lambda: f"{name}: {counted(r, name)}")
 
@@ -108,7 +109,7 @@ async def told(r: Router, worker_id: str, token_ids: Sequence[int]) -> None:
 
 
 def pace_s(r: Router, worker_id: str) -> float | None:
-    """Predicts a worker's seconds per token, from the steps that it reported."""
+    """Returns a worker's predicted seconds per token, from its reported steps."""
     return r.workers()[WorkerId(worker_id)].forecast.tpot_s
 
 
@@ -117,7 +118,8 @@ def test_prefix_at_another_prefill_worker_is_pulled_and_not_computed():
 
     async def run() -> list[int]:
         async with router(running, PATIENT, estimates=Estimates(PULLING_IS_QUICKER)) as r:
-            held = await ask_for(r, "prefix", [*PREFIX, 7], num_tokens=1)  # no worker decodes
+            # one token, so no worker decodes
+            held = await ask_for(r, "prefix", [*PREFIX, 7], num_tokens=1)
             assert held.timeline.prefill_worker == "prefill-0"
             await told(r, "prefill-0", PREFIX)
             answer = await ask_while_the_first_is_busy(r, prompt)

@@ -1,4 +1,4 @@
-"""A fresh machine in another process repeats the recorded effects of a live router."""
+"""The recording of a live router, replayed in another process, gives the same effects."""
 
 import asyncio
 import os
@@ -46,8 +46,8 @@ for mismatch in replay(records_of(Path(sys.argv[1]))):
 """
 PROMPTS = prompts(20, vocab_size=4096, seed=5, shortest=40, longest=400)
 NUM_FINISHED = 18
-NUM_LONGEST = 400  # tokens, so that a slow machine kills a worker before its sequences end
-SMALL = WorkerConfig(kv_mib=24)  # so that cached blocks are evicted, with events
+NUM_LONGEST = 400  # tokens: a worker is killed before its sequences finish, even on a slow machine
+SMALL = WorkerConfig(kv_mib=24)  # so little KV that cached blocks are evicted, which sends events
 
 
 async def finished(r: Router, name: str, prompt: list[int], max_tokens: int) -> None:
@@ -56,7 +56,7 @@ async def finished(r: Router, name: str, prompt: list[int], max_tokens: int) -> 
 
 
 async def group(r: Router) -> None:
-    """Three answers to one prompt."""
+    """Submits three choices of one prompt."""
     leader, *others = [
         request(f"g{i}", PROMPTS[9], max_tokens=9, sampling=Sampling(seed=i)) for i in range(3)
     ]
@@ -66,7 +66,7 @@ async def group(r: Router) -> None:
 
 
 async def leave(r: Router) -> None:
-    """Starts a request and leaves early."""
+    """Starts a request and cancels it before its end."""
     req = request("left", PROMPTS[10], max_tokens=400, sampling=Sampling())
     async with asyncio.timeout(DEADLINE_S), aclosing(updates_of(r, req)) as updates:
         num = 0
@@ -77,7 +77,7 @@ async def leave(r: Router) -> None:
 
 
 async def lose_a_decode_worker(r: Router, running: Workers) -> None:
-    """Kills a worker while it decodes; its sequences continue elsewhere."""
+    """Kills a worker while it decodes; its sequences continue on another worker."""
     begun = asyncio.Event()
 
     async def one(i: int) -> None:
@@ -97,7 +97,7 @@ async def lose_a_decode_worker(r: Router, running: Workers) -> None:
 
 async def live(running: Workers, folder: Path) -> tuple[Path, Counter]:
     """Runs requests and faults of each kind. Returns the recording and the machine's counters."""
-    config = RouterConfig(prefill_backlog_tokens=300)  # seeded by the gateway's own name
+    config = RouterConfig(prefill_backlog_tokens=300)  # the seed is the gateway's own name
     clock = MonotonicClock()
     r = Router(running.addresses, config=config, secret=SECRET, clock=clock, record_dir=folder)
     await r.open()
@@ -123,7 +123,7 @@ def recording(tmp_path_factory):
 
 def test_fresh_machine_in_another_process_replays_the_effects(recording):
     path, _ = recording
-    # Another hash seed shows any dependence on the order of sets.
+    # Another hash seed would expose any dependence on the order of sets.
     environment = {**os.environ, "PYTHONHASHSEED": str(random.randrange(1, 2**31))}
     command = [sys.executable, "-c", REPLAY, str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -137,10 +137,11 @@ def test_recording_has_all_kinds_of_events(recording):
     kinds = Counter(record["kind"] for record in records)
     assert kinds["WorkerJoined"] == 3
     assert kinds["Arrived"] == NUM_FINISHED + 1
-    assert kinds["ClientGone"] == 1  # the client of this request leaves before its end
+    assert kinds["ClientGone"] == 1  # the client of this request cancels it
     assert kinds["WorkerLost"] >= 1
     assert kinds["BlocksChanged"] > 10
-    assert kinds["FromWorker"] > 4 * NUM_FINISHED  # two for its prefill, two for its hand-over
+    # two messages for each prefill, two for each hand-over
+    assert kinds["FromWorker"] > 4 * NUM_FINISHED
     assert kinds["Stepped"] > NUM_LONGEST
     assert counters["retried", "worker lost"] >= 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -149,7 +150,7 @@ def test_recording_has_all_kinds_of_events(recording):
 def test_recording_has_the_steps_of_decode_workers(recording):
     path, _ = recording
     told = read_run(records_of(path))
-    steps = told.steps["decode-2"]  # the one that lives
+    steps = told.steps["decode-2"]  # the decode worker that was not killed
     assert any(len(step.rows) > 1 for step in steps)
     assert sum(len(step.finished) for own in told.steps.values() for step in own) >= NUM_FINISHED
 

@@ -1,4 +1,4 @@
-"""The router's shell on loopback, against scripted workers."""
+"""The router's shell on loopback, with scripted workers."""
 
 import asyncio
 import logging
@@ -71,7 +71,7 @@ def test_a_router_is_ready_when_a_worker_of_each_role_has_joined():
                 "p0": Role.PREFILL,
                 "d0": Role.DECODE,
             }
-            # Sent once, or again if the first was not answered in time.
+            # The message is sent once, or a second time if the first got no answer in time.
             assert set(p0.hellos) == {Hello(PROTOCOL_VERSION, router.gateway_id)}
 
     run(test())
@@ -204,7 +204,7 @@ def test_leaving_worker_finishes_its_sequences():
             news = await anext(updates)
             router.follow([address])
             await until(lambda: len(router.workers()) == 2, "the new one joined")
-            assert not first.session.ended  # it still has a request
+            assert not first.session.ended  # a request still runs on this session
             await updates.aclose()
             await until(lambda: first.session.ended, "it is let go")
             assert list(router.workers()) == ["m1"]
@@ -310,7 +310,7 @@ def test_closed_stream_is_cancelled_at_the_worker():
     run(test())
 
 
-# ---------------------------------------------------------------- broken streams
+# ---------------------------------------------------------------- broken sessions
 
 
 def broken_by_end(worker: ScriptedWorker) -> None:
@@ -329,9 +329,9 @@ def broken_by_death(worker: ScriptedWorker) -> None:
 def test_an_answer_goes_on_elsewhere_when_a_stream_breaks(break_it):
     async def test() -> None:
         first, second = ScriptedWorker("m0"), ScriptedWorker("m1")
-        first.patience = 2  # with the first token of the prefill: three tokens
+        first.patience = 2  # three tokens, counting the first token of the prefill
         async with serving(first, second) as router:
-            router.machine.state.rng.choice = lambda workers: workers[0]  # the first by name
+            router.machine.state.rng.choice = lambda workers: workers[0]  # the first worker by name
             token_ids: list[int] = []
             outcome = None
             async with (
@@ -409,7 +409,7 @@ def test_worker_that_answers_but_hangs_in_a_step_is_lost():
 
 
 def test_worker_lost_for_a_stuck_step_joins_again_with_the_next_step():
-    """A worker may join in a long step, but not in the step for which it was lost."""
+    """A worker may join during a long step, except during the step for which it was removed."""
 
     async def test() -> None:
         worker = ScriptedWorker(step=StillStepping(20.0))
@@ -432,7 +432,7 @@ def test_router_wakes_at_deadlines_and_not_before():
         worker = ScriptedWorker()
         worker.patience = 0
         async with serving(worker, progress_timeout_s=0.2, max_attempts=2) as router:
-            ticks: list[tuple[float, float | None]] = []  # time, and the next wake-up
+            ticks: list[tuple[float, float | None]] = []  # times of ticks, and their next wake-ups
             handle = router.machine.handle
 
             def noting(event: RouterEvent, now_s: float) -> list[RouterEffect]:
@@ -443,12 +443,12 @@ def test_router_wakes_at_deadlines_and_not_before():
 
             router.machine.handle = noting  # type: ignore[method-assign]
             _, updates = await follow(router, request())
-            assert isinstance(updates[-1].outcome, Failed)  # after two attempts
+            assert isinstance(updates[-1].outcome, Failed)  # both attempts have failed
             (_, wanted_s), (last_s, nothing) = ticks[0], ticks[-1]
             assert nothing is None
-            assert len(ticks) <= 6  # polling would take ten or more
+            assert len(ticks) <= 6  # polling would need ten ticks or more
             assert wanted_s is not None
-            # Late only by the load of the machine.
+            # Only the load of the machine may delay the tick.
             assert 0 <= last_s - ticks[0][0] - 0.2 < DEADLINE_S / 10
 
     run(test())
@@ -457,13 +457,13 @@ def test_router_wakes_at_deadlines_and_not_before():
 def test_gateways_have_a_seed_each_unless_one_is_set():
     def seed(**config: int) -> int | None:
         router = Router([], config=RouterConfig(**config), secret=SECRET, clock=MonotonicClock())
-        return router.machine.state.config.seed  # which its recording holds too
+        return router.machine.state.config.seed  # the recording has this seed too
 
     assert len({seed() for _ in range(8)}) == 8
     assert seed(seed=5) == seed(seed=5) == 5
 
 
-# ---------------------------------------------------------------- the end
+# ---------------------------------------------------------------- shutdown
 
 
 def test_closing_ends_requests_and_sessions():
@@ -505,7 +505,7 @@ def test_a_router_that_has_lost_a_task_to_a_bug_is_not_ready(caplog):
     assert "a router task died" in caplog.text
 
 
-# ---------------------------------------------------------------- arrival
+# ---------------------------------------------------------------- arrival of requests
 
 
 def test_requests_of_one_turn_are_handed_to_the_machine_together(monkeypatch):

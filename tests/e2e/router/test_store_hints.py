@@ -1,4 +1,4 @@
-"""Hints of clients reach each store that a router is connected to, and no worker."""
+"""Clients' hints reach each store that is connected to the router, and no worker."""
 
 import pytest
 
@@ -74,7 +74,10 @@ def test_a_store_that_is_lost_is_not_told_and_hears_again_when_it_is_back():
 
 
 def told(router: Router, store: ScriptedWorker) -> bool:
-    """Sends a message to a connected store; True once its latest session has received it."""
+    """Sends a message to a connected store.
+
+    Returns True once its latest session has received it.
+    """
     if router.store_block_size() is not None:
         router.tell_stores(END)
     return END in heard(store)

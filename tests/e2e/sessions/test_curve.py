@@ -1,4 +1,4 @@
-"""ZeroMQ listeners give nothing to clients without the secret, at no cost."""
+"""ZeroMQ listeners give nothing to clients without the secret, and such clients cost no memory."""
 
 import asyncio
 import multiprocessing
@@ -39,7 +39,7 @@ def with_wrong_server_key(one: "zmq.Socket[bytes]", channel: Channel) -> None:
 
 
 def with_keys_of_its_own(one: "zmq.Socket[bytes]", channel: Channel) -> None:
-    """The server's public key has leaked, the clients' key has not."""
+    """Uses the server's public key, which has leaked, but not the clients' secret key."""
     with_the_keys(one, channel)
     public, secret = zmq.curve_keypair()
     one.set(zmq.CURVE_PUBLICKEY, public)
@@ -51,7 +51,7 @@ def with_another_secret(one: "zmq.Socket[bytes]", channel: Channel) -> None:
 
 
 def without_keys(one: "zmq.Socket[bytes]", channel: Channel) -> None:
-    """Connects without keys, like any ZeroMQ client by default."""
+    """Connects without keys, the default of ZeroMQ clients."""
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def test_a_source_of_kv_answers_only_clients_with_the_keys(as_stranger):
 
 @pytest.mark.parametrize("as_stranger", STRANGERS)
 def test_only_clients_with_the_keys_get_block_events(as_stranger):
-    """Neither when they are published, nor when they are asked for."""
+    """A client without keys gets neither published events nor replays."""
     news = [Stored(hash_blocks(range(4), 4)[0], None)]
     ask = [b"", encode_number(0)]
 
@@ -127,7 +127,7 @@ def test_each_channel_has_keys_of_its_own():
     assert len({pair.public for pair in pairs}) == len({pair.secret for pair in pairs}) == 4
 
 
-# ---------------------------------------------------------------- costs
+# ---------------------------------------------------------------- memory costs
 
 
 def _serve(addresses: Any) -> None:
@@ -145,7 +145,10 @@ def _serve(addresses: Any) -> None:
 
 @pytest.fixture(scope="module")
 def listeners() -> Iterator[tuple[list[str], int]]:
-    """Addresses of all ZeroMQ listeners of a worker in a process of its own, and its id."""
+    """Starts a worker in a new process.
+
+    Yields the addresses of its ZeroMQ listeners, and its pid.
+    """
     context = multiprocessing.get_context("spawn")
     addresses = context.Queue()
     process = context.Process(target=_serve, args=(addresses,), daemon=True)
@@ -159,27 +162,30 @@ def listeners() -> Iterator[tuple[list[str], int]]:
 
 
 def peak_mib(pid: int) -> float:
-    """The most that a process has had in memory so far."""
+    """Returns the peak memory of a process in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1024
 
 
-FRAME = b"\x03\xff" + bytes(6) + b"\xff\xff" + bytes(65535)  # one of a message without an end
+FRAME = b"\x03\xff" + bytes(6) + b"\xff\xff" + bytes(65535)  # one frame of an endless message
 
 
 def greeting(mechanism: bytes) -> bytes:
-    """ZMTP 3.0's first 64 bytes, of a client."""
+    """Returns the first 64 bytes that a ZMTP 3.0 client sends."""
     start = b"\xff" + bytes(8) + b"\x7f\x03\x00"
     return start + mechanism.ljust(20, b"\0") + bytes(32)
 
 
 def throw(endpoint: str, first: bytes, num_bytes: int) -> None:
-    """Sends that much, as far as the listener takes it, over new connections when one is closed."""
+    """Sends bytes until the total is reached.
+
+    Reconnects whenever the listener closes a connection.
+    """
     host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
     sent = 0
     while sent < num_bytes:
-        sent += MIB  # a connection that takes nothing counts as a try
+        sent += MIB  # a try counts as sent even if the connection accepts no bytes
         with (
             suppress(OSError),
             socket.create_connection((host, int(port)), timeout=DEADLINE_S) as one,
@@ -199,7 +205,10 @@ READY = b"\x04\x29\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00
     ids=["without keys", "no handshake", "no greeting", "ZMTP 1"],
 )
 def test_endless_messages_before_the_handshake_cost_no_memory(listeners, first):
-    """100 MB to each listener. Without keys they cost 200 MB each, and were kept."""
+    """Sends 100 MB to each listener.
+
+    Without CURVE keys, ZeroMQ would allocate and keep 200 MB each.
+    """
     addresses, pid = listeners
     before_mib = peak_mib(pid)
     for address in addresses:
@@ -224,7 +233,7 @@ def test_silent_connections_are_closed(listeners):
             host, port = address.removeprefix("tcp://").rsplit(":", 1)
             one = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S + 5)
             connections.append(stack.enter_context(one))
-        for one in connections:  # they have waited beside each other
+        for one in connections:  # all connections have waited in parallel
             with suppress(ConnectionError):
                 while one.recv(4096):
                     pass

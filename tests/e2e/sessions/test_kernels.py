@@ -1,4 +1,4 @@
-"""Metrics, `/ready` and the controller report workers that compute with different kernels."""
+"""Metrics, `/ready` and the controller report workers whose kernels differ."""
 
 from deploy.base.defaults import BUNDLED_MODEL
 from deploy.local.deployment import Deployment

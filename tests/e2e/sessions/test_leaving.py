@@ -1,4 +1,4 @@
-"""A service that is asked to end while it starts ends at once, with all that it started."""
+"""A service that gets a stop signal during its start exits at once, with all its children."""
 
 import contextlib
 import os
@@ -20,12 +20,12 @@ from tests.kits.services.cluster import NURSERY
 from tests.kits.services.processes import descendants_of, ended
 from tests.kits.services.served import START_TIMEOUT_S, poll_until
 
-LEAVES_WITHIN_S = 10.0  # though nothing ever ends the loading
+LEAVES_WITHIN_S = 10.0  # seconds, although the model never finishes loading
 
 
 @contextlib.contextmanager
 def running(command):
-    """Runs a program, and kills it if it is left over."""
+    """Runs a program, and kills it at the end if it still runs."""
     with subprocess.Popen(command) as process:
         try:
             yield process
@@ -65,7 +65,7 @@ def test_a_worker_that_loads_its_model_leaves_at_once_with_its_ranks(
 
 
 def _reads(fifo, writers):
-    """Returns True if a process reads the FIFO; the FIFO then never ends."""
+    """Returns True if a process reads the FIFO, whose data then never ends."""
     with contextlib.suppress(OSError):
         writers.append(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
     return bool(writers)

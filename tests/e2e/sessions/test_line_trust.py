@@ -1,4 +1,4 @@
-"""A listener of sessions gives nothing to a client without the secret, at no cost."""
+"""A session listener gives nothing to clients without the secret, and they cost no memory."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,10 @@ MIB = 2**20
 
 @contextlib.asynccontextmanager
 async def open_server() -> AsyncIterator[tuple[str, list[str]]]:
-    """A server's address, and the reasons why sessions did not begin. It must serve to the end."""
+    """Opens a server.
+
+    Yields its address and the reasons of refused sessions; it must serve to the end.
+    """
     refused: list[str] = []
     server = SessionServer(echo, SECRET, on_refused=refused.append)
     address = await server.open()
@@ -36,7 +39,7 @@ async def open_server() -> AsyncIterator[tuple[str, list[str]]]:
 
 
 async def is_served(address: str) -> None:
-    """A client that holds the secret is answered."""
+    """Asserts that a client with the secret gets an answer."""
     client = SessionClient(address, SECRET)
     await client.open()
     await check_echo(client)
@@ -44,7 +47,8 @@ async def is_served(address: str) -> None:
 
 
 async def is_let_in(address: str) -> bool:
-    """True if the server has a place: it sends the first bytes, and does not hang up."""
+    """Returns True if the server has a free place: it sends the first bytes and does not
+    disconnect."""
     reader, writer = await asyncio.open_connection(*sessions.place_of(address))
     try:
         return await reader.read(1) != b""
@@ -58,7 +62,7 @@ async def is_let_in(address: str) -> bool:
 async def dialled(
     address: str,
 ) -> AsyncIterator[tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A bare connection, and the challenge that came on it."""
+    """Opens a bare connection, and yields it with the server's challenge."""
     reader, writer = await asyncio.open_connection(*sessions.place_of(address))
     try:
         greeting = await reader.readexactly(len(GREETING) + CHALLENGE_BYTES)
@@ -71,7 +75,7 @@ async def dialled(
 
 
 async def outcome(address: str, claim: bytes) -> bytes:
-    """Returns a server's whole answer to a claim, up to the end of the connection."""
+    """Returns all bytes that a server answers to a claim until it closes the connection."""
     async with dialled(address) as (_, reader, writer):
         writer.write(claim)
         said = await reader.read()
@@ -133,7 +137,8 @@ async def test_connections_beyond_the_limit_are_ended_at_once(monkeypatch):
                 assert await reader.read() == b""
             writer.close()
         assert refused == ["too many connections"]
-        async with asyncio.timeout(DEADLINE_S):  # until the server has seen that both left
+        # until the server has noticed that both clients disconnected
+        async with asyncio.timeout(DEADLINE_S):
             while not await is_let_in(address):
                 pass
 
@@ -223,7 +228,7 @@ def test_clients_that_leave_at_any_moment_leave_no_traceback(caplog):
     assert [r.getMessage() for r in caplog.records if r.exc_info] == []
 
 
-# ---------------------------------------------------------------- costs
+# ---------------------------------------------------------------- memory costs
 
 
 def _serve(addresses: Any) -> None:
@@ -237,7 +242,7 @@ def _serve(addresses: Any) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, int]]:
-    """A server in a process of its own: its address and its process id."""
+    """Starts a server in a new process. Yields its address and its process id."""
     context = multiprocessing.get_context("spawn")
     addresses = context.Queue()
     process = context.Process(target=_serve, args=(addresses,), daemon=True)
@@ -251,7 +256,7 @@ def server() -> Iterator[tuple[str, int]]:
 
 
 def memory_mib(pid: int, field: str = "VmHWM") -> float:
-    """Returns a process's peak memory so far, or its present one (VmRSS)."""
+    """Returns a process's peak memory in MiB, or its present memory (VmRSS)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith(field)]
     return int(line.split()[1]) / 1024
@@ -285,7 +290,7 @@ def test_connections_on_which_no_session_begins_are_closed(server):
             connection.settimeout(sessions.UNTRUSTED_S + 5)
             connection.sendall(said)
             connections.append(connection)
-        for connection in connections:  # they have waited beside each other
+        for connection in connections:  # all connections have waited in parallel
             with contextlib.suppress(ConnectionError):
                 while connection.recv(4096):
                     pass

@@ -1,4 +1,4 @@
-"""Frames between two ends on loopback arrive whole, in order, and with flow control."""
+"""Frames of a session on loopback arrive whole and in order, with flow control."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from tests.kits.sessions import DEADLINE_S, SECRET, check_echo, echo
 async def session_with(
     session: sessions.Session = echo, **options: Any
 ) -> AsyncIterator[tuple[SessionClient, SessionServer]]:
-    """A session that has begun, and its server; both ends have these options."""
+    """Opens a session with a new server. Client and server have these options."""
     server = SessionServer(session, SECRET, **options)
     client = SessionClient(await server.open(), SECRET, **options)
     await client.open()
@@ -92,14 +92,14 @@ async def test_posted_frames_are_sent_in_order_without_waiting():
 
 
 class Pieces(asyncio.Transport):
-    """Keeps what is written, piece by piece."""
+    """A transport that keeps each written piece."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[bytes] = []
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Nothing comes in."""
+        """Does nothing: no data is received."""
 
     def write(self, data: Any) -> None:
         self.pieces.append(data)
@@ -108,10 +108,10 @@ class Pieces(asyncio.Transport):
         return 0
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing: there is no connection."""
 
     def abort(self) -> None:
-        """Nothing to close."""
+        """Does nothing: there is no connection."""
 
 
 def whole(frame: bytes) -> bytes:
@@ -133,7 +133,8 @@ async def test_short_frames_of_a_turn_share_a_piece_behind_the_first():
     transport.pieces.clear()
     for _ in range(MAX_BEHIND + 2):
         line.post(b"x")
-    assert transport.pieces == [whole(b"x"), whole(b"x") * MAX_BEHIND]  # many are not kept back
+    # at most MAX_BEHIND frames are buffered
+    assert transport.pieces == [whole(b"x"), whole(b"x") * MAX_BEHIND]
     await asyncio.sleep(0)
     assert transport.pieces[2:] == [whole(b"x")]
     transport.pieces.clear()
@@ -142,7 +143,8 @@ async def test_short_frames_of_a_turn_share_a_piece_behind_the_first():
     line.finish()
     sent = b"".join(map(whole, (b"d", b"e", long, b"f", short, short, b"g")))
     assert b"".join(transport.pieces) == sent + FAREWELL
-    assert whole(b"f") + whole(short) + whole(short) in transport.pieces  # enough for a piece
+    # together large enough to be written as one piece
+    assert whole(b"f") + whole(short) + whole(short) in transport.pieces
     num_pieces = len(transport.pieces)
     await asyncio.sleep(0)
     assert len(transport.pieces) == num_pieces
@@ -170,7 +172,7 @@ async def test_closing_a_server_ends_its_sessions():
 
 
 async def settled(seconds: float) -> None:
-    """Time in which something does not happen."""
+    """Waits for some seconds, so that the test can see that nothing happens."""
     await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=seconds)
 
 
@@ -183,7 +185,7 @@ def _quick_beats(monkeypatch):
 async def test_idle_ends_keep_their_session():
     async with session_with(silence_s=0.5) as (client, _):
         await check_echo(client)
-        await settled(0.7)  # no reader
+        await settled(0.7)  # no reader task runs
         answer = asyncio.create_task(client.receive())
         await settled(0.8)
         await client.send(b"b")
@@ -191,7 +193,7 @@ async def test_idle_ends_keep_their_session():
 
 
 class Relay:
-    """A TCP connection that can be stopped in the middle, as a cable that is cut."""
+    """A TCP connection that can be stopped in the middle, like a cut cable."""
 
     def __init__(self, address: str) -> None:
         self._host, _, port = address.rpartition(":")
@@ -220,7 +222,7 @@ class Relay:
             await writer.wait_closed()
 
     async def close(self) -> None:
-        """When both ends are gone."""
+        """Waits until both ends have closed, and then closes the relay."""
         self._server.close()
         self.flows.set()
         await asyncio.wait(self._ways, timeout=DEADLINE_S)
@@ -228,7 +230,7 @@ class Relay:
 
 @contextlib.asynccontextmanager
 async def cut_off(session: sessions.Session) -> AsyncIterator[SessionClient]:
-    """A client that has been answered; afterwards no data passes in either direction."""
+    """Opens a session that has received one answer; then no data passes in either direction."""
     server = SessionServer(session, SECRET, silence_s=0.5)
     address = await server.open()
     relay = Relay(address)
@@ -266,7 +268,7 @@ async def test_both_ends_of_a_session_that_is_cut_off_end_it():
 
 @pytest.mark.usefixtures("_quick_beats")
 def test_frames_in_flight_to_a_silent_peer_are_lost_without_errors():
-    """More than a connection holds: it stands still with a frame half sent and others behind it."""
+    """Sends more than a connection buffers: one frame is half sent, and others wait behind it."""
     told: list[dict[str, Any]] = []
 
     async def run() -> None:
@@ -376,5 +378,5 @@ async def test_own_pause_is_not_the_peers_silence(monkeypatch):
     monkeypatch.setattr("engine.net.silence.MAX_BETWEEN_LOOKS_S", 0.1)
     async with session_with(silence_s=0.5) as (client, _):
         await check_echo(client)
-        threading.Event().wait(1.0)  # both ends, that is: they share the loop
+        threading.Event().wait(1.0)  # blocks client and server, because they share the event loop
         await check_echo(client)

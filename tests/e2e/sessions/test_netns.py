@@ -1,4 +1,4 @@
-"""A place of a network is cut off: its packets vanish silently until it is connected again."""
+"""A network namespace is cut off: its packets vanish silently until it is reconnected."""
 
 import os
 import socket
@@ -21,13 +21,13 @@ from bench.chaos.netns import (
 )
 
 SILENT_S = 0.5
-HEARD_WITHIN_S = 10.0  # TCP sends again later each time
+HEARD_WITHIN_S = 10.0  # seconds; TCP waits longer before each retransmission
 FORWARDS = Path("/proc/sys/net/ipv4/ip_forward")
 
 
 @contextmanager
 def network() -> Iterator[tuple[NetworkPlace, NetworkPlace]]:
-    """Two places of a hub in which the calling thread is."""
+    """Makes two namespaces of a hub; the calling thread runs in the hub."""
     try:
         with hub():
             places = place("one", 1), place("other", 2)
@@ -41,7 +41,7 @@ def network() -> Iterator[tuple[NetworkPlace, NetworkPlace]]:
 
 
 def echo(server: socket.socket) -> None:
-    """Serves one connection until it is closed: echoes all received data."""
+    """Serves one connection until the client closes it: echoes all received data."""
     with suppress(OSError):
         connection, _ = server.accept()
         with connection:
@@ -61,7 +61,7 @@ def connected(here: NetworkPlace, there: NetworkPlace, port: int) -> socket.sock
 
 @contextmanager
 def process_in(there: NetworkPlace) -> Iterator[int]:
-    """Returns the id of an existing process; its main thread has the namespace."""
+    """Returns the pid of a running process whose main thread is in the namespace."""
     reading, writing = os.pipe()
     with inside(there.fd):
         pid = os.posix_spawn(
@@ -89,16 +89,14 @@ def test_a_stream_between_places_stalls_while_one_is_cut_off_and_loses_nothing()
                 client.settimeout(SILENT_S)
                 with pytest.raises(TimeoutError):
                     client.recv(1)
-                for stranger in (one, other):  # a new connection is not refused either
+                for stranger in (one, other):  # new connections are not refused either
                     target = other if stranger is one else one
                     with inside(stranger.fd), pytest.raises(TimeoutError):
                         socket.create_connection((target.address, port), SILENT_S)
                 assert "DOWN" not in run("ip", "-br", "link", "show", "dev", "other")
             client.settimeout(HEARD_WITHIN_S)
             client.sendall(b"c")
-            heard = client.recv(
-                1
-            )  # a socket with a timeout gives what is there, also if more is wanted
+            heard = client.recv(1)  # a socket with a timeout returns fewer bytes than requested
             assert heard + client.recv(1) == b"bc"
         thread.join(HEARD_WITHIN_S)
         assert not thread.is_alive()

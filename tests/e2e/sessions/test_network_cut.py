@@ -1,11 +1,11 @@
-"""Workers on both sides of a bad link, which is cut while KV crosses it: no token changes, every
-request ends in time, and no block stays behind.
+"""Workers on both sides of a bad link, which is cut while KV crosses it. No token changes, every
+request ends in time, and no block leaks.
 
     near   prefill-0
-    far    prefill-1, decode-2: here requests can end whatever becomes of the link
+    far    prefill-1, decode-2: requests can finish here without the link
 
-The gateway is on neither side and reaches every worker all the time. It knows no sides: among
-equals it takes the first name, which is on the wrong one.
+The gateway is in the hub and always reaches every worker. It does not know the sides: among equal
+workers it chooses the first name, prefill-0, which is on the near side.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ CONFIG = WorkerConfig(
 SETTINGS = resolve(CONFIG, DeviceKind.CPU)
 NUM_PROMPTS = 6
 NUM_NEW_TOKENS = 16
-DEADLINE_S = 40.0  # for a request; a source is given up after six seconds of silence
+DEADLINE_S = 40.0  # seconds per request; a silent source is given up after six seconds
 HEALED_WITHIN_S = 45.0
-MUCH_BYTES = 300_000  # less than the KV of one prompt
+MUCH_BYTES = 300_000  # bytes: less than the KV of one prompt
 
 
 @pytest.mark.long
@@ -57,7 +57,7 @@ def test_a_link_cut_in_the_middle_of_pulls_costs_time_but_no_token_and_no_block(
     answers: dict[tuple[int, ...], list[int]] = {}
 
     async def ask_at_once(r: Router, seed: int, num_prompts: int = NUM_PROMPTS) -> None:
-        """Sends new prompts at once; every answer must come in time."""
+        """Sends new prompts together. Every answer must arrive in time."""
         prompts = _prompts(seed, num_prompts)
         requests = [_request(f"{seed}-{i}", prompt) for i, prompt in enumerate(prompts)]
         async with asyncio.timeout(DEADLINE_S):
@@ -85,7 +85,7 @@ def test_a_link_cut_in_the_middle_of_pulls_costs_time_but_no_token_and_no_block(
             async with asyncio.timeout(HEALED_WITHIN_S):
                 for seed in count(2):
                     await ask_at_once(r, seed, num_prompts=1)
-                    if link.carried_bytes() > much:  # KV is pulled from the other side again
+                    if link.carried_bytes() > much:  # KV crosses the link again
                         break
             await _all_clean(r)
 
@@ -112,7 +112,7 @@ def _network_or_skip(link: Link) -> Iterator[tuple[NetworkPlace, NetworkPlace]]:
 
 @contextmanager
 def _workers(places: Mapping[WorkerId, tuple[Role, NetworkPlace]]) -> Iterator[Workers]:
-    """Starts each worker in its place; on leaving, every one of them is gone."""
+    """Starts each worker in its namespace; at the end all workers are gone."""
     launcher = ProcessLauncher(place_of=lambda kind, name: places[WorkerId(name)][1])
 
     def start(worker_id: WorkerId) -> WorkerReady:
@@ -128,7 +128,7 @@ def _workers(places: Mapping[WorkerId, tuple[Role, NetworkPlace]]) -> Iterator[W
 
 
 async def _all_clean(r: Router) -> None:
-    """Waits until new load reports show that no worker holds anything."""
+    """Waits until new load reports show that no worker holds blocks or sequences."""
     assert len(r.workers()) == 3
 
     def clean() -> bool:
@@ -144,7 +144,7 @@ async def _all_clean(r: Router) -> None:
 
 
 def _failed_pulls(r: Router) -> int:
-    """Attempts that ended because KV did not arrive."""
+    """Returns the number of attempts that failed because KV did not arrive."""
     return sum(
         times
         for (event, reason), times in r.counters().items()
@@ -153,7 +153,7 @@ def _failed_pulls(r: Router) -> int:
 
 
 def _prompts(seed: int, num_prompts: int) -> list[list[int]]:
-    """Prompts with about a megabyte of KV each, which takes the link a second."""
+    """Returns prompts with about a megabyte of KV each, which takes the link a second."""
     rng = random.Random(seed)
     lengths = [rng.randint(120, 180) for _ in range(num_prompts)]
     return [[rng.randrange(5, 4096) for _ in range(length)] for length in lengths]
@@ -168,7 +168,7 @@ def _sampling(prompt: Sequence[int]) -> Sampling:
 
 
 def _alone(prompts: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
-    """The answer to each prompt, computed here without company or network."""
+    """Returns the answer to each prompt, computed alone in this process."""
     from engine.model.runner import TorchRunner
 
     runner = TorchRunner(BUNDLED_MODEL, num_blocks=16)

@@ -1,4 +1,5 @@
-"""A relay passes bytes on both ways, whole and in order, and ends of connections too."""
+"""A relay forwards bytes in both directions, complete and in order, and also the ends of
+streams."""
 
 import asyncio
 from pathlib import Path
@@ -9,11 +10,11 @@ import uvloop
 from deploy.services.shared_port import listen_on
 from router.edge.relay import Relay
 
-MUCH = bytes(range(256)) * 40_000  # more than all buffers between
+MUCH = bytes(range(256)) * 40_000  # more than all buffers of the connection
 
 
 async def _shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Speaks first, then returns all it reads, and ends."""
+    """Sends first, then returns all bytes that it reads, and closes."""
     writer.write(b"hello")
     while piece := await reader.read(2**16):
         writer.write(piece)
@@ -31,7 +32,7 @@ def test_bytes_and_ends_pass(tmp_path: Path, run):
         for said in (b"", b"a", MUCH):
             reader, writer = await asyncio.open_connection(*sock.getsockname())
             writer.write(said)
-            writer.write_eof()  # it may come before the other end is there
+            writer.write_eof()  # the end may arrive before the other side is connected
             assert await reader.read() == b"hello" + said
             writer.close()
         reader, writer = await asyncio.open_connection(*sock.getsockname())

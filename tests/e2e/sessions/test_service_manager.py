@@ -1,4 +1,4 @@
-"""Datagrams reach systemd's socket, by a path or by an abstract name."""
+"""Messages to systemd reach its socket, by a path or by an abstract name."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""The listening socket of a deployment outlives the gateways that accept from it."""
+"""A deployment's listening socket stays open when the gateways that accept from it exit."""
 
 import os
 import socket
@@ -48,7 +48,7 @@ def test_the_port_is_free_after_all_have_closed_it(holder: PortHolder):
     gateway = take_socket(holder.path)
     address = gateway.getsockname()
     holder.close()
-    socket.create_connection(address, 1.0).close()  # the gateway still drains
+    socket.create_connection(address, 1.0).close()  # the gateway is still draining
     gateway.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, 1.0)
@@ -64,7 +64,7 @@ def test_a_taken_port_and_a_missing_holder_are_reported(holder: PortHolder, tmp_
 
 
 def test_processes_have_the_socket_from_each_other_also_under_a_long_path(tmp_path: Path):
-    folder = tmp_path / ("long" * 40)  # longer than the address of a Unix socket
+    folder = tmp_path / ("long" * 40)  # longer than a Unix socket's address may be
     folder.mkdir()
     address = ("127.0.0.1", 0)
     first, from_first = take_or_listen(folder, HTTP, "first", address)
@@ -81,7 +81,9 @@ def test_processes_have_the_socket_from_each_other_also_under_a_long_path(tmp_pa
 
 
 def test_no_process_makes_the_socket_of_others_block(tmp_path: Path):
-    """All copies share one flag. A process that loses the race for a connection must not wait."""
+    """All copies of the socket share the flag O_NONBLOCK. A process that loses the race for a
+    connection must not block.
+    """
     first, from_first = take_or_listen(tmp_path, HTTP, "first", ("127.0.0.1", 0))
     second, from_second = take_or_listen(tmp_path, HTTP, "second", ("127.0.0.1", 0))
     for each in (first, second):

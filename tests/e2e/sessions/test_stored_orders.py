@@ -1,4 +1,4 @@
-"""Orders outlive `kill -9` of everything, and end with an orderly stop."""
+"""Orders survive `kill -9` of all processes, and are removed by an orderly stop."""
 
 import os
 import signal
@@ -24,7 +24,10 @@ NULL_SERVE = (sys.executable, "-m", "tests.kits.services.null_serve", "1", "0.00
 
 @contextmanager
 def served(run_dir: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str, AdminClient]]:
-    """Runs a deployment of workers that compute nothing: process, mark, and its operator's API."""
+    """Runs a deployment without computation.
+
+    Yields its process, its mark and its operator's API.
+    """
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "BATON_RUN_DIR": str(run_dir)}
     process = subprocess.Popen(NULL_SERVE, env=environment, stderr=subprocess.DEVNULL)

@@ -1,7 +1,7 @@
-"""A store of KV beside a pair of workers: prefixes outlive them, and no token changes.
+"""A KV store beside two workers: prefixes survive the workers, and no token changes.
 
-Real processes, killed with -9 in turn: all workers, the store's process, its keeper. The answers
-equal the tokens of a deployment without a store.
+Real processes are killed with -9 in turn: all workers, the store's process, its keeper. The answers
+must equal those of a deployment without a store.
 """
 
 import os
@@ -43,7 +43,7 @@ def prompts(num: int, seed: int) -> list[list[int]]:
 
 
 def ask(url: str, prompt: Sequence[int], seed: int | None = None) -> tuple[list[int], int]:
-    """Returns the answer's tokens, and how many of the prompt's were cached."""
+    """Returns the answer's tokens, and the number of cached tokens of the prompt."""
     body = {
         "prompt": prompt,
         "max_tokens": NEW_TOKENS,
@@ -86,7 +86,7 @@ def has_joined(served: Served) -> bool:
 
 
 def held_by_store(served: Served) -> dict[str, float]:
-    """The slots of its memory that something reads or writes."""
+    """Returns the store's memory slots that a transfer reads or writes."""
     found = samples(served, "baton_store_slots")
     return {k: v for k, v in found.items() if v and not re.search('"(free|cached)"', k)}
 
@@ -106,7 +106,7 @@ def admin(run_dir: Path) -> AdminClient:
 
 
 def kill_workers(run_dir: Path) -> None:
-    """Kills all workers, and waits until others serve."""
+    """Kills all workers, and waits until new workers serve."""
     with admin(run_dir) as client:
         pids = [worker.pid for worker in client.pools().workers]
         for pid in pids:
@@ -125,7 +125,7 @@ def store_pids() -> list[int]:
 
 
 def kill_store(served: Served) -> None:
-    """Kills the store's process, and waits until another one has joined."""
+    """Kills the store's process, and waits until a new store has joined."""
     [pid] = store_pids()
     os.kill(pid, signal.SIGKILL)
     poll_until(lambda: store_pids() not in ([], [pid]), "it is started again", SETTLE_S)
@@ -133,7 +133,7 @@ def kill_store(served: Served) -> None:
 
 
 def kill_keeper(served: Served) -> None:
-    """Kills the store's parent, and waits until another store has joined."""
+    """Kills the store's parent, and waits until a new store has joined."""
     [child] = store_pids()
     keeper = int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1])
     os.kill(keeper, signal.SIGKILL)
@@ -149,7 +149,7 @@ def run_dir(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(served) -> dict[str, list[list[int]]]:
-    """The answers without a store."""
+    """Returns the answers of a deployment without a store."""
     greedy = [ask(served.url, prompt)[0] for prompt in prompts(4, 1)]
     sampled = [ask(served.url, prompt, seed=7)[0] for prompt in prompts(4, 1)]
     return {"greedy": greedy, "sampled": sampled}
@@ -174,12 +174,13 @@ def test_prefixes_outlive_workers_the_store_and_the_deployment(lent, run_dir, tm
         answers = [ask(served.url, prompt, seed=7) for prompt in inputs]
         assert [tokens for tokens, _ in answers] == expected["sampled"]
         assert [cached for _, cached in answers] == [whole] * len(inputs)
-        assert not samples(served, "baton_store_loaded_blocks_total")  # all came from memory
+        assert not samples(served, "baton_store_loaded_blocks_total")  # all blocks were in memory
     with with_store(lent, run_dir, memory_mib="64", disk=disk, disk_gib="1") as served:
         until_kept(served, blocks, "disk")
         answers = [ask(served.url, prompt) for prompt in inputs]
         assert [tokens for tokens, _ in answers] == expected["greedy"]
-        # The first prefix comes from the disk. After that, the faster way for the others is known.
+        # The first prefix is read from disk. Then the store knows whether disk or computing is
+        # faster.
         assert answers[0][1] == whole
 
         def loaded() -> float:
@@ -205,7 +206,8 @@ def test_prefixes_outlive_workers_of_several_ranks(lent, run_dir):
 def test_no_token_changes_while_store_and_keeper_are_killed_and_the_disk_damaged(
     lent, run_dir, tmp_path, expected
 ):
-    """The store's memory is too small, so blocks come from the disk, where bits have flipped."""
+    """The store's memory is too small, so blocks are read from the disk, where bits have
+    flipped."""
     disk = tmp_path / "kv"
     inputs = prompts(4, 1)
     failures: list[object] = []
@@ -239,7 +241,7 @@ def test_no_token_changes_while_store_and_keeper_are_killed_and_the_disk_damaged
 
 
 def damage(disk: Path, rng: random.Random) -> None:
-    """Flips a bit here and there in all files of the disk tier."""
+    """Flips some bits in all files of the disk tier."""
     for path in disk.rglob("*"):
         if path.is_file() and path.stat().st_size:
             with path.open("r+b") as file:

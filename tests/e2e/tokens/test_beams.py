@@ -1,4 +1,4 @@
-"""Beam search over a real worker gives the tokens of a search over transformers' logits."""
+"""Beam search over a real worker equals a search over transformers' logits."""
 
 import asyncio
 import json
@@ -19,12 +19,12 @@ from tests.kits.services.cluster import prompts, router, workers
 pytestmark = pytest.mark.torch
 
 NUM_BEAMS = 3
-NUM_TOKENS = 20  # more than a block
-PROMPTS = prompts(5, vocab_size=64, seed=5)[3:]  # a block and one token; two blocks
+NUM_TOKENS = 20  # more tokens than a block
+PROMPTS = prompts(5, vocab_size=64, seed=5)[3:]  # lengths: one block and one token; two blocks
 
 
 def transformers_model(path):
-    """Returns the log-probabilities of the next token, as transformers computes them in fp32."""
+    """Returns a function for the next token's log-probabilities, by transformers in fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ def transformers_model(path):
 
 
 async def asked(running, text, fields: dict[str, Any]) -> Any:
-    """Asks a gateway in this process, whose router is linked to the workers."""
+    """Sends a request to a gateway in this process, whose router is connected to the workers."""
     async with router(running) as port:
         versions = Versions(ServedVersion("v1", port, text, ("tiny",), CONTEXT_LEN))
         app = make_app_of(versions, MonotonicClock())

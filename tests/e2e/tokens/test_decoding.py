@@ -1,4 +1,4 @@
-"""Decoding through the whole product: seeds of choices, and drafts that are counted."""
+"""Decoding with the whole product: each choice has its seed, and drafts are counted."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_choices_are_those_of_single_requests_with_the_next_seeds(client):
 
 
 def test_drafted_tokens_are_reported_and_counted(served):
-    """The gain of drafts is learned, so the first answers may have none."""
+    """The gain of drafts is learned, so the first answers may have no drafts."""
     body = {"prompt": "a = 1\n" * 30, "max_tokens": 64, "temperature": 0, "ignore_eos": True}
     headers = {"X-Baton-Timeline": "1"}
     answers = []

@@ -1,4 +1,4 @@
-"""A model of embeddings is served through prefill workers, as vLLM's own tests ask for it."""
+"""Prefill workers serve an embedding model, with the requests of vLLM's own tests."""
 
 import base64
 
@@ -75,13 +75,14 @@ def test_the_model_is_listed_and_counts_tokens(client, http):
 )
 def test_embeddings_point_where_transformers_does(client, checkpoint):
     texts = ["The cat sat on the mat.", "x", "A long text. " * 20]
-    answer = client.embeddings.create(model="embeds", input=texts)  # as base64, by default
+    # in base64, the client's default
+    answer = client.embeddings.create(model="embeds", input=texts)
     assert answer.usage.prompt_tokens == sum(map(len, texts))
     for text, each in zip(texts, answer.data, strict=True):
         found = np.array(each.embedding)
         assert np.linalg.norm(found) == pytest.approx(1.0, abs=1e-5)
-        assert found @ expected(checkpoint, text) > 0.98  # weights are rounded
-    # A prefix from the cache changes nothing.
+        assert found @ expected(checkpoint, text) > 0.98  # not 1, because weights are quantised
+    # A cached prefix must not change the result.
     again = client.embeddings.create(model="embeds", input=texts[2], encoding_format="float")
     np.testing.assert_allclose(again.data[0].embedding, answer.data[2].embedding, atol=1e-5)
 

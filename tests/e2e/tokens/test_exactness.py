@@ -1,4 +1,4 @@
-"""The same request gives the same tokens, whatever serves it."""
+"""The same request gives the same tokens on every kind of deployment."""
 
 import asyncio
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def serve(
 
 
 def fp32_config(**settings):
-    """Weights as transformers has them; a worker's own choice would be int8."""
+    """Keeps weights in fp32 like transformers; by default, a worker would choose int8."""
     return WorkerConfig(weights=WeightFormat.FP32, **settings)
 
 
@@ -94,7 +94,7 @@ def expected() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def colocated() -> list[list[int]]:
-    """Sampled tokens where prefill and decode run in one worker."""
+    """Returns sampled tokens of a worker that does both prefill and decode."""
     with workers([Role.MIXED], config=fp32_config(kv_mib=64)) as mixed:
         alone = serve(mixed, PROMPTS, SAMPLINGS, at_once=1)
         assert serve(mixed, PROMPTS, SAMPLINGS, at_once=16) == alone

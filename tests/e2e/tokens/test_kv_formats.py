@@ -1,4 +1,4 @@
-"""Pools that hold KV in different formats: every answer is the one that those formats give."""
+"""Pools with different KV formats: every answer equals the reference in the same formats."""
 
 import asyncio
 
@@ -26,7 +26,8 @@ NUM_TOKENS = 24
 PROMPTS = prompts(10, vocab_size=4096, seed=11)
 SAMPLINGS = [Sampling(temperature=0.0 if i % 2 else 0.8, seed=i) for i in range(len(PROMPTS))]
 FP32_TO_INT8 = Formats(decode=KVFormat.INT8, wire=KVFormat.INT8)
-BF16_TO_FP32 = Formats(prefill=KVFormat.BF16)  # widened: nothing has to be allowed
+# bf16 becomes fp32 without loss, so no option must allow the conversion
+BF16_TO_FP32 = Formats(prefill=KVFormat.BF16)
 
 
 def config(formats: Formats, transport: Transport) -> WorkerConfig:
@@ -80,7 +81,7 @@ def test_int8_decode_workers_continue_from_fp32_prefill_workers(wide, narrowed):
 
 
 def test_int8_decode_workers_differ_from_fp32(wide, narrowed):
-    """Else the tests above would say nothing."""
+    """If they did not differ, the tests above would prove nothing."""
     assert narrowed != wide
 
 

@@ -1,6 +1,6 @@
-"""A decode worker computes a prompt itself where that is predicted to be quicker.
+"""A decode worker computes a prompt itself when the router predicts that this is faster.
 
-`tests/model/tokens/test_same_tokens.py` has the exactness of all kinds of requests.
+`tests/model/tokens/test_same_tokens.py` tests exactness for all kinds of requests.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tests.kits.services.cluster import ask, prompts, request, router, take_turn
 
 pytestmark = pytest.mark.torch
 
-PATIENT = RouterConfig(prefill_backlog_s=9.0)  # predictions are wrong here
+PATIENT = RouterConfig(prefill_backlog_s=9.0)  # predictions are inaccurate in this test
 CONFIG = WorkerConfig(kv_mib=64, chunk_tokens=48, weights=WeightFormat.FP32)
 GREEDY = Sampling(temperature=0.0)
 NUM_TOKENS = 16
@@ -26,7 +26,7 @@ LONG_PROMPT = prompts(7, vocab_size=4096, seed=22, shortest=480, longest=480)[-1
 
 
 def test_short_prompts_go_to_the_decode_worker_while_prefill_is_busy():
-    """The router predicts from given costs, in C++ if that is built."""
+    """The router predicts from given costs, in C++ if the extension is built."""
     told = Estimates(WorkerCosts(PrefillCost(0.0, 1e-2), DecodeCost(5.0, 0.0, 0.0)))
 
     async def run() -> list[int]:

@@ -1,6 +1,7 @@
-"""A model whose context is longer than KV memory holds, served with default flags and with few.
+"""A model whose context exceeds the KV memory, served with default flags and with a few flags.
 
-What fits is answered to the last token, what can never fit is refused with the number.
+A request that fits is answered to the last token. A request that can never fit is refused, with the
+number of tokens that fit.
 """
 
 import httpx
@@ -35,7 +36,7 @@ def max_model_len(url: str) -> int:
 def test_with_default_flags_a_request_without_max_tokens_is_answered(lent, model):
     with serve("--launcher", "process", model=model, kv_mib=None, command=lent) as served:
         longest = max_model_len(served.url)
-        # Default KV memory is at least 256 MiB; more depends on the machine.
+        # KV memory is at least 256 MiB by default; the actual size depends on the machine.
         assert longest >= 256 // BLOCK_MIB * 16
         assert longest == min(131_072, served.num_blocks // 2 * 16)
         answer = post(served.url, prompt="def f(", **EOS_ALONE)
@@ -47,7 +48,7 @@ def test_with_default_flags_a_request_without_max_tokens_is_answered(lent, model
 
 @pytest.fixture(scope="module")
 def small(lent, model):
-    """Workers that draft, with KV memory for `MAX_LEN` tokens."""
+    """Starts workers that draft, with KV memory for `MAX_LEN` tokens."""
     options = ("--launcher", "process", "--speculate", "ngram")
     with serve(*options, model=model, kv_mib=NUM_BLOCKS * BLOCK_MIB, command=lent) as running:
         assert max_model_len(running.url) == MAX_LEN

@@ -1,4 +1,4 @@
-"""Models are fetched from a hub on loopback and from fsspec's own file systems."""
+"""Models are downloaded from a hub on loopback and from fsspec's own file systems."""
 
 import io
 import os
@@ -237,7 +237,7 @@ def test_baton_serves_a_model_of_a_hub_under_its_name(hub, tmp_path):
             timeout=60,
         )
         assert response.status_code == 200
-    assert hub.num_downloads("model.safetensors") == 1  # for two workers and a gateway
+    assert hub.num_downloads("model.safetensors") == 1  # one download for two workers and a gateway
 
 
 def nobody_listens() -> str:
@@ -247,7 +247,7 @@ def nobody_listens() -> str:
 
 @pytest.fixture
 def only_own_wheels(tmp_path, monkeypatch):
-    """A folder of wheels, which is all that pip knows."""
+    """Makes a folder of wheels, and restricts pip to this folder."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -1,4 +1,4 @@
-"""Workers of several ranks hand over, move and lose sequences, and the tokens stay the same."""
+"""Workers of several ranks hand over, move and lose sequences; the tokens stay the same."""
 
 import asyncio
 import os
@@ -35,11 +35,11 @@ pytestmark = pytest.mark.torch
 PAIR = (Role.PREFILL, Role.DECODE)
 PROMPTS = prompts(8, vocab_size=64, seed=3, longest=60)
 NUM_TOKENS = 12
-RANK = b"deploy.ranks.main"  # in the command of its process
+RANK = b"deploy.ranks.main"  # a part of each rank's command line
 
 
 def split(*, transport=Transport.AUTO, **ranks):
-    """The configuration of one role."""
+    """Returns the configuration of one role."""
     return WorkerConfig(
         weights=WeightFormat.FP32, kv_mib=16, chunk_tokens=16, kv_transport=transport, **ranks
     )
@@ -55,7 +55,8 @@ def split(*, transport=Transport.AUTO, **ranks):
         ({"tp": 2, "pp": 2}, {"tp": 2}, Transport.SHM),
     ],
 )
-@pytest.mark.long  # `test_running_answers_move_between_workers_of_other_ranks` has such pairs too
+# `test_running_answers_move_between_workers_of_other_ranks` covers such pairs too
+@pytest.mark.long
 def test_pools_may_be_split_in_different_ways(tmp_path_factory, prefill, decode, transport):
     model = tiny_checkpoint(tmp_path_factory, "llama")
     config = {
@@ -68,12 +69,12 @@ def test_pools_may_be_split_in_different_ways(tmp_path_factory, prefill, decode,
 
 
 def children_of(pid: int) -> list[int]:
-    """The ranks that a worker has started."""
+    """Returns the rank processes that a worker has started."""
     return [i for i, (parent, name) in processes().items() if parent == pid and RANK in name]
 
 
 def ranks_here() -> dict[int, int]:
-    """The ranks of all workers of these tests, each with the process of its worker."""
+    """Returns all rank processes of these tests, each with its worker's process."""
     there = processes()
     nurseries = {i for i, (parent, _) in there.items() if parent == os.getpid()}
     here = {i for i, (parent, _) in there.items() if parent in nurseries}
@@ -110,7 +111,7 @@ def test_a_draft_that_ranks_cannot_share_is_refused_by_name(tmp_path_factory):
 
 
 def refusal(model: Path, config: WorkerConfig) -> str:
-    """The reason why a worker does not start."""
+    """Returns the reason why a worker fails to start."""
     with pytest.raises(ConfigError) as refused, workers([Role.MIXED], model=model, config=config):
         pass
     return str(refused.value)
@@ -198,13 +199,16 @@ def test_a_rank_that_hangs_ends_its_worker_even_without_work(tmp_path_factory):
         [(worker, ready)] = running.ready.items()
         [rank] = children_of(ready.pid)
         os.kill(rank, signal.SIGSTOP)
-        assert ended(rank, deadline_s=10.0)  # killed by the kernel when its worker had ended
+        assert ended(rank, deadline_s=10.0)  # the kernel kills a rank when its worker has exited
         assert ended(ready.pid)
         assert worker not in running.live
 
 
 async def set_role(address: str, role: Role) -> None:
-    """Sets a worker's role and waits until the worker has it, and decodes only if it may."""
+    """Sets a worker's role.
+
+    Waits until the worker has the role and decodes only if the role may.
+    """
     client = SessionClient(address, SECRET)
     await client.open()
     client.post(encode_frame([Hello(PROTOCOL_VERSION, GatewayId("operator"))]))

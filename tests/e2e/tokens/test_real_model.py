@@ -1,4 +1,4 @@
-"""The model that `baton serve` serves by default answers a client that says nothing of sampling."""
+"""The default model of `baton serve` answers a client that sets no sampling options."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A program as users of instructor write it. Argument: the URL of the API."""
+"""A typical program of instructor users. Argument: the URL of the API."""
 
 import sys
 

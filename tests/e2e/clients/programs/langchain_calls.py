@@ -1,4 +1,4 @@
-"""A program as users of langchain-openai write it. Argument: the URL of the API."""
+"""A typical program of langchain-openai users. Argument: the URL of the API."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A program as users of litellm write it. Argument: the URL of the API."""
+"""A typical program of litellm users. Argument: the URL of the API."""
 
 import asyncio
 import sys
