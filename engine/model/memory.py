@@ -16,10 +16,10 @@ CHUNK = 16 * HUGE_PAGE  # bytes; pages that are never written take no memory
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
-    """Allocates zeros that start on a cache line; on a huge page if they fill one and Linux has
-    them.
+    """Allocates zeros that start on a cache line. They start on a huge page if they fill one and
+    Linux has huge pages.
 
-    Without huge pages, every few KiB of a long context need a walk through the page tables.
+    Without huge pages, reading a long context walks the page tables every few KiB.
     """
     if num_bytes < HUGE_PAGE:
         alignment = ALIGNMENT
@@ -35,9 +35,9 @@ def aligned_bytes(num_bytes: int) -> torch.Tensor:
 
 
 class Pieces:
-    """Hands out memory piece by piece, so that small pieces share huge pages.
+    """Divides large chunks of memory into pieces, so that small pieces share huge pages.
 
-    A chunk of memory goes back to the system when its last piece is freed.
+    The system gets a chunk's memory back when the last piece of the chunk is freed.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,8 @@ class Pieces:
 
 
 def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies an array to `device`: to a GPU from pinned memory, which torch frees after the copy.
+    """Copies an array to `device`. A copy to a GPU uses pinned memory, which torch frees after the
+    copy.
 
     A copy from unpinned memory would first wait for all work that is queued on the GPU.
     """
@@ -70,11 +71,12 @@ def held(array: np.ndarray, *, pinned: bool) -> torch.Tensor:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Returns a context in which torch computes with one thread, between jobs of the team.
+    """Returns a context in which torch computes with one thread, between jobs of the team of
+    threads.
 
-    torch's threads would spin against the team's. And where threads cut a tensor, functions such as
-    silu give the elements beside the cut other last bits. Results would then depend on the number
-    of tokens in a batch.
+    torch's threads would spin against the threads of the team. Also, where threads divide a tensor,
+    functions such as silu give the elements next to the cut other last bits. Results would then
+    depend on the number of tokens in a batch.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

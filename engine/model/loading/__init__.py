@@ -1,1 +1,1 @@
-"""Checkpoints: reading, checking and refusing them."""
+"""Reads checkpoints, checks them, and refuses checkpoints that cannot be served."""

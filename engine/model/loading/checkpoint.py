@@ -1,29 +1,29 @@
 """Loads a model so that its attention runs over paged KV, or refuses the model.
 
-transformers knows hundreds of decoders. Baton keeps no list of servable ones; it tries
-the model when it is opened:
+transformers supports hundreds of decoders. Baton has no list of supported models. It tries each
+model when the model is opened:
 
-1. One token, with an attention that only records. Every layer must call it once, all with the same
-   KV heads and head size. The `KVSection` comes from these calls, not from names in the config.
-   The window that a layer tells its attention must equal its mask's window.
-   A layer that attends to K and V of an earlier one has no KV of its own.
-2. A short row with eager and with sdpa attention: some models are causal in one of them only.
-3. The rows of `probe`, near and far, with the model's own attention, and the same in two passes
-   over paged KV, in fp32 or bf16 for every served format. The logits must agree. They do not if
+1. One token, with an attention that only records its arguments. Every layer must call the attention
+   once, with the same number of KV heads and the same head size. These calls determine the
+   `KVSection`, not names in the config. A layer's window must equal the window of its mask. A layer
+   that attends to K and V of an earlier layer has no KV of its own.
+2. A short row with eager and with sdpa attention: some models are causal in only one of the two.
+3. The rows of `probe`, near and far: with the model's own attention, and in two passes over paged
+   KV. The paged KV is fp32 or bf16 for every served format. The logits must agree. They differ if
    anything besides K and V passes from token to token (states of a recurrence or a convolution).
-   Nor do they if the attention has terms that ours does not (biases, sinks, no causality), if
+   They also differ if the attention has terms that PAGED lacks (biases, sinks, no causality), if
    positions are not taken from `position_ids`, or if other rows of a batch have an influence.
 
-Code that changes the model afterwards, such as packing its weights, repeats the third trial.
+Code that changes the model later, for example to pack its weights, repeats the third trial.
 
-A few tokens cannot show everything. Two properties are checked by name: attention in fixed chunks,
-and rotary embeddings that change as a sequence grows (`positions`).
+A few tokens cannot reveal every property. Two properties are checked by name: attention in fixed
+chunks, and rotary embeddings that change as a sequence grows (`positions`).
 
-Of a model that also sees images, the part that reads text is served; the rest is dropped when
-loaded.
+Of a model that also accepts images, only the part for text is served; the rest is dropped after
+loading.
 
-For a CPU, which computes in fp32, weights stay in the dtype of their file until they are packed
-(`stored`). So loading takes the memory of the file, not of the model in fp32.
+A CPU computes in fp32. There, weights stay in the dtype of their file until they are packed
+(`stored`). So loading needs as much memory as the file, not as much as the model in fp32.
 """
 
 import logging
@@ -85,18 +85,18 @@ from engine.model.parallel.stages import keep_stage
 
 log = logging.getLogger(__name__)
 
-PROBE_TOLERANCE = {  # relative to the spread of the logits
+PROBE_TOLERANCE = {  # largest error, relative to the spread of the logits
     torch.float32: 1e-3,
     torch.float16: 0.02,
     torch.bfloat16: 0.1,
 }
-QUANTISED_TOLERANCE = 0.25  # rounded activations turn small differences into larger ones
+QUANTISED_TOLERANCE = 0.25  # larger, because rounded activations amplify small differences
 CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model whose attention reads the cache and batch in `context`."""
+    """A model whose attention uses the cache and the batch in `context`."""
 
     model: PreTrainedModel
     context: ForwardContext
@@ -106,11 +106,11 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str
-    quant_method: str | None  # how the checkpoint's weights are quantised
-    # The trial, repeated after changes; None: the model was built, not loaded.
+    quant_method: str | None  # quantisation method of the checkpoint's weights, or None
+    # The trial, for repetition after changes; None: the model was built, not loaded.
     probe: Probe | None = None
     read_outside: frozenset[str] = frozenset()  # names of modules whose weights other modules read
-    embedding: Embedding | None = None  # set if the model's logits are hidden states
+    embedding: Embedding | None = None  # set if the model's outputs are hidden states, not logits
     group: RankGroup | None = None  # set if the model spans several ranks
     whole_layout: KVLayout | None = None  # layout of all ranks together; None: the same as `layout`
 
@@ -127,16 +127,16 @@ def load(  # noqa: PLR0913 - all but three have defaults
 ) -> LoadedModel:
     """Loads the checkpoint in `path`, for computation in `dtype`.
 
-    The default `dtype` is bf16 on a GPU. On a CPU it is fp32, but until `pack_linears` or
-    `stored.widen`, weights keep the dtype of the file and are fp32 only while in use.
+    The default `dtype` is bf16 on a GPU and fp32 on a CPU. On a CPU, weights keep the dtype of
+    their file until `pack_linears` or `stored.widen`, and are fp32 only while they are used.
 
-    If `max_len` is long, rotary embeddings that change with the length may be those of the longest
-    context from the first token on (`positions`).
+    Some rotary embeddings change with the length of a context. If `max_len` is long, those of the
+    longest context may be used from the first token on (`positions`).
 
-    With a `group`, it loads this rank's part. All ranks call it together.
+    With a `group`, loads this rank's part. All ranks must call this function together.
 
     Raises CheckpointError, in one line that names the file or the property. Raises ConfigError if
-    the model cannot be shared by this number of ranks.
+    the model cannot be divided among this number of ranks.
     """
     check_files(path)
     as_is = dtype is None and device == "cpu"
@@ -209,7 +209,7 @@ def _load_part(
     group: RankGroup,
     method: str | None,
 ) -> PreTrainedModel:
-    """Loads this rank's layers, and its slices of them, to the host. The other weights are not
+    """Loads this rank's layers, and its slices of them, into host memory. Other weights are not
     read.
     """
     if method is not None:
@@ -226,7 +226,7 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _whole(model: PreTrainedModel, section: KVSection, group: RankGroup | None) -> KVSection:
-    """Returns the KV shape of all ranks together, from this rank's shape."""
+    """Returns the KV shape of all ranks together, computed from this rank's shape."""
     if group is None:
         return section
     text = model.config.get_text_config(decoder=True)
@@ -239,10 +239,10 @@ def _whole(model: PreTrainedModel, section: KVSection, group: RankGroup | None) 
 
 
 def _give_hidden_states(model: PreTrainedModel) -> None:
-    """Makes the model's logits its last hidden states, [num_tokens, hidden].
+    """Makes the model return its last hidden states [num_tokens, hidden] in place of logits.
 
-    Packing, paged attention and the trial work as before. Raises CheckpointError if something
-    besides the head changes logits.
+    Packing, paged attention and the trial work as before. Raises CheckpointError if the logits
+    depend on anything besides the head.
     """
     text = model.config.get_text_config(decoder=True)
     changing = next(
@@ -256,7 +256,7 @@ def _give_hidden_states(model: PreTrainedModel) -> None:
 
 
 def _vocab_size(model: PreTrainedModel, tried: Probe, embedding: Embedding | None) -> int:
-    """Returns the number of distinct token ids that prompts may use."""
+    """Returns the number of token ids that prompts may use."""
     if embedding is None:
         return tried.expected.shape[-1]
     return model.get_input_embeddings().num_embeddings
@@ -270,11 +270,11 @@ def load_draft(
     dtype: torch.dtype | None,
     max_len: int | None = None,
 ) -> LoadedModel:
-    """Loads the draft model of `target`: on the target's device, for the target's KV format.
+    """Loads the draft model of `target`, on the target's device and for the target's KV format.
 
-    Raises CheckpointError, also if the two models use the same ids for different tokens:
-    speculation would be correct, but useless. Raises ConfigError if the ranks cannot share the
-    draft model.
+    Raises CheckpointError, also if the two models use the same ids for different tokens. Then
+    answers would be correct, but speculation useless. Raises ConfigError if the draft model cannot
+    be divided among the ranks.
     """
     try:
         draft = load(
@@ -300,7 +300,7 @@ def load_draft(
 
 
 def _vocabulary(path: Path) -> object:
-    """Returns ids and texts of a tokenizer's tokens, without tokens that fine-tunes add later."""
+    """Returns the ids and texts of a tokenizer's tokens, without tokens that fine-tunes add."""
     tokenizer = read_json(path, "tokenizer.json")
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     return model.get("vocab") if isinstance(model, dict) else None
@@ -325,8 +325,8 @@ def _load_config(path: Path) -> PreTrainedConfig:
 
 
 def _settle_length(path: Path, config: PreTrainedConfig, max_len: int | None) -> ContextLength:
-    """Returns the context length. Makes rotary embeddings independent of the length if
-    necessary.
+    """Returns the context length. If necessary, makes rotary embeddings independent of the
+    length.
     """
     text = config.get_text_config(decoder=True)
     length = context_length(text, max_len)
@@ -338,8 +338,8 @@ def _settle_length(path: Path, config: PreTrainedConfig, max_len: int | None) ->
 
 
 def _quant_method(config: PreTrainedConfig) -> str | None:
-    """Returns how the weights are quantised. Raises CheckpointError if packages to load them are
-    missing.
+    """Returns the quantisation method of the weights. Raises CheckpointError if packages for this
+    method are missing.
     """
     method = quant_method(config)
     if method is not None:
@@ -381,7 +381,7 @@ def _load_weights(
         check_plain(path, info["unexpected_keys"])
     missing = set(info["missing_keys"])
     if embedding_of(path) is not None:
-        missing -= _names_of_head(model)  # such checkpoints have no head
+        missing -= _names_of_head(model)  # checkpoints of embedding models have no head
     if missing:
         raise CheckpointError(f"{path}: weights lack {min(missing)}")
     if info["mismatched_keys"]:
@@ -394,7 +394,7 @@ def _load_weights(
 
 
 def _names_of_head(model: PreTrainedModel) -> set[str]:
-    """Returns the names of the weights that turn hidden states into logits."""
+    """Returns the names of the weights that compute logits from hidden states."""
     head = model.get_output_embeddings()
     return {
         f"{path}.{name}"
@@ -413,8 +413,8 @@ def _probe(
     context_len: int,
     group: RankGroup | None,
 ) -> tuple[KVSection, Probe]:
-    """Tries the model as described above, and returns its KV shape and the trial. Paged attention
-    stays on.
+    """Tries the model, as the module's text describes. Returns its KV shape and the trial. Paged
+    attention stays enabled.
     """
     where = probe.origins(model.config.get_text_config(decoder=True), context_len)
     kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
@@ -441,7 +441,7 @@ def _own_layers(model: PreTrainedModel, group: RankGroup | None) -> range:
 
 
 def _recorded(model: PreTrainedModel, context: ForwardContext) -> list[AttentionCall]:
-    """Records the attention calls of one token. Paged attention stays on afterwards."""
+    """Records the attention calls for one token. Paged attention stays enabled."""
     model.set_attn_implementation(RECORDING)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model(input_ids=token, position_ids=token, use_cache=False)
@@ -452,9 +452,9 @@ def _recorded(model: PreTrainedModel, context: ForwardContext) -> list[Attention
 
 
 def _check_numbers(path: Path, model: PreTrainedModel) -> None:
-    """Raises CheckpointError for a weight that holds NaN or infinity.
+    """Raises CheckpointError for a weight that is NaN or infinity.
 
-    The trial uses few experts and few rows of embeddings, so it might miss such a weight.
+    The trial uses few experts and few rows of embeddings, so it might not use such a weight.
     """
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and weight.numel():
@@ -466,12 +466,12 @@ def _check_numbers(path: Path, model: PreTrainedModel) -> None:
 def _check_other_attention(model: PreTrainedModel, tried: Probe, *, is_exact: bool) -> None:
     """Raises CheckpointError if transformers' sdpa and eager attention give different results.
 
-    Some models lack causality in one of the two. Row 0 shows it, which is one short pass. In 16
-    bits the two round differently, and then a router may choose other experts.
+    Some models lack causality in one of the two. Row 0 reveals this in one short pass. In 16 bits
+    the two attentions round differently, and then a router may choose other experts.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not all(part._supports_sdpa for part in parts):
-        return  # the model has no sdpa attention: transformers uses the eager one
+        return  # without sdpa attention transformers uses the eager one
     model.set_attn_implementation("sdpa")
     found = probe.own_logits(model, tried.origins[:1])
     tolerance = tried.tolerance if is_exact else QUANTISED_TOLERANCE
@@ -484,10 +484,10 @@ def _check_other_attention(model: PreTrainedModel, tried: Probe, *, is_exact: bo
 
 
 def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
-    """Repeats the trial after the model's modules were changed; returns its logits.
+    """Repeats the trial after the model's modules were changed, and returns its logits.
 
-    Raises CheckpointError if the model now fails, or if its logits are off by more than
-    `tolerance`. An infinite tolerance, for rounded weights, only requires that logits are numbers.
+    Raises CheckpointError if the model now fails, or if its logits differ by more than `tolerance`.
+    With an infinite tolerance, for rounded weights, it is enough that all logits are numbers.
     """
     model, kind = loaded.model, _model_type(loaded.model.config)
     if loaded.read_outside:
@@ -507,7 +507,7 @@ def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
 def _paged_logits(
     model: PreTrainedModel, context: ForwardContext, section: KVSection, tried: Probe
 ) -> torch.Tensor:
-    """Returns the trial's logits, computed by the model's present code over paged KV."""
+    """Returns the trial's logits, computed by the model's code over paged KV."""
     rows = len(tried.origins)
     device = str(model.device)
     with probe.probe_cache(context, section, tried.kv_format, num_rows=rows, device=device):
@@ -515,7 +515,9 @@ def _paged_logits(
 
 
 def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
-    """Removes parts that take no part in a pass over text, such as towers for images."""
+    """Removes the parts of the model that a pass over text does not use, such as towers for
+    images.
+    """
     for parent in (model, model.base_model):
         for name, child in list(parent.named_children()):
             if seen.ran.isdisjoint(child.modules()):
@@ -524,7 +526,9 @@ def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
 
 
 def _refusal(kind: str, calls: list[AttentionCall], off: float) -> CheckpointError:
-    """Returns the error for a model whose logits over paged KV are `off`, with possible reasons."""
+    """Returns the error for a model whose logits over paged KV differ by `off`, with possible
+    reasons.
+    """
     if math.isnan(off):
         return CheckpointError(f"{kind}: its logits are not numbers")
     found = "over paged KV its logits differ"
@@ -552,8 +556,8 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _one_line(error: Exception) -> str:
-    """Returns an error's first line, and also the second if the first ends with a colon."""
+    """Returns an error's first line. If it ends with a colon, the second line is added."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines or isinstance(error, LookupError):  # the text of a LookupError is a bare name
+    if not lines or isinstance(error, LookupError):  # a LookupError's text is a name alone
         return f"{type(error).__name__} {' '.join(lines)}".strip()
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,16 +1,17 @@
-"""The files of a checkpoint: checks that they are complete, and identifies the model. No torch.
+"""The files of a checkpoint: checks that they are complete, and identifies the model. Needs no
+torch.
 
-A checkpoint is a directory as transformers saves it:
+A checkpoint is a directory in the form in which transformers saves it:
 
     config.json, tokenizer.json
     model.safetensors, or model.safetensors.index.json and the shards that it names,
     or, if there is no safetensors file, one *.gguf
 
-Two workers may exchange KV only if they serve the same model in the same way. The fingerprint
-stands for all of that but the layout of KV, which is compared by itself. It is a hash of the
-config, the tokenizer, the safetensors headers (names, types, shapes) and a few bytes of every
-tensor. The latter tell fine-tunes of one model apart, which share all the rest. For a GGUF file it
-covers the size and bytes at even distances. Weights are not read in full.
+Two workers may exchange KV only if they serve the same model in the same way. Equal fingerprints
+guarantee this, except for the layout of KV, which is compared separately. The fingerprint is a hash
+of the config, the tokenizer, the safetensors headers (names, types, shapes) and a few bytes of
+every tensor. These bytes distinguish fine-tunes of one model, which are equal in everything else.
+For a GGUF file it covers the size, and bytes at even distances. Weights are not read in full.
 """
 
 import json
@@ -36,7 +37,7 @@ VOLATILE = frozenset({"transformers_version", "_name_or_path"})  # keys that do 
 
 
 def check_files(path: Path) -> None:
-    """Raises CheckpointError, naming the file, if the directory cannot hold a model to serve."""
+    """Raises CheckpointError, which names the file, if the directory has no complete model."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
     check_settings(path, read_json(path, "config.json"))
@@ -52,7 +53,7 @@ def check_files(path: Path) -> None:
 
 
 def _check_tokenizer(path: Path) -> None:
-    """Raises CheckpointError without a tokenizer.json that is JSON."""
+    """Raises CheckpointError if tokenizer.json is missing or not JSON."""
     slow = [name for name in SLOW_TOKENIZERS if (path / name).is_file()]
     if slow and not (path / TOKENIZER).is_file():
         raise CheckpointError(
@@ -63,7 +64,7 @@ def _check_tokenizer(path: Path) -> None:
 
 
 def _check_index(path: Path, headers: dict[str, dict[str, dict]]) -> None:
-    """Raises CheckpointError if the index names a shard that lacks the tensor."""
+    """Raises CheckpointError if the index assigns a tensor to a shard that lacks this tensor."""
     for tensor, name in _weight_map(path).items():
         if tensor not in headers[name]:
             actual = next((file for file, header in headers.items() if tensor in header), None)
@@ -74,7 +75,7 @@ def _check_index(path: Path, headers: dict[str, dict[str, dict]]) -> None:
 def weight_files(path: Path) -> list[Path]:
     """Returns the safetensors files, sorted by name, or the GGUF file.
 
-    Raises CheckpointError if one is missing.
+    Raises CheckpointError if a file is missing.
     """
     if (path / INDEX).is_file():
         files = [path / name for name in sorted(set(_weight_map(path).values()))]
@@ -94,9 +95,9 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Returns the shard of each tensor, as the index says. Raises CheckpointError.
+    """Returns the shard of each tensor, from the index. Raises CheckpointError.
 
-    A shard must be in the folder itself, but may be a link, as in the caches of hubs.
+    A shard must be in the folder itself. It may be a link, as in the caches of model hubs.
     """
     index = read_json(path, INDEX)
     shards = index.get("weight_map") if isinstance(index, dict) else None
@@ -111,7 +112,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _is_own_name(name: str) -> bool:
-    """True if `name` can only name a file in the folder itself."""
+    """True if `name` can only be the name of a file in the folder itself."""
     return name not in ("", "..") and Path(name).name == name and "\0" not in name
 
 
@@ -135,8 +136,8 @@ def read_json(path: Path, name: str) -> object:
 
 
 def read_header(file: Path) -> dict[str, dict]:
-    """Returns the tensors by name (dtype, shape, data_offsets). Raises CheckpointError if the
-    file is bad.
+    """Returns the tensors by name (dtype, shape, data_offsets). Raises CheckpointError for a
+    damaged file.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -158,8 +159,8 @@ def read_header(file: Path) -> dict[str, dict]:
 
 
 def fingerprint(path: Path, *, dtype: str, is_stretched: bool = False) -> str:
-    """Returns 16 hex digits, which are equal if model, tokenizer, weight type and positions are
-    equal.
+    """Returns 16 hex digits. They are equal for two workers with equal model, tokenizer, weight
+    type and positions.
     """
     digest = blake2b(digest_size=8)
     form = f"{dtype} stretched" if is_stretched else dtype
@@ -180,7 +181,7 @@ def _described(path: Path) -> Iterator[str | bytes]:
 
 
 def _sampled(file: Path) -> Iterator[str | bytes]:
-    """Returns a safetensors file's header, and some bytes from the middle of each tensor."""
+    """Returns the header of a safetensors file, and some bytes from the middle of each tensor."""
     header = read_header(file)
     yield json.dumps(header, sort_keys=True)
     with file.open("rb") as stream:

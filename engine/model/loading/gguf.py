@@ -1,13 +1,13 @@
-"""Reads the weights of a GGUF file, each when transformers asks for it.
+"""Reads the weights of a GGUF file, one weight whenever transformers requests it.
 
-F32, F16 and BF16 keep their type. The others hold blocks of 32 values and become
-fp32, as the format defines them (d and m are fp16):
+F32, F16 and BF16 keep their type. Other types store blocks of 32 values, which become fp32 by the
+definition of the format (d and m are fp16):
 
     Q8_0    d, 32 signed bytes q          value = d q
     Q4_0    d, 16 bytes: 32 numbers q     value = d (q - 8)
     Q4_1    d, m, 16 bytes: the same      value = d q + m
 
-Of the 16 bytes, the low halves are the first 16 values and the high halves the others.
+The low halves of the 16 bytes are the first 16 values. The high halves are the last 16 values.
 """
 
 from pathlib import Path
@@ -22,7 +22,9 @@ AS_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class LazyWeight:
-    """A weight that is read when it is indexed, like a slice of a safetensors file."""
+    """A weight that is read from the file when it is indexed, like a slice of a safetensors
+    file.
+    """
 
     def __init__(self, path: Path, place: WeightPlace) -> None:
         self._path, self._place = path, place
@@ -35,7 +37,7 @@ class LazyWeight:
 
 
 def lazy_weights(path: Path) -> dict[str, LazyWeight]:
-    """Returns the file's weights by transformers' names. Raises CheckpointError."""
+    """Returns the file's weights, by transformers' names. Raises CheckpointError."""
     return {name: LazyWeight(path, place) for name, place in weights_of(read_gguf(path)).items()}
 
 
@@ -49,8 +51,8 @@ def read_tensor(path: Path, place: TensorPlace) -> torch.Tensor:
 
 
 def in_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Reorders each head's rows for transformers' rotation: from pairs [a0 b0 a1 b1 …] to halves [a
-    b].
+    """Reorders the rows of each head for transformers' rotation: pairs [a0 b0 a1 b1 …] become
+    halves [a b].
 
     `rows` is [num_heads * head_dim, ...].
     """
@@ -71,7 +73,7 @@ def _q4_1(blocks: np.ndarray) -> np.ndarray:
 
 
 def _halves(data: np.ndarray) -> np.ndarray:
-    """Unpacks [num_blocks, 16] bytes to [num_blocks, 32] numbers of four bits."""
+    """Unpacks [num_blocks, 16] bytes to [num_blocks, 32] numbers of four bits each."""
     return np.concatenate([data & 15, data >> 4], axis=1)
 
 

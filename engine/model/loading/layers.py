@@ -1,8 +1,8 @@
 """Reads the attention parameters of each layer from recorded calls, and compares them with the
 config.
 
-The trial's few tokens do not reach the end of a window. So three window sizes are compared instead:
-the sizes given to the attention, to the mask and to transformers' own cache.
+The trial has too few tokens to fill a window. Instead, three sizes of each window are compared: the
+arguments of the attention, of the mask, and of transformers' own cache.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from engine.model.loading.purpose import refused, unserved
 
 
 def places_of(calls: Sequence[AttentionCall]) -> dict[int, int]:
-    """Returns the cache place of each layer with attention; layers that share K and V share a
+    """Returns the cache place of each layer with attention. Layers that share K and V share a
     place.
     """
     sources = dict.fromkeys(call.source for call in calls)
@@ -25,9 +25,9 @@ def places_of(calls: Sequence[AttentionCall]) -> dict[int, int]:
 
 
 def check_calls(kind: str, calls: Sequence[AttentionCall], own: range, *, is_whole: bool) -> None:
-    """Raises CheckpointError unless each layer attends at most once, with one kind of mask.
+    """Raises CheckpointError unless each layer attends at most once, and all masks are of one kind.
 
-    Layers without attention, such as an MLP, are fine if this rank has all layers (`is_whole`).
+    If this rank has all layers (`is_whole`), there may be layers without attention, such as an MLP.
     """
     if not calls:
         raise refused(
@@ -50,8 +50,8 @@ def check_calls(kind: str, calls: Sequence[AttentionCall], own: range, *, is_who
 
 
 def section_of(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> KVSection:
-    """Returns the KV shape of the layers that made these calls. Raises CheckpointError if they
-    differ.
+    """Returns the KV shape of the layers that made these calls. Raises CheckpointError if their
+    shapes differ.
     """
     shapes = {shape for call in calls for shape in (call.key_shape, call.value_shape)}
     if len(shapes) > 1:
@@ -69,7 +69,9 @@ def section_of(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> KVSe
 
 
 def cached_windows(config: PreTrainedConfig) -> dict[int, int | None]:
-    """Returns how many tokens transformers' own cache shows each layer; None: all."""
+    """Returns the number of tokens that each layer gets from transformers' own cache; None means
+    all.
+    """
     layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
     return {i: getattr(layer, "sliding_window", None) for i, layer in enumerate(layers)}
 
@@ -77,8 +79,9 @@ def cached_windows(config: PreTrainedConfig) -> dict[int, int | None]:
 def check_windows(
     calls: Sequence[AttentionCall], cached: dict[int, int | None], context_len: int
 ) -> None:
-    """Raises CheckpointError if, within the context, a layer's window differs from its mask or
-    cache. A layer that shares K and V has the cache of their source.
+    """Raises CheckpointError if a layer's window, within the context, differs from the window of
+    its mask or its cache. A layer that shares K and V uses the cache of the layer that computed
+    them.
     """
     for call in calls:
         windows = call.window, call.mask_window, cached.get(call.source)

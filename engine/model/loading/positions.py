@@ -5,12 +5,13 @@
     yarn                  original_max_position_embeddings times the factor
     dynamic, longrope     they change beyond a length, see below
 
-Layers of different types may have embeddings of different types. A layer with a window sees only
-distances, so the others decide how long the context may be.
+Layers of different types may have embeddings of different types. A layer with a window depends only
+on distances, so the layers without a window determine the length of the context.
 
-Embeddings that change as a sequence grows leave K and V of its earlier tokens wrong; transformers
-does not compute them anew either. So the context ends where they change. If a longer one is asked
-for, the longest context's embeddings count from the first token on, as in vLLM.
+If embeddings change as a sequence grows, K and V of its earlier tokens become wrong. transformers
+does not compute them again either. So the context ends where the embeddings change. If the operator
+requests a longer context, the embeddings of the longest context are used from the first token on,
+as in vLLM.
 """
 
 from collections.abc import Iterator
@@ -21,17 +22,18 @@ from transformers import PreTrainedConfig
 
 from engine.errors import CheckpointError
 
-Rope = dict[str, Any]  # the parameters of one type of rotary embeddings
+Rope = dict[str, Any]  # parameters of one type of rotary embeddings
 
 CHANGING = ("dynamic", "longrope")
 FACTORED = ("linear", "proportional", "dynamic")  # max_position_embeddings is multiplied
-PRODUCT_NAMED = ("gemma3", "gemma4")  # their max_position_embeddings has the factor
+PRODUCT_NAMED = ("gemma3", "gemma4")  # their max_position_embeddings includes the factor
 
 
 @dataclass(frozen=True, slots=True)
 class ContextLength:
-    """The context length of a model in tokens, and the reason for its limit. `is_stretched`:
-    embeddings must be made constant for this length.
+    """The context length of a model in tokens, and the reason for its limit.
+
+    `is_stretched`: the model's embeddings must be made constant for this length.
     """
 
     served: int
@@ -40,7 +42,7 @@ class ContextLength:
 
 
 def context_length(text: PreTrainedConfig, max_len: int | None) -> ContextLength:
-    """Returns the context length that is served if `max_len` is requested. Raises
+    """Returns the context length that is served if the operator requests `max_len`. Raises
     CheckpointError.
     """
     named = getattr(text, "max_position_embeddings", None)
@@ -69,23 +71,23 @@ def context_length(text: PreTrainedConfig, max_len: int | None) -> ContextLength
 
 
 def stretch(text: PreTrainedConfig) -> None:
-    """Makes embeddings that change with the length constant: always those of the longest context.
-    The config must not have been read by a model yet.
+    """Makes rotary embeddings constant that change with the length: those of the longest context
+    are always used. No model may have been built from the config yet.
     """
     for rope, _ in _ropes(text):
         if rope["rope_type"] == "longrope":
             rope["short_factor"] = rope["long_factor"]
         elif rope["rope_type"] == "dynamic":
             factor, size = rope.pop("factor"), _rotated_size(text, rope)
-            # Transformers' formula, at `factor` times the original length.
+            # The formula of transformers, at `factor` times the original length.
             grown = factor**2 - (factor - 1)
             rope["rope_theta"] *= grown ** (size / (size - 2))
             rope["rope_type"] = "default"
 
 
 def _ropes(text: PreTrainedConfig) -> Iterator[tuple[Rope, bool]]:
-    """Yields the parameters of rotary embeddings, and whether their layers see the whole
-    context.
+    """Yields the parameters of each type of rotary embeddings, and True if layers of this type have
+    no window.
     """
     found = getattr(text, "rope_parameters", None) or {}
     nested = {name: value for name, value in found.items() if isinstance(value, dict)}
@@ -97,7 +99,7 @@ def _ropes(text: PreTrainedConfig) -> Iterator[tuple[Rope, bool]]:
 
 
 def _longest(text: PreTrainedConfig, rope: Rope, named: int) -> int:
-    """Returns the longest context that these embeddings are made for."""
+    """Returns the length of the longest context for which these embeddings are defined."""
     factor = _number(rope, "factor", 1.0)
     if rope["rope_type"] in ("yarn", "longrope"):
         original = _number(rope, "original_max_position_embeddings", named)
@@ -115,12 +117,12 @@ def _constant(rope: Rope, named: int, longest: int) -> int:
 
 
 def _rotated_size(text: PreTrainedConfig, rope: Rope) -> int:
-    """Returns the number of a head's elements that are rotated."""
+    """Returns the number of elements of a head that are rotated."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(head_dim * _number(rope, "partial_rotary_factor", 1.0))
 
 
 def _number(rope: Rope, key: str, default: float) -> float:
-    """Returns a positive number from the parameters, or the default if it is missing."""
+    """Returns a positive number from the parameters; the default if the key is missing."""
     value = rope.get(key)
     return value if type(value) in (int, float) and value > 0 else default

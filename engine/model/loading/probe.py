@@ -1,34 +1,34 @@
-"""The tokens that try a model when it is loaded, and after each change made to it.
+"""The tokens with which a model is tried when it is loaded, and after each change of the model.
 
 Every row is a short sequence of its own. Row 0 begins at position 0 and is cut into two chunks if
-KV is paged. The others hold the same tokens from an *origin* on: around every length that the
-config names, around powers of four, and at the end of the context. Possible faults, and the rows
-that show them:
+KV is paged. The other rows have the same tokens but begin at another position, their *origin*.
+Origins are around every length that the config names, around powers of four, and at the end of the
+context. Possible faults, and the rows that reveal them:
 
-    absolute positions       the far rows: embeddings, and queries scaled by their position, are
-                             as in a long context, though a row attends to itself alone
+    absolute positions       the far rows: embeddings, and queries scaled by their position, have
+                             the values of a long context, though a row attends to itself alone
     state besides K and V    the cut of row 0
     the length of a batch    the cut, too: its first chunk runs alone, the second beside far rows
-    distances, as windows    not here: what a layer tells its attention is compared with its mask,
-                             and the mask with what ours hides (`hook`)
+    distances, as windows    no row: `hook` compares the arguments of a layer's attention with its
+                             mask, and the mask with the tokens that PAGED hides
 
-So a context of 131,072 tokens is tried with some sixty tokens, in as many passes as a short one. A
-fault that begins between two rows and ends before the next is not noticed.
+So a context of 131,072 tokens is tried with about sixty tokens, in as many passes as a short
+context. A fault that begins after one row and ends before the next is not noticed.
 
-**Company.** `keeps_bits` measures at load if a sequence gets the same bits alone, in any batch and
-in any chunking. The kernels, and the functions that `native.invariant` replaces, keep that promise
-by construction. A model's own code may use other functions of torch; only a trial shows how these
-behave.
+**Company.** `keeps_bits` measures, when a model is loaded, if a sequence gets the same bits alone,
+in any batch and in any chunking. The kernels, and the functions that `native.invariant` replaces,
+guarantee this by construction. A model's own code may use other functions of torch. Only a trial
+can find out how they behave.
 
-The trial is one short sequence, computed several times: whole and alone, in chunks, and behind and
-before other rows. There are enough other rows that the sequence's elements move between vector
-loops and remainders, and its rows move within a matrix product.
+This trial is one short sequence, computed several times: whole and alone, in chunks, and after and
+before other rows. The number of other rows varies enough that the sequence's elements move between
+vector loops and remainders, and its rows move within a matrix product.
 
-**Use.** A trial also shows which modules run in a pass, and whose weights other modules read. Most
-code calls a module, which then uses its own weights. Some code reads the weights of another
-module (`F.linear(x, self.classifier.weight)`, experts that slice their child's matrices). The
-module that is read cannot be replaced by one without weights. Nor can its weights be widened only
-while it runs. Some parts of a model never run on text.
+**Use.** A trial also records which modules run in a pass, and which weights are read by other
+modules. Most code calls a module, which then uses its own weights. Some code reads the weights of
+another module (`F.linear(x, self.classifier.weight)`, experts that slice their child's matrices). A
+module whose weights are read in this way cannot be replaced by a module without weights. It is also
+not enough to widen its weights while it runs. Some parts of a model never run on text.
 """
 
 import re
@@ -53,40 +53,40 @@ from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
-TOKENS = (5, 3, 8, 2, 9)  # the tokens of every row
-CUT = 3  # where row 0 is cut: inside a block
+TOKENS = (5, 3, 8, 2, 9)  # tokens of every row
+CUT = 3  # number of tokens before the cut of row 0, which is inside a block
 BLOCK_SIZE = 2
 BLOCKS_PER_ROW = 3
-NUM_KEPT = 2  # logits of each row's last tokens, which depend on all before
+NUM_KEPT = 2  # last tokens of each row whose logits are compared; they depend on all tokens before
 LENGTH_KEY = re.compile(r"position|length|window|chunk|seq|context")
 MAX_NAMED = 24  # most lengths of the config that are tried
 FIRST_POWER, STEP = 64, 4
 
-# (rows, the origin of each row, indices of tokens to keep) → logits [len(keep), vocab]
+# (rows, origin of each row, indices of tokens to keep) → logits [len(keep), vocab]
 Compute = Callable[[Sequence[Row], Sequence[int], Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The rows' origins, the logits of the model's own code, and the tolerance."""
+    """The origins of the rows, the logits of the model's own code, and the tolerance."""
 
     origins: tuple[int, ...]
     expected: torch.Tensor  # [num_rows, NUM_KEPT, vocab] fp32
-    tolerance: float  # relative to the spread of the logits
-    kv_format: KVFormat  # exact for the dtype that the model computes in
-    has_logits: bool = True  # false for ranks that only compute earlier layers
+    tolerance: float  # largest error, relative to the spread of the logits
+    kv_format: KVFormat  # a format that is exact for the dtype in which the model computes
+    has_logits: bool = True  # false for ranks that compute earlier layers only
 
     def error(self, found: torch.Tensor) -> float:
-        """Returns how far `found` is from the expected logits, in spreads of the logits.
+        """Returns the error of `found` against the expected logits, in spreads of the logits.
 
-        Zero for a rank without logits, which cannot judge.
+        Zero for a rank without logits, which cannot compare anything.
         """
         return error(found, self.expected) if self.has_logits else 0.0
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the larger of the largest difference in row 0 and the greatest root mean square of
-    another row. NaN if a number is missing.
+    """Returns the error: the largest difference in row 0, or the greatest root mean square of
+    another row if that is larger. Returns NaN if a logit is no number.
     """
     difference = found.to(expected.device) - expected
     near, far = difference[0].abs().max(), difference[1:].square().mean((1, 2)).sqrt()
@@ -94,7 +94,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def origins(config: PreTrainedConfig, context_len: int) -> tuple[int, ...]:
-    """Returns where rows begin: at 0, so that they span each length worth a try, and at the end."""
+    """Returns the positions at which rows begin: 0, positions just before each length to try, and
+    the end of the context.
+    """
     last = max(0, context_len - len(TOKENS))
     named = sorted({n for n in _named_lengths(config.to_dict()) if n < context_len})[-MAX_NAMED:]
     powers = []
@@ -108,7 +110,7 @@ def origins(config: PreTrainedConfig, context_len: int) -> tuple[int, ...]:
 
 
 def _named_lengths(value: object, *, is_length: bool = False) -> Iterator[int]:
-    """Returns all numbers above 1 under keys that name a length, at any depth."""
+    """Yields all numbers above 1 under keys that name a length, at any depth."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _named_lengths(
@@ -128,14 +130,14 @@ def own_logits(model: PreTrainedModel, origins: Sequence[int]) -> torch.Tensor:
     positions = torch.tensor(origins, device=device)[:, None] + torch.arange(
         len(TOKENS), device=device
     )
-    # A tensor of indices, since models treat a plain number differently.
+    # A tensor of indices, because some models treat a plain number differently.
     kept = torch.arange(len(TOKENS), device=device)[-NUM_KEPT:]
     output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept)
     return output.logits[:, -NUM_KEPT:].float()
 
 
 def paged_logits(compute: Compute, origins: Sequence[int]) -> torch.Tensor:
-    """Computes the same logits with `compute`, over the cache of `probe_cache`."""
+    """Computes the logits of the same tokens with `compute`, over the cache of `probe_cache`."""
     compute([_row(0, 0, CUT)], [0], [CUT - 1])
     rows = [_row(0, CUT, len(TOKENS)), *(_row(i, 0, len(TOKENS)) for i in range(1, len(origins)))]
     ends = torch.tensor([len(row.token_ids) for row in rows]).cumsum(0).tolist()
@@ -150,7 +152,7 @@ def _row(nth: int, start: int, end: int) -> Row:
 
 
 def by_model(model: PreTrainedModel, context: ForwardContext) -> Compute:
-    """Returns a function that computes with the model's own code over paged attention."""
+    """Returns a function that computes logits with the model's own code over paged attention."""
 
     def compute(rows: Sequence[Row], origins: Sequence[int], keep: Sequence[int]) -> torch.Tensor:
         context.batch = build_batch(rows, context.cache)
@@ -174,7 +176,7 @@ def probe_cache(
     num_rows: int,
     device: str = "cpu",
 ) -> Iterator[KVCache]:
-    """Returns a context in which the model has a small cache with room for the rows."""
+    """Returns a context in which the model has a small cache with room for all rows."""
     layout = KVLayout(block_size=BLOCK_SIZE, kv_format=kv_format, sections=(section,))
     context.cache = KVCache(layout, allocate_buffer(layout, BLOCKS_PER_ROW * num_rows, device))
     try:
@@ -184,7 +186,7 @@ def probe_cache(
 
 
 COMPANY_TOKENS = (5, 3, 8, 2, 9, 4, 7, 6, 1, 8, 3)
-OTHERS = tuple(COMPANY_TOKENS[:n] for n in (1, 4, 7, 10, 3, 6, 9, 2))  # other rows
+OTHERS = tuple(COMPANY_TOKENS[:n] for n in (1, 4, 7, 10, 3, 6, 9, 2))  # tokens of the other rows
 # For each trial: chunks of the sequence, the number of other rows before each chunk, and the number
 # of all other rows.
 TRIALS = (((1, 4, 6), 0, 0), ((11,), 5, len(OTHERS)), ((6, 5), 2, 3))
@@ -194,19 +196,19 @@ ComputeFlat = Callable[[Sequence[Row], Sequence[int]], torch.Tensor]
 
 
 def num_blocks(block_size: int) -> int:
-    """Returns the number of KV blocks that the trial needs."""
+    """Returns the number of KV blocks that the trial of `keeps_bits` needs."""
     return sum(-(-len(tokens) // block_size) for tokens in (COMPANY_TOKENS, *OTHERS))
 
 
 def keeps_bits(compute: ComputeFlat, block_size: int) -> bool:
-    """Returns True if all trials give the same bits as the sequence alone."""
+    """True if all trials give the same bits as the sequence alone."""
     mine, *theirs = _tables(block_size)
     others = [
         Row(SeqId(f"other-{i}"), tokens, 0, table, None)
         for i, (tokens, table) in enumerate(zip(OTHERS, theirs, strict=True))
     ]
     alone = _logits(compute, mine, (len(COMPANY_TOKENS),), [], [])
-    found = [  # run every trial: the ranks of a worker compute them together
+    found = [  # every trial runs: the ranks of a worker compute them together
         _logits(compute, mine, chunks, others[:first], others[first:end])
         for chunks, first, end in TRIALS
     ]
@@ -230,7 +232,7 @@ def _logits(
 
 
 def _tables(block_size: int) -> list[list[BlockId]]:
-    """Returns the block tables: the sequence's first, then those of the other rows."""
+    """Returns the block tables: the sequence's table first, then the tables of the other rows."""
     sizes = (-(-len(tokens) // block_size) for tokens in (COMPANY_TOKENS, *OTHERS))
     return [
         [BlockId(i) for i in range(first, end)]
@@ -240,7 +242,7 @@ def _tables(block_size: int) -> list[list[BlockId]]:
 
 @dataclass(slots=True)
 class Watched:
-    """The modules that ran, and the modules whose weights were read from outside."""
+    """The modules that ran in a pass, and the modules whose weights other modules read."""
 
     ran: set[nn.Module] = field(default_factory=set)
     read: set[nn.Module] = field(default_factory=set)  # weights read while the module did not run
@@ -248,8 +250,8 @@ class Watched:
 
 @contextmanager
 def watching(model: nn.Module, on_read: Callable[[nn.Module], None]) -> Iterator[Watched]:
-    """Returns a context that records what passes do. It calls `on_read` once for each module that
-    is read, before the read.
+    """Returns a context that records which modules run and which weights are read. Calls `on_read`
+    once for each module whose weights another module is about to read.
     """
     seen = Watched()
     running: list[nn.Module] = []
@@ -287,8 +289,8 @@ def watching(model: nn.Module, on_read: Callable[[nn.Module], None]) -> Iterator
 def names_like(model: nn.Module, modules: set[nn.Module]) -> frozenset[str]:
     """Returns the names of `modules`, and all names that differ from them only in numbers.
 
-    A pass of a few tokens reads only the experts of these tokens; in service the other experts are
-    read as well.
+    A pass of a few tokens reads the experts of these tokens only. In service, other experts are
+    read in the same way.
     """
     named = dict(model.named_modules(remove_duplicate=False))
     alike = {_numberless(name) for name, module in named.items() if module in modules}

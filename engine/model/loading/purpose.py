@@ -1,11 +1,12 @@
-"""Checks that a checkpoint answers with text or embeddings, by its description and its files.
+"""Checks that a checkpoint computes text or embeddings, by its description and its files.
 
 A classifier or a reward model with tied embeddings loads as a decoder of text without a missing
-weight, and answers nonsense. Its `architectures` show this, or weights that a decoder has no place
-for. Such weights are refused unless they are known to do nothing for the next token. Otherwise the
-model would not be the one that was trained. `engine.embedding` recognises models of embeddings.
+weight, but its answers are nonsense. Its `architectures` reveal this, or weights that do not occur
+in a decoder. Such weights are refused unless they are known to have no effect on the next token.
+Otherwise the served model would not be the trained model. `engine.embedding` recognises models of
+embeddings.
 
-Error messages name unsupported features in the field's words. Every such message points to the page
+Error messages name unsupported features in the field's words. Every such message refers to the page
 that lists the supported features.
 """
 
@@ -28,22 +29,22 @@ from engine.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 TEXT_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "WithLMHead")
-OTHER_FILES = {  # files of other kinds of checkpoints, and their meaning
+OTHER_FILES = {  # files of other kinds of checkpoints, and what each file means
     "adapter_config.json": "an adapter beside its base; merge them into one checkpoint",
 }
 EMBEDS = "config_sentence_transformers.json"
 LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 MAKES_NO_TOKEN = re.compile(
     r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"  # causal masks of old checkpoints
-    r"|(^|\.)mtp\."  # predicts tokens after the next
-    r"|(^|\.)(vision|visual|audio|image)"  # the model also sees or hears
+    r"|(^|\.)mtp\."  # weights that predict the tokens after the next one
+    r"|(^|\.)(vision|visual|audio|image)"  # parts of models that also accept images or sound
     r"|\.[kqv]v?_scale$"  # scales for a quantised cache
 )
 MAX_NAMES_SAID = 3
 
 
 def check_purpose(path: Path, config: PreTrainedConfig) -> None:
-    """Raises CheckpointError if the directory or its config shows another use than text."""
+    """Raises CheckpointError if the directory or its config reveals another purpose than text."""
     for name, meaning in OTHER_FILES.items():
         if (path / name).exists():
             raise CheckpointError(f"{path / name}: {meaning}")
@@ -62,7 +63,7 @@ def check_purpose(path: Path, config: PreTrainedConfig) -> None:
 
 
 def _check_embeds(named: Sequence[str]) -> None:
-    """Raises CheckpointError unless a model for embeddings is a decoder, with or without a head."""
+    """Raises CheckpointError unless a model of embeddings is a decoder, with or without a head."""
     heads = ("Model", *TEXT_ENDINGS)
     if named and not any(name.endswith(heads) for name in named):
         raise CheckpointError(f"config.json: architectures has {named[0]}, which is not a decoder")
@@ -74,7 +75,7 @@ def is_known(config: PreTrainedConfig) -> bool:
 
 
 def sees(config: PreTrainedConfig) -> bool:
-    """True if the model accepts other inputs besides text."""
+    """True if the model accepts images or other inputs besides text."""
     return (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -90,9 +91,9 @@ def _answers_with_text(architecture: str, model_type: str) -> bool:
 
 
 def check_left_over(path: Path, names: Iterable[str], config: PreTrainedConfig) -> None:
-    """Raises CheckpointError for weights in the files that the model has no place for.
+    """Raises CheckpointError for weights in the files that the model does not use.
 
-    Logs the weights that are known to make no difference.
+    Logs such weights if they are known to make no difference.
     """
     num_layers = config.num_hidden_layers
     num_extra = getattr(config, "num_nextn_predict_layers", None) or 0
@@ -122,7 +123,7 @@ def _said(names: list[str]) -> str:
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
 STATE = "layers with a recurrent state"
-LAYER_TYPES = {  # transformers' names of layer types, and ours
+LAYER_TYPES = {  # transformers' names of layer types, and the field's names
     "chunked_attention": "attention in chunks",
     "compressed_sparse_attention": "compressed sparse attention",
     "conv": "convolution layers with a state",
@@ -134,7 +135,7 @@ LAYER_TYPES = {  # transformers' names of layer types, and ours
     "minimax_m3_sparse": "sparse attention with an indexer",
     "recurrent": STATE,
 }
-TERMS = {  # tensors that a model's code gives its attention besides Q, K and V
+TERMS = {  # tensors besides Q, K and V that a model's code may pass to its attention
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "position_bias": "a position bias in attention (ALiBi, T5)",
@@ -143,17 +144,21 @@ PAGE = "docs/users/models.md lists what is served"
 
 
 def refused(where: str, why: str) -> CheckpointError:
-    """Returns the error that refuses a model: the reason, and the page of supported features."""
+    """Returns the error that refuses a model. It has the reason, and the page of supported
+    features.
+    """
     return CheckpointError(f"{where}: {why}; {PAGE}")
 
 
 def unserved(where: str, feature: str, details: str) -> CheckpointError:
-    """Returns the error that refuses a feature. `details` says how the feature was found."""
+    """Returns the error that refuses an unsupported feature. `details` says how the feature was
+    found.
+    """
     return refused(where, f"{feature} cannot be served ({details})")
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Raises CheckpointError for unsupported features that the config alone shows."""
+    """Raises CheckpointError for unsupported features that are visible in the config."""
     text = config.get_text_config(decoder=True)
     for part in (config, text):
         if getattr(part, "use_bidirectional_attention", None) in (True, "all"):
@@ -171,5 +176,5 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def names_of(terms: Iterable[str]) -> str:
-    """Returns the names of attention terms that the model uses and our attention lacks."""
+    """Returns the names of attention terms that the model uses and PAGED lacks."""
     return ", ".join(sorted({TERMS.get(term, term) for term in terms}))

@@ -1,4 +1,5 @@
-"""Checks values of config.json before a model is built, so that errors show at once. No torch.
+"""Checks values of config.json before a model is built, so that errors appear early. Needs no
+torch.
 
 The worker would refuse wrong values too, but later, and with transformers' messages.
 """
@@ -14,7 +15,7 @@ LENGTH = "max_position_embeddings"
 DTYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
-ACTIVATIONS = frozenset(  # names in transformers
+ACTIVATIONS = frozenset(  # names of activation functions in transformers
     {
         *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python"),
         *("gelu_python_tanh", "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu"),
@@ -23,7 +24,7 @@ ACTIVATIONS = frozenset(  # names in transformers
     }
 )
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
-ROPE_TYPES = frozenset(  # names in transformers, in some of its models, and former names
+ROPE_TYPES = frozenset(  # names in transformers, also former names and names in single models
     {
         *("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"),
         *("axial", "ntk_alpha", "xdrope", "mrope", "su"),
@@ -70,7 +71,9 @@ def _check_names(where: Path, text: dict[str, Any]) -> None:
 
 
 def _rope_types(text: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yields the types of rotary embeddings with their keys; they may be nested by layer type."""
+    """Yields the types of rotary embeddings with their keys. They may be nested under layer
+    types.
+    """
     for key in ROPE_KEYS:
         found = text.get(key)
         if isinstance(found, dict):
@@ -91,5 +94,5 @@ def _is_dtype(value: object) -> bool:
 
 
 def _said(value: object) -> str:
-    """Returns the value as JSON, shortened."""
+    """Returns the value as shortened JSON."""
     return "null" if value is None else f"{value!r:.60}"

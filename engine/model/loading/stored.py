@@ -1,26 +1,28 @@
 """Keeps weights in the dtype of their file and computes with them in fp32.
 
-A checkpoint in bf16 that is loaded as fp32 takes twice its size before any weight is packed.
-Instead:
+A checkpoint in bf16 that is loaded as fp32 needs twice its size before any weight is packed. To
+avoid this:
 
 1. `as_stored`: within this context, transformers leaves every tensor in the dtype of its file.
 2. `widen_in_use`: from then on each module has its own weights in fp32 only while it runs. So the
-   model can be tried, and takes the memory of its file and of one module. Weights that other
-   modules read too are fp32 for good (`probe`, `widen_own`).
-3. Code that packs a weight takes it as it is. `widen` ends this: the rest becomes fp32 for good.
+   model can be tried in the memory of its file and of one module in fp32. Weights that other
+   modules read as well become fp32 permanently (`probe`, `widen_own`).
+3. Code that packs a weight reads it in the dtype of the file. `widen` then makes the other weights
+   fp32 permanently.
 
-fp32 holds every number of bf16 and fp16, so results are bit for bit equal to a model loaded as
-fp32. The model is also built as for fp32: values that it makes itself (rotary frequencies, the
-factor of an embedding) are in no file and must not lose bits.
+fp32 represents every number of bf16 and fp16, so results are bit for bit equal to a model loaded as
+fp32. The model is also built as for fp32: values that the model computes itself (rotary
+frequencies, the factor of an embedding) are in no file and must not lose bits.
 
 **A device.** `one_device_maps` loads weights straight to a device. Without a device map,
-transformers loads all weights into host memory, from where they would be copied. With one, it
-brings each tensor to the device as it is read. It then asks for the package accelerate, which it
-needs for maps of several devices only.
+transformers loads all weights into host memory, and they would have to be copied to the device.
+With a device map, transformers copies each tensor to the device when it reads it. But then it
+requires the package accelerate, which it needs only for maps of several devices.
 
-**Quantised weights.** transformers loads them if its packages are installed. Most methods need
-packages that transformers does not install. It names them one at a time and in its own words for
-each method. This module names all missing ones at once, before any weight is read.
+**Quantised weights.** transformers loads them if the packages for their method are installed. Most
+methods need packages that transformers does not install. transformers names missing packages one at
+a time, with a different message for each method. This module names all missing packages at once,
+before any weight is read.
 """
 
 import importlib.util
@@ -45,8 +47,8 @@ def as_stored() -> Iterator[None]:
     """Returns a context in which `from_pretrained` casts no tensor. `dtype` applies to tensors that
     the model creates.
 
-    It uses transformers' plan of exceptions, where None means no cast. A dtype argument would apply
-    to all tensors, although a checkpoint in bf16 may keep a few in fp32.
+    The context uses transformers' plan of exceptions, where None means no cast. A dtype argument
+    would apply to all tensors, although a checkpoint in bf16 may contain a few tensors in fp32.
     """
     plan = PreTrainedModel._get_dtype_plan
     PreTrainedModel._get_dtype_plan = lambda _model, _dtype: {"*": None}
@@ -57,20 +59,22 @@ def as_stored() -> Iterator[None]:
 
 
 def widen_in_use(model: nn.Module) -> None:
-    """Makes the model compute in fp32 from now on, in whatever dtype its weights are stored."""
+    """Makes the model compute in fp32 from now on, whatever the dtype of its stored weights."""
     for module in model.modules():
         if _stored(module):
             setattr(module, ATTRIBUTE, _Widening(module))
 
 
 def widen(model: nn.Module) -> None:
-    """Turns weights that were widened only in use into fp32, one at a time; other weights stay."""
+    """Turns weights that were fp32 only in use into fp32 weights, one at a time. Other weights
+    stay.
+    """
     for module in model.modules():
         widen_own(module)
 
 
 def widen_own(module: nn.Module) -> None:
-    """Does `widen` for the module's own weights, while the module does not run."""
+    """Widens the module's own weights permanently. The module must not be running."""
     widening = vars(module).pop(ATTRIBUTE, None)
     if widening is not None:
         widening.end()
@@ -79,8 +83,8 @@ def widen_own(module: nn.Module) -> None:
 
 
 class _Widening:
-    """Holds a module's weights in fp32 while the module runs, and keeps no reference to it
-    otherwise.
+    """Makes a module's weights fp32 while the module runs. Keeps no reference to them at other
+    times.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -111,13 +115,13 @@ def _stored(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _set(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Replaces a weight in place, so that tied weights stay tied."""
+    """Replaces the data of a weight in place, so that tied weights stay tied."""
     tensor.data = data
 
 
 @contextmanager
 def one_device_maps() -> Iterator[None]:
-    """Returns a context in which `from_pretrained` accepts a map of one device without
+    """Returns a context in which `from_pretrained` accepts a map of one device without the package
     accelerate.
     """
     is_available = accelerate.is_accelerate_available
@@ -128,7 +132,7 @@ def one_device_maps() -> Iterator[None]:
         accelerate.is_accelerate_available = is_available
 
 
-# Packages by quant_method; for other methods transformers names missing packages itself.
+# Packages by quant_method. For methods not listed here, transformers names missing packages.
 PACKAGES = {
     "awq": ("accelerate", "gptqmodel"),
     "bitsandbytes": ("accelerate", "bitsandbytes"),
@@ -139,7 +143,7 @@ PACKAGES = {
     "torchao": ("torchao",),
 }
 
-PARTS = re.compile(  # tensor names that occur only with quantised weights
+PARTS = re.compile(  # names of tensors that exist only in quantised checkpoints
     r"\.(weight_scale(_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point"
     r"|qweight|qzeros|scales|g_idx|absmax|quant_map|SCB|(\w+_)?(blocks|scales))$"
 )
@@ -149,7 +153,8 @@ def quant_method(config: PreTrainedConfig) -> str | None:
     """Returns the quantisation method that config.json names; None if the weights are not
     quantised.
 
-    Raises CheckpointError for a method that transformers would ignore: it would load nonsense.
+    Raises CheckpointError for a method that transformers would ignore, because the loaded weights
+    would be nonsense.
     """
     found = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
@@ -167,7 +172,7 @@ def quant_method(config: PreTrainedConfig) -> str | None:
 
 
 def require_packages(method: str) -> None:
-    """Raises CheckpointError if packages for this method are missing; the error names them."""
+    """Raises CheckpointError, which names the packages, if packages for this method are missing."""
     names = PACKAGES.get(method, ())
     absent = [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
     if absent:
@@ -177,8 +182,8 @@ def require_packages(method: str) -> None:
 
 
 def check_plain(path: Path, left_over: Iterable[str]) -> None:
-    """Raises CheckpointError if unexpected weights show that a model without a named method is
-    quantised.
+    """Raises CheckpointError if unexpected weights reveal that a model is quantised although its
+    config names no method.
     """
     part = min((name for name in left_over if PARTS.search(name)), default=None)
     if part is not None:

@@ -1,1 +1,3 @@
-"""A model on a CPU, computed by `src/kernels`: layers, attention, a whole pass, sampling."""
+"""A model on a CPU, computed by the C++ code in `src/kernels`: layers, attention, passes,
+sampling.
+"""

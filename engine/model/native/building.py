@@ -1,9 +1,9 @@
 """Finds the parts of a transformers model that the kernels compute in one call per forward pass.
 
-This module knows no model by name. `build` looks for the parts that decoders of Llama's shape have.
-It measures what it can instead of reading it: what a norm multiplies by, how an embedding is
-scaled, which function activates, how each layer scores. It gives up if a part is missing. Then the
-result is tried: its logits must equal the model's own (see `cpu`).
+This module does not use the names of models. `build` looks for the parts that decoders of Llama's
+shape have. It measures properties where possible: the factors of a norm, the scale of an embedding,
+the activation function, the scoring of each layer. It raises NotFused if a part is missing.
+Afterwards the result is tried: its logits must equal the model's own (see `cpu`).
 """
 
 import ctypes
@@ -26,16 +26,18 @@ ACTIVATIONS = (
     lambda x: nn.functional.gelu(x, approximate="tanh"),
     nn.functional.gelu,
 )
-SAME = 1e-5  # measured constants with a smaller difference count as equal
+SAME = 1e-5  # measured constants with a smaller difference are considered equal
 
 
 class NotFused(BatonError):
-    """A model whose shape the kernels do not compute; the message names the missing part."""
+    """Raised for a model whose shape the kernels do not compute. The message names the missing
+    part.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One layer's attention: the layer's index, and its scoring."""
+    """The attention call of one layer: the layer's index, and its scoring."""
 
     layer: int
     scoring: Scoring
@@ -43,8 +45,8 @@ class LayerCall:
 
 
 def build(model: PreTrainedModel, context: ForwardContext, team: Team) -> Decoder:
-    """Builds the decoder that computes what `model` computes. Its linear layers must be packed.
-    Raises NotFused.
+    """Builds a decoder that computes the same as `model`. The linear layers of `model` must be
+    packed. Raises NotFused.
     """
     try:
         return _Builder(model, context, team).build()
@@ -145,8 +147,8 @@ class _Builder:
         return module.matrix
 
     def _norm(self, module: nn.Module) -> int:
-        """Returns the address of the norm's factors. They are measured: the norm maps ones to
-        almost exactly its factors.
+        """Returns the address of a norm's factors. They are measured: for an input of ones, the
+        norm's output is almost exactly its factors.
         """
         size = module.weight.shape[0]
         scale = (1.0 + _epsilon(module)) ** 0.5
@@ -176,7 +178,7 @@ class _Builder:
 
 
 def _record(model: PreTrainedModel, context: ForwardContext) -> list[LayerCall]:
-    """Finds the arguments of each layer's attention by computing one token."""
+    """Records the arguments of each layer's attention by computing one token."""
     calls: list[LayerCall] = []
 
     def attend(query, _key, _value, _cache, layer, _batch, scoring):
@@ -197,8 +199,8 @@ def _record(model: PreTrainedModel, context: ForwardContext) -> list[LayerCall]:
 
 
 def _rope(rotary: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, float]:
-    """Returns the inverse frequencies and the scale; some models have them for each type of
-    layer.
+    """Returns the inverse frequencies and the scale of the rotary embeddings. Some models have one
+    pair for each type of layer.
     """
     kind = getattr(layer.self_attn, "layer_type", None)
     prefix = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
@@ -215,7 +217,7 @@ def _index_of(ropes: list[tuple[torch.Tensor, float]], rope: tuple[torch.Tensor,
 
 
 def _activation(mlp: nn.Module) -> int:
-    """Finds the known activation function that the feed-forward layer uses."""
+    """Returns the known activation function that the feed-forward layer uses."""
     function = getattr(mlp, "act_fn", None) or mlp.activation_fn
     x = torch.linspace(-6, 6, 97)
     for index, known in enumerate(ACTIVATIONS):

@@ -1,7 +1,7 @@
-"""A decoder whose forward pass is one call into the kernels, and so is a whole decode step.
+"""A decoder that computes a forward pass, or a whole decode step, in one call into the kernels.
 
-A step is the passes of a draft model, the pass over rows and the tokens proposed behind them, and
-the choice of tokens from its logits. `building` makes decoders from transformers models.
+A step consists of the passes of a draft model, the pass over rows and their proposed tokens, and
+the choice of tokens from the logits. `building` makes decoders from transformers models.
 
 `NativeAttention` is paged attention in C++, for models that are not computed as a whole.
 """
@@ -30,7 +30,7 @@ from engine.worker.batch import Row
 
 
 class PackedRows(NamedTuple):
-    """Rows in the kernels' form, with the arrays that `struct` points into."""
+    """Rows in the form of the kernels, with the arrays to which the pointers in `struct` point."""
 
     struct: native.Ragged
     arrays: "tuple[array[int], ...]"
@@ -40,11 +40,11 @@ class PreparedCall(NamedTuple):
     """The inputs of one forward pass."""
 
     packed: PackedRows
-    keep: "array[int]"  # int64: indices of tokens whose logits are needed
+    keep: "array[int]"  # int64: indices of tokens whose logits are computed
 
 
 class Decoder:
-    """A model whose forward pass is one call. Shares its matrices with `PackedLinear` modules."""
+    """A model whose forward pass is one call. `PackedLinear` modules use the same matrices."""
 
     def __init__(self, team: Team, struct: native.Model, keep: list[object]) -> None:
         self._team = team
@@ -55,7 +55,9 @@ class Decoder:
         self._logits = torch.empty(0, self.vocab_size)
 
     def weights(self) -> Iterator[native.Weight]:
-        """Returns every matrix of the decoder. Changes to them take effect at the next `open`."""
+        """Returns every matrix of the decoder. Changes of a matrix take effect at the next
+        `open`.
+        """
         yield self._struct.head
         for layer in self._struct.layers[: self._struct.num_layers]:
             yield from layer.qkv[: layer.num_qkv]
@@ -80,10 +82,10 @@ class Decoder:
     def prepare(
         self, rows: Sequence[Row], keep: Sequence[int], origins: Sequence[int] = ()
     ) -> PreparedCall:
-        """Makes the inputs of `launch`: rows, and the tokens of the flat batch whose logits are
-        wanted.
+        """Returns the inputs of `launch`, for these rows. `keep` are the tokens of the flat batch
+        whose logits are wanted.
 
-        Each row's entry in `origins` is added to the positions of its tokens.
+        Each row's entry in `origins` is added to the positions of the row's tokens.
         """
         packed = pack(rows, self.block_size)
         if origins:
@@ -103,7 +105,7 @@ class Decoder:
         return logits
 
     def logits(self, num_rows: int) -> torch.Tensor:
-        """Returns memory [num_rows, vocab] for logits; every call gets the same memory."""
+        """Returns memory [num_rows, vocab] for logits. All calls return the same memory."""
         if num_rows > len(self._logits):
             self._logits = torch.empty(2 * num_rows, self.vocab_size)
         return self._logits[:num_rows]
@@ -116,7 +118,7 @@ class Decoder:
         struct: ctypes.Structure,
         *more: object,
     ) -> None:
-        """Runs `draft`, `verify` or `speculate`, and fills `logits` and `struct`.
+        """Runs `draft`, `verify` or `speculate`, which fill `logits` and `struct`.
 
         Raises IndexError if a draw names an id that is not in the vocabulary.
         """
@@ -127,7 +129,7 @@ class Decoder:
 
 
 def pack(rows: Sequence[Row], block_size: int, ahead: Sequence[int] = ()) -> PackedRows:
-    """Packs rows for the kernels. At most `ahead[i]` tokens may follow row i."""
+    """Packs rows in the form of the kernels. Up to `ahead[i]` tokens may follow row i."""
     token_ids: list[int] = []
     lens: list[int] = []
     ends: list[int] = []
@@ -155,11 +157,12 @@ def pack(rows: Sequence[Row], block_size: int, ahead: Sequence[int] = ()) -> Pac
 def draft(
     decoder: Decoder, rows: Sequence[Row], choices: Sequence[TokenChoice], counts: Sequence[int]
 ) -> list[list[int]]:
-    """Computes `rows` with a draft model. The first `len(choices)` rows propose tokens.
+    """Computes `rows` with a draft model. The first `len(choices)` rows propose tokens, which are
+    returned.
 
-    A choice says how a row's first token is chosen. `counts`, in descending order, has the number
-    of tokens that each row proposes. The proposals are returned. Raises IndexError if a choice
-    names an id that is not in the vocabulary.
+    A choice says how a row's first token is chosen. `counts`, in descending order, is the number of
+    tokens that each row proposes. Raises IndexError if a choice names an id that is not in the
+    vocabulary.
     """
     num_rows, longest = len(choices), counts[0]
     numbers, proposed = array("i", counts), array("i", bytes(4 * num_rows * longest))
@@ -177,7 +180,7 @@ def draft(
 
 
 class Drafting(NamedTuple):
-    """A draft model, and the rows that it computes before they are verified.
+    """A draft model, and the rows that it computes before the target verifies its proposals.
 
     The rows that propose most tokens come first.
     """
@@ -192,7 +195,7 @@ def verify(
     clock: Clock,
     drafting: Drafting | None = None,
 ) -> Verified:
-    """Computes each row and its proposed tokens, and chooses at each of their places.
+    """Computes each row and its proposed tokens, and chooses a token after each of these tokens.
 
     With `drafting`, the draft model first proposes tokens for its rows. The logits are valid until
     the next call. Raises IndexError if a choice names an id that is not in the vocabulary.
@@ -203,7 +206,7 @@ def verify(
     for proposal in proposals:
         row, token_ids = proposal.row, proposal.token_ids
         if drafting is not None and row.num_to_draft and row.draft_token_ids:
-            token_ids = [0] * row.num_to_draft  # replaced by the draft model
+            token_ids = [0] * row.num_to_draft  # placeholders; the draft model writes here
         rows.append(row)
         proposed += token_ids
         lens.append(len(token_ids))
@@ -239,7 +242,7 @@ def verify(
 
 
 class _PackedDrafting(NamedTuple):
-    """A draft model's part of a call, with what its pointers point into."""
+    """The draft model's part of a call, with the memory to which its pointers point."""
 
     pointers: tuple[object, ...]
     order: native.NativeDrafting
@@ -247,7 +250,7 @@ class _PackedDrafting(NamedTuple):
 
 
 def _pack_drafting(drafting: Drafting, proposals: Sequence[DraftedRow]) -> _PackedDrafting:
-    """Packs the rows of a draft model for `speculate`."""
+    """Packs the rows of a draft model in the form of `speculate`."""
     place_of = {id(proposal): place for place, proposal in enumerate(proposals)}
     proposing = [one for one in drafting.seen if one.row.num_to_draft > 0]
     lens = [one.row.num_to_draft for one in proposing]
@@ -267,8 +270,8 @@ def _pack_drafting(drafting: Drafting, proposals: Sequence[DraftedRow]) -> _Pack
 
 
 def cache_struct(cache: KVCache, library: Native) -> native.Cache:
-    """Returns the cache in the kernels' form. Raises BuildError or OSError if no kernels serve its
-    format.
+    """Returns the cache in the form of the kernels. Raises BuildError or OSError if no kernels
+    exist for its format.
     """
     layout: KVLayout = cache.layout
     section = cache.section_index
@@ -289,7 +292,7 @@ def cache_struct(cache: KVCache, library: Native) -> native.Cache:
 
 
 def batch_struct(batch: AttentionBatch) -> native.Batch:
-    """Returns the batch in the kernels' form; valid as long as `batch` lives."""
+    """Returns the batch in the form of the kernels. It is valid as long as `batch` exists."""
     return native.Batch(
         cu_seqlens_q=batch.cu_seqlens_q.data_ptr(),
         context_lens=batch.context_lens.data_ptr(),
@@ -302,9 +305,7 @@ def batch_struct(batch: AttentionBatch) -> native.Batch:
 
 
 class NativeAttention:
-    """Stores K and V and attends, as `engine.model.attention.base` defines it; callable as an
-    `Attend`.
-    """
+    """Stores K and V, then attends; callable as an `Attend` (see `engine.model.attention.base`)."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -319,7 +320,7 @@ class NativeAttention:
         batch: AttentionBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Computes attention; queries of other dtypes are converted to fp32."""
+        """Computes attention. Queries of other dtypes are first converted to fp32."""
         inputs = [x.to(torch.float32).contiguous() for x in (query, key, value)]
         out = torch.empty_like(inputs[0])
         score = native.NativeScoring(

@@ -4,20 +4,20 @@
     PackedGlu      replaces DBRX's, whose weights are rows of three matrices
     PackedRuns     replaces JetMoE's, which multiplies each run of rows by one matrix
 
-Modules are told apart by their parameters and methods, not by the name of the model.
+Modules are recognised by their parameters and methods, not by the name of the model.
 
-transformers holds the experts of a layer in one module, as parameters [num_experts, outputs,
-inputs] (transposed in some models). It calls the module with tokens, the experts chosen for each,
-and their shares. The computation is replaceable (its `ExpertsInterface`). `holds_experts` checks
-for the attributes that `PackedExperts` uses. The whole module is replaced, as with linear layers:
-an implementation is chosen by name for all modules of a config; a quantised checkpoint's modules
-have to keep theirs.
+transformers has one module for all experts of a layer, with parameters [num_experts, outputs,
+inputs] (transposed in some models). It calls the module with tokens, the experts chosen for each
+token, and the experts' shares. Its `ExpertsInterface` allows other code to do the computation, by a
+name that is set for all modules of a config. But the modules of a quantised checkpoint must keep
+their own computation. So the whole module is replaced here, like a linear layer. `holds_experts`
+checks for the attributes that `PackedExperts` uses.
 
-Pairs of a token and one of its experts are computed expert by expert. Each token's results are
-added up in the order in which its router names them, so nothing depends on the other tokens.
+The pairs of a token and one of its experts are computed expert by expert. Each token's results are
+added up in the order in which the router names the experts, so nothing depends on other tokens.
 
-Routers decide, so they are never quantised. Most multiply by a bare parameter, with `F.linear`,
-amid code of their own: see `native.invariant`.
+Routers are never quantised, because their decisions are discrete. Most routers multiply by a bare
+parameter, with `F.linear`, in the middle of the model's own code: see `native.invariant`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,10 +36,10 @@ Run = tuple[int, int, int]  # (expert, its first row, the end of its rows)
 
 
 class PackedExperts(nn.Module):
-    """Replaces a module that `holds_experts`, for fp32 activations on a CPU."""
+    """Replaces a module for which `holds_experts` is true, for fp32 activations on a CPU."""
 
     def __init__(self, experts: nn.Module, team: Team, form: WeightFormat) -> None:
-        """Moves the weights out of `experts`; its activation and gating are still used."""
+        """Moves the weights out of `experts`, whose activation and gating are still used."""
         super().__init__()
         self.num_experts = experts.down_proj.shape[0]
         self.experts = experts
@@ -51,18 +51,18 @@ class PackedExperts(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the weights and their scales."""
+        """Returns the bytes of the weights and of their scales."""
         return sum(matrix.num_bytes for matrix in (*self._first, *self._second))
 
     def forward(
         self,
         hidden_states: torch.Tensor,  # [num_tokens, hidden]
-        top_k_index: torch.Tensor,  # [num_tokens, top_k]: the experts of each token
+        top_k_index: torch.Tensor,  # experts of each token
         top_k_weights: torch.Tensor,  # [num_tokens, top_k]: their shares
     ) -> torch.Tensor:
         """Returns the weighted sum of the experts' results, [num_tokens, hidden].
 
-        The index behind the last expert stands for an expert whose result is zero.
+        The index after the last expert means an expert whose result is zero.
         """
         num_tokens, top_k = top_k_index.shape
         chosen = top_k_index.reshape(-1)
@@ -94,7 +94,7 @@ class PackedGlu(PackedExperts):
     """
 
     def __init__(self, experts: nn.Module, team: Team, form: WeightFormat) -> None:
-        """Moves the weights out of `experts`; its activation is still used."""
+        """Moves the weights out of `experts`, whose activation is still used."""
         nn.Module.__init__(self)
         self.num_experts, self.experts, self._team = experts.num_experts, experts, team
         self._has_norm = False
@@ -130,16 +130,18 @@ class PackedRuns(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the weights and their scales."""
+        """Returns the bytes of the weights and of their scales."""
         return sum(matrix.num_bytes for matrix in self._matrices)
 
     def forward(self, inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
-        """[rows, inputs] → [rows, outputs]; `expert_size` counts the rows of each expert."""
+        """Multiplies [rows, inputs] and returns [rows, outputs]. `expert_size` is the number of
+        rows of each expert.
+        """
         return _products(self._matrices, inputs, _runs(accumulate(expert_size)), self._team)
 
 
 def _runs(ends: Iterable[int]) -> list[Run]:
-    """Returns the rows of each expert that has rows, from the ends of all experts' rows."""
+    """Returns the rows of each expert that has any. `ends` are the ends of all experts' rows."""
     rows = enumerate(pairwise([0, *ends]))
     return [(expert, start, end) for expert, (start, end) in rows if start < end]
 
@@ -147,7 +149,7 @@ def _runs(ends: Iterable[int]) -> list[Run]:
 def _products(
     matrices: Sequence[PackedMatrix], x: torch.Tensor, runs: Sequence[Run], team: Team
 ) -> torch.Tensor:
-    """Multiplies each row of `x` by the matrix of its run."""
+    """Multiplies each row of `x` by the matrix of the row's expert."""
     x = x.contiguous()
     computes_all = bool(runs) and runs[-1][2] == len(x)
     new = x.new_empty if computes_all else x.new_zeros
@@ -160,8 +162,8 @@ def _products(
 def kind_of_experts(
     module: nn.Module,
 ) -> type[PackedExperts] | type[PackedGlu] | type[PackedRuns] | None:
-    """Returns the class that replaces the module if it computes experts from plain weights, else
-    None.
+    """Returns the class that replaces the module; None unless the module computes experts from
+    unquantised weights.
     """
     if "forward" in vars(module):
         return None
@@ -188,7 +190,9 @@ def _takes(module: nn.Module, *names: str) -> bool:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """True if `module` computes experts as most models of transformers do, from plain weights."""
+    """True if `module` computes experts from unquantised weights, in the form of most transformers
+    models.
+    """
     return (
         _is_matrix(module, "down_proj", 3)
         and all(hasattr(module, name) for name in ("is_transposed", "has_bias", "_apply_gate"))
@@ -197,8 +201,8 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def router_layers(model: nn.Module) -> Iterator[nn.Linear]:
-    """Returns the linear layers of routers: siblings of experts, with one output for each
-    expert.
+    """Returns the linear layers of routers. A router is a sibling of experts and has one output for
+    each expert.
     """
     for block in model.modules():
         experts = (x for x in block.children() if kind_of_experts(x) is not None)
@@ -209,8 +213,8 @@ def router_layers(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _take(experts: nn.Module, name: str, team: Team, form: WeightFormat) -> list[PackedMatrix]:
-    """Removes the named parameter and its bias from the module; returns both, packed for each
-    expert.
+    """Removes the named parameter and its bias from the module. Returns both for each expert,
+    packed.
     """
     matrices = []
     for weight in getattr(experts, name):

@@ -1,16 +1,17 @@
-"""Batch-invariant versions of torch's functions, for models' own code.
+"""Batch-invariant versions of torch's functions, for the code of models.
 
-Two kinds of torch's own functions do not:
+Two kinds of torch's own functions are not batch-invariant:
 
 1. Element-wise functions such as sigmoid. torch computes the elements after the last multiple of
-   32 by other code, so a row's last bits depend on its place in the tensor. Our versions call
-   torch's over memory whose size is such a multiple.
-2. Matrix products. How a BLAS divides one depends on the number of rows. Products with a model's
-   own weights (a router's, an expert's) are computed over packed matrices here. A matrix is packed
-   at first use, because only that distinguishes it from a table, for example.
+   32 by other code, so a row's last bits depend on the row's place in the tensor. The versions here
+   call torch's functions over memory whose size is such a multiple.
+2. Matrix products. A BLAS divides a product in a way that depends on the number of rows. Products
+   with a model's own weights (a router's, an expert's) are computed over packed matrices here. A
+   matrix is packed at its first use in a product, because other tensors, such as tables, look the
+   same before.
 
-`install` registers both with torch's dispatcher, where every way to call them ends. They take
-effect only within `InvariantProducts.active`; elsewhere, they compute what torch does.
+`install` registers both kinds with torch's dispatcher, through which all calls go. They have an
+effect only within `InvariantProducts.active`. At other times they compute the same as torch.
 """
 
 import math
@@ -45,14 +46,14 @@ ELEMENTWISE = (
 )
 IN_PLACE = ("elu", "exp", "gelu", "mish", "sigmoid", "silu", "tanh")
 
-_active: "InvariantProducts | None" = None  # the running model's
+_active: "InvariantProducts | None" = None  # set while a model runs with these versions
 
 
 class InvariantProducts:
-    """Packs the matrices that a model's own code uses in products."""
+    """Packs the matrices that a model's own code uses in products, and multiplies by them."""
 
     def __init__(self, model: nn.Module, team: Team) -> None:
-        """The model's weights must keep their addresses from now on."""
+        """From now on the model's weights must keep their addresses."""
         install()
         self._team = team
         self._weights = [x for x in model.parameters() if x.ndim > 1 and x.numel()]
@@ -64,7 +65,7 @@ class InvariantProducts:
         """Returns a context in which torch computes as described above. torch must use one
         thread.
         """
-        global _active  # global, because torch's global dispatcher reads it
+        global _active  # global, because torch's dispatcher is global
         before, _active = _active, self
         try:
             yield
@@ -72,8 +73,8 @@ class InvariantProducts:
             _active = before
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """Multiplies `x` [rows, inputs] by `weight` [inputs, outputs]; None if the weight is not
-        the model's.
+        """Multiplies `x` [rows, inputs] by `weight` [inputs, outputs]; returns None if the weight
+        is not one of the model's.
         """
         if weight.untyped_storage().data_ptr() not in self._storages:
             return None
@@ -92,7 +93,7 @@ def install() -> torch.library.Library:
     """Registers all functions, once per process."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that kernels existed before
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that it already had kernels
         for name in ELEMENTWISE:
             library.impl(name, partial(_apply, getattr(torch.ops.aten, name).out), "CPU")
         for name in IN_PLACE:
