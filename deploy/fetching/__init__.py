@@ -1,1 +1,1 @@
-"""Fetches models from hubs, object stores and packages, into a folder of this machine."""
+"""Fetches models from hubs, object stores and Python packages into a folder of this machine."""

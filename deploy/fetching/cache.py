@@ -1,11 +1,12 @@
 """The cache of fetched models: locks, free space, and folders that never change.
 
-1. Take a lock on the version. If its folder exists by now, use that folder.
-2. Download to `….partial`. Complete files are kept for the next attempt, if the source allows it.
-3. Rename the folder to its final name.
+1. Lock the version of the model. If the version's folder exists by now, use that folder.
+2. Download into the folder `….partial`. After a failure, complete files stay for the next attempt
+   if the source supports this.
+3. Rename the folder `….partial` to its final name.
 
 Only files that Baton reads are downloaded: safetensors, configuration, tokenizer, and the files of
-`FOLDERS`. None of them can be run as code.
+`FOLDERS`. None of these files can be run as code.
 """
 
 import contextlib
@@ -26,11 +27,11 @@ from engine.ownership import make_folder
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS = ("*.safetensors",)
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
-# The folders of a model that are read, each with the pattern of its files.
+# Folders inside a model's folder that Baton reads, with the pattern of the files in each folder.
 FOLDERS = {"additional_chat_templates": "*.jinja", "1_Pooling": CONFIG}
-UNUSED = ("consolidated*.safetensors", "adapter_*")  # copies in the author's own format
-SPARE_BYTES = 64 * 2**20  # bytes that stay free on the disk
-FETCH_TIMEOUT_S = 4 * 3600.0  # deadline of a download
+UNUSED = ("consolidated*.safetensors", "adapter_*")  # files in the author's own format
+SPARE_BYTES = 64 * 2**20  # a download must leave at least this much of the disk free
+FETCH_TIMEOUT_S = 4 * 3600.0  # time limit of a download
 
 Report = Callable[[str], None]
 
@@ -50,18 +51,18 @@ class RemoteVersion:
     files: Mapping[str, int]
 
     def of(self, parts: Parts) -> "RemoteVersion":
-        """Returns the version with only the wanted files."""
+        """Returns the version without the files that are not wanted."""
         files = {name: size for name, size in self.files.items() if is_wanted(name, parts)}
         return RemoteVersion(self.name, files)
 
     @property
     def num_bytes(self) -> int:
-        """The total size of all files."""
+        """The total size of all files in bytes."""
         return sum(self.files.values())
 
 
 def is_wanted(name: str, parts: Parts) -> bool:
-    """Returns true if Baton reads this file of a model's folder."""
+    """Returns true if Baton reads a file of this name in a model's folder."""
     folder, slash, inner = name.rpartition("/")
     if slash:
         return folder in FOLDERS and fnmatch(inner, FOLDERS[folder])
@@ -96,7 +97,7 @@ def stored(
         report(f"downloading {source}, {version.num_bytes / 2**20:.0f} MiB")
         try:
             download(version, partial)
-        except Exception as error:  # a type of the source's library
+        except Exception as error:  # the type of the error depends on the source's library
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise
             raise ConfigError(f"{source}: the download failed: {one_line(error)}") from error
@@ -105,7 +106,7 @@ def stored(
         ]:
             raise ConfigError(f"{source}: {odd[0]} is missing or has another size than announced")
         for path in (partial / name for name in version.files):
-            path.parent.chmod(0o755)  # under any umask, not writable by others
+            path.parent.chmod(0o755)  # whatever the umask is, other users cannot write
             path.chmod(0o644)
         partial.rename(there)
     return there
@@ -113,7 +114,10 @@ def stored(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock among all processes that share the cache. It is freed if the process ends."""
+    """Locks a version against all processes that share the cache.
+
+    The kernel frees the lock if the process ends.
+    """
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -121,7 +125,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def storing(source: str, folder: Path) -> Iterator[None]:
-    """Turns an OSError of the cache into a ConfigError."""
+    """Turns an OSError that the cache causes into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -129,7 +133,7 @@ def storing(source: str, folder: Path) -> Iterator[None]:
 
 
 def require_space(source: str, num_bytes: int, folder: Path) -> None:
-    """Raises ConfigError if the disk has no room for `num_bytes` more bytes."""
+    """Raises ConfigError if the disk lacks room for `num_bytes` more bytes."""
     free_bytes = shutil.disk_usage(folder).free
     if num_bytes + SPARE_BYTES > free_bytes:
         raise ConfigError(
@@ -145,7 +149,7 @@ def require_config(source: str, names: Iterable[str]) -> None:
 
 
 def folder_name(version: str, parts: Parts) -> str:
-    """Returns the name of the folder of a version, or of its text part."""
+    """Returns the folder name of a version, or of the part of the version without weights."""
     return version if parts is Parts.ALL else f"{version}-text"
 
 
@@ -172,5 +176,5 @@ def library(package: str, source: str, *, extra: str) -> Any:
 
 
 def missing(source: str, why: str, extra: str) -> ConfigError:
-    """Returns an error that names the extra of Baton to install for a source."""
+    """Returns an error that names Baton's extra (pip) which must be installed for a source."""
     return ConfigError(f"{source}: needs `pip install 'baton-serve[{extra}]'` ({why})")

@@ -1,8 +1,9 @@
-"""Makes a folder to serve a GGUF file from: files from its metadata, and a link to the GGUF file.
+"""Makes the folder from which a GGUF file is served: a link to the file, and files made from its
+metadata.
 
-The folder is `cache/gguf/NAME-KEY`. `engine.gguf.architecture` makes its files. If a file of the
+The folder is `cache/gguf/NAME-KEY`. `engine.gguf.architecture` makes the files. If a file of the
 same name exists beside the GGUF file, that file is copied instead. KEY is a hash over the identity
-of all these files and over the code that makes them, so a folder never changes.
+of all these files and over the code that makes them. So the contents of a folder never change.
 """
 
 import hashlib
@@ -48,7 +49,8 @@ def _key(file: Path, own: Iterable[Path]) -> str:
 
 
 def _make(file: Path, own: Iterable[Path], there: Path) -> None:
-    from engine.gguf.architecture import described  # imports numpy, which most commands do not need
+    # Imported here, because this module imports numpy, which most commands do not need.
+    from engine.gguf.architecture import described
 
     partial = there.with_name(f"{there.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -58,7 +60,7 @@ def _make(file: Path, own: Iterable[Path], there: Path) -> None:
     for path in own:
         shutil.copyfile(path, partial / path.name)
     for path in partial.iterdir():
-        path.chmod(0o644)  # under any umask
+        path.chmod(0o644)  # whatever the umask is
     (partial / file.name).symlink_to(file)
     partial.rename(there)
 

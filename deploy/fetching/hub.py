@@ -1,4 +1,4 @@
-"""Fetches models from a hub, by huggingface_hub."""
+"""Fetches models from a hub by the package huggingface_hub."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 
 
 class Hub:
-    """Downloads from a hub: $HF_ENDPOINT, with $HF_TOKEN or the token of `hf auth login`."""
+    """Downloads from the hub at $HF_ENDPOINT, with $HF_TOKEN or the token of `hf auth login`."""
 
     def __init__(self, model: HubModel) -> None:
         self._model = model
@@ -37,7 +37,10 @@ class Hub:
         return stored(str(self._model), version, folder, parts, report, download=self._download)
 
     def version(self, folder: Path | None) -> RemoteVersion:
-        """Asks the hub for the revision's commit. `folder` may have other versions of the model."""
+        """Queries the hub for the revision's commit.
+
+        `folder` may contain other versions of the model.
+        """
         hub, model = self._library, self._model
         try:
             info = hub.HfApi(endpoint=self._endpoint).model_info(
@@ -53,7 +56,8 @@ class Hub:
             raise ConfigError(
                 f"{model}: the hub has no such public model; set HF_TOKEN if it is private"
             ) from error
-        # Other failures have types of the HTTP library, which differs between the hub's versions.
+        # Other errors have types of the HTTP library. Versions of huggingface_hub use different
+        # ones.
         except Exception as error:
             why = f"{one_line(error)}{_cached_commits(folder, model)}"
             raise ConfigError(f"{model}: the hub cannot be asked: {why}") from error
@@ -67,11 +71,12 @@ class Hub:
             allow_patterns=[_literal(name) for name in version.files],
             endpoint=self._endpoint,
         )
-        shutil.rmtree(to / ".cache", ignore_errors=True)  # records of complete files
+        # huggingface_hub's records of complete files.
+        shutil.rmtree(to / ".cache", ignore_errors=True)
 
 
 def _cached_commits(folder: Path | None, model: HubModel) -> str:
-    """Returns a text with the commits that are available without the hub."""
+    """Returns a text that lists the commits available in the cache, without the hub."""
     if folder is None:
         return ""
     commits = [path.name for path in sorted(folder.glob("*")) if COMMIT.fullmatch(path.name)]
@@ -81,5 +86,5 @@ def _cached_commits(folder: Path | None, model: HubModel) -> str:
 
 
 def _literal(name: str) -> str:
-    """Returns a pattern that matches only this name."""
+    """Returns a glob pattern that matches only this name."""
     return re.sub(r"([*?[])", r"[\1]", name)

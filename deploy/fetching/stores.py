@@ -1,4 +1,4 @@
-"""Fetches models from object stores, by fsspec."""
+"""Fetches models from object stores by the package fsspec."""
 
 import hashlib
 import re
@@ -22,7 +22,7 @@ from engine.errors import ConfigError
 
 
 class ObjectStore:
-    """Downloads through fsspec, with the credentials of the store's own tools."""
+    """Downloads by fsspec, with the credentials that the store's own tools use."""
 
     def __init__(self, model: StoredModel) -> None:
         self._model = model
@@ -64,7 +64,7 @@ class ObjectStore:
         return RemoteVersion(hashlib.sha256(repr(seen).encode()).hexdigest()[:40], wanted)
 
     def _inner_name(self, name: str) -> str:
-        """Returns the name of a file relative to the model's folder."""
+        """Returns the path of a file relative to the model's folder."""
         return name.lstrip("/").removeprefix(self._root.strip("/") + "/")
 
     def _download(self, version: RemoteVersion, to: Path) -> None:
@@ -83,6 +83,9 @@ def _slug(url: str) -> str:
 
 
 def _version_of(entry: Mapping[str, Any]) -> str:
-    """Returns a value that changes with a file's contents. Its field differs between stores."""
+    """Returns a value that changes when the file's contents change.
+
+    Stores report this value in different fields.
+    """
     keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
     return next((f"{key}={entry[key]}" for key in keys if entry.get(key) is not None), "")

@@ -1,1 +1,1 @@
-"""A deployment of plain processes on this machine."""
+"""A deployment whose services are processes on this machine."""

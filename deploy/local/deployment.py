@@ -1,4 +1,4 @@
-"""Brings a whole deployment up on one machine, and down again."""
+"""Starts and stops a whole deployment on one machine."""
 
 import logging
 import os
@@ -36,13 +36,16 @@ from engine.model.loading.files import check_files
 
 log = logging.getLogger(__name__)
 
-COUNT_TIMEOUT_S = 1.0  # longest wait for a count of the answers during a stop
+COUNT_TIMEOUT_S = 1.0  # longest wait for the number of running answers during a stop
 
 Report = Callable[[str], None]
 
 
 def with_admin_key(config: Config) -> Config:
-    """Adds a new admin key if none is configured. Operators find it in the run directory."""
+    """Returns the configuration with a new admin key if it has none.
+
+    Operators find the key in the run directory.
+    """
     if config.admin.key is not None:
         return config
     admin = msgspec.structs.replace(config.admin, key=secrets.token_urlsafe(24))
@@ -52,9 +55,10 @@ def with_admin_key(config: Config) -> Config:
 def plan_of(
     model: str, config: Config, *, cores: int, memory_bytes: int | None, num_gpus: int
 ) -> ControllerPlan:
-    """Checks model, pools and formats before anything starts. Raises ConfigError.
+    """Returns the plan of a deployment. Checks model, pools and KV formats before any service
+    starts. Raises ConfigError.
 
-    `num_gpus`: the number of all GPUs that workers can use.
+    `num_gpus` is the number of GPUs that all workers together can use.
     """
     plan = ControllerPlan(
         model=pinned(model),
@@ -91,8 +95,8 @@ def plan_of(
 def check_models(plan: ControllerPlan, report: Report) -> None:
     """Fetches the first models and checks their small files. Raises ConfigError.
 
-    The fetch has no deadline here, unlike in a worker's start. Without this check, workers and
-    gateways would raise the same errors later.
+    Unlike a worker's start, this fetch has no deadline. Without this check, workers and gateways
+    would raise the same errors later.
     """
     cache = default_cache(os.environ)
     for version in plan.first_versions:
@@ -104,7 +108,7 @@ def check_models(plan: ControllerPlan, report: Report) -> None:
 
 
 def check_gpus(plan: ControllerPlan, found: FoundGpus) -> None:
-    """Raises ConfigError if the first workers need more GPUs than this machine has."""
+    """Raises ConfigError if the workers of the first start need more GPUs than this machine has."""
     each = plan.num_gpus
     num_workers = sum(version.pools.total for version in plan.first_versions)
     if not each or num_workers <= num_that_fit(len(found.gpus), each):
@@ -131,7 +135,7 @@ def _version_of(name: str, model: ModelConfig, plan: ControllerPlan) -> Version:
 
 
 def _with_gateways(plan: ControllerPlan) -> ControllerPlan:
-    """Sets the number of gateways by this machine's number of cores."""
+    """Returns the plan with a number of gateways that fits this machine's cores."""
     number = gateway_processes(plan.config.gateway, plan.cores)
     gateway = msgspec.structs.replace(plan.config.gateway, processes=number)
     config = msgspec.structs.replace(plan.config, gateway=gateway)
@@ -139,7 +143,7 @@ def _with_gateways(plan: ControllerPlan) -> ControllerPlan:
 
 
 class Deployment:
-    """A controller in a thread of this process, and the launcher that it uses."""
+    """Runs a controller in a thread of this process, with the launcher that the controller uses."""
 
     def __init__(
         self,
@@ -152,17 +156,20 @@ class Deployment:
         self._launcher = launcher
         self._model = str(model)  # in a form that `model_source` reads
         self._fallback = fallback  # the model to serve if `model` cannot be fetched
-        self.why_fallback: str | None = None  # the reason as a sentence, if the fallback is served
+        self.why_fallback: str | None = None  # why the fallback is served, as a sentence
         self.config = config
-        self.on_news: Report = lambda _: None  # called with news, on another thread
-        self._shared: PrivateFolder | None = None  # shared by gateway processes
+        self.on_news: Report = lambda _: None  # called with news of the pools, on another thread
+        self._shared: PrivateFolder | None = None  # folder that gateway processes share
         self._ports: list[PortHolder] = []
-        self._store: IntentStore | None = None  # its record is removed at an orderly end
+        self._store: IntentStore | None = None  # its record is removed at an orderly stop
         self._thread: ServiceThread[str] | None = None
-        self._end_of_lines: Callable[[], None] | None = None  # call it to stop keeping log lines
+        self._end_of_lines: Callable[[], None] | None = None  # call this to stop keeping log lines
 
     def open(self) -> GatewayReady:
-        """Starts all services; returns once they serve. After a ConfigError no process is left."""
+        """Starts all services.
+
+        Returns once the services serve. After a ConfigError no process is left.
+        """
         try:
             return self._open()
         except BaseException:
@@ -178,24 +185,27 @@ class Deployment:
         store, self._store = self._store, None
         end_of_lines, self._end_of_lines = self._end_of_lines, None
         with ExitStack() as stack:
-            if store is not None:  # an orderly end: the next start uses the declaration
+            if store is not None:  # after an orderly stop the next start uses the declaration
                 stack.callback(remove_orders, store)
             if shared is not None:
                 stack.callback(shared.close)
             if end_of_lines is not None:
                 stack.callback(end_of_lines)
             stack.callback(self._launcher.close)
-            for port in ports:  # new clients are refused while answers finish
+            for port in ports:  # new clients are refused while running answers finish
                 stack.callback(port.close)
             if thread is not None:
                 stack.callback(thread.close)
 
     def stop_draining(self) -> None:
-        """Makes `close` stop waiting for answers. Any thread may call it."""
+        """Makes `close` stop waiting for answers. Any thread may call this method."""
         self._launcher.stop_draining()
 
     def num_answers(self) -> int | None:
-        """Counts the requests being served. None if a gateway does not answer at once."""
+        """Counts the requests that are being served.
+
+        None if a gateway does not answer within a second.
+        """
         if self._thread is None:
             return None
         try:
@@ -225,7 +235,7 @@ class Deployment:
         check_gpus(plan, found)
         plan = _with_gateways(plan)
         check_models(plan, self._tell)
-        for left in sweep():  # also ends processes that keep the port
+        for left in sweep():  # this also ends processes that keep the port
             log.warning("a deployment ended without an order: its folder %s is removed", left)
         plan = self._keep_lines(self._share_port(plan))
         self._launcher.open()
@@ -240,14 +250,17 @@ class Deployment:
         try:
             self.admin_url = self._thread.open()
         except BaseException:
-            if self.controller.stored_own:  # else the next start would use its record
+            if self.controller.stored_own:  # otherwise the next start would use this start's record
                 self._store = store
             raise
         self._store = store
         return self.gateways[0]
 
     def _served_model(self) -> str:
-        """Fetches the model and returns its name, or the fallback's name if the fetch fails."""
+        """Fetches the model and returns its name.
+
+        If the fetch fails, returns the fallback's name.
+        """
         if self._fallback is None:
             return self._model
         try:

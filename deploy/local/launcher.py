@@ -1,7 +1,7 @@
-"""Runs workers, gateways and stores as plain processes of this machine.
+"""Runs workers, gateways and stores as processes of this machine.
 
-By default every service runs in the launcher's network namespace. A `LocationOf` returns another
-namespace for a service. Chaos tests put each worker into a namespace that can be cut off
+By default every service runs in the launcher's network namespace. A `LocationOf` can choose another
+namespace for a service. Chaos tests put each worker into a namespace whose network can be cut off
 (`bench/chaos/netns.py`). `baton serve --launcher process --places MODULE:FUNCTION` loads a hook:
 the function takes no argument and returns the `LocationOf`.
 """
@@ -28,29 +28,33 @@ from engine.errors import ConfigError
 
 
 class ServiceLocation(Protocol):
-    """A network namespace for services. Hashable: the launcher keeps one nursery for each."""
+    """A network namespace for services.
+
+    Hashable, because the launcher keeps one nursery per namespace.
+    """
 
     @property
     def address(self) -> str:
-        """The IP address at which all other places reach this one."""
+        """The IP address at which services in all other namespaces reach this namespace."""
         ...
 
     def entered(self) -> AbstractContextManager[None]:
-        """Moves the calling thread, and processes that it starts, into the namespace."""
+        """Moves the calling thread, and all processes that the thread starts, to the namespace."""
         ...
 
 
-# Maps the kind ("worker" or "gateway") and the name of a service to its place. None: the launcher's
-# namespace. A restarted worker keeps its name, and so its place.
+# Maps the kind ("worker" or "gateway") and the name of a service to its namespace. None: the
+# launcher's namespace. A restarted worker keeps its name, so it keeps its namespace.
 LocationOf = Callable[[str, str], ServiceLocation | None]
 
 
 class ProcessLauncher(Launcher):
     """Runs every service as a child of a nursery.
 
-    `shared` is a nursery that other launchers use too; `close` does not end it. `place_of` puts
-    services into network namespaces, each with its own nursery. `look` finds GPUs. GPUs are
-    assigned to a worker before its process starts, and freed after the process has ended.
+    `shared` is a nursery that other launchers use too, so `close` does not end this nursery.
+    `place_of` chooses the network namespace of each service; each namespace has its own nursery.
+    `look` finds GPUs. GPUs are assigned to a worker before its process starts, and freed after the
+    process has ended.
     """
 
     def __init__(
@@ -65,16 +69,16 @@ class ProcessLauncher(Launcher):
         self._place_of = place_of or (lambda kind, name: None)
         self._placed: dict[ServiceLocation, Nursery] = {}
         self._processes: list[ServiceProcess] = []
-        self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start has ended
+        self._starting: dict[ServiceProcess, threading.Event] = {}  # event: set at the start's end
         self._is_closed = False
         self._stops_draining = threading.Event()
         self._check = look
-        self._gpus: GpuBooks | None = None  # made on first use
-        self._books = threading.Lock()  # guards the collections and flags above
+        self._gpus: GpuBooks | None = None  # None until it is first used
+        self._books = threading.Lock()  # guards the attributes above
 
     @property
     def processes(self) -> list[ServiceProcess]:
-        """Returns a copy of the present list, which other threads may change meanwhile."""
+        """Returns a copy of the list of processes, because other threads may change the list."""
         with self._books:
             return list(self._processes)
 
@@ -90,13 +94,16 @@ class ProcessLauncher(Launcher):
         return self._gpu_books().found
 
     def room(self, num_gpus: float) -> int:
-        """Returns how many workers the GPUs, or else the cores (but `LEAST_ROOM`), suffice for."""
+        """Returns how many workers fit on the GPUs.
+
+        Without GPUs: on the cores, at least `LEAST_ROOM`.
+        """
         if num_gpus:
             return self._gpu_books().room(num_gpus)
         return max(LEAST_ROOM, len(os.sched_getaffinity(0)))
 
     def scarce(self, num_gpus: float) -> str:
-        """Names the number of GPUs, or of cores."""
+        """Describes the number of GPUs, or else of cores, for an operator."""
         if num_gpus:
             there = len(self._gpu_books().found.gpus)
             return f"this machine has {there} GPU, of which a worker takes {num_gpus:g}"
@@ -107,11 +114,11 @@ class ProcessLauncher(Launcher):
         place = self._place_of(spec.kind, spec.name)
         if place is not None:
             spec = msgspec.structs.replace(spec, host=place.address)
-            if isinstance(spec, GatewaySpec):  # sockets of `ports` are in another namespace
+            if isinstance(spec, GatewaySpec):  # the sockets of `ports` are in another namespace
                 gateway = msgspec.structs.replace(spec.gateway, host=place.address)
                 spec = msgspec.structs.replace(spec, gateway=gateway, ports=None)
         if isinstance(spec, WorkerSpec):
-            gpus: tuple[str, ...] = ()  # a worker on the CPU sees none
+            gpus: tuple[str, ...] = ()  # a worker on the CPU sees no GPU
             if spec.num_gpus:
                 books = self._gpu_books()
                 with self._books:
@@ -126,28 +133,31 @@ class ProcessLauncher(Launcher):
                 self._end(process, by_force=by_force)
 
     def running(self) -> Mapping[str, ServiceReady]:
-        """Returns the processes that have started and not ended."""
+        """Returns the answers of the processes that have started and not ended."""
         return {p.name: p.ready for p in self.processes if p.ready is not None and p.is_running()}
 
     def counters(self) -> Mapping[str, int]:
-        """Counts the nurseries that ended by themselves or did not answer."""
+        """Returns the number of nurseries that ended by themselves or did not answer."""
         return {"nurseries lost": sum(nursery.num_lost for nursery in self._nurseries())}
 
     def dead(self) -> dict[str, str]:
-        """Returns the processes that ended by themselves, each once."""
+        """Returns the processes that ended by themselves since the last call."""
         ended = [
             process
             for process in self.processes
             if process not in self._starting and not process.is_running()
         ]
         for process in ended:
-            process.stop(self._stops_draining)  # closes its pipes
+            process.stop(self._stops_draining)  # closes the pipes of the dead process
             self._remove(process)
         how = {p.name: explain_status(p.exit_status).removeprefix("exit ") for p in ended}
         return {name: f"{name} ended with {status}" for name, status in how.items()}
 
     def close(self) -> None:
-        """Stops all gateways together, then all workers, then all stores. Later starts fail."""
+        """Stops all gateways at the same time, then all workers, then all stores.
+
+        Later starts fail.
+        """
         with self._books:
             self._is_closed = True
         try:
@@ -162,7 +172,7 @@ class ProcessLauncher(Launcher):
                     nursery.close()
 
     def stop_draining(self) -> None:
-        """Makes stopping gateways cut their answers off."""
+        """Makes gateways that stop cut off their running answers."""
         self._stops_draining.set()
 
     def _gpu_books(self) -> GpuBooks:
@@ -186,7 +196,7 @@ class ProcessLauncher(Launcher):
 
     def _start(self, process: ServiceProcess) -> ServiceReady:
         is_over = threading.Event()
-        with self._books:  # listed before it starts, so that `close` finds it after an interrupt
+        with self._books:  # listed before the start: `close` finds it after an interrupt
             if self._is_closed:
                 self._give_back(process)
                 raise ConfigError(f"{process.name} is not started: the launcher is closed")
@@ -208,7 +218,7 @@ class ProcessLauncher(Launcher):
 
     def _end(self, process: ServiceProcess, *, by_force: bool) -> None:
         is_over = self._starting.get(process)
-        if is_over is not None:  # the starting thread sees the end and cleans up
+        if is_over is not None:  # the thread that starts the process notices its end and cleans up
             process.kill()
             is_over.wait(STOP_TIMEOUT_S)
         elif by_force:
@@ -217,18 +227,21 @@ class ProcessLauncher(Launcher):
         self._remove(process)
 
     def _remove(self, process: ServiceProcess) -> None:
-        with self._books, contextlib.suppress(ValueError):  # another thread has removed it
+        with self._books, contextlib.suppress(ValueError):  # another thread has removed the process
             self._processes.remove(process)
             self._give_back(process)
 
     def _give_back(self, process: ServiceProcess) -> None:
-        """Frees the GPUs of an ended worker. The caller holds `_books`."""
+        """Frees the GPUs of an ended worker. The caller must have locked `_books`."""
         if process.kind == "worker" and self._gpus is not None:
             self._gpus.free(process.name)
 
 
 def load_locations(name: str) -> LocationOf:
-    """Imports MODULE:FUNCTION and calls it. Raises ConfigError if there is no such function."""
+    """Imports and calls the function MODULE:FUNCTION.
+
+    Raises ConfigError if there is no such function.
+    """
     module, _, function = name.partition(":")
     try:
         make = getattr(importlib.import_module(module), function)

@@ -1,11 +1,12 @@
-"""How a process that runs services hears that it must end, and ends.
+"""Receives the signals that end a process which runs services, and ends such a process.
 
-`StopSignals` receives SIGINT and SIGTERM for a command that starts services and has to end them.
+`StopSignals` receives SIGINT and SIGTERM for a command that starts services and must stop them.
 While services start, the first signal raises an exception, so that the start is undone. A signal
-from before the start raises the exception as soon as the start begins. All other signals are queued
-for the command to wait for: the end itself is never interrupted.
+that arrived before the start raises the exception when the start begins. All other signals are
+queued, and the command waits for them. So a signal never interrupts the stop of the services.
 
-`end` ends the process after its services are closed, `leave` at once with its descendants.
+`end` ends the process after its services are closed. `leave` ends the process and its descendants
+at once.
 
 `sys.exit` waits for threads that load or fetch a model, which may take minutes. Then it frees all
 modules and objects, which takes a second if torch or Ray is loaded. `os._exit` waits for nothing,
@@ -23,20 +24,23 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-MAX_ROUNDS = 20  # repeated, since a process may fork just before it is killed
+MAX_ROUNDS = 20  # several rounds, because a process may fork just before it is killed
 
 
 def leave(*_: object) -> NoReturn:
-    """Signal handler: kills all descendants of this process and ends it with status 0."""
+    """Signal handler: kills all descendants, then ends this process with status 0."""
     kill_descendants()
     os._exit(0)
 
 
 def end(status: int) -> NoReturn:
-    """Ends this process once its services are closed. Runs the functions registered with atexit."""
+    """Ends this process, whose services are closed.
+
+    Runs the functions registered with atexit first.
+    """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or its reader has gone
+        with contextlib.suppress(OSError, ValueError):  # the stream or its reader is closed
             stream.flush()
     os._exit(status)
 
@@ -48,7 +52,7 @@ def kill_descendants() -> None:
         if not found:
             return
         for pid in found:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -59,7 +63,7 @@ def _descendants() -> Iterator[int]:
         try:
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
-            continue  # it has ended
+            continue  # the process has ended
         if state not in "ZX":
             children.setdefault(int(parent), []).append(int(path.parent.name))
     todo = [os.getpid()]
@@ -73,7 +77,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopAsked(BaseException):
-    """A signal came while services start."""
+    """A signal to stop arrived while services were starting."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -81,19 +85,23 @@ class StopAsked(BaseException):
 
 
 class StopSignals:
-    """Receives the signals of this process. Use it in the main thread."""
+    """Receives SIGINT and SIGTERM of this process. Use this class in the main thread only."""
 
     def __init__(self) -> None:
-        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # safe to use in a signal handler
+        # Received signals; this queue is safe in signal handlers.
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._raises = False
 
     def install(self) -> None:
-        """Handles both signals by queueing them. Call it before anything is started."""
+        """Installs a handler that queues both signals. Call this before any service is started."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
     def interrupt(self) -> None:
-        """From now on the first signal raises StopAsked. A queued signal raises it here."""
+        """From now on the first signal raises StopAsked.
+
+        If a signal is already queued, raises StopAsked at once.
+        """
         self._raises = True
         with contextlib.suppress(queue.Empty):
             number = self._came.get_nowait()

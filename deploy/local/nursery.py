@@ -4,21 +4,22 @@ Most of a worker's start is the import of torch and transformers, which takes se
 nursery (`deploy.local.nursery_main`) imports them once. Launcher and nursery share a socket pair:
 
     request   the kind of service and three descriptors: the child's standard input, its standard
-              output, and one end of another socket pair, for news of this child. Without
-              descriptors it is a hint: the idle nursery imports the modules of that kind
-    close     `CLOSE_WORD`: the launcher stops in order
-    news      ChildStarted with a descriptor of the child, or ChildRefused; at the child's end
-              ChildEnded
+              output, and one end of another socket pair, for news of this child. A request
+              without descriptors is a hint: the idle nursery imports the modules of that kind
+    close     `CLOSE_WORD`: the launcher is being closed in order
+    news      ChildStarted with a descriptor of the child, or else ChildRefused. When the child
+              has ended: ChildEnded
 
-A child is watched and killed through its pidfd, which never refers to another process. If the
-nursery dies, only the exit statuses of its children are lost: the children keep running, and the
-next request starts a new nursery. If the launcher dies, the nursery ends, and each child ends at
-the end of its standard input. If the launcher died without closing the nursery, the nursery logs
-that the launcher's process may have been killed. A child that is asked to stop reads `STOP_WORD`
-before the end of its input. So the child can tell if workers still compute its answers.
+The launcher watches and kills a child through the child's pidfd, which never refers to another
+process. If the nursery dies, only the exit statuses of its children are lost: the children keep
+running, and the next request starts a new nursery. If the launcher dies, the nursery ends, and each
+child ends when its standard input ends. If the launcher died without closing the nursery, the
+nursery logs that the launcher's process may have been killed. If the launcher stops a child in
+order, the child reads `STOP_WORD` before its input ends. So a gateway that reads no `STOP_WORD`
+knows that no worker computes its answers any more.
 
-Why not `multiprocessing.forkserver`: when it dies, it reports all children as dead. It also imports
-the parent's main module into each child, and ignores failed preloads.
+`multiprocessing.forkserver` is not used: when it dies, it reports all children as dead. It also
+imports the parent's main module into each child, and ignores failed preloads.
 """
 
 import contextlib
@@ -41,28 +42,28 @@ from engine.socket_child import start_with_socket
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-SEND_TIMEOUT_S = 10.0  # a request waits in the socket while the nursery imports
-REAPED_WITHIN_S = 5.0  # longest time from a child's end until the nursery has its exit status
+SEND_TIMEOUT_S = 10.0  # long, because a request waits in the socket while the nursery imports
+REAPED_WITHIN_S = 5.0  # longest time from a child's end until the nursery reports its exit status
 MAX_NEWS_BYTES = 4096
-SERVICES = ("worker", "gateway")  # kinds that each deployment starts, in this order
+SERVICES = ("worker", "gateway")  # kinds of services that each deployment starts, in this order
 CLOSE_WORD = b"close"  # sent instead of a kind of service
-STOP_WORD = b"stop\n"  # last input of a child that is asked to stop; without it the parent died
+STOP_WORD = b"stop\n"  # last input of a child that is asked to stop; if missing, the parent died
 
 
 class ChildStarted(msgspec.Struct, frozen=True, tag=True):
-    """The child runs. The message carries a pidfd of the child."""
+    """Reports that the child runs. The message carries a pidfd of the child."""
 
     pid: int
 
 
 class ChildRefused(msgspec.Struct, frozen=True, tag=True):
-    """The nursery did not fork."""
+    """Reports that the nursery refused to fork."""
 
     why: str
 
 
 class ChildEnded(msgspec.Struct, frozen=True, tag=True):
-    """The child ended. Its process id may be reused from now on."""
+    """Reports that the child ended. The child's process id may be reused from now on."""
 
     exit_status: int  # as in subprocess: negative if a signal ended it
 
@@ -71,11 +72,11 @@ News = ChildStarted | ChildRefused | ChildEnded
 
 
 class NoChild(BatonError):
-    """The nursery has not started a process; the text says why."""
+    """The nursery has not started a process; the text has the reason."""
 
 
 class Child:
-    """A process that a nursery forks. Any thread may call methods, even while another one waits.
+    """A process that a nursery forks. Any thread may call methods, even while another thread waits.
 
     `stdin` and `stdout` are the parent's ends of the child's pipes.
     """
@@ -83,7 +84,8 @@ class Child:
     def __init__(self, *, stdin: BinaryIO, stdout: BinaryIO, news: socket.socket) -> None:
         self.stdin = stdin
         self.stdout = stdout
-        self.exit_status: int | None = None  # known after the end, if the nursery was alive
+        # Known after the child's end, if the nursery was alive then.
+        self.exit_status: int | None = None
         self._news = news
         self._pid: int | None = None
         self._pidfd: int | None = None
@@ -98,7 +100,7 @@ class Child:
         return self._pid
 
     def await_start(self, timeout_s: float) -> None:
-        """Returns when the child runs. Raises NoChild or TimeoutError."""
+        """Waits until the child runs. Raises NoChild or TimeoutError."""
         self._news.settimeout(timeout_s)
         try:
             message, descriptors, *_ = socket.recv_fds(
@@ -112,7 +114,7 @@ class Child:
                     self._pid, self._pidfd = pid, descriptors[0]
                     if not self._is_wanted:
                         _send(self._pidfd, signal.SIGKILL)
-            case ChildStarted():  # `close` ends its standard input, and so the child
+            case ChildStarted():  # `close` ends the child's standard input, so the child ends
                 raise NoChild("its descriptor did not come: too many are open here")
             case ChildRefused(why):
                 raise NoChild(why)
@@ -124,18 +126,24 @@ class Child:
         return self._pid is not None and not self._has_ended(0.0)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when the child has ended or never started. Raises TimeoutError."""
+        """Waits until the child has ended.
+
+        Returns at once if the child never started. Raises TimeoutError.
+        """
         if self._pid is not None and not self._has_ended(timeout_s):
             raise TimeoutError(f"process {self._pid} has not ended in {timeout_s:g} s")
 
     def kill(self) -> None:
-        """Kills the child now, or as soon as it starts. `await_start` stops waiting for it."""
+        """Kills the child now, or as soon as the child starts.
+
+        A running `await_start` stops waiting.
+        """
         with self._lock:
             self._is_wanted = False
             if self._pidfd is not None:
                 _send(self._pidfd, signal.SIGKILL)
             elif self._pid is None:
-                with contextlib.suppress(OSError):  # the nursery has closed its end
+                with contextlib.suppress(OSError):  # the nursery has closed its end of the socket
                     self._news.shutdown(socket.SHUT_RDWR)
 
     def terminate(self) -> None:
@@ -145,14 +153,14 @@ class Child:
                 _send(self._pidfd, signal.SIGTERM)
 
     def hang_up(self) -> None:
-        """Asks the child to stop, and ends its standard input."""
+        """Asks the child to stop, and closes the child's standard input."""
         with contextlib.suppress(BrokenPipeError):  # the child died before it had read all input
             if not self.stdin.closed:
                 self.stdin.write(STOP_WORD)
             self.stdin.close()
 
     def close(self) -> None:
-        """Closes the pipes and descriptors. A running child can no longer be reached then."""
+        """Closes the pipes and descriptors. Afterwards a running child can no longer be reached."""
         self.hang_up()
         self.stdout.close()
         with self._lock:
@@ -165,7 +173,8 @@ class Child:
         with self._lock:
             if self._pidfd is None:
                 return True
-            pidfd = os.dup(self._pidfd)  # another thread may close the original meanwhile
+            # Another thread may close the original descriptor meanwhile.
+            pidfd = os.dup(self._pidfd)
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
@@ -177,7 +186,7 @@ class Child:
         return True
 
     def _read_end(self) -> None:
-        """Reads the exit status from the nursery, once."""
+        """Reads the child's exit status from the nursery. Later calls do nothing."""
         with self._lock:
             if self._has_read_end:
                 return
@@ -195,7 +204,7 @@ class Child:
 
 
 class Forks(Protocol):
-    """A source of children: a nursery, or the port of another process's nursery."""
+    """An object that starts children: a nursery, or the port of another process's nursery."""
 
     def fork(self, kind: str) -> Child:
         """Requests a child, which becomes a service of that kind. Raises OSError."""
@@ -207,7 +216,10 @@ class Forks(Protocol):
 
 
 def ask_for_child(kind: str, send: Callable[[bytes, Sequence[int]], object]) -> Child:
-    """Sends a request and its descriptors. Raises the errors of `send`, and OSError."""
+    """Makes a child's pipes, and sends the request with their descriptors.
+
+    Raises the errors of `send`, and OSError.
+    """
     with ExitStack() as theirs, ExitStack() as ours:
         stdin, to_child = os.pipe()
         theirs.callback(os.close, stdin)
@@ -224,10 +236,12 @@ def ask_for_child(kind: str, send: Callable[[bytes, Sequence[int]], object]) -> 
 
 
 class Nursery(Forks):
-    """Starts the nursery process on demand and asks it for children. Safe to use from any thread.
+    """Starts the nursery process on demand, and requests children from it. Safe to use from any
+    thread.
 
-    `command` are Python's arguments; the number of the nursery's socket is added. `entered` wraps
-    the start of the process: children inherit what the context sets, such as a network namespace.
+    `command` has Python's arguments; the number of the nursery's socket is appended. The nursery's
+    process is started inside the context `entered`. So children inherit what the context sets, such
+    as a network namespace.
     """
 
     def __init__(
@@ -236,16 +250,19 @@ class Nursery(Forks):
         *,
         entered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self.num_lost = 0  # nursery processes that ended by themselves or did not answer
+        self.num_lost = 0  # number of nursery processes that ended by themselves or did not answer
         self._command = command
         self._entered = entered
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._has_children = False  # True once children have been requested
+        self._has_children = False  # True once a child has been requested
         self._lock = threading.Lock()
 
     def open(self, *kinds: str) -> None:
-        """Starts the process, which imports the modules of these kinds. Raises OSError."""
+        """Starts the nursery's process, which imports the modules of these kinds of services.
+
+        Raises OSError.
+        """
         with self._lock:
             asked = self._opened()
             for kind in kinds:
@@ -256,7 +273,7 @@ class Nursery(Forks):
         return ask_for_child(kind, self.pass_on)
 
     def pass_on(self, kind: bytes, descriptors: Sequence[int]) -> None:
-        """Forwards a request for a child, perhaps of another process. Raises OSError."""
+        """Forwards a request for a child, which may come from another process. Raises OSError."""
         with self._lock:
             self._has_children = True
             asked = self._opened()
@@ -271,12 +288,12 @@ class Nursery(Forks):
                 self._process.wait()
 
     def close(self) -> None:
-        """Ends the nursery. Children keep running until their standard input ends."""
+        """Ends the nursery. Each child keeps running until its standard input ends."""
         with self._lock:
             self._close()
 
     def _opened(self) -> socket.socket:
-        """Returns the socket of a running nursery; starts one if necessary."""
+        """Returns the socket of the running nursery; starts a nursery if none runs."""
         if self._process is not None and self._process.poll() is not None:
             self.num_lost += 1
             log.warning(
@@ -293,15 +310,15 @@ class Nursery(Forks):
     def _close(self) -> None:
         if self._process is None or self._socket is None:
             return
-        with contextlib.suppress(OSError):  # the nursery has ended, or its socket is full
+        with contextlib.suppress(OSError):  # the nursery has ended, or its socket's buffer is full
             self._socket.settimeout(0.0)
             self._socket.send(CLOSE_WORD)
         self._socket.close()
-        if not self._has_children:  # a failed start need not wait for the imports
+        if not self._has_children:  # nothing to keep alive: do not wait for the end of the imports
             self._process.kill()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # still importing
+        except subprocess.TimeoutExpired:  # the nursery still imports
             self._process.kill()
             self._process.wait()
         self._process = self._socket = None

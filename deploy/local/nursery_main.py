@@ -1,14 +1,16 @@
 """The nursery: a process that imports the services' modules and forks the services.
 
-`python -m deploy.local.nursery_main FD` runs it; FD is its end of a socket pair. The messages are
-described in `deploy.local.nursery`. A child runs `deploy.local.process_main`, in its own session.
+`python -m deploy.local.nursery_main FD` runs the nursery. FD is the nursery's end of a socket pair.
+`deploy.local.nursery` describes the messages. A child runs `deploy.local.process_main`, in its own
+session.
 
-A fork copies one thread, and every lock in its present state. So a nursery only imports: it starts
-no second thread, makes no object of grpc, ZeroMQ or torch, and uses no GPU. Before each fork it
-checks that no other thread runs and CUDA is not initialised. Otherwise it refuses the fork.
+A fork copies only one thread, but every lock in its present state. So a nursery only imports: it
+starts no second thread, makes no object of grpc, ZeroMQ or torch, and uses no GPU. The nursery
+refuses a fork if another thread runs or CUDA is initialised.
 
-Children inherit the same hash seed, addresses, and states of numpy's and torch's generators. Values
-that must differ come from `os.urandom`; `random` reseeds itself after a fork.
+All children inherit the same hash seed, memory addresses, and states of numpy's and torch's random
+generators. Values that must differ between children come from `os.urandom`. `random` reseeds itself
+after a fork.
 """
 
 import contextlib
@@ -36,13 +38,16 @@ LAST_LINE = "error: process %d, which ran the deployment, ended without a word: 
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[[str], None]  # imports the modules of a kind of service. May raise ImportError
+Prepare = Callable[[str], None]  # imports the modules of a kind of service; may raise ImportError
 
 
 def main() -> int:
-    """Runs until the parent's socket ends. In a child, runs the service and returns its status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # services ignore it too
-    # OpenBLAS starts threads when numpy is imported. The small products here need no threads.
+    """Runs until the parent closes the socket.
+
+    In a child, runs the service and returns its status.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # services ignore SIGINT too
+    # By default OpenBLAS starts threads when numpy is imported. Services' small products need none.
     os.environ[OPENBLAS_THREADS] = "1"
     kind = fork_until_closed(socket.socket(fileno=int(sys.argv[1])), import_services)
     if kind is None:
@@ -65,11 +70,12 @@ def import_services(kind: str) -> None:
 
 
 def fork_until_closed(requests: socket.socket, prepare: Prepare) -> str | None:
-    """Forks a child for each request. Returns the kind in a child, None when the socket ends.
+    """Forks a child for each request. Returns the kind of service in a child. Returns None in the
+    nursery when the socket is closed.
 
-    The garbage collector is off here: collections would take a fifth of the imports' time. In a
-    child, it skips all inherited objects: a collection writes to each object, which would copy
-    every shared page.
+    In the nursery the garbage collector is off: collections would take a fifth of the imports'
+    time. In a child the collector skips all inherited objects. A collection writes to each object,
+    so it would copy every shared page.
     """
     gc.disable()
     with _Children(requests, prepare) as children:
@@ -99,14 +105,17 @@ def _request(kind: str, descriptors: list[int]) -> _Request:
 
 
 class _Children:
-    """The forked children that have not ended. Leaving the context in a child closes sockets."""
+    """The forked children that have not ended.
+
+    In a child, leaving the context closes the nursery's sockets.
+    """
 
     def __init__(self, requests: socket.socket, prepare: Prepare) -> None:
         self._requests = requests
         self._prepare = prepare
-        self._news: dict[int, socket.socket] = {}  # by the child's pidfd
+        self._news: dict[int, socket.socket] = {}  # sockets for news, by the child's pidfd
         self._expected: list[str] = []  # kinds to import, the next kind last
-        self._poll = select.poll()  # not epoll, which a fork would share
+        self._poll = select.poll()  # not epoll, whose state children would share
         self._poll.register(requests, select.POLLIN)
 
     def __enter__(self) -> "_Children":
@@ -146,14 +155,20 @@ class _Children:
         return kind.decode(), descriptors
 
     def _import(self, kind: str) -> None:
-        """Imports the modules of a kind in advance. If this fails, requests are refused."""
+        """Imports the modules of a kind of service in advance.
+
+        After a failed import, requests are refused.
+        """
         try:
             self._prepare(kind)
         except ImportError as error:
             log.warning("what a %s needs cannot be imported: %s", kind, error)
 
     def _fork(self, request: _Request) -> int | None:
-        """Returns the child's process id, 0 in the child itself, or None if refused."""
+        """Forks a child.
+
+        Returns the child's process id, 0 in the child itself, None if the fork is refused.
+        """
         with ExitStack() as stack:
             stack.callback(os.close, request.stdin)
             stack.callback(os.close, request.stdout)
@@ -176,7 +191,7 @@ class _Children:
         return pid
 
     def _tell_end(self, pidfd: int) -> None:
-        """Reaps an ended child and sends its exit status."""
+        """Reaps an ended child and sends the child's exit status."""
         self._poll.unregister(pidfd)
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         assert ended is not None
@@ -187,7 +202,7 @@ class _Children:
 
 
 class UnsafeFork(BatonError):
-    """A fork would copy threads or CUDA state, which must not be copied."""
+    """A fork was refused, because other threads and CUDA state do not survive a fork."""
 
 
 def _check_fork() -> None:
@@ -205,7 +220,7 @@ def _become(request: _Request) -> None:
     os.setsid()
     os.dup2(request.stdin, sys.stdin.fileno())
     os.dup2(request.stdout, sys.stdout.fileno())
-    Path("/proc/self/comm").write_text(f"baton-{request.kind}")  # for ps and top
+    Path("/proc/self/comm").write_text(f"baton-{request.kind}")  # the process name in ps and top
 
 
 def _post(news: socket.socket, message: News, *descriptors: int) -> None:

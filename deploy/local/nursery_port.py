@@ -1,8 +1,8 @@
-"""Lets other processes of this user, such as Ray actors, request children from a nursery.
+"""Other processes of this user, such as Ray actors, request children from a nursery by a port.
 
-The owner of the nursery listens at a Unix socket in a private folder and forwards requests. Pipes
-and news go directly between the child and the requesting process. A connection carries one request,
-as described in `deploy.local.nursery`, or `GIVE_UP`.
+The port is a Unix socket in a private folder. The nursery's owner listens there, and forwards
+requests to the nursery. The child's pipes and news connect the child directly to the requesting
+process. A connection carries one request, as described in `deploy.local.nursery`, or `GIVE_UP`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _PEER = struct.Struct("iII")  # process, user and group id: ucred in unix(7)
 
 
 class NurseryPort:
-    """The owner's side: a thread forwards requests, from `open` to `close`."""
+    """The owner's side of the port: a thread forwards requests, from `open` to `close`."""
 
     def __init__(self, nursery: Nursery, path: Path) -> None:
         self.path = path
@@ -43,14 +43,14 @@ class NurseryPort:
         self._thread = threading.Thread(target=self._serve, name="nursery port", daemon=True)
 
     def open(self) -> None:
-        """Listens. Raises OSError."""
+        """Starts to listen. Raises OSError."""
         self._listener.bind(str(self.path))
         self._listener.listen(BACKLOG)
         self._thread.start()
 
     def close(self) -> None:
-        """Refuses later requests."""
-        with contextlib.suppress(OSError):  # the socket has never listened
+        """Closes the port. Later requests are refused."""
+        with contextlib.suppress(OSError):  # the socket never listened
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -66,7 +66,7 @@ class NurseryPort:
             with asks:
                 try:
                     self._pass_on(asks)
-                except OSError as error:  # the requester sees its sockets close
+                except OSError as error:  # the requester notices that its sockets are closed
                     log.warning("a request for a process is refused: %s", error)
 
     def _pass_on(self, asks: socket.socket) -> None:
@@ -86,18 +86,18 @@ class NurseryPort:
 
 
 class DistantNursery(Forks):
-    """The requester's side. `path` is the path of the port's socket."""
+    """The requester's side of the port. `path` is the path of the port's socket."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def fork(self, kind: str) -> Child:
-        """Asks for a child, which becomes a service of that kind. Raises OSError."""
+        """Requests a child, which becomes a service of that kind. Raises OSError."""
         return ask_for_child(kind, self._send)
 
     def give_up(self) -> None:
         """Asks the owner to kill a nursery that does not answer."""
-        with contextlib.suppress(OSError):  # the owner and its nursery have ended
+        with contextlib.suppress(OSError):  # the nursery's owner and the nursery have ended
             self._send(GIVE_UP, [])
 
     def _send(self, request: bytes, descriptors: Sequence[int]) -> None:

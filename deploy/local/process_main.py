@@ -1,15 +1,17 @@
-"""A worker or a gateway as a process: `python -m deploy.local.process_main worker|gateway`.
+"""The process of a worker or a gateway: `python -m deploy.local.process_main worker|gateway`.
 
-The nursery's children run it too (`deploy.local.nursery_main`).
+Children of the nursery run this module too (`deploy.local.nursery_main`).
 
-The spec comes as one line of JSON on standard input, so that no secret appears in a process list.
-The answer is one line on standard output. If the model has to be fetched, `Fetching` and `Fetched`
-come before the answer. If the model is large, `Starting` comes before the answer.
+The process reads its spec as one line of JSON from standard input, so that no secret appears in a
+process list. It writes its answer as one line to standard output. If the model must be fetched, the
+process writes `Fetching` and `Fetched` before the answer. If the model is large, the process writes
+`Starting` before the answer.
 
 Standard input stays open. The process stops on `STOP_WORD` or SIGTERM, even during a download.
-SIGTERM ends a start at once, with the ranks and compilers that the start has launched. A gateway
-finishes its answers first; a second SIGTERM cuts them off. If standard input ends without
-`STOP_WORD`, the parent and the workers have died, so answers are cut off too.
+During a start, SIGTERM kills the process at once, with the ranks and compilers that the start has
+launched. Later, a gateway that must stop finishes its answers first; a second SIGTERM cuts the
+answers off. If standard input ends without `STOP_WORD`, the parent and the workers have died, so a
+gateway cuts its answers off too.
 """
 
 import logging
@@ -49,17 +51,17 @@ LOOK_EVERY_S = 0.5  # interval at which a download checks standard input
 
 
 class StartRefusal(msgspec.Struct, frozen=True):
-    """Sent instead of an answer: the reason why the service did not start."""
+    """Sent instead of an answer. Has the reason why the service did not start."""
 
     error: str
 
 
 def main(kind: str) -> int:
-    """Runs until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
-    signal.signal(signal.SIGTERM, leave)  # in force until the service runs
+    """Runs a service of that kind until standard input ends. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent closes stdin
+    signal.signal(signal.SIGTERM, leave)  # this handler is in force until the service runs
     line = sys.stdin.buffer.readline()
-    if line in (b"", STOP_WORD):  # the parent has given up this start
+    if line in (b"", STOP_WORD):  # the parent has cancelled this start
         return 0
     spec = decode_spec(kind, line)
     limit_gpus(spec, os.environ)
@@ -101,17 +103,20 @@ def main(kind: str) -> int:
 
 
 def limit_gpus(spec: ServiceSpec, environment: MutableMapping[str, str]) -> None:
-    """Makes only its own GPUs visible to a worker. CUDA reads the variable on first use."""
+    """Limits the GPUs that a worker sees to its own GPUs.
+
+    CUDA reads CUDA_VISIBLE_DEVICES on first use.
+    """
     if isinstance(spec, WorkerSpec) and spec.gpus is not None:
         environment[VISIBLE] = ",".join(spec.gpus)
 
 
 class _Stop(BaseException):
-    """SIGTERM came while the service ran."""
+    """SIGTERM arrived while the service ran."""
 
 
 class _Stopping:
-    """The handler of SIGTERM: the first stops the service, later ones cut its answers off."""
+    """Handles SIGTERM. The first signal stops the service, later signals cut its answers off."""
 
     def __init__(self, thread: ServiceThread[object]) -> None:
         self.has_begun = False
@@ -126,7 +131,10 @@ class _Stopping:
 
 
 def _fetch_while_wanted(spec: ServiceSpec) -> None:
-    """Fetches the model. Ends the process if standard input ends during it. Raises ConfigError."""
+    """Fetches the model.
+
+    If standard input ends during the fetch, ends the process. Raises ConfigError.
+    """
     fetched: Future[None] = Future()
 
     def run() -> None:
@@ -139,7 +147,7 @@ def _fetch_while_wanted(spec: ServiceSpec) -> None:
     threading.Thread(target=run, name="fetch", daemon=True).start()
     while not wait([fetched], LOOK_EVERY_S).done:
         if select.select([sys.stdin], [], [], 0)[0]:
-            leave()  # complete files of the download are kept
+            leave()  # files that are complete stay for the next download
     fetched.result()
 
 

@@ -1,8 +1,8 @@
 """Runs a service as a child of a nursery; the child runs `deploy.local.process_main`.
 
-A start sends the spec as one line of JSON and reads the answer as another line. If the model has to
-be fetched first, the child reports that, and the fetch has its own deadline. For a large model, the
-child also reports how long its start may take.
+`start` sends the spec to the child as one line of JSON, and reads the answer as another line. If
+the child must fetch the model first, it reports the fetch, which has its own deadline. For a large
+model, the child also reports how long its start may take.
 """
 
 import contextlib
@@ -30,22 +30,22 @@ from deploy.local.nursery import Child, Forks, NoChild
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
-FORK_TIMEOUT_S = 120.0  # mostly for the nursery's imports from a cold disk
+FORK_TIMEOUT_S = 120.0  # long, because the nursery may import from a cold disk
 LOOK_FOR_END_S = 60.0
 
 
 class ServiceProcess:
-    """The process of one service: started, watched and stopped from any thread."""
+    """Starts, watches and stops the process of one service. Any thread may call the methods."""
 
     def __init__(self, spec: ServiceSpec, nursery: Forks) -> None:
         self.name = spec.name
         self.kind = spec.kind
-        self.ready: ServiceReady | None = None  # the service's answer after its start
+        self.ready: ServiceReady | None = None  # the service's answer once it has started
         self._spec = spec
         self._nursery = nursery
         self._child: Child | None = None
         self._is_wanted = True
-        self._lock = threading.Lock()  # orders `start` and `kill`
+        self._lock = threading.Lock()  # makes `start` and `kill` exclude each other
 
     def start(self) -> ServiceReady:
         """Starts the process and waits for its answer. Raises ConfigError."""
@@ -54,13 +54,13 @@ class ServiceProcess:
                 if not self._is_wanted:
                     raise ConfigError(f"{self.name} was stopped before it started")
                 self._child = child = self._nursery.fork(self.kind)
-        except (OSError, RuntimeError) as error:  # out of memory, descriptors, processes or threads
+        except (OSError, RuntimeError) as error:  # no memory, descriptor, process or thread is left
             raise ConfigError(f"{self.name} cannot be started: {error}") from error
         self.ready = ready = self._ask(child)
         return ready
 
     def is_running(self) -> bool:
-        """Returns true from the start of the process to its end."""
+        """Returns true if the process has started and not ended."""
         return self._child is not None and self._child.is_running()
 
     def await_end(self) -> None:
@@ -86,9 +86,10 @@ class ServiceProcess:
                 self._child.kill()
 
     def stop(self, stop_draining: threading.Event) -> None:
-        """Asks the process to stop by closing its standard input; kills it after a deadline.
+        """Asks the process to stop by closing its standard input. Kills the process after a
+        deadline.
 
-        If `stop_draining` is set, the deadline is shorter and a gateway cuts its answers off.
+        Once `stop_draining` is set, the deadline is shorter, and a gateway cuts its answers off.
         """
         child = self._child
         if child is None:
@@ -130,9 +131,12 @@ class ServiceProcess:
                     return ready
 
     def _answer(self, line: bytes, child: Child) -> StartReport | ServiceReady:
-        """Decodes a line of the child. Raises ConfigError if the child refused or has ended."""
+        """Reads and decodes a line of the child.
+
+        Raises ConfigError if the child refused or has ended.
+        """
         if not line:
-            with contextlib.suppress(TimeoutError):  # only its output may be closed
+            with contextlib.suppress(TimeoutError):  # the child may still run with a closed output
                 child.wait(STOP_TIMEOUT_S)
             raise ConfigError(
                 f"{self.name} ended while starting ({explain_status(self.exit_status)})"
@@ -168,7 +172,10 @@ class ServiceProcess:
 
 
 def _ends_within(timeout_s: float, child: Child, stop_draining: threading.Event) -> bool:
-    """Waits for the child's end. On `stop_draining`, repeats SIGTERM in case one is missed."""
+    """Waits for the child's end.
+
+    Once `stop_draining` is set, repeats SIGTERM, since a signal may be missed.
+    """
     clock = MonotonicClock()
     end_s = clock.now_s() + timeout_s
     is_cut = False
