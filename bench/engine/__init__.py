@@ -1,1 +1,1 @@
-"""`baton bench engine`: one engine beside its peers, and beside the machine's limits."""
+"""`baton bench engine`: compares one engine with its peers and with the machine's limits."""

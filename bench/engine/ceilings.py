@@ -6,9 +6,9 @@
     int8_flops_per_s    byte products in registers, by AMX if the processor has it
     bf16_flops_per_s    bf16 products in AMX's registers; 0 without it
 
-`src/peaks.cpp` has the loops. The median of a few runs counts. Clocks change with the load of all
-cores and with neighbours on the same machine, so ceilings are measured right before and after each
-job. Runs in a process of its own, driven like an engine:
+`src/peaks.cpp` has the loops. Each result is the median of a few runs. Clocks change with the load
+of all cores and with neighbours on the same machine, so ceilings are measured right before and
+after each job. The probe runs in its own process and takes commands like an engine:
 
     python -m bench.engine.ceilings THREADS
 """
@@ -22,24 +22,26 @@ from collections.abc import Callable
 from bench.peers.driver import drive, stdout_for_answers
 from engine.native.library import library
 
-MOST_READ_BYTES = 512 * 2**20  # larger than any cache
+MOST_READ_BYTES = 512 * 2**20  # more bytes than any cache holds
 PAGE = 2**21
 NUM_TIMES = 5
 NUM_PASSES = 3
-ROUNDS = {  # some 4 ms
+ROUNDS = {  # loop counts; each run takes some 4 ms
     "peaks_fp32": 150_000,
     "peaks_int8": 150_000,
     "peaks_int8_tiles": 60_000,
     "peaks_bf16_tiles": 60_000,
 }
-AHEAD_BYTES = (0, 4096)  # prefetch distances in bytes; the fastest one counts
+AHEAD_BYTES = (0, 4096)  # prefetch distances in bytes; the fastest one is used
 
 
 class CeilingProbe:
-    """Holds the compiled loops and the memory that they read; made once and reused."""
+    """The compiled loops and the memory that they read. Made once and reused."""
 
     def __init__(self, threads: int) -> None:
-        """Raises BuildError without a C++ compiler, or on other processors than x86-64."""
+        """Compiles the loops. Raises BuildError without a C++ compiler, or on a processor other
+        than x86-64.
+        """
         self.facts: dict[str, object] = {"version": "peaks"}
         self._threads = threads
         self._library = library()
@@ -51,7 +53,7 @@ class CeilingProbe:
         ctypes.memset(self._address, 1, MOST_READ_BYTES)
 
     def measure(self, read_bytes: int) -> dict[str, object]:
-        """Measures and returns the figures, by the names above; reads `num_bytes` of memory."""
+        """Returns the measured peaks, by the names above. Reads `num_bytes` of memory."""
         return {
             "read_bytes_per_s": self._read(min(read_bytes, MOST_READ_BYTES)),
             "fp32_flops_per_s": self._peak("peaks_fp32"),
@@ -66,7 +68,7 @@ class CeilingProbe:
     def _read(self, num_bytes: int) -> float:
         read = self._library.peaks_read
         rates: dict[int, list[float]] = {ahead: [] for ahead in AHEAD_BYTES}
-        read(self._threads, self._address, num_bytes, 0)  # into the caches
+        read(self._threads, self._address, num_bytes, 0)  # loads the memory into the caches
         for _ in range(NUM_PASSES):
             for ahead, found in rates.items():
                 found.append(read(self._threads, self._address, num_bytes, ahead))
@@ -74,7 +76,7 @@ class CeilingProbe:
 
 
 def main() -> None:
-    """Answers `measure` commands until standard input ends."""
+    """Answers `measure` commands until standard input is closed."""
     out = stdout_for_answers()
     drive(lambda: CeilingProbe(threads=int(sys.argv[1])), sys.stdin, out)
 

@@ -1,4 +1,4 @@
-"""Jobs of engines on CPUs and GPUs, the models of `bench.gpu`, and blocks for their KV. Pure.
+"""The jobs that engines are timed on, the models of `bench.gpu`, and tables of KV blocks. Pure.
 
 `bench.gpu` imports this file on machines with few packages: it needs neither typer nor rich.
 """
@@ -17,18 +17,21 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """Sequences behind contexts of one length, computed (prefill) or decoded for some steps."""
+    """Sequences with contexts of one length. An engine computes them (prefill) or decodes them for
+    some steps.
+    """
 
     name: str
     num_sequences: int
     context_len: int
-    num_steps: int  # 0: the prefill is measured
+    num_steps: int  # decode steps; 0: the prefill is measured
     for_peers: bool
-    prefills_all: bool = True  # False: one context is computed and copied
+    # False: one context is computed and its KV is copied to all sequences
+    prefills_all: bool = True
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of tokens that count for the job's speed."""
+        """Returns the number of tokens that are divided by the job's time to give its speed."""
         return self.num_sequences * (self.num_steps or self.context_len)
 
     @property
@@ -38,7 +41,9 @@ class EngineJob:
 
 
 def prompts_of(job: EngineJob, vocab_size: int, *, seed: int, repeat: int) -> list[list[int]]:
-    """Returns the job's prompts: the same for every engine, different in every repetition."""
+    """Returns the job's prompts. They are the same for every engine and differ between
+    repetitions.
+    """
     rng = Random(f"{seed}/{job.name}/{repeat}")
     num_prompts = job.num_sequences if job.prefills_all else 1
     shape = PromptShape(num_prompts=num_prompts, input_len=job.context_len)
@@ -46,7 +51,7 @@ def prompts_of(job: EngineJob, vocab_size: int, *, seed: int, repeat: int) -> li
 
 
 def limits_of(jobs: Sequence[EngineJob]) -> dict[str, int]:
-    """Returns the largest sizes of these jobs, by the drivers' option names."""
+    """Returns the largest sizes that these jobs need, by the names of the drivers' options."""
     return {
         "--max-sequences": max(job.num_sequences for job in jobs),
         "--max-len": max(job.context_len + job.num_steps + 1 for job in jobs),
@@ -56,16 +61,16 @@ def limits_of(jobs: Sequence[EngineJob]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """A Llama with random weights, and the sizes of its jobs and of the ceilings' inputs."""
+    """A Llama with random weights, its jobs, and the input sizes for measuring the ceilings."""
 
     model: Shape
     prefill_len: int
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
-    attention_jobs: tuple[tuple[int, int], ...]  # rows, context
-    num_steps: int  # in a decode job
-    read_bytes: int  # to measure bandwidth with
-    matrix_size: int  # to measure arithmetic with
+    attention_jobs: tuple[tuple[int, int], ...]  # rows and context tokens of each job
+    num_steps: int  # steps of a decode job
+    read_bytes: int  # bytes that are read to measure bandwidth
+    matrix_size: int  # rows of the square matrices that measure arithmetic
 
     def section(self, num_layers: int | None = None) -> KVSection:
         """Returns the layout of the KV of all layers, or of the first `num_layers` layers."""
@@ -83,7 +88,7 @@ GPU_SHAPES = {
             head_dim=128,
             ffn_size=14336,
             vocab_size=128256,
-            max_positions=32_896,  # context of the longest job, steps included
+            max_positions=32_896,  # context of the longest job, including its steps
         ),
         prefill_len=8192,
         batches=(1, 8, 64),
@@ -135,8 +140,8 @@ GPU_SHAPES = {
 
 
 def scattered_tables(lens: Sequence[int], block_size: int, *, seed: int) -> list[list[BlockId]]:
-    """Returns block tables of sequences of these lengths; they use as few blocks as possible, in
-    random order.
+    """Returns the block tables of sequences of these lengths. They use as few blocks as possible,
+    in random order.
     """
     counts = [-(-length // block_size) for length in lens]
     blocks = [BlockId(i) for i in range(sum(counts))]

@@ -2,9 +2,9 @@
 
     python -m bench.engine.ours WEIGHTS KV_FORMAT --checkpoint DIR …   (and the drivers' options)
 
-Steps are those of an otherwise idle worker with default settings: prompts in chunks under a step's
-token budget, then one token of every sequence in a step. Scheduling and messages, which a worker
-does around its runner, are left out.
+The engine runs the steps of an otherwise idle worker with default settings: prompts in chunks
+within a step's token budget, then one token of every sequence per step. A worker's scheduling and
+messages are left out.
 
 `decode_at` decodes behind contexts of any length. It computes one prompt and copies its blocks for
 the other sequences, so that each sequence reads memory of its own.
@@ -37,10 +37,10 @@ def prefill_steps(
     chunk_tokens: int = DEFAULTS.chunk_tokens,
     budget_tokens: int = DEFAULTS.max_batch_tokens,
 ) -> Iterator[list[Row]]:
-    """Returns the steps that compute all prompts, as `prefill.scheduler` would plan them.
+    """Returns the steps that compute all prompts, as `prefill.scheduler` plans them.
 
-    Prompts go in order of arrival, one chunk of each in a step. The last chunk of a prompt samples
-    its first token.
+    Prompts are computed in order of arrival. A step has at most one chunk of each prompt. The last
+    chunk of a prompt samples the answer's first token.
     """
     starts = [0] * len(prompts)
     while any(start < len(prompt) for start, prompt in zip(starts, prompts, strict=True)):
@@ -58,7 +58,7 @@ def prefill_steps(
 
 
 def tables_of(lens: Sequence[int], block_size: int) -> list[list[BlockId]]:
-    """Returns block tables of sequences of these lengths; blocks are numbered from 0."""
+    """Returns the block tables of sequences of these lengths. Blocks are numbered from 0."""
     tables = []
     first = 0
     for length in lens:
@@ -69,7 +69,7 @@ def tables_of(lens: Sequence[int], block_size: int) -> list[list[BlockId]]:
 
 
 class OurEngine:
-    """One runner with its weights and KV. Its public methods are commands."""
+    """One runner with its weights and KV. Each public method is a command of the protocol."""
 
     def __init__(self, options: argparse.Namespace, weights: str, kv_format: str) -> None:
         import torch
@@ -79,7 +79,7 @@ class OurEngine:
         torch.set_num_threads(options.threads)
         self._clock: Clock = MonotonicClock()
         begin_s = self._clock.now_s()
-        # each sequence may have one partly empty block
+        # each sequence may have one block that is only partly filled
         num_blocks = -(-options.max_tokens // DEFAULTS.block_size) + options.max_sequences
         self._runner = TorchRunner(
             Path(options.checkpoint),
@@ -101,7 +101,9 @@ class OurEngine:
         }
 
     def generate(self, prompts: Prompts, num_steps: int) -> dict[str, object]:
-        """Answers every prompt with `num_steps` + 1 tokens."""
+        """Computes all prompts, then decodes `num_steps` tokens of each answer after its first
+        token.
+        """
         tables = self._tables([len(prompt) + num_steps for prompt in prompts])
         watch = Stopwatch()
         answers = [[token] for token in self._prefill(prompts, tables)]
@@ -113,7 +115,7 @@ class OurEngine:
         return {**watch.answer(answers), "outside_forward_s": outside_s}
 
     def decode_at(self, prompt: list[int], num_sequences: int, num_steps: int) -> dict[str, object]:
-        """Decodes `num_sequences` sequences, each behind a copy of this prompt's KV."""
+        """Decodes `num_sequences` sequences. Each has its own copy of this prompt's KV."""
         context_len = len(prompt)
         tables = self._tables([context_len + num_steps] * num_sequences)
         [first] = self._prefill([prompt], tables[:1])
@@ -172,7 +174,7 @@ class OurEngine:
         return outside_s
 
     def _copy_blocks(self, tables: Sequence[Sequence[BlockId]], num_blocks: int) -> None:
-        """Copies the first blocks of the first sequence to every other sequence."""
+        """Copies the KV blocks of the first sequence's prompt to every other sequence."""
         blocks = np.frombuffer(self._runner.buffer, np.uint8)
         blocks = blocks.reshape(-1, self._runner.layout.block_bytes)
         for table in tables[1:]:
@@ -194,7 +196,7 @@ def _seq_id(index: int) -> SeqId:
 
 
 def main() -> None:
-    """Runs the engine that the command line names."""
+    """Runs the engine that the command-line arguments describe."""
     from bench.peers.driver import options_of
 
     out = stdout_for_answers()

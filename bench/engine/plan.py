@@ -1,15 +1,15 @@
-"""The plan of one `bench engine`, from its options and the model's size. Pure.
+"""The plan of one run of `bench engine`: its jobs and engines. Pure.
 
 All engines do the same jobs on the same prompts:
 
     prefill           8 prompts of 512 tokens, to the first token of each          ours and peers
     decode_b32        32 sequences behind prompts of 8 tokens, 32 steps            ours and peers
-    decode_b1         one such sequence                                            ours and peers
+    decode_b1         one sequence behind a prompt of 8 tokens, 32 steps         ours and peers
     prefill_len<n>    about 4096 tokens in prompts of n                            ours
     decode_b<b>_ctx<n>    b sequences behind contexts of n tokens, 32 steps        ours
 
-Our fp32 weights are compared with peers that hold fp32 weights. Our other formats are compared with
-all peers: each engine may then use the format that suits it best.
+Our engine with fp32 weights is compared with peers that use fp32 weights. Our engine in other
+formats is compared with all peers, so each engine may use its best format.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ DECODE_PROMPT_LEN = 8
 PREFILL_TOKENS = 4096
 NAMED_PREFILL_LEN = 512
 
-# For each kind of peer: the names of its engines in reports, and the variants of its driver.
+# The engines of each kind of peer: a name for reports, and a variant of the driver.
 PEERS = {
     "transformers": {"transformers": "f32"},
     "vllm": {"vllm": "f32", "vllm_w8a8": "w8a8"},
@@ -55,7 +55,7 @@ class EnginePeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan(Experiment):
-    """The options of the benchmark, and what follows from them."""
+    """The options of the benchmark, with the values that depend on them."""
 
     NAME: ClassVar = "engine"
     QUICK: ClassVar = "One run of fewer jobs: under 50 s without peers."
@@ -80,7 +80,7 @@ class EnginePlan(Experiment):
     peer: Annotated[list[str] | None, peer_option(*PEERS)] = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, which names the option that is wrong."""
+        """Checks the options. Raises ConfigError, which names the wrong option."""
         check_choices("--weights", self.formats, MEASURED_WEIGHTS)
         for option in ("prefill_lens", "batches", "contexts"):
             if any(value < 1 for value in self.numbers(option)):
@@ -89,13 +89,13 @@ class EnginePlan(Experiment):
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
-        """Returns the formats of weights."""
+        """Returns the formats of weights to measure."""
         form = f"a list of {', '.join(WeightFormat)}"
         return values_of("--weights", self.weights, WeightFormat, form)
 
     @property
     def peers(self) -> tuple[EnginePeer, ...]:
-        """Returns the engines of the options `--peer`."""
+        """Returns the peer engines that the options `--peer` name."""
         return tuple(
             EnginePeer(peer_name, program.name, variant, program.python)
             for program in peers_named(self.peer or (), PEERS)
@@ -104,22 +104,22 @@ class EnginePlan(Experiment):
 
     @property
     def num_threads(self) -> int:
-        """Returns the threads of every engine."""
+        """Returns the number of threads of every engine."""
         return self.threads or hardware().num_cores
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         model = self.checkpoint or f"{self.shape} with random weights"
         runs = "once" if self.repeat == 1 else f"{self.repeat} times"
         return f"{model}: {self.num_threads} threads, each job {runs}"
 
     def numbers(self, option: str) -> tuple[int, ...]:
-        """Returns the numbers of an option. Raises ConfigError."""
+        """Returns the numbers in the value of an option. Raises ConfigError."""
         return numbers_of(f"--{option.replace('_', '-')}", getattr(self, option))
 
     def quick(self) -> Self:
-        """Returns a smaller study, which takes under 50 s on two cores without peers."""
+        """Returns a smaller plan. On two cores without peers, a run takes under 50 s."""
         least = min(self.numbers("contexts"), default="")
         return replace(self, repeat=1, prefill_lens="", contexts=str(least), is_quick=True)
 
@@ -137,7 +137,7 @@ class EnginePlan(Experiment):
 
 
 def jobs_of(plan: EnginePlan) -> list[EngineJob]:
-    """Returns all jobs; jobs that peers do too come first."""
+    """Returns all jobs. The jobs that peers also do are first."""
     grid_steps = QUICK_GRID_STEPS if plan.is_quick else NUM_STEPS
     named = [
         EngineJob(
@@ -160,10 +160,10 @@ def jobs_of(plan: EnginePlan) -> list[EngineJob]:
 
 
 def warm_up_jobs(plan: EnginePlan) -> list[EngineJob]:
-    """Returns the jobs that every engine does before it is measured.
+    """Returns the jobs that every engine does once before it is measured.
 
-    With peers these are all jobs for peers, because some peers compile or allocate for each size.
-    A quick plan without peers does fewer.
+    With peers, these are all jobs for peers, because some peers compile or allocate for each size.
+    A quick plan without peers has fewer warm-up jobs.
     """
     if plan.peers or not plan.is_quick:
         return [job for job in jobs_of(plan) if job.for_peers]
@@ -171,10 +171,10 @@ def warm_up_jobs(plan: EnginePlan) -> list[EngineJob]:
 
 
 def kv_format_of(plan: EnginePlan, weights: WeightFormat) -> KVFormat:
-    """Returns the KV format that is measured with these weights."""
+    """Returns the KV format that is measured together with this format of weights."""
     return plan.kv_dtype or KV_OF_WEIGHTS.get(weights, KVFormat.FP32)
 
 
 def is_comparable(weights: str, variant: str) -> bool:
-    """True if a peer's figure is compared with ours with these weights."""
+    """Returns True if a peer's figure is compared with our figure for this format of weights."""
     return weights != WeightFormat.FP32 or variant == "f32"

@@ -15,10 +15,11 @@
 
 A peer's `value` is the median of its own runs, `ratio` ours over theirs.
 
-What registers allow is the highest that was measured in the whole run: neighbours on the machine
-only lower it, and by half within seconds. Read bandwidth depends on what fits into caches. So each
-of our samples has its own, the higher of those right before and right after it. A result above its
-limit shows that a ceiling is wrong, so such a run fails (`check_limits`).
+The arithmetic ceilings are the highest values of the whole run: other load on the machine only
+lowers them, by half within seconds. Read bandwidth depends on how much of the weights fits into
+caches. So each of our samples has its own bandwidth ceiling, the higher of two: one measured right
+before the sample, one right after. A result above its limit shows that a ceiling is wrong, so such
+a run fails (`check_limits`).
 """
 
 import statistics
@@ -45,39 +46,40 @@ from engine.errors import BatonError
 
 OVERHEAD_JOB = "decode_b32"
 REFERENCE = "fp32"
-# Tolerated excess over a limit: the clock may change between a job and its ceilings.
+# A result may exceed its limit by this share, since the clock may change between job and ceilings.
 TOLERATED = 0.05
 
-JobKey = tuple[str, str]  # engine, job
+JobKey = tuple[str, str]  # engine and job
 
 
 Formats = tuple[str, str]  # formats of the weights and of the KV
 
 
 class CeilingExceeded(BatonError):
-    """Results above what the machine was measured to allow."""
+    """A result is above its limit, so the measured ceiling must be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobTime:
-    """The time that one engine took for one job, once."""
+    """The seconds that one engine needed for one job in one repetition."""
 
     seconds: float
     first_tokens: tuple[int, ...] = ()
     outside_forward_s: float | None = None
-    ceilings: Ceilings | None = None  # measured right before and after the job; None: unknown
+    # peaks measured right before and after the job; None: not measured
+    ceilings: Ceilings | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """The times of all jobs; each engine did each job once."""
+    """The times of all jobs in one repetition. Each engine did each job once."""
 
     samples: Mapping[JobKey, JobTime]
 
 
 @dataclass(frozen=True, slots=True)
 class OurMemory:
-    """Memory and start-up times that our engine reports for one format of weights."""
+    """Memory and start-up times of our engine with one format of weights."""
 
     memory: ModelMemory
     resident_bytes: float
@@ -87,18 +89,19 @@ class OurMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineMeasured:
-    """All measurements of one run."""
+    """All measurements of one run of `bench engine`."""
 
-    size: ModelSize | None  # None: this model has no known limits
+    size: ModelSize | None  # None: the model is not a dense decoder, so results have no limits
     ours: Mapping[WeightFormat, OurMemory]
     repetitions: tuple[Repetition, ...]
-    background: tuple[float, ...] = ()  # share of the CPU that other programs used, by repetition
-    versions: Mapping[str, str] = field(default_factory=dict)  # versions of the peers
+    # share of the CPU that other programs used, for each repetition
+    background: tuple[float, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)  # versions of the peers by engine
     failed: tuple[Missing, ...] = ()
 
 
 def results(plan: EnginePlan, measured: EngineMeasured) -> tuple[Result, ...]:
-    """All results, in the order of the table above."""
+    """Returns all results, in the order of the table in this module's docstring."""
     measured = _with_highest_peaks(measured)
     found: list[Result] = []
     for weights, ours in measured.ours.items():
@@ -137,7 +140,7 @@ def _with_highest_peaks(measured: EngineMeasured) -> EngineMeasured:
 
 
 def check_limits(found: Sequence[Result]) -> None:
-    """Raises CeilingExceeded, which names the results above their limits."""
+    """Raises CeilingExceeded, which names the results, if any result is above its limit."""
     above = [r for r in found if r.of_limit is not None and r.of_limit > 1 + TOLERATED]
     if above:
         names = ", ".join(f"{r.name} ({r.of_limit:.0%})" for r in above)
@@ -145,12 +148,12 @@ def check_limits(found: Sequence[Result]) -> None:
 
 
 def warnings(measured: EngineMeasured) -> list[str]:
-    """A line for each reason not to trust the results."""
+    """Returns a line for each reason not to trust the results."""
     return [*(failed.warning for failed in measured.failed), *busy_warning(measured.background)]
 
 
 def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:
-    """Returns the least work of a job. A prefill counts as one step, which reads the weights
+    """Returns the least work of a job. A prefill counts as one step, so it reads the weights
     once.
     """
     if not job.num_steps:
@@ -161,14 +164,14 @@ def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:
 def limit_s(
     job: EngineJob, size: ModelSize, ours: ModelMemory, ceilings: Ceilings, formats: Formats
 ) -> float:
-    """Returns the least seconds of a job: the sum of the lower bounds of its steps."""
+    """Returns the least seconds of a job, as the sum of the least seconds of its steps."""
     if not job.num_steps:
         return least_time_s(work_of(job, size, ours), ceilings, *formats)
     return sum(least_time_s(step, ceilings, *formats) for step in _steps(job, size, ours))
 
 
 def step_bytes(job: EngineJob, size: ModelSize, memory: ModelMemory) -> int:
-    """Returns the bytes that the last step of a job reads; a prefill counts as one step."""
+    """Returns the bytes that the last step of a job reads. A prefill counts as one step."""
     if not job.num_steps:
         return int(work_of(job, size, memory).read_bytes)
     *_, last = _steps(job, size, memory)
@@ -209,7 +212,7 @@ def _job_results(
 def _rates(
     job: EngineJob, work: Work, samples: Sequence[JobTime], formats: Formats
 ) -> Iterator[Result]:
-    """Flops/s and, for decoding, bytes/s."""
+    """Returns the results in flops/s and, for decode jobs, in bytes/s."""
     in_registers = replace(work, read_bytes=0.0)
     ceilings = [sample.ceilings for sample in samples if sample.ceilings is not None]
     peaks = [work.flops / least_time_s(in_registers, each, *formats) for each in ceilings]
@@ -222,7 +225,7 @@ def _rates(
 
 
 def _rate(name: str, amount: Figure, samples: Sequence[JobTime], limits: Sequence[float]) -> Result:
-    """`amount` per second, in 10⁹, beside its limits."""
+    """Returns `amount` per second, in units of 10⁹, with its limits."""
     runs = [amount.value / sample.seconds / 1e9 for sample in samples]
     return result_of(name, runs, amount.unit).limited_each([limit / 1e9 for limit in limits])
 
@@ -230,7 +233,7 @@ def _rate(name: str, amount: Figure, samples: Sequence[JobTime], limits: Sequenc
 def _peers(
     plan: EnginePlan, measured: EngineMeasured, job: EngineJob, weights: str
 ) -> dict[str, float]:
-    """The speeds of the comparable peers that did this job."""
+    """Returns the tokens per second of the comparable peers that did this job."""
     found = {}
     for peer in plan.peers:
         samples = _samples(measured, (peer.name, job.name))
@@ -261,7 +264,9 @@ def _peaks(ceilings: Ceilings) -> dict[str, Figure]:
 
 
 def _same_tokens(measured: EngineMeasured) -> tuple[Result, ...]:
-    """Returns the share of each engine's first tokens that equal those of our fp32 engine."""
+    """Returns, for each engine, the percentage of first tokens that equal our fp32 engine's first
+    tokens.
+    """
     runs = []
     for repetition in measured.repetitions:
         chosen = {

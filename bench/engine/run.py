@@ -1,10 +1,11 @@
-"""Measures our engine and its peers: starts their processes, gives them jobs in turn, ends them.
+"""Measures our engine and its peers: starts their processes, gives jobs to each in turn, ends them.
 
-Every engine is a process of its own with the same number of threads; ours is one process for each
-format of weights. Only one works at a time. All are loaded and have run the jobs once before the
-first measurement. Then each job goes to all engines before the next job begins. The order is
-reversed with each repetition, so that other load on the machine affects all engines alike. The
-machine's ceilings are measured right before and right after each job of ours.
+Every engine is a process of its own, with the same number of threads. Our engine has one process
+for each format of weights. Only one engine works at a time. Before the first measurement, all
+engines are loaded and have run the jobs once. Then all engines do a job, one after the other,
+before the next job. The order is reversed with each repetition, so that other load on the machine
+affects all engines alike. The machine's ceilings are measured right before and right after each job
+of our engine.
 """
 
 import os
@@ -45,38 +46,40 @@ from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
 from engine.model.loading.files import read_json
 
-LOAD_TIMEOUT_S = 600.0  # vLLM compiles for a minute or more
+LOAD_TIMEOUT_S = 600.0  # vLLM compiles for one minute or more
 JOB_TIMEOUT_S = 300.0
 IDLE_CHECK_S = 0.3
-SETTLE_S = 0.3  # Intel's OpenMP spins for 0.2 s
-WARM_UP = -1  # number of the warm-up, whose prompts no repetition uses
+SETTLE_S = 0.3  # Intel's OpenMP threads spin for 0.2 s after their work
+WARM_UP = -1  # repetition number of the warm-up; its prompts are used by no other repetition
 DRIVER = Path(__file__).parents[1] / "peers" / "driver.py"
 
 
 @dataclass(slots=True)
 class Contest:
-    """The engines that still run, by name. A peer that fails is removed."""
+    """The engines that are running, by name. An engine that fails is removed, if it is a peer."""
 
     ours: dict[str, Driven]
     peers: dict[str, Driven]
     ceilings: Driven | None
-    size: ModelSize | None = None  # None: this model has no known limits
-    memory: dict[str, ModelMemory] = field(default_factory=dict)  # our engines'
+    # None: the model is not a dense decoder, so results have no limits
+    size: ModelSize | None = None
+    # memory of our engines by format of weights
+    memory: dict[str, ModelMemory] = field(default_factory=dict)
     failed: list[Missing] = field(default_factory=list)
 
     def engines(self, job: EngineJob, repeat: int) -> list[Driven]:
-        """Returns the engines for a job, in the order of this repetition."""
+        """Returns the engines that do a job, in the order of this repetition."""
         engines = [*self.ours.values(), *(self.peers.values() if job.for_peers else ())]
         return engines[::-1] if repeat % 2 else engines
 
     def sessions(self) -> list[int]:
-        """Session ids of all processes that still run."""
+        """Returns the session ids of all running engine processes."""
         engines = (*self.ours.values(), *self.peers.values(), self.ceilings)
         return [engine.session for engine in engines if engine is not None and engine.session]
 
     def ceilings_beside(self, engine: Driven, job: EngineJob) -> Ceilings | None:
-        """Measures the machine's peaks for a job of ours; None for a job of a peer, or without a
-        ceiling probe.
+        """Returns the machine's peaks, measured for a job of our engine. None for a job of a peer,
+        or if there is no ceiling probe.
         """
         memory = self.memory.get(engine.name)
         if self.ceilings is None or self.size is None or memory is None:
@@ -99,18 +102,20 @@ class EngineStudy(EnginePlan):
     """Measure prefill and decode of the engine alone, beside this machine's limits and peers."""
 
     def measure(self, say: Say) -> Findings:
-        """Raises DrivenFailed if our own engine fails, and ConfigError."""
+        """Runs the benchmark. Raises ConfigError, and DrivenFailed if our own engine fails."""
         measured = measure(self, say)
         config = notes_on(measured.versions, measured.failed)
         return Findings(results(self, measured), warnings(measured), config=config)
 
     def show(self, console: Console, report: Report) -> None:
-        """Prints the results. Raises CeilingExceeded if one is above its limit."""
+        """Prints the results. Raises CeilingExceeded if a result is above its limit."""
         print_results(console, report)
         check_limits(report.results)
 
     def plot(self, report: Report, found: Findings, path: Path) -> None:
-        """Draws a panel for each kind of job: bars of our formats and of peers, and limits."""
+        """Draws a panel for each kind of job, with bars for our formats and for peers, and with
+        limits.
+        """
         panels: dict[str, dict[str, float]] = {}
         limits: dict[str, dict[str, float]] = {}
         speeds = {result.name: result for result in report.results}
@@ -131,8 +136,8 @@ class EngineStudy(EnginePlan):
 
 
 def _panel(job: EngineJob) -> str:
-    """Returns the title of a job's panel: jobs with peers have their own panel, other jobs share
-    one by kind and batch.
+    """Returns the title of a job's panel. A job with peers has its own panel. Other jobs of the
+    same kind and batch share a panel.
     """
     if job.for_peers:
         return f"{job.name}, tokens/s"
@@ -145,7 +150,7 @@ def _bar(job: EngineJob, weights: str) -> str:
 
 
 def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
-    """Carries out the plan. Raises DrivenFailed if our own engine fails, and ConfigError."""
+    """Carries out the plan. Raises ConfigError, and DrivenFailed if our own engine fails."""
     checkpoint = plan.checkpoint or cached_checkpoint(plan.shape, plan.seed)
     size = model_size(checkpoint)
     vocab_size = _vocab_size(checkpoint, plan)
@@ -177,9 +182,9 @@ def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
 
 
 def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
-    """Loads our engines one by one, because that is timed, then all peers at once.
+    """Loads our engines one by one, because their load times are measured, then all peers at once.
 
-    Returns what each engine reports.
+    Returns the facts that each engine reports.
     """
     facts = {}
     _load_ceilings(contest, say)
@@ -201,8 +206,8 @@ def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
 
 
 def _load_ceilings(contest: Contest, say: Say) -> None:
-    """Starts the ceiling probe. Without it (no compiler, another processor) results have no
-    limits.
+    """Starts the ceiling probe. If the probe cannot run (no compiler, another processor), results
+    have no limits.
     """
     assert contest.ceilings is not None
     say(f"loading: {contest.ceilings.name}")
@@ -224,7 +229,7 @@ def _repetition(contest: Contest, plan: EnginePlan, vocab_size: int, repeat: int
 def _round(
     contest: Contest, job: EngineJob, vocab_size: int, *, seed: int, repeat: int
 ) -> dict[JobKey, JobTime]:
-    """Gives one job to each of its engines, one after the other."""
+    """Runs one job on each of its engines, one after the other."""
     prompts = prompts_of(job, vocab_size, seed=seed, repeat=repeat)
     samples = {}
     for engine in contest.engines(job, repeat):
@@ -274,7 +279,8 @@ def _peer(plan: EnginePlan, peer: EnginePeer, checkpoint: Path) -> Driven:
     options = _options(plan, checkpoint, jobs, variant=peer.variant)
     environment = environment_of_peers() | _threads(plan)
     openmp = peer.python.parent.parent / "lib" / "libiomp5.so"
-    if peer.driver == "vllm" and openmp.exists():  # vLLM's documentation recommends this
+    # vLLM's documentation recommends to preload OpenMP
+    if peer.driver == "vllm" and openmp.exists():
         environment["LD_PRELOAD"] = str(openmp)
     return Driven(peer.name, [str(peer.python), str(DRIVER), peer.driver, *options], environment)
 
@@ -287,7 +293,7 @@ def _ceilings(plan: EnginePlan) -> Driven:
 def _options(
     plan: EnginePlan, checkpoint: Path, jobs: Sequence[EngineJob], *, variant: str
 ) -> list[str]:
-    """Returns the options that all drivers take."""
+    """Returns the command-line options that all drivers accept."""
     fixed = {"--checkpoint": checkpoint, "--variant": variant, "--threads": plan.num_threads}
     limits = limits_of([*jobs, *warm_up_jobs(plan)])
     return [str(text) for pair in (fixed | limits).items() for text in pair]
@@ -312,9 +318,11 @@ def _memory(facts: Answer) -> ModelMemory:
 
 
 def _vocab_size(checkpoint: Path, plan: EnginePlan) -> int:
-    """The vocabulary's size. Raises ConfigError if the plan's contexts are too long."""
+    """Returns the size of the vocabulary. Raises ConfigError if the plan's contexts exceed the
+    model's.
+    """
     config = read_json(checkpoint, "config.json")
-    assert isinstance(config, dict)  # `model_size` has checked it
+    assert isinstance(config, dict)  # `model_size` has checked the type
     longest = limits_of(jobs_of(plan))["--max-len"]
     if longest > config.get("max_position_embeddings", longest):
         raise ConfigError(f"contexts of {longest} tokens are longer than the model's")
@@ -324,5 +332,5 @@ def _vocab_size(checkpoint: Path, plan: EnginePlan) -> int:
 
 
 def _settle() -> None:
-    """Waits until the last engine's threads sleep, as they spin for a while after their work."""
+    """Waits until the last engine's threads sleep. After their work they spin for a while."""
     threading.Event().wait(SETTLE_S)

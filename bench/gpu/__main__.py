@@ -3,17 +3,19 @@
     python -m bench.gpu [--quick] [--json FILE] [--peer vllm=PYTHON]
     python -m bench.gpu --serve DIR [--shape 1b] [--quick] [--json FILE]
 
-With `--serve`, the whole server runs the checkpoint in DIR; if DIR has none, one of random weights
-is made there. `bench.gpu.serve` says what is compared. This mode also needs the packages of a
-gateway; `python -m bench.gpu.wheels DIR` collects them for machines without a network.
+With `--serve`, the whole server runs with the checkpoint in DIR. If DIR has no checkpoint, one with
+random weights is written there. `bench.gpu.serve` describes the comparison. This mode also needs
+the packages of a gateway; `python -m bench.gpu.wheels DIR` collects them for machines without a
+network.
 
-With `--peer vllm=PYTHON`, that Python runs vLLM on the same shape first. Our bf16 figures are shown
-beside vLLM's (`bench.gpu.peers`).
+With `--peer vllm=PYTHON`, vLLM runs first, on the same shape, with that Python. Our bf16 figures
+are printed beside vLLM's (`bench.gpu.peers`).
 
-The rest needs torch, transformers, msgspec and, on a GPU, triton, but no checkpoint and no network.
-A call takes under nine minutes on a Hopper GPU with the shape of an 8 B Llama. Jobs for which
-memory or time is short are listed as skipped. `--device cpu --shape tiny` tests the benchmark.
-`bench.gpu.run` lists the checks and measurements in their order.
+Without these options, the command needs torch, transformers, msgspec and, on a GPU, triton. It
+needs no checkpoint and no network. A call takes under nine minutes on a Hopper GPU with the shape
+of an 8 B Llama. Jobs for which there is too little memory or time are listed as skipped. `--device
+cpu --shape tiny` tests the benchmark. `bench.gpu.run` lists the checks and measurements in their
+order.
 
 Exit status: 0; 1 if a check failed (missed goals are printed and fail nothing); 2 if it cannot run
 here, with the reason in one line.
@@ -32,7 +34,7 @@ BUDGET_S = 500.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs everything and returns the exit status."""
+    """Runs the benchmark and returns the exit status."""
     options = _options(arguments)
     reason = _why_not(options.device) or (options.serve and _absent(NEEDED_TO_SERVE))
     if reason is None and options.peer and options.serve:
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Runs everything, with imports that need the packages."""
+    """Runs the benchmark. Imports modules that need optional packages."""
     if options.serve is not None:
         from bench.gpu.serve import serve
 
@@ -102,7 +104,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _why_not(device: str) -> str | None:
-    """Returns why the benchmark cannot run here, or None."""
+    """Returns the reason why the benchmark cannot run here; None if it can."""
     absent = _absent(NEEDED)
     if absent is not None or device == "cpu":
         return absent
@@ -114,7 +116,7 @@ def _why_not(device: str) -> str | None:
 
 
 def _absent(needed: Sequence[str]) -> str | None:
-    """Names the missing packages as a reason; None if all are installed."""
+    """Returns a reason that names the missing packages; None if all are installed."""
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if not absent:
         return None

@@ -1,16 +1,16 @@
-"""Checks that GPU kernels compute correctly, before `bench.gpu` times them.
+"""Checks the results of GPU kernels, before `bench.gpu` times the kernels.
 
     check_attention   the kernels against torch's attention in fp32 over the record that they left,
                       and that record against `KVCache.write`
     check_matmul      products of fp8 matrices against plain numbers
     check_groups      products of groups of fp8 rows, as experts need them, likewise
 
-Each returns complaints, one line each, or none. Memory that a row may not touch holds NaN. A CPU
-has no kernels, so there torch's attention is checked.
+Each function returns a list of complaints, one line each. Memory that a row must not read or write
+is filled with NaN. A CPU has no kernels, so on a CPU torch's attention is checked.
 
     python -m bench.gpu.kernels KV_FORMAT HEAD_DIM DTYPE DEVICE
 
-prints the complaints about one case, and imports no more than that needs.
+prints the complaints about one case. It imports only the modules that this case needs.
 """
 
 import sys
@@ -44,7 +44,7 @@ from engine.worker.batch import Row
 
 BLOCK_SIZE = 16
 LAYER = 1
-NOT_A_NUMBER = 0xFF  # byte value: floats of every format are NaN if all their bytes have it
+NOT_A_NUMBER = 0xFF  # byte value: a float of any format is NaN if all its bytes have this value
 NUM_PADS = 3
 
 # (cached tokens, new tokens) of each row: decode, verification, prefill, and a mixture
@@ -54,11 +54,12 @@ LENGTHS = (
     ((0, 300), (500, 70), (40, 1), (64, 16)),
     ((9000, 1), (0, 2048)),
 )
-USUAL_HEAD_DIM = 128  # checked with windows and softcaps too: each compiles its own kernels
+# this head size is also checked with windows and softcaps, whose kernels are compiled separately
+USUAL_HEAD_DIM = 128
 HEAD_DIMS = (USUAL_HEAD_DIM, 256, 96, 80, 64)
 
-# Relative to a query's largest result element. bf16 has 8 bits; a token left out of a context
-# with 1000 tokens changes a result by more than this.
+# Tolerated error, relative to the largest element of a query's result. bf16 has 8 bits of
+# precision. If one of 1000 context tokens were missing, the error would be larger.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-3}
 STORE_SLACK = {KVFormat.FP8_E4M3: 1e-5, KVFormat.INT8: 1e-5, KVFormat.INT4: 1e-2}
 MATMUL_TOLERANCE = 2**-7
@@ -66,7 +67,7 @@ MATMUL_TOLERANCE = 2**-7
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One KV format, head size and dtype."""
+    """One case of the attention check: a KV format, a head size and a dtype."""
 
     kv_format: KVFormat
     head_dim: int
@@ -76,13 +77,13 @@ class AttentionCase:
 
     @property
     def name(self) -> str:
-        """The case's name in messages."""
+        """Returns the name of the case, for messages."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"attention, KV {self.kv_format}, head size {self.head_dim}, queries {dtype}"
 
     @property
     def scorings(self) -> tuple[Scoring, ...]:
-        """The kinds of scores to check."""
+        """Returns the variants of attention scores to check, such as windows and softcaps."""
         scaling = self.head_dim**-0.5
         if self.head_dim != USUAL_HEAD_DIM:
             return (Scoring(scaling),)
@@ -91,20 +92,22 @@ class AttentionCase:
 
 
 def attention_cases(*, is_quick: bool) -> list[AttentionCase]:
-    """All formats and head sizes, or only all formats if `is_quick`; the slowest cases first."""
+    """Returns the cases, the slowest first. All formats and head sizes; if `is_quick`, only all
+    formats.
+    """
     head_dims = (USUAL_HEAD_DIM,) if is_quick else HEAD_DIMS
     cases = [AttentionCase(kv_format, d) for d in head_dims for kv_format in KVFormat]
     return [AttentionCase(KVFormat.INT8, USUAL_HEAD_DIM, torch.float32), *cases]
 
 
 def arguments_of(case: AttentionCase, device: str) -> list[str]:
-    """The case as arguments of this file's command."""
+    """Returns the command-line arguments of this module that describe the case."""
     dtype = str(case.dtype).removeprefix("torch.")
     return [case.kv_format.value, str(case.head_dim), dtype, device]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Checks the case that `arguments_of` describes."""
+    """Checks the case that the arguments describe (see `arguments_of`)."""
     kv_format, head_dim, dtype, device = arguments
     case = AttentionCase(KVFormat(kv_format), int(head_dim), getattr(torch, dtype))
     for line in check_attention(case, device):
@@ -112,7 +115,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check_attention(case: AttentionCase, device: str) -> list[str]:
-    """Returns complaints about batches of all kinds, windows, softcaps and padding rows."""
+    """Returns complaints about attention over batches of all kinds, with windows, softcaps and
+    padding rows.
+    """
     found = []
     with torch.inference_mode():
         for lengths in LENGTHS if device != "cpu" else LENGTHS[:-1]:
@@ -126,7 +131,8 @@ def check_attention(case: AttentionCase, device: str) -> list[str]:
 
 
 def check_matmul(device: str) -> list[str]:
-    """Returns complaints about products with the row counts of decode, verification and prefill.
+    """Returns complaints about matrix products with the row counts of decode, verification and
+    prefill.
 
     Needs a GPU with fp8.
     """
@@ -146,8 +152,8 @@ def check_matmul(device: str) -> list[str]:
 
 
 def check_groups(device: str) -> list[str]:
-    """Returns complaints about products of rows that are sorted by expert; some experts have no
-    rows.
+    """Returns complaints about matrix products of rows that are sorted by expert. Some experts have
+    no rows.
 
     Needs a GPU that multiplies groups.
     """
@@ -171,7 +177,9 @@ def check_groups(device: str) -> list[str]:
 
 
 class _Problem:
-    """Rows over a record that holds their earlier tokens, and NaN everywhere else."""
+    """Rows of a batch, and a KV record with their earlier tokens. All other bytes of the record are
+    NaN.
+    """
 
     def __init__(
         self, case: AttentionCase, lengths: Sequence[tuple[int, int]], device: str
@@ -199,14 +207,15 @@ class _Problem:
         self.key, self.value = self._kv(num_tokens)
 
     def complaints(self, scoring: Scoring) -> Iterator[str]:
-        """Returns complaints about the result, and about the record afterwards."""
+        """Returns complaints about the result of the kernel, and about the record after it."""
         before = self.cache.buffer.clone()
         batch = build_batch(self.rows, self.cache)
         found = _attend_of(self.device)(
             self.query, self.key, self.value, self.cache, LAYER, batch, scoring
         )
         yield from self._complaints_of_record(before, batch.slot_mapping)
-        # For its own batch: torch's attention derives masks from it in the dtype of the queries.
+        # Uses a batch of its own: torch's attention builds masks in it, in the dtype of the
+        # queries.
         batch = build_batch(self.rows, self.cache)
         truth = torch_attention.paged_attention(
             self.query.float(), self.cache, LAYER, batch, scoring
@@ -214,7 +223,9 @@ class _Problem:
         yield from _complaints_of_result(found, truth, TOLERANCE[self.case.dtype])
 
     def _complaints_of_record(self, before: torch.Tensor, slots: torch.Tensor) -> Iterator[str]:
-        """Checks that K and V are in their slots, rounded, and that no other byte changed."""
+        """Checks that K and V are in their slots, rounded to the format, and that all other bytes
+        are unchanged.
+        """
         after = self.cache
         twin = KVCache(after.layout, before.clone())
         twin.write(LAYER, slots, self.key, self.value)
@@ -245,7 +256,9 @@ class _Problem:
 
 
 def _complaints_of_padding(case: AttentionCase, device: str) -> Iterator[str]:
-    """Checks that padding rows store nothing, get zeros and do not change other rows."""
+    """Checks that padding rows write nothing to the record, get zeros as result, and leave other
+    rows unchanged.
+    """
     problem = _Problem(case, LENGTHS[0], device)
     scoring = Scoring(case.head_dim**-0.5)
     arguments = (problem.query, problem.key, problem.value)
@@ -272,7 +285,9 @@ def _complaints_of_padding(case: AttentionCase, device: str) -> Iterator[str]:
 def _complaints_of_result(
     found: torch.Tensor, truth: torch.Tensor, tolerance: float
 ) -> Iterator[str]:
-    """Compares `found` with `truth` [num_tokens, num_heads, head_dim] for each query and head."""
+    """Compares `found` with `truth`, both [num_tokens, num_heads, head_dim], for each query and
+    head.
+    """
     error = (found.float() - truth).abs().amax(-1) / truth.abs().amax(-1)
     if not truth.isfinite().all():
         yield "the reference itself is not finite"
@@ -283,7 +298,7 @@ def _complaints_of_result(
 
 
 def _stored(cache: KVCache) -> list[torch.Tensor]:
-    """K and V of the layer as fp32 [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """Returns K and V of the layer as fp32 [num_blocks, num_kv_heads, block_size, head_dim]."""
     scales: tuple[torch.Tensor | None, ...] = (None, None)
     if cache.kv_format.has_scales:
         scales = cache.key_scales[LAYER], cache.value_scales[LAYER]

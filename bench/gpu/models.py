@@ -1,4 +1,4 @@
-"""Makes models with random weights without a file, and checks that they compute correctly.
+"""Makes models with random weights in memory, and checks their results.
 
 check_model      compares CudaForward, with captured steps, with the hook over torch's attention
 check_sampling   compares the tokens of the GPU's sampler with those of the definition
@@ -32,7 +32,7 @@ from engine.worker.blocks import BlockId
 
 SEED = 0
 BLOCK_SIZE = 16
-MODEL_TOLERANCE = {  # relative to the spread of the logits
+MODEL_TOLERANCE = {  # tolerated difference of logits, relative to the spread of the logits
     WeightFormat.FP32: 1e-3,
     WeightFormat.BF16: 0.1,
     WeightFormat.FP8: 0.3,
@@ -42,7 +42,9 @@ MODEL_TOLERANCE = {  # relative to the spread of the logits
 def random_llama(
     shape: GpuShape, kv_format: KVFormat, device: str, *, dtype: torch.dtype
 ) -> LoadedModel:
-    """Makes a Llama of this shape, in the form that `engine.model.loading.checkpoint` returns."""
+    """Makes a Llama of this shape with random weights, as `engine.model.loading.checkpoint` returns
+    models.
+    """
     config = AutoConfig.for_model(**config_of(shape.model))
     torch.manual_seed(SEED)
     with torch.device(device):
@@ -65,7 +67,9 @@ def random_llama(
 
 
 def check_model(weights: WeightFormat, kv_format: KVFormat, device: str) -> list[str]:
-    """Complaints about a small model's logits over prompts in chunks and varied decode steps."""
+    """Returns complaints about a small model's logits, over prompts in chunks and varied decode
+    steps.
+    """
     shape = GPU_SHAPES["tiny"]
     dtype = torch.float32 if weights is WeightFormat.FP32 else torch.bfloat16
     loaded = random_llama(shape, kv_format, device, dtype=dtype)
@@ -89,13 +93,15 @@ def check_model(weights: WeightFormat, kv_format: KVFormat, device: str) -> list
         if not error <= MODEL_TOLERANCE[weights]:
             found.append(f"{len(rows)} rows, {sum(len(r.token_ids) for r in rows)} tokens: {error}")
     ours.close()
-    # Otherwise the next model would first try code that was compiled for this one.
+    # Clears compiled code: the next model would first try the code of this model.
     torch._dynamo.reset()
     return [f"model, weights {weights}, KV {kv_format}: {line}" for line in found]
 
 
 def _steps(tables: Sequence[Sequence[BlockId]], vocab_size: int) -> Iterator[list[Row]]:
-    """Prompts in chunks, decode steps of one to five rows, verification, and steps of all."""
+    """Yields steps: prompts in chunks, decode steps of one to five rows, verification, and a mixed
+    step.
+    """
     rng = Random(0)
     lens = [0] * len(tables)
     for chunks in (
@@ -153,7 +159,9 @@ def check_sampling(
     sampler: Callable[[torch.Tensor, Sequence[TokenChoice]], torch.Tensor] = triton_sampling.sample,
     vocabs: Sequence[int] = VOCABS,
 ) -> list[str]:
-    """Complaints over rows of all kinds: spread, tied and masked logits in bf16 and fp32."""
+    """Returns complaints about sampled tokens, over rows with spread, tied and masked logits in
+    bf16 and fp32.
+    """
     rng = torch.Generator(device).manual_seed(0)
     kinds = [kind for kind in KINDS for _ in range(ROWS_OF_A_KIND)]
     found = []

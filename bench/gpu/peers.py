@@ -1,16 +1,17 @@
-"""Measures peers on the jobs of `bench.gpu`: the same shape, bf16, weights without a checkpoint.
+"""Measures peers on the jobs of `bench.gpu`, with the same shape in bf16 and dummy weights.
 
     python -m bench.gpu --peer vllm=PYTHON
 
-A peer is a process of its own, driven by `bench/peers/driver.py`, and has the GPU for itself. It
-runs before our model is made. Its weights are dummies, as ours are random: the time does not
-depend on them.
+A peer runs in its own process, driven by `bench/peers/driver.py`. It runs before our model is made,
+so it has the GPU for itself. The time does not depend on the weights' values: the peer's weights
+are dummies, and ours are random.
 
-    prefill_<n>             one prompt, to its first token
-    decode_b<b>_ctx<n>      steps in which each of `b` sequences behind `n` tokens gets one
+    prefill_<n>             one prompt of n tokens, to its first token
+    decode_b<b>_ctx<n>      steps in which each of b sequences, with n context tokens, gets a token
 
-Our figures of weights and KV in bf16 stand beside the peer's. A peer that fails, or for which there
-is no time, is listed as skipped: the rest goes on. No torch here.
+The peer's figures are reported with our figures for weights and KV in bf16. A peer that fails, or
+for which there is no time, is listed as skipped, and the benchmark continues. This module does not
+import torch.
 """
 
 import shutil
@@ -31,24 +32,25 @@ from bench.gpu.session import GpuSession
 from bench.processes.driven import Driven, DrivenFailed
 
 PEERS = ("vllm",)
-PEER_S = 240.0  # time for one peer, which compiles and captures for a minute or two
+PEER_S = 240.0  # seconds for one peer, which compiles and captures for a minute or two
 JOB_NEEDS_S = 20.0
 VARIANT = "bf16-dummy"
-COMPARED = "bf16-bf16"  # our weights and KV
+COMPARED = "bf16-bf16"  # the formats of our weights and KV that are compared
 NUM_RUNS = 3
-LARGEST_CONTEXT = 4096  # the prompts of all sequences are computed again for each run
+# jobs with a longer context are left out: each run computes the prompts of all sequences again
+LARGEST_CONTEXT = 4096
 DRIVER = Path(__file__).parents[1] / "peers" / "driver.py"
 
 
 @dataclass(slots=True)
 class PeerFigures:
-    """Tokens per second of peers, by peer and job, and their versions."""
+    """Tokens per second of each peer in each job, and the peers' versions."""
 
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     def beside(self, results: Iterable[Result]) -> list[Result]:
-        """Returns the results, with the peers' figures where peers have them."""
+        """Returns the results, with the peers' figures for the jobs that peers did."""
         return [self._beside(result) for result in results]
 
     def _beside(self, result: Result) -> Result:
@@ -60,7 +62,7 @@ class PeerFigures:
 
 
 def jobs_of(shape: GpuShape) -> list[EngineJob]:
-    """All jobs, the cheapest first."""
+    """Returns all jobs, the fastest first."""
     decodes = [
         EngineJob(f"decode_b{rows}_ctx{n}", rows, n, shape.num_steps, for_peers=True)
         for rows in shape.batches
@@ -75,7 +77,7 @@ def jobs_of(shape: GpuShape) -> list[EngineJob]:
 def measure_peers(
     session: GpuSession, shape: GpuShape, programs: Sequence[PeerProgram], figures: PeerFigures
 ) -> None:
-    """Runs the peers one after the other, each in a section of its own."""
+    """Runs the peers one after the other, each in its own section."""
     for program in programs:
         work = partial(_measure, session, shape, program, figures)
         session.section(f"peer {program.name}", work, needs_s=JOB_NEEDS_S)
@@ -84,7 +86,7 @@ def measure_peers(
 def _measure(
     session: GpuSession, shape: GpuShape, program: PeerProgram, figures: PeerFigures
 ) -> None:
-    """Adds a peer's figures for the jobs that there is time for."""
+    """Adds a peer's figures for the jobs for which there is time."""
     end_s = session.clock.now_s() + min(PEER_S, session.left_s)
     folder = Path(tempfile.mkdtemp(prefix="baton-peer-"))
     (folder / "config.json").write_bytes(msgspec.json.encode(config_of(shape.model)))
@@ -110,7 +112,9 @@ def _measure(
 
 
 def _speeds(peer: Driven, job: EngineJob, shape: GpuShape, timeout_s: float) -> Iterator[float]:
-    """Tokens per second of each run but the first, which warms up. Raises DrivenFailed."""
+    """Returns the tokens per second of each run. The first run warms up and is left out. Raises
+    DrivenFailed.
+    """
     do, key = ("decode", "decode_s") if job.num_steps else ("generate", "prefill_s")
     for number in range(1 + NUM_RUNS):
         prompts = prompts_of(job, shape.model.vocab_size, seed=0, repeat=number)
@@ -123,7 +127,8 @@ def _speeds(peer: Driven, job: EngineJob, shape: GpuShape, timeout_s: float) -> 
 
 
 def _command(program: PeerProgram, shape: GpuShape, folder: Path) -> Sequence[str]:
-    # The first sequences continue until the last one has begun.
+    # Sequences decode until the last prompt is computed, so the first sequences need longer
+    # answers.
     longer = [
         replace(job, num_steps=job.num_steps + job.num_sequences + 16) for job in jobs_of(shape)
     ]

@@ -1,9 +1,9 @@
 """Runs `bench.gpu`, section by section, within a time budget.
 
-An exception in a section is printed and counted, and the next section runs. A measurement for which
-there is no time is listed as skipped.
+If a section raises an exception, it is printed and counted, and the next section runs. A
+measurement for which there is no time is listed as skipped.
 
-ceilings    bandwidth and matrix rates of this GPU: the limits of all other figures
+ceilings    bandwidth and matrix rates of this GPU, which are the limits of all other figures
 peers       other engines, on the shape that is measured last
 kernels     every kernel against torch, each in its own process: compilers run in parallel, and a
             kernel that crashes its process affects no other
@@ -45,8 +45,8 @@ from engine.layout import KVFormat
 from engine.model import fp8
 
 MAX_PROCESSES = 12
-KERNELS_S = 240.0  # for checks of kernels, at most
-MODEL_NEEDS_S = 45.0  # to open the model once more and measure something on it
+KERNELS_S = 240.0  # most seconds for the checks of kernels
+MODEL_NEEDS_S = 45.0  # seconds to load the model again and measure one thing
 CHECKED_MODELS = (
     (WeightFormat.FP32, KVFormat.FP32),
     (WeightFormat.BF16, KVFormat.BF16),
@@ -67,7 +67,7 @@ def run(
     json: Path | None,
     peers: Sequence[PeerProgram] = (),
 ) -> int:
-    """Runs everything for which there is time; returns the exit status."""
+    """Runs all sections for which there is time. Returns the exit status."""
     session = GpuSession(MonotonicClock(), budget_s, sys.stdout)
     shape, figures = GPU_SHAPES[shape_name], PeerFigures()
     with torch.inference_mode():
@@ -81,14 +81,14 @@ def run(
 def config_of_run(
     shape_name: str, device: str, budget_s: float, *, is_quick: bool
 ) -> dict[str, Scalar]:
-    """The configuration of a report."""
+    """Returns the configuration for the report."""
     return {"shape": shape_name, "device": device, "quick": is_quick, "budget_s": budget_s}
 
 
 def conclude(
     name: str, session: GpuSession, config: Mapping[str, Scalar], json: Path | None
 ) -> int:
-    """Prints the end and writes the report; returns the exit status."""
+    """Prints the summary and writes the report. Returns the exit status."""
     session.conclude(judges_goals=config["device"] != "cpu")
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def conclude(
 
 
 class GpuBench:
-    """One run on one device."""
+    """One run of the benchmark on one device."""
 
     def __init__(
         self, session: GpuSession, shape: GpuShape, device: str, *, is_quick: bool
@@ -155,7 +155,9 @@ class GpuBench:
                 self._complain(found)
 
     def _check_apart(self, case: AttentionCase, end_s: float) -> list[str] | None:
-        """Complaints of a check in its own process; None if it is not done at `end_s`."""
+        """Returns the complaints of a check that runs in its own process; None if the check has not
+        ended at `end_s`.
+        """
         left_s = end_s - self._session.clock.now_s()
         if left_s <= 0:
             return None
@@ -183,7 +185,9 @@ class GpuBench:
                 )
 
     def _measure_model(self) -> None:
-        """Measures one model with all weights and KV formats; fp8 weights are made last of bf16."""
+        """Measures one model in all formats of weights and KV. The bf16 weights are converted to
+        fp8 at the end.
+        """
         assert self._ceilings is not None
         loaded = random_llama(self._shape, KVFormat.BF16, self._device, dtype=torch.bfloat16)
         for weights in MEASURED_WEIGHTS:
@@ -211,7 +215,7 @@ class GpuBench:
 
 
 def _free() -> None:
-    """Gives the memory of ended sections back to the GPU."""
+    """Frees the GPU memory of finished sections."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,15 +1,15 @@
-"""Runs the whole server on one GPU: two workers beside one, and a hunt for stale KV.
+"""Runs the whole server on one GPU: compares two workers with one, and searches for stale KV.
 
 reference   one mixed worker answers prompts one after the other; no KV moves
-separate    a prefill and a decode worker, which share the GPU, answer the same: tokens must agree
-storm       many prompts at once, in several rounds, of which some are cancelled in the middle.
-            Prefixes are shared or not, so blocks are freed, cached, moved and taken all the time
-speeds      streams that run beside each other: TTFT, TPOT, tokens a second
+separate    a prefill and a decode worker share the GPU and answer the same prompts
+storm       many prompts at once, in several rounds; some requests are cancelled in the middle.
+            Some prompts share prefixes, so blocks are freed, cached, moved and reused all the time
+speeds      concurrent streams: TTFT, TPOT, tokens per second
 
 An answer that differs from the reference is judged at its first different token. On a GPU the last
-bits of logits depend on the batch, so one of two nearly equally likely tokens may replace the
-other; such cases are counted. Any other difference is a failure: the KV did not belong to the
-prompt. On a CPU all tokens must be equal.
+bits of logits depend on the batch, so of two tokens with nearly equal probability, either may be
+chosen; such cases are counted. Any other difference is a failure: it means that the KV belonged to
+another prompt. On a CPU all tokens must be equal.
 """
 
 import asyncio
@@ -37,16 +37,16 @@ from bench.processes.deployment import ServedDeployment, serving
 from engine.clock import Clock, MonotonicClock
 
 REQUEST_TIMEOUT_S = 120.0
-START_TIMEOUT_S = 240.0  # each of two servers compiles and captures once
-NUM_TOP = 5  # likeliest tokens that come with each token
-TIE = 0.3  # difference of log-probabilities below which a GPU may choose the other token
-FIRST_ID = 16  # lower ids are special tokens
+START_TIMEOUT_S = 240.0  # each of two servers compiles and captures once in this time
+NUM_TOP = 5  # number of likeliest tokens that each token's log-probabilities include
+TIE = 0.3  # difference of log-probabilities up to which a GPU may choose either token
+FIRST_ID = 16  # first id for prompts; lower ids are special tokens
 SEED = 0
-COUNTERS = ("pulls_done", "pulled_bytes", "pulls_failed", "fallbacks")  # counted by workers
-REPORTED_WITHIN_S = 5.0  # workers report once a second
+COUNTERS = ("pulls_done", "pulled_bytes", "pulls_failed", "fallbacks")  # workers' counters to print
+REPORTED_WITHIN_S = 5.0  # workers report their counters once a second
 LOOK_EVERY_S = 0.2
 
-SERVED = {  # shapes of checkpoints that are made if there is none; their tokenizers are small
+SERVED = {  # shapes of the checkpoints that are made if DIR has none; their tokenizers are small
     "8b": replace(GPU_SHAPES["8b"].model, vocab_size=65_536, max_positions=8192),
     "1b": replace(GPU_SHAPES["1b"].model, vocab_size=32_768, max_positions=8192),
     "tiny": SHAPES["tiny"],
@@ -55,15 +55,16 @@ SERVED = {  # shapes of checkpoints that are made if there is none; their tokeni
 
 @dataclass(frozen=True, slots=True)
 class StalePlan:
-    """The load."""
+    """The sizes of the load."""
 
     num_prompts: int = 48
     num_prefixes: int = 6
-    prompt_lens: tuple[int, int] = (3, 600)  # tokens, each behind a prefix or not
+    # tokens, without the shared prefix that some prompts have
+    prompt_lens: tuple[int, int] = (3, 600)
     prefix_lens: tuple[int, int] = (16, 1500)
     num_tokens: int = 48
     num_rounds: int = 8
-    cancelled: float = 0.3  # share of the requests in a storm
+    cancelled: float = 0.3  # share of the requests of a storm that are cancelled
     streams: tuple[int, ...] = (1, 8, 32)
 
 
@@ -80,7 +81,7 @@ QUICK = StalePlan(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt as token ids. Without a seed the answer is greedy."""
+    """A prompt as token ids, and its sampling. Without a seed the answer is greedy."""
 
     ids: tuple[int, ...]
     seed: int | None = None
@@ -88,7 +89,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class StreamedReply:
-    """An answer: its tokens, the likeliest tokens at each place, and the arrival times."""
+    """An answer: its tokens, the likeliest tokens at each position, and the arrival times."""
 
     tokens: tuple[str, ...]
     tops: tuple[dict[str, float], ...]
@@ -97,17 +98,17 @@ class StreamedReply:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token."""
+        """Returns the seconds to the first token."""
         return self.times_s[0] - self.sent_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of each further token."""
+        """Returns the mean seconds per token after the first."""
         return (self.times_s[-1] - self.times_s[0]) / max(len(self.tokens) - 1, 1)
 
 
 def questions_of(plan: StalePlan, vocab_size: int, rng: Random) -> list[Question]:
-    """Returns prompts, half of them behind one of a few prefixes, a quarter sampled."""
+    """Returns prompts. Half of them start with one of a few prefixes; a quarter is sampled."""
 
     def ids(lens: tuple[int, int]) -> tuple[int, ...]:
         return tuple(rng.randrange(FIRST_ID, vocab_size) for _ in range(rng.randint(*lens)))
@@ -121,9 +122,11 @@ def questions_of(plan: StalePlan, vocab_size: int, rng: Random) -> list[Question
 
 
 def difference(reference: StreamedReply, found: StreamedReply) -> tuple[int, float] | None:
-    """Returns the first place that differs, and how much less likely the given token was there.
+    """Returns the first position that differs from the reference. Also returns how much less likely
+    the answer's token was there.
 
-    None if all tokens are equal. Infinity if the token was not among the likeliest, or is missing.
+    Returns None if all tokens are equal. The difference is infinity if the token was not among the
+    likeliest, or is missing.
     """
     for i, wanted in enumerate(reference.tokens):
         got = found.tokens[i] if i < len(found.tokens) else None
@@ -138,19 +141,19 @@ def difference(reference: StreamedReply, found: StreamedReply) -> tuple[int, flo
 
 
 class TokenJudge:
-    """Compares answers with the reference."""
+    """Compares answers with the reference, and counts equal and different answers."""
 
     def __init__(self, session: GpuSession, tie: float) -> None:
         self.num_equal = 0
         self.num_tied = 0
-        self.num_resampled = 0  # sampled answers that differ on a GPU
+        self.num_resampled = 0  # number of sampled answers that differ from the reference on a GPU
         self._session = session
         self._tie = tie
 
     def judge(
         self, what: str, question: Question, reference: StreamedReply, found: StreamedReply
     ) -> None:
-        """Counts an answer, or fails."""
+        """Counts an answer that is right. Raises if it is wrong."""
         differs = difference(reference, found)
         if differs is None:
             self.num_equal += 1
@@ -166,7 +169,7 @@ class TokenJudge:
 
     @property
     def summary(self) -> str:
-        """The counts."""
+        """Returns the counts as text."""
         return (
             f"{self.num_equal} answers equal, {self.num_tied} exchanged tokens that are nearly"
             f" equally likely, {self.num_resampled} sampled ones differ"
@@ -174,7 +177,7 @@ class TokenJudge:
 
 
 class ServeBench:
-    """The whole benchmark, on one device."""
+    """One run of all sections on one device."""
 
     def __init__(
         self,
@@ -184,7 +187,7 @@ class ServeBench:
         plan: StalePlan,
         tp: int | None = None,
     ) -> None:
-        """With `tp`, one worker of `tp` ranks is compared too."""
+        """Sets up the benchmark. With `tp`, a worker of `tp` ranks is compared too."""
         self._tp = tp
         self._session = session
         self._folder = folder
@@ -221,14 +224,14 @@ class ServeBench:
         pools: dict[str, int],
         ask: Callable[["ServedModel"], Awaitable[None]],
     ) -> None:
-        """Runs a server for one section."""
+        """Runs a server during the context of one section."""
 
         def work() -> None:
             options: dict[str, Scalar] = {**pools, "--device": self._device}
-            environment = {"BATON_POOLS__FLUID": "false"}  # all KV is handed over
+            environment = {"BATON_POOLS__FLUID": "false"}  # without lending, all KV is handed over
             if self._device == "cpu":
                 options["--kv-mib"] = 64
-            elif "--tp" not in pools:  # all workers on one GPU
+            elif "--tp" not in pools:  # all workers use the same GPU
                 environment["BATON_POOLS__NUM_GPUS"] = str(1 / sum(pools.values()))
             begin_s = self._session.clock.now_s()
             with tempfile.TemporaryDirectory(prefix="baton-run-") as run_dir:
@@ -281,7 +284,9 @@ class ServeBench:
             self._session.fail("two workers: no KV was moved, so nothing was compared")
 
     async def _compare_ranks(self, questions: Sequence[Question], model: "ServedModel") -> None:
-        """Compares a worker of several ranks, whose sums are in another order."""
+        """Compares a worker of several ranks with the reference. Ranks add partial sums in another
+        order.
+        """
         judge = TokenJudge(self._session, TIE)
         for asked, reference in zip(questions, self._references, strict=True):
             reply = await model.answer(asked, self._plan.num_tokens)
@@ -294,7 +299,7 @@ class ServeBench:
     async def _storm(
         self, questions: Sequence[Question], model: "ServedModel", rng: Random
     ) -> None:
-        """Sends all prompts at once, in a new order each time; cancels some answers."""
+        """Sends all prompts at once, in a new order each round. Cancels some requests."""
         plan, judge = self._plan, self._judge()
         order = rng.sample(range(len(questions)), len(questions))
         cancelled = {
@@ -309,7 +314,7 @@ class ServeBench:
             }
         for i, task in tasks.items():
             reference, reply = self._references[i], task.result()
-            if i in cancelled:  # the part before the cancellation must be right
+            if i in cancelled:  # the tokens before the cancellation must equal the reference
                 num = len(reply.tokens)
                 reference = replace(
                     reference, tokens=reference.tokens[:num], tops=reference.tops[:num]
@@ -324,7 +329,7 @@ class ServeBench:
         streams: int,
         name: str = "serve",
     ) -> None:
-        """Times answers with temperature and top-p, `streams` at once."""
+        """Times answers with temperature and top-p, with `streams` concurrent requests."""
         rng = Random(SEED + 2)
         vocab_size = max(max(q.ids) for q in questions)
         shape = (*self._plan.prompt_lens,)
@@ -366,7 +371,7 @@ class ServedModel:
         cancel_after: int | None = None,
         tops: bool = True,
     ) -> StreamedReply:
-        """Returns the answer, or the part that arrived before the cancellation."""
+        """Sends a prompt. Returns the answer, or the part that arrived before the cancellation."""
         body: dict[str, Any] = {
             "model": self._name,
             "prompt": list(question.ids),
@@ -397,7 +402,7 @@ class ServedModel:
         return StreamedReply(tuple(tokens), tuple(likeliest), sent_s, tuple(times_s))
 
     async def counters(self, names: Sequence[str], within_s: float) -> dict[str, float]:
-        """Returns counters of all workers together, once the first of them is not zero."""
+        """Returns the counters, summed over all workers, once the first counter is above zero."""
         end_s = self._clock.now_s() + within_s
         never = asyncio.get_running_loop().create_future()
         while True:
@@ -418,12 +423,12 @@ class ServedModel:
 
 
 def facts_of(environment: dict[str, str]) -> list[str]:
-    """Returns what each worker computes with."""
+    """Returns the facts that each worker reports about its engine."""
     return [f"{w['worker_id']}: {_facts_line(w['facts'])}" for w in _workers(environment)]
 
 
 def troubles_of(environment: dict[str, str]) -> list[str]:
-    """Returns the workers that ended while the server ran, as when their invariants fail."""
+    """Returns the workers that ended while the server ran, for example after a failed invariant."""
     return [
         f"{w['worker_id']} {w['state']} after {w['failures']} failures {w['why']}".rstrip()
         for w in _workers(environment)
@@ -459,9 +464,9 @@ def serve(  # noqa: PLR0913 - the options of the command
     json: Path | None,
     tp: int | None = None,
 ) -> int:
-    """Runs everything for which there is time; returns the exit status.
+    """Runs all sections for which there is time. Returns the exit status.
 
-    The checkpoint is that in `folder`, or one of random weights that is made there.
+    Uses the checkpoint in `folder`. If there is none, makes one with random weights.
     """
     session = GpuSession(MonotonicClock(), budget_s, sys.stdout)
     plan = QUICK if is_quick else StalePlan()

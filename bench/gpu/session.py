@@ -1,7 +1,8 @@
 """Runs the sections of `bench.gpu` within a time budget, and collects results and failures.
 
-Sections run one by one. An exception in one is printed and counted, and the next section runs. A
-measurement for which there is no time is listed as skipped. Knows nothing about the measurements.
+Sections run one by one. If a section raises an exception, it is printed and counted, and the next
+section runs. A measurement for which there is no time is listed as skipped. This module does not
+depend on the measurements.
 """
 
 import traceback
@@ -15,20 +16,20 @@ from engine.clock import Clock
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The share of the limit that a result should reach."""
+    """The share of its limit that a result should reach."""
 
     result: Result
     share: float
 
     @property
     def is_met(self) -> bool:
-        """True if the result reaches it."""
+        """Returns True if the result reaches the goal."""
         return (self.result.of_limit or 0.0) >= self.share
 
 
 @dataclass(slots=True)
 class GpuSession:
-    """One run."""
+    """One run: its deadline, results, failures and skipped parts."""
 
     clock: Clock
     budget_s: float
@@ -44,29 +45,31 @@ class GpuSession:
 
     @property
     def left_s(self) -> float:
-        """Seconds left of the budget."""
+        """Returns the seconds that are left of the budget."""
         return self.budget_s - (self.clock.now_s() - self.begin_s)
 
     def say(self, line: str) -> None:
-        """Prints a line at once."""
+        """Prints a line and flushes the output."""
         self.out.write(line + "\n")
         self.out.flush()
 
     def section(self, name: str, work: Callable[[], None], *, needs_s: float = 0.0) -> None:
-        """Runs `work` if there is time. Counts any exception as a failure."""
+        """Runs `work` if there is time. An exception counts as a failure."""
         if not self.has_time(name, needs_s):
             return
         begin_s = self.clock.now_s()
         self.say(f"== {name}")
         try:
             work()
-        except Exception as error:  # any error: the other sections still run
+        except Exception as error:  # any error is caught, so that the other sections still run
             self.fail(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
             self.say(traceback.format_exc())
         self.say(f"   {self.clock.now_s() - begin_s:.1f} s")
 
     def has_time(self, what: str, needs_s: float) -> bool:
-        """True if there are `needs_s` seconds for `what`; otherwise lists it as skipped."""
+        """Returns True if there are `needs_s` seconds left for `what`. Otherwise lists `what` as
+        skipped.
+        """
         if self.left_s > needs_s:
             return True
         self.skip(what, "no time")
@@ -118,7 +121,7 @@ class GpuSession:
 
 
 def line_of(result: Result) -> str:
-    """A result as a line of a table."""
+    """Returns a result as a line of a table."""
     line = f"{result.name:44} {_number(result.value)} {result.unit:9}"
     if result.limit is not None and result.of_limit is not None:
         line += f" of {_number(result.limit)} {result.of_limit:7.1%}"

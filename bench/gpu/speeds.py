@@ -1,14 +1,16 @@
 """Times the GPU's ceilings, attention alone, and the steps of a whole model.
 
-The host's clock times everything from an idle GPU to an idle GPU, over enough calls. A decode job
-takes the steps of a worker, one after the other: it packs and copies inputs, replays the captured
-step, chooses tokens with temperature and top-p, and copies them to the host. `…_queued` launches
-the same step repeatedly without waiting, which leaves out the host's time.
+All times are from the host's clock. A timed interval begins and ends with an idle GPU and contains
+many calls. A decode job does the steps of a worker, one after the other: it packs and copies
+inputs, replays the captured step, samples tokens with temperature and top-p, and copies the tokens
+to the host. `…_queued` launches the same step repeatedly without waiting, which hides the host's
+time.
 
-A step reads the weights and the KV of all contexts, with the record's scales and padding. Its limit
-is the least time for these bytes, or for its products, at this GPU's measured ceilings.
+A step reads the weights and the KV of all contexts, with the record's scales and padding. The limit
+of its speed follows from the least time for these bytes, or for the step's matrix products, at this
+GPU's measured ceilings.
 
-Call it in torch's inference mode.
+Call these functions in torch's inference mode.
 """
 
 import statistics
@@ -38,13 +40,13 @@ from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
 NUM_RUNS = 3
-RUN_S = 0.1  # the least time of one run's calls
+RUN_S = 0.1  # least seconds of all calls of one run
 MAX_CALLS = 200
-LARGEST_BYTE = 64  # in random KV, exclusive: numbers below 2 and never NaN
-RESERVE_BYTES = 6 * 2**30  # GPU memory for activations and captured steps
+LARGEST_BYTE = 64  # bytes of random KV are below this, so all numbers are below 2 and none is NaN
+RESERVE_BYTES = 6 * 2**30  # GPU memory that is left free for activations and captured steps
 WARM_UP_STEPS = 3
 
-SAMPLING = Sampling(temperature=0.8, top_p=0.95)  # in every timed step
+SAMPLING = Sampling(temperature=0.8, top_p=0.95)  # used in every timed decode step
 
 ATTENTION_GOAL = 0.75
 DECODE_GOAL = 0.80
@@ -59,10 +61,10 @@ class GpuCeilings:
 
     bytes_per_s: float
     bf16_flops_per_s: float
-    fp8_flops_per_s: float | None  # None if it has no fp8
+    fp8_flops_per_s: float | None  # None if the GPU has no fp8
 
     def least_time_s(self, work: Work, weights: WeightFormat) -> float:
-        """The least seconds that this GPU needs for the work."""
+        """Returns the least seconds that this GPU needs for the work."""
         matrices = self.bf16_flops_per_s
         if weights is WeightFormat.FP8 and self.fp8_flops_per_s is not None:
             matrices = self.fp8_flops_per_s
@@ -71,15 +73,15 @@ class GpuCeilings:
 
 
 class GpuStopwatch:
-    """Times calls on a device."""
+    """A stopwatch for calls on a device."""
 
     def __init__(self, device: str, clock: Clock) -> None:
         self._is_cuda = device != "cpu"
         self._clock = clock
 
     def once(self, call: Call, *, times: int = 1) -> float:
-        """Returns the mean seconds of one of `times` calls, from an idle device to an idle
-        device.
+        """Returns the mean seconds per call of `times` calls. The device is idle before and after
+        them.
         """
         self._wait()
         begin_s = self._clock.now_s()
@@ -89,8 +91,8 @@ class GpuStopwatch:
         return (self._clock.now_s() - begin_s) / times
 
     def runs(self, call: Call) -> list[float]:
-        """Returns the seconds of a call in each of NUM_RUNS runs, after one call that does not
-        count.
+        """Returns the mean seconds per call of each of NUM_RUNS runs. A warm-up call before them is
+        not counted.
         """
         self.once(call)
         times = max(1, min(MAX_CALLS, int(RUN_S / max(self.once(call), 1e-6))))
@@ -102,7 +104,9 @@ class GpuStopwatch:
 
 
 def measure_ceilings(session: GpuSession, shape: GpuShape, device: str) -> GpuCeilings:
-    """Measures bandwidth and matrix rates. The fastest of several ways to read counts."""
+    """Measures bandwidth and matrix rates. For bandwidth, the fastest of several ways to read is
+    used.
+    """
     watch = GpuStopwatch(device, session.clock)
     source = torch.randn(shape.read_bytes // 4, device=device)
     target = torch.empty_like(source)
@@ -138,11 +142,11 @@ def measure_ceilings(session: GpuSession, shape: GpuShape, device: str) -> GpuCe
 def measure_attention(
     session: GpuSession, shape: GpuShape, ceilings: GpuCeilings, kv_format: KVFormat, device: str
 ) -> None:
-    """Times the attention of all layers in decode steps, including storing K and V, captured.
+    """Times the attention of all layers in captured decode steps, including the storing of K and V.
 
-    The records are a whole model's. So the layers of a block are as far apart as when
-    serving, which costs lookups of addresses. Only the first of the shape's jobs has a goal: others
-    may be too small for this GPU.
+    The KV records have the size of a whole model's. So the layers of a block are as far apart as in
+    a server, which costs time for address translation. Only the first of the shape's jobs has a
+    goal: other jobs may be too small for this GPU.
     """
     layout = KVLayout(BLOCK_SIZE, kv_format, (shape.section(),))
     num_layers = layout.sections[0].num_layers
@@ -184,7 +188,7 @@ def _all_layers(
 
 
 class ModelSpeeds:
-    """Times a model with one format of weights and one of KV."""
+    """Times a model in one format of weights and one format of KV."""
 
     def __init__(
         self,
@@ -210,7 +214,9 @@ class ModelSpeeds:
         self._watch = GpuStopwatch(self._device, session.clock)
 
     def run(self, *, has_prefill: bool) -> None:
-        """Opens the model, measures all jobs that memory and time allow, and closes it."""
+        """Loads the model, measures all jobs for which there is memory and time, and frees the
+        model.
+        """
         jobs = list(self._jobs_that_fit())
         lens = [self._kv_lens(*job) for job in jobs] + [[self._shape.prefill_len]]
         num_blocks = max(sum(-(-n // BLOCK_SIZE) for n in each) for each in lens)
@@ -248,7 +254,7 @@ class ModelSpeeds:
         return [context_len + WARM_UP_STEPS + self._shape.num_steps] * num_rows
 
     def _prefill(self) -> None:
-        """Times one prompt in one step."""
+        """Times the prefill of one prompt in one step."""
         length = self._shape.prefill_len
         [table] = scattered_tables([length], BLOCK_SIZE, seed=0)
         ids = torch.randint(self._shape.model.vocab_size, (length,)).tolist()
@@ -269,7 +275,7 @@ class ModelSpeeds:
         )
 
     def _decode(self, num_rows: int, context_len: int) -> None:
-        """Times decode steps of sequences behind contexts of that length."""
+        """Times decode steps of sequences with contexts of this length."""
         tables = scattered_tables(self._kv_lens(num_rows, context_len), BLOCK_SIZE, seed=1)
         self._steps(tables, context_len, WARM_UP_STEPS, [0] * num_rows)
         first = context_len + WARM_UP_STEPS
@@ -297,7 +303,9 @@ class ModelSpeeds:
         suffix: str,
         goal: bool,
     ) -> None:
-        """Adds the speed beside its limit and, if memory is the bottleneck, bytes per second."""
+        """Adds the result of a speed with its limit. If memory is the bottleneck, also adds bytes
+        per second.
+        """
         name = _job_name(num_rows, context_len) + suffix
         least_s = self._ceilings.least_time_s(work, self._weights)
         self._session.add(
@@ -321,7 +329,7 @@ class ModelSpeeds:
         num_steps: int,
         tokens: list[int],
     ) -> None:
-        """Continues decoding from `tokens`, one token per sequence."""
+        """Continues decoding after `tokens`, with one token per sequence in each step."""
         for step in range(num_steps):
             rows = _rows_at(tables, context_len + step, tokens)
             tokens = self._step(rows, range(len(rows)))
@@ -339,14 +347,14 @@ class ModelSpeeds:
 
 
 def random_blocks(layout: KVLayout, num_blocks: int, device: str) -> torch.Tensor:
-    """Returns a KV buffer of random numbers that are finite in every format. Zeros would make a
-    GPU faster.
+    """Returns a KV buffer with random bytes, which are finite numbers in every format. Zeros would
+    make a GPU faster.
     """
     return allocate_buffer(layout, num_blocks, device).random_(0, LARGEST_BYTE)
 
 
 def captured(call: Call, device: str) -> Call:
-    """Returns the call, captured as a CUDA graph; on a CPU the call itself."""
+    """Returns the call as a captured CUDA graph. On a CPU, returns the call itself."""
     if device == "cpu":
         return call
     aside = torch.cuda.Stream()

@@ -2,8 +2,9 @@
 
     python -m bench.gpu.wheels DIR [--python 3.12] [--have NAME,NAME…]
 
-The wheels are `constraints.txt`'s packages, with all that they need installed here. What
-the other machine has already is left out: name it with `--have`, in the form of `pip list`. There:
+The wheels are those of the packages in `constraints.txt` and of their requirements, as installed on
+this machine. Packages that the other machine has already are left out: name them with `--have`, as
+`pip list` prints them. On the other machine:
 
     python -m pip install --no-index --no-deps --target SITE DIR/*.whl
     PYTHONPATH=SITE:. python -m bench.gpu --serve CHECKPOINT
@@ -22,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HAVE = ("torch", "triton", "transformers", "numpy", "safetensors", "setuptools")
-GLIBC = (39, 34, 31, 28, 27, 24, 17)  # minor versions of 2 for which wheels are built
+# minor versions of glibc 2 for which wheels are built, the newest first
+GLIBC = (39, 34, 31, 28, 27, 24, 17)
 PLATFORMS = (*(f"manylinux_2_{n}_x86_64" for n in GLIBC), "manylinux2014_x86_64")
 LIMIT_MIB = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -86,10 +88,10 @@ def needed(
     have: Collection[str],
     known: Mapping[str, str],
 ) -> list[str]:
-    """Returns the missing packages, sorted by name.
+    """Returns the packages to download, sorted by name.
 
-    Requirements of packages in `have` count as installed. A package without a known version is not
-    needed on this kind of system.
+    Packages in `have`, and their requirements, count as installed on the other machine. A package
+    without a known version is not needed on this kind of system.
     """
     there, lacking = {name_of(each) for each in have}, set[str]()
     todo = list(roots)
@@ -103,7 +105,7 @@ def needed(
 
 
 def command_of(wanted: Sequence[str], folder: Path, python: str) -> list[str]:
-    """Returns the command that downloads wheels for Linux on x86-64."""
+    """Returns the pip command that downloads wheels for Linux on x86-64."""
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     return [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),

@@ -1,1 +1,1 @@
-"""`baton bench hostile`: a real deployment under hostile clients, beside streams of honest ones."""
+"""`baton bench hostile`: hostile clients and honest clients on one real deployment."""

@@ -1,8 +1,9 @@
-"""Assaults: what one attacker sends at once to stall or to fill a gateway.
+"""Assaults: requests of one attacker that try to block a gateway or to fill its memory.
 
-The attacker is a process: `python -m bench.hostile.assaults NAME TIMES URL GRPC`. It makes its
-bytes before the measurement begins, tells its parent, and waits for the command to begin.
-Its answer has the number of requests by status. To add an assault, add a function to `ASSAULTS`.
+The attacker is a process: `python -m bench.hostile.assaults NAME TIMES URL GRPC`. It prepares its
+bytes before the measurement, reports to its parent that it is ready, and waits for a command. Its
+answer to the command is the number of requests by status. To add an assault, add a function to
+`ASSAULTS`.
 
 | assault   |                                                                                   |
 |-----------|-----------------------------------------------------------------------------------|
@@ -13,7 +14,7 @@ Its answer has the number of requests by status. To add an assault, add a functi
 | `readers` | streams with log-probabilities whose clients read nothing for seconds             |
 | `parsing` | a flood of texts to be tokenised: of 60 kB, of 2^18 characters, and longer       |
 
-`Attacker` starts that process, and reads the memory of services after each assault.
+`Attacker` starts this process, and measures the gateways' memory after each assault.
 """
 
 import asyncio
@@ -41,14 +42,14 @@ from router.gateway.inference import inference_pb2 as pb
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 MIB = 2**20
-BODY_BYTES = 8 * MIB - 1024  # a little less than the limit of a gateway
+BODY_BYTES = 8 * MIB - 1024  # slightly below the gateway's limit on bodies
 NUM_EMPTY_FIELDS = 4_000_000
 TENSOR, PARAMETER = b"\x2a\x00", b"\x22\x00"  # empty fields in protobuf's encoding
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcMessage:
-    """A message of a call, and the key of its metadata."""
+    """A message of a gRPC call, and its API key."""
 
     data: bytes
     key: str | None = ATTACKER_KEY
@@ -57,16 +58,16 @@ class GrpcMessage:
 
 @dataclass(frozen=True, slots=True)
 class Assault:
-    """Requests over HTTP, each on a connection of its own, and messages over gRPC."""
+    """The HTTP requests and gRPC messages of an assault. Each uses its own connection."""
 
     requests: tuple[bytes, ...] = ()
     messages: tuple[GrpcMessage, ...] = ()
     at_once: int = 4  # concurrent requests, and concurrent messages
-    reads_after_s: float = 0.0  # delay before answers over HTTP are read
+    reads_after_s: float = 0.0  # seconds before the client reads an answer over HTTP
 
 
 def http_request(path: str, body: bytes, *, key: str | None = ATTACKER_KEY) -> bytes:
-    """A request with a JSON body, the last of its connection."""
+    """Returns the bytes of an HTTP request with a JSON body, after which the connection closes."""
     return _head(path, key, f"Content-Length: {len(body)}") + body
 
 
@@ -79,7 +80,9 @@ def _head(path: str, key: str | None, framing: str) -> bytes:
 
 
 def chunks(times: int) -> Assault:
-    """Bodies and trailers in the smallest parts that HTTP allows, up to 9 MB on the wire."""
+    """Returns bodies and trailers in the smallest chunks that HTTP allows, up to 9 MB on the
+    wire.
+    """
     head = _head(COMPLETIONS, ATTACKER_KEY, "Transfer-Encoding: chunked")
     chunk, end = b"1\r\n \r\n", b"0\r\n"
     half = head + chunk * (BODY_BYTES // 10)
@@ -96,14 +99,14 @@ def chunks(times: int) -> Assault:
 
 
 def grpc(times: int) -> Assault:
-    """Messages that take 180 times their length when they are parsed."""
+    """Returns messages that need 180 times their length in memory when they are parsed."""
     many = (TENSOR * NUM_EMPTY_FIELDS, PARAMETER * NUM_EMPTY_FIELDS)
     messages = [GrpcMessage(data, key) for data in many for key in (ATTACKER_KEY, None, "wrong")]
     return Assault(messages=tuple(messages) * times)
 
 
 def refused(times: int) -> Assault:
-    """Bodies that are read, decoded and refused."""
+    """Returns bodies that the gateway reads and decodes, and then refuses."""
     broken = (b'{"prompt":"' + b"x" * BODY_BYTES, b'{"messages":[' + b" " * BODY_BYTES)
     requests = tuple(
         http_request(path, body, key=key)
@@ -114,7 +117,9 @@ def refused(times: int) -> Assault:
 
 
 def answers(times: int) -> Assault:
-    """Answers with the most log-probabilities allowed, and some requests for more."""
+    """Returns requests for the most log-probabilities that are allowed, and some requests for
+    more.
+    """
     scored = {"n": 16, "max_tokens": 600, "ignore_eos": True, "logprobs": 20}
     chat = {**scored, "messages": [{"role": "user", "content": "x"}], "logprobs": True}
     request = pb.ModelInferRequest(model_name="")
@@ -133,14 +138,16 @@ def answers(times: int) -> Assault:
 
 
 def readers(times: int) -> Assault:
-    """Clients that read nothing of their streams for seconds, and then everything at once."""
+    """Returns streams whose clients read nothing for seconds, and then everything at once."""
     fields = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "logprobs": 20, "stream": True}
     request = http_request(COMPLETIONS, _json(fields))
     return Assault((request,) * 50 * times, at_once=150, reads_after_s=5.0)
 
 
 def parsing(times: int) -> Assault:
-    """Texts that take a thread of the gateway from a tenth of a second to seconds."""
+    """Returns texts whose tokenization takes a thread of the gateway a tenth of a second up to
+    seconds.
+    """
     text, page = "the quick brown fox ", "/tokenize"
     short, long = (text * (size // len(text)) for size in (60_000, MIB // 4))
     cut = {"prompt": long, "truncate_prompt_tokens": 8, "max_tokens": 1}
@@ -153,7 +160,7 @@ def _json(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields).encode()
 
 
-LOADING = frozenset({"answers", "readers"})  # assaults that workers compute
+LOADING = frozenset({"answers", "readers"})  # assaults whose requests workers compute
 ASSAULTS: Mapping[str, Callable[[int], Assault]] = {
     "chunks": chunks,
     "grpc": grpc,
@@ -165,20 +172,22 @@ ASSAULTS: Mapping[str, Callable[[int], Assault]] = {
 
 # ---------------------------------------------------------------- the attacker
 
-LOW_PRIORITY = 10  # the server and the honest clients come first
+LOW_PRIORITY = 10  # nice value: the server and the honest clients have priority
 TIMEOUT_S = 60.0
 OPTIONS = (("grpc.max_send_message_length", -1),)
 
 
 async def _send(url: str, request: bytes, reads_after_s: float) -> str:
-    """Sends one request on a connection of its own. Returns its status, or why it has none."""
+    """Sends one request on its own connection. Returns its HTTP status, or the reason why it has
+    none.
+    """
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
             with closing(writer):
                 writer.write(request)
-                await pause(reads_after_s)  # the answer fills buffers meanwhile
+                await pause(reads_after_s)  # meanwhile the answer fills the server's buffers
                 line = (await reader.readline()).split()
                 await reader.read()
         return line[1].decode() if len(line) > 1 else "closed"
@@ -189,7 +198,7 @@ async def _send(url: str, request: bytes, reads_after_s: float) -> str:
 
 
 async def _call(address: str, message: GrpcMessage) -> str:
-    """Sends one message on a connection of its own. Returns the name of its status."""
+    """Sends one gRPC message on its own connection. Returns the name of its status."""
     metadata = () if message.key is None else (("authorization", f"Bearer {message.key}"),)
     async with grpc_library.aio.insecure_channel(address, options=OPTIONS) as channel:
         call = channel.unary_unary(message.path)(message.data, metadata=metadata, timeout=TIMEOUT_S)
@@ -197,7 +206,7 @@ async def _call(address: str, message: GrpcMessage) -> str:
 
 
 async def _assault(assault: Assault, url: str, address: str) -> Counter[str]:
-    """Sends everything, with `at_once` requests and `at_once` messages at a time."""
+    """Sends everything: `at_once` HTTP requests and `at_once` gRPC messages at a time."""
     ends: Counter[str] = Counter()
     requests, messages = iter(assault.requests), iter(assault.messages)
 
@@ -217,7 +226,9 @@ async def _assault(assault: Assault, url: str, address: str) -> Counter[str]:
 
 
 def main(name: str, times: str, url: str, address: str) -> None:
-    """Waits for the command, carries out the assault and prints the requests by status."""
+    """Waits for the command, carries out the assault, and prints the number of requests by
+    status.
+    """
     os.nice(LOW_PRIORITY)
     assault = ASSAULTS[name](int(times))
     answer_parent({"ready": {}})
@@ -227,29 +238,31 @@ def main(name: str, times: str, url: str, address: str) -> None:
 
 ATTACKER = "bench.hostile.assaults"
 READY_TIMEOUT_S = 60.0
-RECOVERY_S = 30.0  # deadline for memory to shrink after an assault
-MAX_KEPT = 0.1  # allowed growth of memory after that time
+RECOVERY_S = 30.0  # seconds after an assault within which memory must shrink
+MAX_KEPT = 0.1  # allowed growth of memory after RECOVERY_S, as a share
 ASSAULT_TIMEOUT_S = 600.0
 KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class AssaultRun:
-    """One assault, and the gateways' private memory before the assault and some 30 s after it."""
+    """The outcome of one assault, and the gateways' private memory before it and some 30 s after
+    it.
+    """
 
     name: str
-    ends: Mapping[str, int]  # requests by status
+    ends: Mapping[str, int]  # number of requests by status
     before_bytes: int
     after_bytes: int
 
     @property
     def kept(self) -> float:
-        """Returns the growth of memory, as a share; negative if memory shrank."""
+        """Returns the growth of memory as a share; negative if memory shrank."""
         return self.after_bytes / self.before_bytes - 1
 
 
 class Attacker:
-    """The process of one assault, which is ready when `open` returns."""
+    """The process that carries out one assault. It is ready when `open` returns."""
 
     def __init__(self, name: str, times: int, served: ServedDeployment, grpc_port: int) -> None:
         self.name = name
@@ -259,19 +272,21 @@ class Attacker:
         self._process = Driven(name, command)
 
     async def open(self) -> None:
-        """Starts the process and waits until its bytes are ready. Raises DrivenFailed."""
+        """Starts the process and waits until it has prepared its bytes. Raises DrivenFailed."""
         self._process.start()
         await asyncio.to_thread(self._process.ready, READY_TIMEOUT_S)
         self._before_bytes = self._memory()
 
     async def attack(self) -> Mapping[str, int]:
-        """Carries the assault out. Returns its requests by status. Raises DrivenFailed."""
+        """Carries out the assault. Returns the number of requests by status. Raises
+        DrivenFailed.
+        """
         answer = await asyncio.to_thread(self._process.ask, "attack", timeout_s=ASSAULT_TIMEOUT_S)
         ends: Mapping[str, int] = answer["ends"]
         return ends
 
     async def recovered(self, ends: Mapping[str, int], clock: Clock) -> AssaultRun:
-        """Ends the process and waits, up to a bound, until the gateways have freed the memory."""
+        """Ends the process. Waits, at most RECOVERY_S, until the gateways have freed the memory."""
         await asyncio.to_thread(self._process.close)
 
         async def is_back() -> bool:
@@ -285,10 +300,9 @@ class Attacker:
 
 
 def private_bytes(sessions: Iterable[int], proc: Path = PROC) -> int:
-    """Anonymous resident memory of all processes of these sessions, from Linux's /proc.
+    """Returns the anonymous resident memory of all processes in these sessions, from Linux's /proc.
 
-    KV blocks are in shared memory, whose pages count from their first use on. So shared memory is
-    left out.
+    Shared memory is left out: it contains KV blocks, whose pages count only after their first use.
     """
     wanted = frozenset(sessions)
     return sum(_rss_anon_bytes(path) for path in _processes(wanted, proc))

@@ -1,15 +1,14 @@
 """Hostile bytes, values, bodies and grammars, for `bench hostile` and for tests. Pure.
 
-with_damage       bytes that are cut, flipped or added
-BOMBS             bodies that would become as many objects as possible, of any size
+with_damage       bytes with parts cut off, flipped or added
+BOMBS             bodies of any size that parse into as many objects as possible
 hostile_…         expressions, schemas and grammars that cost a compiler time or memory
-hostile_fields    fields of a request's body that ask for one of these
+hostile_fields    fields of a request's body that ask for such a constraint
 shots             a seeded sequence of requests to the answer endpoints
 
-A request of `shots` begins as one that would be answered. Most are changed in a few fields, to
-values of another type, size or depth. Some are changed in bytes, some are grammars that are
-expensive to compile, a few are random bytes. Unchanged requests ask for short answers, so that a
-wave takes minutes.
+`shots` starts from valid requests. Most get a few fields with values of another type, size or
+depth. In some, bytes are changed; some have grammars that are expensive to compile; a few are
+random bytes. Valid requests ask for short answers, so that a wave takes only minutes.
 """
 
 import json
@@ -30,17 +29,19 @@ WEIRD: tuple[Any, ...] = (None, True, -1, 0, 0.5, 1e308, 2**70, "", "x", [], {},
 SPECIAL = ("<|endoftext|>", "<[0-4]>", "<[*]>", "<tool_call>", "<[99999999]>")
 
 
-# A path, and a function from a number of bytes to a body.
+# A path of the server, and a function that returns a body of the given number of bytes.
 SizedBody = tuple[str, Callable[[int], bytes]]
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Returns the header for an API key."""
+    """Returns the HTTP header for an API key."""
     return {"Authorization": f"Bearer {key}"}
 
 
 def with_damage(data: bytes, rng: random.Random) -> bytes:
-    """Cuts bytes off, flips bits or adds bytes."""
+    """Returns the bytes after a random change: a part is cut off, bits are flipped, or bytes are
+    added.
+    """
     damaged = bytearray(data)
     match rng.choice(["cut", "flip", "more"]):
         case "cut":
@@ -58,13 +59,13 @@ def with_damage(data: bytes, rng: random.Random) -> bytes:
 
 
 def filled(head: bytes, item: bytes, tail: bytes, num_bytes: int) -> bytes:
-    """Returns a body of at most `num_bytes`, with as many items as fit."""
+    """Returns a body of at most `num_bytes` with as many items as fit."""
     number = (num_bytes - len(head) - len(tail)) // (len(item) + 1)
     return head + b",".join([item] * number) + tail
 
 
 def keyed(head: bytes, tail: bytes, num_bytes: int) -> bytes:
-    """Returns a body of about `num_bytes`, whose fields all have different names."""
+    """Returns a body of about `num_bytes` whose fields all have different names."""
     return head + b",".join(b'"%d":1' % i for i in range(num_bytes // 11)) + tail
 
 
@@ -97,7 +98,7 @@ BOMBS: Mapping[str, SizedBody] = {
 
 
 def count(rng: random.Random) -> int:
-    """Draws a size: mostly small, at times large."""
+    """Draws a random size: mostly small, sometimes large."""
     return int(MAX_COUNT ** rng.random())
 
 
@@ -147,7 +148,7 @@ def hostile_schema(rng: random.Random, depth: int = 3) -> Any:
 
 
 def hostile_lark(rng: random.Random) -> str:
-    """A grammar in Lark's form: ambiguous, deep, wide, or cut short."""
+    """Returns a grammar in Lark's format: ambiguous, deep, wide, or incomplete."""
     many = count(rng)
     expression = hostile_regex(rng)
     makers: tuple[Callable[[], str], ...] = (
@@ -167,8 +168,8 @@ def hostile_lark(rng: random.Random) -> str:
 
 
 def hostile_fields(rng: random.Random) -> dict[str, Any]:
-    """Returns fields of a chat completion's body that request such a grammar, in one of the
-    possible forms.
+    """Returns fields of a chat completion's body that request a hostile grammar, in one of the
+    API's forms.
     """
     tool = {"name": "f", "parameters": hostile_schema(rng)}
     ways: tuple[Callable[[], dict[str, Any]], ...] = (
@@ -196,8 +197,8 @@ def nested(levels: int) -> Any:
     return value
 
 
-MAX_TOKENS = 3  # length of an answer if the request's length was not changed
-LARGE_SHARE = 0.004  # share of bodies that have the greatest length that a gateway accepts
+MAX_TOKENS = 3  # tokens of an answer, unless the change of the request affects its length
+LARGE_SHARE = 0.004  # share of bodies with the greatest length that a gateway accepts
 LARGE_BYTES = 2**20
 
 Json = Any
@@ -213,7 +214,7 @@ class Shot:
 
 
 def shots(num: int, *, seed: int) -> Iterator[Shot]:
-    """The first `num` requests of this seed."""
+    """Yields the first `num` requests of this seed."""
     rng = random.Random(seed)
     for _ in range(num):
         yield _shot(rng)

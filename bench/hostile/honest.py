@@ -1,11 +1,11 @@
 """Honest clients in a process of their own: `python -m bench.hostile.honest URL STREAMS`.
 
-Each client streams one long answer after the other, and one more client short answers. For each
-gap between two chunks of `TOLD_S` or longer, standard output gets a line of JSON
-`[begin_s, end_s, is_first]`, in seconds of the machine's monotonic clock. `is_first` says that the
-gap was the wait for the first chunk of a short answer, whose body is parsed in a thread. An answer
-that ends wrongly gives a line `"broken: …"`. The process runs until its standard input ends.
-Hostile clients that are short of CPU cannot delay these measurements.
+Each client streams one long answer after the other; one additional client streams short answers. If
+a gap between two chunks is `TOLD_S` or longer, the process prints a line of JSON `[begin_s, end_s,
+is_first]`, in seconds of the machine's monotonic clock. `is_first` is true if the gap was the wait
+for the first chunk of a short answer, whose body the server parses in a thread. For an answer that
+ends incorrectly, the process prints a line `"broken: …"`. The process runs until its standard input
+is closed. Because it is a separate process, busy hostile clients cannot delay these measurements.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ BODY = {
     "stream": True,
     "temperature": 0.7,
 }
-SHORT = {"prompt": "def f(x): # fox\n" * 320, "max_tokens": 8}  # 5 kB
+SHORT = {"prompt": "def f(x): # fox\n" * 320, "max_tokens": 8}  # a body of 5 kB
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, *, is_short: bool) -> None:
-    """Streams one answer and reports its gaps. Raises ClientError."""
+    """Streams one answer and prints its long gaps. Raises ClientError."""
     clock = MonotonicClock()
     tail = b""
     body = BODY | SHORT if is_short else BODY

@@ -2,21 +2,21 @@
 
 | result                 | unit |                                                                |
 |------------------------|------|----------------------------------------------------------------|
-| bodies/<status>        |      | how hostile requests ended; `left`: their client left after 5 s |
+| bodies/<status>        |      | hostile requests by outcome; `left`: the client left after 5 s |
 | bodies/wrong           |      | server errors but 503, and connections that broke              |
 | slow/…                 |      | connections opened, refused, closed by the server              |
-| slow/probe_p50, _max   | ms   | an honest request beside them                                  |
-| disconnects/<stage>    |      | clients that left, by what they had sent                       |
-| pause/<phase>          | ms   | the longest gap of an honest stream; under 20 ms: told as 0    |
-| first_token/<phase>    | ms   | the same of an honest client's wait for a first token          |
-| assault/<name>/<status> |     | how the requests of an assault ended                           |
-| assault/<name>/pause   | ms   | the longest gap beyond the calm's                              |
-| assault/<name>/first_token | ms | the same of the waits for a first token                       |
-| assault/<name>/kept    | %    | of the gateway's memory, 30 s later at most                    |
+| slow/probe_p50, _max   | ms   | honest requests while slow connections are open                |
+| disconnects/<stage>    |      | clients that left, by the part of the request that they sent   |
+| pause/<phase>          | ms   | longest gap of an honest stream; under 20 ms: reported as 0    |
+| first_token/<phase>    | ms   | longest wait of an honest client for a first token             |
+| assault/<name>/<status> |     | requests of an assault, by outcome                             |
+| assault/<name>/pause   | ms   | longest gap, minus the longest gap of the calm phase           |
+| assault/<name>/first_token | ms | longest wait for a first token, minus that of the calm phase |
+| assault/<name>/kept    | %    | growth of the gateways' memory, at most 30 s later             |
 | honest/broken          |      | honest answers that did not end correctly                      |
-| memory/<kind>_growth   | %    | of private memory, from after the warm-up                      |
-| left/blocks, leases    |      | that idle workers still hold                                   |
-| left/ended             |      | services that ended in the storm                               |
+| memory/<kind>_growth   | %    | growth of private memory after the warm-up                     |
+| left/blocks, leases    |      | blocks and leases that idle workers still hold                 |
+| left/ended             |      | services that ended during the waves                           |
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,15 +28,16 @@ from bench.hostile.assaults import LOADING, MAX_KEPT, AssaultRun
 from bench.hostile.waves import Outcomes, Slow
 
 MIB = 2**20
-CALM = "calm"  # the phase before the waves
+CALM = "calm"  # the phase without hostile clients, before the waves
 MAX_RSS_GROWTH = 0.05
-MAX_BEYOND_CALM_S = 0.3  # worst pause of an honest stream, minus the worst one in the calm
-MAX_PAUSE_S = 0.25  # longest pause of an honest stream on an otherwise idle machine
+# allowed worst pause of an honest stream, minus the worst pause in the calm phase
+MAX_BEYOND_CALM_S = 0.3
+MAX_PAUSE_S = 0.25  # allowed longest pause of an honest stream, on an otherwise idle machine
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One part of the run, in times of the machine's monotonic clock."""
+    """One part of the run, with its begin and end on the machine's monotonic clock."""
 
     name: str
     begin_s: float
@@ -45,18 +46,23 @@ class Phase:
 
 @dataclass(slots=True)
 class HonestReports:
-    """Reports of the honest clients: gaps of their streams, and broken answers."""
+    """Reports of the honest clients: gaps of their streams, waits for first tokens, and broken
+    answers.
+    """
 
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    firsts: list[tuple[float, float]] = field(default_factory=list)  # waits for first tokens
+    # waits for first tokens, as (begin, end) in seconds
+    firsts: list[tuple[float, float]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
     def longest_s(self, phase: Phase) -> float:
-        """The longest part of a gap that lay in a phase; 0 without any reported gap."""
+        """Returns the seconds of the longest part of a gap inside a phase; 0 if no gap was
+        reported.
+        """
         return _longest_s(self.gaps, phase)
 
     def longest_first_s(self, phase: Phase) -> float:
-        """The longest wait for a first token in the phase."""
+        """Returns the longest wait for a first token in the phase, in seconds."""
         return _longest_s(self.firsts, phase)
 
 
@@ -75,7 +81,7 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class HostileRun:
-    """The result of a run."""
+    """All measurements of a run."""
 
     phases: tuple[Phase, ...]
     reports: HonestReports
@@ -85,12 +91,12 @@ class HostileRun:
     memory: MemorySample
     blocks_left: int
     leases_left: int
-    num_ended: int  # services that ended and were replaced
+    num_ended: int  # services that ended during the waves and were replaced
     assaults: tuple[AssaultRun, ...] = ()
 
 
 def results(run: HostileRun) -> tuple[Result, ...]:
-    """Returns the rows of the table above."""
+    """Returns the results in the order of the table in this module's docstring."""
     figures = {
         f"bodies/{status}": Figure(count, "")
         for status, count in sorted(run.bodies.statuses.items(), key=lambda pair: str(pair[0]))
@@ -135,13 +141,17 @@ def growth(run: HostileRun, kind: str) -> float:
 
 
 def beyond_calm_s(run: HostileRun, name: str) -> float:
-    """Returns a phase's longest pause minus the calm's; negative if the phase's was shorter."""
+    """Returns a phase's longest pause minus the longest pause of the calm phase. Negative if the
+    phase's pause was shorter.
+    """
     longest_s = {phase.name: run.reports.longest_s(phase) for phase in run.phases}
     return longest_s[name] - longest_s[CALM]
 
 
 def first_beyond_calm_s(run: HostileRun, name: str) -> float:
-    """Returns a phase's longest wait for a first token minus the calm's."""
+    """Returns a phase's longest wait for a first token minus the longest such wait of the calm
+    phase.
+    """
     longest_s = {phase.name: run.reports.longest_first_s(phase) for phase in run.phases}
     return longest_s[name] - longest_s[CALM]
 
@@ -159,7 +169,7 @@ def _complaints_of_assaults(run: HostileRun) -> Iterator[str]:
 
 
 def complaints(run: HostileRun) -> list[str]:
-    """Returns violations; the command fails if there are any."""
+    """Returns the violated bounds. The command fails if there is any."""
     found = [f"server error: {example}" for example in run.bodies.examples]
     found += [f"an honest stream: {line}" for line in run.reports.broken[:5]]
     for kind in run.memory.before:
@@ -176,7 +186,7 @@ def complaints(run: HostileRun) -> list[str]:
 
 
 def warnings(run: HostileRun) -> Sequence[str]:
-    """Returns facts that the machine or the server may have caused."""
+    """Returns facts for the reader that need not be the server's fault."""
     return [
         f"an honest stream paused for {pause_s:.2f} s in the phase {phase.name}"
         for phase in run.phases

@@ -1,17 +1,17 @@
-"""`baton bench hostile`: a real deployment under hostile clients, beside streams of honest ones.
+"""`baton bench hostile`: runs hostile clients and honest clients on one real deployment.
 
 A prefill and a decode worker run behind one gateway. Honest clients stream answers all the time.
-Beside them hostile clients come in three waves:
+Meanwhile, hostile clients attack in three waves:
 
 1. *bodies*: mutated, truncated, nested and random requests (`bench.hostile.corpus`);
-2. *slow connections*: heads and bodies that come a byte at a time, or never;
-3. *disconnects*: clients that leave before, in or after their request.
+2. *slow connections*: heads and bodies that are sent a byte at a time, or never;
+3. *disconnects*: clients that disconnect before, during or after their request.
 
 Then an attacker in a process of its own carries out assaults (`bench.hostile.assaults`), one after
-the other. Attacker and honest clients have keys of their own.
+the other. The attacker and the honest clients use different API keys.
 
-A part of each wave comes first and is not measured. It fills caches and the allocator, so later
-growth of memory is growth that attackers can cause.
+A part of each wave is sent before the measurement. It fills caches and the allocator's pools. So
+memory that grows later shows growth that attackers can cause.
 """
 
 import os
@@ -57,11 +57,13 @@ from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import Clock, MonotonicClock
 from engine.errors import ConfigError
 
-CALM_S = 5.0  # time in which only the honest streams run
-WARM_UP_SHARE = 0.1  # share of each wave
-SLOW_S, QUICK_SLOW_S = 40.0, 5.0  # how long slow connections last, if the server lets them
+CALM_S = 5.0  # seconds in which only the honest clients send requests
+WARM_UP_SHARE = 0.1  # share of each wave that is sent before the measurement
+# seconds for which slow connections last, unless the server closes them
+SLOW_S, QUICK_SLOW_S = 40.0, 5.0
 HONEST = "bench.hostile.honest"
-LOW_PRIORITY = 10  # for the hostile clients: the server and the honest clients come first
+# nice value of the hostile clients: the server and the honest clients have priority
+LOW_PRIORITY = 10
 END_TIMEOUT_S = 10.0
 CLIENT_TIMEOUT_S = 30.0
 OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--weights": "int8", "--kv-mib": 64}
@@ -92,24 +94,26 @@ class HostileStudy(Experiment):
     times: Annotated[int, typer.Option(min=1, help="That each assault is carried out.")] = 4
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an assault that there is not."""
+        """Raises ConfigError if an assault does not exist."""
         if unknown := next((name for name in self.assault or () if name not in ASSAULTS), None):
             raise ConfigError(f"there is no assault {unknown!r}; there are {', '.join(ASSAULTS)}")
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         return (
             f"{self.bodies} hostile requests, {self.slow} slow connections and"
             f" {self.disconnects} disconnects beside {self.streams} streams"
         )
 
     def quick(self) -> Self:
-        """Returns a small part of each wave: under 50 s, and each assault once."""
+        """Returns a study with a small part of each wave and each assault once. It takes under 50
+        s.
+        """
         return replace(self, is_quick=True, bodies=1_500, slow=100, disconnects=300, times=1)
 
     def measure(self, say: Say) -> Findings:
-        """Raises ServerFailed."""
+        """Runs the study. Raises ServerFailed."""
         grpc_port = free_port()
         say("starting 1 + 1 workers")
         with operated(BUNDLED_MODEL, {**OPTIONS, "--grpc-port": grpc_port}, ENVIRONMENT) as served:
@@ -157,7 +161,7 @@ class HostileStudy(Experiment):
 
 
 class _Storm:
-    """The waves, one after the other."""
+    """Sends the waves, one after the other."""
 
     def __init__(
         self,
@@ -179,7 +183,9 @@ class _Storm:
         self.assaults: list[AssaultRun] = []
 
     async def warm_up(self) -> None:
-        """Sends a share of each wave, with another seed."""
+        """Sends a share of each wave. The requests come from another seed than the measured
+        ones.
+        """
         study = self._study
         num_bodies, num_left, num_slow = (
             int(WARM_UP_SHARE * num) + 1 for num in (study.bodies, study.disconnects, study.slow)
@@ -190,7 +196,7 @@ class _Storm:
         await self._drip(num_slow)
 
     async def run(self) -> None:
-        """Sends all waves and keeps their outcomes."""
+        """Sends all waves and records their outcomes."""
         study = self._study
         os.nice(LOW_PRIORITY)
         with self._phase(CALM):
@@ -207,7 +213,7 @@ class _Storm:
             self.disconnects = dict(left)
 
     async def assault(self, attacker: Attacker) -> None:
-        """Carries out one assault and keeps the result. Raises DrivenFailed."""
+        """Carries out one assault and records the result. Raises DrivenFailed."""
         await attacker.open()
         with self._phase(attacker.name):
             ends = await attacker.attack()
@@ -219,7 +225,7 @@ class _Storm:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Records when a phase begins and ends."""
+        """Records the begin and the end of a phase."""
         self._say(name)
         begin_s = self._clock.now_s()
         yield
@@ -228,7 +234,7 @@ class _Storm:
 
 @contextmanager
 def _honest(url: str, num_streams: int, reports: HonestReports) -> Iterator[None]:
-    """Runs honest streams inside the block; their reports are read at its end."""
+    """Runs honest clients during the block, and reads their reports at its end."""
     child = ChildProcess(
         [sys.executable, "-m", HONEST, url, str(num_streams)],
         on_stdout=lambda line: _receive(line, reports),

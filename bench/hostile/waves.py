@@ -1,4 +1,4 @@
-"""The hostile clients of `bench hostile`, and the results of their requests."""
+"""The hostile clients of `bench hostile`, and the outcomes of their requests."""
 
 import asyncio
 import random
@@ -14,7 +14,7 @@ from bench.common.waiting import pause
 from bench.hostile.corpus import ATTACKER_KEY, COMPLETIONS, HONEST_KEY, Shot, bearer
 from engine.clock import Clock
 
-# A hostile client leaves after this time, because its changes may have made the answer long.
+# A hostile client disconnects after this many seconds: a changed request may ask for a long answer.
 ANSWER_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 DRIP_EVERY_S = 0.5  # interval between two bytes on a slow connection
@@ -25,21 +25,21 @@ REFUSED_CONNECTION = "no connection"
 HEAD = (
     f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ATTACKER_KEY}\r\n"
     "Content-Type: application/json\r\n"
-).encode()  # begins a head
+).encode()  # start of the head of a request
 
-Status = int | str  # HTTP status, or why there is none
+Status = int | str  # HTTP status, or the reason why there is none
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """Counts of how requests ended, and the first few forbidden ends."""
+    """Counts of requests by outcome, and the first few outcomes that are not allowed."""
 
     statuses: Counter[Status] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
     def note(self, status: Status, shot: Shot, said: str = "") -> None:
-        """Counts one outcome; keeps it if it is a server error other than 503, or a broken
+        """Counts one outcome. Also records it if it is a server error other than 503, or a broken
         connection.
         """
         self.statuses[status] += 1
@@ -48,12 +48,12 @@ class Outcomes:
 
     @property
     def num_wrong(self) -> int:
-        """Server errors other than 503, and answers that broke off."""
+        """Returns the number of server errors other than 503, and of answers that broke off."""
         return sum(count for status, count in self.statuses.items() if is_wrong(status))
 
 
 def is_wrong(status: Status) -> bool:
-    """True if a status is a server error other than 503, or a broken connection."""
+    """Returns True if a status is a server error other than 503, or a broken connection."""
     if isinstance(status, str):
         return status == "broken"
     return status >= 500 and status != 503
@@ -62,7 +62,7 @@ def is_wrong(status: Status) -> bool:
 async def send_bodies(
     session: aiohttp.ClientSession, url: str, shots: Iterator[Shot], at_once: int
 ) -> Outcomes:
-    """Sends requests, `at_once` at a time, over reused connections."""
+    """Sends requests over reused connections, `at_once` at a time."""
     outcomes = Outcomes()
 
     async def one(shot: Shot) -> None:
@@ -84,7 +84,9 @@ async def send_bodies(
 
 
 async def disconnect(url: str, num: int, *, at_once: int, seed: int) -> Counter[str]:
-    """Connects, sends a part of a request or all of it, and leaves; counts by what was sent."""
+    """Connects, sends a part of a request or all of it, and disconnects. Counts by the part that
+    was sent.
+    """
     rng = random.Random(seed)
     ends: Counter[str] = Counter()
 
@@ -116,11 +118,11 @@ async def disconnect(url: str, num: int, *, at_once: int, seed: int) -> Counter[
 
 @dataclass(slots=True)
 class Slow:
-    """Outcomes of slow connections, and of honest requests beside them."""
+    """Outcomes of slow connections, and times of honest requests sent meanwhile."""
 
     num_opened: int = 0
     num_refused: int = 0
-    num_closed: int = 0  # connections that the server closed before their time was over
+    num_closed: int = 0  # connections that the server closed early
     probes_s: list[float] = field(default_factory=list)  # seconds of each honest request
     num_probes_failed: int = 0
 
@@ -128,7 +130,7 @@ class Slow:
 async def drip(
     session: aiohttp.ClientSession, url: str, num: int, *, lasting_s: float, clock: Clock
 ) -> Slow:
-    """Keeps slow connections open, and sends honest requests beside them."""
+    """Keeps slow connections open. Meanwhile sends honest requests."""
     slow = Slow()
     end_s = clock.now_s() + lasting_s
 
@@ -177,7 +179,9 @@ async def _drip_until(
     mode: int,
     clock: Clock,
 ) -> bool:
-    """Sends nothing, a head or a body a byte at a time. True if the server closed."""
+    """Sends nothing, a head or a body, one byte at a time. Returns True if the server closed the
+    connection.
+    """
     drips = [b"", b"x", b" "][mode]
     if mode:
         writer.write(HEAD)
@@ -204,7 +208,7 @@ def _request(rng: random.Random) -> bytes:
 
 
 async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """Opens a new connection to the server; None if the server accepts none in time."""
+    """Opens a new connection to the server. Returns None if the server accepts none in time."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):

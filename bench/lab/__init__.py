@@ -1,1 +1,1 @@
-"""The studies of the laboratory. Each is an `Experiment` that `baton bench` has as a command."""
+"""The studies of the lab. Each is an `Experiment` and has a command of `baton bench`."""

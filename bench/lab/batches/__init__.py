@@ -1,1 +1,1 @@
-"""`baton bench batches`: clients beside batches, and batches whose server is killed."""
+"""`baton bench batches`: the effect of batches on clients, and batches whose server is killed."""

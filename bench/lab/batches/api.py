@@ -1,4 +1,4 @@
-"""Files and batches of one server, over HTTP."""
+"""An HTTP client for the files and batches of one server."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -25,7 +25,7 @@ Lines = Sequence[dict[str, Any]]  # lines of an input file
 
 
 class BatchNotCompleted(BatonError):
-    """A batch ended in another way, or not at all."""
+    """A batch did not reach the state `completed`."""
 
 
 class _Counts(msgspec.Struct):
@@ -64,7 +64,7 @@ class _Result(msgspec.Struct):
 
 
 class BatchServer:
-    """Files and batches of one server."""
+    """A client for the files and batches of one server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, client: ServeClient, model: str):
         self._session = session
@@ -73,7 +73,7 @@ class BatchServer:
         self.model = model
 
     async def submit(self, lines: Lines) -> str:
-        """Uploads a file and makes a batch of it. Returns its id."""
+        """Uploads a file and creates a batch from it. Returns the batch's id."""
         encoded = b"\n".join(map(msgspec.json.encode, lines))
         form = aiohttp.FormData({"purpose": "batch"})
         form.add_field("file", encoded, filename="batch.jsonl")
@@ -90,18 +90,18 @@ class BatchServer:
             return msgspec.json.decode(await reply.read(), type=_Batch).id
 
     async def batch(self, batch_id: str) -> _Batch:
-        """Returns the present state of a batch."""
+        """Returns the current state of a batch."""
         return msgspec.json.decode(await self._get(f"/v1/batches/{batch_id}"), type=_Batch)
 
     async def num_answered(self, batch_id: str | None) -> int:
-        """Returns the number of a batch's requests that have a result; 0 without a batch."""
+        """Returns the number of requests of a batch that have a result; 0 if there is no batch."""
         if batch_id is None:
             return 0
         counts = (await self.batch(batch_id)).request_counts
         return counts.completed + counts.failed
 
     async def answers(self, batch_id: str, number: int) -> int:
-        """Waits until a batch has `num` results. Returns their number."""
+        """Waits until a batch has at least `num` results. Returns the number of results."""
         found = 0
 
         async def is_there() -> bool:
@@ -113,7 +113,7 @@ class BatchServer:
         return found
 
     async def ended(self, batch_id: str) -> _Batch:
-        """Waits for the end of a batch. Raises BatchNotCompleted."""
+        """Waits until a batch has ended. Raises BatchNotCompleted."""
 
         async def is_over() -> bool:
             return (await self.batch(batch_id)).status in ENDED
@@ -133,11 +133,11 @@ class BatchServer:
         return [(line.custom_id, line.response.body.choices[0].text) for line in lines]
 
     async def complete(self, lines: Lines) -> Texts:
-        """Runs a batch to its end. Returns its answers."""
+        """Submits a batch and waits for its end. Returns its answers."""
         return await self.texts(await self.ended(await self.submit(lines)))
 
     async def num_pauses(self) -> float:
-        """Returns the number of times that batch requests have stepped aside so far."""
+        """Returns how many times batch requests have been paused for clients so far."""
         text = (await self._get("/metrics")).decode()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(PAUSES))
 
@@ -148,7 +148,7 @@ class BatchServer:
 
 
 async def _wait(holds: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Waits for a condition. Raises BatchNotCompleted if it does not hold in time."""
+    """Waits until a condition is true. Raises BatchNotCompleted after a timeout."""
     if not await holds_within(holds, BATCH_TIMEOUT_S, MonotonicClock()):
         raise BatchNotCompleted(f"not in {BATCH_TIMEOUT_S:g} s: {what}")
 

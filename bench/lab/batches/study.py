@@ -3,36 +3,38 @@
 | result                  | unit       |                                                   |
 |-------------------------|------------|---------------------------------------------------|
 | clients/ttft, itl, e2e  | ms         | percentiles over all windows with a batch         |
-| quiet/ttft, itl, e2e    | ms         | the same, of pairs of windows without other load  |
-| quiet/pairs             | 1          | these pairs; limit: all                           |
+| quiet/ttft, itl, e2e    | ms         | percentiles over pairs without other load         |
+| quiet/pairs             | 1          | pairs of windows without other load; limit: all   |
 | noise/ttft, itl, e2e    | ms         | p99 of the windows without a batch in every other pair |
-| batches/answered_once   | requests   | with one result, which is no error; limit: all    |
+| batches/answered_once   | requests   | with one result and no error; limit: all          |
 | batches/beside_clients  | requests/s | answered during windows                           |
-| batches/active          | %          | of the windows with a batch: it was not over      |
-| batches/pauses          | 1/request  | times that a request of a batch stepped aside     |
-| killed/answered_once    | requests   | of the batch whose server was killed              |
-| killed/equal            | requests   | of these: with the text of the undisturbed batch  |
-| killed/answered_before  | requests   | when the last kill came                           |
+| batches/active          | %          | share of a window in which its batch ran          |
+| batches/pauses          | 1/request  | pauses of a batch request for clients             |
+| killed/answered_once    | requests   | with one result, in the batch with kills          |
+| killed/equal            | requests   | with the same text as in the undisturbed batch    |
+| killed/answered_before  | requests   | that had a result at the last kill                |
 | background/cpu          | %          | of all cores, used by other programs              |
 
-The peer of a percentile is the same one in the windows without a batch. A ratio near one says that
-batches cost clients nothing. A pair is quiet if other programs used at most 5 % of the CPU in it.
-On a shared machine these disturb a 99th percentile more than a batch could. The peer of noise is
-the same percentile in the other pairs: their ratio is what the machine does to it.
+The peer of a percentile is the same percentile in the windows without a batch. A ratio near one
+means that batches do not slow clients down. A pair is quiet if other programs used at most 5 % of
+the CPU in it: on a shared machine, other programs change a 99th percentile more than a batch does.
+The peer of noise is the same percentile in the other half of the pairs. The ratio of noise shows
+how much the machine itself changes the percentile.
 
-What batches cost clients, and whether kills lose or repeat a result.
+The study measures how much batches slow clients down, and checks that kills neither lose nor repeat
+a result.
 
-Two parts, each with a deployment of its own that keeps its batches in a file:
+It has two parts. Each part has its own deployment, which keeps its batches in a file:
 
-    beside    windows of clients' requests, in turn with and without a batch. A window with a batch
-              begins with a file of its share of the requests. After it the batch is waited for.
-    killed    all requests as one file, undisturbed and then again. The second time every process is
-              killed with SIGKILL, as often as asked, and the deployment is started again.
+    beside    windows of clients' requests, alternately with and without a batch. The batch is
+              submitted at the begin of its window. After the window, the study waits for it.
+    killed    all requests as one file, first undisturbed, then again. The second time, every
+              process is killed with SIGKILL as often as requested, and the deployment restarts.
 
-Clients send at random times, as a Poisson process. A pair of windows has the same times and other
-prompts. Prompts of batches are short and their answers a few tokens long, so that ten thousand take
-minutes on a laptop. Each line has its own seed, so both files of the second part have the same
-answers.
+Clients send at random times, as a Poisson process. The two windows of a pair have the same arrival
+times and different prompts. Prompts of batches are short, with answers of a few tokens, so that ten
+thousand take minutes on a laptop. Each line of a file has its own seed, so both runs of the second
+part must give the same answers.
 """
 
 import os
@@ -65,46 +67,46 @@ from engine.clock import MonotonicClock, unix_time_s
 WITH, WITHOUT = "with", "without"
 
 PERCENTS = (50, 99)
-GOAL = 1.05  # ratio of the 99th percentiles
+GOAL = 1.05  # bound on the ratio of 99th percentiles, with a batch over without
 NOISE = "noise/"
 ENOUGH_ACTIVE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Clients' requests of one window, and the batch beside them."""
+    """Answers to clients in one window, and the batch that ran meanwhile."""
 
     which: str
     pair: int
     load: LoadRun
     num_answered: int = 0  # batch requests that were answered during the window
-    active_s: float = 0.0  # the part of the window in which the batch was unfinished
+    active_s: float = 0.0  # seconds of the window in which the batch was not finished
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """One file twice: undisturbed, and with kills."""
+    """Results of one file, run twice: undisturbed, and with kills."""
 
     num_requests: int
     undisturbed: Texts
     disturbed: Texts
-    num_before: int  # results at the last kill
+    num_before: int  # results that existed at the last kill
 
 
 @dataclass(frozen=True, slots=True)
 class BatchesMeasured:
-    """All that was measured."""
+    """All measurements of both parts."""
 
-    num_requests: int  # in the batches of all windows
+    num_requests: int  # number of requests in the batches of all windows
     windows: tuple[Window, ...]
-    texts: Texts  # from the batches of all windows
+    texts: Texts  # answers of the batches of all windows
     num_pauses: float
     killed: Killed | None = None
     background: tuple[float, ...] = ()
 
 
 def results(measured: BatchesMeasured) -> tuple[Result, ...]:
-    """All results, in the order of the table above."""
+    """Returns all results, in the order of the table in this module's docstring."""
     found = [
         _compared(f"clients/{name}/p{percent}", measured.windows, of, percent)
         for name, of in _TIMES.items()
@@ -127,7 +129,7 @@ def results(measured: BatchesMeasured) -> tuple[Result, ...]:
 
 
 def once_of(texts: Texts) -> dict[str, str]:
-    """Returns the answers of requests that have exactly one answer."""
+    """Returns the answers of the requests that have exactly one answer."""
     counts = Counter(name for name, _ in texts)
     return {name: text for name, text in texts if counts[name] == 1}
 
@@ -152,7 +154,7 @@ def warnings(measured: BatchesMeasured) -> list[str]:
 
 
 def _quiet(measured: BatchesMeasured) -> list[Result]:
-    """Returns the percentiles over pairs of windows in which other programs used little CPU."""
+    """Returns the percentiles over the pairs of windows in which other programs used little CPU."""
     quiet = {pair for pair, share in enumerate(measured.background) if share <= TOO_BUSY}
     windows = [window for window in measured.windows if window.pair in quiet]
     if not windows:
@@ -167,7 +169,9 @@ def _quiet(measured: BatchesMeasured) -> list[Result]:
 
 
 def _noise(measured: BatchesMeasured) -> list[Result]:
-    """Returns the 99th percentiles without a batch: half of the windows beside the other half."""
+    """Returns the 99th percentiles of windows without a batch: of every other pair, with the
+    remaining pairs as peer.
+    """
     halves: tuple[list[Window], list[Window]] = ([], [])
     for window in measured.windows:
         if window.which == WITHOUT:
@@ -185,7 +189,7 @@ def _noise(measured: BatchesMeasured) -> list[Result]:
 def _pooled(
     windows: Sequence[Window], times_of: Callable[[Answer], Sequence[float]]
 ) -> list[float]:
-    """Milliseconds of all answers of some windows."""
+    """Returns the values of all answers of some windows, in milliseconds."""
     return [1e3 * s for window in windows for each in window.load.answers for s in times_of(each)]
 
 
@@ -227,7 +231,7 @@ _TIMES: dict[str, Callable[[Answer], Sequence[float]]] = {
 
 MODEL = Path(__file__).parents[3] / "engine" / "model" / "bundled" / "target"
 OPTIONS = {"--mixed": 1, "--threads": 1}
-INPUT_LEN, OUTPUT_LEN = 48, 16  # words of a client's prompt, tokens of its answer
+INPUT_LEN, OUTPUT_LEN = 48, 16  # words of a client's prompt, and tokens of its answer
 BATCH_INPUT_LEN, BATCH_OUTPUT_LEN = 6, 4
 
 
@@ -248,30 +252,32 @@ class BatchesStudy(Experiment):
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         return f"clients beside {self.requests:,} requests of batches"
 
     def quick(self) -> Self:
-        """Returns a study under a minute."""
+        """Returns a study that takes under a minute."""
         return replace(self, requests=200, pairs=1, window_s=4.0, kills=min(self.kills, 1))
 
     @property
     def num_of_window(self) -> int:
-        """Returns the requests of the batch of one window."""
+        """Returns the number of requests in the batch of one window."""
         return -(-self.requests // self.pairs)
 
     def order_of(self, pair: int) -> tuple[str, str]:
-        """Returns the windows of a pair, in their order, which changes with each pair."""
+        """Returns the windows of a pair in their order. The order changes with each pair."""
         return (WITH, WITHOUT) if (pair + self.seed) % 2 else (WITHOUT, WITH)
 
     def due_times_s(self, pair: int) -> list[float]:
-        """Returns when clients send, in seconds from the start of a window."""
+        """Returns the times at which clients send requests, in seconds from the start of a
+        window.
+        """
         number = max(round(self.rate * self.window_s), 1)
         rng = Random(f"{self.seed}/{pair}/arrivals")
         return arrival_times_s(self.rate, number, burstiness=1.0, rng=rng)
 
     def lines_of(self, name: str, number: int, model: str) -> list[dict[str, Any]]:
-        """Returns the lines of one input file."""
+        """Returns the lines of one input file for a batch."""
         rng = Random(f"{self.seed}/{name}")
         prompts = text_prompts(PromptShape(number, BATCH_INPUT_LEN, 0), rng)
         return [
@@ -292,7 +298,7 @@ class BatchesStudy(Experiment):
         ]
 
     def measure(self, say: Say) -> Findings:
-        """Raises ServerFailed, ServerUnreachable and BatchNotCompleted."""
+        """Runs the study. Raises ServerFailed, ServerUnreachable and BatchNotCompleted."""
         measured = self.run(say)
         return Findings(results(measured), warnings(measured))
 
@@ -331,7 +337,9 @@ class BatchesStudy(Experiment):
     async def _window(
         self, server: BatchServer, *, which: str, pair: int
     ) -> tuple[Window, str | None]:
-        """Sends the requests of one window. Returns it, and the id of its batch."""
+        """Sends the requests of one window. Returns the window's answers and the id of its
+        batch.
+        """
         due_s = self.due_times_s(pair)
         prompts = text_prompts(
             PromptShape(len(due_s), INPUT_LEN, 0), Random(f"{self.seed}/{pair}/{which}")
@@ -366,7 +374,7 @@ class BatchesStudy(Experiment):
     # ------------------------------------------------------------ killed
 
     def _killed(self, store: Path, say: Say) -> Killed:
-        """Runs all requests as one file, and again with kills."""
+        """Runs all requests as one file twice: undisturbed, and with kills."""
         batch_id, num_before = None, 0
         for number in range(self.kills):
             with _kept_in(store) as deployment:
@@ -387,7 +395,9 @@ class BatchesStudy(Experiment):
             return await server.complete(self.lines_of("file", self.requests, server.model))
 
     async def _until_kill(self, url: str, batch_id: str | None, number: int) -> tuple[str, int]:
-        """Runs the batch up to the next kill. Returns its id and the number of its answers."""
+        """Runs the batch until the next kill is due. Returns the batch's id and the number of its
+        answers.
+        """
         async with batch_server(url) as server:
             if batch_id is None:
                 lines = self.lines_of("file", self.requests, server.model)
@@ -398,7 +408,7 @@ class BatchesStudy(Experiment):
 
 @contextmanager
 def _kept_in(store: Path) -> Iterator[ServedDeployment]:
-    """A deployment with its batches in a file."""
+    """Starts a deployment that keeps its batches in a file."""
     with serving(MODEL, OPTIONS, {"BATON_GATEWAY__STORE": str(store)}) as deployment:
         yield deployment
 
