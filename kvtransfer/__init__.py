@@ -1,1 +1,3 @@
-"""KV transfer between workers by lease and pull: protocol, transports, and endpoint."""
+"""KV transfer between workers: the protocol of leases and pulls, the transports, and the
+endpoint.
+"""

@@ -1,7 +1,7 @@
 """The connections of a sink to its sources: a DEALER socket and a transport for each source.
 
-A connection keeps its routing id when it breaks and is made again. So the source still knows the
-sink and its leases, and a pull continues without fetching the blocks that have arrived.
+A connection keeps its routing id when it breaks and is made again. So the source still recognises
+the sink and its leases, and the pull continues without fetching blocks a second time.
 """
 
 import logging
@@ -35,7 +35,8 @@ from kvtransfer.transports.zmq import ZmqTransport
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGES_PER_TURN = 64  # handled for one source before other sources and deadlines
+# messages handled for one source before other sources and deadlines are served
+MAX_MESSAGES_PER_TURN = 64
 
 
 @dataclass(slots=True)
@@ -44,8 +45,8 @@ class _Connection:
 
     socket: "zmq.Socket[bytes]"
     transport: BlockTransport | None = None
-    words: SourcesWords | None = None  # the flags of its leases, if the source is on this host
-    share_bytes: int = 0  # bytes of each local block that come from this source
+    words: SourcesWords | None = None  # lease words of a source on this host
+    share_bytes: int = 0  # bytes of each local block that this source sends
 
 
 class SourceConnections:
@@ -65,13 +66,16 @@ class SourceConnections:
         self._machine = machine
         self._block_bytes = block_bytes
         self._on_end = on_end
-        self._links: dict[str, _Connection] = {}  # by address
-        self._ending: list[PullDone | PullFailed] = []  # unreported: blocks are still written
+        self._links: dict[str, _Connection] = {}  # connections by the source's address
+        # pulls that have ended, unreported while their blocks may still be written
+        self._ending: list[PullDone | PullFailed] = []
         self._outbox: list[SendToSource] = []
-        self._has_mail = False  # True if messages may wait that no descriptor reports
+        self._has_mail = False  # True if messages may be waiting that no descriptor reports
 
     def open(self, transports: Sequence[BlockTransport], by_message: ZmqTransport) -> None:
-        """Sets the transports. A source's blocks come by the first transport that it supports."""
+        """Sets the transports, in order of preference. Each source uses the first one that it
+        supports.
+        """
         self._transports = transports
         self._by_message = by_message
         self._sealed = by_message.sealed_sink
@@ -88,16 +92,16 @@ class SourceConnections:
 
     @property
     def has_mail(self) -> bool:
-        """True if messages or blocks may wait that no descriptor reports."""
+        """True if messages or blocks may be waiting that no descriptor reports."""
         return self._has_mail or self._sealed.has_more
 
     # ------------------------------------------------------------ receiving
 
     def receive(self, ready: Collection[int], *, may_wait: bool) -> None:
-        """Handles messages of sources, and fetches that ended.
+        """Handles messages of sources, and fetches that have ended.
 
-        `ready` are the descriptors that can be read or written. With `may_wait` it waits for a
-        moment for the rest of a message or frame that has begun to arrive.
+        `ready` are the descriptors that can be read or written. With `may_wait`, this waits briefly
+        for the rest of a partly received message or frame.
         """
         self._has_mail = False
         for address in list(self._links):
@@ -105,11 +109,11 @@ class SourceConnections:
                 if not self._receive_one(address):
                     break
             else:
-                self._has_mail = True  # more messages may wait
+                self._has_mail = True  # more messages may be waiting
         self.poll(ready, may_wait=may_wait and not self.must_poll)
 
     def poll(self, ready: Collection[int] = (), *, may_wait: bool = False) -> None:
-        """Handles fetches that ended."""
+        """Handles fetches that have ended."""
         for transport in self._transports:
             for fetched in transport.poll(ready, may_wait=may_wait):
                 self.perform(self._on_fetched(fetched))
@@ -118,7 +122,7 @@ class SourceConnections:
             self._end(end)
 
     def _receive_one(self, address: str) -> bool:
-        """Handles one message, if one waits."""
+        """Handles one message of a source, if one is waiting."""
         link = self._links.get(address)
         if link is None or not has_mail(link.socket):
             return False
@@ -158,7 +162,7 @@ class SourceConnections:
     def _on_fetched(self, end: FetchEnd) -> list[SinkEffect]:
         now_s, link = self._clock.now_s(), self._links.get(end.address)
         if link is None:
-            return []  # the connection was closed meanwhile
+            return []  # the source's connection was closed before its blocks were in place
         if isinstance(end, BlocksArrived):
             are_good = end.data is not None
             if end.data is not None:
@@ -169,7 +173,8 @@ class SourceConnections:
             self._count("pulled_blocks", num_bytes / self._block_bytes)
             self._count("pulled_bytes", num_bytes)
             if not are_good and link.words is not None:
-                # An unchanged word proves that the lease was open after its blocks were copied.
+                # An unchanged word proves that the lease was open until after its blocks were
+                # copied.
                 if end.word is None:
                     self._count("fallbacks:lease_without_word", 1)
                 else:
@@ -187,7 +192,7 @@ class SourceConnections:
     # ------------------------------------------------------------ effects
 
     def perform(self, effects: list[SinkEffect]) -> None:
-        """Performs effects, and the effects that follow from them."""
+        """Performs effects, and the further effects that result from them."""
         todo = list(effects)
         while todo:
             effect = todo.pop(0)
@@ -207,7 +212,7 @@ class SourceConnections:
                     self._end(effect)
 
     def _end(self, end: PullDone | PullFailed) -> None:
-        """Reports the end of a pull once nothing writes to its blocks any more."""
+        """Reports the end of a pull once no transport can write to its blocks any more."""
         self._sealed.num_ended += 1
         for transport in self._transports:
             if transport.num_reads and transport.cancel(end.seq_id):
@@ -220,7 +225,7 @@ class SourceConnections:
     def _use_source(self, use: UseSource) -> list[SinkEffect]:
         link = self._links[use.address]
         if link.transport is not None or not use.wire.record_bytes:
-            return []  # a repeated answer, or other ranks give us all bytes
+            return []  # the source repeated its answer, or gives this rank no bytes
         refused: list[str] = []
         for transport in self._transports:
             try:
@@ -240,7 +245,9 @@ class SourceConnections:
         return self._machine.refuse_source(use.address, f"no transport: {refused[-1]}")
 
     def _open_words(self, way: Transport, use: UseSource) -> SourcesWords | None:
-        """Maps the source's lease words, unless it sends its blocks or is on another host."""
+        """Maps the source's lease words. Does nothing if the source sends its blocks or is on
+        another host.
+        """
         offer = use.source.offers.words
         if way is Transport.ZMQ or (offer is not None and offer.boot_id != boot_id()):
             return None
@@ -262,7 +269,7 @@ class SourceConnections:
         self._outbox.append(SendToSource(address, message))
 
     def send(self) -> None:
-        """Sends the queued messages. Sending may wake another thread, so this is called last."""
+        """Sends the queued messages. Called last, because sending may wake another thread."""
         outbox, self._outbox = self._outbox, []
         for letter in outbox:
             try:
@@ -270,7 +277,8 @@ class SourceConnections:
                 link.socket.send(encode(letter.message), zmq.NOBLOCK)
                 self._has_mail = self._has_mail or has_mail(link.socket)
             except zmq.ZMQError as error:
-                self._count("unsent_messages", 1)  # the source soon counts as silent
+                # the source does not read, and soon counts as silent
+                self._count("unsent_messages", 1)
                 log.warning("could not send a message to %s: %s", letter.address, error)
 
     def _open_link(self, address: str) -> _Connection:
@@ -288,7 +296,7 @@ class SourceConnections:
             raise
         link = self._links[address] = _Connection(socket)
         self._context.poller.register(socket, select.EPOLLIN)
-        self._has_mail = True  # messages may have come before the descriptor was watched
+        self._has_mail = True  # messages may have arrived before the descriptor was watched
         return link
 
     def _close_link(self, address: str) -> None:

@@ -1,18 +1,18 @@
-"""The transfer endpoint of a worker's rank: one thread that runs both ends of the protocol on
-real sockets.
+"""The transfer endpoint of a worker's rank: one thread that runs both ends of the protocol on real
+sockets.
 
 The worker's core gives orders to the endpoint (`perform`) and gets events back through `on_event`,
-which is called on the endpoint's thread or within `perform`. All bytes are moved by these threads,
-or by reads that the endpoint's thread watches. So once the endpoint reports the end of a pull, no
-part of that pull can write any more.
+which is called on the endpoint's thread or within `perform`. Only these threads, and reads that the
+endpoint's thread watches, write to the pool. So once the endpoint reports the end of a pull,
+nothing writes to the pull's blocks any more.
 
 The thread sleeps until a socket, an order or a deadline wakes it. While blocks wait for a staging
 buffer, or a one-sided read is in flight, the thread polls, because no descriptor would wake it.
 
 Waking another thread takes as long as copying hundreds of KiB. So the thread that orders a short
-pull carries it out itself, if the endpoint's thread sleeps. A lock is held by one of the two
-at any time. The sleeping thread watches the descriptors of the sockets, because it may not
-touch the sockets themselves.
+pull carries the pull out itself, if the endpoint's thread sleeps. A lock ensures that only one of
+the two threads works. The sleeping thread watches the descriptors of the sockets, because it may
+not touch the sockets themselves.
 
 While a pull waits for its source, the thread makes the system allocate pages for the pull's blocks.
 Pulls are the first to touch a pool's memory, and a page fault takes longer than the copy.
@@ -77,16 +77,17 @@ from kvtransfer.transports.zmq import ZmqTransport
 log = logging.getLogger(__name__)
 
 MAX_POLL_S = 0.25
-BUFFER_WAIT_S = 0.001  # longest wait for a buffer before sockets and orders are served
-SHORT_PULL_BYTES = 2**20  # up to this size, the ordering thread copies by itself
+# longest wait for a staging buffer before sockets and orders are served, seconds
+BUFFER_WAIT_S = 0.001
+SHORT_PULL_BYTES = 2**20  # up to this size of a pull, the ordering thread copies the blocks itself
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointConfig:
-    """The worker's identity, secret, transport and deadlines."""
+    """The settings of an endpoint: the worker's identity, secret, transport and deadlines."""
 
     worker_id: WorkerId
-    incarnation: Incarnation  # the worker's: the same at all its ranks
+    incarnation: Incarnation  # all ranks of the worker have the same one
     identity: Identity
     secret: Secret
     transport: Transport = Transport.AUTO
@@ -95,7 +96,7 @@ class EndpointConfig:
 
 
 class TransferEndpoint:
-    """Leases out the blocks of one pool and pulls blocks into it."""
+    """Leases out the blocks of one pool, and pulls blocks into the pool."""
 
     def __init__(
         self,
@@ -114,11 +115,14 @@ class TransferEndpoint:
         self._on_crash = on_crash
         self._orders: queue.SimpleQueue[TransferOrder] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards all fields below but the queue of orders
-        self._due_s = 0.0  # when to sweep the machines, computed in the last iteration
+        # time at which the machines' deadlines must be checked next, computed in the last iteration
+        self._due_s = 0.0
         self._stopping = False
-        self._untouched: deque[BlockId] = deque()  # blocks that may lack pages
+        # blocks of pulls whose memory pages may not be allocated yet
+        self._untouched: deque[BlockId] = deque()
         self._touched: set[BlockId] = set()
-        self._part_ends: deque[PullDone | PullFailed] = deque()  # ends of pulls from several ranks
+        # ends of the parts of pulls from several source ranks
+        self._part_ends: deque[PullDone | PullFailed] = deque()
         self._counters: Counter[str] = Counter()
         self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
 
@@ -169,11 +173,11 @@ class TransferEndpoint:
         return Address(config.worker_id, config.incarnation, address, shard)
 
     def perform(self, order: TransferOrder) -> None:
-        """Queues an order, or carries it out if it is short. Safe from any thread."""
+        """Queues an order, or carries out a short order at once. Safe from any thread."""
         is_short = (
             isinstance(order, StartPull)
             and len(order.blocks) * self._pool.block_bytes <= SHORT_PULL_BYTES
-            # A device's copies need its context, which this thread may lack.
+            # Copies to or from a device need the device's context, which this thread may lack.
             and not isinstance(self._pool, DevicePool)
         )
         if is_short and self._orders.empty() and self._lock.acquire(blocking=False):
@@ -196,8 +200,8 @@ class TransferEndpoint:
         self._thread.join(timeout=5)
         assert not self._thread.is_alive(), "the transfer thread did not stop"
         self._poller.close()
-        os.close(self._wake_fd)  # closed here, since the thread may end before it is woken
-        # These parts refer to this object and to the pool. Without them the pool is freed at once.
+        os.close(self._wake_fd)  # closed here, since the thread may end without being woken
+        # These parts refer to this object and to the pool. Dropping them frees the pool at once.
         del self._source_end, self._connections, self._by_message, self._nixl, self._blocks
 
     def _open_sink(self, shared: TransferContext, by_memory: Sequence[BlockTransport]) -> None:
@@ -218,7 +222,7 @@ class TransferEndpoint:
         self._connections.open(transports, self._by_message)
 
     def _transports_by_memory(self) -> list[BlockTransport]:
-        """Returns the transports that read sources' memory, in order of preference."""
+        """Returns the transports that read sources' memory themselves, in order of preference."""
         pool, config = self._pool, self._config
         transports: list[BlockTransport] = [ShmTransport(pool)]
         if isinstance(pool, DevicePool):
@@ -227,7 +231,8 @@ class TransferEndpoint:
             raise ConfigError("kv_transport = ipc is for workers that compute on GPUs")
         self._nixl: NixlTransport | None = None
         if self._needs_nixl or (config.transport is Transport.AUTO and has_rdma()):
-            name = f"{config.worker_id}.{config.incarnation}.{secrets.token_hex(4)}"  # this rank
+            # a unique name of this rank's endpoint
+            name = f"{config.worker_id}.{config.incarnation}.{secrets.token_hex(4)}"
             self._nixl = NixlTransport(
                 *(name, pool.region()), record_bytes=pool.block_bytes, count=self._count
             )
@@ -235,7 +240,9 @@ class TransferEndpoint:
         return transports
 
     def _offer_memory(self, transports: Sequence[BlockTransport]) -> Offers:
-        """Offers the pool over all allowed transports. Raises ConfigError."""
+        """Offers the pool through all allowed transports. Raises ConfigError if none can be
+        used.
+        """
         if isinstance(self._pool, DevicePool):
             try:
                 self._pool.device.driver.enter()
@@ -256,7 +263,7 @@ class TransferEndpoint:
         return offers
 
     def _open_words(self) -> LeaseWords | None:
-        """Creates the lease words, if sinks may read the pool's memory themselves."""
+        """Creates the lease words, if sinks may read the pool's memory directly."""
         if self._config.transport is Transport.ZMQ:
             return None
         words = LeaseWords()
@@ -271,7 +278,8 @@ class TransferEndpoint:
     # ------------------------------------------------------------ on the ordering thread
 
     def _perform_now(self, order: TransferOrder) -> bool:
-        """Carries out an order on this thread, which holds the lock, and releases the lock.
+        """Carries out an order on the calling thread, which has acquired the lock, and releases the
+        lock.
 
         Returns True if the endpoint's thread must continue the work.
         """
@@ -308,7 +316,7 @@ class TransferEndpoint:
         finally:
             with self._lock:
                 self._stopping = True
-                self._connections.close()  # unmaps the sources' memory
+                self._connections.close()  # unmaps the memory of all sources
                 self._source_end.close()
                 if self._nixl is not None:
                     self._nixl.stop()
@@ -336,7 +344,7 @@ class TransferEndpoint:
                 self._untouched.append(block)
 
     def _touch_next(self) -> None:
-        """Touches one block only: sockets and orders are served between two blocks."""
+        """Touches a single block, so that sockets and orders are served between two blocks."""
         if not self.sink.num_pulls:
             self._untouched.clear()
         if not self._untouched:
@@ -347,7 +355,7 @@ class TransferEndpoint:
             self._untouched.clear()
 
     def _wait(self, timeout_s: float) -> Collection[int]:
-        """Waits for a socket or an order; returns the ready descriptors."""
+        """Waits for a socket or an order. Returns the ready descriptors."""
         ready = {fd for fd, _ in self._poller.poll(timeout_s)}
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
@@ -355,7 +363,7 @@ class TransferEndpoint:
 
     @property
     def _must_go_on(self) -> bool:
-        """True if there is work that no descriptor will report."""
+        """True if there is work to do that no descriptor will report."""
         source, sink = self._source_end, self._connections
         has_work = source.has_mail or sink.has_mail or self._by_message.has_work
         return has_work or sink.must_poll or bool(self._untouched)
@@ -416,7 +424,7 @@ class TransferEndpoint:
 
 
 def _ways(offers: Offers) -> Iterator[str]:
-    """Yields the transports that can read a source, in order of preference."""
+    """Yields the transports that can read from a source, in order of preference."""
     has = {
         Transport.SHM: offers.shm is not None,
         Transport.IPC: offers.ipc is not None,
@@ -427,7 +435,7 @@ def _ways(offers: Offers) -> Iterator[str]:
 
 
 def counts_of(report: TransferReport) -> dict[str, float]:
-    """Returns the counts that a report of an end adds to the counters of its endpoint."""
+    """Returns the amounts that the end of a pull or lease adds to its endpoint's counters."""
     if isinstance(report, PullDone):
         transfer_s, exposed_s = report.transfer_s, report.exposed_s
         return {"pulls_done": 1, "transfer_seconds": transfer_s, "exposed_seconds": exposed_s}

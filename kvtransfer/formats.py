@@ -1,8 +1,8 @@
 """Converts records from one KV format to another.
 
-Numbers are rounded as a cache of the target format rounds them: by token and head, with the scale
-of that token and head, if the format has scales. So an fp32 pool that sends int8 sends the same
-bytes that an int8 pool would hold. `engine.layout` defines the formats, and
+Numbers are rounded exactly as a KV cache of the target format rounds them. If the format has
+scales, each token and head has its own scale. So an fp32 pool that sends int8 sends the same bytes
+that an int8 pool would contain. `engine.layout` defines the formats, and
 `engine.model.attention.kvcache` converts tensors. Numbers must be finite. The result of an infinite
 number is undefined, but only for its own token and head.
 
@@ -27,22 +27,22 @@ FLOATS = (KVFormat.FP32, KVFormat.BF16)
 
 
 def is_defined(source: KVFormat, to: KVFormat) -> bool:
-    """True if this conversion exists: quantised numbers are never quantised again."""
+    """Returns True if this conversion exists. Quantised numbers are never quantised again."""
     return source in FLOATS or to in FLOATS
 
 
 def is_exact(source: KVFormat, to: KVFormat) -> bool:
-    """True if the conversion changes no number."""
+    """Returns True if the conversion changes no number."""
     return source is to or (source, to) == (KVFormat.BF16, KVFormat.FP32)
 
 
 def convert(
     records: Blocks, layout: KVLayout, to: KVFormat, *, out: Blocks | None = None
 ) -> Blocks:
-    """Converts records [n, block_bytes] of `layout` to the format `to`; padding is zero.
+    """Converts records [n, block_bytes] of `layout` to the format `to`. The padding is set to zero.
 
     Writes to `out` if given, and returns the result. Raises ValueError if the conversion is not
-    defined, the layout cannot have that format, or an array has another record size.
+    defined, the layout cannot have that format, or an array has the wrong record size.
     """
     if not is_defined(layout.kv_format, to):
         raise ValueError(f"no conversion from {layout.kv_format} to {to}")
@@ -94,6 +94,6 @@ def _heads_struct(layout: KVLayout, index: int) -> Heads:
 
 
 def num_heads(layout: KVLayout, index: int) -> int:
-    """Returns the number of K and V heads in all layers of a section."""
+    """Returns the number of K and V heads of a section, summed over its layers."""
     section = layout.sections[index]
     return 2 * section.num_layers * section.num_kv_heads

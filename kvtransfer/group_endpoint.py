@@ -1,13 +1,14 @@
 """The transfer endpoint of a worker of several ranks, at rank 0.
 
 Each rank has a `TransferEndpoint` for its own pool and share of the model. The `GroupEndpoint`
-gives each order to all of them. It reports an end when every rank has reported its end: see
-`kvtransfer.lease.group`. It has the interface of a `TransferEndpoint`, so a worker's core does not
-depend on the number of ranks.
+gives each order to all of them. The `GroupEndpoint` reports the end of a pull or lease once every
+rank has reported the end of its part: see `kvtransfer.lease.group`. It has the interface of a
+`TransferEndpoint`, so a worker's core does not depend on the number of ranks.
 
-Orders come from one thread, reports from others. All are appended to one queue. A thread that finds
-no other thread at work handles the whole queue, one entry after the other. So a thread that brings
-reports never waits for a thread that sends orders, and two full pipes cannot block each other.
+Orders come from one thread, and reports from other threads. All orders and reports are appended to
+one queue. A thread that appends an entry handles the whole queue, unless another thread is handling
+it already. So a thread with a report never waits for a thread that sends orders, and two full pipes
+cannot block each other.
 """
 
 import logging
@@ -39,8 +40,9 @@ from kvtransfer.memory import Pool
 
 log = logging.getLogger(__name__)
 
-RANK_DIED = "rank died"  # reason of the end of pulls and leases in which the rank took part
-# These counters count whole pulls and leases. The ranks' own counters count parts.
+RANK_DIED = "rank died"  # reason for the end of pulls and leases in which a dead rank took part
+# These counters count whole pulls and leases. The ranks' own counters count parts of pulls and
+# leases.
 COUNTED_WHOLE = frozenset(
     ("pulls_done", "pulls_failed", "transfer_seconds", "exposed_seconds", "leases_ended")
 )
@@ -52,7 +54,7 @@ class RemoteEndpoint(Protocol):
     def open(
         self, on_report: Callable[[TransferReport], None], on_lost: Callable[[], None]
     ) -> TransferAddress:
-        """Returns the address of that rank.
+        """Opens the endpoint. Returns the address of its rank.
 
         From now on the endpoint calls `on_report` for each report, in order, on any thread that is
         not in `perform`. If the rank is lost, it calls `on_lost` once, and `on_report` never again.
@@ -73,7 +75,7 @@ class RemoteEndpoint(Protocol):
 
 
 class GroupEndpoint:
-    """Leases out the blocks of all ranks of a worker, and pulls blocks into them."""
+    """Leases out the blocks of all ranks of a worker, and pulls blocks into all ranks' pools."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class GroupEndpoint:
         on_crash: Callable[[BaseException], None],
         others: Sequence[RemoteEndpoint],
     ) -> None:
-        """`config` and `pool` belong to rank 0; `others` are ranks 1, 2, …"""
+        """`config` and `pool` are rank 0's; `others` are the endpoints of ranks 1, 2, …"""
         self._config = config
         self._on_event = on_event
         self._on_crash = on_crash
@@ -121,7 +123,9 @@ class GroupEndpoint:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The transports by which others can read this worker's KV, the same at all ranks."""
+        """The transports by which other workers can read this worker's KV, the same at all
+        ranks.
+        """
         return self._local.transports
 
     def perform(self, order: TransferOrder) -> None:
@@ -149,7 +153,7 @@ class GroupEndpoint:
     # ------------------------------------------------------------ the queue of orders and reports
 
     def _handle(self, what: Callable[[], list[GroupEffect]]) -> None:
-        """Handles an order or report; a thread that is already at work does it instead."""
+        """Queues an order or report. Handles the queue, unless another thread does so already."""
         with self._lock:
             self._todo.append(what)
             if self._is_busy:

@@ -11,8 +11,9 @@ The source's process must also be alive after the copy. Mapped host memory outli
 a GPU's memory may not. C++ reads and writes the words, since Python has no fences:
 `src/transfer/words.h`.
 
-A hostile source can set its words to any value. It gains nothing, since it could also send wrong
-bytes. Sinks map the words read-only, and the memory cannot shrink while it is mapped.
+A hostile source can set its words to any value. The source gains nothing by that, since it could
+also send wrong bytes. Sinks map the words read-only, and the memory cannot shrink while it is
+mapped.
 """
 
 import os
@@ -26,7 +27,7 @@ WORD_BYTES = 8
 
 
 class NoWords(BatonError):
-    """Lease words cannot be used here; the message says why."""
+    """Lease words cannot be used; the message says why."""
 
 
 class LeaseWords:
@@ -46,24 +47,26 @@ class LeaseWords:
         return shm_offer(self._memory)
 
     def set(self, place: int, generation: int) -> None:
-        """Sets a word. No reader sees a later write of this process before the word."""
+        """Sets a word before any later write of this process becomes visible to readers."""
         assert 0 <= place < NUM_WORDS
         self._set(self._address + WORD_BYTES * place, generation)
 
     def close(self) -> None:
-        """Closes the memory. Sinks that have mapped it read zeros, or find this process dead."""
+        """Closes the memory. Sinks that have mapped it read zeros, or detect that this process is
+        dead.
+        """
         self._memory.mapped[:] = bytes(NUM_WORDS * WORD_BYTES)
-        self.set(0, 0)  # a fence
+        self.set(0, 0)  # acts as a memory fence
         self._memory.close()
 
 
 class SourcesWords:
-    """The words of a source on this host, mapped."""
+    """The lease words of a source on this host, mapped into this process."""
 
     def open(self, offer: ShmOffer) -> None:
         """Maps the words. Raises NoWords."""
         try:
-            process = os.pidfd_open(offer.pid)  # opened before the memory's owner is checked
+            process = os.pidfd_open(offer.pid)  # opened before the owner of the memory is checked
         except (OSError, OverflowError) as error:
             raise NoWords(f"cannot watch the source's process: {error}") from error
         try:
@@ -76,7 +79,9 @@ class SourcesWords:
         self._is = library().baton_word_is
 
     def prove(self, word: LeaseWord) -> bool:
-        """True if the lease was open and its source alive after all earlier copies."""
+        """Returns True if the lease was open and its source alive when all earlier copies were
+        finished.
+        """
         if not 0 <= word.place < NUM_WORDS:
             return False
         address = self._address + WORD_BYTES * word.place

@@ -34,7 +34,7 @@ Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 
 class ShmUnavailable(BatonError):
-    """A pool cannot be mapped here; the message says why."""
+    """A pool cannot be mapped into this process; the message says why."""
 
 
 def keep_freed_memory() -> None:
@@ -45,7 +45,7 @@ def keep_freed_memory() -> None:
     pull's time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # only glibc has it
+    if mallopt is not None:  # only glibc has this function
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the maximum that glibc accepts
         mallopt(M_TRIM_THRESHOLD, 128 * 2**20)
 
@@ -57,7 +57,7 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The location of a pool. `kind` is DRAM, or VRAM of device `device_id`."""
+    """The location of a pool's memory. `kind` is DRAM, or VRAM of device `device_id`."""
 
     address: int
     num_bytes: int
@@ -66,7 +66,7 @@ class Region:
 
 
 class Pool(Protocol):
-    """Memory of KV blocks. It outlives the endpoint that uses it."""
+    """Memory of KV blocks. It remains valid after the endpoint that uses it is closed."""
 
     num_blocks: int
     block_bytes: int
@@ -86,7 +86,7 @@ class Pool(Protocol):
 
 
 class PrivatePool:
-    """A pool's memory for one process, in huge pages: faster to read, write and register."""
+    """A pool's memory for one process only, in huge pages: faster to read, write and register."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         assert block_bytes % ALIGNMENT_BYTES == 0
@@ -121,7 +121,7 @@ class PrivatePool:
 class SharedMemory:
     """Memory without a name, known by a descriptor, that processes of this host can map.
 
-    It lasts as long as a process has the descriptor open or the memory mapped.
+    The memory is freed once no process has the descriptor open or the memory mapped.
     """
 
     def __init__(self, fd: int, mapped: mmap.mmap, page_bytes: int) -> None:
@@ -153,7 +153,9 @@ class SharedMemory:
 
     @classmethod
     def of(cls, fd: int) -> "SharedMemory":
-        """Maps memory that another process made, and takes over the descriptor. Raises OSError."""
+        """Maps memory that another process made, and takes ownership of the descriptor. Raises
+        OSError.
+        """
         return cls(fd, mmap.mmap(fd, os.fstat(fd).st_size), mmap.PAGESIZE)
 
     @classmethod
@@ -179,7 +181,9 @@ class SharedPool:
     def __init__(
         self, num_blocks: int, block_bytes: int, memory: SharedMemory | None = None
     ) -> None:
-        """`memory` has room for at least these blocks; without it, `open` allocates memory."""
+        """`memory` must have room for at least these blocks. Without `memory`, `open` allocates
+        it.
+        """
         assert block_bytes % ALIGNMENT_BYTES == 0
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
@@ -237,7 +241,8 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
     if offer.boot_id != boot_id():
         raise ShmUnavailable("source is on another host")
     num_bytes = num_blocks * block_bytes
-    surplus_bytes = HUGE_PAGE_BYTES + block_bytes  # memory may exceed whole blocks
+    # the memory may be larger than all blocks together
+    surplus_bytes = HUGE_PAGE_BYTES + block_bytes
     if num_blocks < 1 or not num_bytes <= offer.num_bytes < num_bytes + surplus_bytes:
         raise ShmUnavailable("offered size does not match the layout")
     try:
@@ -253,7 +258,8 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
         if not fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK:
             raise ShmUnavailable("the source's memory may shrink")
         mapped = mmap.mmap(fd, offer.num_bytes, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:  # ValueError: it shrank before the seal
+    # ValueError: the memory became smaller before it was sealed
+    except (OSError, ValueError) as error:
         raise ShmUnavailable(f"cannot map the source's memory: {error}") from error
     finally:
         os.close(fd)
@@ -261,10 +267,11 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
 
 
 def touch(blocks: Blocks, block: int) -> bool:
-    """Makes the system allocate a block's pages. The contents stay. Other threads run meanwhile.
+    """Makes the system allocate a block's pages, without changing their contents. Other threads run
+    meanwhile.
 
-    Without this, the first write to a page waits for its allocation, which takes four times as
-    long as a copy of the page. Returns False if the system cannot allocate pages in advance.
+    Without this, the first write to a page waits for its allocation, which takes four times as long
+    as a copy of the page. Returns False if the system cannot allocate pages in advance.
     """
     num_bytes = blocks.shape[1]
     address = blocks.ctypes.data + block * blocks.strides[0]
@@ -273,7 +280,7 @@ def touch(blocks: Blocks, block: int) -> bool:
 
 
 def host_pool(num_blocks: int, block_bytes: int, transport: Transport) -> PrivatePool | SharedPool:
-    """Returns a pool for that transport; it is shared only if other processes may map it."""
+    """Returns a pool for that transport. It is shared memory only if other processes may map it."""
     may_share = transport in (Transport.AUTO, Transport.SHM)
     return (SharedPool if may_share else PrivatePool)(num_blocks, block_bytes)
 

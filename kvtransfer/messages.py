@@ -20,21 +20,26 @@ T = TypeVar("T")
 
 TRANSFER_VERSION = 6
 MAX_BLOCKS_PER_READ = 4096
-NUM_WORDS = 4096  # lease words of each rank of a source, one per lease
+NUM_WORDS = 4096  # number of lease words of each rank of a source; each open lease uses one
 
 Shards = Annotated[tuple[Shard, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Generation = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-Reason = Annotated[str, msgspec.Meta(max_length=128)]  # logged, and passed on to a gateway
+# the reason for an end, which is logged and passed on to a gateway
+Reason = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A rank's terms for exchanging blocks. `kvtransfer.wire` compares two of them."""
+    """The properties of a rank that determine how it exchanges blocks.
 
-    fingerprint: str  # covers model, weights and configuration
-    layout: KVLayout  # the whole model's: the same at all ranks and workers
-    shard: Shard = WHOLE  # the share of the layout that this rank's records hold
-    kv_wire_dtype: KVFormat | None = None  # format on the wire; None: no conversion
-    group: Shards = ()  # all ranks of the worker, in order; empty: a single rank
+    `kvtransfer.wire` compares the identities of two ranks.
+    """
+
+    fingerprint: str  # a hash of model, weights and configuration
+    layout: KVLayout  # layout of the whole model, the same at all ranks and workers
+    shard: Shard = WHOLE  # the part of the layout that this rank's records contain
+    kv_wire_dtype: KVFormat | None = None  # KV format on the wire; None: no conversion
+    # shards of all ranks of the worker, in order; empty if there is a single rank
+    group: Shards = ()
 
     @property
     def ranks(self) -> tuple[Shard, ...]:
@@ -62,9 +67,9 @@ class ShmOffer(msgspec.Struct, frozen=True):
 
 
 class IpcOffer(msgspec.Struct, frozen=True):
-    """A source's pool in a GPU's memory: a CUDA IPC handle for other processes of that host.
+    """A source's pool in a GPU's memory: a CUDA IPC handle for other processes of the same host.
 
-    The pool has `num_bytes` bytes and starts `offset` bytes into the handle's allocation.
+    The pool has `num_bytes` bytes. It starts `offset` bytes after the start of the allocation.
     """
 
     boot_id: str
@@ -85,10 +90,11 @@ class NixlOffer(msgspec.Struct, frozen=True):
 
 
 class Offers(msgspec.Struct, frozen=True):
-    """Ways to read a source's pool. `sends`: the source can send blocks over its socket.
+    """The ways in which a sink can read a source's pool. `sends`: the source can send blocks over
+    its socket.
 
-    `words` is memory with `NUM_WORDS` lease words. `sealed_port` is the TCP port of sealed
-    streams, on the host of the source's address.
+    `words` is shared memory with `NUM_WORDS` lease words. `sealed_port` is the TCP port of
+    encrypted streams, on the source's host.
     """
 
     shm: ShmOffer | None = None
@@ -102,7 +108,7 @@ class Offers(msgspec.Struct, frozen=True):
 class LeaseWord(msgspec.Struct, frozen=True, array_like=True):
     """The value of a lease's word while the lease is open, and the word's index.
 
-    Each lease of the source has another `generation`, and zero is never used.
+    Each lease of the source has a different `generation`, which is never zero.
     """
 
     place: int
@@ -121,14 +127,18 @@ class AttachBody(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """First message of a sink. `body` is an AttachBody, encoded for protocol `version`."""
+    """The first message of a sink. `body` is an AttachBody in the encoding of protocol
+    `version`.
+    """
 
     version: int
     body: msgspec.Raw
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Renews a lease; the sink knows `num_known` ready blocks. Answered by Ready or Ended."""
+    """Renews a lease. The sink knows `num_known` ready blocks. The source answers Ready or
+    Ended.
+    """
 
     lease_id: LeaseId
     num_known: int
@@ -136,24 +146,24 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Asks for blocks of a lease, by index. Answered by Data or Ended."""
+    """Asks for blocks of a lease, by index in the lease. The source answers Data or Ended."""
 
     lease_id: LeaseId
     indices: list[int]
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Gives up a lease. Answered by Ended with the same `pull_id`."""
+    """Releases a lease. The source answers Ended with the same `pull_id`."""
 
     lease_id: LeaseId
     pull_id: int
 
 
 class AskSealed(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a sealed stream with the key `key`. Answered by MaySeal.
+    """Asks for a sealed stream with the key `key`. The source answers MaySeal.
 
-    The sink sends `name` and `word` when it connects, once. All three are random. `lanes` is the
-    number of AEGIS lanes that the sink can compute in parallel.
+    The sink sends `name` and `word` once, when it connects. `name`, `word` and `key` are random.
+    `lanes` is the number of AEGIS lanes that the sink can compute in parallel.
     """
 
     name: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -175,7 +185,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class AttachRefused(msgspec.Struct, frozen=True, tag=True):
-    """The source's answer to Attach if the identities disagree in `field`."""
+    """The source's refusal of Attach, because the two identities disagree in `field`."""
 
     field: Reason
 
@@ -183,8 +193,8 @@ class AttachRefused(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Names the computed blocks `first`, `first + 1`, … of a lease, by their ids at the source.
 
-    `stamp` is copied from the Hold that this answers, if any. `word` is the lease's word, if the
-    lease has one.
+    `stamp` is the stamp of the Hold that this message answers, if any. `word` is the lease's word,
+    if the lease has one.
     """
 
     lease_id: LeaseId
@@ -195,7 +205,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag=True):
-    """Announces the next frame, which has the records of these blocks, and the frame's xxh3-64."""
+    """Announces the next frame, the records of these blocks. `checksum` is the frame's xxh3-64."""
 
     lease_id: LeaseId
     indices: list[int]
@@ -212,7 +222,9 @@ class MaySeal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A lease has ended. Reason `released`: it was open until the Release of `pull_id` arrived."""
+    """The end of a lease. With reason `released`, it was open until the Release of `pull_id`
+    came.
+    """
 
     lease_id: LeaseId
     reason: Reason
@@ -230,7 +242,7 @@ _attach_body = msgspec.msgpack.Decoder(AttachBody)
 
 
 def attach(body: AttachBody) -> Attach:
-    """Returns an Attach of this protocol version."""
+    """Returns an Attach message of this protocol version with this body."""
     return Attach(version=TRANSFER_VERSION, body=msgspec.Raw(encode(body)))
 
 
@@ -246,6 +258,6 @@ def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
         raise ProtocolError(f"bad transfer message: {error}") from error
 
 
-# Decoders of messages from a sink, and from a source. Both raise ProtocolError.
+# Decoders of messages that sinks send, and of messages that sources send. Both raise ProtocolError.
 decode_to_source: Callable[[bytes], ToSource] = partial(_decode, _to_source)
 decode_to_sink: Callable[[bytes], ToSink] = partial(_decode, _to_sink)

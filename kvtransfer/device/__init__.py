@@ -1,1 +1,1 @@
-"""KV in a device's memory: copies to and from it, and its memory shared with other processes."""
+"""KV pools in a device's memory: copies to and from them, and sharing with other processes."""

@@ -1,8 +1,8 @@
 """A pool of blocks in a device's memory, and the copies between its blocks and wire records.
 
 `pack` and `unpack` do what `kvtransfer.packing` does for pools in host memory. Where formats
-differ, the device converts between pool and record. The copy engines do one copy for each block and
-piece, or one for each run of neighbours.
+differ, the device converts between pool and record. The copy engines make one copy for each piece
+of each block; adjacent pieces share one copy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,18 +23,24 @@ class RecordConverter(Protocol):
     """Converts records in a device's memory, as `kvtransfer.formats` does on the host."""
 
     def room(self, num_bytes: int, stream: int) -> int:
-        """Returns the address of memory for records to convert. It is valid until the next call."""
+        """Returns the address of device memory for records to convert, valid until the next
+        call.
+        """
         ...
 
     def convert(
         self, address: int, num_records: int, layout: KVLayout, to: KVFormat, stream: int
     ) -> int:
-        """Queues a conversion; returns the result's address, valid until the next call but one."""
+        """Queues a conversion. Returns the result's address, which stays valid during the next
+        call.
+        """
         ...
 
 
 class Rows(NamedTuple):
-    """Consecutive records at an address. `ids` selects some of them; None: all, in order."""
+    """Consecutive records from an address on. `ids` selects some of the records; None: all, in
+    order.
+    """
 
     address: int
     record_bytes: int
@@ -64,7 +70,9 @@ class DeviceBlocks:
         self._converter = converter
 
     def pack(self, wire: Wire, block_ids: Sequence[int], out: Blocks) -> int:
-        """Writes blocks to `out` [num_blocks, wire.record_bytes], waits, returns the checksum."""
+        """Packs blocks into `out` [num_blocks, wire.record_bytes] and waits. Returns the checksum
+        of `out`.
+        """
         records = Rows(out.ctypes.data, wire.record_bytes)
         own = self._rows(block_ids)
         num = len(block_ids)
@@ -82,7 +90,9 @@ class DeviceBlocks:
     def unpack(
         self, wire: Wire, records: Blocks, rows: Sequence[int], block_ids: Sequence[int]
     ) -> int:
-        """Writes these rows of `records` to blocks, waits, returns the checksum of all records."""
+        """Unpacks these rows of `records` to blocks and waits. Returns the checksum of all
+        records.
+        """
         there = Rows(records.ctypes.data, wire.record_bytes, rows)
         if wire.travels_as == wire.wanted.kv_format:
             self._copy(wire.unpacking, there, self._rows(block_ids), len(rows))
@@ -96,7 +106,9 @@ class DeviceBlocks:
         return checksum(records.data)
 
     def fetch(self, wire: Wire, source: Rows, block_ids: Sequence[int]) -> int:
-        """Queues copies from another pool's blocks to these blocks. Returns the mark of the end."""
+        """Queues copies from another pool's blocks to these blocks. Returns the mark after the last
+        copy.
+        """
         num = len(block_ids)
         if wire.pieces is not None:
             self._copy(wire.pieces, source, self._rows(block_ids), num)
@@ -110,7 +122,9 @@ class DeviceBlocks:
         return self.driver.mark()
 
     def _place(self, wire: Wire, address: int, block_ids: Sequence[int]) -> None:
-        """Queues the conversion and copies of received records at an address to blocks."""
+        """Queues the conversion of the received records at `address`, and their copies to
+        blocks.
+        """
         num = len(block_ids)
         if wire.travels_as != wire.wanted.kv_format:
             address = self._converted(address, num, wire.layout, wire.wanted.kv_format)
@@ -124,7 +138,9 @@ class DeviceBlocks:
         self.driver.copy(list(merged(copies(pieces, source, sink, num))))
 
     def _rows(self, block_ids: Sequence[int]) -> Rows:
-        """Returns these blocks of the pool. Raises IndexError for a block outside the pool."""
+        """Returns these blocks of the pool as rows. Raises IndexError for a block outside the
+        pool.
+        """
         if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
             raise IndexError(f"a block is not among the {self.num_blocks} of its pool")
         return Rows(self.address, self.block_bytes, block_ids)
@@ -133,7 +149,7 @@ class DeviceBlocks:
 def copies(
     pieces: Sequence[RecordPiece], source: Rows, sink: Rows, num: int
 ) -> Iterator[DeviceCopy]:
-    """Yields a copy for each record and piece."""
+    """Yields the copy of each piece of each record."""
     for i in range(num):
         here, there = sink.row(i), source.row(i)
         for piece in pieces:
@@ -141,7 +157,7 @@ def copies(
 
 
 def merged(each: Iterable[DeviceCopy]) -> Iterator[DeviceCopy]:
-    """Yields the copies; copies that are neighbours on both sides become one."""
+    """Merges consecutive copies that are adjacent both at the source and at the target."""
     last: DeviceCopy | None = None
     for copy in each:
         if last is not None and (
@@ -158,7 +174,7 @@ def merged(each: Iterable[DeviceCopy]) -> Iterator[DeviceCopy]:
 
 
 def rows_of(records: Blocks) -> Rows:
-    """Returns a pool in host memory, for `fetch`."""
+    """Returns the records of a pool in host memory, as a source for `fetch`."""
     assert records.dtype == np.uint8
     assert records.flags.c_contiguous
     return Rows(records.ctypes.data, records.shape[1])
@@ -181,14 +197,16 @@ class DevicePool:
         return self._region
 
     def offer(self) -> None:
-        """Returns None: no process can map the pool as host memory."""
+        """Returns None, because no process can map the pool as host memory."""
 
     def ipc_offer(self) -> IpcOffer:
-        """Returns the handle by which another worker of this host maps it. Raises DriverError."""
+        """Returns the handle with which a worker of this host maps the pool. Raises DriverError."""
         shared = self.device.driver.share(self._region.address)
         return IpcOffer(boot_id(), shared.handle, shared.offset, self._region.num_bytes)
 
 
 def reach(pool: Pool) -> Blocks | DeviceBlocks | None:
-    """Returns a pool in a form that the endpoint can copy from and to; None if it cannot."""
+    """Returns the pool in a form that the endpoint can copy from and to; None if there is no such
+    form.
+    """
     return pool.device if isinstance(pool, DevicePool) else pool.blocks

@@ -1,12 +1,12 @@
 """Copies in a GPU's memory with CUDA's driver library, which every machine with an NVIDIA GPU has.
 
 Addresses are integers that are valid in this process, on the device or on the host: CUDA itself
-distinguishes the two. Copies are queued on their own stream, run beside the device's computation,
-and finish in order. Only `wait` blocks.
+distinguishes the two. Copies are queued on a separate stream, run in parallel to the device's
+computation, and finish in order. Only `wait` blocks.
 
-The driver shares the device's primary context with torch, so addresses are the same. Its stream
-does not wait for torch's stream, and has the highest priority. Copies use the copy engines, not the
-multiprocessors. Another process's memory is mapped by CUDA IPC, even on GPUs that
+The driver shares the device's primary context with torch, so addresses are the same. The driver's
+stream does not wait for torch's stream, and has the highest priority. Copies use the copy engines,
+not the multiprocessors. Another process's memory is mapped by CUDA IPC, even on GPUs that
 CUDA_VISIBLE_DEVICES hides here. Memory of torch's expandable segments cannot be shared this way.
 
 Source: NVIDIA, CUDA Driver API: streams, events, memory, interprocess communication.
@@ -36,7 +36,7 @@ class DriverError(BatonError):
 
 
 class DeviceCopy(NamedTuple):
-    """One copy of consecutive bytes."""
+    """One copy of contiguous bytes."""
 
     to_address: int
     from_address: int
@@ -44,14 +44,16 @@ class DeviceCopy(NamedTuple):
 
 
 class SharedAddress(NamedTuple):
-    """Device memory for another process of this host: an allocation and an offset in it."""
+    """Device memory that another process of this host can map: an allocation, and an offset in
+    it.
+    """
 
     handle: bytes
     offset: int
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle, which is passed by value."""
+    """CUDA's struct CUipcMemHandle, which is passed by value."""
 
     _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
 
@@ -93,7 +95,8 @@ class CudaDriver:
         self._device = c_int()
         self._context = c_void_p()
         self._pinned: list[int] = []
-        self._mapped: dict[int, int] = {}  # address → address of the whole allocation
+        # from the address that was mapped to the address of its whole allocation
+        self._mapped: dict[int, int] = {}
         self._idle_events: list[int] = []
 
     def enter(self) -> None:
@@ -117,7 +120,11 @@ class CudaDriver:
             self._call("cuMemcpyAsync", *each, self.stream)
 
     def mark(self) -> int:
-        """Records an event after all queued copies. The event is dropped once it is done."""
+        """Records an event after all queued copies, and returns it as a mark for `is_done` and
+        `wait`.
+
+        The event is reused after `is_done` has returned True or `wait` has returned.
+        """
         event = c_void_p(self._idle_events.pop()) if self._idle_events else c_void_p()
         if event.value is None:
             self._call("cuEventCreate", byref(event), NO_TIMING)
@@ -133,7 +140,7 @@ class CudaDriver:
         return True
 
     def wait(self, mark: int) -> None:
-        """Waits for the mark; other threads run meanwhile."""
+        """Waits until the copies before the mark are done. Other threads run meanwhile."""
         self._call("cuEventSynchronize", mark)
         self._idle_events.append(mark)
 
@@ -154,7 +161,7 @@ class CudaDriver:
         return SharedAddress(bytes(handle.reserved), address - base.value)
 
     def map(self, shared: SharedAddress, num_bytes: int) -> int:
-        """Maps the allocation, which must have `num_bytes` bytes after the offset."""
+        """Maps another process's allocation. It must have `num_bytes` bytes after the offset."""
         if len(shared.handle) != HANDLE_BYTES or shared.offset < 0:
             raise DriverError("the handle of the source's memory is none of CUDA")
         base, size = c_uint64(), c_size_t()
@@ -191,7 +198,9 @@ class CudaDriver:
         self._idle_events, self._pinned, self._library = [], [], None
 
     def _call(self, name: str, *arguments: object, but: int = 0) -> int:
-        """Calls a driver function. Raises DriverError unless the result is success or `but`."""
+        """Calls a driver function. Raises DriverError unless the result is success or the code
+        `but`.
+        """
         assert self._library is not None, "enter() first"
         status = int(getattr(self._library, name)(*arguments))
         if status not in (0, but):

@@ -1,1 +1,1 @@
-"""The lease protocol between a source and a sink of KV, as machines without I/O."""
+"""The lease protocol between a source and a sink of KV, as state machines without I/O."""

@@ -1,8 +1,9 @@
-"""Effects of the source and sink machines that the endpoint performs on the wire, and the deadlines
-and reasons for an end that both machines share.
+"""Effects of the source and sink machines that the endpoint carries out, and shared constants.
 
-Other effects (`LeaseEnded`, `PullDone`, `PullFailed`) go up to the worker's core: see
-`engine.worker.events`. The effects are msgspec structs, which are faster to make than dataclasses.
+The constants are the protocol's deadlines, and the reasons for the end of a lease or pull. Other
+effects (`LeaseEnded`, `PullDone`, `PullFailed`) go to the worker's core: see
+`engine.worker.events`. The effects are msgspec structs, which are faster to create than
+dataclasses.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ class SendToSink(msgspec.Struct, frozen=True):
 
 
 class SetWord(msgspec.Struct, frozen=True):
-    """Source: set a lease's word, which sinks read. It is set to zero before the blocks change."""
+    """Source: set a lease's word, which sinks read. It is zero before the lease's blocks are
+    reused.
+    """
 
     place: int
     generation: int
@@ -50,7 +53,7 @@ class SendToSource(msgspec.Struct, frozen=True):
 
 
 class UseSource(msgspec.Struct, frozen=True):
-    """Sink: the source accepted us; choose a transport for its blocks."""
+    """Sink: the source has accepted this sink; choose a transport for the source's blocks."""
 
     address: str
     wire: Wire
@@ -63,10 +66,11 @@ class Fetch(msgspec.Struct, frozen=True):
     seq_id: SeqId
     address: str
     lease_id: LeaseId
-    indices: tuple[int, ...]  # positions of the blocks in the lease
+    indices: tuple[int, ...]  # indices of the blocks in the lease
     source_blocks: tuple[int, ...]  # block ids at the source
-    block_ids: tuple[BlockId, ...]  # block ids here
-    word: LeaseWord | None = None  # the lease's; unchanged after the copy, it proves the blocks
+    block_ids: tuple[BlockId, ...]  # block ids in the sink's own pool
+    # the lease's word; if it is unchanged after the copy, the blocks are good
+    word: LeaseWord | None = None
 
 
 class CloseSource(msgspec.Struct, frozen=True):
@@ -80,8 +84,10 @@ SinkEffect = SendToSource | UseSource | Fetch | CloseSource | PullDone | PullFai
 
 
 RELEASED = "released"
-LOST_WHILE_WAITING = "lease was lost while waiting"  # the pull had not started yet
-END_REASONS = {  # reasons that a source may give; each is a counter at the sink
+# reason if the lease was lost before the pull started
+LOST_WHILE_WAITING = "lease was lost while waiting"
+# reasons that a source may give for the end of a lease; each has a counter at the sink
+END_REASONS = {
     RELEASED,
     "revoked",
     "expired",
@@ -95,10 +101,11 @@ END_REASONS = {  # reasons that a source may give; each is a counter at the sink
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Deadlines of the protocol, seconds."""
+    """Deadlines of the protocol, in seconds."""
 
     ttl_s: float = 30.0  # a lease ends after this time without a message from its sink
-    early_s: float = 1.0  # a rank answers about an unknown lease after this time
+    # a source rank keeps messages about an unknown lease for this time, then answers
+    early_s: float = 1.0
     hold_every_s: float = 1.0  # a sink renews its leases at this interval
-    reread_s: float = 2.0  # the sink asks again after this time without a block
+    reread_s: float = 2.0  # a sink asks again for its blocks after this time without receiving one
     silence_s: float = 6.0  # the source counts as dead after this time without an answer

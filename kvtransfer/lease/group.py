@@ -1,8 +1,8 @@
 """Joins the parts of several members into one pull or lease.
 
 Two places use this. At rank 0 of a worker, each rank's endpoint is a member of all pulls and leases
-of the worker. Within one rank, the ranks of a source are the members of a pull: each member brings
-a share of every block.
+of the worker. At one rank of a sink, the ranks of a source are the members of a pull: each member
+provides a share of every block.
 
 The life of a pull:
 
@@ -16,15 +16,15 @@ The life of a lease:
       │
       └── a part ends otherwise, a member is lost, revoke ──> ending ──all parts ended──> LeaseEnded
 
-While a pull or lease is ending, it orders its other parts to end too. An end is reported once, and
-only when no part can write or be read any more. A block has arrived once every member that brings a
-share of the block has brought it.
+While a pull or lease is ending, its other parts are ordered to end too. Its end is reported once,
+when no part can write or be read any more. A block has arrived once every member has provided its
+share of the block.
 
-Orders and reports may cross on their way. So a start may reach a member whose part has failed; the
-member then reports a second failure, which is ignored. A held pull that was reported as failed may
-still be started. Then it fails once more, as at a single endpoint.
+Orders and reports may cross on the way. So a start may reach a member whose part has already
+failed. The member then reports a second failure, which is ignored. The worker may also start a held
+pull whose failure has been reported. Then the pull fails a second time, as at a single endpoint.
 
-The classes here know no endpoint and no pool.
+The classes use neither an endpoint nor a pool.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -56,14 +56,14 @@ Member = int
 
 
 class ToMember(msgspec.Struct, frozen=True):
-    """Give an order to a member. No report may be handled before all orders are given."""
+    """Give an order to a member. All orders are given before any report is handled."""
 
     member: Member
     order: TransferOrder
 
 
 def part_id(seq_id: SeqId, member: Member) -> SeqId:
-    """Returns the id of a member's part of a pull, for members that share one machine."""
+    """Returns the id of one member's part of a pull. Used if all members share one sink machine."""
     return SeqId(f"{seq_id}#{member}")
 
 
@@ -73,9 +73,10 @@ GroupEffect = ToMember | TransferReport
 @dataclass(slots=True)
 class _GroupPull:
     open: list[Member]  # members whose parts have not ended
-    idle: Collection[Member]  # members that hold the lease and bring no bytes
-    wanted: frozenset[int] | None = None  # indices in the lease; None while held
-    missing: set[int] = field(default_factory=set)  # wanted indices that some part failed to bring
+    idle: Collection[Member]  # members that lease blocks but provide no bytes
+    wanted: frozenset[int] | None = None  # indices in the lease; None until the pull starts
+    # wanted indices that at least one part failed to bring
+    missing: set[int] = field(default_factory=set)
     failure: str | None = None  # reason of the first failed part
     is_ending: bool = False
     longest: PullDone | None = None
@@ -98,7 +99,7 @@ class _GroupPull:
         return 0.0 if self.longest is None else self.longest.transfer_s
 
     def report(self, seq_id: SeqId) -> PullDone | PullFailed:
-        """Returns the report for the whole pull. All parts must have ended."""
+        """Returns the report for the whole pull, all parts of which have ended."""
         if self.failure is not None:
             arrived = (self.wanted or frozenset()) - self.missing
             return PullFailed(seq_id, self.failure, tuple(sorted(arrived)))
@@ -130,7 +131,7 @@ class PullGroups:
         return [ToMember(member, HoldLease(seq_id, lease)) for member, lease in leases.items()]
 
     def start(self, order: StartPull) -> list[GroupEffect]:
-        """Starts all parts. If a part failed before, the end of the pull is reported later."""
+        """Starts all parts. If a part has failed already, the pull's end is reported later."""
         pull = self._pulls.get(order.seq_id)
         if pull is None:
             return [PullFailed(order.seq_id, LOST_WHILE_WAITING)]
@@ -142,12 +143,12 @@ class PullGroups:
         return [ToMember(member, nothing if member in pull.idle else order) for member in pull.open]
 
     def abort(self, order: AbortPull) -> list[GroupEffect]:
-        """Gives up all parts."""
+        """Aborts all parts of a pull."""
         pull = self._pulls.get(order.seq_id)
         return [] if pull is None else self._give_up(order.seq_id, pull)
 
     def ended(self, member: Member, report: PullDone | PullFailed) -> list[GroupEffect]:
-        """Handles a member's report. Only the first report of each part counts."""
+        """Handles a member's report of an end. Only the first report of each part counts."""
         pull = self._pulls.get(report.seq_id)
         if pull is None or member not in pull.open:
             return []
@@ -159,7 +160,7 @@ class PullGroups:
         return effects
 
     def lose(self, member: Member, reason: str) -> list[GroupEffect]:
-        """Fails the parts of a lost member, in present and later pulls."""
+        """Marks a member as lost. Its parts of present and later pulls fail."""
         self._lost[member] = reason
         seq_ids = [seq_id for seq_id, pull in self._pulls.items() if member in pull.open]
         return [e for i in seq_ids for e in self.ended(member, PullFailed(i, reason))]
@@ -181,17 +182,20 @@ class PullGroups:
 
 
 class RankedPulls:
-    """The pulls of one rank from workers of several ranks, with one part for each source rank.
+    """The pulls of one sink rank from workers of several ranks. A pull has a part per source rank.
 
-    `sink` holds the parts, each under its own id. Other pulls of `sink` do not use this class.
+    The machine `sink` has the parts, each under its own id. Pulls of `sink` that are not parts do
+    not use this class.
     """
 
     def __init__(self, identity: Identity, sink: SinkMachine) -> None:
         self._identity = identity
         self._sink = sink
         self._pulls = PullGroups()
-        self.parts: dict[SeqId, list[SeqId]] = {}  # for each pull whose end is not reported
-        self.wholes: dict[SeqId, tuple[SeqId, Member]] = {}  # by part: the pull and the member
+        # ids of the parts, by pull; only pulls whose end is not reported
+        self.parts: dict[SeqId, list[SeqId]] = {}
+        # the pull and the member of each part, by the part's id
+        self.wholes: dict[SeqId, tuple[SeqId, Member]] = {}
 
     def order(self, order: HoldLease | StartPull | AbortPull, now_s: float) -> list[SinkEffect]:
         """Carries out an order of the worker."""
@@ -204,23 +208,23 @@ class RankedPulls:
                 return self._perform(self._pulls.abort(order), now_s)
 
     def awaited(self, seq_id: SeqId) -> list[BlockId]:
-        """Returns the local blocks that some part has not asked for yet."""
+        """Returns the local blocks that at least one part has not asked for yet."""
         parts = self.parts.get(seq_id, ())
         return [*dict.fromkeys(block for part in parts for block in self._sink.awaited(part))]
 
     def ended(self, end: PullDone | PullFailed, now_s: float) -> list[SinkEffect]:
-        """Handles the end of a part, after all effects that came with the end are performed.
+        """Handles the end of a part. Call this after performing all effects that came with the end.
 
-        If called earlier, the end of the whole pull could overtake a fetch of another part.
+        Otherwise the end of the whole pull could be reported before a fetch of another part.
         """
         if end.seq_id not in self.wholes:
-            return []  # a second failure of a part, after the pull's end
+            return []  # the part failed again, after the end of its pull
         seq_id, member = self.wholes[end.seq_id]
         whole = msgspec.structs.replace(end, seq_id=seq_id)
         return self._perform(self._pulls.ended(member, whole), now_s)
 
     def _hold(self, order: HoldLease, now_s: float) -> list[SinkEffect]:
-        """Holds the lease at each source rank that has a share for this rank."""
+        """Holds the lease at each source rank that provides a share of this rank's blocks."""
         own, ranks = self._identity, order.lease.source.ranks
         shards = tuple(rank.shard for rank in ranks)
         try:
@@ -254,7 +258,7 @@ class RankedPulls:
 @dataclass(slots=True)
 class _GroupLease:
     open: list[Member]  # members whose parts have not ended
-    reason: str = RELEASED  # or the reason of the first part that ended otherwise
+    reason: str = RELEASED  # the reason of the first part that was not released
     is_ending: bool = False
 
 
@@ -280,12 +284,12 @@ class LeaseGroups:
         return [ToMember(member, order) for member in self._members]
 
     def grow(self, order: GrowLease) -> list[GroupEffect]:
-        """Grows the lease at each member where it is open."""
+        """Grows the lease at each member where its part is open."""
         lease = self._leases.get(order.lease_id)
         return [] if lease is None else [ToMember(member, order) for member in lease.open]
 
     def revoke(self, order: RevokeLease) -> list[GroupEffect]:
-        """Ends the lease at each member where it is open."""
+        """Revokes the lease at each member where its part is open."""
         lease = self._leases.get(order.lease_id)
         if lease is None or lease.is_ending:
             return []
@@ -293,7 +297,7 @@ class LeaseGroups:
         return [ToMember(member, order) for member in lease.open]
 
     def ended(self, member: Member, report: LeaseEnded) -> list[GroupEffect]:
-        """Handles a member's report."""
+        """Handles a member's report that its part has ended."""
         lease = self._leases.get(report.lease_id)
         if lease is None or member not in lease.open:
             return []
@@ -308,7 +312,7 @@ class LeaseGroups:
         return effects
 
     def lose(self, member: Member, reason: str) -> list[GroupEffect]:
-        """Ends the parts of a lost member, in present and later leases."""
+        """Marks a member as lost. Its parts of present and later leases end."""
         self._lost[member] = reason
         lease_ids = [lease_id for lease_id, one in self._leases.items() if member in one.open]
         return [e for i in lease_ids for e in self.ended(member, LeaseEnded(i, reason))]

@@ -1,9 +1,10 @@
 """The state of one pull at its sink, and the state of a source in the sink machine.
 
-A source is one rank of a worker. A sequence that pulls from several ranks has one pull from each,
-each under its own id: see `kvtransfer.lease.group`.
+A source is one rank of a worker. A sequence that pulls from several ranks has a separate pull, with
+its own id, from each rank: see `kvtransfer.lease.group`.
 
-This module changes the state of a pull. `kvtransfer.lease.sink` decides when, and what is sent.
+This module changes the state of a pull. `kvtransfer.lease.sink` decides when to change it, and
+which messages to send.
 """
 
 import math
@@ -20,38 +21,41 @@ from kvtransfer.messages import MAX_BLOCKS_PER_READ, Hold, LeaseWord, Ready, Rel
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """The transport that fetches blocks of a source, and how many it fetches at once."""
+    """The transport that fetches a source's blocks, and the limits on blocks in flight."""
 
-    transport: str  # the transport's name in PullDone
+    transport: str  # name of the transport, for PullDone
     batch_blocks: int = MAX_BLOCKS_PER_READ  # most blocks in one Fetch
     window_blocks: int = MAX_BLOCKS_PER_READ  # most blocks in flight from that source
-    resends: bool = False  # True if lost blocks must be asked for again
+    resends: bool = False  # True if the sink must ask again for lost blocks
 
 
 @dataclass(slots=True)
 class KnownSource:
-    """A source with at least one lease held here, or recently held."""
+    """A source of which this sink holds a lease, or held one recently."""
 
     address: TransferAddress
     heard_s: float
     asked_s: float | None = None  # time of the oldest unanswered message
-    data_s: float = 0.0  # time at which it last sent blocks
+    data_s: float = 0.0  # time at which the source last sent blocks
     attached: bool = False
-    given_up: list[Release] = field(default_factory=list)  # sent once attached
+    # releases to send once the sink is attached
+    given_up: list[Release] = field(default_factory=list)
     num_blocks: int = 0
     means: Means = Means("")
     num_asked: int = 0  # blocks in flight, over all pulls
-    lacks_room: bool = False  # True if the window is too full for a pull's next batch
+    lacks_room: bool = False  # True if the window has no room for the next batch of some pull
     pulls: dict[LeaseId, "Pull"] = field(default_factory=dict)  # oldest first
 
     def ask(self, message: ToSource, now_s: float) -> SendToSource:
-        """Returns a message to send. The source must answer each message, so a deadline starts."""
+        """Returns the message for sending. It starts the deadline for the source's answer."""
         if self.asked_s is None:
             self.asked_s = now_s
         return SendToSource(self.address.address, message)
 
     def deadline_s(self, timing: Timing) -> float:
-        """Returns when to drop the source: its answer is overdue, or no pull needs it."""
+        """Returns when to drop the source: if its answer is overdue, or if no pull has used it for
+        long.
+        """
         if self.asked_s is not None:
             return self.asked_s + timing.silence_s
         return math.inf if self.pulls else self.heard_s + timing.ttl_s
@@ -60,7 +64,7 @@ class KnownSource:
         """Asserts the source's invariants."""
         assert self.num_asked == sum(len(pull.asked) for pull in self.pulls.values())
         assert self.num_asked <= self.means.window_blocks
-        assert self.num_asked > 0 or not self.lacks_room  # otherwise no arrival would make room
+        assert self.num_asked > 0 or not self.lacks_room  # the arrival of blocks makes room
         for lease_id, pull in self.pulls.items():
             assert pull.lease.lease_id == lease_id
             assert pull.source is self
@@ -79,31 +83,37 @@ class Pull:
     source: KnownSource
     pull_id: int
     next_hold_s: float
-    source_blocks: list[int] = field(default_factory=list)  # ids at the source of the ready blocks
+    source_blocks: list[int] = field(default_factory=list)  # ids of the ready blocks at the source
     word: LeaseWord | None = None  # the lease's word, once known
-    wanted: dict[int, BlockId] | None = None  # None while the sequence waits for memory
-    todo: deque[int] = field(default_factory=deque)  # blocks to ask for, in this order
-    asked: set[int] = field(default_factory=set)  # blocks in flight
+    # local blocks by index; None while the sequence waits for memory
+    wanted: dict[int, BlockId] | None = None
+    todo: deque[int] = field(default_factory=deque)  # indices of blocks to ask for, in this order
+    asked: set[int] = field(default_factory=set)  # indices of blocks in flight
     asked_s: float = 0.0  # time of the latest request for blocks
     waiting_s: float = 0.0  # start of the wait for a block; asking again does not reset it
-    here: dict[int, None] = field(default_factory=dict)  # arrived blocks, in order of arrival
-    good: set[int] = field(default_factory=set)  # blocks `here` that are proven correct
+    # indices of arrived blocks, in order of arrival
+    here: dict[int, None] = field(default_factory=dict)
+    good: set[int] = field(default_factory=set)  # indices of arrived blocks that are proven correct
     num_damaged: int = 0  # messages whose checksum was wrong
-    stamp: int = -1  # the latest Hold's
+    stamp: int = -1  # stamp of the latest Hold
     num_here_at_stamp: int = 0
-    releasing: bool = False  # all blocks are here and Release is sent
+    releasing: bool = False  # all blocks have arrived, and Release is sent
     done: bool = False  # PullDone is reported; only the answer to Release is missing
-    busy_s: float | None = None  # since when blocks or the confirmation are in flight; None: idle
-    transfer_s: float = 0.0  # total time in flight before `busy_s`
-    hidden_s: float = 0.0  # part of `transfer_s` before the source computed its last block
+    # start of the present time in flight, of blocks or the confirmation; None: nothing is in flight
+    busy_s: float | None = None
+    transfer_s: float = 0.0  # time in flight before `busy_s`, seconds
+    hidden_s: float = 0.0  # part of that time before the source had computed its last block
 
     def learn(self, ready: Ready, now_s: float) -> str | None:
-        """Records the blocks that are ready. Returns a fault if the source named invalid blocks."""
+        """Records the ready blocks of a lease. Returns a fault if the source named invalid
+        blocks.
+        """
         if ready.stamp == self.stamp:
             self.good.update(list(self.here)[: self.num_here_at_stamp])
         self.word = ready.word
         if ready.first > len(self.source_blocks):
-            return None  # a gap that the next Hold will fill
+            # blocks before these are unknown; the answer to the next Hold will name them
+            return None
         blocks = ready.block_ids
         if blocks and not (min(blocks) >= 0 and max(blocks) < self.source.num_blocks):
             return "source named a block it has not"
@@ -116,7 +126,7 @@ class Pull:
         return None
 
     def fetch_next(self, now_s: float) -> Fetch | None:
-        """Asks for the next batch; None if no block is ready or the window has no room for it."""
+        """Asks for the next batch. Returns None if no block is ready or the window has no room."""
         batch = self._next_batch()
         if not batch:
             return None
@@ -138,9 +148,10 @@ class Pull:
         )
 
     def _next_batch(self) -> list[int]:
-        """Takes a whole batch, or the last blocks, from `todo` if the window has room for them.
+        """Removes the next batch from `todo`, if the window has room for the whole batch.
 
-        A smaller batch is never taken: a nearly full window would then get single blocks.
+        Only the last batch of a pull may be smaller. Otherwise a nearly full window would be filled
+        up with single blocks.
         """
         means = self.source.means
         room = means.window_blocks - self.source.num_asked
@@ -155,7 +166,7 @@ class Pull:
         return batch
 
     def arrive(self, indices: Iterable[int], now_s: float, *, are_good: bool) -> None:
-        """Records blocks that have arrived in their places."""
+        """Records that blocks have been written to their local places."""
         for i in indices:
             if i in self.asked:
                 self.asked.remove(i)
@@ -176,16 +187,18 @@ class Pull:
     # ------------------------------------------------------------ messages and reports
 
     def hold(self, stamp: int) -> Hold:
-        """Returns a renewal. Its answer will prove that the blocks that are here now are good."""
+        """Returns a renewal. Its answer will prove that the blocks that have arrived by now are
+        good.
+        """
         self.stamp, self.num_here_at_stamp = stamp, len(self.here)
         return Hold(self.lease.lease_id, len(self.source_blocks), stamp)
 
     def release(self) -> Release:
-        """Returns the message that gives up the lease."""
+        """Returns the message that releases the lease."""
         return Release(self.lease.lease_id, self.pull_id)
 
     def finish(self, now_s: float) -> PullDone:
-        """Returns the report that all blocks are here and good."""
+        """Returns the report that all blocks have arrived and are good."""
         self.done = True
         total_s = self._transferred_s(now_s)
         transport = self.source.means.transport
@@ -194,12 +207,12 @@ class Pull:
     # ------------------------------------------------------------ time
 
     def busy(self, now_s: float) -> None:
-        """Starts the time in flight, of blocks or of the confirmation."""
+        """Starts counting the time in flight, for blocks or the confirmation."""
         if self.busy_s is None:
             self.busy_s = now_s
 
     def idle(self, now_s: float) -> None:
-        """Stops the time in flight."""
+        """Stops counting the time in flight."""
         if self.busy_s is not None:
             self.transfer_s += now_s - self.busy_s
             self.busy_s = None
@@ -208,13 +221,13 @@ class Pull:
         return self.transfer_s + (0.0 if self.busy_s is None else now_s - self.busy_s)
 
     def blocks_deadline_s(self, timing: Timing) -> float:
-        """Returns when to give up blocks in flight, if the source sends no block of any pull."""
+        """Returns when to fail the pull if the source sends no block of any pull until then."""
         if not self.asked:
             return math.inf
         return max(self.waiting_s, self.source.data_s) + timing.silence_s
 
     def reread_s(self, timing: Timing) -> float:
-        """Returns when to ask again for blocks that the source has to send."""
+        """Returns when to ask again for blocks that the source should have sent."""
         if not self.asked or not self.source.means.resends:
             return math.inf
         return max(self.asked_s, self.source.data_s) + timing.reread_s

@@ -26,28 +26,30 @@ What each event does (— cannot happen, or changes nothing):
     silence_s over   —               PullFailed in each of the three
                                      (a pull that was reported done reports nothing more)
 
-The sink holds a lease before it has memory for the blocks, so the lease survives a queue at the
-sink.
+The sink keeps a lease alive before it has memory for the blocks. So the lease does not expire while
+the sequence waits at the sink.
 
 A block is *good* once it is proven to have the content that the lease promised. Blocks that the
 source sent are good, because it sends only blocks of an open lease. A block that the sink copied
-from the source's memory is good once the lease is proven to have been open after the copy. Three
-things prove that:
+from the source's memory is good once the lease is proven to have been open after the copy. Any of
+these proves that:
 
 * the lease's word in shared memory, read after the copy, which costs no message
 * the answer to a later Hold
 * the answer to this pull's Release, which follows the last copy
 
-If the source freed the blocks during the copy, the copied bytes are discarded. The proof assumes
-nothing about the network: a late, lost, repeated or reordered message can only make a pull fail.
+If the source freed the blocks during the copy, the sink discards the copied bytes. The proof does
+not depend on the network: a late, lost, repeated or reordered message can only make a pull fail.
 
-A pull that fails reports its good blocks. Lost blocks are asked for again while the lease lasts.
+A pull that fails reports its good blocks. While the lease is open, the sink asks again for lost
+blocks.
 
 A source's deadline runs from the first message that the source has not answered. So time in which
 the sink was paused does not count as the source's silence. `next_wake_s` returns the time of the
 next `sweep`.
 
-The machine knows no socket, memory or block pool. Confirmation by the source is our own design.
+The machine uses no socket, memory or block pool. The confirmation by the source is Baton's own
+design.
 """
 
 import math
@@ -82,8 +84,8 @@ from kvtransfer.messages import (
 )
 from kvtransfer.wire import Disagreement, agree
 
-ABORTED = "aborted"  # reason of a pull that its worker gave up
-MAX_DAMAGED = 3  # damaged messages of one pull; more are not accidental
+ABORTED = "aborted"  # reason of a pull that its own worker gave up
+MAX_DAMAGED = 3  # a pull with more damaged messages fails: these are not accidents
 
 
 class SinkMachine:
@@ -97,17 +99,17 @@ class SinkMachine:
         self._sources: dict[str, KnownSource] = {}
         self._next_pull_id = 0
         self._stamps = count()
-        self.num_rereads = 0  # blocks asked for again
+        self.num_rereads = 0  # number of blocks that were asked for again
 
     @property
     def num_pulls(self) -> int:
-        """The number of leases that are held or being pulled."""
+        """The number of leases that the sink holds or pulls from."""
         return len(self._pulls)
 
     # ------------------------------------------------------------ orders of the worker
 
     def hold(self, seq_id: SeqId, lease: LeaseRef, now_s: float) -> list[SinkEffect]:
-        """Keeps a lease alive until `start` or `abort`."""
+        """Renews a lease until `start` or `abort` is called."""
         assert seq_id not in self._pulls
         effects: list[SinkEffect] = []
         address = lease.source.address
@@ -132,7 +134,7 @@ class SinkMachine:
     def start(
         self, seq_id: SeqId, blocks: tuple[tuple[int, BlockId], ...], now_s: float
     ) -> list[SinkEffect]:
-        """Pulls these blocks (index in the lease, local block id) in this order."""
+        """Starts to pull these blocks (index in the lease, local block id), in this order."""
         pull = self._pulls.get(seq_id)
         if pull is None:
             return [PullFailed(seq_id, LOST_WHILE_WAITING)]
@@ -145,21 +147,21 @@ class SinkMachine:
         return self._advance(pull, now_s)
 
     def awaited(self, seq_id: SeqId) -> list[BlockId]:
-        """Returns the local ids of a pull's blocks that have not been asked for yet."""
+        """Returns the local ids of a pull's blocks that the sink has not asked for yet."""
         pull = self._pulls.get(seq_id)
         if pull is None or pull.wanted is None:
             return []
         return [pull.wanted[index] for index in pull.todo]
 
     def abort(self, seq_id: SeqId, now_s: float) -> list[SinkEffect]:
-        """Gives up a lease. Its PullFailed means that the pull writes no more."""
+        """Gives up a lease. Once its PullFailed is reported, the pull writes no more."""
         pull = self._pulls.get(seq_id)
         return [] if pull is None or pull.done else self._give_up(pull, ABORTED, now_s)
 
     # ------------------------------------------------------------ messages of sources
 
     def receive(self, address: str, message: ToSink, now_s: float) -> list[SinkEffect]:
-        """Handles a source's message. For a Data, call this after its blocks have been written."""
+        """Handles a source's message. Call this for a Data once its blocks have been written."""
         source = self._sources.get(address)
         if source is None:
             return []
@@ -186,7 +188,7 @@ class SinkMachine:
         if message.incarnation != source.address.incarnation:
             return self._lose_source(address, "source restarted")
         if source.attached:
-            return []  # only the first answer counts
+            return []  # only the source's first answer counts
         try:
             wire = agree(message.identity, self._identity)
             if message.identity.shard != source.address.shard:
@@ -221,22 +223,24 @@ class SinkMachine:
         return [*self._drop(pull, f"lease {reason}"), *self._advance_all(source, now_s)]
 
     def _pull_under(self, address: str, lease_id: LeaseId) -> Pull | None:
-        """Returns the pull of that lease from that source."""
+        """Returns the pull from that source under that lease, or None."""
         source = self._sources.get(address)
         return None if source is None else source.pulls.get(lease_id)
 
     # ------------------------------------------------------------ reports of the transport
 
     def use_transport(self, address: str, means: Means) -> None:
-        """Sets the transport for blocks of that source."""
+        """Sets the transport that fetches that source's blocks."""
         self._sources[address].means = means
 
     def refuse_source(self, address: str, reason: str) -> list[SinkEffect]:
-        """Drops a source whose blocks cannot be read from here."""
+        """Drops a source whose blocks cannot be read at this sink."""
         return self._lose_source(address, reason)
 
     def places(self, address: str, message: Data) -> list[BlockId | None]:
-        """Returns the local block for each block of a Data; None if no pull waits for it."""
+        """Returns the local block for each block of a Data. A block that no pull waits for gets
+        None.
+        """
         pull = self._pull_under(address, message.lease_id)
         if pull is None or pull.wanted is None:
             return [None] * len(message.indices)
@@ -251,19 +255,21 @@ class SinkMachine:
         *,
         are_good: bool,
     ) -> list[SinkEffect]:
-        """Records fetched blocks of a lease. `are_good`: they are proven correct already."""
+        """Records fetched blocks of a lease. `are_good`: the blocks are proven correct already."""
         pull = self._pull_under(address, lease_id)
         if pull is None:
             return []
         pull.arrive(indices, now_s, are_good=are_good)
-        if pull.source.lacks_room:  # for another pull, which may have room now
+        if pull.source.lacks_room:  # another pull, whose batch may fit into the window now
             return self._advance_all(pull.source, now_s)
         return self._advance(pull, now_s)
 
     def damaged(
         self, address: str, lease_id: LeaseId, indices: Sequence[int], now_s: float
     ) -> list[SinkEffect]:
-        """Asks again for blocks with a wrong checksum; fails the pull after `MAX_DAMAGED` times."""
+        """Asks again for blocks with a wrong checksum. Fails the pull after `MAX_DAMAGED` such
+        messages.
+        """
         pull = self._pull_under(address, lease_id)
         if pull is None:
             return []
@@ -302,7 +308,7 @@ class SinkMachine:
         return effects
 
     def next_wake_s(self) -> float | None:
-        """Returns when the next renewal or deadline is due."""
+        """Returns the time of the next renewal or deadline."""
         wakes = [source.deadline_s(self._timing) for source in self._sources.values()]
         wakes += [pull.next_hold_s for pull in self._pulls.values()]
         for pull in self._pulls.values():
@@ -322,11 +328,12 @@ class SinkMachine:
     # ------------------------------------------------------------ pulling
 
     def _advance_all(self, source: KnownSource, now_s: float) -> list[SinkEffect]:
-        """Continues all pulls from a source, since the window may have room.
+        """Continues all pulls from a source, because the window may have room.
 
-        The pull that asked longest ago is first. So all pulls share the window, and a short
-        hand-over does not wait for the end of a long one. While one pull lacks room, no other pull
-        asks for blocks. Thus many short pulls cannot keep a large batch out of the window.
+        The pull whose last request is the oldest comes first. So all pulls share the window, and a
+        short hand-over does not wait for the end of a long pull. If the window has no room for a
+        pull's batch, no other pull asks for blocks. Thus many short pulls cannot keep a large batch
+        out of the window.
         """
         source.lacks_room = False
         pulls = [
@@ -352,7 +359,7 @@ class SinkMachine:
         return effects
 
     def _ask_again(self, pull: Pull, indices: set[int], now_s: float) -> list[SinkEffect]:
-        """Counts blocks as lost, and asks for them again. The deadline stays the same."""
+        """Asks again for blocks that count as lost. The pull's deadline stays the same."""
         waiting_s = pull.waiting_s
         pull.lose(indices)
         self.num_rereads += len(indices)
@@ -363,7 +370,8 @@ class SinkMachine:
             effects = self._advance(pull, now_s)
         pull.waiting_s = waiting_s
         if not pull.asked:
-            pull.idle(now_s)  # idle until other pulls leave room in the window
+            # the pull has nothing in flight until other pulls leave room in the window
+            pull.idle(now_s)
         return effects
 
     # ------------------------------------------------------------ ends
@@ -379,7 +387,7 @@ class SinkMachine:
         return [*effects, *self._advance_all(source, now_s)]
 
     def _drop(self, pull: Pull, reason: str) -> list[SinkEffect]:
-        """Ends a pull. Returns its failure with the good blocks, unless PullDone was reported."""
+        """Ends a pull. Returns PullFailed with the good blocks, unless PullDone was reported."""
         self._remove(pull)
         good = tuple(sorted(pull.good))
         return [] if pull.done else [PullFailed(pull.seq_id, reason, good)]

@@ -6,10 +6,10 @@ The life of a lease:
       │                               │
       └── all Releases, revoke, no message from a holder for `ttl_s` ──> ended (reported once)
 
-A sink may consist of several ranks that pull from here. All have the same incarnation. The first
-rank that attaches tells how the sink is split, which gives the number of ranks that will hold each
-lease. Each of these ranks is a holder with its own deadline and its own Release. If a rank does not
-come in time, the lease expires.
+Several ranks of a sink may pull from this source. All ranks of a sink have the same incarnation.
+The first rank that attaches names the shards of its sink, which determine the number of ranks that
+will hold each lease. Each of these ranks is a holder, with its own deadline and its own Release. If
+one of these ranks does not hold the lease in time, the lease expires.
 
 What each event does (— cannot happen, or changes nothing):
 
@@ -26,22 +26,22 @@ What each event does (— cannot happen, or changes nothing):
     bad message     —                 ended, Ended(bad message)          the same
     unread answers  —                 ended, Ended(unread answers)       the same
 
-The id of a lease is never used again: it contains the 128 random bits of its request. A sink
-repeats a Release until it is confirmed, and the last copy may come after the end of the lease.
+The id of a lease is never reused: it contains the 128 random bits of its request. A sink repeats a
+Release until the source confirms it. So a Release may arrive after the end of its lease.
 
 A holder that has released a lease gets Ended(unknown) for it. Any other sink gets Ended(held by
 another).
 
-A worker of several ranks orders all of them to open a lease. A sink may learn of the lease before
-the order has reached every rank. So at such a worker, messages about an unknown lease are kept for
-`early_s`.
+A worker of several ranks orders all its ranks to open a lease. A sink may learn of the lease before
+the order has reached every rank. So the ranks of such a worker keep messages about an unknown lease
+for `early_s`.
 
 A lease has a *word* in memory that sinks can read. While the lease is open, the word is a
 generation that no other lease ever has. It is set to zero before the end of the lease is reported.
 So a sink that finds the generation after a copy knows that the lease was open then. If too many
 leases are open, further leases have no word and are confirmed by messages only.
 
-The machine knows no socket, memory or block pool. `next_wake_s` returns the time of the next
+The machine uses no socket, memory or block pool. `next_wake_s` returns the time of the next
 `sweep`.
 
 Source: leases with renewal, vLLM's NIXL connector.
@@ -84,12 +84,12 @@ from kvtransfer.messages import (
 from kvtransfer.wire import Disagreement, Wire, agree
 
 MAX_ATTACHED_PEERS = 4096
-MAX_EARLY = 4096  # messages about leases that may be opened soon
+MAX_EARLY = 4096  # kept messages about unknown leases, which may be opened soon
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """An attached rank of a sink."""
+    """A rank of a sink that has attached."""
 
     sink: Incarnation
     shard: Shard
@@ -108,18 +108,20 @@ class _Early:
 @dataclass(slots=True)
 class _Lease:
     num_blocks: int
-    expires_s: float  # the lease expires then if a rank of the sink is missing
+    expires_s: float  # the lease expires at this time unless all ranks of the sink hold it
     word: LeaseWord | None
     block_ids: list[BlockId] = field(default_factory=list)
     sink: Incarnation | None = None
-    num_holders: int = 1  # ranks of the sink that will hold the lease
-    holders: dict[Peer, Shard] = field(default_factory=dict)  # ranks that hold it or have held it
-    pulling: dict[Peer, float] = field(default_factory=dict)  # holders, and when each expires
+    num_holders: int = 1  # number of the sink's ranks that will hold the lease
+    # ranks that hold the lease or have held it
+    holders: dict[Peer, Shard] = field(default_factory=dict)
+    # present holders, and the time at which each one's hold expires
+    pulling: dict[Peer, float] = field(default_factory=dict)
 
     def admit(self, peer: Peer, rank: _Peer, due_s: float) -> bool:
         """Makes the peer a holder, if the lease is free or held by other ranks of its sink.
 
-        Returns False if the lease is held by another.
+        Returns False if another sink, or another peer of the same rank, holds the lease.
         """
         if not self.holders:
             self.sink, self.num_holders, self.expires_s = rank.sink, rank.wire.num_holders, due_s
@@ -132,7 +134,7 @@ class _Lease:
     def deadline_s(self) -> float:
         """Returns when the lease expires."""
         due = self.pulling.values()
-        if len(self.holders) < self.num_holders:  # a rank of the sink does not hold it yet
+        if len(self.holders) < self.num_holders:  # a rank of the sink has not held the lease yet
             return min(*due, self.expires_s) if due else self.expires_s
         return min(due)
 
@@ -155,7 +157,7 @@ class SourceMachine:
         self._offers = offers
         self._timing = timing
         self._leases: dict[LeaseId, _Lease] = {}
-        self._peers: dict[Peer, _Peer] = {}  # attached, oldest first
+        self._peers: dict[Peer, _Peer] = {}  # attached ranks of sinks, oldest first
         self._early: list[_Early] = []  # oldest first; only at a worker of several ranks
         self._free_words = [*range(NUM_WORDS)] if offers.words is not None else []
         self._next_generation = 1
@@ -185,7 +187,7 @@ class SourceMachine:
     def grow(
         self, lease_id: LeaseId, block_ids: tuple[BlockId, ...], now_s: float
     ) -> list[SourceEffect]:
-        """Adds the next ready blocks to a lease. Does nothing if it has ended meanwhile."""
+        """Adds the next ready blocks to a lease. Does nothing if the lease has ended."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return []
@@ -201,7 +203,7 @@ class SourceMachine:
         return effects
 
     def revoke(self, lease_id: LeaseId, now_s: float) -> list[SourceEffect]:
-        """Ends a lease by order of the source's worker."""
+        """Ends a lease by order of this source's worker."""
         return self._end(lease_id, "revoked")
 
     def receive(self, peer: Peer, message: LeaseMessage, now_s: float) -> list[SourceEffect]:
@@ -216,7 +218,7 @@ class SourceMachine:
             return self._on_unknown(_Early(peer, message, now_s + self._timing.early_s))
         due_s = now_s + self._timing.ttl_s
         if peer not in lease.pulling:
-            if peer in lease.holders:  # the peer has released the lease
+            if peer in lease.holders:  # the peer has released the lease already
                 return [SendToSink(peer, Ended(message.lease_id, "unknown"))]
             if not lease.admit(peer, rank, due_s):
                 return [SendToSink(peer, Ended(message.lease_id, "held by another"))]
@@ -238,7 +240,7 @@ class SourceMachine:
                 return [*ended, SendToSink(peer, confirmed)]
 
     def send_away(self, peer: Peer, reason: str = "bad message") -> list[SourceEffect]:
-        """Ends all leases of a peer that breaks the protocol or does not read its answers."""
+        """Ends all leases of a peer that violates the protocol or does not read its answers."""
         self._peers.pop(peer, None)
         held = [i for i, lease in self._leases.items() if peer in lease.pulling]
         return [effect for lease_id in held for effect in self._end(lease_id, reason)]
@@ -253,7 +255,7 @@ class SourceMachine:
         return lease is not None and read.peer in lease.pulling
 
     def sweep(self, now_s: float) -> list[SourceEffect]:
-        """Ends leases of which a holder sent no message in time."""
+        """Ends leases whose holder has sent no message in time."""
         late = [i for i, lease in self._leases.items() if lease.deadline_s() <= now_s]
         ended = [effect for lease_id in late for effect in self._end(lease_id, "expired")]
         unknown = [one for one in self._early if one.due_s <= now_s]
@@ -298,7 +300,7 @@ class SourceMachine:
         return Attached(self._incarnation, self._identity, self._num_blocks, self._offers)
 
     def _on_unknown(self, early: _Early) -> list[SourceEffect]:
-        """Answers a message about an unknown lease, or keeps it in case the lease opens soon."""
+        """Answers a message about an unknown lease, or keeps it because the lease may open soon."""
         if len(self._identity.ranks) == 1 or len(self._early) >= MAX_EARLY:
             return [_unknown(early)]
         self._early.append(early)
@@ -319,7 +321,7 @@ class SourceMachine:
             return []
         effects: list[SourceEffect] = []
         if lease.word is not None:
-            # Another lease may use the word's slot at once, with a new generation.
+            # A new lease may use the word's slot at once, since it has a new generation.
             self._free_words.append(lease.word.place)
             effects.append(SetWord(lease.word.place, 0))
         effects.append(LeaseEnded(lease_id, reason))
