@@ -1,6 +1,6 @@
 """Copies blocks of a pool into wire records, and back, in the form that `Wire` describes.
 
-For a pool in a device's memory, the device does the copies.
+If the pool is in a device's memory, the device makes the copies.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kvtransfer.wire import Wire
 
 
 def rows_to_send(wire: Wire, pool: Blocks | DeviceBlocks) -> Blocks | None:
-    """Returns the bytes to send of all blocks, as rows; None if blocks must be packed first."""
+    """Returns the blocks' bytes as rows to send directly; None if blocks must be packed first."""
     if isinstance(pool, DeviceBlocks) or wire.stored.kv_format != wire.travels_as:
         return None
     if len(wire.packing) != 1:
@@ -26,7 +26,9 @@ def rows_to_send(wire: Wire, pool: Blocks | DeviceBlocks) -> Blocks | None:
 
 
 def rows_to_receive(wire: Wire, pool: Blocks | DeviceBlocks) -> Blocks | None:
-    """Returns the bytes of all blocks to receive into, as rows; None if records are unpacked."""
+    """Returns the blocks' bytes as rows to receive into directly; None if records must be
+    unpacked.
+    """
     if isinstance(pool, DeviceBlocks) or wire.wanted.kv_format != wire.travels_as:
         return None
     if len(wire.unpacking) != 1:
@@ -57,7 +59,7 @@ def convert_blocks(
     sink_ids: Sequence[int],
     source_ids: Sequence[int],
 ) -> None:
-    """Copies blocks from pool to pool, with the conversions that a wire would need."""
+    """Copies blocks from one pool to another, with the conversions that the wire would need."""
     records = np.empty((len(source_ids), wire.stored.block_bytes), np.uint8)
     copy_records(records, None, source, source_ids, wire.packing)
     if wire.stored.kv_format != wire.travels_as:
@@ -76,8 +78,8 @@ def unpack(
 ) -> int:
     """Writes these rows of `records` [num_records, wire.record_bytes] to blocks of the sink's pool.
 
-    The records are contiguous. Returns the checksum of all records. It is known only after the
-    blocks are written.
+    The records are contiguous. Returns the checksum of all records, which is known only after the
+    blocks have been written.
     """
     if isinstance(pool, DeviceBlocks):
         return pool.unpack(wire, records, rows, block_ids)

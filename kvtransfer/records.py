@@ -1,18 +1,5 @@
-"""Plans the copies from a source's record to a sink's record, if both hold shares of a model.
-
-    record          one rank's share of a block: its own heads of its own layers, in the order of
-                    `engine.layout`
-    shared record   the heads and layers that one source rank gives to one sink rank, in the same
-                    order; this record is sent on the wire
-
-If both ranks hold the same share, the record is one piece. Otherwise K and V of each layer are one
-piece each: within a layer, the heads that two ranks share are contiguous.
-
-If several source ranks hold the same head, each sink rank gets it from only one of them. The sink
-ranks that need the head are spread evenly over these source ranks. So the source ranks together
-give each sink rank each of its bytes once. Both ends compute the same plan without messages.
-
-Pure: integers only. `native` copies records, and `formats` converts them.
+"""Plans the copies from a source's record to a sink's record if the two have different shares of a
+model.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,8 +24,8 @@ def plan_pieces(layout: KVLayout, source: Shard, sink: Shard) -> tuple[RecordPie
     """Returns the pieces to copy from a source rank's record to a sink rank's record.
 
     `layout` is the layout of the whole model, in the format of both records. The pieces are in
-    order of their offsets, with neighbours merged. The result is empty if the source rank gives
-    the sink rank no bytes.
+    order of their offsets, with adjacent pieces merged. The result is empty if the sink rank gets
+    no bytes from the source rank.
     """
     return _merged(
         piece
@@ -63,9 +50,9 @@ def shared_layout(layout: KVLayout, source: Shard, sink: Shard) -> KVLayout:
 def holders(layout: KVLayout, source: Shard, sinks: Sequence[Shard]) -> tuple[Shard, ...]:
     """Returns the sink ranks that hold a lease of this source rank.
 
-    These are the sink ranks to which it gives bytes. If it gives bytes to none, since other source
-    ranks hold the same heads, one sink rank holds the lease nevertheless. So every source rank
-    learns when the sink has all its bytes.
+    These are the sink ranks that get bytes from the source rank. If no sink rank does, because
+    other source ranks have the same heads, one sink rank holds the lease nevertheless. So every
+    source rank learns when the sink has received everything.
     """
     given = tuple(sink for sink in sinks if shared_layout(layout, source, sink).block_bytes)
     return given or (sinks[source.rank % len(sinks)],)
@@ -83,7 +70,9 @@ def tiles(layout: KVLayout, sources: Iterable[Shard], sink: Shard) -> bool:
 
 
 def packing(pieces: Sequence[RecordPiece]) -> tuple[RecordPiece, ...]:
-    """Returns the pieces from a source's to the shared record, both in the source's format."""
+    """Returns the pieces from a source's record to the shared record, both in the source's
+    format.
+    """
     return _merged(
         RecordPiece(piece.source_offset, offset, piece.num_bytes)
         for piece, offset in zip(pieces, _shared_offsets(pieces), strict=True)
@@ -91,7 +80,7 @@ def packing(pieces: Sequence[RecordPiece]) -> tuple[RecordPiece, ...]:
 
 
 def unpacking(pieces: Sequence[RecordPiece]) -> tuple[RecordPiece, ...]:
-    """Returns the pieces from the shared record to a sink's, both in the sink's format."""
+    """Returns the pieces from the shared record to a sink's record, both in the sink's format."""
     return _merged(
         RecordPiece(offset, piece.sink_offset, piece.num_bytes)
         for piece, offset in zip(pieces, _shared_offsets(pieces), strict=True)
@@ -114,7 +103,9 @@ def _section_pieces(
 
 
 def _place(layout: KVLayout, shard: Shard, index: int, layer: int, head: int) -> tuple[int, int]:
-    """Returns the offset of a head's K in a rank's record, and the distance from K to V."""
+    """Returns the offset of a head's K in a rank's record, and the distance from the head's K to
+    its V.
+    """
     own = layout.of_rank(shard)
     own_layer = layer - shard.layers_of(layout, index).start
     own_head = head - shard.heads_of(layout.sections[index]).start
@@ -127,11 +118,14 @@ def _shared_layers(layout: KVLayout, source: Shard, sink: Shard, index: int) -> 
 
 
 def _shared_heads(section: KVSection, source: Shard, sink: Shard) -> range:
-    """Returns the heads of a section that a source rank gives to a sink rank, in any layer."""
+    """Returns the heads of a section that a source rank gives to a sink rank, the same in each
+    layer.
+    """
     heads = _overlap(source.heads_of(section), sink.heads_of(section))
     if not heads or source.size <= section.num_kv_heads:
         return heads
-    replicas = _ranks_with(section, heads.start, source.size)  # ranks with this one head
+    # the source ranks that have the same head
+    replicas = _ranks_with(section, heads.start, source.size)
     takers = _ranks_with(section, heads.start, sink.size)
     giver = replicas[takers.index(sink.rank) % len(replicas)]
     return heads if giver == source.rank else range(0)
@@ -147,7 +141,7 @@ def _overlap(one: range, other: range) -> range:
 
 
 def _shared_offsets(pieces: Sequence[RecordPiece]) -> list[int]:
-    """Returns the offset of each piece in the shared record, which has no gaps."""
+    """Returns the offset of each piece in the shared record, in which pieces have no gaps."""
     return list(accumulate((piece.num_bytes for piece in pieces), initial=0))[:-1]
 
 

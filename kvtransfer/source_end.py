@@ -25,9 +25,9 @@ from kvtransfer.transports.zmq import ZmqTransport
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**16  # for a message from a sink; sinks send no payload
-MAX_UNREAD_MESSAGES = 1024  # queued for one sink; a sink with more is disconnected
-MAX_MESSAGES_PER_TURN = 64  # handled before sources and deadlines
+MAX_MESSAGE_BYTES = 2**16  # largest message of a sink; sinks send no payload
+MAX_UNREAD_MESSAGES = 1024  # most messages queued for one sink; a sink with more is disconnected
+MAX_MESSAGES_PER_TURN = 64  # messages handled before sources and deadlines are served
 
 
 class SourceEnd:
@@ -45,8 +45,8 @@ class SourceEnd:
     ) -> None:
         """`transport` sends blocks to sinks that cannot read the pool's memory.
 
-        `before` is called before each message is handled: the order that opened a lease precedes
-        the messages about the lease.
+        `before` is called before each message is handled. It carries out waiting orders, so the
+        order that opens a lease precedes the messages about the lease.
         """
         self._context = context
         self._count = context.count
@@ -56,14 +56,14 @@ class SourceEnd:
         self._words = words
         self._before = before
         self._on_ended = on_ended
-        self.has_mail = False  # True if messages may wait that no descriptor reports
+        self.has_mail = False  # True if messages may be waiting that no descriptor reports
 
     def open(self, host: str) -> str:
         """Binds the socket; returns the address for sinks."""
         context = self._context
         self.socket = context.sockets.socket(zmq.ROUTER)
-        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a lost peer is an error
-        self.socket.set(zmq.ROUTER_HANDOVER, 1)  # a sink that reconnects is the same sink
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # makes sending to a lost peer an error
+        self.socket.set(zmq.ROUTER_HANDOVER, 1)  # lets a sink that reconnects keep its routing id
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
         secure_server(self.socket, context.secret, Channel.KV, max_message_bytes=MAX_MESSAGE_BYTES)
@@ -79,7 +79,7 @@ class SourceEnd:
         self.socket.close(linger=0)
 
     def receive(self, ready: Collection[int]) -> None:
-        """Handles a limited number of messages. A sink that sends an invalid one is disconnected.
+        """Handles a limited number of messages. Disconnects sinks that send an invalid message.
 
         `ready` are the descriptors that can be read or written.
         """
@@ -106,7 +106,7 @@ class SourceEnd:
                 self._admit(peer, message)
             else:
                 self._handle(peer, message)
-        self.has_mail = True  # more messages may wait
+        self.has_mail = True  # more messages may be waiting
 
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
         self._count("bad_messages", 1)
@@ -127,7 +127,7 @@ class SourceEnd:
         self.perform(self._machine.receive(peer, message, self._context.clock.now_s()))
 
     def perform(self, effects: list[SourceEffect]) -> None:
-        """Performs effects, but leaves the blocks to `send_blocks`."""
+        """Performs effects, except that blocks are only queued for `send_blocks`."""
         for effect in effects:
             match effect:
                 case SendToSink():
@@ -141,11 +141,13 @@ class SourceEnd:
                     self._on_ended(effect)
 
     def send_blocks(self, *, may_wait: bool) -> None:
-        """Sends blocks that sinks wait for, while buffers are free."""
+        """Sends the blocks for which sinks wait, as long as staging buffers are free."""
         self._transport.flush(self._machine.may_send, self._send, may_wait=may_wait)
 
     def _send(self, peer: Peer, header: bytes, payload: Any = None) -> zmq.MessageTracker | None:
-        """Sends a message. With a payload, returns the tracker of ZeroMQ's use of the payload."""
+        """Sends a message to a sink. With a payload, returns the tracker of ZeroMQ's use of the
+        payload.
+        """
         try:
             self.socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             if payload is None:
@@ -160,7 +162,8 @@ class SourceEnd:
             self._send_away(peer, "unread answers")
             return None
         except zmq.ZMQError as error:
-            self._count("unsent_messages", 1)  # the sink's or lease's deadline follows
+            # the deadline of the sink or of its lease will end what this message would have ended
+            self._count("unsent_messages", 1)
             log.warning("could not send a message to a sink: %s", error)
             return None
         finally:
@@ -168,14 +171,14 @@ class SourceEnd:
 
 
 def drain(socket: "zmq.Socket[bytes]") -> None:
-    """Drops the remaining frames of a message, one by one. Their number has no limit."""
+    """Drops the remaining frames of a message one by one, since their number has no limit."""
     while socket.get(zmq.RCVMORE):
         socket.recv(copy=False)
 
 
 def has_mail(socket: "zmq.Socket[bytes]") -> bool:
-    """True if a message waits. The socket's descriptor reports only messages after this call.
+    """Returns True if a message is waiting. The descriptor reports only messages after this call.
 
-    Sending also reads new messages from the network. So call this after sending, before waiting.
+    Sending also reads new messages from the network. So call this after sending and before waiting.
     """
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

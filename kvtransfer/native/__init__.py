@@ -1,1 +1,1 @@
-"""Copies and seals the bytes of many KV records at once, with `src/transfer`."""
+"""Calls C++ (`src/transfer`, `src/stream.h`), which copies and seals many KV records at once."""

@@ -3,8 +3,8 @@
 A frame is a sequence of records without gaps, as sent on the wire. Its checksum is computed during
 the copy to or from the frame, so each KiB is read from memory once, not twice.
 
-The structures are `src/transfer`'s, field by field. They contain addresses of arrays, which the
-caller must keep alive.
+The ctypes structures mirror the structures of `src/transfer`, field by field. They contain
+addresses of arrays, which the caller must keep alive.
 """
 
 from array import array
@@ -68,11 +68,11 @@ def records_struct(records: npt.NDArray[np.uint8], ids_address: int | None = Non
 
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
-MOST_SHORT_BYTES = 240  # up to this size XXH3 differs, and xxhash computes it
+MOST_SHORT_BYTES = 240  # up to this size XXH3 is another algorithm, which xxhash computes
 
 
 class _Side(NamedTuple):
-    """One end of the copies: an array of records and the chosen rows; None for 0, 1, 2, …"""
+    """One side of the copies: an array of records, and the ids of the rows; None for 0, 1, 2, …"""
 
     records: Blocks
     ids: "array[int] | None"  # 64-bit ids; faster to create than a numpy array
@@ -91,9 +91,9 @@ def copy_records(
 ) -> None:
     """Copies the pieces of each record `source_ids[i]` to the record `sink_ids[i]`.
 
-    None stands for 0, 1, 2, …, up to the number of ids of the other side. The arrays must not
-    overlap, and `sink_ids` must not repeat an id. The bytes of a record are contiguous; the
-    records need not be. Other threads run meanwhile.
+    None stands for 0, 1, 2, …, up to the number of ids on the other side. The arrays must not
+    overlap, and `sink_ids` must not repeat an id. The bytes of a record are contiguous; the records
+    need not be. Other threads run meanwhile.
 
     Raises IndexError if an id or a piece is out of bounds. Raises ValueError if the arrays are not
     records of bytes or the sides have different numbers of ids. After an error nothing is written.
@@ -102,10 +102,10 @@ def copy_records(
 
 
 class RecordCopier:
-    """Copies records between two arrays again and again, as `copy_records` does.
+    """Copies records repeatedly between the same two arrays, as `copy_records` does.
 
-    The parts that depend only on the arrays are computed once. That saves the time of copying
-    64 KiB.
+    The parts that depend only on the arrays are computed once. That saves as much time as copying
+    64 KiB takes.
     """
 
     def __init__(self, sink: Blocks, source: Blocks, pieces: Sequence[RecordPiece]) -> None:
@@ -128,7 +128,8 @@ class RecordCopier:
             if self._function(*self._sides, len(to), table, len(self._pieces)):
                 return
         sink_records, source_records = self._arrays
-        copy_records(sink_records, sink_ids, source_records, source_ids, self._pieces)  # raises
+        # finds the error and raises it
+        copy_records(sink_records, sink_ids, source_records, source_ids, self._pieces)
 
 
 def gather_records(
@@ -169,7 +170,7 @@ def _copy_and_hash(
     pieces: Sequence[RecordPiece],
     frame: Blocks,
 ) -> int:
-    """Copies records and returns the checksum of `frame`, which is the sink or the source."""
+    """Copies records, and returns the checksum of `frame`, which is one side of the copies."""
     if frame.nbytes <= MOST_SHORT_BYTES:
         _copy("baton_copy_records", sink, source, pieces)
         return checksum(frame.data)
@@ -185,7 +186,7 @@ def _copy(
     pieces: Sequence[RecordPiece],
     *results: object,
 ) -> None:
-    """Copies records with a C++ function; `results` are its further arguments."""
+    """Copies records with a C++ function. `results` are the function's further arguments."""
     _check_arrays(sink[0], source[0])
     to, of = _side(*sink), _side(*source)
     count = _count(to, of)
@@ -234,7 +235,9 @@ def _numbers(ids: Ids) -> "array[int]":
 
 
 def _count(to: _Side, of: _Side) -> int:
-    """Returns the number of ids of both sides. Raises ValueError if the numbers differ."""
+    """Returns the number of records to copy. Raises ValueError if the sides name different
+    numbers.
+    """
     if to.ids is None and of.ids is not None:
         return of.num_named
     if of.ids is None and to.ids is not None:
@@ -260,7 +263,7 @@ def _struct(side: _Side) -> Records:
 
 
 class Cipher(Structure):
-    """Functions of libsodium: see `kvtransfer.native.stream`."""
+    """The addresses of libsodium's functions for a cipher: see `kvtransfer.native.stream`."""
 
     _fields_ = (("seal", c_void_p), ("open", c_void_p))
 

@@ -2,12 +2,13 @@
 
 C++ does the work (`src/stream.h`). It encrypts records from their place in memory into a buffer
 that fits the caches, and sends from there. It receives into such a buffer, and decrypts to the
-records' places. AEGIS-128L (RFC 10032) comes from libsodium, which ZeroMQ includes for CURVE. It
-seals 15 GiB/s, while AES-GCM of OpenSSL 3.0 seals 4. If both ends compute several *lanes* in
+records' places. AEGIS-128L (RFC 10032) comes from libsodium, which ZeroMQ includes for CURVE.
+AEGIS-128L seals 15 GiB/s, AES-GCM of OpenSSL 3.0 only 4. If both ends compute several *lanes* in
 parallel, streams use AEGIS-128X2 or AEGIS-128X4 (`src/aegis.h`), which is two to three times as
 fast.
 
-Each stream has its own key. Both directions number their messages, and the number is the nonce.
+Each stream has its own key. Each direction numbers its messages, and the number is the message's
+nonce.
 """
 
 import ctypes
@@ -34,13 +35,15 @@ _NO_RECORDS = np.empty((0, 1), np.uint8)
 
 
 class CannotSeal(BatonError):
-    """This host has no libsodium with AEGIS-128L, or a processor without AES."""
+    """Streams cannot be sealed on this host: libsodium lacks AEGIS-128L, or the processor lacks
+    AES.
+    """
 
 
 class StreamStop(IntEnum):
-    """The reason why a call returned; mirrors `Stop` in stream.h."""
+    """The reason why `send` or `receive` returned; mirrors `Stop` in stream.h."""
 
-    BLOCKED = 0  # the connection is not ready
+    BLOCKED = 0  # the connection cannot send or receive now
     DONE = 1  # everything is sent
     MORE = 2  # the budget is used up
     NOTE = 3  # a note has arrived
@@ -49,7 +52,7 @@ class StreamStop(IntEnum):
 
 
 class RecordFrame(NamedTuple):
-    """Records that follow a note: these rows of an array. A negative id means no row."""
+    """The records that follow a note: these rows of an array. A negative id stands for no row."""
 
     records: Blocks
     ids: "array[int]"
@@ -57,7 +60,9 @@ class RecordFrame(NamedTuple):
 
     @classmethod
     def of(cls, records: Blocks, ids: Sequence[int]) -> "RecordFrame":
-        """Returns the frame of rows of `records` [n, record_bytes], each of which is contiguous."""
+        """Returns the frame of these rows of `records` [n, record_bytes], whose rows are
+        contiguous.
+        """
         numbers = array("q", ids)
         return cls(records, numbers, records_struct(records, numbers.buffer_info()[0]))
 
@@ -80,19 +85,25 @@ def _cipher() -> Cipher | None:
 
 @cache
 def _wide_cipher() -> tuple[int, Cipher]:
-    """Returns the number of lanes that C++ computes in parallel, and the cipher; 1: no lanes."""
+    """Returns the largest number of lanes that C++ computes in parallel, and its cipher; 1 without
+    lanes.
+    """
     cipher = Cipher()
     return library().baton_wide_cipher(byref(cipher)), cipher
 
 
 def agreed_lanes(lanes_of_peer: int | None = None) -> int:
-    """Returns the number of lanes for a stream to a peer; without a peer, the maximum here."""
+    """Returns the number of lanes of a stream to a peer. Without a peer, returns this host's
+    maximum.
+    """
     lanes, _ = _wide_cipher()
     return lanes if lanes_of_peer in (lanes, None) else 1
 
 
 def _places_of_libsodium() -> Iterator[str]:
-    """Yields the names of libsodium: pyzmq's copy, then the system's."""
+    """Yields the file names of libsodium: the copy that pyzmq includes, then the system's
+    library.
+    """
     brought = Path(zmq.__file__).parents[1] / "pyzmq.libs"
     yield from map(str, brought.glob("libsodium*"))
     system = ctypes.util.find_library("sodium")
@@ -106,7 +117,9 @@ def can_seal() -> bool:
 
 
 class SealedStream:
-    """One end of a stream, over a non-blocking connection. One thread at a time may use it."""
+    """One end of a sealed stream over a non-blocking connection. Only one thread at a time may use
+    it.
+    """
 
     def __init__(
         self,
@@ -119,8 +132,9 @@ class SealedStream:
     ) -> None:
         """Takes over the connection. Raises CannotSeal.
 
-        A call with `may_wait` waits for a few milliseconds in the middle of a frame. It stops
-        waiting if the epoll descriptor `others` is ready. The peer must use the same `lanes`.
+        In the middle of a frame, a call with `may_wait` waits for a few milliseconds. The wait ends
+        early if the epoll descriptor `others` becomes ready. The peer must use the same number of
+        `lanes`.
         """
         assert len(key) == KEY_BYTES
         native, cipher = library(), _cipher()
@@ -142,13 +156,14 @@ class SealedStream:
         return self._connection.fileno()
 
     def note(self, note: bytes) -> bool:
-        """Queues a note for `send` and starts a new frame. Returns False if the queue is full."""
+        """Queues a note for `send`, and starts a new frame. Returns False if the queue is full."""
         return bool(self._native.baton_stream_note(self._stream, note, len(note)))
 
     def send(
         self, frame: RecordFrame | None, budget_bytes: int, *, may_wait: bool = False
     ) -> StreamStop:
-        """Sends the notes, and the records that follow the last one, until a StreamStop.
+        """Sends the queued notes, and the records after the last note. Returns why the call
+        stopped.
 
         Raises IndexError, and sends nothing, if a row is out of bounds.
         """
@@ -166,7 +181,8 @@ class SealedStream:
     ) -> tuple[StreamStop, int]:
         """Receives the records that follow the last note into their rows.
 
-        Returns the reason to stop and the number of complete records. NOTE ends the frame.
+        Returns the reason why the call stopped, and the number of completely received records. The
+        reason NOTE means that the frame has ended.
         """
         frame = frame or self._nothing
         stop = self._native.baton_stream_receive(
@@ -178,7 +194,7 @@ class SealedStream:
 
     @property
     def received_note(self) -> bytes:
-        """The latest received note, for which `receive` returned NOTE."""
+        """The latest note that was received when `receive` returned NOTE."""
         return ctypes.string_at(self._received.note, self._received.note_bytes)
 
     def close(self) -> None:

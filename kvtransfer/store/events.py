@@ -1,4 +1,4 @@
-"""The events that go into a store's machine, and the effects that come out.
+"""The events that go into a store's machine, and the effects that come out of it.
 
 The machine also handles messages of gateways and reports of the transfer endpoint. It answers
 gateways and gives orders to the endpoint: see `engine.worker.events`.
@@ -41,7 +41,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerNews:
-    """Block events of a peer, in order."""
+    """Block events of a peer, in the order of their occurrence."""
 
     peer_id: WorkerId
     events: Sequence[BlockEvent]
@@ -61,13 +61,15 @@ class BlockLoaded:
 
     medium: Medium
     block: BlockHash
-    slot: BlockId  # in memory
+    slot: BlockId  # the slot of memory into which the block was read
     fault: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWritten:
-    """A write to a lower tier ended, or failed with `fault`. Its memory slot is no longer read."""
+    """A write to a lower tier ended, or failed with `fault`. Its slot of memory is not read any
+    more.
+    """
 
     medium: Medium
     block: BlockHash
@@ -76,7 +78,7 @@ class BlockWritten:
 
 @dataclass(frozen=True, slots=True)
 class TierTurned:
-    """A lower tier is off because of `fault`, or on again (None)."""
+    """A lower tier was turned off because of `fault`, or on again (None)."""
 
     medium: Medium
     fault: str | None = None
@@ -92,7 +94,7 @@ class TierGrown:
 
 @dataclass(frozen=True, slots=True)
 class TierListed:
-    """A listing of all blocks of a lower tier that other stores write to as well."""
+    """A list of all blocks in a lower tier to which other stores write as well."""
 
     medium: Medium
     links: Sequence[Link]
@@ -105,7 +107,7 @@ class DropAll:
 
 @dataclass(frozen=True, slots=True)
 class StoreTick:
-    """Time has passed."""
+    """The clock has advanced."""
 
 
 StoreEvent = (
@@ -132,7 +134,7 @@ StoreEvent = (
 
 @dataclass(frozen=True, slots=True)
 class AskPeer:
-    """Send a message to a worker."""
+    """Send a message to a worker or another store."""
 
     peer_id: WorkerId
     message: OfferBlocks | Cancel
@@ -140,17 +142,17 @@ class AskPeer:
 
 @dataclass(frozen=True, slots=True)
 class LoadBlock:
-    """Read a block of a lower tier into a slot of memory; `BlockLoaded` answers."""
+    """Read a block of a lower tier into a slot of memory. `BlockLoaded` reports the end."""
 
     medium: Medium
     block: BlockHash
-    place: BlockId  # the slot on disk; 0 for objects, which are found by hash
+    place: BlockId  # slot on disk; 0 for objects, which are found by their hash
     slot: BlockId
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBlock:
-    """Write a block from its slot of memory to a lower tier; `BlockWritten` answers."""
+    """Write a block from its slot of memory to a lower tier. `BlockWritten` reports the end."""
 
     medium: Medium
     block: BlockHash
@@ -161,7 +163,7 @@ class WriteBlock:
 
 @dataclass(frozen=True, slots=True)
 class EraseBlock:
-    """Erase a block of a lower tier, so that a later start does not find it."""
+    """Erase a block of a lower tier, so that the store does not find it when it starts again."""
 
     medium: Medium
     block: BlockHash
@@ -170,7 +172,7 @@ class EraseBlock:
 
 @dataclass(frozen=True, slots=True)
 class EraseAll:
-    """Erase all blocks of a lower tier, so that neither a start nor another store finds them."""
+    """Erase all blocks of a lower tier, so that no store finds them any more."""
 
     medium: Medium
 

@@ -3,8 +3,8 @@
 Sinks read memory only. A block of a lower tier is first loaded into a slot of memory. Several
 leases and prefetches may wait for one load.
 
-Each block that is added to or removed from a medium is recorded as news. A lower tier that is off
-counts as empty until it works again, but its shelf stays as it is.
+Each addition of a block to a medium, and each removal, is recorded as an event for gateways. A
+lower tier that is off counts as empty until it works again, but its shelf does not change.
 """
 
 from collections import Counter
@@ -17,7 +17,8 @@ from kvtransfer.store.events import EraseAll, EraseBlock, LoadBlock
 from kvtransfer.store.eviction.seam import Link
 from kvtransfer.store.shelf import Shelf
 
-# Faults of a single block. After another fault, e.g. of the whole disk, the block may still exist.
+# Faults of a single block. After another fault, e.g. of the whole disk, the block may still exist
+# there.
 BLOCK_FAULTS = ("damaged", "short", "not_held", "missing")
 
 
@@ -27,21 +28,22 @@ class Load:
 
     medium: Medium
     slot: BlockId
-    place: BlockId  # slot in the lower tier, leased until the load ends
+    place: BlockId  # the slot in the lower tier, leased until the load ends
     parent: BlockHash | None
     begun_s: float
 
 
 class Holdings:
-    """The shelves of a store. Other code changes only the holders of slots."""
+    """The shelves of a store. Other code may change only the leases and copies of slots."""
 
     def __init__(self, shelves: Mapping[Medium, Shelf]) -> None:
-        """`shelves` has a shelf for memory, and one for each lower tier in use."""
+        """`shelves` contains a shelf for memory, and one for each lower tier in use."""
         self.shelves = dict(shelves)
         self.memory = shelves[Medium.HOST]
         self.loads: dict[BlockHash, Load] = {}  # oldest first
-        self.num_loads: Counter[Medium] = Counter()  # blocks being loaded, by medium
-        self.off: dict[Medium, str] = {}  # tiers that are off, and why
+        self.num_loads: Counter[Medium] = Counter()  # number of blocks being loaded, by medium
+        # reason why a tier is off, by medium; only tiers that are off
+        self.off: dict[Medium, str] = {}
         self.counters: Counter[str] = Counter()
         self._news: list[CacheEvent] = []
 
@@ -60,29 +62,31 @@ class Holdings:
         return None
 
     def num_leading(self, blocks: Sequence[BlockHash]) -> int:
-        """Returns the number of leading blocks that some medium has."""
+        """Returns the number of leading blocks that are on some medium."""
         for number, block in enumerate(blocks):
             if block not in self.loads and self.medium_of(block) is None:
                 return number
         return len(blocks)
 
     def pop_events(self) -> list[CacheEvent]:
-        """Returns the news since the last call, in order."""
+        """Returns the events since the last call, in order."""
         news, self._news = self._news, []
         return news
 
     # ------------------------------------------------------------ memory
 
     def take(self, num: int) -> list[BlockId]:
-        """Takes up to `num` slots of memory to write to; fewer if too many slots are held."""
+        """Takes up to `num` slots of memory to write to. Fewer are free if too many slots are in
+        use.
+        """
         slots, evicted = self.memory.take(num)
         self._news += [Evicted(block, Medium.HOST) for block in evicted]
         return slots
 
     def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
-        """Puts a block into a slot of memory. Returns False if the block has another slot.
+        """Puts a block into a slot of memory. Returns False if the block has another slot already.
 
-        That includes a block that is being loaded: leases already wait for that other slot.
+        A block that is being loaded has another slot too: leases already wait for that slot.
         """
         if block in self.loads:
             self.memory.give_back(slot)
@@ -112,7 +116,7 @@ class Holdings:
         return LoadBlock(medium, block, place, slot)
 
     def end_load(self, block: BlockHash, fault: str | None, now_s: float) -> list[EraseBlock]:
-        """Ends a load. If the lower tier lost the block, it is removed there."""
+        """Ends a load. Removes the block from the lower tier if the lower tier has lost it."""
         load = self.loads.pop(block)
         self.num_loads[load.medium] -= 1
         shelf = self.shelves[load.medium]
@@ -139,7 +143,7 @@ class Holdings:
             self._news.append(Stored(block, parent, (), medium))
 
     def take_place(self, medium: Medium) -> BlockId | None:
-        """Takes a slot of a lower tier to write to; None if all slots are held."""
+        """Takes a slot of a lower tier to write to. Returns None if all slots are in use."""
         slots, evicted = self.shelves[medium].take(1)
         if medium not in self.off:
             self._news += [Evicted(block, medium) for block in evicted]
@@ -171,7 +175,7 @@ class Holdings:
         self._news += [Stored(block, parent, (), medium) for block, parent in shelf.links()]
 
     def turn(self, medium: Medium, fault: str | None) -> None:
-        """Turns a lower tier off because of `fault`, or on again (None)."""
+        """Turns a lower tier off because of `fault`, or on again if `fault` is None."""
         if (medium in self.off) == (fault is not None):
             return
         links = self.shelves[medium].links()

@@ -1,19 +1,19 @@
 """Copies workers' blocks into a store: decides when, in which order, and how many at once.
 
-Block events of workers are hints. The store asks a worker for a lease on blocks by their hashes.
-The worker leases the blocks that it still holds, and the store pulls them like any sink.
+Block events of workers are only hints. The store asks a worker for a lease on blocks with certain
+hashes. The worker leases the blocks that it still has, and the store pulls them like any sink.
 
 One pull of a limited number of blocks runs at a time. After a pull, the store pauses in proportion
-to the pull's time and bytes. While sinks pull from the store, the pause is longer, up to a bound:
-reads go before writes. A worker's new blocks are pulled once there are enough for a batch, or after
-`settle_s`.
+to the pull's time and bytes. While sinks pull from the store, the pause is longer, up to a bound,
+so that reads have priority over writes. A worker's new blocks are pulled once there are enough for
+a batch, or after `settle_s`.
 
 A block is useful only together with all blocks before it. So a block is pulled with the blocks of
 its prefix that the store lacks. If the worker has evicted one of these, the block is an orphan and
 is not pulled.
 
-Blocks that enough other stores hold are not pulled. Copies of a hot prefix spread nevertheless: the
-prefix is cached by its sinks, and the store of a sink's node pulls it from there.
+Blocks that enough other stores have are not pulled. Copies of a hot prefix spread nevertheless:
+sinks cache the prefix, and the store on a sink's node pulls it from the sink.
 """
 
 import math
@@ -36,8 +36,8 @@ from engine.worker.events import HoldLease, PullDone, PullFailed, StartPull
 from kvtransfer.store.events import AskPeer, StoreEffect
 from kvtransfer.store.holdings import Holdings
 
-ANSWER_TIMEOUT_S = 5.0  # workers answer between two steps, so this is ample
-MAX_HELD = 4_000_000  # most recorded blocks of one peer; further ones are ignored
+ANSWER_TIMEOUT_S = 5.0  # longest wait for a worker's answer; workers answer between two steps
+MAX_HELD = 4_000_000  # most recorded blocks of one peer; further blocks are ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class IntakePace:
     """The limits of the intake."""
 
     batch_blocks: int = 64  # most blocks in one pull
-    settle_s: float = 0.25  # longest wait of new blocks for a full batch
+    settle_s: float = 0.25  # longest wait of new blocks for a full batch, seconds
     bytes_per_s: float = math.inf
-    duty: float = 0.25  # largest share of the time in which pulls run
-    yield_s: float = 1.0  # longest extra wait for sinks that pull from here
-    copies: int = 2  # number of stores that should hold a block; further ones do not pull it
+    duty: float = 0.25  # largest share of the time during which pulls run
+    yield_s: float = 1.0  # longest extra pause while sinks pull from this store, seconds
+    copies: int = 2  # number of stores that should have a block; further stores do not pull it
 
 
 @dataclass(slots=True)
@@ -57,8 +57,10 @@ class _Peer:
     """A peer's cached blocks, and the blocks among them that the store has not examined yet."""
 
     is_store: bool
-    held: dict[BlockHash, BlockHash | None] = field(default_factory=dict)  # by block: its parent
-    new: "OrderedDict[BlockHash, float]" = field(default_factory=OrderedDict)  # to arrival
+    # the parent of each cached block
+    held: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
+    # arrival time of each unexamined block
+    new: "OrderedDict[BlockHash, float]" = field(default_factory=OrderedDict)
 
 
 @dataclass(slots=True)
@@ -69,8 +71,8 @@ class _Taking:
     seq_id: SeqId
     blocks: tuple[BlockHash, ...]
     parents: tuple[BlockHash | None, ...]
-    due_s: float  # when the answer is due
-    places: tuple[int, ...] = ()  # which of the blocks the lease covers
+    due_s: float  # deadline of the worker's answer
+    places: tuple[int, ...] = ()  # indices in `blocks` of the blocks that the lease covers
     slots: tuple[BlockId, ...] = ()
 
 
@@ -86,14 +88,15 @@ class StoreIntake:
         pace: IntakePace,
         counters: Counter[str],
     ) -> None:
-        """`name` is the prefix of the ids of pulls. It must be new at each start."""
+        """`name` is the prefix of the pulls' ids. It must be new at each start of the store."""
         self._holdings = holdings
         self._name = name
         self._block_bytes = block_bytes
         self.pace = pace
         self._counters = counters
         self._peers: dict[WorkerId, _Peer] = {}
-        self._copies: Counter[BlockHash] = Counter()  # copies in other stores' memory
+        # number of copies of each block in other stores' memory
+        self._copies: Counter[BlockHash] = Counter()
         self._taking: _Taking | None = None
         self._num_asked = 0
         self._next_s = 0.0  # earliest time of the next batch
@@ -101,12 +104,12 @@ class StoreIntake:
 
     @property
     def num_new(self) -> int:
-        """The number of blocks that workers cached and that were not examined yet."""
+        """The number of blocks that workers cached, and that this store has not examined yet."""
         return sum(len(peer.new) for peer in self._peers.values())
 
     @property
     def is_busy(self) -> bool:
-        """True while a batch is asked for or being pulled."""
+        """True while the store asks a worker for a batch or pulls it."""
         return self._taking is not None
 
     # ------------------------------------------------------------ peers
@@ -167,7 +170,9 @@ class StoreIntake:
     # ------------------------------------------------------------ the next batch
 
     def advance(self, now_s: float, *, num_leases: int) -> list[StoreEffect]:
-        """Asks for the next batch if it is due. Sinks have `num_leases` open leases here."""
+        """Asks for the next batch if it is due. `num_leases` leases of sinks are open at this
+        store.
+        """
         taking = self._taking
         if taking is not None:
             if taking.slots or now_s < taking.due_s:
@@ -180,12 +185,13 @@ class StoreIntake:
         for peer_id in list(self._peers):
             blocks = self._next_of(self._peers[peer_id], now_s)
             if blocks:
-                self._peers[peer_id] = self._peers.pop(peer_id)  # now the last of all peers
+                # moves the peer to the end of the order in which peers are asked
+                self._peers[peer_id] = self._peers.pop(peer_id)
                 return [self._ask(peer_id, blocks, now_s)]
         return []
 
     def next_wake_s(self) -> float | None:
-        """Returns when to call `advance`; None if an event must come first."""
+        """Returns when to call `advance` next; None if an event must come first."""
         if self._taking is not None:
             return None if self._taking.slots else self._taking.due_s
         oldest = [next(iter(p.new.values())) for p in self._peers.values() if p.new]
@@ -194,7 +200,7 @@ class StoreIntake:
         return max(min(oldest) + self.pace.settle_s, self._next_s)
 
     def _next_of(self, peer: _Peer, now_s: float) -> list[BlockHash]:
-        """Removes the next batch from a worker's new blocks and returns it, parents first."""
+        """Removes the next batch from a worker's new blocks. Returns the batch, parents first."""
         batch: dict[BlockHash, None] = {}
         while peer.new and len(batch) < self.pace.batch_blocks:
             block, since_s = next(iter(peer.new.items()))
@@ -210,7 +216,7 @@ class StoreIntake:
                 continue
             for each in chain[: self.pace.batch_blocks - len(batch)]:
                 batch[each] = None
-            if block not in batch:  # the batch is full: this block starts the next one
+            if block not in batch:  # the batch is full, and this block starts the next batch
                 peer.new[block] = since_s
                 peer.new.move_to_end(block, last=False)
         return list(batch)
@@ -269,7 +275,7 @@ class StoreIntake:
         return [HoldLease(taking.seq_id, lease), StartPull(taking.seq_id, blocks)]
 
     def on_pulled(self, ended: PullDone | PullFailed, now_s: float) -> None:
-        """Keeps the blocks that arrived."""
+        """Adds the blocks that arrived to memory."""
         taking = self._taking
         assert taking is not None
         assert taking.seq_id == ended.seq_id
@@ -297,7 +303,7 @@ class StoreIntake:
 
 
 def _fits(held: Sequence[int], num_asked: int, num_leased: int) -> bool:
-    """True if `held` names distinct asked-for blocks, in order."""
+    """Returns True if `held` names distinct blocks of the batch, in order."""
     ascends = all(a < b for a, b in pairwise(held))
     return (
         bool(held)

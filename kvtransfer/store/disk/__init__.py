@@ -1,1 +1,3 @@
-"""Blocks on disk: fixed slots in files, asynchronous I/O, and recovery after any crash."""
+"""Blocks on disk: fixed slots in files, asynchronous I/O, and recovery after a crash at any
+moment.
+"""

@@ -28,9 +28,9 @@ import numpy.typing as npt
 
 from kvtransfer.store.disk.format import EMPTY
 
-Row = npt.NDArray[np.uint8]  # [block_bytes] contiguous
+Row = npt.NDArray[np.uint8]  # [block_bytes], contiguous
 
-SHORT, DAMAGED = -1, -2  # error codes beside errno: see disk.h
+SHORT, DAMAGED = -1, -2  # error codes of ours beside errno: see disk.h
 _OWN_REASONS = {SHORT: "short", DAMAGED: "damaged"}
 
 
@@ -44,10 +44,12 @@ class DiskVerb(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """The files of an engine, and its largest number of concurrent operations (`depth`)."""
+    """The files that an engine uses, and the largest number of its concurrent operations
+    (`depth`).
+    """
 
     table_fd: int
-    done_fd: int  # an eventfd, which the engine signals when there are outcomes
+    done_fd: int  # an eventfd, which the engine signals when outcomes are available
     stride_bytes: int
     block_bytes: int
     depth: int
@@ -61,7 +63,7 @@ class DiskOperation:
     verb: DiskVerb
     table_offset: int  # offset of the slot's header in the table, in bytes
     slab_fd: int = -1
-    offset: int = 0  # offset of the slot in its slab, in bytes
+    offset: int = 0  # offset of the slot in its slab file, in bytes
     row: Row | None = None
     header: bytes = EMPTY  # for a write: the new header without checksums
     checksum: int = 0  # for a read: the expected checksum
@@ -69,7 +71,9 @@ class DiskOperation:
 
 @dataclass(frozen=True, slots=True)
 class DiskOutcome:
-    """The result of an operation: 0, errno, SHORT or DAMAGED; the checksum of a written payload."""
+    """The outcome of an operation: 0, errno, SHORT or DAMAGED, and the checksum of a written
+    payload.
+    """
 
     tag: int
     error: int
@@ -80,22 +84,23 @@ class DiskEngine(Protocol):
     """Runs operations concurrently, in any order. Only `close` blocks."""
 
     def submit(self, operations: Sequence[DiskOperation]) -> None:
-        """Submits operations. Each has an outcome later."""
+        """Submits operations. The outcome of each operation follows later."""
 
     def reap(self) -> list[DiskOutcome]:
-        """Returns the outcomes since the last call."""
+        """Returns the outcomes that have become known since the last call."""
 
     def cancel(self, tag: int) -> None:
         """Cancels an operation: a read no longer writes to its row, a write leaves no header.
 
-        After this returns, the caller may reuse the row. The outcome still comes.
+        After this returns, the caller may reuse the row. The outcome of the operation still
+        follows.
         """
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for submitted operations. After it returns, no row is written to any more.
+        """Waits for submitted operations. After this returns, the engine writes to no row.
 
-        Returns False if operations have not ended in time. Then no header is written any more,
-        but the files must stay open and the rows must stay in memory.
+        Returns False if operations have not ended in time. In this case no header is written any
+        more, but the files must stay open and the rows must stay in memory.
         """
 
 
@@ -105,7 +110,9 @@ def reason_of(error: int) -> str:
 
 
 class DiskHealth:
-    """Counts failures in a row. `off_reason` says why the disk is off, or None while it is on."""
+    """Turns a disk off after failures in a row. `off_reason` is the reason, or None while it is
+    on.
+    """
 
     def __init__(self, most_failures: int, *, pause_s: float = 1.0, most_pause_s: float = 60.0):
         self.off_reason: str | None = None
@@ -118,7 +125,9 @@ class DiskHealth:
         self._is_trying = False
 
     def admits(self, now_s: float) -> bool:
-        """Returns True if the disk may be used now. While it is off, one trial per pause may."""
+        """Returns True if the disk may be used now. While it is off, one trial per pause is
+        allowed.
+        """
         if self.off_reason is None:
             return True
         if self._is_trying or now_s < self._retry_at_s:
@@ -142,7 +151,7 @@ class DiskHealth:
             self.off_reason = reason
             self._retry_at_s = now_s + self._pause_s
             return True
-        if self._is_trying:  # failures of earlier requests do not count
+        if self._is_trying:  # only the trial counts, not failures of earlier requests
             self.off_reason = reason
             self._is_trying = False
             self._pause_s = min(2 * self._pause_s, self._most_pause_s)

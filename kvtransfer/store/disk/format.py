@@ -10,11 +10,11 @@ One table holds the headers of all slots, in order; `src/transfer/disk.h` has th
     104 … 120  zeros
     120 … 128  xxh3-64 of the bytes before
 
-Numbers are little-endian. For input below 241 bytes, XXH3 is another algorithm, which our C++
-lacks. So shorter input is padded with zeros to 256 bytes before hashing.
+Numbers are little-endian. For input below 241 bytes, XXH3 is another algorithm, which Baton's C++
+does not have. So shorter input is padded with zeros to 256 bytes before hashing.
 
 An empty slot has a header of zeros. The header includes the slot number and the slots per slab.
-Without them, a table beside slabs of another geometry would point to wrong payloads.
+These detect a table that belongs to slabs of another geometry, and would point to wrong payloads.
 
 Pure: arrays and bytes only.
 """
@@ -31,7 +31,7 @@ import xxhash
 from engine.messages import HASH_BYTES
 
 HEADER_BYTES = 128
-ALIGNMENT = 4096  # bytes; slots and direct I/O need it
+ALIGNMENT = 4096  # bytes; offsets of slots and direct I/O need this alignment
 VERSION = 1
 SEQUENCE_END = 1 << 63
 MAGIC = b"BATON-KV"
@@ -65,7 +65,7 @@ Checksums = Callable[[Headers], npt.NDArray[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class DiskGeometry:
-    """The parameters that fix the place of each block on disk, and whose blocks these are."""
+    """The sizes that determine the place of each block on disk, and the identity of the blocks."""
 
     identity: bytes  # 16 bytes
     block_bytes: int
@@ -74,44 +74,44 @@ class DiskGeometry:
 
     @property
     def stride_bytes(self) -> int:
-        """Bytes from one slot to the next: a block, rounded up for direct I/O."""
+        """Bytes from one slot to the next: the size of a block, rounded up for direct I/O."""
         return -(-self.block_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class HeaderVerdict(IntEnum):
-    """The result of checking an entry of the table: the first fault that applies."""
+    """The result of checking an entry of the table: no fault, or the first fault found."""
 
     FINE = 0
     EMPTY = 1
     NO_HEADER = 2  # wrong magic
     OTHER_VERSION = 3
-    DAMAGED = 4  # torn write, or flipped bits
+    DAMAGED = 4  # a torn write, or flipped bits
     OTHER_IDENTITY = 5
-    OTHER_GEOMETRY = 6  # other payload size, slot number or slab size
-    NO_SEQUENCE = 7  # a sequence number above any possible one
-    DUPLICATE = 8  # another slot has a later copy of the block
+    OTHER_GEOMETRY = 6  # different payload size, slot number or slab size
+    NO_SEQUENCE = 7  # a sequence number that no store can have reached
+    DUPLICATE = 8  # another slot has a later copy of the same block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecoveredBlocks:
-    """The blocks on disk, the oldest first. Arrays are [n]; row i of each belongs to block i."""
+    """The blocks on disk, oldest first. Arrays are [n]; row i of each array describes block i."""
 
     slots: npt.NDArray[np.int64]
-    hashes: npt.NDArray[np.void]  # V16
+    hashes: npt.NDArray[np.void]  # V16, the hash of each block
     parents: npt.NDArray[np.void]  # V16, zeros if there is none
     has_parent: npt.NDArray[np.bool_]
     sequences: npt.NDArray[np.uint64]
-    checksums: npt.NDArray[np.uint64]  # one for each payload
+    checksums: npt.NDArray[np.uint64]  # checksum of each payload
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def slot_by_hash(self) -> dict[bytes, int]:
-        """Returns the slot of each block, the oldest first."""
+        """Returns a dict from each block to its slot, oldest block first."""
         return dict(zip(self.hashes.tolist(), self.slots.tolist(), strict=True))
 
     def parent_by_hash(self) -> dict[bytes, bytes | None]:
-        """Returns the parent of each block, the oldest first."""
+        """Returns a dict from each block to its parent, oldest block first."""
         parents = zip(self.parents.tolist(), self.has_parent.tolist(), strict=True)
         found = (parent if has_parent else None for parent, has_parent in parents)
         return dict(zip(self.hashes.tolist(), found, strict=True))
@@ -123,7 +123,7 @@ _COLUMNS = tuple(field.name for field in fields(RecoveredBlocks))
 def unsealed_header(
     geometry: DiskGeometry, slot: int, *, block_hash: bytes, parent: bytes | None, sequence: int
 ) -> bytes:
-    """Returns a header without its two checksums, which are computed during the write."""
+    """Returns a header without its two checksums, which the engine computes during the write."""
     return _UNSEALED.pack(
         MAGIC,
         VERSION,
@@ -141,7 +141,7 @@ def unsealed_header(
 
 
 def sealed_header(unsealed: bytes, payload_checksum: int) -> bytes:
-    """Returns the header with the payload's checksum and its own."""
+    """Returns the header with the checksum of the payload and the checksum of the header."""
     header = bytearray(unsealed)
     _CHECKSUM.pack_into(header, _PAYLOAD_CHECKSUM_OFFSET, payload_checksum)
     _CHECKSUM.pack_into(header, _UNSEALED.size, disk_checksum(header[: _UNSEALED.size]))
@@ -149,7 +149,7 @@ def sealed_header(unsealed: bytes, payload_checksum: int) -> bytes:
 
 
 def disk_checksum(content: bytes | bytearray | memoryview) -> int:
-    """Returns the xxh3-64 of a payload, or of a header up to its own checksum."""
+    """Returns the xxh3-64 of a payload, or of a header without its own checksum."""
     if len(content) < _SHORTEST_BYTES:
         content = bytes(content).ljust(256, b"\0")
     return xxhash.xxh3_64_intdigest(content)
@@ -158,7 +158,9 @@ def disk_checksum(content: bytes | bytearray | memoryview) -> int:
 def judge(
     headers: Headers, first_slot: int, geometry: DiskGeometry, checksums: Checksums
 ) -> npt.NDArray[np.uint8]:
-    """Returns a HeaderVerdict for each entry of a piece of the table. It starts at `first_slot`."""
+    """Returns a HeaderVerdict for each entry of a part of the table that begins at slot
+    `first_slot`.
+    """
     num_headers = len(headers)
     words = headers.view("<u8").reshape(num_headers, HEADER_BYTES // 8)
     slots = np.arange(first_slot, first_slot + num_headers, dtype=np.uint64)
@@ -181,7 +183,7 @@ def judge(
 
 
 def claimed(headers: Headers) -> RecoveredBlocks:
-    """Returns the blocks that headers name, in the order of the headers."""
+    """Returns the blocks that valid headers name, in the order of the headers."""
     return RecoveredBlocks(
         slots=headers["slot"].astype(np.int64),
         hashes=headers["hash"].copy(),
@@ -193,7 +195,8 @@ def claimed(headers: Headers) -> RecoveredBlocks:
 
 
 def merged(pieces: Sequence[RecoveredBlocks]) -> RecoveredBlocks:
-    """Returns the blocks of all pieces, the oldest first. For each hash only the latest is kept.
+    """Returns the blocks of all pieces, oldest first. If a hash occurs twice, only the latest block
+    is kept.
 
     There must be at least one piece.
     """
@@ -206,9 +209,9 @@ def merged(pieces: Sequence[RecoveredBlocks]) -> RecoveredBlocks:
 def _without_duplicates(
     order: npt.NDArray[np.int64], hashes: npt.NDArray[np.void]
 ) -> npt.NDArray[np.int64]:
-    """Returns `order` without each row whose hash occurs again in a later row."""
+    """Returns `order` without the rows whose hash occurs again in a later row."""
     halves = np.sort(hashes.view("<u8")[::2])
-    if not np.any(halves[1:] == halves[:-1]):  # the usual case, which is much faster
+    if not np.any(halves[1:] == halves[:-1]):  # this is the usual case, and much faster
         return order
     last_by_hash = {block_hash: i for i, block_hash in enumerate(hashes[order].tolist())}
     return order[np.sort(np.fromiter(last_by_hash.values(), np.int64, len(last_by_hash)))]

@@ -1,4 +1,4 @@
-"""Allocates slabs on a separate thread, since a file system may be slow or full."""
+"""Allocates slabs on a separate thread, because a file system may be slow or full."""
 
 import logging
 import os
@@ -12,7 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class SlabGrowth:
-    """Allocates one slab at a time, or a part of it. After each failure it pauses longer.
+    """Allocates one slab at a time, or the part of a slab that fits. The pause after each failure
+    is longer.
 
     `done_fd` is an eventfd that is signalled when `finish` has something to do.
     """
@@ -20,17 +21,20 @@ class SlabGrowth:
     def __init__(
         self, files: SlabFiles, done_fd: int, health: DiskHealth, counters: Counter[str]
     ) -> None:
-        """Failures are counted in `counters`, by reason."""
+        """`counters` counts failures by reason."""
         self._files = files
         self._counters = counters
         self._done_fd = done_fd
         self._health = health
         self._thread: threading.Thread | None = None
         self._found: NewSlots | OSError | None = None
-        self.fault: str | None = None  # reason of the last failed try
+        self.fault: str | None = None  # reason if the latest allocation failed
 
     def open_known(self, now_s: float) -> None:
-        """Opens the existing slabs, and at least one slab. After a fault there are fewer slots."""
+        """Opens the existing slabs, and allocates a first slab if there is none.
+
+        After a fault there are fewer slots.
+        """
         try:
             self._files.drop_slabs()
             num_slabs = self._files.count_slabs()
@@ -42,7 +46,9 @@ class SlabGrowth:
                 return
 
     def follow(self, num_used: int, slab_slots: int, now_s: float) -> None:
-        """Adds allocated slots. Starts the next allocation once the last slab is in use."""
+        """Adds the slots of a finished allocation. Starts the next one once the last slab is in
+        use.
+        """
         if self._thread is not None and self._found is not None:
             self._thread.join()
             self._thread = None
@@ -52,14 +58,14 @@ class SlabGrowth:
             self._start(now_s)
 
     def _start(self, now_s: float) -> None:
-        """Starts to allocate the next slab, unless a pause after a failure goes on."""
+        """Starts to allocate the next slab, unless the pause after a failure is not over."""
         if self._health.admits(now_s):
             self._found = None
             self._thread = threading.Thread(target=self._run, name="disk-growth", daemon=True)
             self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for a running allocation. Returns False if it has not ended in time."""
+        """Waits for a running allocation. Returns False if it does not end in time."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -80,7 +86,7 @@ class SlabGrowth:
             return error
 
     def _take(self, found: NewSlots | OSError, now_s: float) -> bool:
-        """Adds the slots, or reports the error."""
+        """Adds the allocated slots, or reports the error of the allocation."""
         if isinstance(found, OSError):
             self.fault = reason_of(found.errno or 0)
             self._health.failed(self.fault, now_s)

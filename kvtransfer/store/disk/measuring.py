@@ -1,4 +1,4 @@
-"""Measures the time of a start with many blocks on disk. `bench store` prints the time."""
+"""Measures the start-up time of a store with many blocks on disk, for `bench store`."""
 
 import os
 from dataclasses import dataclass
@@ -24,7 +24,9 @@ from kvtransfer.store.disk.uring import header_checksums
 
 @dataclass(frozen=True, slots=True)
 class RecoveryTime:
-    """Seconds of one recovery of `num_blocks`, from opening the files to a dict of all hashes."""
+    """Duration of a recovery of `num_blocks` in seconds, from opening files to a dict of all
+    hashes.
+    """
 
     num_blocks: int
     open_s: float
@@ -32,10 +34,11 @@ class RecoveryTime:
 
 
 def measure_recovery(directory: Path, num_blocks: int, *, seed: int = 0) -> RecoveryTime:
-    """Times a recovery of blocks with synthetic headers. It uses and removes `directory`.
+    """Measures a recovery of blocks with synthetic headers. Creates files in `directory`, and
+    removes it.
 
-    The table is in the page cache. Slots are allocated, 4 KiB for each block, but not written.
-    Raises DirectoryInUse, DiskUnusable, and OSError if the disk is full.
+    The table is in the page cache. 4 KiB are allocated for each slot, but not written. Raises
+    DirectoryInUse, DiskUnusable, and OSError if the disk is full.
     """
     clock = MonotonicClock()
     geometry = DiskGeometry(bytes(HASH_BYTES), ALIGNMENT, SLAB_BYTES // ALIGNMENT, num_blocks)
@@ -68,7 +71,9 @@ def _write_files(directory: Path, geometry: DiskGeometry, rng: np.random.Generat
 
 
 def _headers(geometry: DiskGeometry, rng: np.random.Generator) -> Headers:
-    """Returns headers of random blocks in random order, each the child of the one before."""
+    """Returns headers of random blocks in random order. Each block is the child of the one
+    before.
+    """
     num_blocks = geometry.max_slots
     headers = np.zeros(num_blocks, HEADER)
     headers["magic"], headers["version"] = np.void(MAGIC), VERSION

@@ -3,10 +3,10 @@
     directory/headers            128 bytes a slot, see `format`
     directory/slab-00000 …       `slab_slots` slots each; the last may hold fewer
 
-Files are allocated before use, slab by slab. So a full disk shows here and not in the middle of a
-write. If a whole slab does not fit, a part of it is allocated, and the rest later, when there is
-room. All files are opened relative to a descriptor of the directory, which is also locked (flock).
-So two processes never use one directory, and a removed directory gets no new files.
+Files are allocated before use, slab by slab. So a full disk is detected here and not in the middle
+of a write. If a whole slab does not fit, the part that fits is allocated now, and the rest once
+there is room. All files are opened relative to a descriptor of the directory, which is also locked
+(flock). So two processes never use one directory, and a removed directory gets no new files.
 """
 
 import errno
@@ -25,19 +25,20 @@ from engine.errors import BatonError
 from engine.messages import HASH_BYTES
 from kvtransfer.store.disk.format import HEADER, HEADER_BYTES, DiskGeometry, Headers
 
-SLAB_BYTES = 1 << 30  # largest slab, unless a block is larger
-LEAVES_BYTES = 16 << 20  # bytes that stay free on a full disk
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, quota, limit of file size
+SLAB_BYTES = 1 << 30  # size of a slab, unless a single block is larger
+LEAVES_BYTES = 16 << 20  # bytes that the store leaves free on a full disk
+# full disk, exceeded quota, exceeded limit of file size
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TABLE_NAME = "headers"
 _SLAB_NAME = re.compile(r"slab-(\d{5})")
 _IDENTITY_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # private, since KV reveals what users wrote
-_PIECE = 1 << 13  # headers read at once: they stay in the processor's cache
+_PIECE = 1 << 13  # number of headers read at once, which fit the processor's cache
 
 
 class DiskUnusable(BatonError):
-    """A directory that cannot store blocks; `reason` is an errno's name, for counters."""
+    """A directory cannot store blocks. `reason` is an errno's name, for counters."""
 
     def __init__(self, directory: Path, error: OSError) -> None:
         super().__init__(f"{directory} cannot hold blocks: {error.strerror or error}")
@@ -45,7 +46,7 @@ class DiskUnusable(BatonError):
 
 
 class DirectoryInUse(BatonError):
-    """A directory of blocks that another process, or another part of this process, has open."""
+    """A directory of blocks is open in another process, or in another part of this process."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(f"{directory} is in use by another store")
@@ -90,10 +91,10 @@ def remove_directory(directory: Path) -> None:
 
 
 class NewSlots(NamedTuple):
-    """Newly allocated slots of a slab, which may have had slots before."""
+    """Newly allocated slots of a slab. The slab may have had slots before."""
 
     slab_fd: int
-    slots: int  # the slab's number of slots, old ones included
+    slots: int  # number of slots in the slab, including old slots
     is_new_slab: bool = False
 
 
@@ -110,7 +111,7 @@ class SlabFiles:
         self.directory = directory
         self.geometry = geometry
         self._directory_fd = -1
-        self._last_slots = 0  # slots of the last slab
+        self._last_slots = 0  # number of slots in the last slab
 
     def open(self) -> None:
         """Locks the directory and opens the table. Makes both if they are absent.
@@ -126,7 +127,7 @@ class SlabFiles:
             raise DiskUnusable(self.directory, error) from error
 
     def close(self) -> None:
-        """Closes all files, which unlocks the directory."""
+        """Closes all files. This also unlocks the directory."""
         for fd in (*self.slab_fds, self.table_fd, self._directory_fd):
             if fd >= 0:
                 os.close(fd)
@@ -150,7 +151,7 @@ class SlabFiles:
         return max((int(name[1]) + 1 for name in names if name), default=0)
 
     def drop_slabs(self) -> None:
-        """Deletes slabs that an earlier, larger store left. Raises OSError."""
+        """Deletes slabs that belonged to an earlier, larger store. Raises OSError."""
         geometry = self.geometry
         for index in range(-(-geometry.max_slots // geometry.slab_slots), self.count_slabs()):
             with suppress(FileNotFoundError):
@@ -178,7 +179,7 @@ class SlabFiles:
             except OSError as error:
                 if not there or error.errno not in NO_ROOM:
                     raise
-                slots = there  # made by an earlier process
+                slots = there  # number of slots that an earlier process allocated
                 _allocate(self.table_fd, self._table_bytes(index, slots))
         except OSError:
             os.close(fd)
@@ -186,7 +187,7 @@ class SlabFiles:
         return NewSlots(fd, slots, is_new_slab=True)
 
     def add(self, new: NewSlots) -> None:
-        """Adds allocated slots."""
+        """Puts allocated slots into use."""
         if new.is_new_slab:
             self.slab_fds.append(new.slab_fd)
         self._last_slots = new.slots
@@ -208,11 +209,13 @@ class SlabFiles:
                 return slots
 
     def _fewer(self, num_slots: int) -> int:
-        """Returns the number of slots to try next if `num_slots` do not fit; 0 without room."""
+        """Returns the number of slots to try after `num_slots` did not fit; 0 if the disk is
+        full.
+        """
         found = os.fstatvfs(self._directory_fd)
         free_bytes = found.f_bavail * found.f_frsize - LEAVES_BYTES
         fitting = max(free_bytes, 0) // (self.geometry.stride_bytes + HEADER_BYTES)
-        return fitting if fitting < num_slots else num_slots // 2  # statvfs shows no quota
+        return fitting if fitting < num_slots else num_slots // 2  # statvfs does not show quotas
 
     def _table_bytes(self, index: int, slots: int) -> int:
         return (index * self.geometry.slab_slots + slots) * HEADER_BYTES
@@ -225,7 +228,8 @@ class SlabFiles:
     def headers(self) -> Iterator[tuple[int, Headers]]:
         """Yields the table in pieces, each with the number of its first slot. Raises OSError.
 
-        Only allocated slots have an entry. If the table file is too short, fewer are yielded.
+        Only allocated slots have an entry. If the table file is too short, some entries are
+        missing.
         """
         for first in range(0, self.num_slots, _PIECE):
             wanted = min(_PIECE, self.num_slots - first) * HEADER_BYTES
@@ -266,7 +270,8 @@ def _locked(directory: Path) -> int:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_ino != directory.stat().st_ino:  # replaced since `open`
+        # the directory was replaced after it was opened
+        if os.fstat(fd).st_ino != directory.stat().st_ino:
             raise DirectoryInUse(directory)
     except BlockingIOError as error:
         os.close(fd)

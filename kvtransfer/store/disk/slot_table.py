@@ -1,7 +1,7 @@
 """The block in each slot on disk, according to the slots' headers.
 
-At a start, one scan of the table of headers finds the blocks on disk. Payloads are not read here. A
-payload is verified each time it is read.
+When a store starts, one scan of the table of headers finds the blocks on disk. Payloads are not
+read here. A payload is verified each time it is read.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ class SlotTable:
         self._hashes = np.zeros(geometry.max_slots, f"V{HASH_BYTES}")
         self._checksums = np.zeros(geometry.max_slots, np.uint64)
         self._next_sequence = 1
-        self.num_used = 0  # highest slot ever written, plus one
+        self.num_used = 0  # number of the highest slot ever written, plus one
 
     def adopt(self, blocks: RecoveredBlocks) -> None:
         """Adds the blocks that a recovery found."""
@@ -44,11 +44,11 @@ class SlotTable:
             self.num_used = int(blocks.slots.max()) + 1
 
     def is_held(self, slot: int) -> bool:
-        """True if the slot holds a block."""
+        """True if the slot has a block."""
         return bool(self._is_held[slot])
 
     def has(self, slot: int, block_hash: bytes) -> bool:
-        """True if the slot holds this block."""
+        """True if the slot has this block."""
         return self._hashes[slot].tobytes() == block_hash and self.is_held(slot)
 
     def checksum(self, slot: int) -> int:

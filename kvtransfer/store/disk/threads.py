@@ -1,7 +1,7 @@
-"""The disk engine in Python: reads and writes on threads, for hosts without compiler or io_uring.
+"""The disk engine in Python: threads read and write, on hosts without a compiler or io_uring.
 
-It does the same steps as the C++ engine, and is the reference for tests. System calls, large copies
-and checksums run without the interpreter's lock.
+The engine takes the same steps as the C++ engine, and is its reference in tests. System calls,
+large copies and checksums run without the interpreter's lock.
 """
 
 import errno
@@ -38,7 +38,7 @@ _Call = Callable[[int, list[memoryview], int], int]  # preadv or pwritev
 
 
 class ThreadEngine:
-    """A DiskEngine. `open` starts the engine. It must not be used after `close`."""
+    """A DiskEngine on Python threads. Call `open` first, and nothing after `close`."""
 
     def __init__(self, files: EngineFiles) -> None:
         self._files = files
@@ -51,19 +51,19 @@ class ThreadEngine:
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
-        """Starts the threads. A thread that hangs in the kernel does not delay an exit."""
+        """Starts the threads. The process can exit even if a thread hangs in the kernel."""
         for number in range(min(NUM_THREADS, self._files.depth)):
             thread = threading.Thread(target=self._run, name=f"disk-{number}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def submit(self, operations: Sequence[DiskOperation]) -> None:
-        """Takes operations; each has an outcome later."""
+        """Submits operations. The outcome of each operation follows later."""
         for operation in operations:
             self._arrivals.put(operation)
 
     def reap(self) -> list[DiskOutcome]:
-        """Returns the outcomes since the last call."""
+        """Returns the outcomes that have become known since the last call."""
         found: list[DiskOutcome] = []
         while self._outcomes:
             found.append(self._outcomes.popleft())
@@ -96,7 +96,7 @@ class ThreadEngine:
             os.eventfd_write(self._files.done_fd, 1)
 
     def _do(self, operation: DiskOperation, buffer: Row) -> tuple[int, int]:
-        """Returns the error, and the checksum of a written payload."""
+        """Performs an operation. Returns its error, and the checksum of a written payload."""
         if self._is_abandoned:
             return errno.ECANCELED, 0
         try:
@@ -154,7 +154,7 @@ def _move(call: _Call, operation: DiskOperation, buffer: Row) -> int:
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
-    """Waits for threads. Returns False if one of them has not ended in time."""
+    """Waits for threads. Returns False if one of them does not end in time."""
     clock = MonotonicClock()
     deadline_s = clock.now_s() + timeout_s
     for thread in threads:

@@ -15,9 +15,9 @@ Operations on one slot run in the order of the calls. A fault of the disk is a f
 reason, never an exception. After several failures in a row the tier is off for a growing pause.
 Then each request fails at once, except one trial per pause.
 
-The reasons: an errno's name; `short` (a file ends early), `damaged` (not the bytes that were
-written), `timeout`, `off`, `no_slot` (not allocated), `not_held` (the slot has another block),
-`cleared` (while it was written).
+The reasons are: an errno's name; `short` (the file ends early), `damaged` (the bytes differ from
+those written), `timeout`, `off` (the tier is off), `no_slot` (the slot is not allocated),
+`not_held` (the slot has another block), `cleared` (all blocks were removed during the write).
 """
 
 import logging
@@ -57,25 +57,26 @@ from kvtransfer.store.disk.uring import UringEngine, UringUnavailable, header_ch
 
 log = logging.getLogger(__name__)
 
-BUFFER_BYTES = 64 << 20  # bounds the requests in flight, unless blocks are very large
+BUFFER_BYTES = 64 << 20  # bytes of requests in flight, unless blocks are very large
 FEWEST_UNDER_WAY = 2
-_abandoned: list["DiskTier"] = []  # tiers whose engines may still use rows in memory
+# tiers that were closed, but whose engines may still use rows in memory
+_abandoned: list["DiskTier"] = []
 
 
 @dataclass(frozen=True, slots=True)
 class DiskTuning:
-    """The settings of a disk: its load, its timeouts, and when it is turned off."""
+    """The settings of a disk tier: its load, its timeouts, and when it is turned off."""
 
     depth: int = 32  # most requests in flight
-    timeout_s: float = 10.0  # for a request
+    timeout_s: float = 10.0  # longest time until a request's outcome, seconds
     most_failures: int = 8  # failures in a row that turn the disk off
-    pause_s: float = 1.0  # first pause of a disk that is off
+    pause_s: float = 1.0  # first pause of a disk that is turned off, seconds
     most_pause_s: float = 60.0
-    slab_bytes: int = SLAB_BYTES  # if it changes, blocks on disk are not recovered
+    slab_bytes: int = SLAB_BYTES  # if this size changes, blocks on disk are not recovered
     with_uring: bool = True
 
     def health(self, most_failures: int) -> DiskHealth:
-        """Returns the object that turns the disk off after failures in a row."""
+        """Returns a new DiskHealth with these settings."""
         return DiskHealth(most_failures, pause_s=self.pause_s, most_pause_s=self.most_pause_s)
 
 
@@ -100,7 +101,7 @@ class DiskWrite:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskDone:
-    """A request has ended; `reason` is None if it succeeded."""
+    """The outcome of a request; `reason` is None if the request succeeded."""
 
     request: DiskRead | DiskWrite
     reason: str | None
@@ -108,18 +109,18 @@ class DiskDone:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A request, or the clearing of a header, from its submission until its outcome."""
+    """A request, or the clearing of a header, from submission until its outcome."""
 
     tag: int
     verb: DiskVerb
     slot: int
     request: DiskRead | DiskWrite | None = None
     deadline_s: float = 0.0
-    is_late: bool = False  # its timeout has been reported
+    is_late: bool = False  # True once the request's timeout has been reported
 
 
 class DiskTier:
-    """The blocks of one identity (16 bytes) in one directory. `open` it first.
+    """The blocks of one identity (16 bytes) in one directory. Call `open` before all else.
 
     Raises ValueError if `block_bytes` or `max_bytes` leave no slot.
     """
@@ -148,9 +149,10 @@ class DiskTier:
 
         self._table = SlotTable(self._geometry)
         self._next_tag = 0
-        self._flights: dict[int, _Flight] = {}  # by tag, the oldest first
-        self._queues: dict[int, deque[_Flight]] = {}  # by slot; the engine works on the first
-        self._ready: list[DiskOperation] = []  # not yet submitted to the engine
+        self._flights: dict[int, _Flight] = {}  # requests by tag, oldest first
+        # requests by slot; the engine performs the first request of each slot
+        self._queues: dict[int, deque[_Flight]] = {}
+        self._ready: list[DiskOperation] = []  # operations to submit to the engine
         self._done: list[DiskDone] = []
         self._is_clearing = False
 
@@ -179,10 +181,11 @@ class DiskTier:
         return blocks
 
     def close(self, timeout_s: float) -> bool:
-        """Stops the tier. After this returns, no row is written to. Open requests get no answer.
+        """Stops the tier. After this returns, no row is written to. Unanswered requests get no
+        outcome.
 
-        Waits for operations in flight. Returns False if the disk hangs for longer than
-        `timeout_s`. Then this process keeps the files open and the directory locked.
+        Waits for operations in flight. Returns False if the disk hangs for longer than `timeout_s`.
+        Then this process keeps the files open and the directory locked.
         """
         is_ended = self._engine.close(timeout_s) and self._growth.close(timeout_s)
         if is_ended:
@@ -201,7 +204,9 @@ class DiskTier:
 
     @property
     def num_slots(self) -> int:
-        """The number of allocated slots, 0 … num_slots - 1. It grows as slots come into use."""
+        """The number of allocated slots, which are 0 … num_slots - 1. It grows when slabs are
+        allocated.
+        """
         return self._files.num_slots
 
     @property
@@ -237,11 +242,15 @@ class DiskTier:
         return dict(self._counters)
 
     def read(self, requests: Sequence[DiskRead], now_s: float) -> int:
-        """Starts the first requests, up to `room`. Returns the number of started requests."""
+        """Starts the first of these requests, up to `room`. Returns the number of started
+        requests.
+        """
         return self._accept(DiskVerb.READ, requests, now_s)
 
     def write(self, requests: Sequence[DiskWrite], now_s: float) -> int:
-        """Starts the first requests, up to `room`. Returns the number of started requests."""
+        """Starts the first of these requests, up to `room`. Returns the number of started
+        requests.
+        """
         return self._accept(DiskVerb.WRITE, requests, now_s)
 
     def remove(self, slot: int, now_s: float) -> None:
@@ -254,7 +263,7 @@ class DiskTier:
     def clear(self) -> None:
         """Removes all blocks. Headers are cleared once the requests in flight have ended.
 
-        Until then the tier has no room for other requests.
+        Until the headers are cleared, the tier has no room for other requests.
         """
         self._table.drop_all()
         self._is_clearing = True
@@ -283,7 +292,7 @@ class DiskTier:
             flight.request, flight.deadline_s = request, now_s + self._tuning.timeout_s
             self._enqueue(flight, now_s)
         self._hand_over()
-        if self._done:  # some requests have failed already
+        if self._done:  # some requests have failed without the engine
             os.eventfd_write(self._fd, 1)
         return len(accepted)
 
@@ -346,9 +355,9 @@ class DiskTier:
             self._ready = []
 
     def _take(self, outcome: DiskOutcome, now_s: float) -> None:
-        """Ends the flight of an outcome."""
+        """Ends the request to which an outcome belongs."""
         flight = self._flights[outcome.tag]
-        if outcome.error in (0, DAMAGED):  # the disk works
+        if outcome.error in (0, DAMAGED):  # the disk itself works
             self._succeeded()
         elif not flight.is_late:
             self._failed(reason_of(outcome.error), now_s)
@@ -363,7 +372,7 @@ class DiskTier:
     def _keep(self, flight: _Flight, checksum: int) -> str | None:
         """Records a written block, unless the write exceeded its timeout."""
         assert flight.request is not None, "a write has a request"
-        if flight.is_late:  # its row may have changed during the write
+        if flight.is_late:  # the caller may have changed the row during the write
             self._clear_next(flight)
             return "timeout"
         if self._is_clearing:
@@ -376,7 +385,7 @@ class DiskTier:
         self._queues[flight.slot].insert(1, self._flight(DiskVerb.CLEAR, flight.slot))
 
     def _end(self, flight: _Flight, reason: str | None, now_s: float) -> None:
-        """Ends a slot's first flight, and starts the next one."""
+        """Ends the first request of a slot, and starts the next one."""
         del self._flights[flight.tag]
         if not flight.is_late:
             self._report(flight, reason)
@@ -399,7 +408,9 @@ class DiskTier:
             self._done.append(DiskDone(flight.request, reason))
 
     def _expire(self, now_s: float) -> None:
-        """Reports requests that exceed their timeout. Their slots stay busy until the outcome."""
+        """Reports requests that exceed their timeout. Their slots stay busy until the engine's
+        outcome.
+        """
         for flight in self._flights.values():
             if flight.request is None or flight.is_late:
                 continue
@@ -463,9 +474,10 @@ def _check(request: DiskRead | DiskWrite, verb: DiskVerb, geometry: DiskGeometry
 def _open_engine(
     slabs: SlabFiles, done_fd: int, depth: int, fall_back: Callable[[str, str], None] | None
 ) -> DiskEngine:
-    """Opens an io_uring engine, or a thread engine if io_uring is absent or not wanted.
+    """Opens an io_uring engine, or a thread engine if io_uring is unavailable or not wanted.
 
-    `fall_back` is called with the reason. If it is None, io_uring is not wanted.
+    `fall_back` is called with the reason why io_uring is unavailable. If `fall_back` is None,
+    io_uring is not wanted.
     """
     files = EngineFiles(
         table_fd=slabs.table_fd,

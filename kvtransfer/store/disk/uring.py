@@ -1,6 +1,6 @@
-"""The disk engine in C++: io_uring on its own thread, without the interpreter's lock.
+"""The disk engine in C++: io_uring on a separate thread, without the interpreter's lock.
 
-Structures mirror the structures of src/transfer/disk.h.
+The ctypes structures mirror the structures of src/transfer/disk.h.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _REAPED = 64  # most outcomes per call
 
 
 class NativeFiles(Structure):
-    """DiskFiles of disk.h."""
+    """The structure DiskFiles of disk.h."""
 
     _fields_ = (
         ("stride_bytes", c_int64),
@@ -31,7 +31,7 @@ class NativeFiles(Structure):
 
 
 class NativeOperation(Structure):
-    """DiskOperation of disk.h."""
+    """The structure DiskOperation of disk.h."""
 
     _fields_ = (
         ("tag", c_uint64),
@@ -46,13 +46,13 @@ class NativeOperation(Structure):
 
 
 class NativeOutcome(Structure):
-    """DiskOutcome of disk.h."""
+    """The structure DiskOutcome of disk.h."""
 
     _fields_ = (("tag", c_uint64), ("checksum", c_uint64), ("error", c_int64))
 
 
 class UringUnavailable(BatonError):
-    """io_uring cannot be used here; `reason` is one word for counters."""
+    """io_uring is unavailable here; `reason` is one word for counters."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class UringUnavailable(BatonError):
 
 
 class UringEngine:
-    """A DiskEngine. `open` starts it; after `close` it must not be used."""
+    """A DiskEngine on io_uring. Call `open` first, and nothing after `close`."""
 
     def __init__(self, files: EngineFiles) -> None:
         self._files = files
@@ -83,12 +83,12 @@ class UringEngine:
             raise UringUnavailable("no_uring", f"io_uring: {os.strerror(refused)}")
 
     def submit(self, operations: Sequence[DiskOperation]) -> None:
-        """Takes operations; each has an outcome later."""
+        """Submits operations. The outcome of each operation follows later."""
         batch = (NativeOperation * len(operations))(*map(_native, operations))
         self._library.baton_disk_submit(self._engine, batch, len(operations))
 
     def reap(self) -> list[DiskOutcome]:
-        """Returns the outcomes since the last call."""
+        """Returns the outcomes that have become known since the last call."""
         found: list[DiskOutcome] = []
         while True:
             count = self._library.baton_disk_reap(self._engine, self._outcomes, _REAPED)

@@ -8,7 +8,7 @@ from kvtransfer.store.eviction.seam import Link, MayGo, SessionHint
 
 
 class LeafLru:
-    """Least recently used, leaves first. See `seam.Eviction` for the methods."""
+    """Evicts the least recently used leaf first. See `seam.Eviction` for the methods."""
 
     def __init__(self) -> None:
         self._forest = Forest()
@@ -30,7 +30,7 @@ class LeafLru:
         self._queue.push_all(self._forest.add_all(list(links)))
 
     def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
-        """Makes the blocks the most recently used ones, the first block being the latest."""
+        """Marks the blocks as the most recently used ones, the first block as the latest of all."""
         for block in reversed(blocks):
             if block in self._forest:
                 self._queue.push(block)
@@ -45,7 +45,9 @@ class LeafLru:
             self._queue.freed(parent)
 
     def choose(self, num_blocks: int, may_go: MayGo) -> list[BlockHash]:
-        """Removes and returns the oldest leaves that may go, then the deepest other blocks."""
+        """Removes and returns the oldest leaves that may go. After all leaves, the deepest blocks
+        follow.
+        """
         chosen: list[BlockHash] = []
         while len(chosen) < num_blocks:
             block = self._queue.oldest(may_go)

@@ -1,24 +1,4 @@
-"""Evicts the leaf with the fewest expected hits for its room. It learns when blocks return.
-
-Each cached block is in a class, and each class has a queue of its blocks by last use:
-
-    PLAIN + n     blocks without a client's hint, after n earlier turns
-    SESSION + n   blocks of a live session, after n turns
-    KEPT + k      blocks of a live session whose client expects to return within 2^(k/2) seconds
-    ENDED         blocks that only ended sessions used; their worth is zero
-
-`returns.ReturnTable` learns the worth of a block by class and age. The victim is the leaf of least
-worth among the oldest and the newest leaf of every queue. With age, worth rises until returns are
-most likely, and then falls. So the least worth is at one end of a queue. To evict the newest block
-means not to admit it.
-
-Turns are counted without hints too. A new block starts with the uses of its parent as its turns.
-If the parent has several continuations, like a system prompt, the block starts with none. The facts
-of evicted blocks are kept for a while, so a block that returns has its turns again.
-
-A live session that returns in time raises the worth of its class, and an ended session leaves its
-class. So the table also learns the worth of hints. `sessions` bounds what one key can gain by them.
-"""
+"""Evicts the leaf with the fewest expected hits for its room, learnt from when blocks return."""
 
 import math
 from collections import OrderedDict
@@ -42,37 +22,38 @@ from kvtransfer.store.eviction.sessions import LONGEST_CHAIN, HintBudget, LiveSe
 
 MOST_TURNS = 6
 NUM_TURNS = MOST_TURNS + 1
-NUM_KEPT = 34  # classes of `keep_s`: half octaves up to a day
-FANOUT = 2  # continuations in one conversation: the next turn, and the last partial block
+NUM_KEPT = 34  # number of classes of `keep_s`, in half octaves up to a day
+FANOUT = 2  # continuations within one conversation: the next turn, and the last partial block
 LEAST_GHOSTS = 65_536
 PLAIN, SESSION, KEPT = 0, NUM_TURNS, 2 * NUM_TURNS
 ENDED = 2 * NUM_TURNS + NUM_KEPT
 FAMILIES = (NUM_TURNS, NUM_TURNS, NUM_KEPT, 1)
 UNITS_S = (*[1.0] * KEPT, *[2.0 ** (k / 2) / 8 for k in range(NUM_KEPT)], 1.0)
-OLDEST, NEWEST = 0, 1  # ends of a queue; with equal worth, the oldest leaf is evicted
+OLDEST, NEWEST = 0, 1  # the two ends of a queue; with equal worth, the oldest leaf is evicted
 Offer = tuple[float, int, int, BlockHash]  # worth, end of its queue, class, and a leaf
 
 
 @dataclass(slots=True)
 class BlockFacts:
-    """The access history of a block that is cached, or was evicted lately."""
+    """The access history of a block that is cached or was recently evicted."""
 
     used_s: float
     which: int = PLAIN  # the block's class
     num_uses: int = 1
     num_turns: int = 0
     num_continuations: int = 0
-    owner: str | None = None  # the key whose hint put the block into its class
+    owner: str | None = None  # API key whose hint put the block into its class
 
 
 class LeafWorth:
-    """Evicts leaves of least worth first. For a tier of `num_blocks`. See `seam.Eviction`."""
+    """Evicts the leaves of least worth first, in a tier of `num_blocks`. See `seam.Eviction`."""
 
     def __init__(self, num_blocks: int, budget: HintBudget | None = None) -> None:
         self._num_ghosts = num_blocks + LEAST_GHOSTS
         self._forest = Forest()
         self._facts: dict[BlockHash, BlockFacts] = {}
-        self._ghosts: OrderedDict[BlockHash, BlockFacts] = OrderedDict()  # the oldest first
+        # histories of evicted blocks, oldest first
+        self._ghosts: OrderedDict[BlockHash, BlockFacts] = OrderedDict()
         self._queues = [LeafQueue(self._forest) for _ in UNITS_S]
         self._stacks = [LeafStack(self._forest) for _ in UNITS_S]
         self._table = ReturnTable(FAMILIES, UNITS_S)
@@ -86,7 +67,7 @@ class LeafWorth:
         return block in self._forest
 
     def add(self, block: BlockHash, parent: BlockHash | None, now_s: float) -> None:
-        """Adds a block, with its kept history if it was evicted lately."""
+        """Adds a block, with its history if it was evicted recently."""
         if not self._forest.add(block, parent):
             return
         self._now_s = now_s
@@ -107,7 +88,7 @@ class LeafWorth:
         self._enter(block, facts, _plain(facts))
 
     def add_all(self, links: Iterable[Link], now_s: float) -> None:
-        """Adds many blocks without history, the least recently used first."""
+        """Adds many blocks without a history, the least recently used first."""
         fresh = self._forest.add_all(list(links))
         self._now_s = now_s
         self._facts.update((block, BlockFacts(now_s)) for block in fresh)
@@ -119,7 +100,7 @@ class LeafWorth:
             self._table.unwait(known.which, known.used_s)
 
     def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
-        """Records a use. All these blocks get the number of turns of the last block."""
+        """Records a use of these blocks. All of them get the number of turns of the last block."""
         self._now_s = now_s
         found = [(block, self._facts[block]) for block in blocks if block in self._facts]
         if not found:
@@ -151,7 +132,7 @@ class LeafWorth:
             self._table.given_up(oldest.which, oldest.used_s, self._now_s)
 
     def choose(self, num_blocks: int, may_go: MayGo) -> list[BlockHash]:
-        """Removes and returns the leaves of least worth. Pinned blocks never go."""
+        """Removes and returns the leaves of least worth. Pinned blocks are never chosen."""
         is_pinned = self._sessions.is_pinned
 
         def may_leave(block: BlockHash) -> bool:
@@ -164,7 +145,8 @@ class LeafWorth:
             self._offer(offers, which, may_leave)
         while len(chosen) < num_blocks and offers:
             _, _, which, block = heappop(offers)
-            if block not in self._facts:  # the oldest leaf of its queue was also the newest
+            # the queue's oldest leaf was also its newest, and is already removed
+            if block not in self._facts:
                 continue
             parent = self._forest.parents[block]
             self.remove(block)
@@ -183,7 +165,7 @@ class LeafWorth:
         return chosen
 
     def hint(self, hint: SessionHint, now_s: float) -> None:
-        """Applies a hint within the budget of its key."""
+        """Applies a hint within the bounds on its key."""
         self._now_s = now_s
         match hint:
             case SessionUsed():
@@ -214,7 +196,7 @@ class LeafWorth:
             assert record.num_kept == sum(f.owner == key for f in self._facts.values())
 
     def _offer(self, offers: list[Offer], which: int, may_go: MayGo) -> None:
-        """Adds the oldest and the newest leaf of a queue to the heap of possible victims."""
+        """Adds the oldest and the newest leaf of a queue to the heap of candidates for eviction."""
         ends = (self._queues[which].oldest(may_go), self._stacks[which].newest(may_go))
         for end, found in zip((OLDEST, NEWEST), ends, strict=True):
             if found is not None:
@@ -223,7 +205,7 @@ class LeafWorth:
                 heappush(offers, (worth, end, which, found))
 
     def _enter(self, block: BlockHash, facts: BlockFacts, which: int) -> None:
-        """Puts a block at the end of a queue. Its waiting time counts from its last use."""
+        """Puts a block into the queue of a class. Its waiting time counts from its last use."""
         facts.which = which
         self._table.wait(which, facts.used_s)
         self._queues[which].push(block)
@@ -260,7 +242,9 @@ class LeafWorth:
                 record.num_kept += 1
 
     def _release(self, blocks: Sequence[BlockHash], key: str, which: int) -> None:
-        """Moves the blocks that this key's hints keep and that no live session has."""
+        """Moves blocks that this key's hints keep, and that no live session has, to another
+        class.
+        """
         for block in reversed(blocks):
             facts = self._facts.get(block)
             if facts is not None and facts.owner == key and not self._sessions.is_live(block):
@@ -278,7 +262,7 @@ def _of_session(facts: BlockFacts, keep_s: float | None) -> int:
 
 
 def _turns_after(before: BlockFacts) -> int:
-    """Returns the initial number of turns of a block that follows `before`."""
+    """Returns the initial number of turns of a block whose parent is `before`."""
     if before.num_continuations > FANOUT:
         return 0
     return before.num_turns if before.num_uses == 1 else before.num_uses - 1

@@ -1,11 +1,5 @@
-"""Data structures of all policies: the tree of blocks, and queues that return leaves first.
-
-    Forest     the cached blocks and how many cached children each has
-    LeafQueue  some of these blocks in the order of their last use; the oldest leaf goes first
-
-A queue finds the oldest leaf in amortised constant time. It examines blocks from the oldest on, and
-sets a block with a child aside: the block *waits*. Once its last child leaves, the block is a
-candidate again, with its old age.
+"""Data structures of all eviction policies: a tree of blocks, and queues that return leaves
+first.
 """
 
 from bisect import bisect_left, insort
@@ -17,18 +11,19 @@ from operator import eq
 from engine.worker.blocks import BlockHash
 from kvtransfer.store.eviction.seam import Link, MayGo
 
-SPARE = 64  # stale entries of a stack that are tolerated before a cleanup
+SPARE = 64  # number of stale entries in a stack that are tolerated before a cleanup
 
 
 class Forest:
     """The cached blocks, each with its number of cached children.
 
-    A block may be cached while its parent is not: the parent may come later.
+    A block may be cached before its parent is.
     """
 
     def __init__(self) -> None:
         self.parents: dict[BlockHash, BlockHash | None] = {}
-        self._num_children: dict[BlockHash, int] = {}  # includes parents that are not cached
+        # number of cached children; parents that are not cached are included
+        self._num_children: dict[BlockHash, int] = {}
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -44,7 +39,7 @@ class Forest:
         """Adds a block. Returns False, and changes nothing, if the block is already cached."""
         if block in self.parents:
             return False
-        if parent == block:  # invalid: the block could never be a leaf
+        if parent == block:  # an invalid link: the block could never become a leaf
             parent = None
         self.parents[block] = parent
         if parent is not None:
@@ -84,7 +79,7 @@ class Forest:
             path: list[BlockHash] = []
             at: BlockHash | None = block
             while at is not None and at in self.parents and at not in depths:
-                depths[at] = 0  # also stops at a cycle, which only invalid parents can make
+                depths[at] = 0  # also ends the loop at a cycle, which only invalid parents can form
                 path.append(at)
                 at = self.parents[at]
             depth = depths[at] + 1 if at is not None and at in depths else 0
@@ -100,16 +95,19 @@ class Forest:
 
 
 class LeafQueue:
-    """Blocks in order of last use, of which leaves go first. A subset of a forest."""
+    """Blocks of a forest in order of last use. `oldest` returns the oldest leaf."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._ticks = 0
-        # Both map a block to the tick of its last use. A waiting block had a child when examined.
+        # Both map a block to the tick of its last use. A waiting block had a child when it was
+        # examined.
         self._order: OrderedDict[BlockHash, int] = OrderedDict()
         self._waiting: dict[BlockHash, int] = {}
-        self._freed: list[tuple[int, BlockHash]] = []  # heap; an entry may be out of date
-        self._held: list[tuple[int, BlockHash]] = []  # set aside during one choice
+        # heap of waiting blocks that became leaves; an entry may be out of date
+        self._freed: list[tuple[int, BlockHash]] = []
+        # leaves that may not go, set aside during one choice
+        self._held: list[tuple[int, BlockHash]] = []
 
     def __len__(self) -> int:
         return len(self._order) + len(self._waiting)
@@ -122,7 +120,7 @@ class LeafQueue:
         yield from self._order
 
     def push(self, block: BlockHash) -> None:
-        """Adds or moves a block to the most recently used end."""
+        """Adds a block as the most recently used one, or moves it to that end."""
         self._ticks += 1
         self._waiting.pop(block, None)
         self._order[block] = self._ticks
@@ -135,12 +133,12 @@ class LeafQueue:
         self._order.update(zip(blocks, range(first, self._ticks + 1), strict=True))
 
     def discard(self, block: BlockHash) -> None:
-        """Removes a block if it is here."""
+        """Removes a block, if the queue has it."""
         if self._order.pop(block, None) is None:
             self._waiting.pop(block, None)
 
     def freed(self, block: BlockHash) -> None:
-        """Records that the last child of a block was removed."""
+        """Records that the last child of a block was removed from the tier."""
         tick = self._waiting.get(block)
         if tick is not None:
             heappush(self._freed, (tick, block))
@@ -168,7 +166,7 @@ class LeafQueue:
         return None
 
     def restore(self) -> None:
-        """Puts the blocks back that were set aside, for the next choice."""
+        """Puts the blocks that were set aside back, for the next choice."""
         for entry in self._held:
             heappush(self._freed, entry)
         self._held.clear()
@@ -186,21 +184,23 @@ class LeafQueue:
 
 
 class LeafStack:
-    """Blocks in order of last use, of which the newest leaf goes first.
+    """Blocks of a forest in order of last use. `newest` returns the newest leaf.
 
-    Unlike a queue, a stack drops non-leaves from its end. It adds a dropped block again once the
-    block's last child is removed.
+    Unlike a queue, a stack drops blocks with children from its end. Once the last child of a
+    dropped block is removed, the block is added again.
     """
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._num_pushed = 0
         self._ticks: dict[BlockHash, int] = {}
-        self._entries: list[tuple[int, BlockHash]] = []  # by tick; some entries are stale
-        self._held: list[tuple[int, BlockHash]] = []  # set aside during one choice
+        # (tick of last use, block); some entries are stale
+        self._entries: list[tuple[int, BlockHash]] = []
+        # leaves that may not go, set aside during one choice
+        self._held: list[tuple[int, BlockHash]] = []
 
     def push(self, block: BlockHash) -> None:
-        """Adds or moves a block to the most recently used end."""
+        """Adds a block as the most recently used one, or moves it to that end."""
         self._num_pushed += 1
         self._ticks[block] = self._num_pushed
         self._entries.append((self._num_pushed, block))
@@ -215,17 +215,18 @@ class LeafStack:
         self._entries.extend(zip(ticks, blocks, strict=True))
 
     def discard(self, block: BlockHash) -> None:
-        """Removes a block if it is here."""
+        """Removes a block, if the stack has it."""
         self._ticks.pop(block, None)
 
     def freed(self, block: BlockHash) -> None:
-        """Records that the last child of a block was removed."""
+        """Records that the last child of a block was removed from the tier."""
         tick = self._ticks.get(block)
         if tick is not None:
             entry = (tick, block)
             place = bisect_left(self._entries, entry)
             if self._entries[place : place + 1] != [entry]:
-                self._entries.insert(place, entry)  # near the end, where the entry was dropped
+                # inserted near the end, where the entry was dropped
+                self._entries.insert(place, entry)
 
     def newest(self, may_go: MayGo) -> BlockHash | None:
         """Returns the most recently used leaf that may go; None if there is none.
@@ -261,7 +262,7 @@ class LeafStack:
 def rest(forest: Forest, num_blocks: int, may_go: MayGo) -> Iterable[BlockHash]:
     """Returns blocks that may go although they have cached children, the deepest first.
 
-    Use this only if no leaf is left: the cost grows with the size of the tier.
+    Call this only if no leaf is left, because the cost grows with the size of the tier.
     """
     found = (block for block in forest.deepest_first() if may_go(block))
     return [block for block, _ in zip(found, range(num_blocks), strict=False)]

@@ -1,18 +1,5 @@
-"""Learns when blocks of a class return, and the worth of keeping a block until then. Pure.
-
-A class is a set of blocks that may return after similar times. For each class the table counts, by
-age since the last use, returned blocks and given-up blocks. Together with the waiting blocks,
-these counts give the *hazard*: the share of waiting blocks that return at each age (Kaplan and
-Meier, 1958). Ages are in half octaves, so one table serves seconds and hours.
-
-The worth of a block is the maximum of the expected hits per second, over all further stays T:
-
-    worth(age) = max over T > age of  P(returns before T) / E[time until it returns or T comes]
-
-This is Gittins' index of the block. A block is worth little long before its likely return, after
-it, or if blocks of its class seldom return. Hit density was first used for eviction by LHD.
-
-Sources: Gittins, Bandit processes, JRSS B 1979; Beckmann, Chen and Cidon, LHD, NSDI 2018.
+"""Learns when blocks of a class are used again, and how much it is worth to keep them until then.
+Pure.
 """
 
 import math
@@ -20,16 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 STEPS_PER_OCTAVE = 2
-SHORTEST = 0.25  # ages below this are one bucket, in the unit of the class
-NUM_BUCKETS = 44  # up to 12 days of SHORTEST = 0.25 s
-PRIOR_WEIGHT = 4.0  # at this number of blocks, a class weighs as much as its family
-PRIOR_HAZARD = 0.15  # prior of each bucket, under which worth falls with age as in LRU
-MEMORY = 65_536.0  # events after which old counts weigh half
-LEAST_EVENTS = 256  # fewest events between two computations of the worths
+SHORTEST = 0.25  # upper bound of the first bucket of ages, in the unit of the class
+NUM_BUCKETS = 44  # enough for ages up to 12 days if SHORTEST is 0.25 s
+PRIOR_WEIGHT = 4.0  # number of blocks at which a class's counts weigh as much as its family's
+PRIOR_HAZARD = 0.15  # assumed hazard of each bucket, under which worth falls with age as in LRU
+MEMORY = 65_536.0  # number of events after which old counts weigh half
+LEAST_EVENTS = 256  # minimum number of events between two computations of the worths
 
 
 def bucket_of(age: float) -> int:
-    """Returns the bucket of an age; ages beyond the buckets fall into the last one."""
+    """Returns the bucket of an age. Very large ages belong to the last bucket."""
     return min(NUM_BUCKETS - 1, int(STEPS_PER_OCTAVE * math.log2(1 + max(age, 0.0) / SHORTEST)))
 
 
@@ -41,7 +28,7 @@ WIDTHS = [_edge(bucket + 1) - _edge(bucket) for bucket in range(NUM_BUCKETS)]
 
 
 def worths(hazards: Sequence[float]) -> list[float]:
-    """Returns the worth at each age, in hits per unit of time, for these hazards."""
+    """Returns the worth at each age for these hazards, in hits per unit of time."""
     found = []
     for start in range(NUM_BUCKETS):
         waiting, time, best = 1.0, 0.0, 0.0
@@ -55,10 +42,10 @@ def worths(hazards: Sequence[float]) -> list[float]:
 
 
 class ReturnTable:
-    """Counts of returns by class and age, and the worths computed from them.
+    """Counts of returns by class and age, and the worths computed from the counts.
 
-    `families` are the numbers of classes in each family: a class with few counts is close to its
-    family's average. `units` are the seconds per unit of age, by class.
+    `families` has the number of classes in each family. A class with few counts is assumed to be
+    close to its family's average. `units` has the seconds per unit of age of each class.
     """
 
     def __init__(self, families: Sequence[int], units: Sequence[float]) -> None:
@@ -67,7 +54,8 @@ class ReturnTable:
         self._units = units
         self._returned = [[0.0] * NUM_BUCKETS for _ in units]
         self._given_up = [[0.0] * NUM_BUCKETS for _ in units]
-        self._waiting: Counter[tuple[int, int]] = Counter()  # by class and quarter of a second
+        # number of waiting blocks by class and quarter of a second of the last use
+        self._waiting: Counter[tuple[int, int]] = Counter()
         self._num_events = 0
         flat = worths([PRIOR_HAZARD] * NUM_BUCKETS)
         self._worths = [[worth / unit for worth in flat] for unit in units]
@@ -77,25 +65,25 @@ class ReturnTable:
         return self._worths[which][bucket_of(age_s / self._units[which])]
 
     def wait(self, which: int, used_s: float, num_blocks: int = 1) -> None:
-        """Counts `num_blocks` blocks of a class, last used at `used_s`, as waiting."""
+        """Counts `num_blocks` blocks of a class, last used at `used_s`, as waiting to return."""
         if num_blocks:
             self._waiting[which, _quarter(used_s)] += num_blocks
 
     def unwait(self, which: int, used_s: float) -> None:
-        """Stops counting a block that was used at `used_s` as waiting in that class."""
+        """Stops counting a block of that class, last used at `used_s`, as waiting to return."""
         cohort = (which, _quarter(used_s))
         self._waiting[cohort] -= 1
         if not self._waiting[cohort]:
             del self._waiting[cohort]
 
     def returned(self, which: int, used_s: float, now_s: float) -> None:
-        """Counts the return of a waiting block, which was used again."""
+        """Counts the return of a waiting block."""
         self.unwait(which, used_s)
         self._returned[which][bucket_of((now_s - used_s) / self._units[which])] += 1
         self._count(now_s)
 
     def given_up(self, which: int, used_s: float, now_s: float) -> None:
-        """Counts a waiting block as given up: it is no longer observed."""
+        """Counts a waiting block as given up, because it is no longer observed."""
         self.unwait(which, used_s)
         self._given_up[which][bucket_of((now_s - used_s) / self._units[which])] += 1
         self._count(now_s)
@@ -142,7 +130,7 @@ def _quarter(used_s: float) -> int:
 
 
 def _at_risk(returned: Sequence[float], leaving: Sequence[float]) -> list[float]:
-    """Returns the number of blocks that reached each bucket."""
+    """Returns the number of blocks whose age reached each bucket."""
     total, found = 0.0, []
     for back, left in zip(reversed(returned), reversed(leaving), strict=True):
         total += back + left

@@ -4,14 +4,14 @@ A tier (memory, disk) reports added, read and removed blocks to its policy, and 
 victims. A policy stores hashes and counts, never bytes of KV. It has no clock: `now_s` is monotonic
 seconds, and never goes back.
 
-A block belongs to a prefix, and is useful only while all blocks before it are cached. So every
-policy evicts *leaves* first: a block leaves before its parent.
+A block continues a prefix, and is useful only while all earlier blocks of the prefix are cached. So
+every policy evicts *leaves* first: a block is evicted before its parent.
 
 Clients give hints about their sessions. A policy may use or ignore hints. A session is one
-conversation or one agent. Its requests carry its id. Each hint is an unverified claim of one API
-key, so a policy bounds what each key can gain by hints. The server computes the hashes in a hint
-from the request's own prompt. The client never sends hashes: it could name blocks that are not its
-own.
+conversation or one agent, and its requests carry the session's id. Each hint is an unverified claim
+of one API key, so a policy bounds what each key can gain by hints. The server computes the hashes
+in a hint from the request's own prompt. The client never sends hashes: it could name blocks that
+are not its own.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +23,10 @@ from engine.worker.blocks import BlockHash
 
 
 class SessionUsed(msgspec.Struct, frozen=True, tag=True):
-    """A request of a session read or stored these blocks: its whole prompt, first block first.
+    """A request of a session read or stored these blocks, which are its whole prompt, first block
+    first.
 
-    `keep_s`: the client expects the session's next request within this time.
+    `keep_s`: seconds within which the client expects the session's next request.
     """
 
     key: str
@@ -35,21 +36,21 @@ class SessionUsed(msgspec.Struct, frozen=True, tag=True):
 
 
 class SessionEnded(msgspec.Struct, frozen=True, tag=True):
-    """A session will make no more requests."""
+    """A session will send no more requests."""
 
     key: str
     session: str
 
 
 class BlocksPinned(msgspec.Struct, frozen=True, tag=True):
-    """The key asks to keep these blocks until it unpins them; first block first."""
+    """The key wants these blocks to be kept until it unpins them. The first block comes first."""
 
     key: str
     blocks: tuple[BlockHash, ...]
 
 
 class BlocksUnpinned(msgspec.Struct, frozen=True, tag=True):
-    """The key withdraws its pins of these blocks."""
+    """The key gives up its pins of these blocks."""
 
     key: str
     blocks: tuple[BlockHash, ...]
@@ -61,34 +62,37 @@ Link = tuple[BlockHash, BlockHash | None]  # a block, and the block before it in
 
 
 class Eviction(Protocol):
-    """Chooses which blocks of one tier leave. Owned by one thread."""
+    """Chooses the blocks that one tier evicts. Owned by one thread."""
 
     def __len__(self) -> int:
         """The number of blocks in the tier."""
 
     def __contains__(self, block: object) -> bool:
-        """True for a block of the tier."""
+        """True if the tier has the block."""
 
     def add(self, block: BlockHash, parent: BlockHash | None, now_s: float) -> None:
-        """Adds a block that was just stored. Does nothing if the block is already there."""
+        """Adds a block that was just stored. Does nothing if the tier already has it."""
 
     def add_all(self, links: Iterable[Link], now_s: float) -> None:
-        """Adds blocks found at a start, the least recently used first."""
+        """Adds the blocks found when the store starts, the least recently used first."""
 
     def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
         """Records that a prompt read these blocks, first block first.
 
-        Blocks that the tier does not hold are ignored.
+        Blocks that the tier does not have are ignored.
         """
 
     def remove(self, block: BlockHash) -> None:
-        """Removes a block that left the tier without `choose`. Unknown blocks are ignored."""
+        """Removes a block that left the tier in another way than by `choose`. Ignores unknown
+        blocks.
+        """
 
     def choose(self, num_blocks: int, may_go: MayGo) -> list[BlockHash]:
-        """Removes and returns victims, in the order in which they should leave.
+        """Chooses blocks to evict, and removes them from the policy. Returns them in order of
+        eviction.
 
-        Returns fewer if not enough blocks may go. `may_go` is false for a block that a lease or a
-        running write holds. A block with a cached child is chosen only after every leaf that may
+        Returns fewer blocks if too few may go. `may_go` returns False for a block that a lease or a
+        running write needs. A block with a cached child is chosen only after every leaf that may
         go.
         """
 

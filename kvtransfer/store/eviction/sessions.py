@@ -1,8 +1,9 @@
 """Sessions from clients' hints, and the trust in each API key. Pure.
 
-Hints are unverified claims. So every key has bounds: on its sessions, on the blocks that its hints
-keep, and on the blocks that it pins. A hint beyond a bound is ignored. If most promised returns of
-a key do not come, its `keep_s` is ignored until its record is better.
+Hints are unverified claims. So the number of sessions, of blocks kept by hints, and of pinned
+blocks is bounded for each key. A hint beyond a bound is ignored. A `keep_s` promises that a session
+returns. If most promised returns of a key do not happen, its `keep_s` values are ignored until its
+record is better.
 """
 
 from collections import Counter, OrderedDict
@@ -11,10 +12,10 @@ from dataclasses import dataclass, field
 
 from engine.worker.blocks import BlockHash
 
-LONGEST_CHAIN = 1 << 16  # most blocks of one hint; further ones are ignored
-MOST_LATE = 4.0  # in times of `keep_s`: a return within this time keeps the promise
-TRUST = 8.0  # kept promises that a new key's record starts with
-RECORD = 512.0  # number of promises after which older ones fade
+LONGEST_CHAIN = 1 << 16  # most blocks of one hint; further blocks are ignored
+MOST_LATE = 4.0  # a return within this multiple of `keep_s` keeps the promise
+TRUST = 8.0  # number of kept promises with which a new key's record starts
+RECORD = 512.0  # number of promises after which older promises weigh less
 
 Chain = tuple[BlockHash, ...]
 
@@ -25,13 +26,16 @@ class HintBudget:
 
     kept_blocks: int
     pinned_blocks: int
-    all_pinned_blocks: int  # for all keys: the rest of the tier can always be evicted
+    # most pinned blocks of all keys together: the rest of the tier can always be evicted
+    all_pinned_blocks: int
     num_sessions: int = 4096
     num_keys: int = 1024
 
     @staticmethod
     def of_tier(num_blocks: int) -> "HintBudget":
-        """Returns a key's budget: a quarter of the tier for sessions, a sixteenth for pins."""
+        """Returns the budget for a tier: a key's sessions may keep a quarter of it, its pins a
+        sixteenth.
+        """
         return HintBudget(num_blocks // 4, num_blocks // 16, num_blocks // 4)
 
 
@@ -47,21 +51,21 @@ class LiveSession:
 
 @dataclass(slots=True)
 class HintRecord:
-    """The record of one key."""
+    """The sessions, pins and kept promises of one key."""
 
     sessions: OrderedDict[str, LiveSession] = field(default_factory=OrderedDict)
     pinned: dict[BlockHash, None] = field(default_factory=dict)
-    num_kept: int = 0  # blocks of the tier that this key's hints keep
-    num_right: float = TRUST  # kept promises
+    num_kept: int = 0  # number of blocks in the tier that this key's hints keep
+    num_right: float = TRUST  # number of kept promises, with recent ones weighing more
     num_wrong: float = 0.0
 
     @property
     def is_believed(self) -> bool:
-        """True while most promised returns come in time."""
+        """True while most promised returns happen in time."""
         return self.num_right >= self.num_wrong
 
     def judge(self, session: LiveSession, now_s: float, *, returned: bool) -> None:
-        """Records whether the session's promise was kept."""
+        """Records whether the session kept its promise."""
         if session.keep_s is None:
             return
         in_time = now_s - session.used_s <= MOST_LATE * session.keep_s
@@ -81,8 +85,9 @@ class Sessions:
     def __init__(self, budget: HintBudget) -> None:
         self.budget = budget
         self.keys: dict[str, HintRecord] = {}
-        self._num_sessions: Counter[BlockHash] = Counter()  # live sessions with each block
-        self._num_pins: Counter[BlockHash] = Counter()  # keys that pin each block
+        # number of live sessions that have each block
+        self._num_sessions: Counter[BlockHash] = Counter()
+        self._num_pins: Counter[BlockHash] = Counter()  # number of keys that pin each block
 
     def record(self, key: str) -> HintRecord | None:
         """Returns the record of a key; None if there is no room for one more key."""
@@ -112,10 +117,10 @@ class Sessions:
     def begin_turn(
         self, record: HintRecord, name: str, session: LiveSession
     ) -> tuple[Chain, Chain]:
-        """Replaces a session's last turn by this turn.
+        """Records a turn of a session, which replaces its previous turn.
 
-        Returns the last turn's blocks, and the blocks of a session that was dropped because the
-        key has too many.
+        Returns the previous turn's blocks, and the blocks of a session that was dropped because the
+        key has too many sessions.
         """
         before = record.sessions.pop(name, None)
         if before is not None:
@@ -143,7 +148,7 @@ class Sessions:
         return session
 
     def pin(self, key: str, blocks: Chain) -> None:
-        """Pins these blocks from the first on, within the key's budget."""
+        """Pins these blocks, first block first, as far as the key's budget allows."""
         record = self.record(key)
         if record is None:
             return
