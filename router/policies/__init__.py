@@ -1,4 +1,4 @@
-"""Placement: which workers compute a prompt and decode its answer."""
+"""Placement policies: they choose the workers that prefill and decode a request."""
 
 from engine.config import RouterPolicy
 from router.policies.base import Policy
@@ -16,5 +16,5 @@ _POLICIES: dict[RouterPolicy, type[Policy]] = {
 
 
 def make_policy(name: RouterPolicy) -> Policy:
-    """The policy of this name."""
+    """Returns the policy with this name."""
     return _POLICIES[name]()

@@ -1,32 +1,34 @@
-"""Chooses running sequences that a busy decode worker gives to a worker with shorter steps.
+"""Chooses running sequences that move from a busy decode worker to a worker with shorter steps.
 
-New requests go where steps are shortest, so pools fill evenly. But a worker that joins late stays
-empty: after a start, a role change or a pause, the other workers stay full until their answers end.
+New requests are placed where steps are shortest, so pools fill evenly. But a worker that joins late
+stays empty: after a start, a role change or a pause, the other workers stay full until their
+answers end.
 
-*When.* The step of the slowest worker is predicted to be longer than the step of another worker by
-the share `least_gain`, even after the other worker has taken a sequence. Both have the same role,
-block layout and kernels: a move for speed alone must not change a token.
+*When.* Sequences move if the predicted step of the slowest worker is longer than the step of the
+other worker by the share `least_gain`, even after the other worker has taken a sequence. Both
+workers have the same role, block layout and kernels: a move for speed alone must not change a
+token.
 
 *Which.* The gain of a sequence is its number of remaining tokens times the difference of the two
 steps. Its cost is the copy of its KV, plus `PAYBACK` times the pause that its client sees. The
-sequence moves only if the gain is above the cost. So a sequence that is near its end stays, as does
-one whose copy would take as long as its remaining tokens. The sequences with most remaining tokens
-per token of context move first.
+sequence moves only if the gain is above the cost. So a sequence near its end stays. So does a
+sequence whose copy would take as long as its remaining tokens. The sequences with most remaining
+tokens per token of context move first.
 
 *Lending.* A fluid prefill worker without prompts also takes sequences without a TPOT bound. It is
-assumed to stay without prompts for as long as it has been idle, so only the tokens of that time
-count. Its step is multiplied by `slo.LEND_RATIO`, and the room of the sequence costs the cached
-prompts that it evicts. The cost of the move counts twice: when prompts come,
-`router.machine.moves.free` gives the sequence back.
+assumed to stay without prompts for as long as it has been idle, so only tokens within that time
+count. Its step is multiplied by `slo.LEND_RATIO`, and the cost includes the cached prompts that the
+sequence evicts. The cost of the move counts twice: when prompts come, `router.machine.moves.free`
+gives the sequence back.
 
-*How many.* Sequences move until both steps are predicted to be equal, and never beyond, so none
+*How many.* Sequences move until both steps are predicted to be equal, and no more, so no sequence
 moves back. `AT_ONCE` is the maximum. Several gateways may see the same two workers. So each gateway
 scales its own sequences up to the worker's total.
 
-*Necessary moves.* If a sequence must leave its worker, the rule is the one for a new sequence
-(`next_decoder`). The sequence is never held back for its TPOT bound.
+*Necessary moves.* If a sequence must leave its worker, `next_decoder` chooses the target as for a
+new sequence. The sequence is never held back for its TPOT bound.
 
-Pure. Source: Llumnix, Sun et al., OSDI 2024, which balances by migration too.
+Pure. Source: Llumnix, Sun et al., OSDI 2024, which also balances by migration.
 """
 
 import random
@@ -48,16 +50,16 @@ from router.policies.base import Need, Worker
 from router.policies.candidates import has_room, least, promised_share
 from router.policies.slo import LEND_RATIO, LEND_SHARE, tpot_s
 
-AT_ONCE = 16  # maximum number of sequences that move at once
-LEAST_LEFT = 16.0  # remaining tokens that a sequence must still have after its copy
-PAYBACK = 4.0  # seconds that must be gained per second of pause of the answer
-PROMPTS_PAYBACK = 16.0  # per second added to prompts: the prompts behind them wait too
-LAST_BLOCKS = 2  # blocks pulled while the answer pauses
+AT_ONCE = 16  # maximum number of sequences in one `Relief`
+LEAST_LEFT = 16.0  # minimum number of tokens that a sequence must still produce after its copy
+PAYBACK = 4.0  # minimum seconds gained per second in which the answer pauses
+PROMPTS_PAYBACK = 16.0  # seconds gained per second that prompts lose; queued prompts wait too
+LAST_BLOCKS = 2  # number of blocks pulled while the answer pauses
 
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """Sequences that are to move from a decode worker to a target."""
+    """Sequences that should move from a decode worker to one target."""
 
     source: WorkerId
     target: WorkerId
@@ -68,8 +70,8 @@ class Relief:
 class Lenders:
     """Fluid prefill workers without prompts, which may take sequences."""
 
-    idle_s: Mapping[WorkerId, float] = field(default_factory=dict)  # time without prompts
-    cached_token_s: float = 0.0  # seconds of prefill that a cached token saves there
+    idle_s: Mapping[WorkerId, float] = field(default_factory=dict)  # by worker
+    cached_token_s: float = 0.0  # seconds of prefill saved per cached token
 
 
 NO_LENDERS = Lenders()
@@ -82,18 +84,18 @@ class _Load(msgspec.Struct, frozen=True):  # one per worker and comparison
     cost: DecodeCost | None  # cost of its steps; None if nothing was measured
     num_seqs: float
     context_tokens: float
-    lasts_s: float  # seconds for which it is expected to go on decoding
-    room_s: float  # seconds that prompts lose per token of room
+    lasts_s: float  # predicted seconds for which the worker goes on decoding
+    room_s: float  # seconds that later prompts lose per token of KV memory taken
 
     def step_s(self, more_seqs: float = 0.0, more_tokens: float = 0.0) -> float:
-        """Returns the predicted seconds of a step after adding sequences and tokens of context."""
+        """Predicts the seconds of a step with additional sequences and tokens of context."""
         assert self.cost is not None
         num_seqs, tokens = self.num_seqs + more_seqs, self.context_tokens + more_tokens
         step_s = self.cost.seconds(round(num_seqs), round(tokens))
         return step_s if self.worker.info.role.decodes else LEND_RATIO * step_s
 
     def plus(self, num_seqs: float, context_tokens: float) -> "_Load":
-        """Returns the load after adding `num_seqs` sequences."""
+        """Returns the load with `num_seqs` additional sequences."""
         return replace(
             self,
             num_seqs=self.num_seqs + num_seqs,
@@ -102,7 +104,7 @@ class _Load(msgspec.Struct, frozen=True):  # one per worker and comparison
 
     @property
     def most_blocks(self) -> float:
-        """The maximum number of blocks for all sequences of the worker together."""
+        """The maximum number of blocks that all sequences of the worker may use together."""
         info = self.worker.info
         return info.num_blocks * (1.0 if info.role.decodes else LEND_SHARE)
 
@@ -125,9 +127,9 @@ def relief(
     may_leave: Callable[[SeqId, WorkerId], bool],
     lenders: Lenders = NO_LENDERS,
 ) -> Relief | None:
-    """Returns the sequences that gain by a move to another worker; None if no sequence gains.
+    """Returns the sequences that gain by a move from one worker to another; None without any.
 
-    `may_leave` says whether a sequence may move to a worker. `lenders` may take sequences too.
+    `may_leave` returns True if a sequence may move to a worker. `lenders` are further targets.
     """
     loads = {
         i: _load(worker, costs, lenders)
@@ -140,7 +142,7 @@ def relief(
     slowest_first = sorted(steps_s, key=lambda i: (-steps_s[i], i))
     for source in slowest_first:
         if steps_s[source] <= (1 + least_gain) * steps_s[slowest_first[-1]]:
-            return None  # no later pair gains either
+            return None  # the remaining pairs differ even less
         worker = loads[source].worker
         if not worker.decodes or not worker.info.role.decodes:
             continue
@@ -184,7 +186,10 @@ def _load(worker: WorkerView, costs: Estimates, lenders: Lenders = NO_LENDERS) -
 def _targets(
     view: ClusterView, source: WorkerId, fastest_first: Iterable[_Load]
 ) -> Sequence[WorkerId]:
-    """Returns the fastest target of each role: a prefill worker may take none of the sequences."""
+    """Returns the fastest target of each role.
+
+    Both are needed, because the prefill worker may be unable to take any of the sequences.
+    """
     found: dict[Role, WorkerId] = {}
     for load in fastest_first:
         role = load.worker.info.role
@@ -194,7 +199,7 @@ def _targets(
 
 
 def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
-    """True if the target has room, and the sequence would continue with the same tokens and KV."""
+    """True if the target has room, and sequences continue there with the same tokens and KV."""
     worker, ours = load.worker, view.workers[source].info
     theirs, target = worker.info, worker.info.worker_id
     return (
@@ -209,7 +214,7 @@ def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
 
 
 def _leavers(worker: WorkerView, lengths: AnswerLengths) -> list[_Leaver]:
-    """Returns the sequences of a worker; those with most to gain come first."""
+    """Returns a worker's sequences; most remaining tokens per context token first."""
     leavers = []
     for seq_id, claim in worker.decodes.items():
         left, context_tokens = (
@@ -221,21 +226,24 @@ def _leavers(worker: WorkerView, lengths: AnswerLengths) -> list[_Leaver]:
 
 
 def _may_gain(source: _Load, target: _Load, least_gain: float) -> bool:
-    """False if even the sequence with the least context would not have a shorter step there."""
+    """False if even the sequence with the least context gains too little by the move."""
     weight = _weight(source)
     least = min([claim.context_tokens for claim in source.worker.decodes.values()])
     return source.step_s() > (1 + least_gain) * target.step_s(weight, weight * least)
 
 
 def _weight(source: _Load) -> float:
-    """How many sequences one of ours represents, as other gateways move their own share."""
+    """Returns the number of sequences that each of our sequences represents.
+
+    Other gateways move their own share of the worker's sequences in the same way.
+    """
     return source.num_seqs / max(len(source.worker.decodes), 1)
 
 
 def _chosen(
     source: _Load, target: _Load, leavers: Iterable[_Leaver], costs: Estimates, least_gain: float
 ) -> Iterator[SeqId]:
-    """Yields the sequences that move, until both workers are predicted to be equally fast."""
+    """Yields the sequences that should move, until both workers would be equally fast."""
     weight, pull = _weight(source), costs.pull_cost(target.worker)
     num_chosen, num_blocks, wanted_gain = 0, target.worker.promised_blocks, least_gain
     here_s, most_blocks = source.step_s(), target.most_blocks
@@ -258,7 +266,7 @@ def _chosen(
 
 
 def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, pull: PullCost) -> bool:
-    """True if the move saves the client more seconds than it costs."""
+    """True if the move gains more seconds than it costs."""
     layout = target.worker.info.layout
     num_blocks, block_bytes = layout.num_blocks_for(leaver.context_tokens), layout.block_bytes
     copy_s = pull.seconds(num_blocks, num_blocks * block_bytes)
@@ -267,7 +275,7 @@ def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, pull: P
         return False
     pause_s = pull.seconds(LAST_BLOCKS, LAST_BLOCKS * block_bytes) + there_s
     room_s = target.room_s * (leaver.context_tokens + left_then)
-    num_moves = 1 if target.worker.info.role.decodes else 2  # there, and back again if it was lent
+    num_moves = 1 if target.worker.info.role.decodes else 2  # a lent sequence also moves back
     cost_s = num_moves * (copy_s + PAYBACK * pause_s) + PROMPTS_PAYBACK * room_s
     return left_then * (here_s - there_s) > cost_s
 
@@ -275,10 +283,10 @@ def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, pull: P
 def next_decoder(
     view: ClusterView, need: Need, *, source: WorkerId, costs: Estimates, rng: random.Random
 ) -> WorkerId | None:
-    """Chooses where a sequence at `source` continues. None if no worker has room for it now.
+    """Chooses the worker at which a sequence of `source` continues; None if none has room now.
 
-    The least time per token after joining counts. While that time is unknown, the worker with the
-    smallest promised share of KV is chosen.
+    The worker with the least time per token after joining is chosen. While these times are unknown,
+    it is the worker with the smallest promised share of KV.
     """
     able = [
         item
@@ -298,7 +306,7 @@ def next_decoder(
 
 
 def reachable(view: ClusterView, source: WorkerId) -> list[Worker]:
-    """Returns the other workers that can read the blocks of `source` and that its KV reaches."""
+    """Returns the other workers that can read blocks of `source` and receive its KV."""
     layout = view.workers[source].info.layout
     return [
         (worker_id, worker)

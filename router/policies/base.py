@@ -1,4 +1,4 @@
-"""The question that a placement policy gets, and its possible answers.
+"""The arguments and the results of a placement policy.
 
 A policy chooses among candidates, the workers that could serve the request now (`candidates.py`). A
 policy is a function of the view, the need and the costs. Its only state is a turn counter and a
@@ -35,12 +35,12 @@ class SharedPrompt(msgspec.Struct, frozen=True):
 
 
 class Need(msgspec.Struct, frozen=True):
-    """The room that a placement must provide."""
+    """The memory and other conditions that a placement must fulfil."""
 
     num_tokens: int  # number of tokens to prefill
     max_len: int  # maximum final length in tokens, prompt included
     predicted_len: int | None = None  # predicted final length; None: `max_len`
-    kept_tokens: Mapping[WorkerId, int] = {}  # cached by earlier attempts, by worker
+    kept_tokens: Mapping[WorkerId, int] = {}  # tokens cached by earlier attempts, by worker
     shared: SharedPrompt | None = None
     preempted_s: Mapping[WorkerId, float] = {}  # time of the last preemption, by worker
     tpot_bound_s: float | None = None
@@ -48,14 +48,14 @@ class Need(msgspec.Struct, frozen=True):
 
     @property
     def end_len(self) -> int:
-        """The number of tokens that memory is reserved for."""
+        """The final length in tokens for which memory is reserved."""
         if self.predicted_len is None:
             return self.max_len
         return min(max(self.predicted_len, self.num_tokens + 1), self.max_len)
 
     @property
     def decodes(self) -> bool:
-        """True if tokens follow the first one, which comes from the prefill."""
+        """True if the answer has more tokens than the first one, which the prefill produces."""
         return self.max_len > self.num_tokens + 1
 
     @property
@@ -70,23 +70,22 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Known(Protocol):
-    """The leading tokens of the prompt that workers hold. They are looked up at the first use."""
+    """The prompt's prefixes that workers and stores have cached; looked up at the first use."""
 
     def matched_tokens(self) -> Mapping[WorkerId, int]:
-        """Leading tokens in full blocks that each worker holds; at least one token is left to
-        compute.
+        """Returns the number of the prompt's leading tokens that each worker has, in full blocks.
 
-        For a store, only blocks in its memory count.
+        At least one token is left to compute. For a store, only blocks in memory count.
         """
         ...
 
     def matched_below(self) -> Mapping[tuple[WorkerId, str], int]:
-        """Leading tokens on lower media of stores, by store and medium (`router.native.index`)."""
+        """Returns the same for the lower media of stores, by store and medium."""
         ...
 
 
 class PrefillCandidate(msgspec.Struct, frozen=True):
-    """A worker that could have computed the prompt. Unknown predictions are None."""
+    """A worker that could have computed the prompt. Predictions are None if unknown."""
 
     worker_id: WorkerId
     wait_s: float | None  # seconds until the worker has computed its other prompts
@@ -95,7 +94,7 @@ class PrefillCandidate(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """A placement and its reasons, which clients may read. Unknown predictions are None."""
+    """A placement and its reasons, which clients may read. Predictions are None if unknown."""
 
     policy: str
     why: str
@@ -103,13 +102,13 @@ class Decision(msgspec.Struct, frozen=True):
     decode_worker: WorkerId
     num_candidates: int  # number of prefill workers that were compared
     num_matched_tokens: int = 0  # leading tokens cached in the prefill worker
-    pulled_from: WorkerId | None = None  # the worker or store from which a prefix is pulled first
+    pulled_from: WorkerId | None = None  # worker or store from which more of the prefix is pulled
     num_pulled_tokens: int = 0  # pulled tokens beyond the matched tokens
-    pulled_medium: str | None = None  # slowest medium to be read; None: from a worker
-    predicted_load_s: float = 0.0  # seconds until the store has read what is not in its memory
+    pulled_medium: str | None = None  # slowest medium that is read; None: pulled from a worker
+    predicted_load_s: float = 0.0  # seconds until the store has read the blocks it lacks in memory
     predicted_ttft_s: float | None = None  # seconds from the placement to the first token
     predicted_tpot_s: float | None = None
-    slowdown: float = 1.0  # factor by which decoding on its worker slows the prompt down
+    slowdown: float = 1.0  # factor on the prompt's time, because its worker also decodes
     candidates: tuple[
         PrefillCandidate, ...
     ] = ()  # the chosen one first; empty if the decision was not explained
@@ -121,25 +120,25 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def num_cached_tokens(self) -> int:
-        """The tokens that the prefill worker is predicted not to compute."""
+        """The number of tokens that the prefill worker is predicted not to compute."""
         return self.num_matched_tokens + self.num_pulled_tokens
 
     def pulled_of(self, num_cached_tokens: int) -> int:
-        """Returns how many of the cached tokens were pulled for this request."""
+        """Returns the number of cached tokens that were pulled for this request."""
         num_pulled = num_cached_tokens - self.num_matched_tokens
         return min(max(num_pulled, 0), self.num_pulled_tokens)
 
 
 class Busy(msgspec.Struct, frozen=True):
-    """All workers that could serve the request are full."""
+    """No worker that could serve the request has room now."""
 
-    until_s: float | None = None  # predicted time at which a worker is free; None if unknown
-    lacks: Role = Role.DECODE  # the role that is waited for; in doubt decode workers with room
+    until_s: float | None = None  # predicted time at which a worker has room; None if unknown
+    lacks: Role = Role.DECODE  # the role whose workers have no room; DECODE if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """No live worker could serve the request, and the reason."""
+    """No live worker could ever serve the request. `reason` is the cause."""
 
     reason: str
 
@@ -151,7 +150,7 @@ class Candidates(msgspec.Struct, frozen=True):
     reach. A worker that also decodes is its own partner.
 
     One of the two lists may be empty, if the policy lets fluid workers do both. If no fluid worker
-    can, `busy` says what the request waits for.
+    can do both, `busy` is the decision.
     """
 
     prefillers: list[Worker]
@@ -160,18 +159,18 @@ class Candidates(msgspec.Struct, frozen=True):
     busy: Busy = Busy()
 
     def partners(self, prefill: WorkerId) -> list[Worker]:
-        """Returns the decode workers that can take over from this prefill worker."""
+        """Returns the decode workers that can continue the requests of this prefill worker."""
         if not self.apart:
             return self.decoders
         return [item for item in self.decoders if (prefill, item[0]) not in self.apart]
 
 
 class Queue(msgspec.Struct, frozen=True):
-    """Other prompts that wait or are expected, in shares per worker that prefills."""
+    """The other queued or expected prompts, divided by the number of workers that prefill."""
 
     waiting: float = 0.0  # number of requests
     seconds: float = 0.0  # predicted seconds to compute all waiting prompts
-    busy: float = 0.0  # share of the time lately spent on prompts; above 1 if prompts must queue
+    busy: float = 0.0  # share of recent time spent on prompts; above 1 if prompts must queue
 
 
 EMPTY = Queue()
@@ -179,7 +178,7 @@ EMPTY = Queue()
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """All that a policy may read."""
+    """The arguments of a policy: all that it may read."""
 
     view: ClusterView
     candidates: Candidates
@@ -188,7 +187,7 @@ class Asked:
     costs: Estimates
     now_s: float
     rng: random.Random
-    wait_bound_s: float = inf  # longest queue in seconds at a worker that prefills
+    wait_bound_s: float = inf  # longest queue in seconds at which a worker still gets a prompt
 
 
 class Policy(Protocol):
@@ -203,5 +202,5 @@ class Policy(Protocol):
     """True if the policy may choose one fluid worker for both, even while a pool is full."""
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """Returns the best placement, or `Busy` if waiting for a better one pays."""
+        """Returns the best placement, or `Busy` if waiting for a better placement is quicker."""
         ...

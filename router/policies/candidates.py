@@ -7,14 +7,14 @@ while there is no prediction. Policies that do not bind late skip this rule.
 Memory at a decode worker is counted for the predicted lengths of answers, of running requests and
 of the new one. If a prediction is too short, the worker returns its youngest sequence.
 
-After a decode worker ran out of memory and returned this request, it may take the request again
-when it has reported room for all of it.
+If a decode worker ran out of memory and returned this request, it may take the request again after
+it has reported room for the whole request.
 
-A mixed worker decodes what it prefills. If there is no prefill worker, fluid decode workers stand
-in, however long their prefill takes.
+A mixed worker decodes what it prefills. If there is no prefill worker, fluid decode workers prefill
+in its place, however long their prefill takes.
 
-Severed workers are not combined while there are other workers, even busy ones. Waiting is quicker
-than failing again.
+Two workers between which a pull failed are not combined while there are other workers, even busy
+ones. Waiting is quicker than another failure.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -34,23 +34,23 @@ from router.policies.base import (
     Worker,
 )
 
-LEAST_WAIT_S = 1e-3  # seconds; predictions and sums of times are less exact than this
-LEAST_ROOM = 1 / 16  # minimum share of a worker's blocks, as a full decode worker gets room again
+LEAST_WAIT_S = 1e-3  # seconds; predictions and sums of times are not more exact
+LEAST_ROOM = 1 / 16  # minimum share of blocks counted as cache, as a full worker gets room again
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The most work that a prefill worker may still have when it gets another prompt."""
+    """The maximum work that a prefill worker may have when it gets another prompt."""
 
-    tokens: int  # limit with the new prompt included; an idle worker takes any prompt
-    seconds: float  # limit without the new prompt; used if times are known
+    tokens: int  # limit including the new prompt; an idle worker takes any prompt
+    seconds: float  # limit without the new prompt, if times are known
     costs: Estimates
     now_s: float
 
     def wait_s(self, worker: WorkerView, num_tokens: int) -> float:
-        """Returns the seconds until the worker has room; 0 if it has room now.
+        """Returns the seconds until the worker may get another prompt; 0 if it may now.
 
-        Returns infinity if no time is known, or if time alone does not help: the worker's first
+        Returns infinity if the time is unknown, or if no time can be predicted: the worker's first
         prompt takes longer than predicted, and the other prompts wait for it.
         """
         ready_s = predicted_ready_s(worker, self.costs, self.now_s)
@@ -66,7 +66,7 @@ class Backlog:
 
 
 def predicted_ready_s(worker: WorkerView, costs: Estimates, now_s: float) -> float | None:
-    """Returns the seconds until the worker has computed all its prompts. None if unknown."""
+    """Returns the seconds until the worker has computed all its prompts; None if unknown."""
     if worker.prefills and not worker.reserved_s:
         return None
     foreign_s = foreign_prefill_s(worker, costs)
@@ -74,9 +74,9 @@ def predicted_ready_s(worker: WorkerView, costs: Estimates, now_s: float) -> flo
 
 
 def longest_predicted_s(worker: WorkerView, costs: Estimates) -> float | None:
-    """Returns the longest predicted step of a worker: all its work, with whole prompts.
+    """Returns the longest predicted step of a worker, with all its work and whole prompts.
 
-    None if unknown.
+    Returns None if unknown.
     """
     foreign_s = foreign_prefill_s(worker, costs)
     if foreign_s is None or (worker.prefills and not worker.reserved_s):
@@ -90,7 +90,7 @@ def longest_predicted_s(worker: WorkerView, costs: Estimates) -> float | None:
 
 
 def foreign_prefill_s(worker: WorkerView, costs: Estimates) -> float | None:
-    """Returns the seconds of other gateways' prompts at the last report. None if unknown."""
+    """Returns the seconds of other gateways' prompts at the last report; None if unknown."""
     if not worker.foreign.prompt_tokens:
         return 0.0
     return costs.prefill_s(worker, worker.foreign.prompt_tokens, 0)
@@ -104,17 +104,17 @@ def find(
     is_fluid: bool = False,
     other_than: WorkerId | None = None,
 ) -> Candidates | Busy | Impossible:
-    """Finds workers that have room. With `backlog`, only prefill workers with little work count.
+    """Finds workers that have room, except `other_than`.
 
-    With `is_fluid`, the list of prefill workers may be empty if a fluid decode worker has room. The
-    list of decode workers may be empty if a fluid prefill worker has time. `other_than` is left
-    out.
+    With `backlog`, only prefill workers with little work count. With `is_fluid`, the list of
+    prefill workers may be empty if a fluid decode worker has room. The list of decode workers may
+    be empty if a fluid prefill worker has time.
     """
     workers = view.workers.items()
     decoders = [(i, w) for i, w in workers if w.info.role.decodes and i != other_than]
     prefillers = [item for item in view.prefillers if item[0] != other_than]
     if not prefillers:
-        return Busy(lacks=Role.PREFILL)  # one may join: workers are replaced, roles change
+        return Busy(lacks=Role.PREFILL)  # a prefill worker may join later or change its role
     if not decoders:
         return Busy()
     fault = _fault(prefillers, decoders, need)
@@ -168,7 +168,10 @@ def _kept_apart(
     alive: tuple[list[Worker], list[Worker]],
     room: tuple[list[Worker], list[Worker]],
 ) -> Candidates | Busy:
-    """Keeps only prefill workers whose KV reaches a decode worker, if there are any alive."""
+    """Keeps only the prefill workers whose KV reaches a decode worker with room.
+
+    Without any, returns `Busy` if other live workers can be combined, or else all candidates.
+    """
     apart = frozenset(view.severed)
     prefillers, decoders = room
     able = reaching(prefillers, decoders, apart)
@@ -184,7 +187,7 @@ def reaching(
     decoders: Sequence[Worker],
     apart: Container[tuple[WorkerId, WorkerId]],
 ) -> list[Worker]:
-    """Returns the prefill workers whose KV reaches one of these decode workers."""
+    """Returns the prefill workers whose KV reaches at least one of these decode workers."""
     return [
         (worker_id, worker)
         for worker_id, worker in prefillers
@@ -194,19 +197,19 @@ def reaching(
 
 
 def tokens_to_compute(worker: WorkerView, need: Need) -> int:
-    """Returns the tokens that a worker would have to prefill, less a prompt shared in its group."""
+    """Returns the number of tokens to prefill, without a prompt that the request's group shares."""
     if need.shared is None or need.shared.placement.prefill != worker.info.worker_id:
         return need.num_tokens
     return need.num_tokens - need.shared.num_tokens
 
 
 def decode_blocks(worker: WorkerView, need: Need) -> int:
-    """Returns the number of KV blocks that the request is predicted to hold at its end."""
+    """Returns the number of KV blocks that the request is predicted to fill at its end."""
     return worker.info.layout.num_blocks_for(need.end_len)
 
 
 def has_memory(worker: WorkerView, num_tokens: int) -> bool:
-    """True if the empty worker could hold this many tokens."""
+    """True if the worker, when empty, has memory for this many tokens."""
     return worker.info.layout.num_blocks_for(num_tokens) <= worker.info.num_blocks
 
 
@@ -215,7 +218,7 @@ def _fits_empty(worker: WorkerView, need: Need) -> bool:
 
 
 def _could_prefill(worker: WorkerView, need: Need) -> bool:
-    """True if the worker can hold the prompt or, if it also decodes, the whole answer."""
+    """True if the worker has memory for the prompt and, if it also decodes, for the answer."""
     if worker.info.role.decodes:
         return _fits_empty(worker, need)
     return has_memory(worker, need.num_tokens)
@@ -243,7 +246,7 @@ def _has_reported_room(worker: WorkerView, need: Need, since_s: float) -> bool:
 
 
 def least(workers: Sequence[Worker], cost: Callable[[Worker], tuple[float, ...]]) -> list[Worker]:
-    """Returns the workers of least cost, sorted by name."""
+    """Returns the workers with the least cost, sorted by name."""
     costs = [cost(item) for item in workers]
     lowest = min(costs)
     return sorted(
@@ -253,7 +256,7 @@ def least(workers: Sequence[Worker], cost: Callable[[Worker], tuple[float, ...]]
 
 
 def with_leader(asked: Asked, policy: str) -> Decision | None:
-    """Returns the two workers of the leader of the group, if they have room."""
+    """Returns a placement on the two workers of the group's leader, if these have room."""
     shared = asked.need.shared
     if shared is None:
         return None
@@ -287,7 +290,7 @@ def _has_time(asked: Asked, worker_id: WorkerId) -> bool:
 
 
 def emptiest_decoder(asked: Asked, prefill: Worker) -> WorkerId:
-    """Returns the decode worker that kept most of the prompt.
+    """Returns the decode worker that has most tokens of the prompt from earlier attempts.
 
     Among equals, the worker with the smallest promised share of KV is chosen. A mixed worker
     decodes what it prefills.
@@ -305,7 +308,7 @@ def emptiest_decoder(asked: Asked, prefill: Worker) -> WorkerId:
 
 
 def kept_tokens(asked: Asked, prefill: Worker) -> int:
-    """Returns the most tokens that an earlier attempt left in a partner of this prefill worker."""
+    """Returns the most tokens that an earlier attempt left in one of the worker's partners."""
     if not asked.need.kept_tokens:
         return 0
     kept = asked.need.kept_tokens
@@ -315,18 +318,19 @@ def kept_tokens(asked: Asked, prefill: Worker) -> int:
 def keeper(
     prefill: WorkerView, decode: WorkerView, decision: Decision, num_tokens: int
 ) -> WorkerId:
-    """Chooses which of two workers that hold a prompt keeps its KV, and adds to its turnover.
+    """Chooses which of two workers with the same prompt keeps its KV, and updates its turnover.
 
-    After a hand-over, both workers hold the prompt. One copy is redundant, so its worker evicts
+    After a hand-over, both workers have the prompt. One copy is redundant, so its worker evicts
     these blocks before all others. The same holds after a pull of a prefix.
 
-    The keeper is the worker whose cache has turned over less so far: blocks stored, as a share of
-    its room for cached blocks. So the caches of all workers turn over equally fast, and together
-    they hold as much as one cache of their total size. Blocks that a worker has cached already are
-    not counted again. So a conversation mostly stays on its worker.
+    The turnover of a cache is the number of blocks stored so far, as a share of its worker's room
+    for cached blocks. The worker with the lower turnover keeps the KV. So the caches of all workers
+    turn over equally fast, and together they contain as much as one cache of their total size.
+    Blocks that a worker has cached already are not counted again. So a conversation mostly stays on
+    its worker.
 
-    A worker that stored nothing for a long time does not get everything afterwards: it is assumed
-    to be at most one turnover behind.
+    If a worker stored nothing for a long time, it does not get all later prompts: its turnover is
+    raised to one below the other worker's.
     """
     pulled_here = decode.info.worker_id == decision.pulled_from
     here = _turnover_with(prefill, num_tokens - decision.num_matched_tokens)
@@ -337,7 +341,7 @@ def keeper(
 
 
 def _turnover_with(worker: WorkerView, num_new_tokens: int) -> float:
-    """Returns the turnover of a worker's cache after it has stored these tokens."""
+    """Returns the turnover of a worker's cache after these tokens are stored."""
     info = worker.info
     room = max(info.num_blocks - worker.promised_blocks, LEAST_ROOM * info.num_blocks)
     return worker.turnover + info.layout.num_blocks_for(num_new_tokens) / room

@@ -7,7 +7,7 @@ so the two times do not add up:
     on disk, or   max(pull(k), load(what the store lacks in memory))
     as objects
 
-For each medium, the store with the longest prefix is compared; a faster medium may hold less of the
+For each medium, the store with the longest prefix is compared; a faster medium may have less of the
 prompt. A store reads all blocks that are not in its memory, even those that the sink has, since its
 lease grows in the order of the prompt. It reads its lower media in parallel.
 """
@@ -22,24 +22,25 @@ from router.cluster.view import WorkerView
 from router.policies.base import Asked, Worker
 from router.policies.candidates import predicted_ready_s
 
-# Before any prompt was timed, a prefix is pulled if it saves at least this many tokens. Computing a
-# smaller prefix may be as fast as the offer. A slower medium must hold this many more tokens.
+# While costs are unknown, a prefix is pulled only if it saves at least this many tokens, because
+# computing fewer tokens may be as fast as the offer. A slower medium must save this many more
+# tokens than a faster one.
 LEAST_SPARED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A worker or store that holds more of the prompt than the worker that is to compute it."""
+    """A worker or store that has more of the prompt cached than the prefill worker."""
 
     worker_id: WorkerId
     num_tokens: int
     medium: str | None = None  # a medium of a store; None: the block pool of a worker
-    answers_s: float = 0.0  # seconds until it answers, in addition to the pull
-    load_s: float = 0.0  # seconds until a store has read the blocks
+    answers_s: float = 0.0  # seconds until the holder answers, added to the pull
+    load_s: float = 0.0  # seconds until the store has read the blocks
 
 
 class _Hold(NamedTuple):
-    """The leading tokens that a worker or store holds on one medium."""
+    """The number of leading tokens that a worker or store has on one medium."""
 
     num_tokens: int
     worker_id: WorkerId
@@ -48,7 +49,7 @@ class _Hold(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The holders of one medium that are equally good."""
+    """The holders on one medium that are equally good."""
 
     medium: str
     num_tokens: int
@@ -58,7 +59,7 @@ class _Found:
 
 
 class Holders:
-    """The workers and stores that hold a prefix of a prompt, longest prefix first."""
+    """The workers and stores that have a prefix of a prompt, longest prefix first."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
@@ -73,7 +74,7 @@ class Holders:
             self._rank_below(below, live)
 
     def _rank_below(self, below: Mapping[tuple[WorkerId, str], int], live: Set[WorkerId]) -> None:
-        """Ranks stores' lower media; a medium is left out if a faster one holds as much."""
+        """Ranks the stores by lower medium. Only tokens that faster media of a store lack count."""
         found: dict[Medium, list[_Hold]] = {medium: [] for medium in LOWER_MEDIA}
         for store_id in {store_id for store_id, _ in below if store_id in live}:
             store = self._asked.view.workers[store_id]
@@ -89,10 +90,10 @@ class Holders:
         self._ranked |= {medium: _longest_first(holds) for medium, holds in found.items()}
 
     def best_for(self, sink: Worker) -> list[Holder]:
-        """Returns the best holder on each medium of more than this worker has, fastest medium
-        first.
+        """Returns the best holder on each medium, the fastest medium first.
 
-        The best holds most tokens and can answer first; ties are broken at random.
+        Only holders with a longer prefix than the sink count. The best holder has most tokens, and
+        among equals it is the one that can answer first. Further ties are broken at random.
         """
         here = self.matched.get(sink[0], 0)
         most = max((ranked[0].num_tokens for ranked in self._ranked.values() if ranked), default=0)
@@ -114,7 +115,7 @@ class Holders:
         return Holder(chosen, found.num_tokens, medium, found.answers_s, found.load_s)
 
     def _all_for(self, sink: WorkerView) -> list[_Found]:
-        """Looks up once per kind of sink: a thousand workers may pull from the same holders."""
+        """Returns the best holders for a sink. Cached by kind of sink, as many sinks are alike."""
         info = sink.info
         kind = (info.fingerprint, info.kv_wire_dtype, info.layout)
         if kind not in self._found:
@@ -122,7 +123,7 @@ class Holders:
         return self._found[kind]
 
     def _search(self, sink: WorkerView, media: Sequence[Medium]) -> list[_Found]:
-        """Returns the best holders on each medium; media that hold nothing are left out."""
+        """Returns the best holders on each medium. A medium without holders is left out."""
         longest = [(m, self._most_for(sink, self._ranked.get(m, ()))) for m in media]
         return [self._soonest(medium, equals) for medium, equals in longest if equals]
 
@@ -137,7 +138,7 @@ class Holders:
         return equals
 
     def _soonest(self, medium: str, equals: Sequence[_Hold]) -> _Found:
-        """Returns the holders that can answer first: a worker handles no event during a step.
+        """Returns the holders that can answer first. Workers answer only between two steps.
 
         A store runs no steps, but may have to read from a lower medium.
         """
@@ -162,14 +163,14 @@ def _longest_first(holds: Iterable[_Hold]) -> list[_Hold]:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """The cost of computing a prompt at a worker, and the holder it pulls from first, if any."""
+    """The cost of a prompt at a worker, and the holder from which it pulls first, if any."""
 
-    seconds: float | None  # None: nothing was measured yet
+    seconds: float | None  # predicted seconds; None: nothing was measured yet
     source: Holder | None = None
 
 
 def bid(asked: Asked, sink: Worker, num_cached: int, holders: Iterable[Holder]) -> Bid:
-    """Returns the quicker of computing the whole prompt and pulling first from a holder."""
+    """Returns the quickest way to the whole prompt: compute it, or first pull from a holder."""
     worker, num_tokens = sink[1], asked.need.num_tokens
     best_s = asked.costs.prefill_s(worker, num_tokens, num_cached)
     if best_s is None:

@@ -1,4 +1,4 @@
-"""The policies without predictions: by chance, in turn, and by backlogs or cached prefixes."""
+"""The policies without predictions: random, round robin, and by backlogs or cached prefixes."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -16,7 +16,7 @@ from router.policies.pulling import Holders, bid
 
 
 class AtRandom:
-    """The baseline for every other policy."""
+    """Places requests at random, as the baseline for every other policy."""
 
     name: ClassVar[str] = "random"
     binds_late: ClassVar[bool] = False
@@ -34,7 +34,7 @@ class AtRandom:
 
 
 class RoundRobin:
-    """Remembers the worker of each pool that was chosen last."""
+    """Chooses the workers of each pool in turn."""
 
     name: ClassVar[str] = "round-robin"
     binds_late: ClassVar[bool] = False
@@ -46,7 +46,7 @@ class RoundRobin:
         self._last_decode = WorkerId("")
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """Returns the next placement in turn."""
+        """Returns the placement on the next worker of each pool."""
         prefillers = asked.candidates.prefillers
         prefill, worker = _after(self._last_prefill, prefillers)
         self._last_prefill = prefill
@@ -74,7 +74,7 @@ class PowerOfTwo:
     is_fluid: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """Returns the better placement of two."""
+        """Returns a placement on the less loaded of two random workers of each pool."""
         shared = with_leader(asked, self.name)
         if shared is not None:
             return shared
@@ -94,9 +94,9 @@ def _two(asked: Asked, workers: Sequence[Worker]) -> Sequence[Worker]:
 class Prefix:
     """Chooses the prefill worker with the fewest tokens to compute until the prompt is done.
 
-    One sum weighs affinity against balance: a worker's backlog, plus the part of this prompt
-    that the worker does not hold. Nothing is pulled and no prompt waits in the router. So
-    requests with a hot prefix queue at the worker that holds it.
+    These tokens are a worker's backlog, plus the part of this prompt that the worker has not
+    cached. So one sum weighs affinity against balance. Nothing is pulled and no prompt waits in the
+    router. So requests with a hot prefix queue at the worker that has it cached.
 
     Source: the cost of Dynamo's KV router, with a credit of one for each cached token.
     """
@@ -128,12 +128,11 @@ class Prefix:
 
 
 class LeastLoaded:
-    """Chooses the prefill worker with the shortest backlog, and the decode worker with most free
-    KV.
+    """Chooses the prefill worker with the shortest backlog, and the emptiest decode worker.
 
-    If the two workers of a shared prompt have room, the policy chooses them. A decode worker
-    with KV of an earlier attempt is preferred, as it pulls only the rest. Among prefill workers
-    with equal backlogs, one from which that decode worker can pull is preferred. A prefix is
+    If the two workers of a shared prompt have room, the policy chooses them. A decode worker with
+    KV of an earlier attempt is preferred, as it pulls only the rest. Among prefill workers with
+    equal backlogs, the policy prefers one from which that decode worker can pull. A prefix is
     pulled if that is quicker than computing it.
     """
 
@@ -150,7 +149,7 @@ class LeastLoaded:
 
 
 def shortest_backlog(asked: Asked, policy: str, why: str) -> Decision:
-    """Returns the placement with the fewest tokens to compute first."""
+    """Returns the placement with the shortest backlog, in tokens to compute before this prompt."""
 
     def cost(item: Worker) -> tuple[float, ...]:
         backlog = item[1].promised_tokens + tokens_to_compute(item[1], asked.need)

@@ -9,9 +9,10 @@ workers that use them. The longest prefixes in memory, on disk and as objects ar
 `pulling`. A mixed worker counts as a prefill worker. It is a last resort if it could not keep the
 bound on the time per output token (TPOT), or if its running sequences would wait too long.
 
-The decode worker is the one with the least TPOT after joining, D + E (b + 1) + F kv. Here kv is the
-context in the middle of the predicted growth of all its sequences. If no worker keeps the bound the
-request waits, unless even an empty worker would not keep it.
+The decode worker is the one with the least TPOT after joining, D + E (b + 1) + F kv. Here b is its
+number of sequences, and kv is the context of all of them, each in the middle of its predicted
+growth. If no worker keeps the bound the request waits, unless even an empty worker would not keep
+it.
 
 Fluid workers take requests of the other pool (`Welcome.stretch`). If sequences decode on the
 worker, a prompt is computed in chunks that keep their TPOT (`engine.worker.pace`). So the prompt
@@ -27,19 +28,20 @@ wait + (slowdown + sequences) · min(...). With a bound, the sequences keep thei
 A decode worker prefills locally if its TTFT is the least of all workers, and if its own queue is
 short. If all prefill workers are busy, local prefill is compared with waiting for a prefill worker.
 Local prefill also lets each other request in the queue start sooner, by min(...) divided by the
-number of workers that prefill. This gain is counted.
+number of workers that prefill. This gain is added.
 
 A prefill worker goes on to decode an answer if the answer's gain is larger than the loss of the
-prompts. Let n other prompts be in the queue, let them take S seconds, both as shares per prefill
-worker. Let `busy` be the share of its time that prompts lately took:
+prompts. Let n be the number of other prompts in the queue and S the seconds that they take, both
+divided by the number of prefill workers. Let `busy` be the share of recent time that a prefill
+worker spent on prompts:
 
     gain = (token at the best decode worker - token here · LEND_RATIO / (1 - busy)) · tokens to come
     loss = its wait here + S · (1 + (slowdown - 1) · (n + 1) / 2)
 
-A token's price is the step time after joining. Without a TPOT bound, the price also has the
+A token's price is the step time after joining. Without a TPOT bound, the price also includes the
 slowdown of the other sequences: the time that this sequence adds to the step of each. On a prefill
-worker the price also has the time taken from prompts to come. The prompts behind them wait for it
-too, and a second of a prompt weighs more:
+worker the price also includes the time taken from prompts to come. The prompts behind them wait
+too, so a second of a prompt has a larger weight:
 
     token      = step after + sequences · (step after - step before)
     token here = the same · (1 + PROMPT_WEIGHT · busy · (slowdown - 1) / (1 - busy)²)
@@ -51,19 +53,21 @@ least time for prompts is chosen, and among equals the fullest:
 
 The first sequence adds the D of each step, further sequences add little. So only few prefill
 workers decode, perhaps not the one that computed the prompt. The others compute prompts at full
-speed. A prompt waits for one of the others if that is quicker:
+speed. A prompt waits for one of these others if that is quicker:
 
     its wait there + min(...)  <  its price here - the time saved for the prompts behind it
 
-A lender uses at most `LEND_SHARE` of its memory. When prompts wait, it may give its sequences back,
-or to a fuller lender (`router.machine.moves.free`).
+A prefill worker uses at most `LEND_SHARE` of its memory for decoding. When prompts wait, it may
+give its sequences back, or hand them to a prefill worker that decodes more
+(`router.machine.moves.free`).
 
-If a decode worker that has room kept some of the request's tokens, no other decode worker is
-considered. Two workers are not combined if KV lately did not arrive between them, unless there are
-no others. If this holds for a prefix's source and the prefill worker, the prefix is computed.
+If a decode worker that has room has KV of the request from an earlier attempt, no other decode
+worker is considered. Two workers are not combined if KV lately did not arrive between them, unless
+there are no others. If this holds for a prefix's source and the prefill worker, the prefix is
+computed.
 
 `router.native.fleet` implements all of this in C++. This file has the prices that other rules
-share, and the placement before the first measurement, which is the one of `least-loaded`.
+share, and the placement before the first measurement, which is the placement of `least-loaded`.
 
 Sources: Algorithm 1 of Mooncake, Qin et al., FAST 2025; both bounds at once, DistServe, Zhong et
 al., OSDI 2024.
@@ -80,12 +84,12 @@ from router.policies.candidates import has_memory, has_room
 from router.policies.simple import shortest_backlog
 
 LEND_RATIO = 1.1
-LEND_SHARE = 0.75  # maximum share of a prefill worker's KV memory for decoding
-PROMPT_WEIGHT = 8.0  # seconds of decoding that weigh as much as one second of a first token
+LEND_SHARE = 0.75  # maximum share of a prefill worker's KV memory used for decoding
+PROMPT_WEIGHT = 8.0  # weight of a second taken from prompts, relative to a second of decoding
 
 
 class Slo:
-    """Minimises predicted TTFT subject to a bound on predicted TPOT."""
+    """Minimises the predicted TTFT, subject to a bound on the predicted TPOT."""
 
     name: ClassVar[str] = "slo"
     binds_late: ClassVar[bool] = True
@@ -93,7 +97,7 @@ class Slo:
     is_fluid: ClassVar[bool] = True
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """Returns a placement while `Fleet` cannot decide, because no costs are known."""
+        """Returns the placement of `least-loaded`, while costs are unknown to `Fleet`."""
         found = asked.candidates
         if not found.decoders:
             return Busy()
@@ -103,7 +107,7 @@ class Slo:
 
 
 def bound_s(asked: Asked) -> float | None:
-    """Returns the TPOT bound. None without a bound, or if even an empty worker would miss it."""
+    """Returns the TPOT bound; None without a bound, or if even an empty worker would miss it."""
     bound_s = asked.need.tpot_bound_s
     if bound_s is None:
         return None
@@ -117,9 +121,10 @@ def bound_s(asked: Asked) -> float | None:
 def slowdown_of(worker: WorkerView, costs: Estimates, bound_s: float | None) -> float:
     """Returns the factor by which decoding on the worker lengthens a prompt.
 
-    Infinite if the sequences there leave no time for it. Mixed workers do not limit chunks.
+    The factor is infinite if the sequences there leave no time for the prompt. Mixed workers do not
+    limit chunks.
     """
-    info, num_seqs = worker.info, worker.num_decoding  # sequences that decode there now
+    info, num_seqs = worker.info, worker.num_decoding  # the sequences that decode there now
     if not num_seqs or not info.is_fluid or info.stretch is None:
         return 1.0
     pace_s = costs.step_s(worker, num_seqs, worker.decoding_context_tokens)
@@ -129,13 +134,13 @@ def slowdown_of(worker: WorkerView, costs: Estimates, bound_s: float | None) -> 
 
 
 def slowdown_at(step_s: float, stretch: float, bound_s: float | None) -> float:
-    """Returns the slowdown of a prompt where a decode step alone takes `step_s`."""
+    """Returns the slowdown of a prompt on a worker whose decode step alone takes `step_s`."""
     limit_s = stretch * step_s if bound_s is None else bound_s
     return limit_s / (limit_s - step_s) if limit_s > step_s else inf
 
 
 def lent_tpot_s(worker: WorkerView, need: Need, costs: Estimates) -> float | None:
-    """Returns the seconds per token if a fluid prefill worker decoded. None if it may not."""
+    """Returns the seconds per token if a prefill worker decoded the request; None if it may not."""
     info = worker.info
     if info.role is not Role.PREFILL or not info.is_fluid or not has_room(worker, need):
         return None
@@ -146,11 +151,10 @@ def lent_tpot_s(worker: WorkerView, need: Need, costs: Estimates) -> float | Non
 
 
 def lend_ratio(queue: Queue, slowdown: float) -> float:
-    """Returns the factor on a step's price at a prefill worker, given the prompts that are
-    expected.
+    """Returns the factor on a step's price at a prefill worker, given the expected prompts.
 
-    Prompts take `slowdown` times as long beside decoding. LEND_RATIO adds a margin: sequences
-    do not move to and fro.
+    Prompts take `slowdown` times as long beside decoding. LEND_RATIO adds a margin, so that
+    sequences do not move to and fro.
     """
     idle = 1.0 - queue.busy
     if idle <= 0:
@@ -160,22 +164,22 @@ def lend_ratio(queue: Queue, slowdown: float) -> float:
 
 
 def lending_loss_s(queue: Queue, slowdown: float) -> float:
-    """Returns the seconds lost by decoding where prompts wait, which then take `slowdown` times as
-    long.
+    """Returns the seconds lost by decoding where prompts wait.
 
-    The sequence waits for the queued prompts, and each prompt waits for those before it.
+    These prompts take `slowdown` times as long beside decoding. The sequence waits for the queued
+    prompts, and each prompt waits for those before it.
     """
     return queue.seconds * (1.0 + (slowdown - 1.0) * (queue.waiting + 1.0) / 2.0)
 
 
 def tpot_s(worker: WorkerView, need: Need, costs: Estimates) -> float | None:
-    """Returns the seconds per token at a decode worker once the request has joined."""
+    """Returns the predicted seconds per token at a decode worker after the request has joined."""
     context_tokens = worker.mean_context_tokens + need.mean_context_tokens
     return costs.step_s(worker, worker.num_decodes + 1, context_tokens)
 
 
 def joined_price_s(worker: WorkerView, need: Need, costs: Estimates) -> float | None:
-    """Returns the same, plus the slowdown of the sequences that decode there."""
+    """Returns the price of a token there: `tpot_s`, plus the slowdown of the other sequences."""
     own_tokens = need.mean_context_tokens
     context_tokens = worker.mean_context_tokens + own_tokens
     return token_price_s(worker, costs, worker.num_decodes + 1, context_tokens, own_tokens)
@@ -184,10 +188,9 @@ def joined_price_s(worker: WorkerView, need: Need, costs: Estimates) -> float | 
 def token_price_s(
     worker: WorkerView, costs: Estimates, num_seqs: int, context_tokens: int, own_tokens: int
 ) -> float | None:
-    """Returns the seconds per token of one sequence, plus the time that it adds to the steps of
-    others.
+    """Returns a token's price: the step time, plus the time added to the steps of others.
 
-    `context_tokens` counts all sequences of the worker, `own_tokens` only this one.
+    `context_tokens` counts all sequences of the worker, `own_tokens` only this sequence.
     """
     step_s = costs.step_s(worker, num_seqs, context_tokens)
     without_s = costs.step_s(worker, num_seqs - 1, max(context_tokens - own_tokens, 0))
