@@ -1,1 +1,1 @@
-"""Access to the API: keys, the file that holds them, their limits, and the guard."""
+"""Access to the API: the keys and their file, their limits, and the guard that checks requests."""

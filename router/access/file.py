@@ -44,7 +44,7 @@ class KeyFile:
         self._signature: _Signature | None = None
         self._complaint: str | None = None
         self._looked_s = clock.now_s()
-        self.counters: Counter[str] = Counter()  # reloads by outcome, and refused requests
+        self.counters: Counter[str] = Counter()  # numbers of reloads and refused requests
 
     def open(self) -> None:
         """Reads the file, which may be missing. Raises KeysError if it is unusable."""
@@ -53,7 +53,7 @@ class KeyFile:
             log.warning("%s does not exist: every request is refused", self._path)
 
     def find(self, key: bytes) -> Tenant | None:
-        """Returns the holder of a key; None for an unknown or expired key."""
+        """Returns the tenant of a key; None for an unknown or expired key."""
         now_s = self._clock.now_s()
         if now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
@@ -71,7 +71,7 @@ class KeyFile:
                 log.error("the keys stay as they were: %s", error)
 
     def _load(self) -> None:
-        """Reloads the file if it changed. Raises KeysError."""
+        """Reloads the file if it has changed. Raises KeysError."""
         try:
             signature = _signature(os.stat(self._path))
         except FileNotFoundError:
@@ -107,7 +107,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
 def change_keys(path: Path, change: Callable[[Sequence[KeyRecord]], Sequence[KeyRecord]]) -> None:
     """Replaces the keys in a file with the result of `change`. Raises KeysError.
 
-    Readers see either the old file or the new one. Writers wait for each other.
+    Readers see either the old file or the new file. Writers wait for each other.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def change_keys(path: Path, change: Callable[[Sequence[KeyRecord]], Sequence[Key
 
 
 def _replace(path: Path, data: bytes, before: os.stat_result | None) -> None:
-    """Writes a file that only its owner can read, and moves it into place."""
+    """Writes a file that only its owner can read, then renames it to the path."""
     path = path.resolve()
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
@@ -160,7 +160,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _read_checked(path: Path) -> bytes:
-    """Reads at most one byte more than allowed. Never blocks, even on a named pipe."""
+    """Reads at most one byte more than is allowed. Never blocks, even on a named pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(os.fstat(descriptor))

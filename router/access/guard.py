@@ -1,8 +1,9 @@
-"""Lets requests with a known key reach the API; without keys, requests to names of this server.
+"""Access checks. With keys, only requests with a known key reach the API. Without keys, only
+requests to names of this server do.
 
 Probes and the description of the API, `OPEN_PATHS`, need no key. Every other path needs a key, even
-if it does not exist. `DEBUG_PATHS` reveal the load of all tenants, so they need a key that may
-debug.
+if it does not exist. `DEBUG_PATHS` reveal the load of all tenants, so they need a key with debug
+access.
 
 Without keys, a web page could point its own domain to 127.0.0.1 (DNS rebinding). The browser then
 regards the gateway as the page's own server, and the page's scripts may read the answers. But the
@@ -27,13 +28,13 @@ from router.edge.responses import send_invalid
 from router.inbox.api_errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/docs", "/openapi.json"})
-PAGE_PATHS = frozenset({"/", "/dashboard", "/play"})  # open too; their data needs a key
+PAGE_PATHS = frozenset({"/", "/dashboard", "/play"})  # open, but their data needs a key
 ASSET_PREFIX = "/assets/"
 DEBUG_PATHS = frozenset(
     {"/metrics", "/metrics/targets", "/load", "/dashboard/state", "/dashboard/events"}
 )
 _TENANT = "baton.tenant"
-MAX_REMEMBERED = 256  # accepted `host` fields and clients' addresses that are cached
+MAX_REMEMBERED = 256  # maximum number of cached `host` fields and client addresses
 _MAX_SHOWN = 100
 _PORT = re.compile(r":\d*$")
 _ADDRESS = re.compile(r"\[[0-9a-f:.]+(%[^\]]*)?\]|(.*\.)?(\d+|0x[0-9a-f]*)")
@@ -41,24 +42,24 @@ ANY = "*"
 
 
 class KeyFinder(Protocol):
-    """The keys of a gateway."""
+    """The interface of a gateway's keys."""
 
-    counters: Counter[str]  # refused requests, and events of the keys' source
+    counters: Counter[str]  # numbers of refused requests, and of events of the keys' source
 
     def find(self, key: bytes) -> Tenant | None:
-        """Returns the holder of a key; None for an unknown or expired key."""
+        """Returns the tenant of a key; None for an unknown or expired key."""
         ...
 
 
 class KeyGuard:
-    """An ASGI application that passes on only requests with a known key."""
+    """An ASGI application that forwards only requests with a known key."""
 
     def __init__(self, app: ASGIApp, keys: KeyFinder) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 401 or 403, or calls the application with the tenant in the scope."""
+        """Answers 401 or 403, or else calls the application with the tenant in the scope."""
         if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
@@ -80,12 +81,12 @@ def is_open(path: str) -> bool:
 
 
 def with_tenant(scope: Scope, tenant: Tenant) -> Scope:
-    """Returns the scope of a tenant's request that the gateway itself makes."""
+    """Returns a scope for a request that the gateway makes itself on behalf of a tenant."""
     return {**scope, _TENANT: tenant}
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """Returns the tenant whose key was used; a tenant without a name if no keys are configured."""
+    """Returns the tenant of a request; without keys, a tenant without a name."""
     tenant: Tenant | None = scope.get(_TENANT)
     if tenant is not None:
         return tenant
@@ -100,10 +101,10 @@ def anonymous_at(address: str) -> Tenant:
 
 
 def identify(keys: KeyFinder | None, authorization: bytes | None, address: str = "") -> Tenant:
-    """Returns the holder of the key in an `authorization` field; without `keys`, the client's
-    address.
+    """Returns the tenant whose key is in an `authorization` field.
 
-    Raises ApiError if the key is missing or wrong, and counts the refusal.
+    Without `keys`, returns a tenant for the client's address. Raises ApiError if the key is missing
+    or wrong, and counts the refusal.
     """
     if keys is None:
         return anonymous_at(address)
@@ -125,19 +126,19 @@ def _field(scope: Scope, wanted: bytes) -> bytes:
 
 
 class HostGuard:
-    """An ASGI application that passes on requests to localhost, addresses or allowed names."""
+    """An ASGI application that forwards requests to localhost, IP addresses or allowed names."""
 
     def __init__(self, app: ASGIApp, allowed: Iterable[str]) -> None:
-        """`allowed` has names, `*.NAME` for all subdomains of a name, or `*`."""
+        """`allowed`: names; `*.NAME` allows all subdomains of a name, `*` allows every name."""
         self._app = app
         self._allowed = frozenset(allowed)
         self._passed: set[bytes] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 403, or calls the application."""
+        """Answers 403, or else calls the application."""
         if scope["type"] == "http":
             field = _field(scope, b"host")
-            if field and field not in self._passed:  # browsers always send the field
+            if field and field not in self._passed:  # browsers always send it
                 if not is_own(field.decode("latin-1"), self._allowed):
                     await send_invalid(send, _refused(field))
                     return
@@ -147,7 +148,7 @@ class HostGuard:
 
 
 def is_own(field: str, allowed: frozenset[str]) -> bool:
-    """True if a `host` field is localhost, an address or an allowed name, perhaps with a port."""
+    """True if a `host` field is localhost, an IP address or an allowed name; a port is ignored."""
     name = _PORT.sub("", field.strip().lower()).removesuffix(".")
     if ANY in allowed or name in allowed or _ADDRESS.fullmatch(name) is not None:
         return True

@@ -18,7 +18,7 @@ from engine.config import MAX_KEY_BYTES
 from engine.errors import ConfigError
 from router.access.limits import KeyLimits, Tenant
 
-KEY_PREFIX = "baton-"  # lets people and secret scanners recognise a leaked key
+KEY_PREFIX = "baton-"  # people and secret scanners recognise a leaked key by this prefix
 KEY_BYTES = 32
 MAX_KEYS = 10_000
 _FILE_VERSION = 1
@@ -29,7 +29,7 @@ Instant = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One key. Without a `group` it shares cached prefixes with no other key."""
+    """The record of a key. Without a `group`, the key shares cached prefixes with no other key."""
 
     name: Name
     hash: KeyHash
@@ -38,16 +38,16 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     group: Name | None = None
     limits: KeyLimits = KeyLimits()
     debug: bool = (
-        False  # may ask for decisions, timelines and metrics, which reveal other tenants' load
+        False  # allows reading decisions, timelines and metrics, which reveal other tenants' load
     )
 
 
 class KeysError(ConfigError):
-    """Keys that cannot be read, or a change to them that cannot be made."""
+    """The keys cannot be read, or cannot be changed as requested."""
 
 
 class KeyTable:
-    """All keys, by hash."""
+    """All keys by hash."""
 
     def __init__(self, records: Iterable[KeyRecord] = ()) -> None:
         self._entries = {record.hash: (_tenant_of(record), _end_s(record)) for record in records}
@@ -56,8 +56,8 @@ class KeyTable:
         return len(self._entries)
 
     def find(self, key: bytes, unix_s: float) -> Tenant | None:
-        """Returns the holder of a key; None for an unknown or expired key."""
-        if len(key) > MAX_KEY_BYTES:  # too long to be a key; do not hash it
+        """Returns the tenant of a key; None for an unknown or expired key."""
+        if len(key) > MAX_KEY_BYTES:  # no key is this long, so the text is not hashed
             return None
         entry = self._entries.get(hash_of(key))
         if entry is None:
@@ -77,12 +77,12 @@ def hash_of(key: bytes) -> str:
 
 
 def with_key(records: Sequence[KeyRecord], record: KeyRecord) -> tuple[KeyRecord, ...]:
-    """Returns the keys with one more. Raises KeysError."""
+    """Returns a table with one additional key. Raises KeysError."""
     return _checked((*records, record))
 
 
 def without_key(records: Sequence[KeyRecord], name: str) -> tuple[KeyRecord, ...]:
-    """Returns the keys without the key of that name. Raises KeysError."""
+    """Returns a table without the key of this name. Raises KeysError."""
     kept = tuple(record for record in records if record.name != name)
     if len(kept) == len(records):
         raise KeysError(f"no key is called {name!r}")
@@ -124,7 +124,10 @@ def _checked(records: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
 
 
 def _tenant_of(record: KeyRecord) -> Tenant:
-    """Without a group, keys share under their hash, since a name can be reused."""
+    """Returns the tenant of a key. A key without a group shares prefixes under its own hash.
+
+    The name of the key is not used for this, since another key may later get the same name.
+    """
     sharing = f"key:{record.hash}" if record.group is None else f"group:{record.group}"
     return Tenant(record.name, sharing, record.limits, record.debug)
 
@@ -134,9 +137,9 @@ def _end_s(record: KeyRecord) -> float:
 
 
 class FixedKeys:
-    """A fixed set of keys. They are the operator's own, so they may debug.
+    """A fixed set of keys of the operator, all with debug access.
 
-    Each shares cached prefixes only with itself, like keys without a group in a file.
+    Each key shares cached prefixes only with itself, like a key without a group in a file.
     """
 
     def __init__(self, hashes: Iterable[str]) -> None:
@@ -147,5 +150,5 @@ class FixedKeys:
         self.counters: Counter[str] = Counter()
 
     def find(self, key: bytes) -> Tenant | None:
-        """Returns the holder of a key; None for an unknown key."""
+        """Returns the tenant of a key; None for an unknown key."""
         return self._tenants.get(hash_of(key)) if len(key) <= MAX_KEY_BYTES else None

@@ -1,6 +1,7 @@
-"""Holders of API keys, their limits, and their usage: requests, tokens and requests in flight.
+"""Tenants of API keys, their limits, and their usage: requests, tokens and requests in flight.
 
-Pure: no clock, no HTTP. The gateway checks before it tokenises, and again when the prompt is known.
+Pure: no clock, no HTTP. The gateway checks the limits before it tokenises, and again when it knows
+the length of the prompt.
 
 Requests and tokens each have a bucket, which fills at the rate of the limit. The size of a bucket
 is the burst that a key may use at once: one minute of tokens, or one second of requests but at
@@ -24,16 +25,16 @@ import msgspec
 
 from router.inbox.api_errors import ApiError
 
-MAX_ACCOUNTS = 10_000  # above this, accounts without requests in flight are removed
-BUSY_RETRY_S = 1.0  # seconds until some request in flight may have ended
+MAX_ACCOUNTS = 10_000  # number of accounts above which those without requests in flight are removed
+BUSY_RETRY_S = 1.0  # seconds after which a request in flight may have ended
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The limits of one key; None is no limit. Raises ValueError if a limit is not positive."""
+    """The limits of one key; None means no limit. Raises ValueError if a limit is not positive."""
 
     requests_per_s: float | None = None
-    tokens_per_min: int | None = None  # prompts and answers together
-    max_streams: int | None = None  # requests in flight
+    tokens_per_min: int | None = None  # tokens of prompts and answers together
+    max_streams: int | None = None  # maximum number of requests in flight
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -42,7 +43,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} must be positive")
 
     def or_else(self, defaults: "KeyLimits") -> "KeyLimits":
-        """Returns these limits, with defaults where a limit is missing."""
+        """Returns these limits, with the default wherever a limit is None."""
         own = {name: getattr(self, name) for name in self.__struct_fields__}
         return msgspec.structs.replace(defaults, **{n: v for n, v in own.items() if v is not None})
 
@@ -51,13 +52,13 @@ UNLIMITED = KeyLimits()
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """The holder of a key. Tenants with equal `sharing` share cached prefixes."""
+    """The owner of a key. Tenants with equal `sharing` share cached prefixes."""
 
     name: str
     sharing: str
     limits: KeyLimits
     may_debug: bool
-    queue: str = ""  # the fair queue of its work: its name, or the address of a client
+    queue: str = ""  # name in fair queues: the key's name, or the client's address
 
     def __post_init__(self) -> None:
         if not self.queue:
@@ -65,16 +66,16 @@ class Tenant(msgspec.Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """The name under which this tenant's data is stored. No other key has it."""
+        """The name under which this tenant's data is stored, different for each key."""
         return f"{self.sharing}/{self.name}"
 
 
-# The client of a gateway without keys.
+# The tenant of a gateway without keys.
 ANONYMOUS = Tenant(name="", sharing="", limits=KeyLimits(), may_debug=True)
 
 
 class LimitExceeded(ApiError):
-    """A key has reached a limit; `headers` say when it may continue."""
+    """A key has reached a limit. `headers` say when it may send more requests."""
 
     def __init__(self, message: str, retry_after_s: float, headers: dict[str, str]) -> None:
         super().__init__(message, code="rate_limit_exceeded", status=429)
@@ -84,7 +85,7 @@ class LimitExceeded(ApiError):
 
 @dataclass(slots=True)
 class Bucket:
-    """The remaining units of a limit, refilled with `rate` units per second."""
+    """The unused units of a limit. The bucket is refilled with `rate` units per second."""
 
     size: float
     rate: float
@@ -92,17 +93,17 @@ class Bucket:
     at_s: float
 
     def fill(self, now_s: float) -> None:
-        """Refills the bucket up to `now_s`."""
+        """Refills the bucket for the time until `now_s`."""
         gained = max(now_s - self.at_s, 0.0) * self.rate
         self.level = min(self.level + gained, self.size)
-        self.at_s = max(now_s, self.at_s)  # another process may have a later time
+        self.at_s = max(now_s, self.at_s)  # another process may have set a later time
 
     def wait_s(self, amount: float) -> float:
-        """Returns the seconds until this amount may be taken; 0.0 if it may be taken now."""
+        """Returns the seconds until `amount` units may be taken; 0.0 if they may be taken now."""
         return max(min(amount, self.size) - self.level, 0.0) / self.rate
 
     def headers(self, what: str) -> dict[str, str]:
-        """Returns OpenAI's headers: limit, remaining units, and time until the bucket is full."""
+        """Returns OpenAI's headers: limit, unused units, and the time until the bucket is full."""
         reset_s = (self.size - self.level) / self.rate
         return {
             f"x-ratelimit-limit-{what}": str(int(self.size)),
@@ -113,17 +114,17 @@ class Bucket:
 
 @dataclass(slots=True)
 class Account:
-    """The usage of one key. Read and change it only within `held`."""
+    """The usage of one key. Read and change it only in the context of `held`."""
 
     limits: KeyLimits
     requests: Bucket | None
     tokens: Bucket | None
     num_streams: int = 0
-    num_others: int = 0  # requests in flight in other processes
+    num_others: int = 0  # number of requests in flight in other processes
     held: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def claim(self, num_more: int, now_s: float, num_counted: int = 0) -> None:
-        """Counts more requests, beside those of the same call. Raises LimitExceeded."""
+        """Counts `num_more` requests, after `num_counted` of this call. Raises LimitExceeded."""
         what = "prompts" if num_counted else "requests"
         most = self.limits.max_streams
         if most is not None and self.num_streams + self.num_others + num_more > most:
@@ -152,11 +153,11 @@ class Account:
 
 @dataclass(slots=True)
 class KeyUse:
-    """One request in flight of a key, with the tokens that it has taken."""
+    """The tokens and requests that one call of a key has taken."""
 
-    account: Account | None  # None: the key has no limits
+    account: Account | None  # None for a key without limits
     held_tokens: float = 0.0
-    num_used: int = 0  # tokens of its prompt and answers
+    num_used: int = 0  # number of tokens of its prompt and answers
     _num_streams: int = field(default=1, init=False)
     _is_released: bool = field(default=False, init=False)
 
@@ -164,12 +165,12 @@ class KeyUse:
         """Counts each prompt of a batch as a request. Raises LimitExceeded."""
         if self.account is not None and num_prompts > 1:
             with self.account.held():
-                # The first prompt is counted already.
+                # The first prompt has been counted as the request itself.
                 self.account.claim(num_prompts - 1, now_s, num_counted=1)
             self._num_streams = num_prompts
 
     def hold_tokens(self, num_tokens: int, now_s: float) -> None:
-        """Takes the tokens that the request may need. Raises LimitExceeded."""
+        """Takes the tokens that the request may need at most. Raises LimitExceeded."""
         account = self.account
         if account is None or account.tokens is None:
             return
@@ -184,7 +185,7 @@ class KeyUse:
             bucket.level -= self.held_tokens
 
     def release(self, now_s: float) -> None:
-        """Returns unused tokens and ends the request."""
+        """Returns the unused tokens to the bucket, and ends the request."""
         account = self.account
         if account is None:
             return
@@ -206,10 +207,10 @@ class KeyUse:
 
 
 class Sharing(Protocol):
-    """Shares accounts with other processes."""
+    """The interface for sharing accounts with other processes."""
 
     def held(self, key: str, account: Account) -> AbstractContextManager[None]:
-        """Updates the account, and shares the changes made within the context."""
+        """In the context, the account is up to date. Its changes are shared at the end."""
         ...
 
 
@@ -223,8 +224,8 @@ class KeyAccounts:
         max_accounts: int = MAX_ACCOUNTS,
         shared: Sharing | None = None,
     ) -> None:
-        """Without `shared`, this process counts alone."""
-        self.has_defaults = defaults != UNLIMITED  # False: only keys with own limits are limited
+        """Without `shared`, this process counts its own requests only."""
+        self.has_defaults = defaults != UNLIMITED  # False: only own limits of keys apply
         self._defaults = defaults
         self._shared = shared
         self._max_accounts = max_accounts
@@ -252,7 +253,7 @@ class KeyAccounts:
                 self._accounts[name] = account = fresh
                 if self._shared is not None:
                     account.held = partial(self._shared.held, name, account)
-            else:  # the key's limits have changed; requests in flight stay in the old account
+            else:  # the key's limits have changed, and its requests in flight stay counted
                 account.limits, account.requests, account.tokens = (
                     limits,
                     fresh.requests,
@@ -269,7 +270,7 @@ class KeyAccounts:
             del self._accounts[oldest]
 
     def validate(self) -> None:
-        """Asserts that all levels and counts are within their bounds."""
+        """Asserts that all levels and counts are within bounds."""
         for account in self._accounts.values():
             assert account.num_streams >= 0
             for bucket in (account.requests, account.tokens):

@@ -1,14 +1,14 @@
 """Accounts of keys, shared by all gateway processes of one port, so that limits are exact.
 
-The accounts are fixed-size records in a file that each process maps. A process holds the file's
-lock while it reads and changes an account, for some microseconds. All use the same monotonic clock.
+The accounts are fixed-size records in a file that each process maps. A process locks the file for
+some microseconds while it reads and changes an account. All processes use the same monotonic clock.
 
-    record   hash of the key's name; size, level and time of each bucket; for each process the
-             requests in flight. A starting process clears the number that its predecessor left
+    record   hash of the key's name; size, level and time of each bucket; number of requests in
+             flight in each process. A starting process clears the number of its predecessor
 
-A record is in one of the `NUM_PROBES` slots that follow its hash. If all are taken, the key that
-was idle for longest loses its record. If all have requests in flight, each process counts the new
-key alone.
+A record is in one of the `NUM_PROBES` slots that follow its hash. If all these slots are used, the
+record of the key that was idle for longest is replaced. If all their keys have requests in flight,
+each process counts the new key alone.
 """
 
 import contextlib
@@ -29,37 +29,37 @@ log = logging.getLogger(__name__)
 NUM_SLOTS = 2**14
 NUM_PROBES = 16
 KEY_BYTES = 16
-MAX_LOCK_TRIES = 10_000  # some milliseconds; a process may have been paused while it held the lock
+MAX_LOCK_TRIES = 10_000  # some milliseconds; a process may have been paused while holding the lock
 
 
 class _Level(NamedTuple):
-    """The shared state of a bucket."""
+    """The shared state of a bucket: its size, its level, and the time of that level."""
 
     size: float
     level: float
     at_s: float
 
 
-NO_BUCKET = _Level(0.0, 0.0, 0.0)  # the key has no such limit
+NO_BUCKET = _Level(0.0, 0.0, 0.0)  # for a key without this limit
 
 
 class _Record(NamedTuple):
     """The shared state of a key's account."""
 
-    name: bytes  # hash of the key's name; zeros: the slot is free
+    name: bytes  # hash of the key's name; all zeros in a free slot
     requests: _Level
     tokens: _Level
-    streams: list[int]  # requests in flight, by process
+    streams: list[int]  # number of requests in flight in each process
 
 
 class SharedAccounts:
-    """One process's mapping of the file."""
+    """The file of accounts, as mapped by one process."""
 
     def __init__(self, path: Path, process: int, num_processes: int) -> None:
         self._path = path
         self._process = process
         self._record = Struct(f"={KEY_BYTES}s6d{num_processes}I")
-        self.num_unlocked = 0  # changes made without the lock, held too long elsewhere
+        self.num_unlocked = 0  # number of changes after giving up waiting for the lock
 
     def open(self) -> None:
         """Maps the file and clears the requests in flight of this process's predecessor.
@@ -84,7 +84,7 @@ class SharedAccounts:
 
     @contextlib.contextmanager
     def held(self, key: str, account: Account) -> Iterator[None]:
-        """Updates the account, and shares the changes made within the context."""
+        """In the context, the account is up to date. Its changes are shared at the end."""
         name = blake2b(key.encode(), digest_size=KEY_BYTES).digest()
         with self._locked():
             slot = self._slot_of(name)
@@ -106,12 +106,13 @@ class SharedAccounts:
                 self._write(slot, _Record(name, requests, tokens, record.streams))
 
     def _slot_of(self, name: bytes) -> int | None:
-        """Returns the slot of a key's record, or of the record to replace; None if all are busy.
+        """Returns the slot of a key's record, or else a slot to use for it.
 
-        An earlier slot may have become free since the record was written, so all slots are read.
+        Returns None if all slots have keys with requests in flight. An earlier slot may have become
+        free since the record was written, so all slots are read.
         """
         first = int.from_bytes(name[:8], "little")
-        idle: list[tuple[float, int]] = []  # time of the last change, slot
+        idle: list[tuple[float, int]] = []  # time of the last change, and slot
         for probe in range(NUM_PROBES):
             slot = (first + probe) % NUM_SLOTS
             record = self._read(slot)
@@ -131,7 +132,7 @@ class SharedAccounts:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock. Continues without it if another process holds it too long."""
+        """Locks the file in the context, or gives up if another process keeps the lock too long."""
         has_lock = False
         for _ in range(MAX_LOCK_TRIES):
             try:
@@ -152,7 +153,7 @@ class SharedAccounts:
 
 
 def _read_level(bucket: Bucket | None, known: "_Level") -> None:
-    """Sets a bucket to the shared level, unless the limit has changed."""
+    """Sets a bucket to the shared level. Does nothing if the limit has changed."""
     if bucket is not None and bucket.size == known.size:
         bucket.level, bucket.at_s = known.level, known.at_s
 

@@ -1,9 +1,10 @@
 """A gateway's predictions of its workers' times, in seconds, from its own observations.
 
 There are two models. The first is a rate over all workers: seconds per computed token, per pulled
-byte, per decode step. Once a class of workers was observed with different sizes of work, the
-formulas of `engine.worker.costs` are used. Without an observation there is no prediction, except
-for pulls: their initial guess lets the first prompts after a restart be pulled from a store.
+byte, per decode step. Once a class of workers was observed with different sizes of work, the second
+model is used for it: the formulas of `engine.worker.costs`. Without an observation there is no
+prediction. Pulls are the exception: their initial guess lets the first prompts after a restart be
+pulled from a store.
 
 Prompts are timed from their first chunk to their first token. Workers report the times of their
 pulls and of decode steps. Stores themselves measure how long reading lower media takes.
@@ -27,33 +28,33 @@ from engine.worker.costs import (
 )
 from router.cluster.view import WorkerView
 
-# The fixed cost of a pull: the offer, its answer, the connection and the confirmation. Each of
+# The fixed seconds of a pull: the offer, its answer, the connection and the confirmation. Each of
 # these may wait for the end of a worker's step.
 PULL_OVERHEAD_S = 0.02
 
-FIRST_PULL_BYTES_PER_S = 1e9  # a guess before any pull: a network of 10 Gbit/s
+FIRST_PULL_BYTES_PER_S = 1e9  # a guess before the first pull, for a network of 10 Gbit/s
 # Guesses of fixed seconds and bytes/s, before a store has measured its lower media: a slow disk,
 # and distant objects. A wrong guess should cause needless computing, not a long wait.
 FIRST_LOADS = {"disk": (0.02, 200e6), "object": (0.5, 25e6)}
-FIRST_OFFER_S = 0.1  # a guess: seconds until a worker in the middle of a step answers
-RATE_MEMORY = 0.9  # weight of all earlier observations relative to the latest
-ENOUGH = 12  # observations before formulas are used
+FIRST_OFFER_S = 0.1  # seconds until a worker answers during a step; a guess before the first offer
+RATE_MEMORY = 0.9  # factor on the weight of earlier observations, per observation
+ENOUGH = 12  # minimum number of observations before formulas are used
 SPREAD = 3.0  # minimum ratio of the largest size to the smallest
-EVERY = 8  # in a well-known class, one in EVERY observations is used
+EVERY = 8  # one in EVERY observations of a well-known class is used
 WELL_KNOWN = 64
 
 WorkerClass = tuple[Role, int, int]
 
 
 def worker_class(worker: WorkerView) -> WorkerClass:
-    """The class of a worker. Workers of one role and size are assumed to be alike."""
+    """Returns the class of a worker. Workers of one role and size are assumed to be alike."""
     info = worker.info
     return info.role, info.num_blocks, info.max_running
 
 
 @dataclass(slots=True)
 class Rate:
-    """Seconds per unit of work: a quotient of two sums in which older observations count less."""
+    """Seconds per unit of work: a quotient of two sums. Older observations have a lower weight."""
 
     _seconds: float = 0.0
     _units: float = 0.0
@@ -74,13 +75,13 @@ class Rate:
 class _Sizes:
     """The number of observations since the last reset, and the range of their sizes."""
 
-    num_forgotten: int = 0  # number of resets
+    num_forgotten: int = 0  # number of resets of the fit
     number: int = 0
     least: float = field(default=float("inf"))
     most: float = 0.0
 
     def record(self, size: float) -> bool:
-        """Records an observation of this size. Returns True if the fit should use it."""
+        """Records an observation of this size. Returns True if the observation should be fitted."""
         self.number += 1
         self.least, self.most = min(self.least, size), max(self.most, size)
         return self.number <= WELL_KNOWN or self.number % EVERY == 0
@@ -91,19 +92,19 @@ class _Sizes:
 
 
 class Estimates:
-    """Predictions of one gateway. None means that nothing was measured yet."""
+    """The predictions of one gateway. None means that nothing was measured yet."""
 
     def __init__(self, prior: WorkerCosts | None = None) -> None:
-        """`prior` is used for a class until it was observed enough."""
+        """`prior` has the formulas for classes that were not observed enough yet."""
         self._prior = prior or WorkerCosts()
         self._online = OnlineCosts()
-        self._prefill_rate = Rate()  # per token
-        self._pull_rate = Rate()  # per byte
-        self._step_rate = Rate()  # per step
+        self._prefill_rate = Rate()  # seconds per token
+        self._pull_rate = Rate()  # seconds per byte
+        self._step_rate = Rate()  # seconds per step
         self._offer_s = FIRST_OFFER_S
-        self.version = 0  # changes whenever costs change
+        self.version = 0  # increases whenever costs change
         self._sizes: dict[tuple[str, WorkerClass], _Sizes] = {}
-        # Since the last update:
+        # Caches that each observation clears.
         self._alike: dict[tuple[str, WorkerClass], WorkerClass | None] = {}
         self._decode_costs: dict[WorkerClass, DecodeCost | None] = {}
         self._pull_costs: dict[WorkerClass, PullCost] = {}
@@ -113,7 +114,7 @@ class Estimates:
     def observe_prefill(
         self, worker: WorkerView, num_tokens: int, *, num_cached: int, seconds: float
     ) -> None:
-        """Learns from a prompt; `seconds` is the time from its first chunk to its last."""
+        """Records a prompt's time in seconds, from its first chunk to its first token."""
         num_computed = num_tokens - num_cached
         if num_computed <= 0 or seconds <= 0:
             return
@@ -125,7 +126,7 @@ class Estimates:
             self._online.observe_step(worker_class(worker), sample)
 
     def observe_pull(self, worker: WorkerView, num_blocks: int, *, seconds: float) -> None:
-        """Learns from a pull of `num_blocks` blocks. Zero seconds mean an unknown time."""
+        """Records a pull of `num_blocks` blocks. `seconds` is zero if its time is unknown."""
         if num_blocks <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -137,11 +138,11 @@ class Estimates:
             )
 
     def observe_offer(self, seconds: float) -> None:
-        """Learns the time that a worker with prompts took to answer a request for a prefix."""
+        """Records the time in which a worker with prompts answered a request for an offer."""
         self._offer_s += (1 - RATE_MEMORY) * (seconds - self._offer_s)
 
     def observe_steps(self, worker: WorkerView, steps: Sequence[StepReport]) -> None:
-        """Learns from reported steps that only decode, as prompts are timed as a whole."""
+        """Records reported steps without prompts. `observe_prefill` times prompts as a whole."""
         self.version += bool(steps)
         for step in steps:
             decodes = step.num_rows > 0 and not step.num_prefill_tokens
@@ -161,9 +162,9 @@ class Estimates:
         return self._of(kind, worker).record(size)
 
     def _of(self, kind: str, worker: WorkerView) -> _Sizes:
-        """Returns the sizes from which a formula was learned.
+        """Returns the observed sizes of a worker's class.
 
-        A formula learned from one size predicts no other size well.
+        A formula that was fitted to one size predicts no other size well.
         """
         key = kind, worker_class(worker)
         sizes = self._sizes.get(key)
@@ -173,10 +174,10 @@ class Estimates:
         return sizes
 
     def _known(self, kind: str, worker: WorkerView) -> WorkerClass | None:
-        """Returns the class whose formula is used for a worker: its own, or one of a similar
+        """Returns the class whose formula is used for a worker: its own, or that of a similar
         machine.
 
-        Workers rarely do the work of another role, but workers of that role always do.
+        Workers rarely do the work of another role, but the workers of that role always do.
         """
         key = kind, worker_class(worker)
         if key not in self._alike:
@@ -204,7 +205,7 @@ class Estimates:
         return None if token_s is None else PrefillCost(0.0, token_s)
 
     def pull_cost(self, worker: WorkerView) -> PullCost:
-        """Returns the formula for pulls to a worker, timed from the request for the blocks."""
+        """Returns the formula for pulls by a worker, timed from the request for the blocks."""
         known = self._pull_costs.get(key := worker_class(worker))
         if known is None:
             bare = self._online.costs(key).pull if self._of("pull", worker).are_enough else None
@@ -217,7 +218,7 @@ class Estimates:
         return known
 
     def load_cost(self, store: WorkerView, medium: str) -> LoadCost:
-        """Returns the formula for a store's reads of a lower medium: its own, or a guess."""
+        """Returns the formula for a store's reads of a lower medium, which may be a guess."""
         gauges = {} if store.load is None else store.load.gauges
         fixed_s = gauges.get(f"load_fixed_s:{medium}", math.nan)
         block_s = gauges.get(f"load_block_s:{medium}", math.nan)
@@ -262,14 +263,14 @@ class Estimates:
         return self.load_cost(store, medium).seconds(num_blocks)
 
     def offer_s(self) -> float:
-        """Predicts the seconds until a worker with prompts answers a request for a prefix."""
+        """Predicts the seconds until a worker with prompts answers a request for an offer."""
         return self._offer_s
 
     def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
-        """Predicts the seconds of a decode step of `num_seqs` sequences and `context_tokens`."""
+        """Predicts the seconds of a decode step with these numbers of sequences and tokens."""
         cost = self.decode_cost(worker)
         return None if cost is None else cost.seconds(num_seqs, context_tokens)
 
     def errors(self, worker: WorkerView) -> CostErrors:
-        """Returns the recent errors of the formulas for the class of this worker."""
+        """Returns the recent prediction errors of the formulas for this worker's class."""
         return self._online.errors(worker_class(worker))

@@ -1,22 +1,22 @@
 """Learns from the requests of this router: lengths of answers, conversations, load, moved KV. Pure.
 
-`AnswerLengths` predicts lengths. A client may bound the length of its answer; without a bound it is
-the whole context. Past answers with a similar bound are a better guide. Memory is reserved for
-nearly the longest of them. The rest of a running answer is predicted from past answers that became
-longer than it is now. Some kinds of long answers are then nearly complete, others have only begun.
-Bounds are similar if they have the same number of binary digits.
+`AnswerLengths` predicts lengths. A client may bound the length of its answer; without a bound, only
+the context limits it. Past answers with a similar bound predict the length better than the bound
+itself. Memory is reserved for nearly the longest of them. The remaining length of a running answer
+is predicted from past answers that became longer than it is now. Bounds are similar if they have
+the same number of binary digits.
 
 `Conversations` finds prompts that continue a conversation. The next prompt of a conversation
-repeats the last prompt and adds an answer and a question. So a prompt continues an earlier one if
-it begins with all full blocks of that prompt, and if these are most of the new prompt. In many
-loads, such a prompt is more likely to be continued again than the first prompt of a conversation,
-or one that adds much. If this held lately, its blocks are *likely reused*: workers keep them longer
-(`engine.worker.blocks`). Only the hash of a prompt's last full block is remembered, as it covers
-all blocks before.
+repeats the last prompt and adds an answer and a question. So a prompt continues an earlier prompt
+if it begins with all full blocks of the earlier prompt, and if these are most of the new prompt. In
+many loads, such a prompt is more likely to be continued again than the first prompt of a
+conversation, or than a prompt that adds much. While this holds, the blocks of such a prompt are
+*likely reused*: workers keep them longer (`engine.worker.blocks`). Only the hash of a prompt's last
+full block is remembered, as it covers all blocks before.
 
-`PromptLoad` measures how busy prompts lately kept the workers that prefill, and how much their
-caches saved. `PairTransfers` counts the KV that moved between each pair of workers. Hand-overs,
-prefixes and moves are counted alike, when their last block has arrived.
+`PromptLoad` measures how busy the workers that prefill were lately, and how much their caches
+saved. `PairTransfers` counts the KV that moved between each pair of workers. Hand-overs, prefixes
+and moves are all counted when their last block has arrived.
 """
 
 from bisect import bisect_right
@@ -30,14 +30,14 @@ import msgspec
 from engine.messages import WorkerId
 from engine.worker.blocks import BlockHash
 
-MEMORY = 256  # answers of each kind that are remembered
-ENOUGH = 16  # with fewer answers, an answer is expected to reach its bound
+MEMORY = 256  # number of latest answers that are remembered, per kind
+ENOUGH = 16  # with fewer answers, each is predicted to reach its bound
 NEARLY_ALL = 0.95  # share of answers for which the reserved memory suffices
-REFRESH_EVERY = 16  # answers between two sorts, as sorting costs time
+REFRESH_EVERY = 16  # number of answers between two sorts, as sorting costs time
 
 
 class AnswerLengths:
-    """Lengths of answers in tokens, by their bounds."""
+    """Observed lengths of answers in tokens, by their bounds."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, _Kind] = {}
@@ -61,7 +61,7 @@ class AnswerLengths:
         return self.left(max_tokens, 0)
 
     def left(self, max_tokens: int, so_far: int) -> float:
-        """Returns the mean number of remaining tokens of an answer that has `so_far`."""
+        """Returns the mean number of remaining tokens of an answer that has `so_far` tokens."""
         known = self._known(max_tokens)
         longer = len(known) - bisect_right(known, so_far)
         if not longer:
@@ -70,7 +70,7 @@ class AnswerLengths:
         return min(total / longer - so_far, float(max(max_tokens - so_far, 1)))
 
     def survival(self, max_tokens: int, so_far: int, more: float) -> float:
-        """Returns the share of answers with `so_far` tokens that have `more` further ones."""
+        """Returns the share of answers with `so_far` tokens that reach `more` further tokens."""
         if so_far + more >= max_tokens:
             return 0.0
         known = self._known(max_tokens)
@@ -86,8 +86,8 @@ class AnswerLengths:
 
 class _Kind:
     def __init__(self) -> None:
-        self.ordered: list[int] = []  # empty with fewer than ENOUGH answers
-        self.sums: list[int] = []  # at index n: the sum of the n longest
+        self.ordered: list[int] = []  # sorted lengths; empty with fewer than ENOUGH answers
+        self.sums: list[int] = []  # at index n: the sum of the n longest lengths
         self._latest: deque[int] = deque(maxlen=MEMORY)
         self._num_new = 0
 
@@ -100,23 +100,24 @@ class _Kind:
             self.sums = list(accumulate(reversed(self.ordered), initial=0))
 
 
-MAX_PROMPTS = 65_536  # prompts that are remembered; after this many, old counts are halved
-MOST = 0.7  # minimum share of a prompt that repeats the earlier one
-ENOUGH_PROMPTS = 64  # continuing prompts; with fewer, nothing is predicted
-FOLLOWED_MORE = 1.3  # factor over the frequency of other prompts
+MAX_PROMPTS = 65_536  # maximum number of remembered prompts; then all counts are halved
+MOST = 0.7  # minimum share of a prompt that an earlier prompt covers
+ENOUGH_PROMPTS = 64  # minimum number of continuing prompts for a prediction
+FOLLOWED_MORE = 1.3  # factor over the share of other prompts that were continued
 
 
 class Conversations:
     """The latest prompts of this gateway, and how often they were continued."""
 
     def __init__(self) -> None:
-        # Ends of prompts, oldest first: True if they continued one; None once continued.
+        # Hashes of prompts' ends, oldest first. True: the prompt continued another one. None: the
+        # prompt itself was continued.
         self._ends: OrderedDict[BlockHash, bool | None] = OrderedDict()
-        self._num = [0.0, 0.0]  # number of prompts: others, and continuing ones
-        self._num_followed = [0.0, 0.0]  # number of these that were continued
+        self._num = [0.0, 0.0]  # number of prompts: other ones, and those that continue another
+        self._num_followed = [0.0, 0.0]  # of these, the number continued later
 
     def record(self, hashes: Sequence[BlockHash]) -> bool:
-        """Records a prompt by its full blocks. Returns True if they are likely to be reused."""
+        """Records a prompt by its full blocks. Returns True if these are likely reused."""
         if not hashes:
             return False
         ends, goes_on = self._ends, False
@@ -137,7 +138,7 @@ class Conversations:
         return goes_on and self._are_followed_more()
 
     def _are_followed_more(self) -> bool:
-        """True if continuing prompts were continued more often than others."""
+        """True if prompts that continue another prompt were continued more often than others."""
         (others, went_on), (others_followed, followed) = self._num, self._num_followed
         return (
             went_on >= ENOUGH_PROMPTS
@@ -145,12 +146,12 @@ class Conversations:
         )
 
 
-MEMORY_S = 5.0  # seconds; older prompts have a weight below a third
-KEPT = 0.98  # factor by which each prompt reduces the weight of the earlier ones
+MEMORY_S = 5.0  # seconds after which the weight of a prompt has fallen to 1/e
+KEPT = 0.98  # factor on the weight of all earlier prompts, for each new prompt
 
 
 class PromptLoad:
-    """The seconds of recently placed prompts; older prompts weigh less."""
+    """The seconds of recently placed prompts. Older prompts have a lower weight."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -158,7 +159,7 @@ class PromptLoad:
         self._compute_s = self._num_computed = self._num_cached = 0.0  # decaying sums
 
     def record(self, seconds: float, now_s: float, *, num_computed: int, num_cached: int) -> None:
-        """Adds a prompt: `num_computed` tokens took `seconds`, `num_cached` were cached."""
+        """Adds a prompt: `num_computed` tokens take `seconds`, `num_cached` tokens are cached."""
         self._seconds = self._left(now_s) + seconds
         self._noted_s = now_s
         self._compute_s = KEPT * self._compute_s + seconds
@@ -167,15 +168,16 @@ class PromptLoad:
 
     @property
     def cached_token_s(self) -> float:
-        """Returns the seconds that a cached token saves, weighted by the share of tokens found."""
+        """Returns the seconds saved per cached token, times the share of tokens found cached."""
         if self._num_computed <= 0.0:
             return 0.0
         found = self._num_cached / (self._num_cached + self._num_computed)
         return found * self._compute_s / self._num_computed
 
     def share(self, num_workers: int, now_s: float) -> float:
-        """Returns the share of time in which `num_workers` computed prompts; above 1 if prompts had
-        to queue.
+        """Returns the share of time in which `num_workers` workers computed prompts.
+
+        A share above 1 means that prompts had to queue.
         """
         return self._left(now_s) / (MEMORY_S * max(num_workers, 1))
 
@@ -183,20 +185,20 @@ class PromptLoad:
         return self._seconds * exp((self._noted_s - now_s) / MEMORY_S)
 
 
-MAX_PAIRS = 1024  # pairs of workers; the least recently used pair is dropped
+MAX_PAIRS = 1024  # maximum number of pairs; the least recently used pair is removed
 
 
 class MovedKv(msgspec.Struct):
-    """KV that one worker pulled from another worker."""
+    """The KV that one worker has pulled from another worker."""
 
     source: WorkerId
     sink: WorkerId
     num_transfers: int = 0
     num_bytes: int = 0
-    timed_bytes: int = 0  # bytes of the transfers with a known time
-    seconds: float = 0.0  # seconds of these transfers
-    exposed_s: float = 0.0  # seconds of transfers that were not hidden behind prefill
-    last_s: float = 0.0  # time at which the latest transfer ended
+    timed_bytes: int = 0  # number of bytes whose transfer time is known
+    seconds: float = 0.0  # total transfer time of these bytes
+    exposed_s: float = 0.0  # the part of this time that was not hidden behind prefill
+    last_s: float = 0.0  # time at which the last transfer ended
 
 
 class PairTransfers:
@@ -207,7 +209,7 @@ class PairTransfers:
 
     @property
     def pairs(self) -> Collection[MovedKv]:
-        """The record of each pair; the pair that was used last comes last. Read only."""
+        """The totals of each pair, the last used pair last. Read only."""
         return self._pairs.values()
 
     def record(
@@ -220,7 +222,7 @@ class PairTransfers:
         seconds: float = 0.0,
         exposed_s: float = 0.0,
     ) -> None:
-        """Adds a finished transfer."""
+        """Adds a finished transfer to the totals of its pair."""
         moved = self._pairs.get((source, sink))
         if moved is None:
             moved = self._pairs[source, sink] = MovedKv(source, sink)

@@ -1,15 +1,16 @@
-"""The cluster from the view of one gateway: live workers, and the claims on each.
+"""The cluster as one gateway knows it: live workers, and the claims on each.
 
-A store is in the view like a worker, but computes nothing: it holds blocks that workers pull. A
-store never has claims, and its size and block size say nothing about the workers.
+A store is in the view like a worker, but computes nothing: it keeps blocks that workers pull. A
+store never has claims, and its size and block size do not apply to the workers.
 
 Claims are debits on predicted capacity. A claim is made when a request is placed, and released when
 its need ends. Claims are exact for the requests of this gateway, whatever the workers last
 reported.
 
-Claims of other gateways come from the workers' reports: the reported load minus our own claims. A
-claim that crosses a report is missing from the others' share until the next report. It is never
-counted twice.
+Claims of other gateways come from the workers' reports: the reported load minus our own claims. If
+a worker sends a report before it has received a new request of ours, our claim is subtracted
+although the report lacks it. So the other gateways' share is too small until the next report. No
+claim is counted twice.
 """
 
 from collections.abc import Sequence
@@ -23,23 +24,23 @@ from engine.messages import LoadReport, Role, RoleChanged, SeqId, Welcome, Worke
 
 
 class PrefillClaim(msgspec.Struct, frozen=True):
-    """The claim of a prompt that is to be computed."""
+    """The claim of a prompt that is being computed or waits for that."""
 
     tokens: int  # number of tokens to compute
-    prompt_tokens: int  # number of tokens, including cached and pulled ones
-    seconds: float  # predicted; 0 if unknown
+    prompt_tokens: int  # number of tokens, with cached and pulled ones
+    seconds: float  # predicted seconds; 0 if unknown
 
 
 class DecodeClaim(msgspec.Struct):
-    """The claim of a sequence that decodes or will decode."""
+    """The claim of a sequence that decodes or will decode on a worker."""
 
-    blocks: int  # number at its predicted length
-    context_tokens: int  # at present
+    blocks: int  # number of blocks at its predicted length
+    context_tokens: int  # present number of tokens
     begins_s: float  # predicted time of its first token
-    prompt_tokens: int  # number in the context, before the answer
-    max_tokens: int  # maximum of the answer
-    is_there: bool = False  # the worker knows the sequence and reports it
-    has_begun: bool = False  # its first token has come
+    prompt_tokens: int  # number of tokens of the prompt
+    max_tokens: int  # maximum number of tokens of the answer
+    is_there: bool = False  # True if the worker reports the sequence
+    has_begun: bool = False  # True from its first token on
 
     @property
     def num_tokens(self) -> int:
@@ -48,12 +49,12 @@ class DecodeClaim(msgspec.Struct):
 
 
 class Foreign(msgspec.Struct, frozen=True):
-    """Other gateways' share of a worker at its last report."""
+    """The load of a worker by other gateways, at its last report."""
 
-    prompt_tokens: int = 0  # in prompts that wait or are being computed
-    seqs: int = 0  # sequences that decode or will decode
-    blocks: int = 0  # filled by these sequences at their present lengths
-    context_tokens: int = 0  # in these sequences
+    prompt_tokens: int = 0  # number in waiting and running prompts
+    seqs: int = 0  # number of sequences that decode or will decode
+    blocks: int = 0  # number filled by these sequences at their present lengths
+    context_tokens: int = 0  # total context of these sequences
 
 
 NOTHING = Foreign()
@@ -61,7 +62,7 @@ NOTHING = Foreign()
 
 @dataclass(slots=True)
 class DecodeTotals:
-    """The totals of all decoding workers, over all gateways."""
+    """The sequences and context tokens of all decoding workers, over all gateways."""
 
     num_seqs: int = 0
     context_tokens: int = 0
@@ -69,7 +70,7 @@ class DecodeTotals:
 
 @dataclass(slots=True)
 class WorkerView:
-    """A live worker and the claims on it, by sequence, oldest first."""
+    """A live worker and the claims on it, by sequence, oldest claim first."""
 
     info: Welcome
     load: LoadReport | None = None
@@ -82,9 +83,9 @@ class WorkerView:
     reserved_s: float = 0.0
     reserved_blocks: int = 0
     context_tokens: int = 0
-    num_begun: int = 0  # number of `decodes` that have begun
-    computing_since_s: float = 0.0  # start of the oldest prompt here
-    turnover: float = 0.0  # cached tokens stored so far, as a share of its cache
+    num_begun: int = 0  # number of sequences in `decodes` that have begun
+    computing_since_s: float = 0.0  # time at which the oldest prompt here was started
+    turnover: float = 0.0  # cached tokens stored since the start, as a share of the cache
     touched: set[WorkerId] = field(
         default_factory=set, repr=False
     )  # the view's set of changed workers
@@ -93,7 +94,7 @@ class WorkerView:
     )  # the view's totals, if the worker decodes
 
     def change_role(self, message: RoleChanged) -> None:
-        """Changes the worker's role. Claims on it stay."""
+        """Changes the worker's role. Claims on the worker are kept."""
         self.info = replace(self.info, role=message.role)
         self.touched.add(self.info.worker_id)
 
@@ -107,7 +108,7 @@ class WorkerView:
         now_s: float = 0.0,
         waits: bool = False,
     ) -> None:
-        """Claims a prompt of which `num_tokens` are to be computed there.
+        """Claims the computation of `num_tokens` of a prompt on this worker.
 
         With `waits`, the prompt does not start before `begin_prefill`: its prefix is pulled first.
         """
@@ -122,13 +123,13 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def begin_prefill(self, seq_id: SeqId, now_s: float) -> None:
-        """Records that a prompt's first chunk is about to run, after any pull of its prefix."""
+        """Records that a prompt's first chunk starts. A pull of its prefix is over then."""
         if seq_id == next(iter(self.prefills), None):
             self.computing_since_s = now_s
             self.touched.add(self.info.worker_id)
 
     def release_prefill(self, seq_id: SeqId, now_s: float = 0.0) -> None:
-        """Releases a prompt's claim, unless it was released before."""
+        """Releases a prompt's claim, if the prompt still has one."""
         if seq_id not in self.prefills:
             return
         if seq_id == next(iter(self.prefills)):
@@ -161,7 +162,7 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def begin_decode(self, seq_id: SeqId) -> None:
-        """Records the first token of a sequence, so that it decodes from now on."""
+        """Records the first token of a sequence, which decodes from now on."""
         claim = self.decodes[seq_id]
         self.num_begun += not claim.has_begun
         claim.is_there = claim.has_begun = True
@@ -170,26 +171,26 @@ class WorkerView:
     def grow_decode(self, seq_id: SeqId, num_tokens: int) -> None:
         """Adds tokens to a sequence.
 
-        This happens often and changes little, so it does not put the worker into `touched`.
+        This happens for each token and changes little, so the worker is not added to `touched`.
         """
         self.decodes[seq_id].context_tokens += num_tokens
         self.context_tokens += num_tokens
         self.totals.context_tokens += num_tokens
 
     def grow_decodes(self, num_tokens: int) -> None:
-        """Adds `num_tokens` to the context totals after claims have grown."""
+        """Adds `num_tokens` to the context totals, for claims that were increased already."""
         self.context_tokens += num_tokens
         self.totals.context_tokens += num_tokens
 
     def extend_decode(self, seq_id: SeqId, num_blocks: int) -> None:
-        """Raises the claim of a sequence that outgrew its prediction to `num_blocks` in total."""
+        """Increases the claim of an unexpectedly long sequence to `num_blocks` in total."""
         claim = self.decodes[seq_id]
         self.reserved_blocks += num_blocks - claim.blocks
         claim.blocks = num_blocks
         self.touched.add(self.info.worker_id)
 
     def release_decode(self, seq_id: SeqId) -> None:
-        """Releases a sequence's claim, unless it was released before."""
+        """Releases a sequence's claim, if the sequence still has one."""
         claim = self.decodes.pop(seq_id, None)
         if claim is not None:
             self.reserved_blocks -= claim.blocks
@@ -200,7 +201,7 @@ class WorkerView:
             self.touched.add(self.info.worker_id)
 
     def report(self, load: LoadReport, now_s: float) -> None:
-        """Records a load report, and derives from it the claims of other gateways."""
+        """Records a load report, and computes other gateways' load from it."""
         self.load, self.reported_s = load, now_s
         block_size = self.info.layout.block_size
         own = [claim for claim in self.decodes.values() if claim.is_there]
@@ -218,12 +219,13 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def ready(self, foreign_s: float = 0.0) -> tuple[float, float]:
-        """Returns the time at which all its prompts are computed, and the minimum seconds from now.
+        """Returns when all its prompts are computed: a time, and a minimum of seconds from now.
 
-        The first prompt may take longer than predicted. The other prompts start after it.
+        The minimum covers a first prompt that takes longer than predicted: the other prompts start
+        after it.
 
         `foreign_s` is the work for other gateways' prompts at the last report. The worker
-        alternates between gateways, so the time it has since worked for us was not spent on that
+        alternates between gateways, so its time for our prompts since then did not reduce that
         work.
         """
         if not self.prefills:
@@ -235,39 +237,39 @@ class WorkerView:
         return self.computing_since_s + total_s, total_s - first_s
 
     def ready_s(self, now_s: float, *, foreign_s: float = 0.0) -> float:
-        """Predicted seconds until the worker has computed all its prompts."""
+        """Predicts the seconds until the worker has computed all its prompts."""
         at_s, behind_s = self.ready(foreign_s)
         return max(at_s - now_s, behind_s)
 
     @property
     def is_store(self) -> bool:
-        """True if it is a store, which only keeps blocks for workers."""
+        """True for a store, which only keeps blocks for workers."""
         return self.info.role is Role.STORE
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that its KV memory holds."""
+        """The capacity of the worker's KV memory in tokens."""
         return self.info.num_blocks * self.info.layout.block_size
 
     @property
     def num_decodes(self) -> int:
-        """The number of sequences that decode or will decode here, of all gateways."""
+        """The number of sequences of all gateways that decode or will decode on this worker."""
         return len(self.decodes) + self.foreign.seqs
 
     @property
     def num_decoding(self) -> int:
-        """The number of `num_decodes` that decode already; other gateways' are all counted."""
+        """The number of sequences that decode now; all those of other gateways are counted."""
         return self.num_begun + self.foreign.seqs
 
     @property
     def mean_context_tokens(self) -> int:
-        """Context tokens of `num_decodes`; our own are in the middle of their predicted growth."""
+        """The context tokens of `num_decodes`, with our sequences in the middle of their growth."""
         end_tokens = self.reserved_blocks * self.info.layout.block_size
         return (self.context_tokens + end_tokens) // 2 + self.foreign.context_tokens
 
     @property
     def decoding_context_tokens(self) -> int:
-        """The part of `mean_context_tokens` of `num_decoding`, if all are equally long."""
+        """The share of `mean_context_tokens` that belongs to `num_decoding`, at equal lengths."""
         num_decodes = self.num_decodes
         if not num_decodes:
             return 0
@@ -275,18 +277,18 @@ class WorkerView:
 
     @property
     def promised_blocks(self) -> int:
-        """The number of KV blocks claimed by all gateways."""
+        """The number of KV blocks that all gateways claim."""
         return self.reserved_blocks + self.foreign.blocks
 
     @property
     def promised_tokens(self) -> int:
-        """The number of prompt tokens to compute, of all gateways."""
+        """The number of prompt tokens that the worker must compute for all gateways."""
         return self.reserved_tokens + self.foreign.prompt_tokens
 
     def can_pull_from(self, source: "WorkerView") -> bool:
-        """True if the source's blocks have the same meaning here, and arrive unchanged.
+        """True if this worker can use blocks of `source`, and receives them without rounding.
 
-        Blocks that were rounded on their way would be cached as if they had been computed.
+        Rounded blocks would be cached here as if this worker had computed them.
         """
         return (
             self.info.pulls_unchanged
@@ -297,13 +299,12 @@ class WorkerView:
 
 @dataclass(slots=True)
 class ClusterView:
-    """All live workers; only the router machine changes it.
+    """All live workers. Only the router machine changes this view.
 
-    `severed` has pairs of a live source and a live sink between which KV lately did not arrive.
-    Each has the time at which the pair is tried again. `touched` has workers whose claims or loads
-    changed since a reader last cleared it.
-
-    `capacity_tokens` is the length of the longest request that the workers could hold.
+    `severed`: pairs of a live source and a live sink between which KV lately did not arrive, each
+    with the time at which the pair is tried again. `touched`: workers whose claims or loads changed
+    since a reader last cleared the set. `capacity_tokens`: length of the longest request that the
+    workers could serve.
     """
 
     workers: dict[WorkerId, WorkerView] = field(default_factory=dict)
@@ -311,10 +312,10 @@ class ClusterView:
     touched: set[WorkerId] = field(default_factory=set)
     capacity_tokens: int | None = None
     decode_totals: DecodeTotals = field(default_factory=DecodeTotals)
-    # Workers that prefill; if there are none, fluid decode workers.
+    # The workers that prefill; if there are none, the fluid decode workers.
     prefillers: Sequence[tuple[WorkerId, WorkerView]] = ()
     decoders: Sequence[WorkerView] = ()  # workers that decode
-    computing: WorkerView | None = None  # any worker that is not a store; all have one block size
+    computing: WorkerView | None = None  # any worker except a store; all share a block size
 
     def __post_init__(self) -> None:
         self.measure()
@@ -333,10 +334,10 @@ class ClusterView:
         return worker
 
     def measure(self) -> None:
-        """Updates the workers by role, and the length of the longest request that they could hold.
+        """Updates the lists of workers by role, and the length of the longest possible request.
 
         One worker must have memory for the prompt, and one for the whole request. While a role has
-        no worker, the length stays: its workers are likely to return unchanged.
+        no worker, the length is kept: the role's workers are likely to return unchanged.
         """
         workers = self.workers.items()
         found = [(i, w) for i, w in workers if w.info.role.prefills]
@@ -367,12 +368,12 @@ class ClusterView:
         return None
 
     def remove_severed(self, now_s: float) -> None:
-        """Removes severed pairs that may be tried again."""
+        """Removes the severed pairs that may be tried again."""
         if self.severed:
             self.severed = {pair: at_s for pair, at_s in self.severed.items() if at_s > now_s}
 
     def validate(self) -> None:
-        """Asserts that every sum is the sum of its parts."""
+        """Asserts that every total is the sum of its parts."""
         assert self.decode_totals == self._summed()
         assert self.decoders == [w for w in self.workers.values() if w.info.role.decodes]
         for worker in self.workers.values():
