@@ -1,1 +1,1 @@
-"""Between the network and an application: limits, TLS, and an orderly shutdown."""
+"""The edge between the network and an application: limits, TLS, and an orderly shutdown."""

@@ -1,13 +1,14 @@
 """One HTTP/1.1 connection of the server, within the limits of `router.edge.limits`.
 
-httptools parses requests. Each becomes an `Exchange`, which a task of the application answers. The
-exchanges of a connection are answered one after the other.
+httptools parses requests. For each request there is an `Exchange`, which a task of the application
+answers. The exchanges of a connection are answered one after the other.
 
 Parts of bodies written through the pipe are sent at the end of the loop's iteration: see `Outbox`.
 
-A connection that exceeds a limit is refused, with an error response if no other response has begun.
-If the body of a request is incomplete, its response is the connection's last. Further input is
-discarded for a moment, so that the client can read the response.
+If a client exceeds a limit, its connection is closed. An error response is sent first, unless
+another response has begun. If a request is answered before its body is complete, the connection
+ends with this response. Further input is discarded for a moment, so that the client can read the
+response.
 """
 
 import asyncio
@@ -47,17 +48,17 @@ from router.edge.responses import (
 
 log = logging.getLogger(__name__)
 
-HIGH_WATER_BYTES = 65_536  # reading of a body pauses while this much is unread
+HIGH_WATER_BYTES = 65_536  # number of unread bytes at which reading of a body pauses
 _name_of = itemgetter(0)
 
 
 class _NotParsed(Exception):
-    """Raised inside a callback of the parser, which hides the exception itself."""
+    """Stops the parser from within a callback. The parser does not pass the exception on."""
 
 
 @dataclass(eq=False, slots=True)
 class Clients:
-    """The connections of a listener, the tasks that answer them, and what they share."""
+    """The connections of a listener, the tasks that answer them, and the objects they share."""
 
     app: ASGIApp
     book: Book
@@ -69,28 +70,28 @@ class Clients:
 
 
 class Connection(BodyPipe):
-    """One connection: parses its requests, and has them answered one after the other."""
+    """One connection: parses requests, and starts a task to answer each, one after the other."""
 
     def __init__(self, clients: Clients, address: str = "", refusal: str | None = None) -> None:
-        """The book has admitted `address`, unless there is a reason for a `refusal`."""
+        """The book has admitted `address`, unless `refusal` is the reason to refuse it."""
         super().__init__(clients.outbox)
         self._clients = clients
         self._book = clients.book
         self._feeder = clients.feeder
-        self._exchanges: list[Exchange] = []  # exchanges that are not answered yet, oldest first
+        self._exchanges: list[Exchange] = []  # unanswered exchanges, oldest first
         self._present: Exchange | None = None  # the exchange whose body is arriving
         self.address = address
         self._reason = refusal
         self._is_counted = refusal is None
-        self._is_last = False  # the last response is sent; further input is discarded
+        self._is_last = False  # the last response was sent, so input is discarded
         self._is_draining = False
         self._num_fed = 0  # bytes since the parser last completed a field or a piece of a body
         self._num_body = 0  # bytes of an incomplete body
-        self._has_head = self._expects_continue = False  # the present request's head is complete
-        self._num_parts = self._num_parts_bytes = 0  # parts of the present body
+        self._has_head = self._expects_continue = False  # about the request that is being parsed
+        self._num_parts = self._num_parts_bytes = 0  # number and bytes of the present body's parts
         self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
         self._times = ConnectionTimes(self._loop.time())
-        self._url = b""  # in the head that is arriving
+        self._url = b""  # as far as the present head has arrived
         self._headers: list[tuple[bytes, bytes]] = []
 
     # ------------------------------------------------------------ the transport's side
@@ -99,7 +100,7 @@ class Connection(BodyPipe):
         """Prepares to parse requests, or refuses the connection."""
         self.transport = transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
         self._parser = httptools.HttpRequestParser(self)
-        # A client may send more after a request whose response will be the last.
+        # A client may send more data even if the response will be the last one of its connection.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._clients.connections.add(self)
         peer = transport.get_extra_info("peername")
@@ -121,7 +122,7 @@ class Connection(BodyPipe):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handles the client's disconnection."""
+        """Handles the end of the connection."""
         self.is_ready = False
         self._clients.connections.discard(self)
         self._clients.ended.set()
@@ -132,10 +133,10 @@ class Connection(BodyPipe):
         self._is_writable.set()
         if self._exchanges:
             self._leave_exchanges()
-        del self._parser  # it refers to this object
+        del self._parser  # the parser refers to this object
 
     def data_received(self, data: bytes) -> None:
-        """Parses input, unless the last response was sent."""
+        """Parses input. After the last response, input is discarded."""
         if not self._is_last:
             self._times.idle_s = None
             self._feeder.feed(self, data)
@@ -143,7 +144,7 @@ class Connection(BodyPipe):
     # ------------------------------------------------------------ the feeder's side
 
     def parse(self, data: bytes | memoryview) -> bool:
-        """Parses a slice of input; implements `FedConnection`."""
+        """Parses a slice of input, as a `FedConnection`."""
         times = self._times
         if times.head_s is None and times.body_s is None:
             times.head_s = self._loop.time()
@@ -163,18 +164,18 @@ class Connection(BodyPipe):
         return not self._is_last and not self.transport.is_closing()
 
     def hold(self) -> None:
-        """Stops reading until the input is parsed; implements `FedConnection`."""
+        """Stops reading until the waiting input is parsed, as a `FedConnection`."""
         self.transport.pause_reading()
 
     def let_go(self) -> None:
-        """Resumes reading unless the application must take a body; implements `FedConnection`."""
+        """Resumes reading as a `FedConnection`, unless reading is paused for the application."""
         if not (self.is_paused or self.transport.is_closing()):
             self.transport.resume_reading()
 
     # ------------------------------------------------------------ the parser's side
 
     def on_url(self, url: bytes) -> None:
-        """Adds a part of the request target."""
+        """Adds a part of the request's URL."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -188,7 +189,7 @@ class Connection(BodyPipe):
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Starts a request; its task has not run yet."""
+        """Creates the exchange of a request, and its task if no earlier exchange is unanswered."""
         self._check_head()
         self._has_head = True
         self._num_fed = self._num_parts = self._num_parts_bytes = 0
@@ -220,7 +221,7 @@ class Connection(BodyPipe):
             self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
-        """Adds a part of a body."""
+        """Adds a part of the present body."""
         book, present = self._book, self._present
         assert present is not None
         self._num_fed = 0
@@ -230,7 +231,7 @@ class Connection(BodyPipe):
         if self._num_parts > FREE_PARTS + self._num_parts_bytes // MIN_PART_BYTES:
             self._raise(SMALL_PARTS)
         if present.streams_body and not present.is_complete:
-            self._remove_body()  # the application has all of it except the waiting parts
+            self._remove_body()  # only bodies that the application has not taken are counted
             self._times.body_s = self._loop.time()
         else:
             self._num_body += len(body)
@@ -244,12 +245,12 @@ class Connection(BodyPipe):
                 self.pause_reading()
 
     def on_message_complete(self) -> None:
-        """Ends a request. From now on its body counts as the application's."""
+        """Ends the input of a request. Its body no longer counts as incomplete."""
         self._book.bodies_bytes -= self._num_body
         self._num_body = self._num_fed = 0
         self._has_head = self._expects_continue = False
         self._url, self._headers = b"", []
-        # Nothing is owed until the next request's first byte.
+        # No timeout runs until the first byte of the next request.
         self._times.head_s = self._times.body_s = None
         present = self._present
         assert present is not None
@@ -263,7 +264,7 @@ class Connection(BodyPipe):
         fields, max_bytes = self._headers, self._book.max_head_bytes
         if len(fields) > MAX_HEADERS:
             self._raise(LONG_HEAD)
-        if self._num_fed > max_bytes:  # these bytes may include the end of a body
+        if self._num_fed > max_bytes:  # this number may include the end of a body, so count again
             num_bytes = sum([len(name) + len(value) + 4 for name, value in fields])
             if len(self._url) + num_bytes > max_bytes:
                 self._raise(LONG_HEAD)
@@ -271,12 +272,12 @@ class Connection(BodyPipe):
             self._raise(TOO_MANY)
         if not self._url.isascii():
             self._raise(NOT_HTTP)
-        names = list(map(_name_of, fields))  # with two of them, a proxy might read the other one
+        names = list(map(_name_of, fields))  # of two equal fields, a proxy might read the other
         if names.count(b"host") > 1 or names.count(b"authorization") > 1:
             self._raise(TWICE)
 
     def _raise(self, refusal: EdgeRefusal) -> None:
-        """Stops the parser and remembers the refusal."""
+        """Stops the parser, and stores the refusal."""
         self._refusal = refusal
         raise _NotParsed
 
@@ -289,12 +290,12 @@ class Connection(BodyPipe):
         task.add_done_callback(tasks.discard)
 
     def answered(self, exchange: Exchange) -> None:
-        """Ends the oldest exchange: its response is complete."""
+        """Ends the oldest exchange, because its response is complete."""
         self._exchanges.remove(exchange)
         if exchange is self._present and not exchange.more_body:
             self._present = None
         now_s, times = self._loop.time(), self._times
-        if times.head_s is not None:  # the next request had to wait for this answer
+        if times.head_s is not None:  # the timeouts of the next request start now
             times.head_s = now_s
         if times.body_s is not None:
             times.body_s = now_s
@@ -310,7 +311,7 @@ class Connection(BodyPipe):
             times.idle_s = now_s
 
     def _finish(self) -> None:
-        """Handles the end of the connection's last response."""
+        """Discards further input for a moment, as the connection's last response was sent."""
         if self.transport.is_closing():
             return
         self._is_last = True
@@ -351,7 +352,7 @@ class Connection(BodyPipe):
                 return
             case Overdue.LINGER:
                 self.transport.close()
-                self._times.last_s = None  # unsent data may still stall
+                self._times.last_s = None  # unsent data may still stall the connection
             case Overdue.STALLED:
                 log.warning("a connection from %s is cut: %s", self.address, self._book.refuse(why))
                 self.transport.abort()
@@ -364,7 +365,7 @@ class Connection(BodyPipe):
                 self._refuse(SLOW_HEAD if why is Overdue.HEAD else SLOW_BODY)
 
     def shutdown(self) -> None:
-        """Accepts no requests after those that have begun to arrive."""
+        """Accepts no further request. A request that has begun to arrive is still answered."""
         self._is_draining = True
         if self._exchanges:
             self._exchanges[-1].keep_alive = False
@@ -376,7 +377,7 @@ class Connection(BodyPipe):
         log.warning("a connection from %s is ended: %s", self.address, refusal.message)
         exchanges = self._exchanges
         if len(exchanges) > 1 or (exchanges and exchanges[0].has_started):
-            self.transport.close()  # an answer has begun, so an error cannot be sent
+            self.transport.close()  # no error can be sent in the middle of another answer
             return
         if not self.transport.is_closing():
             self.transport.write(refusal.response())

@@ -1,10 +1,10 @@
 """One request of a connection and its response, as an ASGI application sees them.
 
-An application finds two objects beyond ASGI in the scope. Other servers have neither.
+The scope contains two objects beyond ASGI, which other servers lack.
 
-From the `Exchange`, it takes a body that has arrived already, without waiting. It also gets a
-callback when the client leaves. With `receive` alone, a task would have to wait for that.
-With the `BodyPipe`, it writes parts of a body straight to the transport.
+- `Exchange`: returns a body that has arrived already, without waiting, and calls a callback when
+  the client disconnects. With `receive` alone, a task would have to wait for the disconnection.
+- `BodyPipe`: writes parts of a body straight to the transport.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from engine.clock import unix_time_s
 log = logging.getLogger(__name__)
 
 EXCHANGE, PIPE = "baton.exchange", "baton.pipe"  # scope keys
-NO_SOCKET = -1  # an invalid descriptor
+NO_SOCKET = -1  # no valid descriptor
 _NOT_IN_NAMES = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _NOT_IN_VALUES = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 _LAST = b"connection: close\r\n"
@@ -31,18 +31,18 @@ _LAST = b"connection: close\r\n"
 class BodyPipe(asyncio.Protocol):
     """The sending side of a connection. Each part is one chunk of the chunked coding.
 
-    A writer sends parts of a response body with it, in order and without waiting, bypassing `send`.
-    It may do so between `http.response.start`, with a head without a length, and the last
-    `http.response.body`. Call `flush` before sending anything in another way. Waiting at `send`
-    needs a task, which runs later. That costs more than all other work for a token.
+    A writer sends parts of a response body through it, in order and without waiting, instead of
+    calling `send`. This is allowed between `http.response.start`, with a head without a length, and
+    the last `http.response.body`. Call `flush` before sending anything in another way. Waiting for
+    `send` needs a task, which runs later. That costs more than all other work for a token.
     """
 
     transport: asyncio.Transport
 
     def __init__(self, outbox: "Outbox") -> None:
-        self.is_ready = False  # the client is connected and reads fast enough
+        self.is_ready = False  # True if the client is connected and reads fast enough
         self.is_paused = False  # reading is paused until the application takes a body
-        self.descriptor = NO_SOCKET  # the socket's, if nothing encrypts the connection
+        self.descriptor = NO_SOCKET  # the socket's descriptor; NO_SOCKET with TLS
         self._outbox = outbox
         self._loop = asyncio.get_running_loop()
         self._is_writable = asyncio.Event()
@@ -56,9 +56,9 @@ class BodyPipe(asyncio.Protocol):
         outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
 
     def socket(self) -> int:
-        """The socket descriptor to which coded parts may be sent now, or NO_SOCKET.
+        """Returns the socket descriptor to which coded parts may be sent now, or NO_SOCKET.
 
-        Use it before any other event is handled. Call `flush` before sending to it.
+        Use the descriptor before any other event is handled. Call `flush` before sending to it.
         """
         transport = self.transport
         if transport.is_closing() or transport.get_write_buffer_size():
@@ -66,12 +66,12 @@ class BodyPipe(asyncio.Protocol):
         return self.descriptor
 
     def write_coded(self, data: bytes) -> None:
-        """Sends parts that are already in the chunked coding, at once. Call `flush` before."""
+        """Sends parts that have the chunked coding already, at once. Call `flush` before."""
         self._outbox.parts.append((self.transport, data))
         self._outbox.send()
 
     def flush(self) -> None:
-        """Sends all waiting parts now, also those of other connections."""
+        """Sends all waiting parts now, including those of other connections."""
         if self._outbox.parts:
             self._outbox.send()
 
@@ -80,21 +80,21 @@ class BodyPipe(asyncio.Protocol):
         self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Records that the client reads too slowly."""
+        """Records that the client reads too slowly to receive more."""
         self.is_ready = False
         self._is_writable.clear()
 
     def resume_writing(self) -> None:
-        """Records that the client has caught up."""
+        """Records that the client can receive more."""
         self.is_ready = not self.transport.is_closing()
         self._is_writable.set()
 
     async def drain(self) -> None:
-        """Returns when the client has read enough to receive more."""
+        """Waits until the client has read enough to receive more."""
         await self._is_writable.wait()
 
     def pause_reading(self) -> None:
-        """Reads nothing until the application takes a body."""
+        """Stops reading input until the application takes a body."""
         if not self.is_paused:
             self.is_paused = True
             self.transport.pause_reading()
@@ -106,16 +106,16 @@ class BodyPipe(asyncio.Protocol):
             self.transport.resume_reading()
 
     def answered(self, exchange: "Exchange") -> None:
-        """Ends the oldest exchange: its response is complete."""
+        """Ends the oldest exchange, because its response is complete."""
         raise NotImplementedError
 
 
 class Exchange:
     """A request whose head has arrived, and its response.
 
-    The head of the response is held for the next part in the same iteration of the loop, since each
-    separate write would wake the client. The head says whether the response is the connection's
-    last.
+    The head of the response is sent together with the next part, if this part is written in the
+    same iteration of the loop: each separate write would wake the client. The head also says
+    whether the response is the connection's last.
     """
 
     def __init__(
@@ -123,20 +123,21 @@ class Exchange:
     ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
-        # The application takes the body in pieces as it arrives. The body then has no deadline as a
-        # whole; each piece has one. Taken pieces do not count as body bytes in memory.
+        # True if the application takes the body in parts as it arrives. Then each part has a
+        # deadline, instead of the whole body. Parts that were taken do not count as body bytes in
+        # memory.
         self.streams_body = False
-        self.body = bytearray()  # received but not taken yet
+        self.body = bytearray()  # received bytes that the application has not taken yet
         self.more_body = True
-        self.arrived = asyncio.Event()  # set by more of the body, or its end
-        self.has_started = self.is_complete = False  # the response's state
-        self.on_gone: Callable[[], None] | None = None  # called when the client leaves
+        self.arrived = asyncio.Event()  # set when more of the body arrives, or its end
+        self.has_started = self.is_complete = False  # the state of the response
+        self.on_gone: Callable[[], None] | None = None  # called when the client disconnects
         self.is_gone = False
         self._wire = wire
         self._expects_continue = expects_continue
-        self._held = b""  # the head that is held back
+        self._held = b""  # the head, until it is sent
         self._is_chunked = False
-        self._num_left: int | None = None  # missing bytes of the response's body; None: unbounded
+        self._num_left: int | None = None  # unsent bytes of the body; None: no length given
 
     # ------------------------------------------------------------ the application's side
 
@@ -161,7 +162,7 @@ class Exchange:
         await self.send({"type": "http.response.body"})
 
     async def receive(self) -> Message:
-        """Returns the next part of the body, or a message that the client has left."""
+        """Returns the next part of the body, or a message that the client has disconnected."""
         if self._expects_continue:
             self._expects_continue = False
             if not self._wire.transport.is_closing():
@@ -217,7 +218,7 @@ class Exchange:
         return data
 
     def leave(self) -> None:
-        """Records that the client has left."""
+        """Records that the client has disconnected."""
         self.is_gone = True
         self.scope.pop(EXCHANGE, None)
         self.arrived.set()
@@ -225,8 +226,8 @@ class Exchange:
             self.on_gone()
 
     def _start_response(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Holds the head until there is more to send, or the iteration of the loop is over."""
-        if self.more_body:  # unread body bytes would be parsed as the next request
+        """Keeps the head until there is more to send, or until the loop's iteration is over."""
+        if self.more_body:  # the unread rest of the body would be parsed as the next request
             self.keep_alive = False
         lines, has_length, is_last = [_status_line(status), _date(unix_time_s())], False, False
         for given, value in headers:
@@ -253,7 +254,7 @@ class Exchange:
         asyncio.get_running_loop().call_soon(self._send_held, b"")
 
     def _send_held(self, data: bytes) -> None:
-        """Sends more of the response, after the head if it was held."""
+        """Sends more of the response, and first its head if that was not sent yet."""
         held, self._held = self._held, b""
         transport = self._wire.transport
         if (held or data) and not transport.is_closing():
@@ -275,9 +276,9 @@ def _date(now_s: int) -> bytes:
 
 
 class Outbox:
-    """Parts of bodies from one iteration of the loop, sent together at its end.
+    """The parts of bodies written in one iteration of the loop, sent together at its end.
 
-    A step of a worker brings a token for each stream. If each token were sent at once, it would
+    A step of a worker produces a token for each stream. If each token were sent at once, it would
     wake its client, which would take CPU time from the work for the next token.
     """
 
@@ -285,12 +286,12 @@ class Outbox:
         self.parts: list[tuple[asyncio.Transport, bytes]] = []
 
     def send(self) -> None:
-        """Sends all parts whose clients are connected."""
+        """Sends all parts, except to clients that have disconnected."""
         parts, self.parts = self.parts, []
         for transport, data in parts:
             if not transport.is_closing():
                 try:
                     transport.write(data)
-                except Exception:  # other clients must not be affected
+                except Exception:  # an error of one client must not affect others
                     log.exception("sending a part of a body failed: its connection is cut")
                     transport.abort()

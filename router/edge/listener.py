@@ -1,14 +1,15 @@
 """Serves an ASGI application on a socket, within limits, optionally over TLS.
 
-A listener accepts several connections per iteration of the loop; libuv's servers accept one. If
-many clients come at once, the accepted ones keep the iterations long, and the last clients wait
-until nearly all others are answered. With TLS, asyncio's own servers would also not count
-handshakes, and would never replace the certificate.
+A listener accepts several connections per iteration of the loop; libuv's servers accept only one.
+If many clients connect at once, the work for the accepted clients makes iterations long. The last
+clients would then wait until nearly all others are answered. asyncio's own TLS servers have two
+further limits: they do not count handshakes, and never replace the certificate.
 
 One sweep per second checks for overdue connections and for changed certificate files.
 
 When a listener closes, it accepts no more connections, and running answers continue. `close` waits
-for them up to a timeout. Then it asks the rest to end, and cuts connections that do not.
+for these answers up to a timeout. Then it ends them with an error, and cuts the connections that
+remain.
 """
 
 import asyncio
@@ -25,9 +26,9 @@ from router.edge.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 16  # then other events are handled, and other processes get connections
+ACCEPTED_AT_ONCE = 16  # then other events are handled, and other processes may accept connections
 SHUTDOWN_TIMEOUT_S = 5.0  # seconds to wait for a client's close message
-CUT_TIMEOUT_S = 2.0  # seconds to send the errors that end answers
+CUT_TIMEOUT_S = 2.0  # seconds for sending the errors that end answers
 END_TIMEOUT_S = 5.0  # seconds for cut connections to end
 BACKLOG = 2048  # connections that the kernel queues until they are accepted
 
@@ -36,14 +37,14 @@ class Listener:
     """Serves an application from `open` to `close`. Belongs to one event loop."""
 
     def __init__(self, app: ASGIApp, book: Book, tls: TlsFiles | None = None) -> None:
-        """`book` has the limits and counts. `tls` must be open already."""
+        """`book` has the limits and counts. `tls`, if given, must be open."""
         self._book = book
         self._tls = tls
         if tls is not None:
             book.tls_events = tls.counters
         self._clients = Clients(app, book)
         self._sock: socket.socket | None = None
-        self._opening: set[asyncio.Task[None]] = set()  # connections before their first byte
+        self._opening: set[asyncio.Task[None]] = set()  # tasks of connections without a first byte
         self._stops_draining = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -60,9 +61,9 @@ class Listener:
         self._stops_draining.set()
 
     async def close(self, drain_timeout_s: float, cut: Callable[[], Any]) -> None:
-        """Accepts no more connections and waits for answers; after the timeout, `cut` ends them.
+        """Accepts no more connections, and waits for the answers. After a timeout, calls `cut`.
 
-        TLS handshakes may continue until then.
+        `cut` must end the remaining answers. TLS handshakes may continue until then.
         """
         sock, self._sock = self._sock, None
         if sock is not None:
@@ -103,7 +104,7 @@ class Listener:
         for connection in list(self._clients.connections):
             try:
                 connection.check(now_s)
-            except Exception:  # other connections must not be affected
+            except Exception:  # an error of one connection must not affect others
                 log.exception("checking a connection failed: it is cut")
                 connection.cut()
         self._timer = self._loop.call_later(self._book.sweep_every_s, self._sweep)
@@ -116,7 +117,7 @@ class Listener:
                 client, peer = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # for example, no file descriptor is left
+            except OSError as error:  # for example, the process has no free file descriptor
                 log.error("no connection can be accepted for a second: %s", error)
                 self._loop.remove_reader(self._sock.fileno())
                 self._loop.call_later(1.0, self._resume)
@@ -151,7 +152,7 @@ class Listener:
         try:
             await self._loop.connect_accepted_socket(lambda: connection, client, **secured)
         except (Exception, asyncio.CancelledError) as error:
-            # Whatever the reason, close this connection.
+            # The connection is closed whatever the reason is.
             connection.uncount()
             client.close()
             if self._tls is not None:

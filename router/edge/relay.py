@@ -1,8 +1,8 @@
 """Relays the connections of a listening socket to a Unix socket of this process.
 
 gRPC's library listens only on addresses, not on existing sockets. So it listens on a Unix socket,
-and the relay accepts from the socket that all gateways share. Bytes are relayed unread, TLS
-included, and at most a buffer is held for either side.
+and the relay accepts connections from the socket that all gateways share. Bytes are relayed unread,
+including TLS. At most one buffer per direction is kept in memory.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Relay:
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection: received data goes to the other end."""
+    """One end of a connection. Received data is written to the other end."""
 
     transport: asyncio.Transport
 
@@ -59,7 +59,7 @@ class _End(asyncio.Protocol):
     def eof_received(self) -> bool:
         if self.other is not None and self.other.transport.can_write_eof():
             self.other.transport.write_eof()
-        return True  # the other direction stays open
+        return True  # the other direction is kept open
 
     def pause_writing(self) -> None:
         if self.other is not None:
@@ -77,7 +77,7 @@ class _End(asyncio.Protocol):
 
 
 class _Client(_End):
-    """The accepted end of a connection."""
+    """The end of a connection that leads to the client."""
 
     def __init__(self, path: str, clients: "set[_Client]", max_clients: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Client(_End):
         self._clients = clients
         self._max_clients = max_clients
         self._is_lost = self._has_said_all = False
-        self._early: list[bytes] = []  # data received before the other end was connected
+        self._early: list[bytes] = []  # data received before the Unix socket was connected
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -119,7 +119,7 @@ class _Client(_End):
     async def _join(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            # Data can arrive before this returns; it is forwarded at once.
+            # Data can arrive before this call returns; that data is forwarded at once.
             _, inner = await loop.create_unix_connection(lambda: _End(self), self._path)
         except OSError as error:
             log.warning("a connection cannot be passed on: %s", error)

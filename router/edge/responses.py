@@ -1,7 +1,7 @@
 """Complete responses: JSON over ASGI, and errors in OpenAI's form. Refuses wrong body types.
 
 Bodies of the API are JSON, bodies of uploads are forms. Browsers send forms and plain text to any
-server without a preflight request. So the check of the type also keeps pages of other sites from
+server without a preflight request. So the check of the type also prevents pages of other sites from
 using a gateway without keys.
 
 Sources: RFC 9110, 8.3 and 15.5.16; RFC 6839, 3.1, for types such as `application/vnd.api+json`.
@@ -36,18 +36,18 @@ _KIND_OF_STATUS = {503: "server_error", 429: "rate_limit_error"}
 async def send_invalid(
     send: Send, error: InvalidRequest, more_headers: Mapping[str, str] | None = None
 ) -> None:
-    """Sends the error of a refused request; the error's headers replace `more_headers`."""
+    """Sends the error of a refused request. Headers of the error replace equal `more_headers`."""
     body, headers = refusal_of(error)
     await send_json(send, error.status, body, {**(more_headers or {}), **headers})
 
 
 def refusal_of(error: InvalidRequest) -> tuple[ErrorReply, dict[str, str]]:
-    """Returns body and headers of an error. Status 503 is our fault, others are the client's."""
+    """Returns body and headers of an error. Status 503 is a server error, others client errors."""
     code: str | None = getattr(error, "code", None)
     kind = _KIND_OF_STATUS.get(error.status, "invalid_request_error")
     body = error_body(error.message, kind=kind, param=error.param, code=code)
     headers: dict[str, str] = {}
-    # A partly read body leaves the connection unusable.
+    # If a body was read in part, the connection cannot be used for another request.
     if error.status in (408, 413):
         headers["connection"] = "close"
     if error.status == 503:
@@ -67,7 +67,7 @@ async def send_json(
 async def send_data(
     send: Send, status: int, data: bytes, headers: Mapping[str, str] | None
 ) -> None:
-    """Sends a complete response with a JSON body that is encoded already."""
+    """Sends a complete response with a JSON body that was encoded before."""
     await send_head(send, status, JSON, {"content-length": str(len(data)), **(headers or {})})
     await send({"type": "http.response.body", "body": data, "more_body": False})
 
@@ -77,8 +77,9 @@ async def send_parts(
 ) -> None:
     """Sends a complete JSON response in parts.
 
-    Each part waits until the client has taken the part before, and for its tenant's share of the
-    loop. A short response has its length in the head. `parts` come from `json_parts`.
+    Before each part, it waits until the client has read the part before, and until it is the
+    tenant's turn on the loop. A short response has its length in the head. `parts` come from
+    `json_parts`.
     """
     first = next(parts)
     if len(first) < PART_BYTES:
@@ -94,14 +95,14 @@ async def send_parts(
 async def send_head(
     send: Send, status: int, content_type: bytes, headers: Mapping[str, str]
 ) -> None:
-    """Sends the head of a response; its body follows."""
+    """Sends the head of a response whose body follows."""
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     encoded.append((b"content-type", content_type))
     await send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
 def check_content(scope: Scope) -> None:
-    """Raises ApiError, status 415, if a request with a body declares another type."""
+    """Raises ApiError, status 415, if a request's body has another content type."""
     kind, has_body = b"", False
     for name, value in scope["headers"]:
         if name == b"content-type":
@@ -144,7 +145,7 @@ def _shown(value: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EdgeRefusal:
-    """The error response to unacceptable input."""
+    """The error response to input that cannot be accepted."""
 
     status: int
     phrase: str
@@ -152,7 +153,7 @@ class EdgeRefusal:
     message: str
 
     def response(self) -> bytes:
-        """Returns a complete response; the connection is closed after it."""
+        """Returns the complete response, after which the connection is closed."""
         is_ours = self.status == 503
         kind = "server_error" if is_ours else "invalid_request_error"
         body = _encode(error_body(self.message, kind=kind, code=self.code))

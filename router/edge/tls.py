@@ -1,6 +1,6 @@
 """The certificate files of a listener, reloaded when they change.
 
-New files are used from the next handshake on. If a pair is unusable, such as a half-written one,
+New files are used from the next handshake on. If a pair is unusable, for example written in part,
 the last good pair stays in use.
 """
 
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 _FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO
 
-PemTriple = tuple[bytes, bytes, bytes | None]  # certificate, its key, authority of clients
+PemTriple = tuple[bytes, bytes, bytes | None]  # certificate, its key, CA of client certificates
 _Signature = tuple[tuple[int, int, int], ...]
 
 
 class TlsError(ConfigError):
-    """Certificate files that cannot be used."""
+    """The certificate files cannot be used."""
 
 
 class TlsFiles:
-    """A certificate, its key, and optionally the authority of client certificates."""
+    """A certificate, its key, and optionally the CA of client certificates."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self._certificate = certificate
@@ -45,7 +45,7 @@ class TlsFiles:
 
     @property
     def pem(self) -> "PemTriple":
-        """The contents of the files in use, for libraries with their own TLS."""
+        """The contents of the files in use, for libraries that do TLS themselves."""
         assert self._pem is not None, "not opened"
         return self._pem
 
@@ -55,7 +55,7 @@ class TlsFiles:
         self._context = self._load()
 
     def check(self) -> None:
-        """Reloads the files if they changed."""
+        """Reloads the files if they have changed."""
         try:
             signature = self._stat_files()
             if signature == self._signature:
@@ -83,7 +83,7 @@ class TlsFiles:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:
-            # Otherwise a password prompt would block the loop.
+            # Without a password function, a prompt would block the loop.
             context.load_cert_chain(self._certificate, self._key, password=_no_password)
             if self._client_ca is not None:
                 context.load_verify_locations(self._client_ca)

@@ -4,8 +4,8 @@ A request is counted when it arrives, even if it is refused. It is counted with 
 that time: the seconds to compute its prompt without the cached part, and the tokens of its answer.
 Prompts that a decode worker computed locally are subtracted again.
 
-A request that waits for a decode worker does not wait for a prefill worker. So the queue counts
-towards the pool for which its head waits.
+A request that waits for a decode worker does not wait for a prefill worker. So the whole queue
+counts towards the pool for which its first request waits.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from router.machine.placing import KnownPrefixes, Placing, likely_bid
 from router.machine.state import RouterState
 from router.planning.planner import FlipCandidate
 
-LOOK_AFTER_S = 0.9  # a caller that asks once a second gets new data each time
+LOOK_AFTER_S = 0.9  # seconds; below 1, so that a caller each second gets new data
 
 _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 
@@ -27,7 +27,7 @@ _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 def members(
     view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE
 ) -> list[FlipCandidate]:
-    """Returns all workers without stores, with the tokens that a flip would move or give back.
+    """Returns all workers except stores, with the tokens that a flip would move or give back.
 
     `roles` has the new roles of workers that were told to change.
     """
@@ -52,19 +52,19 @@ class _Sums:
 
 
 class Demand:
-    """Adds up the requests that arrive at a router's state, while a planner observes them."""
+    """The sums over requests that arrive at a router, while a planner observes them."""
 
     def __init__(self, state: RouterState, placing: Placing) -> None:
         self._state = state
         self._placing = placing
         self._sums = _Sums()
-        self._locally_s = 0.0  # seconds of prompts computed by decode workers, until then
+        self._locally_s = 0.0  # the machine's `locally_s` at the last observation
         self._observed_s: float | None = None  # time of the last observation
         self._latest: Observation | None = None
-        self.is_observed = False  # most gateways have no planner
+        self.is_observed = False  # True while a planner observes this gateway; most have none
 
     def arrived(self, flight: Flight, now_s: float) -> None:
-        """Counts a new request, whatever its outcome. Call it only while `is_observed`."""
+        """Counts a new request, whatever its outcome. Call this only while `is_observed`."""
         flight.compute_s = self._prefill_s(flight, now_s)
         self._sums.num_requests += 1
         self._sums.prefill_s += flight.compute_s
@@ -84,9 +84,10 @@ class Demand:
         return state.estimates.prefill_s(sink[1], flight.length, cached) or 0.0
 
     def latest(self, now_s: float) -> Observation | None:
-        """Observes about once a second, however many callers ask: observing resets the sums.
+        """Returns the last observation, which is renewed about once a second.
 
-        Returns the last observation. None before the end of the first second.
+        Observing resets the sums, so more frequent calls return the same observation. Returns None
+        before the end of the first second.
         """
         if self._observed_s is None:
             self.observe(now_s)
@@ -95,16 +96,16 @@ class Demand:
         return self._latest
 
     def rest(self) -> None:
-        """Stops summing until the next observation, as no planner asks."""
+        """Stops summing, because no planner asks. The next observation starts again."""
         self._observed_s = self._latest = None
         self.is_observed = False
 
     def observe(self, now_s: float) -> Observation:
-        """Returns the demand since the last call, and the present state."""
+        """Returns the demand since the last call, and the present load."""
         state, placing, sums = self._state, self._placing, self._sums
         queued = [state.flights[request_id] for request_id in state.waiting.queue]
         if self._observed_s is None:
-            for one in queued:  # they arrived while no planner observed
+            for one in queued:  # these arrived before the planner observed
                 one.compute_s = self._prefill_s(one, now_s)
         over_s = 0.0 if self._observed_s is None else now_s - self._observed_s
         sent_s = sums.prefill_s - (placing.locally_s - self._locally_s)

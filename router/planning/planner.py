@@ -9,29 +9,30 @@ reasons in numbers. It only proposes. Its caller carries out a proposal, and cho
               PACE of the bound on TPOT; or what their KV needs, if that is more workers
 
 A prompt counts as predicted seconds of one worker, without its cached part. Sequences count if they
-run, wait for a decode worker, or are predicted to come within `horizon_s`. The prediction is the
-slope of their number or, if larger, its approach to rate · length · t (Little). Lengths of answers
-are known only at their ends, but the number of sequences is always known.
+run, wait for a decode worker, or are predicted to arrive within `horizon_s`. The predicted number
+is the present number plus its slope or, if larger, its approach to rate · length · t (Little).
+Lengths of answers are known only at their ends, but the number of sequences is always known.
 
-*Flips first.* One proposal grows a pool and shrinks the other, so the total stays. Workers flip
-only if a pool is short, and as many as make both pools equally short or equally idle. An idle
+*Flips first.* One proposal grows a pool and shrinks the other, so the total stays the same. Workers
+flip only if a pool is short, and only until both pools are equally short or equally idle. An idle
 worker that the other pool does not need stays. A decode pool never shrinks below the workers that
 its present sequences need for their TPOT. As these sequences end, the other pool gets more workers.
 
-*Cost of a flip.* Sequences move, prompts are returned, and a worker starts in its pool with a cold
-cache. So a flip must reduce the greater shortage by `least_gain`. No worker flips back within
+*Cost of a flip.* Sequences move, prompts are returned, and a worker starts in its new pool with a
+cold cache. So a flip must reduce the greater shortage by `least_gain`. No worker flips back within
 `cool_down_s`, and at most half of a pool flips at once.
 
-*Nodes after.* If both pools lack workers for `grow_after_s`, the planner asks for more. If both
-need fewer for `shrink_after_s`, it gives some back. A worker is added or removed so that the
-shorter pool is then least short.
+*Nodes after.* If both pools together lack workers for `grow_after_s`, the planner asks for more. If
+they need fewer for `shrink_after_s`, it gives some back. Each worker is added or removed where this
+leaves the smallest shortage.
 
 *What it does not do.* It decides nothing while a change is in progress, until a deadline. A worker
-that has not come by then still counts towards the target size, not as capacity. It decides nothing
-while reports are missing, until gateways were silent for so long that they count as idle. It never
-reads its old proposals, only the pools: an operator may change them at any time, and that counts as
-any other change. After a change the total stays for `cool_down_s`, even outside of the bounds, and
-counts as idle or short only from then on.
+that has not started by then still counts towards the target size, not as capacity. It decides
+nothing while reports are missing, until gateways were silent for so long that they count as idle.
+It never reads its old proposals, only the pools: an operator may change them at any time, and that
+counts as any other change. If the total is outside of its bounds, it is corrected only when the
+pools have not changed for `cool_down_s`. Growth of the total restarts the time for
+`shrink_after_s`; shrinking restarts the time for `grow_after_s`.
 
 Pure and deterministic: time is an argument, and future load is unknown.
 
@@ -50,13 +51,13 @@ from engine.control import by_number
 from engine.demand import Observation
 from engine.messages import Role, WorkerId
 
-BUSY = 0.85  # share of a prefill worker's time
-PATIENCE = 0.5  # share of the TTFT bound within which waiting prompts are to be computed
-PACE = 0.95  # share of the bound on TPOT
-MEMORY = 0.95  # share of a worker's KV
-NO_BOUND_TTFT_S = 2.0  # used if there is no TTFT bound
-IDLE = 0.7  # below this share of use, workers can be given back
-SOON_S, LATER_S = 5.0, 15.0  # spans of the mean rates: rise quickly, and for prompts fall slowly
+BUSY = 0.85  # maximum share of a prefill worker's time for prompts
+PATIENCE = 0.5  # share of the TTFT bound in which waiting prompts should be computed
+PACE = 0.95  # maximum share of the TPOT bound for a step
+MEMORY = 0.95  # maximum share of a worker's KV memory in use
+NO_BOUND_TTFT_S = 2.0  # used in place of a missing TTFT bound
+IDLE = 0.7  # share of use below which workers can be given back
+SOON_S, LATER_S = 5.0, 15.0  # spans of the mean rates; prompts use the larger mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,13 @@ class PoolSizes:
 
     prefill: int
     decode: int
-    num_changing: int = 0  # workers that have yet to start, stop or flip
-    kv_tokens: int = 0  # capacity of one worker
-    max_running: int = 0  # sequences of one worker
-    num_gateways: int = 1  # gateways that should report
-    absent_prefill: int = 0  # workers of `prefill` that do not serve yet; they are also changing
+    num_changing: int = 0  # workers that have not yet finished to start, stop or flip
+    kv_tokens: int = 0  # KV capacity of one worker, in tokens
+    max_running: int = 0  # maximum number of sequences of one worker
+    num_gateways: int = 1  # number of gateways that should report
+    absent_prefill: int = 0  # workers of `prefill` that do not serve yet; also in `num_changing`
     absent_decode: int = 0
-    room: int | None = None  # for workers of both pools; None: the present number of workers
+    room: int | None = None  # maximum number of workers; None: the present number
 
     @property
     def total(self) -> int:
@@ -88,7 +89,7 @@ class PoolSizes:
 
     @property
     def present(self) -> "PoolSizes":
-        """The number of workers that serve now, and the room for them."""
+        """The workers that serve now, and the room for them."""
         return replace(
             self,
             prefill=self.prefill - self.absent_prefill,
@@ -100,23 +101,23 @@ class PoolSizes:
 class PlannerRules(PlannerConfig, frozen=True):
     """The planner's settings, and further rules. Times are in seconds."""
 
-    ttft_s: float | None = None  # bounds that requests should meet
+    ttft_s: float | None = None  # bounds that requests should meet; None: no bound
     tpot_s: float | None = None
-    least_gain: float = 0.1  # share of the greater shortage that a flip must remove
+    least_gain: float = 0.1  # minimum share of the greater shortage that a flip must remove
     horizon_s: float = 10.0
     change_timeout_s: float = 30.0
     silence_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Checks nothing, as `pools.max_workers` may be below the planner's own bounds."""
+        """Checks nothing, as `pools.max_workers` may be below the bounds of the planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """The sizes that the pools should have, and the reasons.
 
-    `nodes` is the wanted total of workers. `prefill + decode` is that number, limited by the room.
-    If nothing can be decided now, the sizes stay (`is_held`).
+    `nodes` is the wanted total of workers. `prefill + decode` is this total, limited by the room.
+    If nothing can be decided now, the sizes stay the same and `is_held` is True.
     """
 
     prefill: int
@@ -128,7 +129,10 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Workers that each pool needs, in fractions. `holding` keeps the TPOT of present sequences."""
+    """The workers that each pool needs, in fractions.
+
+    `holding` is the number of decode workers that keep the TPOT of the present sequences.
+    """
 
     prefill: float
     decode: float
@@ -136,18 +140,18 @@ class Needs:
     coming: float  # number of sequences predicted at the horizon
 
     def pressure(self, prefill: int, decode: int) -> float:
-        """The shortage of the shorter pool; above 1 if workers are missing."""
+        """Returns needed / present workers of the shorter pool; above 1 if workers are missing."""
         return max(self.prefill / max(prefill, 0.5), self.decode / max(decode, 0.5))
 
 
 class Planner:
-    """Decides the pool sizes. Remembers only recent observations and when the pools changed."""
+    """Decides the pool sizes. Keeps only recent observations, and when the pools changed."""
 
     def __init__(self, rules: PlannerRules) -> None:
         self._rules = rules
         self._seen: deque[tuple[float, Observation]] = deque()
         self._sizes: tuple[int, int] | None = None  # sizes of the pools at the last decision
-        self._changed_s = -inf  # when the sizes last changed
+        self._changed_s = -inf  # time at which the sizes last changed
         self._grew_s = {Role.PREFILL: -inf, Role.DECODE: -inf}
         self._changing_since_s: float | None = None
         self._silent_since_s: float | None = None
@@ -155,7 +159,7 @@ class Planner:
         self._idle_since_s: float | None = None
 
     def decide(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> PoolPlan:
-        """Decides the sizes of the pools. `seen` is None if no gateway reports."""
+        """Decides the sizes of the pools. `seen` is None if no gateway has reported."""
         self._record(seen, pools, now_s)
         held = self._held(seen, pools, now_s)
         if held is not None or seen is None:
@@ -177,7 +181,7 @@ class Planner:
     # ------------------------------------------------------------ when not to decide
 
     def _record(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> None:
-        """Records a change of the pools, from any cause."""
+        """Records the observation, and a change of the pools from any cause."""
         sizes = pools.prefill, pools.decode
         if sizes != self._sizes:
             self._resize(self._sizes or (0, 0), sizes, now_s)
@@ -188,9 +192,9 @@ class Planner:
             self._seen.popleft()
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int], now_s: float) -> None:
-        """Records new sizes of the pools. At the first decision, all pools count as grown."""
+        """Records new sizes of the pools. The first sizes count as growth of both pools."""
         self._changed_s = now_s
-        self._changing_since_s = None  # each change has its own deadline
+        self._changing_since_s = None  # each change has a deadline of its own
         for role, before, after in zip(self._grew_s, old, new, strict=True):
             if after > before:
                 self._grew_s[role] = now_s
@@ -200,7 +204,7 @@ class Planner:
             self._lacking_since_s = None
 
     def _held(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> str | None:
-        """Returns the reason why nothing is decided now, or None."""
+        """Returns the reason to decide nothing now, or None."""
         rules = self._rules
         num_silent = pools.num_gateways - (0 if seen is None else seen.num_gateways)
         self._silent_since_s = _since(self._silent_since_s, num_silent > 0, now_s)
@@ -244,14 +248,14 @@ class Planner:
         return sum(values) / max(len(values), 1)
 
     def _coming(self, seen: Observation, now_s: float) -> float:
-        """Predicts the number of decoding sequences at the horizon; at least the present number."""
+        """Predicts the number of decoding sequences at the horizon, at least the present number."""
         horizon_s, number = self._rules.horizon_s, seen.num_decoding
         then_s, then = next(item for item in self._seen if now_s - item[0] <= SOON_S)
         slope = (number - then.num_decoding) / (now_s - then_s) if now_s > then_s else 0.0
         return max(number + max(slope, 0.0) * horizon_s, self._approached(seen, now_s))
 
     def _approached(self, seen: Observation, now_s: float) -> float:
-        """Predicts the number of sequences at the horizon, if answers stay as long as before."""
+        """Predicts the number of sequences at the horizon, if answers keep their mean length."""
         bound_s = self._rules.tpot_s
         requests_per_s = self._mean(now_s, SOON_S, lambda one: one.requests_per_s)
         tokens_per_s = self._mean(now_s, SOON_S, lambda one: one.output_tokens_per_s)
@@ -263,7 +267,7 @@ class Planner:
     # ------------------------------------------------------------ decisions
 
     def _split(self, needs: Needs, pools: PoolSizes, now_s: float) -> tuple[int, str]:
-        """Returns how many of the present workers should prefill, and why."""
+        """Returns the number of present workers that should prefill, and the reason."""
         here, total = pools.prefill, pools.total
         fewest, most = self._limits(total)
         if fewest > most:
@@ -295,14 +299,14 @@ class Planner:
         return best, f"{abs(best - here)} flips from {giver}: they gain {shortage}"
 
     def _is_cool(self, now_s: float) -> bool:
-        """True if the pools were unchanged for long enough to be brought within the bounds."""
+        """True if the pools have not changed for long enough to be brought within the bounds."""
         return now_s - self._changed_s >= self._rules.cool_down_s
 
     def _changed(self, now_s: float) -> str:
         return f"the pools changed {now_s - self._changed_s:.1f} s ago"
 
     def _limits(self, total: int) -> tuple[int, int]:
-        """Returns the minimum and the maximum of `total` workers that may prefill."""
+        """Returns the minimum and the maximum number of prefill workers among `total` workers."""
         rules = self._rules
         fewest = rules.min_prefill
         if rules.max_decode is not None:
@@ -313,7 +317,7 @@ class Planner:
         return fewest, most
 
     def _nodes(self, needs: Needs, pools: PoolSizes, now_s: float) -> tuple[int, str]:
-        """Returns the wanted total of workers, and the reason."""
+        """Returns the wanted number of workers in all, and the reason."""
         rules = self._rules
         wanted = ceil(needs.prefill) + ceil(needs.decode)
         if rules.max_workers is None:
@@ -339,7 +343,7 @@ class Planner:
         return pools.total, f"{pools.total} nodes: {wanted} are needed"
 
     def _bounds(self, max_total: int) -> tuple[int, int]:
-        """Returns the minimum and the maximum number of workers of both pools."""
+        """Returns the minimum and the maximum number of workers of both pools together."""
         rules = self._rules
         if rules.max_prefill is not None and rules.max_decode is not None:
             max_total = min(max_total, rules.max_prefill + rules.max_decode)
@@ -347,7 +351,7 @@ class Planner:
         return min(least, max_total), max_total
 
     def _resized(self, prefill: int, needs: Needs, before: int, total: int) -> int:
-        """Returns how many of `total` workers should prefill, if `prefill` of `before` did."""
+        """Returns the number of prefill workers among `total`, if it was `prefill` of `before`."""
         fewest, most = self._limits(total)
         low, high = sorted((prefill, max(prefill + total - before, 0)))
         low = min(max(low, fewest), high)
@@ -358,14 +362,14 @@ class Planner:
 
 
 def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:  # noqa: FBT001
-    """Returns the time since which a condition holds; None if it does not hold."""
+    """Returns the time from which a condition has held; None if it does not hold now."""
     if not holds:
         return None
     return now_s if since_s is None else since_s
 
 
 def _decoders(seen: Observation, pools: PoolSizes, bound_s: float | None) -> float:
-    """Returns the workers that all sequences, waiting ones too, need for their TPOT and KV."""
+    """Returns the decode workers that running and waiting sequences need for their TPOT and KV."""
     num_seqs = seen.num_decoding + seen.num_queued
     need = 0.0
     if pools.kv_tokens:
@@ -381,7 +385,7 @@ def _decoders(seen: Observation, pools: PoolSizes, bound_s: float | None) -> flo
 
 
 def _reasons(seen: Observation, pools: PoolSizes, needs: Needs) -> tuple[str, str]:
-    """Returns the needs of each pool, and the reasons."""
+    """Returns the need of each pool in words, with the numbers behind it."""
     cost = seen.decode_cost
     pace = "unknown"
     if cost is not None:
@@ -402,17 +406,17 @@ def _reasons(seen: Observation, pools: PoolSizes, needs: Needs) -> tuple[str, st
 
 
 def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, tuple[str, int, str]]:
-    """Sort key for the workers of a pool: the first to leave comes first.
+    """Returns the sort key of a worker in its pool: workers with the least key leave first.
 
-    Workers with the fewest tokens to move or to give back leave first. The controller uses the same
-    order.
+    These are the workers with the fewest tokens to move or to give back. The controller uses the
+    same order.
     """
     return work_tokens, by_number(worker_id)
 
 
 @dataclass(frozen=True, slots=True)
 class FlipCandidate:
-    """A worker of a pool; `work_tokens` is what a flip would move or give back."""
+    """A worker of a pool. A flip would move or give back `work_tokens`."""
 
     worker_id: WorkerId
     role: Role
@@ -420,7 +424,7 @@ class FlipCandidate:
 
 
 def flips(plan: PoolPlan, members: Sequence[FlipCandidate]) -> list[tuple[WorkerId, Role]]:
-    """Returns the workers to flip for a plan, all at once, each with its new role."""
+    """Returns the workers that must flip for a plan, all at once, each with its new role."""
     num = plan.prefill - sum(member.role is Role.PREFILL for member in members)
     giver, taker = (Role.DECODE, Role.PREFILL) if num > 0 else (Role.PREFILL, Role.DECODE)
     givers = sorted(
