@@ -1,1 +1,1 @@
-"""Limits on clients' bodies before they cost anything: JSON values, parsing threads, errors."""
+"""Limits on clients' bodies before they cost much work: JSON values, parse pools, errors."""

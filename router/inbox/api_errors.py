@@ -6,7 +6,7 @@ from engine.errors import InvalidRequest
 
 
 class ApiError(InvalidRequest):
-    """An InvalidRequest with OpenAI's machine-readable `code`."""
+    """An InvalidRequest that has OpenAI's machine-readable `code`."""
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
@@ -22,7 +22,7 @@ def invalid_value(message: str, param: str | None) -> ApiError:
 
 
 def context_exceeded(message: str, param: str) -> ApiError:
-    """Returns the error for a prompt, or prompt and answer, longer than the model's context."""
+    """Returns the error for a prompt, or a prompt and answer, longer than the model's context."""
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
@@ -36,7 +36,7 @@ def no_room(context_len: int, prompt_len: int, param: str) -> ApiError:
 
 
 class ErrorDetails(msgspec.Struct):
-    """What is wrong: `param` names the field or header, `code` is for programs."""
+    """The description of an error: `param` names the field or header, `code` is for programs."""
 
     message: str
     type: str
@@ -45,7 +45,7 @@ class ErrorDetails(msgspec.Struct):
 
 
 class ErrorReply(msgspec.Struct):
-    """Every error has this shape, also the last event of a stream that fails."""
+    """The form of every error, also of the last event of a stream that fails."""
 
     error: ErrorDetails
 

@@ -1,8 +1,8 @@
 """Encodes JSON in parts, for values that would take long in one call.
 
-Encoding holds the interpreter lock, and making objects for it takes longer still. Here a value is
-encoded in short parts, each when it is requested. The items of a `LazyItems` are made when they are
-encoded. Other work can run between two parts. Structs must have no tags.
+Encoding holds the interpreter lock, and creating the objects to encode takes even longer. Here a
+value is encoded in short parts, each when it is requested. The items of a `LazyItems` are created
+when they are encoded. Other work can run between two parts. Structs must have no tags.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,8 @@ import msgspec
 
 from router.inbox.fair_queue import Turn
 
-PART_BYTES = 2**14  # rough size: one to three milliseconds of log-probabilities
-NUM_AT_ONCE = 64  # items of a plain list per call of the encoder
+PART_BYTES = 2**14  # approximate size, one to three milliseconds of log-probabilities
+NUM_AT_ONCE = 64  # number of items of a plain list per call of the encoder
 
 ValueT = TypeVar("ValueT")
 
@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class LazyItems(Generic[ValueT]):
-    """A JSON list: the results of `make` for each value, computed when they are encoded."""
+    """A list in JSON whose items are `make(value)` for each value, computed when encoded."""
 
     def __init__(self, values: Sequence[ValueT], make: Callable[[ValueT], object]) -> None:
         self._values = values
@@ -31,11 +31,11 @@ class LazyItems(Generic[ValueT]):
         return map(self._make, self._values)
 
 
-encode_lazy = msgspec.json.Encoder(enc_hook=list).encode  # encodes all at once; for short values
+encode_lazy = msgspec.json.Encoder(enc_hook=list).encode  # for short values, all at once
 
 
 def json_parts(value: object) -> Iterator[bytes]:
-    """Yields the JSON of a value in parts of about `PART_BYTES`, at least one."""
+    """Yields the JSON of a value in parts of about `PART_BYTES`. There is at least one part."""
     part = bytearray()
     for piece in _pieces(value):
         part += piece
@@ -46,7 +46,7 @@ def json_parts(value: object) -> Iterator[bytes]:
 
 
 async def joined_in_turns(parts: Iterator[bytes], turn: Turn) -> bytes:
-    """Returns all parts joined. Each part is made in its own turn."""
+    """Returns all parts joined. Each part is encoded in a separate turn."""
     data = bytearray()
     for part in parts:
         data += part
@@ -97,6 +97,6 @@ def _nested(values: Sequence[object]) -> Iterator[bytes]:
 
 
 def _slices(values: Sequence[object]) -> Iterator[bytes]:
-    """Yields the items of a flat list, in groups that take little time."""
+    """Yields the items of a flat list, in groups that are quick to encode."""
     for begin in range(0, len(values), NUM_AT_ONCE):
         yield _encode(values[begin : begin + NUM_AT_ONCE])[1:-1]

@@ -1,4 +1,4 @@
-"""Decodes values of clients: JSON of any form after a check of its size, and seconds."""
+"""Decodes JSON values of clients after a check of their size, and seconds in headers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,8 @@ import msgspec
 from router.inbox.api_errors import ApiError, invalid_value
 
 MAX_VALUE_BYTES = 2**20
-MAX_SHOWN_LEN = 40  # characters of a client's text in an error
-MAX_CONTAINERS = 65_536  # arrays and objects; brackets inside strings are counted too
+MAX_SHOWN_LEN = 40  # maximum length of a client's text in an error
+MAX_CONTAINERS = 65_536  # maximum number of `[` and `{`, also inside strings
 
 
 def decode_value(data: bytes, param: str, kind: Any = Any) -> Any:
@@ -21,7 +21,7 @@ def decode_value(data: bytes, param: str, kind: Any = Any) -> Any:
 
 
 def check_containers(data: bytes, param: str) -> None:
-    """Raises ApiError if there are too many arrays and objects to decode at once."""
+    """Raises ApiError if a text has more arrays and objects than may be decoded."""
     if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
         message = f"{param} holds more than {MAX_CONTAINERS} arrays and objects"
         raise invalid_value(message, param)
@@ -40,7 +40,7 @@ def no_object() -> ApiError:
 def seconds_in(
     headers: Mapping[str, str], name: str, least_s: float, most_s: float
 ) -> float | None:
-    """Returns the seconds in a header; None without this header. Raises ApiError."""
+    """Returns the number of seconds in a header; None without this header. Raises ApiError."""
     text = headers.get(name)
     if text is None:
         return None

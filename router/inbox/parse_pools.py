@@ -1,12 +1,12 @@
 """Threads for bodies that take long to parse, with bounded queues.
 
 There are two pools, so that a body of a few kilobytes never waits behind a body of a mebibyte. Each
-pool limits the bytes of bodies that wait or are being parsed; one tenant may have half of that. A
-body that does not fit is refused; an empty pool accepts any body.
+pool limits the bytes of bodies that wait or are being parsed; one tenant may use half of this
+limit. A body above the limit is refused; an empty pool accepts any body.
 
-Tenants have equal shares of a pool's bytes (`router.inbox.fair_queue`). A tenant that has a thread
-never gets the last free one. Parsing cannot be interrupted, and so the next tenant finds a free
-thread.
+Tenants have equal shares of a pool's bytes (`router.inbox.fair_queue`). A tenant that uses a thread
+never gets the last free thread. Parsing cannot be interrupted, so this thread is kept for the next
+tenant.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from router.inbox.fair_queue import TenantQueue
 
 WIDE_BODY_BYTES = 65_536
 NARROW_BYTES = 4 * 2**20
-WIDE_BYTES = 16 * 2**20  # bytes; some 8 s of tokenising in one thread
-FREE_AFTER_S = 5.0  # seconds; a body of 1 MiB takes 150 MB, which threads would otherwise keep
-NUM_THREADS = 2  # per pool
+WIDE_BYTES = 16 * 2**20  # limit of the pool for large bodies, some 8 s of tokenising in one thread
+FREE_AFTER_S = 5.0  # seconds; parsing 1 MiB takes 150 MB, which threads would otherwise keep
+NUM_THREADS = 2  # number of threads per pool
 THREADS_OF_TENANT = NUM_THREADS - 1
 
 ResultT = TypeVar("ResultT")
 
 
 class _QueuedBody(NamedTuple):
-    """A body that waits or is being parsed; `start` is done when the body gets a thread."""
+    """A body that waits or is being parsed. `start` is done when the body has a thread."""
 
     tenant: str
     num_bytes: int
@@ -40,15 +40,15 @@ class _QueuedBody(NamedTuple):
 
 
 class ParsePool:
-    """A few threads, and a bounded queue in front of them."""
+    """A few threads with a bounded queue of bodies."""
 
     def __init__(self, name: str, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=name)
-        self._lock = Lock()  # guards the fields below, which threads change
+        self._lock = Lock()  # protects the fields below, which threads change
         self._num_bytes = 0
         self._bytes_of: Counter[str] = Counter()
-        self._running: Counter[str] = Counter()  # running threads by tenant
+        self._running: Counter[str] = Counter()  # number of busy threads, by tenant
         self._waiting: TenantQueue[str, _QueuedBody] = TenantQueue()
 
     @property
@@ -70,14 +70,14 @@ class ParsePool:
         try:
             return await asyncio.wrap_future(future)
         finally:
-            del future  # it holds the error, whose traceback refers to this frame and the body
+            del future  # its error has a traceback, which refers to this frame and the body
 
     def submit(self, work: Callable[[], None]) -> None:
         """Runs short work of the gateway itself in a thread."""
         self._threads.submit(work)
 
     def _enter(self, tenant: str, num_bytes: int) -> _QueuedBody:
-        """Makes a body wait for a thread, which may be free. Raises ApiError."""
+        """Adds a body to the queue, and starts it if a thread is free. Raises ApiError."""
         body = _QueuedBody(tenant, num_bytes, Future())
         with self._lock:
             total, theirs = self._num_bytes, self._bytes_of[tenant]
@@ -92,7 +92,7 @@ class ParsePool:
         return body
 
     def _leave(self, body: _QueuedBody, _: object = None) -> None:
-        """Removes a body that was parsed, or whose client left."""
+        """Removes a body after it was parsed, or after its client has disconnected."""
         has_thread = not body.start.cancel()
         with self._lock:
             self._num_bytes -= body.num_bytes
@@ -102,7 +102,7 @@ class ParsePool:
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Gives free threads to waiting bodies."""
+        """Starts waiting bodies while threads are free."""
         while True:
             with self._lock:
                 body = self._next()
@@ -114,7 +114,7 @@ class ParsePool:
             body.start.set_result(None)
 
     def _next(self) -> _QueuedBody | None:
-        """Assigns a free thread to the next body, and returns that body."""
+        """Returns the next body that gets a free thread; None if there is no body or no thread."""
         if self._running.total() >= NUM_THREADS:
             return None
         body = self._waiting.pop(lambda tenant: self._running[tenant] < THREADS_OF_TENANT)
@@ -128,12 +128,12 @@ class ParsePool:
 
 
 class ParsePools:
-    """One pool for small bodies and one for large bodies."""
+    """One pool for small bodies, and one for large bodies."""
 
     def __init__(
         self, free: Callable[[], None] = return_freed_memory, free_after_s: float = FREE_AFTER_S
     ) -> None:
-        """A thread calls `free` some seconds after a wide body. Needs no event loop yet."""
+        """Some seconds after a large body, a thread calls `free`. Needs no running event loop."""
         self.narrow = ParsePool("parse", NARROW_BYTES)
         self.wide = ParsePool("parse-long", WIDE_BYTES)
         self._free = free
@@ -141,7 +141,7 @@ class ParsePools:
         self._freeing: asyncio.TimerHandle | None = None
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
-        """Calls `ParsePool.run` of the pool for a body of this size."""
+        """Runs `parse` in the pool for bodies of this size. Raises ApiError if the pool is full."""
         if num_bytes <= WIDE_BODY_BYTES:
             return await self.narrow.run(tenant, num_bytes, parse)
         try:

@@ -1,14 +1,15 @@
-"""A task group that leaves no reference cycle when it raises."""
+"""A task group that leaves no reference cycle when it raises an error."""
 
 import asyncio
 from types import TracebackType
 
 
 class LightTaskGroup(asyncio.TaskGroup):
-    """A TaskGroup of asyncio without the reference from its frame to the error that it raises.
+    """A TaskGroup of asyncio whose frame does not refer to the error that it raises.
 
-    Such a cycle keeps the bodies and answers of all frames in the traceback, until a garbage
-    collection. It arises whenever a task fails, and whenever a client leaves.
+    Such a reference is a cycle, which keeps the bodies and answers of all frames in the traceback
+    until a garbage collection. It would arise whenever a task fails, and whenever a client
+    disconnects.
     """
 
     async def __aexit__(
@@ -24,6 +25,6 @@ class LightTaskGroup(asyncio.TaskGroup):
             raised.__traceback__ = traceback if raised is error else None
             raise
         finally:
-            # The frame that holds this group may be in the traceback of a task's error.
+            # The traceback of a task's error may include the frame that refers to this group.
             self._parent_task = None
             del error, traceback

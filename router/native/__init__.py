@@ -1,1 +1,1 @@
-"""The prefix index and the placement of requests; the C++ is in `src/router`."""
+"""Python side of the prefix index and of the placement of requests in C++ (`src/router`)."""

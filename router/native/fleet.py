@@ -1,22 +1,23 @@
 """The `slo` policy in C++: a placement among thousands of workers in microseconds.
 
 `Fleet` keeps the load of each worker beside the index of all blocks. One call finds the blocks of a
-prompt that each worker and store holds, predicts the times, chooses, and reserves for the next
-call.
+prompt that each worker and store has, predicts the times, chooses the workers, and reserves their
+resources for the next call.
 
-`router.policies.slo` explains the rule. While costs are unknown, or while workers have different
-block sizes, that policy decides itself.
+`router.policies.slo` explains the rule, and decides itself while costs are unknown, or while
+workers have different block sizes.
 
-C++ does not know requests with kept tokens or a back-off, second attempts, or severed workers. For
-such a decision some workers are hidden: C++ is told that they take no prompts, or no sequences. The
-next update reverts this.
+C++ does not support requests with kept tokens or a back-off, second attempts, or severed workers.
+For such a decision some workers are hidden: C++ is told that they take no prompts, or no sequences.
+The next update makes them visible again.
 
 `router.cluster.view` alone owns the claims on workers. If anything but the number of tokens changed
 at a worker, the fleet is updated before the next decision. The number of tokens is updated with the
 worker's next report.
 
 A seeded generator breaks ties among idle workers and among holders of the same prefix. Among idle
-workers that hold nothing, the search starts at a random worker and ends at the first match.
+workers without a prefix of the prompt, the search starts at a random worker and ends at the first
+match.
 """
 
 import ctypes
@@ -48,30 +49,30 @@ from router.policies.candidates import (
 )
 from router.policies.slo import LEND_RATIO, LEND_SHARE, PROMPT_WEIGHT, Slo
 
-MEDIA = (Medium.HOST, *LOWER_MEDIA)  # in the order of their numbers in C++
+MEDIA = (Medium.HOST, *LOWER_MEDIA)  # in the order in which C++ numbers them
 
-_ASK = struct.Struct("=Q4q7dq")  # the fields of a Call in src/router.cpp up to the decision
+_ASK = struct.Struct("=Q4q7dq")  # the fields of a `Call` in src/router.cpp before the decision
 _DECISION = struct.Struct("=7i4x5d")
 _LOAD = struct.Struct("=q2d5q")
-_CLOSED = math.inf, math.inf  # end of its prompts, and least wait
-_FULL = 2**40  # more sequences than any worker takes
+_CLOSED = math.inf, math.inf  # ready time and minimum wait of a worker that takes no prompts
+_FULL = 2**40  # a number of sequences above the limit of any worker
 _PLACED, _NO_ROOM = 0, 2
 
 
 class FleetDecision(NamedTuple):
-    """The decision of C++. Workers are slots; `NONE` means no worker."""
+    """A decision of C++. Workers are given as slots; `NONE` means no worker."""
 
     status: int
     prefill: int
     decode: int
-    source: int  # slot of the worker from which further blocks are pulled first
+    source: int  # slot of the worker or store from which further blocks are pulled
     matched_blocks: int  # the prompt's blocks that are cached in the prefill worker
     pulled_blocks: int
     medium: int  # medium of the source, as an index of `MEDIA`
-    wait_s: float  # until the prefill worker is ready, or else the soonest worker
-    ttft_s: float  # from now, including the wait
+    wait_s: float  # seconds until the chosen or else the first prefill worker is ready
+    ttft_s: float  # seconds from now to the first token, including the wait
     tpot_s: float
-    load_s: float  # until the source has read the blocks that are not in its memory
+    load_s: float  # seconds until the source has read the blocks it lacks in memory
     slowdown: float  # factor by which decoding on its worker slows the prompt down
 
 
@@ -119,15 +120,15 @@ class Fleet:
         self._odd: set[WorkerId] = set()  # with another block size, or beyond the limit of kinds
         self._unsure: set[WorkerId] = set()  # workers whose compute time is unknown
         self._shared: set[WorkerId] = set()  # workers that also compute for other gateways
-        self._version = -1  # version of the estimates in C++
-        self._has_new_costs = self._is_known = False  # since the last update of loads; all of them
+        self._version = -1  # version of the estimates that C++ has
+        self._has_new_costs = self._is_known = False  # since the last loads; all costs
         self._num_prefillers, self._largest = 0, (0, 0, 0)
         self._call = bytearray(_ASK.size + _DECISION.size)
         self._call_address = structs.address_of(self._call)
         self._resize_loads(1)
 
     def add(self, worker: WorkerView) -> None:
-        """Adds a worker that is already in the index.
+        """Adds a worker that the index contains already.
 
         A store has no load, and may join before the first worker, which sets the block size.
         """
@@ -146,7 +147,7 @@ class Fleet:
             return
         home = self._classes.get(its_class)
         if home is None:
-            alike = WorkerView(info)  # a separate view, as the worker may change its class
+            alike = WorkerView(info)  # a separate view, as the original may change its class
             home = self._classes[its_class] = _Class(number, alike)
         home.size += 1
         self._homes[worker_id] = home
@@ -158,7 +159,7 @@ class Fleet:
         self._view.touched.add(worker_id)
 
     def remove(self, worker: WorkerView) -> None:
-        """Removes a worker that is still in the index."""
+        """Removes a worker that the index still contains."""
         worker_id = worker.info.worker_id
         if worker_id in self._stores:
             self._stores.discard(worker_id)
@@ -186,7 +187,7 @@ class Fleet:
         *,
         other_than: WorkerId | None = None,
     ) -> Decision | Busy | None:
-        """Places a request with these hashes of full blocks, but not at `other_than`.
+        """Places a request whose full blocks have these hashes, but not on `other_than`.
 
         Returns None if the policy itself must decide.
         """
@@ -212,7 +213,7 @@ class Fleet:
                 need = replace(need, may_pull=False)
             else:
                 return choice
-            view.touched |= {prefill, decode}  # C++ has made reservations at these
+            view.touched |= {prefill, decode}  # C++ has changed its own loads of these two workers
 
     def decide(
         self, need: Need, hashes: Sequence[BlockHash], now_s: float, queue: Queue = EMPTY
@@ -239,7 +240,7 @@ class Fleet:
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))
 
     def choice(self, decision: FleetDecision, now_s: float) -> Decision | Busy:
-        """Converts a decision of C++ to a policy's decision."""
+        """Converts a decision of C++ to a `Decision`."""
         if decision.status != _PLACED:
             return self._busy(decision, now_s)
         names, block_size = self._index.names, self._block_size
@@ -269,13 +270,12 @@ class Fleet:
     ) -> None:
         """Updates C++ with all changes since the last call.
 
-        Until the next call, C++ is also told that `closed` workers take no prompts, and that `full`
-        workers take no sequences.
+        Until the next call, `closed` workers take no prompts and `full` workers no sequences.
         """
         touched = self._view.touched
         if self._version != self._estimates.version:
             self._send_costs()
-        if self._has_new_costs:  # their work was priced at old costs
+        if self._has_new_costs:  # the workers' prompts have seconds at the old costs
             touched |= self._unsure | self._shared
             self._has_new_costs = False
         touched |= closed | full
@@ -296,7 +296,7 @@ class Fleet:
         self._core.baton_fleet_loads(self._handle, self._loads_address, count)
 
     def validate(self) -> None:
-        """Asserts that the arrays in C++ are sound and have the same workers. Slow."""
+        """Asserts that the arrays in C++ are consistent and have the same workers. Slow."""
         stores = {i for i, worker in self._view.workers.items() if worker.is_store}
         assert self._homes.keys() | self._odd == self._view.workers.keys() - stores
         assert self._stores <= stores
@@ -309,7 +309,7 @@ class Fleet:
     # ------------------------------------------------------------ decisions
 
     def _can_decide(self, need: Need) -> bool:
-        """True if C++ knows all costs, and some worker could serve the request."""
+        """True if C++ has all costs, and if some worker could serve the request."""
         if self._odd or self._unsure or not self._is_known:
             return False
         decode_tokens, prefill_tokens, mixed_tokens = self._largest
@@ -317,7 +317,7 @@ class Fleet:
         return fits and need.max_len <= decode_tokens
 
     def _busy(self, decision: FleetDecision, now_s: float) -> Busy:
-        """Converts a refusal. If a worker has time already, what is missing is room to decode."""
+        """Converts a refusal to `Busy`, with the role whose workers have no room."""
         if decision.status == _NO_ROOM or decision.wait_s <= self._wait_bound_s:
             return Busy()
         until_s = now_s + decision.wait_s - self._backlog_s
@@ -328,7 +328,7 @@ class Fleet:
     def _send_costs(self) -> None:
         """Sends new costs of each class to C++, and records whether all costs are known.
 
-        Most observations change no cost.
+        Most observations do not change any cost.
         """
         self._is_known = bool(self._classes)
         for home in self._classes.values():
@@ -372,7 +372,7 @@ class Fleet:
                 self._put_store(worker)
 
     def _put_store(self, store: WorkerView) -> None:
-        """Tells C++ of a store or of its new costs, if the fleet is open."""
+        """Sends a store, or its new costs, to C++ if the fleet is open."""
         info = store.info
         if not self._handle:
             return
@@ -388,7 +388,7 @@ class Fleet:
         self._core.baton_fleet_put_store(self._handle, ctypes.byref(news))
 
     def _group(self, info: Welcome) -> int:
-        """Returns a key; workers with equal keys can use each other's blocks (`can_pull_from`)."""
+        """Returns a key of the workers that can use each other's blocks (`can_pull_from`)."""
         return self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
 
     def _kind(self, number: int, worker: WorkerView) -> int | None:
@@ -413,7 +413,7 @@ class Fleet:
 def _load(
     worker: WorkerView, ready: tuple[float, float], *, is_full: bool
 ) -> tuple[float, float, int, int, int, int, int]:
-    """Returns a worker's `Load`, as C++ has it."""
+    """Returns a worker's load in the form of C++."""
     num_decodes, mean_tokens = worker.num_decodes, worker.mean_context_tokens
     num_decoding = worker.num_decoding
     return (
@@ -427,7 +427,7 @@ def _load(
 
 
 def _tpot_bound_s(need: Need, classes: Iterable[_Class], estimates: Estimates) -> float:
-    """Returns the TPOT bound; infinite if there is none, or if no empty worker keeps it."""
+    """Returns the TPOT bound; infinite without one, or if even an empty worker would miss it."""
     bound_s = need.tpot_bound_s
     if bound_s is None:
         return math.inf
@@ -443,9 +443,10 @@ def _tpot_bound_s(need: Need, classes: Iterable[_Class], estimates: Estimates) -
 def _largest(
     infos: Sequence[Welcome], block_size: int, *, has_prefillers: bool
 ) -> tuple[int, int, int]:
-    """Returns the largest number of tokens that a worker could hold, by role: a decode or mixed
-    worker, a prefill worker, and a mixed worker. Without prefill workers, fluid decode workers
-    stand in for mixed ones.
+    """Returns the number of tokens that the largest worker of some roles could store.
+
+    The three numbers are the maximum of decode and mixed workers, of prefill workers, and of mixed
+    workers. Without prefill workers, fluid decode workers count as mixed workers.
     """
     largest = dict.fromkeys(Role, 0)
     stand_ins = 0
@@ -459,12 +460,12 @@ def _largest(
 
 
 def _class_of(worker: WorkerView) -> Hashable:
-    """Returns the class of workers with equal costs, including the transfer of a block."""
+    """Returns the class of the workers with equal costs, including the transfer of a block."""
     return worker_class(worker), worker.info.layout
 
 
 def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None:
-    """Returns the costs of workers like this one for C++; None while some are unknown."""
+    """Returns the costs for C++ of workers like this one; None while some costs are unknown."""
     info = worker.info
     prefill = estimates.prefill_cost(worker)
     decode = estimates.decode_cost(worker)
@@ -486,7 +487,7 @@ def _close(core: Native, handle: int, _index: PrefixIndex) -> None:
 
 
 def _full(view: ClusterView, need: Need) -> set[WorkerId]:
-    """Returns workers that must not decode the request although they have room.
+    """Returns the workers that must not decode the request although they have room.
 
     If a decode worker with room has kept tokens of the request, these are all other workers.
     """
@@ -504,9 +505,9 @@ def _full(view: ClusterView, need: Need) -> set[WorkerId]:
 
 
 def _unreaching(view: ClusterView, need: Need) -> set[WorkerId] | None:
-    """Returns the prefill workers whose KV reaches no decode worker that has room.
+    """Returns the prefill workers whose KV reaches no decode worker with room.
 
-    None if no worker's KV would reach any other; then severed workers are combined.
+    Returns None if no prefill worker reaches any decode worker; then severed pairs are combined.
     """
     decoders = [(w.info.worker_id, w) for w in view.decoders]
     if not view.severed or not reaching(view.prefillers, decoders, view.severed):

@@ -1,19 +1,18 @@
-"""All workers' cached blocks by hash, fed by the workers' events of stored and evicted blocks.
+"""All workers' cached blocks by hash, updated by the workers' events of stored and evicted blocks.
 
-One walk along a prompt finds the blocks that all workers hold. A block takes some forty bytes,
+One walk along a prompt finds the blocks that all workers have. A block takes some forty bytes,
 however long the names of its workers are. The index handles a million block events per second.
 
 Workers are numbered by *slots*, of which there are 65,535. The first eight bytes of a hash are its
 key. Among ten million blocks, two share a key with a probability of 10⁻⁵. Then a worker may be
-asked for a block that it does not hold; it reports this and computes the block.
+asked for a block that it does not have; it reports this and computes the block.
 
 A worker has its blocks in one pool, and its events name no medium. A store has blocks in memory, on
-disk and as objects, and a block may be on several of these. The index knows a store under its own
-name for the blocks in memory, and under a further name for each lower medium.
+disk and as objects, and a block may be on several of these. In the index, a store's own name stands
+for its blocks in memory. There is a further name for each lower medium.
 
-Events are delayed and may be lost. A worker without events since it was added or cleared is
-credited with the blocks that it was seen to use, as many as fit into its pool. Its first event ends
-that credit.
+Events are delayed and may be lost. Until the first event of a worker, the index assumes that it has
+cached the blocks of its latest requests, as many as fit into its pool.
 """
 
 from array import array
@@ -27,35 +26,35 @@ from engine.native.library import NONE, library
 from engine.worker.block_events import Medium
 from engine.worker.blocks import BlockHash
 
-SEPARATOR = "|"  # never in a worker's own name: `router.links` refuses such a worker
+SEPARATOR = "|"  # not allowed in the name of a worker (`router.links`)
 
 
 def name_on(store_id: WorkerId, medium: str) -> WorkerId:
-    """Returns the name under which the index knows a store's blocks on a medium."""
+    """Returns the index's name for a store's blocks on a medium."""
     return store_id if medium == Medium.HOST else WorkerId(f"{store_id}{SEPARATOR}{medium}")
 
 
 class TooManyWorkers(BatonError):
-    """The index has no free slot for another worker."""
+    """There is no free slot for another worker."""
 
 
 class PrefixIndex:
-    """The blocks that each worker holds. Unknown workers and repeated events are ignored.
+    """The blocks that each worker has. Unknown workers and repeated events are ignored.
 
-    Raises BuildError. The seed keeps clients from choosing prompts whose blocks collide in the
+    Raises BuildError. The seed prevents clients from choosing prompts whose blocks collide in the
     table. No answer depends on the seed.
     """
 
     def __init__(self, *, seed: int = 0) -> None:
         self._core = library()
-        self.handle: int = self._core.baton_index_open(seed)  # used by a `Fleet`
+        self.handle: int = self._core.baton_index_open(seed)  # for a `Fleet`
         finalize(self, self._core.baton_index_close, self.handle)
         self.slots: dict[WorkerId, int] = {}
-        self.names: list[WorkerId | None] = []  # by slot
+        self.names: list[WorkerId | None] = []  # names of workers, by slot
         self._num_blocks: dict[WorkerId, int] = {}
-        # For workers without events: the blocks last seen in use, latest last.
+        # For workers without events: the latest blocks of their requests, latest last.
         self._seen: dict[WorkerId, OrderedDict[BlockHash, None]] = {}
-        self._found = array("i")  # slot and number of blocks for each worker
+        self._found = array("i")  # slot and number of blocks of each worker
 
     @property
     def workers(self) -> Set[WorkerId]:
@@ -64,20 +63,20 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """The number of distinct blocks. Those of lost workers count until a walk meets them."""
+        """The number of distinct blocks. Blocks of lost workers count until a walk finds them."""
         return int(self._core.baton_index_num_blocks(self.handle))
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the table in bytes."""
+        """The size of the table in bytes."""
         return int(self._core.baton_index_num_bytes(self.handle))
 
     def num_held(self, worker_id: WorkerId) -> int:
-        """Returns the number of blocks that a worker is believed to hold."""
+        """Returns the number of blocks that the index has for a worker."""
         return int(self._core.baton_index_num_held(self.handle, self.slots[worker_id]))
 
     def add(self, worker_id: WorkerId, num_blocks: int) -> None:
-        """Adds a worker with a pool of `num_blocks`; its cached blocks are unknown yet.
+        """Adds a worker whose pool has room for `num_blocks`. No cached blocks are known yet.
 
         Raises TooManyWorkers.
         """
@@ -104,16 +103,15 @@ class PrefixIndex:
         self._core.baton_index_forget(self.handle, slot)
 
     def record(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Records that a worker was seen to hold these leading blocks of a prompt.
+        """Records that a worker used these leading blocks of a prompt.
 
         The worker is credited with the latest blocks that fit into its pool. A worker that sends
-        events gets no such credit: it may have evicted these blocks, and would not publish that
-        again.
+        events is not credited: it may have evicted these blocks, and would not report that again.
         """
         seen = self._seen.get(worker_id)
         if seen is None:
             return
-        for block_hash in reversed(hashes):  # like the pool, this drops the end of a prefix first
+        for block_hash in reversed(hashes):  # like the pool, this evicts the end of a prefix first
             seen[block_hash] = None
             seen.move_to_end(block_hash)
         self._store(worker_id, hashes)
@@ -122,10 +120,10 @@ class PrefixIndex:
             self._remove(worker_id, [seen.popitem(last=False)[0] for _ in range(surplus)])
 
     def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Records that a worker was asked for these blocks and did not hold them.
+        """Records that a worker was asked for these blocks and did not have them.
 
-        Nothing changes for a worker that publishes events. It may have stored the blocks since, and
-        would not publish that again.
+        Does nothing for a worker that sends events. It may have stored the blocks since, and would
+        not report that again.
         """
         seen = self._seen.get(worker_id)
         if seen is None:
@@ -135,7 +133,7 @@ class PrefixIndex:
         self._remove(worker_id, hashes)
 
     def stored(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Applies a worker's event: the worker holds these blocks.
+        """Applies a worker's event: it has stored these blocks.
 
         The preceding block is not needed, as a hash covers all tokens before it.
         """
@@ -144,13 +142,13 @@ class PrefixIndex:
         self._store(worker_id, hashes)
 
     def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Applies a worker's event: the worker no longer holds these blocks."""
+        """Applies a worker's event: it has evicted these blocks."""
         if worker_id in self._seen:
             self._hear(worker_id)
         self._remove(worker_id, hashes)
 
     def cleared(self, worker_id: WorkerId) -> None:
-        """Removes all blocks of a worker, which then counts as a worker without events."""
+        """Removes all blocks of a worker. From then on it counts as a worker without events."""
         slot = self.slots.get(worker_id)
         if slot is None:
             return
@@ -158,7 +156,7 @@ class PrefixIndex:
         self._seen[worker_id] = OrderedDict()
 
     def longest(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """Returns how many leading blocks each worker holds; workers without any are left out."""
+        """Returns each worker's number of leading blocks; workers without any are left out."""
         address, _ = self._found.buffer_info()
         packed = pack(hashes)
         count = self._core.baton_index_longest(self.handle, packed, len(hashes), address)
@@ -171,7 +169,7 @@ class PrefixIndex:
         }
 
     def validate(self) -> None:
-        """Asserts that names and slots match, and that the table in C++ is sound. Slow."""
+        """Asserts that names and slots match, and that the table in C++ is consistent. Slow."""
         assert {name: slot for slot, name in enumerate(self.names) if name} == self.slots
         assert self._num_blocks.keys() == self.slots.keys() >= self._seen.keys()
         assert self._core.baton_index_is_sound(self.handle)
@@ -180,7 +178,7 @@ class PrefixIndex:
             assert len(seen) == self.num_held(worker_id)
 
     def _hear(self, worker_id: WorkerId) -> None:
-        """Drops the credited blocks of a worker when its first event arrives."""
+        """Removes the credited blocks of a worker when its first event arrives."""
         del self._seen[worker_id]
         self._core.baton_index_clear(self.handle, self.slots[worker_id])
 
@@ -196,7 +194,7 @@ class PrefixIndex:
 
 
 def pack(hashes: Sequence[BlockHash]) -> bytes:
-    """Joins hashes of blocks. Raises ValueError if one has another length."""
+    """Joins hashes of blocks. Raises ValueError if a hash has another length."""
     packed = b"".join(hashes)
     if len(packed) != HASH_BYTES * len(hashes):
         raise ValueError(f"{len(hashes)} hashes of {HASH_BYTES} bytes came as {len(packed)} bytes")

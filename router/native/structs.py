@@ -1,13 +1,13 @@
-"""Structures of `src/router/fleet.h`, field by field."""
+"""Structures of `src/router/fleet.h`, with the same fields."""
 
 import ctypes
 from ctypes import Structure, c_double, c_int32, c_int64
 
-NUM_MEDIA = 3  # media of a store: memory and those in `router.native.index`
+NUM_MEDIA = 3  # number of media of a store: memory, and the lower media in `router.native.index`
 
 
 class FleetCosts(Structure):
-    """Costs of workers of one class."""
+    """The costs of the workers of one class."""
 
     _fields_ = (
         ("prefill", c_double),
@@ -38,7 +38,7 @@ class FleetKind(Structure):
 
 
 class FleetStore(Structure):
-    """A store: its slots in the index, and its seconds to read each medium."""
+    """A store: its slots in the index, and the seconds that reading each medium takes."""
 
     _fields_ = (
         ("group", c_int32),
@@ -49,5 +49,5 @@ class FleetStore(Structure):
 
 
 def address_of(buffer: bytearray) -> int:
-    """Returns the address of a buffer's bytes. The caller keeps the buffer and its length."""
+    """Returns the address of a buffer's bytes. The caller must keep the buffer and its length."""
     return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))

@@ -1,1 +1,1 @@
-"""Records a request machine's events and effects, so that they can be replayed."""
+"""Records a request machine's events and effects for a later replay."""

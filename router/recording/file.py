@@ -1,10 +1,10 @@
-"""A recording on disk, written beside the gateway's work.
+"""A recording on disk, written while the gateway works.
 
 The event loop encodes a record and appends it to a list. A thread writes the list from time to time
 and at the end. The recording stops if the disk is full or too slow, or if an event cannot be
 encoded. It never has a gap, since no event after a gap could be replayed. Serving continues.
 
-Only the gateway's user may read the file, as it holds prompts and answers.
+Only the gateway's user may read the file, as it contains prompts and answers.
 """
 
 import logging
@@ -22,20 +22,20 @@ from router.recording.records import Recorder
 log = logging.getLogger(__name__)
 
 WRITE_EVERY_S = 0.5
-MAX_UNWRITTEN_BYTES = 256 * 2**20  # limit of the list if the disk is too slow
+MAX_UNWRITTEN_BYTES = 256 * 2**20  # maximum size of the list, reached if the disk is too slow
 NOT_WRITTEN_IN_TIME = "the disk does not finish"
 CLOSE_TIMEOUT_S = 5.0
 
 
 class Disk(Protocol):
-    """A file for records, written through at `flush`."""
+    """The interface of a file for records. `flush` writes them to the disk."""
 
     def write(self, data: bytes) -> object:
         """Writes records. Raises OSError."""
         ...
 
     def flush(self) -> None:
-        """Passes written records on to the disk. Raises OSError."""
+        """Writes records to the disk that are in memory buffers. Raises OSError."""
         ...
 
     def close(self) -> None:
@@ -51,11 +51,11 @@ class RecordingFile:
     ) -> None:
         """`config` is the machine's configuration, with the seed in use."""
         self.path = path
-        self.failure: str | None = None  # the reason why the recording ended early
+        self.failure: str | None = None  # the reason for an early end of the recording
         self._config = config
         self._max_unwritten_bytes = max_unwritten_bytes
         self._lock = threading.Lock()
-        self._unwritten: list[bytes] = []  # guarded by the lock, like the next field
+        self._unwritten: list[bytes] = []  # protected by the lock, like the next field
         self._num_unwritten_bytes = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
@@ -75,13 +75,13 @@ class RecordingFile:
         self._thread.start()
 
     def record(self, event: RouterEvent, now_s: float, effects: Sequence[RouterEffect]) -> None:
-        """Records an event and its effects."""
+        """Appends an event and its effects to the recording."""
         if self.failure is not None:
             return
         try:
             self._recorder.record(event, now_s, effects)
-        except Exception as error:  # the effects must be carried out anyway
-            # The error's text may contain a client's text.
+        except Exception as error:  # the effects must be carried out in any case
+            # The text of the error may contain a client's text.
             self._fail(f"{type(event).__name__} cannot be encoded: {type(error).__name__}")
 
     def close(self) -> None:
@@ -110,9 +110,9 @@ class RecordingFile:
         ):  # some disks report only at the end that they are full
             try:
                 work()
-            except Exception as error:  # memory may be short too
+            except Exception as error:  # there may also be too little memory
                 self._fail(_reason(error))
-        with self._lock:  # the thread will not write the list
+        with self._lock:  # nothing will write the list any more
             self._unwritten.clear()
 
     def _write_all(self) -> None:
@@ -135,7 +135,7 @@ class RecordingFile:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the reason, without any part of the recorded data."""
+    """Returns the reason of a failure, without any recorded data."""
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 

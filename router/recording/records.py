@@ -1,14 +1,14 @@
-"""A request machine's events and effects, one msgpack record an event.
+"""A request machine's events and effects, with one msgpack record per event.
 
     {"version": 6, "config": {...}}                              first record
     {"now_s": 1.5, "kind": "Arrived", "event": {...}, "effects": [["SendTo", {...}], ...]}
 
 A machine is a function of its configuration and its events. A fresh machine that gets the recorded
-events at the recorded times must return the same effects. `replay` finds the differences. This
-checks that the simulator runs the same router, and it reproduces bugs.
+events at the recorded times must return the same effects. `replay` finds the differences. So it
+reproduces bugs, and checks that the simulator runs the same router.
 
-With `slo`, either both machines must use the router's C++ or neither, since C++ breaks ties with
-its own generator. The first record says whether it was used, and `replay` refuses a mismatch.
+With `slo`, either both machines must use the router's C++ or neither may, since C++ breaks ties
+with its own generator. The first record says whether C++ was used, and `replay` refuses a mismatch.
 
 A recording is as confidential as the prompts and answers in it. The length of a record is not known
 before it is read, so files are read by msgpack's streaming `Unpacker`, within `MAX_RECORD_BYTES`. A
@@ -63,8 +63,8 @@ class _Head(msgspec.Struct, frozen=True):
     config: RouterConfig
 
 
-_HEAD_FIELDS = {"version", "config"}  # present in every version
-MAX_RECORD_BYTES = 256 * 2**20  # for one event with its effects
+_HEAD_FIELDS = {"version", "config"}  # these fields of the first record exist in every version
+MAX_RECORD_BYTES = 256 * 2**20  # maximum size of an event with its effects
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An event, its time, and its effects: kind and msgpack of each effect."""
+    """An event with its time and its effects; for each effect, its kind and its msgpack."""
 
     now_s: float
     event: RouterEvent
@@ -85,25 +85,25 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """An event whose effects differ from the recorded ones, with both lists of effects as JSON."""
+    """An event whose effects differ from the recorded effects. Both are given as JSON."""
 
-    number: int  # the number of the record, from 1
+    number: int  # number of the record; the first is 1
     kind: str
     recorded: bytes
     replayed: bytes
 
 
 class Recorder:
-    """Encodes the events and the effects of a machine."""
+    """Encodes the events and the effects of a machine as records."""
 
     def __init__(self, config: RouterConfig, write: Callable[[bytes], object]) -> None:
-        """`write` receives whole records, in order."""
+        """`write` is called with each complete record, in order."""
         self._write = write
         self._encoder = msgspec.msgpack.Encoder()
         write(self._encoder.encode(_Head(PROTOCOL_VERSION, config)))
 
     def record(self, event: RouterEvent, now_s: float, effects: Iterable[RouterEffect]) -> None:
-        """Writes an event and its effects."""
+        """Encodes and writes an event and its effects."""
         record = {
             "now_s": now_s,
             "kind": type(event).__name__,
@@ -116,7 +116,7 @@ class Recorder:
 def records_of(path: Path) -> Iterator[bytes]:
     """Yields the complete records of a file. Raises OSError, ProtocolError."""
     with path.open("rb") as framed, path.open("rb") as file:
-        unpacker = msgpack.Unpacker(framed, max_buffer_size=MAX_RECORD_BYTES)  # skips in pieces
+        unpacker = msgpack.Unpacker(framed, max_buffer_size=MAX_RECORD_BYTES)  # reads in parts
         begin = 0
         while True:
             try:
@@ -134,7 +134,7 @@ def records_of(path: Path) -> Iterator[bytes]:
 
 
 def is_recording(first: bytes) -> bool:
-    """True if the first record of a file may be the head of a recording."""
+    """True if the first record of a file looks like the head of a recording."""
     try:
         return set(msgspec.msgpack.decode(first, type=dict[str, msgspec.Raw])) >= _HEAD_FIELDS
     except msgspec.DecodeError:
