@@ -114,7 +114,7 @@ class Conversations:
         # prompt itself was continued.
         self._ends: OrderedDict[BlockHash, bool | None] = OrderedDict()
         self._num = [0.0, 0.0]  # number of prompts: other ones, and those that continue another
-        self._num_followed = [0.0, 0.0]  # of these, the number continued later
+        self._num_followed = [0.0, 0.0]  # number of these prompts that were continued
 
     def record(self, hashes: Sequence[BlockHash]) -> bool:
         """Records a prompt by its full blocks. Returns True if these are likely reused."""

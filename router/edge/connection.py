@@ -272,7 +272,7 @@ class Connection(BodyPipe):
             self._raise(TOO_MANY)
         if not self._url.isascii():
             self._raise(NOT_HTTP)
-        names = list(map(_name_of, fields))  # of two equal fields, a proxy might read the other
+        names = list(map(_name_of, fields))  # a proxy might read the other of two fields
         if names.count(b"host") > 1 or names.count(b"authorization") > 1:
             self._raise(TWICE)
 
