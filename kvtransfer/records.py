@@ -1,5 +1,19 @@
-"""Plans the copies from a source's record to a sink's record if the two have different shares of a
-model.
+"""Plans the copies from a source's record to a sink's, where the two are shares of a model.
+
+    record          one rank's share of a block: its own heads of its own layers, in the order of
+                    `engine.layout`
+    shared record   the heads and layers that one source rank gives to one sink rank, in the same
+                    order; this record is sent on the wire
+
+If both ranks hold the same share, the record is one piece. Otherwise K and V of each layer are one
+piece each: within a layer, the heads that two ranks share are contiguous.
+
+If several source ranks have the same head, each sink rank gets the head from only one source rank.
+The sink ranks that need the head are spread evenly over these source ranks. So the source ranks
+together give each sink rank each of its bytes once. Both ends compute the same plan without
+messages.
+
+Pure: integers only. `native` copies records, and `formats` converts them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

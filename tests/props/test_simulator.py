@@ -1,5 +1,7 @@
-"""For every trace and cluster, leaping over steps gives the result of single steps, and no request
-is\nlost, with stores too.
+"""For every trace and cluster, leaping over steps gives the results of single steps.
+
+No request is lost, with stores too. The router is given the costs. If it learned the costs, it
+would see a leap over several steps as one sample.
 """
 
 import msgspec

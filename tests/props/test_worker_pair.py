@@ -297,8 +297,7 @@ def test_long_runs_reach_every_counted_event():
     raise AssertionError(f"no run came to {missing}")
 
 
-# ---------------------------------------------------------------- planted mistakes, which the runs
-# must detect
+# ---------------------------------------------------------------- planted mistakes
 
 
 def _keep_what_has_not_arrived(self, arrived, pool):
@@ -447,8 +446,7 @@ MISTAKES = {
 }
 
 # By planted mistake: the seed of a run that detects it, which is tried first. The first seed
-# detects
-# most of the other mistakes.
+# detects most of the other mistakes.
 NOTICED_BY = {
     "a block is free while a step may write to it": 11,
     "a half computed block is leased": 1,

@@ -306,8 +306,7 @@ def test_a_source_on_another_host_is_not_mapped(monkeypatch):
         until(lambda: not sink.connections(), "the connection is closed")
 
 
-# ---------------------------------------------------------------- several pulls at once, and
-# closing
+# ---------------------------------------------------------------- several pulls, and closing
 
 
 @pytest.mark.parametrize("backend", [Transport.SHM, Transport.NIXL, Transport.ZMQ])
@@ -317,8 +316,7 @@ def test_many_pulls_in_both_directions_at_once(backend):
         fill(b.pool, seed=2)
         sent = {"a": a.pool.blocks.copy(), "b": b.pool.blocks.copy()}
         # Each worker leases its lower half in pieces of ten blocks, and pulls the other worker's
-        # lower half
-        # into its own upper half.
+        # lower half into its own upper half.
         half = NUM_BLOCKS // 2
         for here, there in ((a, b), (b, a)):
             for first in range(0, half, 10):

@@ -1,4 +1,24 @@
-"""Evicts the leaf with the fewest expected hits for its room, learnt from when blocks return."""
+"""Evicts the leaf with the fewest expected hits for its room. Learns when blocks are used again.
+
+Each cached block is in a class, and each class has a queue of its blocks by last use:
+
+    PLAIN + n     blocks without a client's hint, after n earlier turns
+    SESSION + n   blocks of a live session, after n turns
+    KEPT + k      blocks of a live session whose client expects to return within 2^(k/2) seconds
+    ENDED         blocks that only ended sessions used; their worth is zero
+
+`returns.ReturnTable` learns the worth of a block by class and age. The victim is the leaf of least
+worth among the oldest and the newest leaf of every queue. With age, worth rises until returns are
+most likely, and then falls. So the least worth is at one end of a queue. Evicting the newest block
+means that it is not admitted.
+
+Turns are counted without hints too. A new block starts with the uses of its parent as its turns. If
+the parent has several continuations, like a system prompt, the block starts with none. The facts of
+evicted blocks are kept for a while, so a block that returns has its turns again.
+
+A live session that returns in time raises the worth of its class, and an ended session leaves its
+class. So the table also learns the worth of hints. `sessions` bounds what one key can gain by them.
+"""
 
 import math
 from collections import OrderedDict

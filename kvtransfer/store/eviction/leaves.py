@@ -1,5 +1,11 @@
-"""Data structures of all eviction policies: a tree of blocks, and queues that return leaves
-first.
+"""Data structures of all eviction policies: a tree of blocks, and queues that return leaves first.
+
+    Forest     the cached blocks and how many cached children each has
+    LeafQueue  some of these blocks in the order of their last use; the oldest leaf goes first
+
+A queue finds the oldest leaf in amortised constant time. It examines the blocks, oldest first. A
+block that has a child is set aside: the block *waits*. Once its last child leaves the tier, the
+block is a candidate again, with its old age.
 """
 
 from bisect import bisect_left, insort

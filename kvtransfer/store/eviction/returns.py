@@ -1,5 +1,20 @@
-"""Learns when blocks of a class are used again, and how much it is worth to keep them until then.
-Pure.
+"""Learns when blocks of a class are used again, and the worth of keeping them until then. Pure.
+
+A block *returns* when it is used again. A class is a set of blocks that return after similar times.
+For each class and each age since the last use, the table counts the blocks that returned and the
+blocks that were given up. Together with the waiting blocks, these counts give the *hazard*: the
+share of waiting blocks that return at each age (Kaplan and Meier, 1958). Ages are in half octaves,
+so one table serves seconds and hours.
+
+The worth of a block is the maximum of the expected hits per second, over all ages T until which it
+may be kept:
+
+    worth(age) = max over T > age of  P(returns before T) / E[time until it returns or T comes]
+
+This is Gittins' index of the block. A block is worth little long before its likely return, after
+it, or if blocks of its class seldom return. Hit density was first used for eviction by LHD.
+
+Sources: Gittins, Bandit processes, JRSS B 1979; Beckmann, Chen and Cidon, LHD, NSDI 2018.
 """
 
 import math
