@@ -1,4 +1,4 @@
-"""A step's inputs as one run of bytes, so that one copy brings them to a GPU. Only numpy.
+"""A step's inputs as one run of bytes, so that one copy sends them to a GPU. Needs only numpy.
 
     token_ids, positions, slot_mapping  [num_tokens] int64
     keep                                [num_kept] int64: tokens whose logits are wanted
@@ -8,14 +8,14 @@
     context_lens                        [num_rows] int32
     block_tables                        [num_rows, table_width] int32, padded with 0
 
-`plan` computes where each of them lies. That depends only on these sizes, so a captured step finds
-its inputs where they lay when it was captured. `arrays` are the inputs on the host, and `fill`
-writes them. They have the meaning that `engine.model.attention.base` gives a batch.
+`plan` computes the place of each array. The places depend only on these sizes, so a captured step
+finds its inputs at the same addresses as during the capture. `arrays` returns views of the inputs
+on the host, and `fill` writes them. `engine.model.attention.base` defines what they mean.
 
 A captured step has a fixed number of rows, with a fixed number of tokens each: 1 for decode, more
-for the verification of drafts. Rows that have fewer are filled up at their front, because positions
-count back from the end of the context. Rows that only fill the step up have `context_len` 0. All
-tokens that fill up have slot PAD_SLOT: nothing is stored for them, and their results are ignored.
+for the verification of drafts. Rows with fewer tokens are padded at their front, because positions
+count back from the end of the context. Rows that only pad the step have `context_len` 0. All tokens
+of padding have slot PAD_SLOT: their KV is not stored, and their results are ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,18 +30,18 @@ from engine.messages import SeqId
 from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
-KNOWN = -1  # in `follows`: the token is known, and is in `token_ids`
+KNOWN = -1  # in `follows`: the host knows the token, which is in `token_ids`
 PAD_SLOT = -1  # in `slot_mapping`: the token's KV is not stored
 ALIGNMENT_BYTES = 64  # alignment of each array: kernels load 16 bytes at once, copies a cache line
-SMALL_SIZES = (1, 2, 4, 8)  # rows of captured steps; then powers of two and midpoints
+SMALL_SIZES = (1, 2, 4, 8)  # first row counts of captured steps; more are computed
 ROW_LENS = (1, 2, 4, 8)  # tokens per row of captured steps
-MAX_VERIFIED_TOKENS = 512  # tokens of a captured step with several tokens per row
+MAX_VERIFIED_TOKENS = 512  # most tokens of a captured step with several tokens per row
 
 T = TypeVar("T")
 
 
 class Inputs(NamedTuple, Generic[T]):
-    """One value for each input of a step: a place, an array or a tensor."""
+    """One value for each input of a step. The value is a place, an array or a tensor."""
 
     token_ids: T
     positions: T
@@ -54,7 +54,7 @@ class Inputs(NamedTuple, Generic[T]):
 
 
 class ArrayPlace(NamedTuple):
-    """The place of an array in the run of bytes."""
+    """The place of an array in a run of bytes."""
 
     offset_bytes: int
     dtype: str
@@ -62,39 +62,39 @@ class ArrayPlace(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """Returns the offset behind the array's last byte."""
+        """Returns the offset of the first byte after the array."""
         return self.offset_bytes + prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class Packing(NamedTuple):
-    """The places of all inputs, and the size of the whole run."""
+    """The places of all inputs, and the number of bytes of the whole run."""
 
     places: Inputs[ArrayPlace]
     num_bytes: int
 
 
 class PackingShape(NamedTuple):
-    """The sizes on which a packing depends."""
+    """The sizes that determine the places of a step's inputs."""
 
     num_rows: int
     num_tokens: int
     num_kept: int
-    table_width: int  # blocks
+    table_width: int  # blocks in each row of the block tables
 
 
 class StepSize(NamedTuple):
-    """The number of rows, and of tokens in each row, to which a step is padded."""
+    """The number of rows, and of tokens per row, to which a step is padded."""
 
     row_len: int
     num_rows: int
 
     @property
     def num_tokens(self) -> int:
-        """Returns the tokens of the step."""
+        """Returns the number of tokens of the step."""
         return self.row_len * self.num_rows
 
     def packed(self, table_width: int) -> PackingShape:
-        """Returns the sizes of the step's inputs; all its logits may be kept."""
+        """Returns the sizes of the step's inputs. Logits of all its tokens can be requested."""
         return PackingShape(self.num_rows, self.num_tokens, self.num_tokens, table_width)
 
 
@@ -102,8 +102,8 @@ def padded_sizes(maximum: int) -> tuple[int, ...]:
     """Returns the numbers of rows for which decode steps are captured: 1, 2, 4, 8, 16, 24, 32, 48,
     64, …
 
-    From 16 rows on, padding adds less than half of a step's rows. The cost of
-    captured steps grows with the logarithm of `maximum`.
+    From 16 rows on, padding adds less than half of a step's rows. The number of captured steps
+    grows with the logarithm of `maximum`.
     """
     sizes = list(SMALL_SIZES)
     while sizes[-1] < maximum:
@@ -115,9 +115,11 @@ def padded_sizes(maximum: int) -> tuple[int, ...]:
 def captured_sizes(
     all_num_rows: Iterable[int], row_lens: Iterable[int] = ROW_LENS
 ) -> tuple[StepSize, ...]:
-    """Returns the sizes of captured steps: decode with these numbers of rows, and verification.
+    """Returns the sizes of captured steps: of decode with these numbers of rows, and of
+    verification.
 
-    Verification has only powers of two, up to MAX_VERIFIED_TOKENS, so that few captures are needed.
+    Sizes of verification are powers of two, up to MAX_VERIFIED_TOKENS, so that few captures are
+    needed.
     """
     pairs = [StepSize(row_len, num_rows) for row_len in row_lens for num_rows in all_num_rows]
     return tuple(
@@ -131,8 +133,8 @@ def captured_sizes(
 
 
 def padded_size(num_rows: int, longest: int, sizes: Iterable[StepSize]) -> StepSize | None:
-    """Returns the smallest size that holds these rows of up to `longest` tokens; None if no size
-    does. Shorter rows are preferred, then fewer rows.
+    """Returns the smallest size that has room for these rows of up to `longest` tokens; None if no
+    size has. Sizes with shorter rows are preferred, then sizes with fewer rows.
     """
     return min(
         (size for size in sizes if size.row_len >= longest and size.num_rows >= num_rows),
@@ -142,7 +144,7 @@ def padded_size(num_rows: int, longest: int, sizes: Iterable[StepSize]) -> StepS
 
 @lru_cache(maxsize=256)
 def plan(shape: PackingShape) -> Packing:
-    """Computes the places of all inputs of a step with these sizes."""
+    """Computes the places of all inputs of a step that has these sizes."""
     num_rows, num_tokens, num_kept, table_width = shape
     arrays = Inputs(
         token_ids=("int64", (num_tokens,)),
@@ -175,16 +177,16 @@ def arrays(memory: np.ndarray, packing: Packing) -> Inputs[np.ndarray]:
 class Tables:
     """The block tables of the last step's rows, as arrays.
 
-    A sequence's next step usually has the same blocks. Comparing block lists takes an eighth of the
-    time of making an array. Making arrays is most of the host's work for a decode step with long
-    contexts.
+    A sequence's next step usually has the same blocks. Comparing two lists of blocks takes an
+    eighth of the time of making an array. For a decode step with long contexts, making arrays is
+    most of the host's work.
     """
 
     def __init__(self) -> None:
         self._known: dict[SeqId, tuple[Sequence[BlockId], np.ndarray]] = {}
 
     def of(self, rows: Sequence[Row], block_size: int) -> list[np.ndarray]:
-        """Returns the blocks that hold each row's context, int32."""
+        """Returns the blocks with each row's context, as int32."""
         self._known = {row.seq_id: self._of(row, -(-row.end // block_size)) for row in rows}
         return [self._known[row.seq_id][1] for row in rows]
 
@@ -208,11 +210,12 @@ def fill(  # noqa: PLR0913 - all but two have names at the call
 ) -> None:
     """Writes every element of the inputs.
 
-    `follows` has an entry for each row: the index of its last token among the tokens that the step
-    before chooses, or None. Without `follows` all tokens are known.
+    `follows` has an entry for each row. It is the index of the row's last token among the tokens
+    that the step before chooses, or None if the token is known. Without `follows` all tokens are
+    known.
 
-    With `row_len`, each row is padded to `row_len` tokens, and rows of padding fill the remaining
-    room.
+    With `row_len`, each row is padded to `row_len` tokens, and rows of padding are added up to the
+    size of the inputs.
     """
     num_rows = len(rows)
     query_lens = _numbers((len(row.token_ids) for row in rows), num_rows)

@@ -1,8 +1,8 @@
-"""Measures the GPU memory of the largest step, so that KV can use the rest.
+"""Measures the GPU memory that the largest step needs, so that KV can use the rest.
 
-The step runs once, eagerly, over a small buffer of its own. It has the greatest number of rows that
-may decode. One row is a chunk that uses up the rest of the step's tokens, and all rows sample a
-token. Its forward pass is opened as for serving, so weights have their final format.
+The step runs once, eagerly, over a small KV buffer of its own. It has the greatest number of rows
+that may decode. One row is a chunk with all other tokens of the step, and all rows sample a token.
+The forward pass is opened in the same way as for serving, so weights have their final format.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ PROFILED_SAMPLING = Sampling(temperature=1.0, top_k=64, top_p=0.9, min_p=0.01)
 
 
 class LargestStep(NamedTuple):
-    """The size of the largest step that may occur."""
+    """The size of the largest step that a worker may run."""
 
     num_tokens: int
     num_rows: int
 
 
 class MemoryUse(NamedTuple):
-    """A device's memory, and this process's share of it."""
+    """A device's memory, and the part of it that this process uses."""
 
     free_bytes: int
     total_bytes: int
@@ -40,14 +40,16 @@ class MemoryUse(NamedTuple):
 
 
 class MemoryMeter(Protocol):
-    """Reads a device's memory."""
+    """Reads the memory use of a device."""
 
     def read(self) -> MemoryUse:
-        """Returns the present use, without memory that the allocator caches but no tensor uses."""
+        """Returns the present use, without memory that the allocator keeps for reuse."""
         ...
 
     def peak_bytes(self, call: Callable[[], object]) -> int:
-        """Runs the call. Returns the peak of bytes held meanwhile, minus the bytes held before."""
+        """Runs the call. Returns the largest number of bytes in use during it, minus the bytes in
+        use before.
+        """
         ...
 
 
@@ -58,14 +60,14 @@ class CudaMeter:
         self._device = device
 
     def read(self) -> MemoryUse:
-        """Returns the present use."""
+        """Returns the present memory use."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         return MemoryUse(free_bytes, total_bytes, torch.cuda.memory_reserved(self._device))
 
     def peak_bytes(self, call: Callable[[], object]) -> int:
-        """Counts the memory that torch's allocator took from the device, fragments included."""
+        """Measures the memory that torch's allocator takes from the device, fragments included."""
         before = self.read().own_bytes
         torch.cuda.reset_peak_memory_stats(self._device)
         call()
@@ -76,7 +78,9 @@ class CudaMeter:
 
 
 class DeviceNeeds(NamedTuple):
-    """A device's memory use with the weights loaded, and the further memory of the largest step."""
+    """A device's memory use after the weights are loaded, and the further memory of the largest
+    step.
+    """
 
     memory: MemoryUse
     peak_bytes: int
@@ -85,10 +89,10 @@ class DeviceNeeds(NamedTuple):
 def measure_needs(
     loaded: LoadedModel, weights: WeightFormat, largest: LargestStep, meter: MemoryMeter
 ) -> DeviceNeeds:
-    """Runs the largest step of a model once. Its weights have their final format afterwards."""
+    """Runs the largest step of a model once. The weights have their final format afterwards."""
     rows = _rows(largest, loaded.context_len, loaded.layout)
     peak_bytes = _peak_bytes(loaded, weights, rows, meter)
-    return DeviceNeeds(meter.read(), peak_bytes)  # the step's memory is free again here
+    return DeviceNeeds(meter.read(), peak_bytes)  # the memory of the step is free again here
 
 
 def _peak_bytes(
@@ -106,7 +110,7 @@ def _peak_bytes(
 
 
 def _rows(largest: LargestStep, context_len: int, layout: KVLayout) -> Sequence[Row]:
-    """Returns rows of one token, and chunks for the remaining tokens. All write to the same few
+    """Returns rows of one token, and a chunk for the remaining tokens. All rows use the same few
     blocks.
     """
     num_short = min(largest.num_rows, largest.num_tokens) - 1

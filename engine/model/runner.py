@@ -1,19 +1,20 @@
 """Carries out batch plans with a transformers model.
 
-A step is one forward pass over all rows as one flat sequence (`cpu` or `cuda`). It yields logits of
-the rows that sample, then their tokens (`verify`), which are copied to the host. A GPU may still
-store K and V then, or compute a step without tokens. So each step there has a fence, an event
-behind all its work, and its result waits for that.
+A step is one forward pass over all rows as one flat sequence (`cpu` or `cuda`). It computes the
+logits of the rows that sample, then chooses their tokens (`verify`), which are copied to the host.
+Even then a GPU may not have stored K and V yet, or may still compute a step without tokens. So each
+step on a GPU has a fence, an event after all its work, and the step's result waits for the fence.
 
-With a draft model, its passes come first (`draft`): over the rows that it sees, for K and V, and
-over the tokens that it proposes. Its K and V are the second section of each block. A block has the
-KV of both models or of neither. So a worker that gets it, by prefix or by transfer, can draft at
-once. Tokens that were proposed elsewhere are verified like the draft model's.
+With a draft model, the draft model's passes come first (`draft`). They cover the rows whose K and V
+the draft model must compute, then the tokens that it proposes. Its K and V are the second section
+of each block. A block has the KV of both models or of neither. So a worker that receives the block,
+by prefix or by transfer, can draft immediately. Tokens that other code proposed are verified in the
+same way.
 
-A worker may have several ranks (`engine.model.parallel`). Each has a runner of its part of the
-model. All open together. Then rank 0 gets the plans, and the others `follow`.
+A worker may have several ranks (`engine.model.parallel`). Each rank has a runner of its part of the
+model. All runners open together. Then rank 0 receives the plans, and the other ranks `follow`.
 
-The KV buffer may be memory that other processes read and write. `open` requests it once the layout,
+The KV buffer may be memory that other processes read and write. `open` requests it when the layout,
 and so its size, is known. Not thread-safe: one thread runs steps.
 """
 
@@ -68,24 +69,24 @@ WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
 PACKED_BYTES = {WeightFormat.FP32: 4, WeightFormat.INT8: 1, WeightFormat.FP8: 1}  # each weight
 
-# Number of bytes → writable memory that starts on a cache line.
+# Takes a number of bytes; returns writable memory that starts on a cache line.
 Allocate = Callable[[int], memoryview]
 
 
 class KVNeeds(NamedTuple):
-    """The facts that the size of KV memory depends on, known once the model is loaded."""
+    """The facts that determine the size of KV memory, known after the model is loaded."""
 
-    weights_bytes: int  # estimate of the weights' final size
+    weights_bytes: int  # estimate of the final size of the weights, in bytes
     block_bytes: int
-    num_context_blocks: int  # blocks that hold a whole context
-    device: DeviceNeeds | None = None  # what a GPU needs
+    num_context_blocks: int  # number of blocks for one context of full length
+    device: DeviceNeeds | None = None  # memory use of a GPU; None on a CPU
 
 
-SizeKV = Callable[[KVNeeds], int]  # returns the bytes for KV
+SizeKV = Callable[[KVNeeds], int]  # returns the bytes for KV memory
 
 
 class Fence(Protocol):
-    """An event behind work that was queued, such as `torch.cuda.Event`."""
+    """An event after queued work, such as `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
         """Waits until the work is done."""
@@ -93,16 +94,16 @@ class Fence(Protocol):
 
 
 class TorchStep(msgspec.Struct, frozen=True):
-    """A step of a `TorchRunner`. Without a fence, the step is already complete."""
+    """A step of a `TorchRunner`. A step without a fence is already complete."""
 
     rows: Sequence[RowResult]
-    times: StepTimes  # without sampling, which lasts until the fence
+    times: StepTimes  # without the time of sampling, which ends at the fence
     begin_s: float
     clock: Clock
     fence: Fence | None = None
 
     def result(self) -> BatchResult:
-        """Waits for the fence. From then on K and V of all tokens are in the buffer."""
+        """Waits for the fence. After that, K and V of all tokens are in the buffer."""
         if self.fence is not None:
             self.fence.synchronize()
         sample_s = self.clock.now_s() - self.begin_s - self.times.total_s
@@ -110,35 +111,37 @@ class TorchStep(msgspec.Struct, frozen=True):
 
 
 class RunnerChoices(NamedTuple):
-    """The kernels and formats that a runner chose when it was opened."""
+    """The kernels and formats that a runner has chosen when it was opened."""
 
     attention: str
-    num_captured: int  # captured steps
-    fallbacks: dict[str, int]  # counts of the optional parts that are missing
+    num_captured: int  # number of captured steps
+    fallbacks: dict[str, int]  # number of missing optional parts, by name
 
 
-ATTENTIONS = {"cuda": "triton", "plain": "torch", "native": "c++"}  # by module
+ATTENTIONS = {"cuda": "triton", "plain": "torch", "native": "c++"}  # names of attentions, by module
 
 
 class TorchRunner:
-    """A `Runner`. `open` sets every attribute that the constructor does not set."""
+    """A `Runner` with transformers models. `open` sets the attributes that the constructor does not
+    set.
+    """
 
-    layout: KVLayout  # this rank's blocks
-    whole_layout: KVLayout  # the blocks of all ranks
+    layout: KVLayout  # layout of this rank's blocks
+    whole_layout: KVLayout  # layout of the blocks of all ranks together
     shards: tuple[Shard, ...] = ()  # each rank's share of the blocks, if there are several ranks
     num_blocks: int
     context_len: int  # tokens; no row may end beyond it
     vocab_size: int
     overlaps = False  # True once a model is open whose device computes while the host goes on
-    # True if rows return hidden states; the tokens that they choose are meaningless then.
+    # True if rows return hidden states; then the tokens that rows choose have no meaning.
     embeds: bool
     eos_token_ids: tuple[int, ...]
     fingerprint: str
-    weights: WeightFormat  # resolved: never `auto`
-    weights_bytes: int  # linear layers, those of the draft included
+    weights: WeightFormat  # a resolved format, never `auto`
+    weights_bytes: int  # bytes of the linear layers, with the draft model's
     sizes: ModelSizes  # sizes of the target, to estimate the work of steps
     buffer: memoryview | None  # num_blocks * block_bytes; None if it is not host memory
-    # The draft model's passes, over the same blocks.
+    # The draft model's forward passes, over the same blocks.
     draft_forward: CpuForward | CudaForward | SharedForward | None = None
     kv_address: int  # address of the buffer in its device's memory
 
@@ -159,17 +162,16 @@ class TorchRunner:
         group: RankGroup | None = None,
         feed: StepFeed | None = None,
     ) -> None:
-        """Needs either `num_blocks`, or `kv_bytes`, into which as many blocks are placed as fit.
+        """Needs either `num_blocks`, or `kv_bytes`, which determines the number of blocks.
 
-        If `kv_bytes` is a function, it is called once the model is loaded. No row may end beyond
+        If `kv_bytes` is a function, it is called after the model is loaded. No row may end beyond
         `max_len` tokens or the model's context.
 
-        Several ranks share `kv_bytes`. Rank 0 has the `feed` to the other ranks.
+        `kv_bytes` is the sum over all ranks. Rank 0 gets the `feed` to the other ranks.
 
         `draft` is a smaller model with the same vocabulary; blocks have room for its K and V too. A
-        CPU computes with as many threads as torch is set to when the runner is opened. If `largest`
-        is given, a GPU runs this step once to measure the memory that is left for KV; `meter` reads
-        the memory.
+        CPU computes with torch's number of threads at the time of opening. If `largest` is given, a
+        GPU runs this step once to measure the memory that is left for KV; `meter` reads the memory.
         """
         self.path = path
         self.draft_path = draft
@@ -193,7 +195,7 @@ class TorchRunner:
         """Loads the model and allocates memory for KV, with `allocate` if given. Waits for all
         ranks.
 
-        Raises CheckpointError, or ConfigError if memory is too small or unfit.
+        Raises CheckpointError, or ConfigError if the memory is too small or unsuitable.
         """
         device = _device(self.device)
         self._is_cuda = device.type == "cuda"
@@ -228,7 +230,7 @@ class TorchRunner:
                 )
             )
         if self._group is not None and kv_bytes is not None and not self._is_cuda:
-            kv_bytes //= self._group.place.size  # all ranks share one machine's memory
+            kv_bytes //= self._group.place.size  # all ranks use the memory of one machine
         self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, kv_bytes)
         if self._group is not None:
             self.num_blocks = self._group.least(self.num_blocks)
@@ -245,7 +247,9 @@ class TorchRunner:
         return_freed_memory()
 
     def _describe(self, models: Sequence[LoadedModel]) -> None:
-        """Sets the public facts of the target and, if there is one, of its draft."""
+        """Sets the public attributes that describe the target and, if there is one, its draft
+        model.
+        """
         target = models[0]
         sections = tuple(section for model in models for section in model.layout.sections)
         self.layout = msgspec.structs.replace(target.layout, sections=sections)
@@ -261,7 +265,9 @@ class TorchRunner:
         self.fingerprint = "-".join([*(model.fingerprint for model in models), self.weights])
 
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
-        """Opens the passes of the target and of its draft, each over its section of `buffer`."""
+        """Opens the forward passes of the target and of its draft, each over its section of
+        `buffer`.
+        """
         self._context = models[0].context
         sizes = sizes_of(models[0])  # measured before the weights are packed
         target = _forward(models[0], self.weights)
@@ -280,14 +286,16 @@ class TorchRunner:
         self._overlap()
 
     def _overlap(self) -> None:
-        """Allows overlapping steps if no part of a step waits for the host."""
+        """Allows overlapping steps if no part of a step makes the device wait for the host."""
         is_plain = self.draft_forward is None and not self.embeds
         self.overlaps = is_plain and isinstance(self._forward, CudaForward)
         if self.overlaps:
             self._tokens = TokenMemory(MAX_CHOSEN, pinned=self._is_cuda)
 
     def follow(self, channel: StepChannel) -> None:
-        """Computes this rank's part of the passes that rank 0 sends, until rank 0 ends."""
+        """Computes this rank's part of the passes that rank 0 sends. Returns when rank 0 has
+        exited.
+        """
         forwards = (self._forward, self.draft_forward)
         with torch.inference_mode():
             while (step := channel.receive()) is not None:
@@ -295,7 +303,7 @@ class TorchRunner:
                 forward.launch(forward.unpack(step))
 
     def close(self) -> None:
-        """Drops the model and the KV buffer, so that its memory can be unmapped."""
+        """Drops the model and the KV buffer, so that the buffer's memory can be unmapped."""
         if self._feed is not None:
             self._feed.close()
         self.buffer = None
@@ -316,26 +324,26 @@ class TorchRunner:
 
     @property
     def is_fused(self) -> bool:
-        """True if a forward pass (on a GPU, a decode step) is one call into compiled code."""
+        """True if a forward pass (on a GPU: a decode step) is one call into compiled code."""
         return self._forward.is_fused and (
             self.draft_forward is None or self.draft_forward.is_fused
         )
 
     @property
     def kernels(self) -> str:
-        """Returns what computes. Runners with equal texts choose the same tokens for the same
-        model.
+        """Returns a text that names the kernels. Runners with equal texts choose the same tokens
+        for the same model.
         """
         return self._forward.kernels
 
     @property
     def choices(self) -> RunnerChoices:
-        """Returns the choices made at opening, for a report."""
+        """Returns the choices made at opening, for a log or a report."""
         return _choices(self._forward, self._context.attend)
 
     @property
     def counters(self) -> dict[str, int]:
-        """Returns counts of the optional parts that this rank's models lack, since the start."""
+        """Returns the numbers of optional parts that this rank's models lack, by name."""
         counts: Counter[str] = Counter()
         for forward in filter(None, (self._forward, self.draft_forward)):
             counts.update(_choices(forward, self._context.attend).fallbacks)
@@ -343,7 +351,7 @@ class TorchRunner:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if a sequence has the same bits in any batch, as measured at opening."""
+        """True if measurements at opening gave a sequence the same bits in any batch."""
         return self._forward.is_batch_invariant
 
     def run(self, plan: BatchPlan) -> BatchResult:
@@ -351,7 +359,7 @@ class TorchRunner:
         return self.launch(plan).result()
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
-        """Runs the passes of a plan; the host waits for its tokens. On a GPU, queues the passes."""
+        """Runs the passes of a plan and chooses tokens. On a GPU, only queues this work."""
         if self.overlaps and (step := self._launch_overlapped(plan)) is not None:
             return step
         begin_s = self._clock.now_s()
@@ -382,9 +390,11 @@ class TorchRunner:
         return TorchStep(results, times, begin_s, self._clock, fence)
 
     def _launch_overlapped(self, plan: BatchPlan) -> LaunchedStep | None:
-        """Queues a step, behind the last one if that is in flight. None if drafts need its end."""
+        """Queues a step after the last step, which may be in flight. Returns None if drafts need
+        the last step's end.
+        """
         if not plan.rows or any(row.max_drafted for row in plan.rows):
-            self._last = None  # no rows are pending, so the last step has ended
+            self._last = None  # without pending rows, the last step has ended
             return None
         assert isinstance(self._forward, CudaForward)
         assert self._tokens is not None
@@ -398,7 +408,7 @@ class TorchRunner:
     def _drafted_and_verified(
         self, draft: CpuForward | CudaForward | SharedForward, proposals: Sequence[DraftedRow]
     ) -> Verified:
-        """Runs the draft model over the rows that it sees, and the target over all rows."""
+        """Runs the draft model over the rows whose KV it computes, and the target over all rows."""
         clock, masks, forward = self._clock, self._masks, self._forward
         seen = [proposal for proposal in proposals if proposal.row.draft_token_ids]
         if not seen:
@@ -415,8 +425,8 @@ class TorchRunner:
         return forward.verify(proposals, masks, clock)._replace(draft_s=draft_s)
 
     def warm_up(self, clock: Clock | None = None) -> float:
-        """Runs a chunk and a step on blocks that no sequence owns yet; returns the seconds they
-        took.
+        """Runs a chunk and a decode step on blocks that no sequence owns yet. Returns their
+        duration in seconds.
         """
         clock = clock or MonotonicClock()
         begin_s = clock.now_s()
@@ -441,15 +451,15 @@ class TorchRunner:
 
 
 def use_threads(number: int) -> None:
-    """Lets torch compute with this many threads."""
+    """Makes torch compute with this number of threads."""
     torch.set_num_threads(number)
 
 
 def prepare_loading() -> None:
-    """Does once, before workers are forked, what the load of every model begins with.
+    """Does, before workers are forked, the work with which every model's loading begins.
 
     transformers compiles a thousand patterns of weight names. The modules of decoders import
-    others that all decoders share. Both take a third of a second of each worker's start.
+    modules that all decoders share. Both together take a third of a second of each worker's start.
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.models.llama import modeling_llama  # noqa: F401
@@ -481,7 +491,7 @@ def _choices(forward: CpuForward | CudaForward | SharedForward, attend: object) 
 def _forward(
     loaded: LoadedModel, weights: WeightFormat, beside: CpuForward | CudaForward | None = None
 ) -> CpuForward | CudaForward:
-    """Returns the pass of a model; on a CPU it uses the threads of the pass `beside`."""
+    """Returns the forward pass of a model. On a CPU the pass uses the threads of `beside`."""
     if loaded.device.type == "cpu":
         return CpuForward(loaded, weights, threads=torch.get_num_threads(), beside=beside)
     return CudaForward(loaded, weights)
@@ -490,7 +500,7 @@ def _forward(
 def _load_models(
     path: Path, draft_path: Path | None, dtype: torch.dtype | None, **options: Any
 ) -> list[LoadedModel]:
-    """Returns the target, and its draft model if there is one. `options` are those of `load`."""
+    """Returns the target, and its draft model or None. `options` are arguments of `load`."""
     target = load(path, dtype=dtype, **options)
     if draft_path is None:
         return [target]
@@ -502,7 +512,7 @@ def _load_models(
 
 
 def _weights_bytes(models: Sequence[LoadedModel], weights: WeightFormat) -> int:
-    """Returns an estimate of the weights' final size."""
+    """Returns an estimate of the final size of the weights, in bytes."""
     parameters = [p for model in models for p in model.model.parameters()]
     stored_bytes = sum(p.numel() * p.element_size() for p in parameters)
     packed_bytes = sum(p.numel() for p in parameters) * PACKED_BYTES.get(weights, 2)
@@ -515,8 +525,8 @@ def _device_needs(
     largest: LargestStep | None,
     meter: MemoryMeter | None,
 ) -> DeviceNeeds | None:
-    """Returns the memory use of a GPU and of its largest step. Gives the target's weights their
-    final format.
+    """Returns the memory use of a GPU and of its largest step. Brings the target's weights into
+    their final format.
     """
     if meter is None and target.device.type == "cuda":
         meter = CudaMeter(target.device)
@@ -526,7 +536,7 @@ def _device_needs(
 
 
 def _limited(max_len: int | None, context_len: int) -> int:
-    """Returns the context length, or the lower limit that was set."""
+    """Returns the context length; the configured limit if it is lower."""
     if max_len is None:
         return context_len
     if max_len > context_len:
@@ -545,15 +555,17 @@ def _resolve_num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int 
 
 
 def _proposed(row: Row) -> DraftedRow:
-    """Returns the row, with its proposed tokens cut to the leading ones that its grammar allows."""
+    """Returns the row. Its proposed tokens are cut to the leading tokens that its grammar
+    allows.
+    """
     assert row.num_to_draft == 0
     num_allowed = len(row.draft) if row.guide is None else row.guide.num_allowed(row.draft)
     return DraftedRow(row, list(row.draft[:num_allowed]))
 
 
 def _embedded(results: Sequence[RowResult], states: torch.Tensor) -> list[RowResult]:
-    """Returns the results, with hidden states [num_choosing_rows, hidden] added to rows that
-    chose a token.
+    """Returns the results. The hidden states [num_choosing_rows, hidden] are added to the results
+    of rows that chose a token.
     """
     found = iter(states.float().cpu().numpy())
     return [

@@ -1,7 +1,8 @@
 """Estimates the sizes of a loaded model, from its config and its weights, for MFU.
 
-Configs name the same number differently, and some give one for each layer. Here a list counts as
-its mean, and what is not a number as unknown: an estimate never keeps a model from serving.
+Configs use different names for the same number, and some have one number for each layer. Here the
+mean of a list is used, and a value that is not a number is ignored: a missing size never keeps a
+model from serving.
 """
 
 from torch import nn
@@ -14,14 +15,14 @@ from engine.worker.steps import ModelSizes
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-PARTS = ("ffn_config",)  # nested parts of a config that may hold the sizes
+PARTS = ("ffn_config",)  # nested parts of a config that may contain the sizes
 
 
 def sizes_of(model: LoadedModel) -> ModelSizes:
     """Returns the sizes of a model, without the bytes of its weights.
 
     Only the experts that the model chooses for a token count. If the config lacks the number of
-    attention heads, attention counts as zero.
+    attention heads, the size of attention is zero.
     """
     config, module = model.model.config.get_text_config(decoder=True), model.model
     share = share_of_experts(config)
@@ -31,7 +32,7 @@ def sizes_of(model: LoadedModel) -> ModelSizes:
     num_slices = 1 if model.group is None else model.group.place.tp
     num_attending = len(model.context.places) or sum(s.num_layers for s in model.layout.sections)
     output = module.get_output_embeddings()
-    # The head of a model for embeddings is an identity.
+    # The head of a model of embeddings is an identity.
     head = getattr(getattr(output, "linear", output), "weight", None)
     tables = {id(x.weight) for x in module.modules() if isinstance(x, nn.Embedding)}
     layers = sum(
@@ -49,14 +50,16 @@ def sizes_of(model: LoadedModel) -> ModelSizes:
 
 
 def of_all_ranks(sizes: ModelSizes, group: RankGroup, layout: KVLayout) -> ModelSizes:
-    """Returns the sum of the ranks' sizes. Weights that several ranks hold count several times."""
+    """Returns the sum of the ranks' sizes. Weights that several ranks have are counted several
+    times.
+    """
     parts = (sizes.layer_weights, sizes.head_weights, sizes.attention_size, sizes.weights_bytes)
     return ModelSizes(*map(group.total, parts), layout.block_bytes / layout.block_size)
 
 
 def share_of_experts(config: PreTrainedConfig) -> float:
-    """Returns the share of the experts that a token uses, at most 1; 1 if the config does not
-    say.
+    """Returns the share of the experts that a token uses, at most 1. Returns 1 if the config does
+    not contain it.
     """
     places = (config, *(getattr(config, part, None) for part in PARTS))
     chosen, total = (
@@ -67,7 +70,7 @@ def share_of_experts(config: PreTrainedConfig) -> float:
 
 
 def number_of(config: object, key: str) -> float | None:
-    """Returns the config's number of that name, or the mean of its list of numbers; None
+    """Returns the config's number of this name, or the mean if it is a list of numbers; None
     otherwise.
     """
     value = getattr(config, key, None)

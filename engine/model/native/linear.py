@@ -4,8 +4,8 @@
     experts of a mixture           one of `native.experts`
     other matrices, as of routers  none: see `InvariantProducts`
 
-A linear layer whose weights other modules read is left unchanged. The result for a token has the
-same bits in any batch.
+A linear layer whose weights other modules read is left unchanged. A token's results are the same
+bits in any batch.
 """
 
 from collections.abc import Collection, Iterator
@@ -40,25 +40,25 @@ class PackedLinear(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights and their scales."""
+        """The bytes of the weights and of their scales."""
         return self.matrix.num_bytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] → [..., out_features]."""
+        """Multiplies [..., in_features] by the weights. Returns [..., out_features]."""
         return multiply(x, self.matrix, self._team)
 
 
 def pack_linears(
     model: nn.Module, team: Team, form: WeightFormat, read_outside: Collection[str] = ()
 ) -> int:
-    """Packs the linear layers and experts of `model`; returns the bytes of all its matrices.
+    """Packs the linear layers and experts of `model`. Returns the bytes of all its matrices.
 
-    Routers are packed in fp32. Modules named in `read_outside` are left unchanged, since other
+    Routers are packed in fp32. Modules named in `read_outside` are left unchanged, because other
     modules read their weights.
 
-    Each weight is packed from its present dtype and freed before the next is packed. All unpacked
-    weights are fp32 afterwards. Modules that a quantised checkpoint has changed (other weights,
-    another forward) are left unchanged.
+    Each weight is packed from its present dtype and freed before the next weight is packed. All
+    unpacked weights are fp32 afterwards. Modules that a quantised checkpoint has changed (other
+    weights, another `forward`) are left unchanged.
     """
     num_bytes = 0
     for name, wanted in reversed(_packable(model, form).items()):  # a module's children first
@@ -74,15 +74,15 @@ def pack_linears(
 
 
 def bare_bytes(model: nn.Module, read_outside: Collection[str] = ()) -> int:
-    """Returns the bytes of a packed model's matrices that stayed in fp32, as its own code uses
-    them.
+    """Returns the bytes of the matrices of a packed model that are still in fp32, because the
+    model's own code uses them.
     """
     return sum(x.nbytes for x in _bare_matrices(model, read_outside))
 
 
 def _packable(model: nn.Module, form: WeightFormat) -> dict[str, WeightFormat]:
-    """Returns the names of the modules to replace, and each one's format. Names hold no
-    reference to a module.
+    """Returns the names of the modules to replace, with the weight format of each. Returns names
+    only, so that no module is kept alive.
     """
     routers = set(router_layers(model))
     return {
@@ -99,8 +99,8 @@ def _packed(
 
 
 def _bare_matrices(model: nn.Module, read_outside: Collection[str]) -> Iterator[nn.Parameter]:
-    """Yields the matrices of the model's own modules, without tables and layers that
-    quantisation changed.
+    """Yields the matrices of the model's own modules. Leaves out tables, and layers that
+    quantisation has changed.
     """
     for path, module in model.named_modules():
         is_left_linear = type(module) is nn.Linear and path not in read_outside

@@ -1,11 +1,12 @@
-"""Packed matrices, and the threads that multiply by them: shared by layers and the decoder.
+"""Packed matrices, and the threads that multiply by them. Layers and the C++ decoder share both.
 
     int8         one scale per output, symmetric; activations are quantised per token
-    fp32, bf16   as they are. A matrix whose every value bf16 can hold, as in most checkpoints, is
-                 kept in bf16 and widened as it is read: the products are the same. With AMX each
-                 activation is split instead, into three numbers of bf16 whose sum it is.
+    fp32, bf16   unchanged values. If bf16 can represent every value of a matrix, as in most
+                 checkpoints, the matrix is stored in bf16 and widened when it is read: the products
+                 are the same. With AMX, each activation is split into three bf16 numbers whose sum
+                 is the activation.
 
-The result for a row has the same bits in any batch.
+A row's results are the same bits in any batch.
 """
 
 import ctypes
@@ -22,7 +23,9 @@ CHECKED_AT_ONCE = 2**18
 
 
 class Team:
-    """Threads that compute together, their library, and memory for weights. Used by one thread."""
+    """Threads that compute together, their library, and their memory for weights. Used by one
+    thread.
+    """
 
     def __init__(self, library: Native, threads: int) -> None:
         self.library = library
@@ -37,7 +40,7 @@ class Team:
         self.handle = None
 
     def scratch(self, num_bytes: int) -> int:
-        """Returns the address of `num_bytes` of aligned working memory; valid until the next
+        """Returns the address of `num_bytes` bytes of aligned working memory; valid until the next
         call.
         """
         if self._scratch.numel() < num_bytes + ALIGNMENT:
@@ -47,7 +50,7 @@ class Team:
 
 
 class PackedMatrix:
-    """A matrix [rows, cols] in the kernels' form."""
+    """A matrix [rows, cols] in the form of the kernels."""
 
     def __init__(self, team: Team, weight: torch.Tensor, form: WeightFormat) -> None:
         """`form` is fp32, bf16 or int8; `weight` is fp32, bf16 or fp16."""
@@ -85,7 +88,7 @@ class PackedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights and their scales."""
+        """The bytes of the weights and of their scales."""
         scales = 2 * self.scales.nbytes if self.struct.kind == INT8 else 0
         return self.panels.nbytes + scales
 
@@ -96,8 +99,8 @@ class PackedMatrix:
         self.struct.bias = self.bias.data_ptr()
 
     def multiply(self, x: torch.Tensor, y: torch.Tensor, team: Team) -> None:
-        """Writes `y` [n, rows] = `x` [n, cols] times the transposed matrix; both contiguous
-        fp32.
+        """Writes `y` [n, rows] = `x` [n, cols] times the transposed matrix. Both are contiguous
+        fp32 arrays.
         """
         rows = x.shape[0]
         if not rows:
@@ -110,7 +113,7 @@ class PackedMatrix:
 
 
 def multiply(x: torch.Tensor, matrix: PackedMatrix, team: Team) -> torch.Tensor:
-    """Multiplies `x` [..., cols] → [..., rows], in fp32."""
+    """Multiplies `x` [..., cols] by the transposed matrix. Returns [..., rows] in fp32."""
     flat = x.reshape(-1, matrix.struct.cols).contiguous()
     y = flat.new_empty(flat.shape[0], matrix.struct.rows)
     matrix.multiply(flat, y, team)
@@ -118,7 +121,7 @@ def multiply(x: torch.Tensor, matrix: PackedMatrix, team: Team) -> torch.Tensor:
 
 
 def exact_in_bf16(values: torch.Tensor) -> bool:
-    """True if bf16 can hold each of these fp32 values."""
+    """True if bf16 can represent each of these fp32 values exactly."""
     parts = values.reshape(-1).split(CHECKED_AT_ONCE)
     return not any(bool((part.float().view(torch.int32) & 0xFFFF).any()) for part in parts)
 
@@ -134,8 +137,8 @@ def _kind(weight: torch.Tensor, form: WeightFormat) -> int:
 def _fp32(weight: torch.Tensor) -> torch.Tensor:
     """Returns the matrix in fp32, row by row.
 
-    A copy gets its own memory mapping, which goes back to the system at once. On the heap, where
-    the packed matrices lie, each copy would leave a hole that is just too small for the next.
+    Each copy has a memory mapping of its own, which the system gets back at once. On the heap,
+    between packed matrices, each copy would leave a gap that is just too small for the next copy.
     """
     if weight.dtype is torch.float32 and weight.is_contiguous():
         return weight

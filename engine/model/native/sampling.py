@@ -1,4 +1,4 @@
-"""Chooses tokens in C++: `engine.model.sampling.choosing.sample` on a CPU, with the same result."""
+"""Chooses tokens in C++: the same as `engine.model.sampling.choosing.sample`, on a CPU."""
 
 from array import array
 from collections.abc import Sequence
@@ -17,20 +17,21 @@ from engine.model.sampling.changes import TokenChoice, limited
 MASK_64 = 2**64 - 1
 CACHED_BIASES = 256
 NUMBER_BYTES = 4
-# The kernels' `Draw`: temperature, top_p, min_p, seed, position, top_k (0: all), 0, changes.
+# Fields of the kernels' `Draw`: temperature, top_p, min_p, seed, position, top_k (0: all), 0,
+# changes.
 DRAW = Struct("=dddQqiiQ")
 
 
 def sample(logits: torch.Tensor, choices: Sequence[TokenChoice], *, team: Team) -> torch.Tensor:
     """Returns tokens [num_rows] int64, one for each row of `logits` [num_rows, vocab].
 
-    Logits are fp32, or of a type that fp32 holds; a row with NaN gets an arbitrary token. Raises
-    IndexError if a choice names an id that is not in the vocabulary.
+    Logits are fp32, or of a type that fp32 can represent. A row with NaN gets an arbitrary token.
+    Raises IndexError if a choice names an id that is not in the vocabulary.
     """
     logits = logits.to(torch.float32).contiguous()
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
-    kept: list[object] = []  # keeps alive the objects whose addresses the draws hold
+    kept: list[object] = []  # objects whose addresses are in the draws; this list keeps them alive
     draws = draws_of(choices, vocab, kept)
     is_done = team.library.baton_sample(
         team.handle, logits.data_ptr(), vocab, num_rows, draws, tokens.data_ptr()
@@ -41,8 +42,8 @@ def sample(logits: torch.Tensor, choices: Sequence[TokenChoice], *, team: Team) 
 
 
 def draws_of(choices: Sequence[TokenChoice], vocab: int, kept: list[object]) -> int:
-    """Returns the address of the choices in the kernels' form, valid while the objects in `kept`
-    live.
+    """Returns the address of the choices, in the form of the kernels. It is valid while the objects
+    in `kept` exist.
     """
     draws = array("B", bytes(DRAW.size * len(choices)))
     for i, choice in enumerate(choices):
@@ -64,7 +65,7 @@ def draws_of(choices: Sequence[TokenChoice], vocab: int, kept: list[object]) -> 
 
 
 def _changes(choice: TokenChoice, kept: list[object]) -> int:
-    """Returns the address of the changes of `choice`."""
+    """Returns the address of the changes to logits that `choice` makes."""
     sampling = choice.sampling
     changes = Changes(prompt_len=choice.prompt_len, repetition=limited(sampling.repetition_penalty))
     if sampling.has_penalties:
@@ -88,9 +89,10 @@ def _changes(choice: TokenChoice, kept: list[object]) -> int:
 
 
 def _lent(numbers: "array | Sequence[TokenId]", kept: list[object]) -> tuple[int, int]:
-    """Returns the address and count of numbers. A sequence that is no array becomes an int32 array.
+    """Returns the address and count of numbers. A sequence that is no array is copied to an int32
+    array.
 
-    An array with an exported buffer cannot grow, so its memory stays in place.
+    An array with an exported buffer cannot grow, so its memory does not move.
     """
     if not (isinstance(numbers, array) and numbers.itemsize == NUMBER_BYTES):
         numbers = _int32(numbers)
@@ -99,7 +101,7 @@ def _lent(numbers: "array | Sequence[TokenId]", kept: list[object]) -> tuple[int
 
 
 def _int32(ids: Sequence[TokenId]) -> "array[int]":
-    """Returns the ids as int32. Raises IndexError for ids that no vocabulary has."""
+    """Returns the ids as int32. Raises IndexError for ids that cannot be in any vocabulary."""
     try:
         return array("i", ids)
     except OverflowError:
@@ -108,6 +110,6 @@ def _int32(ids: Sequence[TokenId]) -> "array[int]":
 
 @lru_cache(maxsize=CACHED_BIASES)
 def _biases(logit_bias: tuple[tuple[TokenId, float], ...]) -> "tuple[array[int], array[float]]":
-    """Returns ids and biases as arrays, converted once per request, not once per token."""
+    """Returns ids and biases as arrays. They are converted once per request, not once per token."""
     biases = dict(logit_bias)
     return _int32(list(biases)), array("f", map(limited, biases.values()))

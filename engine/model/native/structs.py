@@ -1,6 +1,6 @@
 """Structures of `src/kernels`, field by field.
 
-They hold addresses, so the code that makes a structure must keep the tensors alive (`keep`).
+Structures contain addresses, so the code that makes one must keep the tensors alive (`keep`).
 """
 
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
@@ -26,7 +26,7 @@ class Weight(Structure):
 
 
 class NativeScoring(Structure):
-    """How queries and keys become scores; a value of 0 switches a parameter off."""
+    """The way in which queries and keys become scores. A value of 0 switches a parameter off."""
 
     _fields_ = (("scaling", c_float), ("softcap", c_float), ("window", c_int32))
 
@@ -131,7 +131,7 @@ class Ragged(Structure):
 
 
 class NativeWanted(Structure):
-    """The tokens whose logits a forward pass computes, and the memory for the logits."""
+    """The tokens whose logits a forward pass computes, and the memory for these logits."""
 
     _fields_ = (
         ("keep", c_void_p),
@@ -142,7 +142,7 @@ class NativeWanted(Structure):
 
 
 class Changes(Structure):
-    """Changes that a choice makes to its logits."""
+    """Changes to the logits from which a token is chosen."""
 
     _fields_ = (
         ("history", c_void_p),
@@ -165,7 +165,7 @@ class Changes(Structure):
 
 
 class Proposals(Structure):
-    """For each row: the number of tokens to propose, how to choose them, and where to write
+    """For each row: the number of tokens to propose, the way to choose them, and the memory for
     them.
     """
 
@@ -179,8 +179,8 @@ class Proposals(Structure):
 
 
 class Choices(Structure):
-    """For each row: the number of tokens to choose behind the proposed ones, how to choose them,
-    and where to write them.
+    """For each row: the number of tokens to choose after the proposed ones, the way to choose them,
+    and the memory for them.
     """
 
     _fields_ = (
@@ -194,8 +194,8 @@ class Choices(Structure):
 
 
 class NativeDrafting(Structure):
-    """The rows that a draft model proposes for before verification, with the number of tokens
-    each.
+    """The rows for which a draft model proposes tokens before verification, with the number of
+    tokens for each row.
     """
 
     _fields_ = (
@@ -209,7 +209,7 @@ class NativeDrafting(Structure):
 
 
 def instructions(library: Native) -> str:
-    """Returns the processor instructions on which the bits of products depend."""
+    """Returns the processor instructions in use that affect the bits of products."""
     if library.baton_uses_amx():
         return "amx"
     return "avx512" if library.baton_is_avx512() else "avx2"

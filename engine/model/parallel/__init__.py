@@ -1,1 +1,3 @@
-"""Models that span several devices: slices of layers, stages, and the steps that ranks share."""
+"""Models that span several devices: slices of layers, stages, and the steps that all ranks
+compute.
+"""

@@ -1,9 +1,9 @@
 """The ranks of one worker, and the collective operations between them.
 
-torch.distributed does the work: NCCL on GPUs, gloo on CPUs. The ranks find each other through a
-file that only their user can read, so no port is open to strangers. gloo and NCCL themselves listen
-on the loopback interface, whatever the environment says: all ranks are on one machine. Every
-operation has a deadline. If a rank ends, the operations of the others fail.
+torch.distributed implements the operations: NCCL on GPUs, gloo on CPUs. The ranks find each other
+through a file that only their user can read, so they need no open port. gloo and NCCL themselves
+listen on the loopback interface, whatever the environment says, because all ranks are on one
+machine. Every operation has a deadline. If a rank exits, the operations of the other ranks fail.
 """
 
 import os
@@ -16,15 +16,17 @@ import torch.distributed as dist
 
 from engine.worker.ranks import RankPlace
 
-TIMEOUT_S = 60.0  # longest time of one operation, in which a rank waits for the others
-# Reading their parts from a disk may take ranks much longer, and not all of them equally long.
-# The start as a whole has a deadline elsewhere.
+TIMEOUT_S = 60.0  # longest duration of one operation, with the wait for the other ranks
+# Reading their parts from a disk may take ranks much longer, and some ranks longer than others. The
+# whole start has another deadline elsewhere.
 LOAD_TIMEOUT_S = 4 * 3600.0
 INTERFACE_OF = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class RankGroup:
-    """One rank's view of its worker's ranks. All ranks call the same methods in the same order."""
+    """One rank's access to the group of all ranks. All ranks must call the same methods in the same
+    order.
+    """
 
     def __init__(
         self,
@@ -34,8 +36,8 @@ class RankGroup:
         is_cuda: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`rendezvous` is the path of a file that is empty or missing, and that only this user
-        can read.
+        """`rendezvous` is the path of a file that is empty or missing, and that only this user can
+        read.
         """
         self.place = place
         self._rendezvous = rendezvous
@@ -43,7 +45,7 @@ class RankGroup:
         self._timeout = timedelta(seconds=timeout_s)
 
     def open(self) -> None:
-        """Waits for all ranks. Raises RuntimeError if a rank does not come."""
+        """Waits for all ranks. Raises RuntimeError if a rank does not join."""
         place = self.place
         os.environ |= dict.fromkeys(INTERFACE_OF, "lo")
         store = dist.FileStore(str(self._rendezvous), place.size)
@@ -55,11 +57,11 @@ class RankGroup:
             world_size=place.size,
             timeout=self._timeout,
         )
-        # Torch's default is half an hour.
+        # The default of torch is half an hour.
         new_group = partial(dist.new_group, timeout=self._timeout)
         groups = [new_group(list(place.ranks_of(stage))) for stage in range(place.pp)]
         self._stage = groups[place.stage]
-        # Facts of the host, such as sizes, do not go over a GPU.
+        # Facts of the host, such as sizes, are exchanged without a GPU.
         self._host = new_group(backend="gloo") if self._is_cuda else dist.group.WORLD
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class RankGroup:
         return x
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """Joins the slices' `x` [..., n] side by side: [..., tp * n]."""
+        """Joins the `x` [..., n] of all slices side by side. Returns [..., tp * n]."""
         parts = [torch.empty_like(x) for _ in range(self.place.tp)]
         dist.all_gather(parts, x.contiguous(), group=self._stage)
         return torch.cat(parts, dim=-1)
@@ -83,11 +85,11 @@ class RankGroup:
     # ------------------------------------------------------------ between stages
 
     def send(self, x: torch.Tensor) -> None:
-        """Sends `x` to the same slice of the next stage."""
+        """Sends `x` to the rank with the same slice in the next stage."""
         dist.send(x.contiguous(), self.place.rank - self.place.tp)
 
     def receive(self, like: torch.Tensor) -> torch.Tensor:
-        """Receives a tensor of the shape and type of `like` from the stage before."""
+        """Receives a tensor with the shape and type of `like` from the previous stage."""
         x = torch.empty_like(like)
         dist.recv(x, self.place.rank + self.place.tp)
         return x
@@ -95,7 +97,7 @@ class RankGroup:
     # ------------------------------------------------------------ all ranks
 
     def await_loading(self) -> None:
-        """Waits until all ranks have read their parts. Raises RuntimeError if a rank has ended."""
+        """Waits until all ranks have read their parts. Raises RuntimeError if a rank has exited."""
         dist.monitored_barrier(self._host, timedelta(seconds=LOAD_TIMEOUT_S))
 
     def total(self, number: float) -> float:
@@ -105,7 +107,7 @@ class RankGroup:
         return float(x)
 
     def least(self, number: int) -> int:
-        """Returns the least value of this number over all ranks."""
+        """Returns the smallest value of this number over all ranks."""
         x = torch.tensor(number)
         dist.all_reduce(x, op=dist.ReduceOp.MIN, group=self._host)
         return int(x)

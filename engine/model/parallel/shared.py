@@ -1,4 +1,4 @@
-"""A forward pass that all ranks of a worker compute together, as rank 0 sees it."""
+"""Rank 0's side of a forward pass that all ranks of a worker compute together."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,9 @@ from engine.worker.batch import Row
 
 
 class SharedForward:
-    """Sends each pass to the other ranks and computes this rank's part. Logits are whole here."""
+    """Sends each pass to the other ranks and computes this rank's part. This rank has complete
+    logits.
+    """
 
     def __init__(self, own: CpuForward | CudaForward, model: int, feed: StepFeed) -> None:
         """`model` is 0 for the target and 1 for its draft."""
@@ -28,7 +30,7 @@ class SharedForward:
         self._block_size = 0
 
     def open(self, cache: KVCache) -> None:
-        """Opens this rank's part. The other ranks open theirs at the same time."""
+        """Opens this rank's part. The other ranks open their parts at the same time."""
         self.own.open(cache)
         self._block_size = cache.layout.block_size
 
@@ -38,7 +40,9 @@ class SharedForward:
 
     @property
     def is_fused(self) -> bool:
-        """True if a decode step is one call into captured work, here and at the other ranks."""
+        """True if a decode step is one call into captured work, on this rank and on the other
+        ranks.
+        """
         return self.own.is_fused
 
     @property
@@ -48,16 +52,16 @@ class SharedForward:
 
     @property
     def kernels(self) -> str:
-        """Returns what computes, and how the model is split."""
+        """Returns a text that names the kernels and the way in which the model is split."""
         return self.own.kernels
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if a sequence was measured to have the same bits in any batch."""
+        """True if measurements gave a sequence the same bits in any batch."""
         return self.own.is_batch_invariant
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> PackedStep:
-        """Packs the inputs for all ranks."""
+        """Packs the inputs once for all ranks."""
         size = self.own.step_size(rows)
         if size is None:
             shape, row_len = bare_shape(rows, keep, self._block_size), None
@@ -77,13 +81,15 @@ class SharedForward:
         return self.own.launch(self.own.unpack(step))
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-        """Chooses tokens [num_rows]. Only this rank chooses."""
+        """Chooses tokens [num_rows]. The other ranks do not choose tokens."""
         return self.own.sample(logits, choices)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
-        """Runs this model, a draft, over the rows that it sees, and proposes tokens."""
+        """Runs this model, a draft model, over the rows whose KV it computes, and proposes
+        tokens.
+        """
         draft_step_by_step(self, proposals, masks)
 
     def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
-        """Runs this model over rows and their proposed tokens, and chooses."""
+        """Runs this model over rows and their proposed tokens, and chooses tokens."""
         return verify_by_parts(self, proposals, masks, clock)

@@ -42,9 +42,7 @@ SPLIT_INPUT = frozenset({"rowwise_split_input", "rowwise_rep"})
 
 
 class Joined(nn.Module):
-    """A linear layer with this rank's outputs; the outputs of the other ranks are joined to
-    them.
-    """
+    """A linear layer with this rank's outputs. It joins the outputs of the other ranks to them."""
 
     def __init__(self, linear: nn.Linear, num_outputs: int, group: RankGroup) -> None:
         super().__init__()
@@ -54,7 +52,7 @@ class Joined(nn.Module):
         self._share = -(-num_outputs // group.place.tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] → [..., out_features]."""
+        """Multiplies [..., inputs]. Returns the outputs of all ranks, [..., out_features]."""
         y = self.linear(x)
         if y.shape[-1] < self._share:
             y = nn.functional.pad(y, (0, self._share - y.shape[-1]))
@@ -62,7 +60,7 @@ class Joined(nn.Module):
 
 
 class Summed(nn.Module):
-    """A linear layer with this rank's inputs; the products are summed over the ranks."""
+    """A linear layer with this rank's inputs. Its products are summed over the ranks."""
 
     def __init__(
         self,
@@ -71,8 +69,8 @@ class Summed(nn.Module):
         group: RankGroup,
         inputs: slice | None = None,
     ) -> None:
-        """`bias` is added to the sum. `inputs`, if given, selects this rank's part of whole
-        inputs.
+        """`bias` is added to the sum. If the layer is called with the inputs of all ranks, `inputs`
+        selects this rank's part.
         """
         super().__init__()
         self.linear = linear
@@ -81,7 +79,7 @@ class Summed(nn.Module):
         self._inputs = inputs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] → [..., outputs]."""
+        """Multiplies [..., inputs]. Returns the sum over the ranks, [..., outputs]."""
         if self._inputs is not None:
             x = x[..., self._inputs]
         y = self._group.sum(self.linear(x))
@@ -89,10 +87,14 @@ class Summed(nn.Module):
 
 
 class SummedExperts(nn.Module):
-    """Experts that the ranks share: each computes a slice of all experts, or some whole experts."""
+    """Experts that are divided among the ranks: each rank has a slice of all experts, or some
+    experts.
+    """
 
     def __init__(self, experts: nn.Module, group: RankGroup, own: range | None) -> None:
-        """`own` are the whole experts of this rank; None: it has slices of all experts."""
+        """`own` are the experts that this rank has as a whole; None: it has slices of all
+        experts.
+        """
         super().__init__()
         self.experts = experts
         self._group = group
@@ -101,11 +103,11 @@ class SummedExperts(nn.Module):
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
     ) -> torch.Tensor:
-        """Computes the experts' results, given the chosen experts and their shares, both
+        """Computes the sum of the experts' results. Chosen experts and their shares are both
         [num_tokens, top_k].
         """
         if self._own is not None:
-            # transformers' experts skip the index behind the last expert. Its share is zero.
+            # Experts of transformers skip the index after the last expert. Its share is zero.
             is_own = (chosen >= self._own.start) & (chosen < self._own.stop)
             chosen = torch.where(is_own, chosen - self._own.start, len(self._own))
             shares = shares.masked_fill(~is_own, 0.0)
@@ -116,7 +118,7 @@ def cut(model: PreTrainedModel, group: RankGroup) -> None:
     """Replaces each layer of `model` by this rank's slice.
 
     Raises CheckpointError if transformers has no plan for the model, ConfigError if heads or
-    experts cannot be shared by the ranks.
+    experts cannot be divided among the ranks.
     """
     place = group.place
     if place.tp == 1:
@@ -134,7 +136,7 @@ def cut(model: PreTrainedModel, group: RankGroup) -> None:
     if num_heads % place.tp:
         raise ConfigError(f"{num_heads} attention heads cannot be shared by {place.tp} ranks")
     styles = list(_styles(model, plan))
-    for name, style in styles:  # parameters come before the modules that hold them
+    for name, style in styles:  # parameters come before their modules
         parent_name, _, last = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         whole = getattr(parent, last)
@@ -143,7 +145,7 @@ def cut(model: PreTrainedModel, group: RankGroup) -> None:
             setattr(parent, last, _parameter(whole, style, place))
             if style == "grouped_gemm":
                 parent.num_experts = len(getattr(parent, last))
-                # Transformers then skips tokens of other ranks' experts.
+                # The code of transformers then skips tokens of other ranks' experts.
                 parent._is_expert_parallel = True
         elif style not in WHOLE and not isinstance(whole, Blank):
             setattr(parent, last, _module(whole, last, style, group, text))
@@ -151,7 +153,7 @@ def cut(model: PreTrainedModel, group: RankGroup) -> None:
 
 
 def _check_experts(experts: nn.Module) -> None:
-    """Raises CheckpointError if `_parameter` cannot cut the experts' parameters in their layout."""
+    """Raises CheckpointError if `_parameter` cannot cut the layout of the experts' parameters."""
     strange = {"has_bias": True, "is_transposed": True, "is_concatenated": False}
     for name, value in strange.items():
         if getattr(experts, name, None) is value:
@@ -159,7 +161,7 @@ def _check_experts(experts: nn.Module) -> None:
 
 
 def _styles(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the names of the model's parameters and modules in the plan, with their styles."""
+    """Yields the names of parameters and modules that the plan mentions, with the style of each."""
     patterns = [(re.compile(_pattern(name)), style) for name, style in plan.items()]
     names = [
         name for name, _ in model.named_parameters() if not name.endswith((".weight", ".bias"))
@@ -176,8 +178,8 @@ def _pattern(name: str) -> str:
 
 
 def _parameter(whole: nn.Parameter, style: str, place: RankPlace) -> nn.Parameter:
-    """Returns this rank's slice of a bare parameter, such as that of experts: [experts, outputs,
-    inputs].
+    """Returns this rank's slice of a bare parameter, such as a parameter of experts: [experts,
+    outputs, inputs].
     """
     if style == "grouped_gemm":
         if len(whole) % place.ep:
@@ -197,7 +199,7 @@ def _parameter(whole: nn.Parameter, style: str, place: RankPlace) -> nn.Paramete
 
 
 def _module(whole: nn.Module, last: str, style: str, group: RankGroup, text: object) -> nn.Module:
-    """Returns this rank's part of a module."""
+    """Returns this rank's part of a module that the plan mentions."""
     place = group.place
     if style == "moe_tp_experts":
         return SummedExperts(whole, group, None)
@@ -226,7 +228,7 @@ def _module(whole: nn.Module, last: str, style: str, group: RankGroup, text: obj
 
 
 def rows_of(whole: nn.Linear, rows: range) -> nn.Linear:
-    """Returns the layer with these outputs only."""
+    """Returns a copy of the layer that has only these outputs."""
     own = slice_of(rows)
     return _linear(whole.weight[own], None if whole.bias is None else whole.bias[own])
 
@@ -250,13 +252,13 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 
 
 def slice_of(places: range) -> slice:
-    """Returns the places as a slice."""
+    """Returns a range of indices as a slice."""
     return slice(places.start, places.stop)
 
 
 def _set_groups(model: nn.Module, place: RankPlace) -> None:
-    """Sets the number of query heads per KV head of this rank's attention layers. With more ranks
-    than KV heads the number is smaller.
+    """Sets the number of query heads per KV head in this rank's attention layers. The number is
+    smaller if there are more ranks than KV heads.
     """
     for module in model.modules():
         groups = getattr(module, "num_key_value_groups", None)

@@ -1,11 +1,11 @@
 """Cuts a model into the stages of pipeline parallelism: consecutive layers of a decoder.
 
-A rank keeps the layers of its stage. Hidden states come in before its first layer, from the stage
-before, and go out behind its last. The model's own code stays unchanged. Layers of other stages
-return their input, the embedding of later stages gives zeros, and the head of earlier stages gives
-one zero per token.
+A rank keeps the layers of its stage. It receives hidden states from the previous stage before its
+first layer, and sends hidden states to the next stage after its last layer. The model's own code
+stays unchanged: layers of other stages return their input, the embedding of later stages returns
+zeros, and the head of earlier stages returns one zero per token.
 
-The stages of one step compute one after the other. Steps of several batches do not overlap.
+The stages compute one step one after the other. Steps of several batches do not overlap.
 
 Source: Huang et al., "GPipe", 2019.
 """
@@ -18,7 +18,7 @@ from engine.model.parallel.group import RankGroup
 
 
 class Passing(nn.Module):
-    """Stands for a layer of another stage."""
+    """Replaces a layer of another stage."""
 
     def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Returns the hidden states unchanged."""
@@ -26,31 +26,33 @@ class Passing(nn.Module):
 
 
 class Blank(nn.Module):
-    """Stands for an embedding or a head of another stage: zeros [..., width]."""
+    """Replaces an embedding or a head of another stage. It returns zeros [..., width]."""
 
     def __init__(self, width: int, dtype: torch.dtype, num_embeddings: int = 0) -> None:
-        """`num_embeddings` is that of the replaced embedding."""
+        """`num_embeddings` is copied from the replaced embedding."""
         super().__init__()
         self.num_embeddings = num_embeddings
         self._width = width
         self._dtype = dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Token ids [..., n] or hidden states [..., n, hidden] → zeros [..., n, width]."""
+        """Returns zeros [..., n, width], for token ids [..., n] or hidden states [..., n,
+        hidden].
+        """
         shape = x.shape if not x.is_floating_point() else x.shape[:-1]
         return torch.zeros(*shape, self._width, dtype=self._dtype, device=x.device)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Returns the decoder's layers, in order."""
+    """Returns the layers of the decoder, in order."""
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return next(layers for layers in lists if len(layers) == num_layers)
 
 
 def keep_stage(model: PreTrainedModel, group: RankGroup, dtype: torch.dtype) -> None:
-    """Removes the parts that other stages compute. Hidden states are in `dtype`. Raises
-    ConfigError.
+    """Removes the parts of the model that other stages compute. Hidden states have the type
+    `dtype`. Raises ConfigError.
     """
     layers = decoder_layers(model)
     own = group.place.layers(len(layers))

@@ -1,9 +1,9 @@
 """Sends steps from rank 0 to the other ranks: the packed inputs of a pass, as bytes.
 
-All ranks compute the same batch over the same block ids. So rank 0 packs it once (`packing`), sends
-the bytes to each rank over a socket, and computes its own part. There are no answers: the ranks
-synchronise in the sums of the layers. When rank 0 ends, its sockets close, and the other ranks end
-too.
+All ranks compute the same batch over the same block ids. So rank 0 packs the batch once
+(`packing`), sends the bytes to each rank over a socket, and computes its own part. The other ranks
+send no answers, because the sums in the layers synchronise all ranks. When rank 0 exits, its
+sockets close, and the other ranks exit too.
 """
 
 import socket
@@ -17,17 +17,17 @@ from engine.model import packing
 from engine.model.packing import PackingShape, Tables
 from engine.worker.batch import Row
 
-HEADER = struct.Struct("<7IQ")  # the fields of a `PackedStep`, and the number of bytes that follow
+HEADER = struct.Struct("<7IQ")  # fields of a `PackedStep`, and the number of the bytes that follow
 
 
 class PackedStep(NamedTuple):
-    """The inputs of one pass."""
+    """The inputs of one pass over the target or the draft model."""
 
     model: int  # 0: the target, 1: the draft
     shape: PackingShape
     num_kept: int  # number of wanted logits; the rest of `keep` is padding
     row_len: int  # number of tokens to which each row is padded; 0: no padding
-    memory: np.ndarray  # [num_bytes] uint8: the inputs, at the places of `packing.plan(shape)`
+    memory: np.ndarray  # [num_bytes] uint8: the inputs, placed by `packing.plan(shape)`
 
 
 def packed(  # noqa: PLR0913 - all but three have names at the call
@@ -40,7 +40,9 @@ def packed(  # noqa: PLR0913 - all but three have names at the call
     tables: Tables,
     block_size: int,
 ) -> PackedStep:
-    """Packs a pass over `rows` that wants logits of the tokens whose indices are in `keep`."""
+    """Returns the packed inputs of a pass over `rows`. Wanted are logits of the tokens whose
+    indices are in `keep`.
+    """
     plan = packing.plan(shape)
     memory = np.empty(plan.num_bytes, dtype=np.uint8)
     inputs = packing.arrays(memory, plan)
@@ -55,14 +57,14 @@ def bare_shape(rows: Sequence[Row], keep: Sequence[int], block_size: int) -> Pac
 
 
 class StepFeed:
-    """Rank 0's side: a socket for each other rank."""
+    """Rank 0's side of the connections: a socket for each other rank."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
-        """The sockets' timeouts bound how far behind a rank may be."""
+        """The timeouts of the sockets limit how far a rank may lag behind."""
         self._sockets = sockets
 
     def send(self, step: PackedStep) -> None:
-        """Sends a step to all ranks. Raises OSError if a rank has ended or hangs."""
+        """Sends a step to all ranks. Raises OSError if a rank has exited or hangs."""
         fields = (step.model, *step.shape, step.num_kept, step.row_len)
         header = HEADER.pack(*fields, step.memory.nbytes)
         for each in self._sockets:
@@ -70,19 +72,19 @@ class StepFeed:
             each.sendall(step.memory)
 
     def close(self) -> None:
-        """Ends the other ranks."""
+        """Closes the sockets, so that the other ranks exit."""
         for each in self._sockets:
             each.close()
 
 
 class StepChannel:
-    """The side of another rank."""
+    """The side of another rank: its connection to rank 0."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     def receive(self) -> PackedStep | None:
-        """Waits for the next step, as long as rank 0 lives. None: rank 0 has ended."""
+        """Waits for the next step. Returns None if rank 0 has exited."""
         header = self._read(HEADER.size)
         if header is None:
             return None
@@ -94,11 +96,11 @@ class StepChannel:
         return PackedStep(model, PackingShape(*shape), num_kept, row_len, array)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection to rank 0."""
         self._connection.close()
 
     def _read(self, num_bytes: int) -> bytearray | None:
-        """Reads `num_bytes`; None if the connection ends first."""
+        """Reads `num_bytes` bytes. Returns None if the connection ends first."""
         memory = bytearray(num_bytes)
         rest = memoryview(memory)
         while rest:

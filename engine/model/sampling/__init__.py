@@ -1,1 +1,1 @@
-"""Choosing tokens from logits, and verifying drafted tokens."""
+"""Chooses tokens from logits, and verifies drafted tokens."""

@@ -1,7 +1,8 @@
-"""Changes to the logits of a choice, before temperature and bounds.
+"""Changes of the logits before a token is chosen, and before temperature and bounds.
 
-All is in fp32, each operation rounded by itself. First all logits of the row are limited to finite
-numbers. The result of each of these steps is limited likewise, for the ids that it concerns:
+All arithmetic is in fp32, and each operation is rounded by itself. First all logits of the row are
+limited to finite numbers. Then come these steps. The result of each step is limited in the same
+way, for the ids that the step changes:
 
     1  repetition  of ids in prompt or answer: x / penalty where x > 0, else x * penalty
     2  frequency   of ids in the answer: x - penalty * (how often it is there)
@@ -9,10 +10,10 @@ numbers. The result of each of these steps is limited likewise, for the ids that
     4  bias        x + bias; of several biases for one id, the last counts
     5  mask        banned ids, and ids that a grammar does not allow: minus infinity
 
-So an allowed id is chosen as long as there is one. Penalties and biases are limited likewise.
+So if any id is allowed, an allowed id is chosen. Penalties and biases are limited in the same way.
 
-A batch takes only a few operations on all rows that change anything. On a GPU, one copy brings ids,
-numbers and masks to the device. `reference_changed` does the same in plain Python, and
+A batch needs only a few operations, over all rows whose logits change. On a GPU, one copy brings
+ids, numbers and masks to the device. `reference_changed` does the same in plain Python, and
 `src/kernels/changes.h` in C++.
 
 Source of the repetition penalty: Keskar et al., "CTRL", 2019, §4.1.
@@ -31,7 +32,7 @@ import torch
 from engine.messages import Sampling
 from engine.model.memory import brought
 
-GREATEST = 2.0**128 - 2.0**104  # finite fp32
+GREATEST = 2.0**128 - 2.0**104  # the largest finite number in fp32
 WORD_BITS = 32
 ALL_BITS = 0xFFFFFFFF
 
@@ -59,7 +60,7 @@ class TokenChoice(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_plain(self) -> bool:
-        """True if the logits are used unchanged."""
+        """True if this choice leaves the logits unchanged."""
         return (
             not self.banned
             and self.mask is None
@@ -69,7 +70,9 @@ class TokenChoice(msgspec.Struct, frozen=True, eq=False):
 
 
 def changed(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-    """Returns `logits` with the changes of the choices; the same tensor if there are none."""
+    """Returns `logits`, changed by the choices. Returns the same tensor if no choice changes
+    logits.
+    """
     rows = [row for row, choice in enumerate(choices) if not choice.is_plain]
     if not rows:
         return logits
@@ -93,7 +96,7 @@ def changed(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tenso
 
 
 def _contexts(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
-    """Returns the places, in the flat logits, of the ids in prompts and answers; and the
+    """Returns the indices, in the flat logits, of the ids in prompts and answers. Also returns the
     penalties [3, num_rows].
     """
     prompts, answers = [], []
@@ -114,10 +117,10 @@ def _contexts(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
 
 
 def _marks(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
-    """Returns four things: places of biased ids in the flat logits, biases, places of banned ids,
+    """Returns four arrays: indices of biased ids in the flat logits, biases, indices of banned ids,
     and masks as words.
 
-    The masks cover all rows; they are empty if no row has a mask.
+    The masks cover all rows; the array is empty if no row has a mask.
     """
     biases = [dict(choice.sampling.logit_bias) for choice in choices]
     words = np.empty((0, 2), np.uint32)
@@ -132,12 +135,12 @@ def _marks(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
 
 
 def limited(number: float) -> float:
-    """Limits a penalty or bias to the range of finite fp32, before it is rounded."""
+    """Limits a penalty or bias to the range of finite fp32 numbers, before it is rounded."""
     return min(max(number, -GREATEST), GREATEST)
 
 
 def _places(ids: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
-    """Returns the places of each row's ids in the flat logits. Raises IndexError."""
+    """Returns the indices of each row's ids in the flat logits. Raises IndexError."""
     flat = np.concatenate([np.asarray(row, np.int64) for row in ids])
     if flat.size and (flat.min() < 0 or flat.max() >= vocab):
         raise IndexError(f"ids {flat.min()} … {flat.max()} of a vocabulary of {vocab}")
@@ -145,7 +148,7 @@ def _places(ids: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
 
 
 def _whole_mask(mask: np.ndarray | None, vocab: int) -> np.ndarray:
-    """Returns a mask's words, extended to all ids; their number is even."""
+    """Returns a mask's words, extended to cover all ids. The number of words is even."""
     num_words = -(-vocab // (2 * WORD_BITS)) * 2
     if mask is None:
         return np.full(num_words, ALL_BITS, np.uint32)
@@ -155,7 +158,7 @@ def _whole_mask(mask: np.ndarray | None, vocab: int) -> np.ndarray:
 
 
 def _brought(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[torch.Tensor]:
-    """Copies arrays to `device`, flat and as int64, in one copy."""
+    """Copies all arrays to `device` in one copy. Returns them flat, as int64."""
     flat = [np.ascontiguousarray(each).reshape(-1).view(np.int64) for each in arrays]
     return brought(np.concatenate(flat), device).split([len(each) for each in flat])
 
@@ -166,8 +169,8 @@ def _penalised(
     answer: torch.Tensor,
     penalties: torch.Tensor,  # [3 * num_rows] fp64
 ) -> torch.Tensor:
-    """Applies penalties. They are tensors, because GPUs multiply by the reciprocal of a plain
-    number.
+    """Applies penalties. Penalties are tensors, because a GPU would multiply by the reciprocal of a
+    plain number.
     """
     repetition, frequency, presence = penalties.float().view(3, len(x), 1)
     ones = torch.ones_like(answer, dtype=torch.int32)
@@ -192,10 +195,10 @@ def _allowed(words: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def reference_changed(logits: Sequence[float], choice: TokenChoice) -> list[float]:
-    """The definition of `changed` for one row, in plain Python.
+    """Defines `changed` for one row, in plain Python.
 
     Python computes in fp64. One operation on two fp32 numbers in fp64, rounded to fp32, gives the
-    result of fp32.
+    same result as in fp32.
     """
     sampling = choice.sampling
     x = [_finite_fp32(value) for value in logits]

@@ -47,13 +47,13 @@ PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 MASK_32 = 0xFFFFFFFF
 
-CPU_TILE = 2**14  # counters per tile: one round's memory then fits a core's cache
+CPU_TILE = 2**14  # counters per tile: memory of one Philox round then fits a core's cache
 GPU_TILE = 2**22
 LOGPROBS_TILE = 2**22  # logits that are turned into log-probabilities at once
 
 
 def sample(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-    """Chooses a token for each row of `logits` [num_rows, vocab]: tokens [num_rows].
+    """Returns a token for each row of `logits` [num_rows, vocab], as a tensor [num_rows].
 
     Raises IndexError if a choice names an id that is not in the vocabulary.
     """
@@ -77,10 +77,10 @@ def logprobs_of(
     """Returns the log-probability and rank of each row's token, and the `num_tops` likeliest
     tokens.
 
-    This is the model's own distribution: log_softmax in fp32 of the unchanged logits, before
-    changes, temperature and bounds. Tokens with equal logits share a rank; among the likeliest the
-    lowest of these ids come first. A row gets the same bits in any batch. The memory needed is that
-    of `LOGPROBS_TILE` logits, whatever the number of rows.
+    These are log-probabilities of the model's own distribution: log_softmax in fp32 of the
+    unchanged logits, before changes, temperature and bounds. Tokens with equal logits have the same
+    rank; among the likeliest tokens, the lower id comes first. A row gets the same bits in any
+    batch. The memory needed is for `LOGPROBS_TILE` logits, for any number of rows.
     """
     num_rows, vocab = logits.shape
     step = max(1, LOGPROBS_TILE // vocab)
@@ -116,11 +116,11 @@ def _logprobs(
 
 
 def _best_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Returns ids [num_rows, k] of the highest of `logits` [num_rows, vocab] fp32, the best first.
+    """Returns ids [num_rows, k] of the highest of `logits` [num_rows, vocab] fp32, best first.
 
-    Of equal logits the lowest id comes first, which `topk` alone does not promise.
+    Of equal logits the lowest id comes first, which `topk` alone does not guarantee.
     """
-    # One more than k, to detect a tie at the end.
+    # One id more than k, to detect a tie at the end.
     values, ids = logits.topk(min(k + 1, logits.shape[1]))
     ids = ids[:, :k]
     tied = (values[:, 1:] == values[:, :-1]).any(dim=1).nonzero().flatten()
@@ -130,8 +130,8 @@ def _best_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _best_ids_of_tied(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Does the same by sorting distinct integers: the float's rank in the high bits, then the
-    id.
+    """Returns the same as `_best_ids`, by sorting distinct integers: the rank of the float is in
+    the high bits, the id in the low bits.
     """
     bits = (logits + 0.0).view(torch.int32).long()  # turns -0.0 into 0.0
     order = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
@@ -140,9 +140,9 @@ def _best_ids_of_tied(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def philox(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the four words of Philox4x32-10. Words are int64 that hold 32 bits; shapes broadcast.
+    """Returns the four words of Philox4x32-10. Words are 32 bits in int64; shapes broadcast.
 
-    A product of two words may overflow int64; it wraps, so its 64 bits are right.
+    A product of two words may overflow int64. It wraps, so its 64 bits are correct.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     rounds = torch.arange(PHILOX_ROUNDS, device=c0.device)
@@ -155,12 +155,12 @@ def philox(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> list
         product1 = c2 * PHILOX_MULTIPLIERS[1]
         c0 = (product1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK_32)
         c2 = (product0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK_32)
-        c1, c3 = product1, product0  # the masks above and below remove their high halves
+        c1, c3 = product1, product0  # the masks above and below remove the high halves
     return [c0, c1 & MASK_32, c2, c3 & MASK_32]
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: range) -> torch.Tensor:
-    """Returns noise [num_rows, len(ids)] fp64 for rows with these seeds and positions [num_rows]
+    """Returns noise [num_rows, len(ids)] fp64, for rows with these seeds and positions [num_rows]
     int64.
 
     `ids` is a range of token ids that begins at a multiple of four.
@@ -208,11 +208,10 @@ def _bounds(
     temperature: torch.Tensor,
     samplings: Sequence[Sampling],
 ) -> torch.Tensor | None:
-    """Returns the lowest score [num_rows, 1] that survives all bounds; None if no row has a
-    bound.
-    """
+    """Returns the lowest score [num_rows, 1] that all bounds allow; None if no row has a bound."""
     vocab = logits.shape[1]
-    # Rows with top_k need no full sort. In a group of their own, only the best few scores are read.
+    # Rows with top_k need no full sort. They form a group, of which only the best few scores are
+    # read.
     few = [row for row, s in enumerate(samplings) if 0 < s.top_k < vocab]
     many = [row for row, s in enumerate(samplings) if s.top_p < 1 and not 0 < s.top_k < vocab]
     if not few and not many and not any(s.min_p > 0 for s in samplings):
@@ -233,11 +232,11 @@ def _bounds(
 
 
 def _num_kept(scores: torch.Tensor, ks: list[int], ps: list[float]) -> torch.Tensor:
-    """Returns the number of `scores` that top_k and top_p leave: [num_rows, 1].
+    """Returns the number of `scores` that top_k and top_p allow: [num_rows, 1].
 
     `scores` are [num_rows, max(ks)], best first.
 
-    Sums run from the best down, so columns beyond a row's own k change no bit of its sum.
+    Sums run from the best score down, so the columns after a row's own k do not affect its sum.
     """
     k = torch.tensor(ks, device=scores.device)[:, None]
     mass = scores.exp().cumsum(dim=1)  # [num_rows, max(ks)]
@@ -257,7 +256,7 @@ def _signed_64(seed: int) -> int:
 
 
 def reference_philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
-    """Computes `philox` for one counter, as its authors print it."""
+    """Computes `philox` for one counter, in the form that its authors published."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(PHILOX_ROUNDS):
@@ -269,7 +268,7 @@ def reference_philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
 
 
 def reference_sample(logits: Sequence[float], choice: TokenChoice) -> int:
-    """Defines `sample` for one row."""
+    """Defines `sample` for one row, in plain Python."""
     sampling = choice.sampling
     if not choice.is_plain:
         logits = reference_changed(logits, choice)

@@ -1,8 +1,8 @@
 """Chooses tokens on a GPU: `engine.model.sampling.choosing.sample` as one Triton kernel.
 
-The host sends one small copy, the sampling parameters of all rows, and waits for nothing: the copy
-is made from pinned memory. The result stays on the device. Rows whose logits have to be changed
-first are changed by torch (`changes`).
+The host queues one small copy from pinned memory, the sampling parameters of all rows, and does not
+wait. The result stays on the device. If logits of rows must be changed first, torch changes them
+(`changes`).
 
 triton is needed when this is called, not when it is imported. It runs on CPU tensors if triton
 interprets (TRITON_INTERPRET=1), but not on tensors of a device that is not the current one.
@@ -21,7 +21,7 @@ from engine.messages import Sampling
 from engine.model.memory import brought
 from engine.model.sampling.changes import TokenChoice, changed
 
-TILE = 4096  # logits that are read at a time
+TILE = 4096  # number of logits that are read at a time
 NUM_WARPS = 16
 MASK_64 = 2**64 - 1
 # A row's parameter words for the kernel: temperature, top_p, log(min_p), seed, position, top_k (0:
@@ -30,7 +30,7 @@ PARAMETERS = Struct("=dddQqq")
 
 
 def sample(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-    """Chooses a token for each row of `logits` [num_rows, vocab]: tokens [num_rows].
+    """Returns a token for each row of `logits` [num_rows, vocab], as a tensor [num_rows].
 
     Raises IndexError if a choice names an id that is not in the vocabulary.
     """
@@ -49,7 +49,9 @@ def sample(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor
 
 
 def warm_up(vocab: int, dtypes: Collection[torch.dtype], device: torch.device) -> None:
-    """Compiles the kernel for logits of these types; it then serves all choices and row counts."""
+    """Compiles the kernel for logits of these types. The kernel then serves all choices and numbers
+    of rows.
+    """
     for dtype in dtypes:
         sample(torch.zeros(1, vocab, dtype=dtype, device=device), [TokenChoice(Sampling(), 0)])
 

@@ -1,17 +1,19 @@
 """A draft model's proposals: tokens that may follow a row.
 
-A token is proposed exactly as the target will choose it, with the noise of its position, penalties,
-bans and grammar. If the models' distributions are similar, so are most of the tokens.
+A draft model chooses each proposed token in the same way as the target will: with the noise of its
+position, and with the same penalties, bans and grammar. If the models' distributions are similar,
+most of their tokens are equal.
 
-1. One pass over all rows that the draft model sees, for K and V; for rows that propose, also for
-   the logits of their last token. Some rows catch up on tokens of steps that left them out.
+1. One pass over all rows whose K and V the draft model must compute. For rows that propose, the
+   pass also computes the logits of the last token. Some rows also contain tokens of earlier steps
+   from which the draft model was left out.
 2. Each row that proposes chooses its next token.
-3. One pass over that token of each row that proposes more, and so on with 2. K and V of the last
-   proposed token are never computed here.
+3. One pass over this token of each row that proposes more tokens. Steps 2 and 3 repeat. K and V of
+   the last proposed token are not computed here.
 
-K and V of tokens that are not kept do no harm, in either model. They lie beyond the end of the
-sequence, where nothing reads. A token that takes such a place is computed, and so stored, before
-anything reads it. And blocks are known by their content only up to tokens that were kept.
+K and V of rejected tokens are harmless, in both models. They are after the end of the sequence,
+where nothing reads. The token that is later at this position is computed, and its K and V stored,
+before anything reads them. Block hashes cover only tokens that were kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ MASK_THREADS = 2
 
 @dataclass(slots=True)
 class DraftedRow:
-    """A row, and the tokens that are proposed to follow it so far."""
+    """A row, and the tokens that were proposed so far to follow it."""
 
     row: Row
     token_ids: list[int] = field(default_factory=list)
@@ -39,7 +41,7 @@ class DraftedRow:
     )  # one for each token, and one for the token behind the last
 
     def choice(self, nth: int) -> TokenChoice:
-        """Returns how to choose the token that follows the first `nth` proposed ones."""
+        """Returns how to choose the token after the first `nth` proposed tokens."""
         row = self.row
         return TokenChoice(
             row.sampling,
@@ -52,14 +54,14 @@ class DraftedRow:
         )
 
     def verified(self) -> Row:
-        """Returns the row that the target computes."""
+        """Returns the row that the target computes to verify the proposed tokens."""
         if not self.token_ids:
             return self.row
         tokens = [*self.row.token_ids, *self.token_ids]
         return _bare(self.row, tokens, self.row.start)
 
     def seen(self) -> Row:
-        """Returns the row that the draft model computes first; it may begin before the target's
+        """Returns the row that the draft model computes first. It may begin before the target's
         row.
         """
         tokens = self.row.draft_token_ids
@@ -69,16 +71,16 @@ class DraftedRow:
 
 
 class Masks:
-    """Makes masks of grammars on its own threads, while passes are computed."""
+    """Computes masks of grammars on threads of its own, during forward passes."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
     def start(self, proposals: Sequence[DraftedRow]) -> Callable[[], None]:
-        """Starts to compute the masks of all rows with a guide. The returned function waits for
-        them.
+        """Starts to compute the masks of all rows with a guide. Returns a function that waits for
+        the masks.
 
-        Until it has returned, the caller must not touch the proposals or their guides.
+        Until that function has returned, the caller must not use the proposals or their guides.
         """
         if not has_guide(proposals):
             return _nothing_to_wait_for
@@ -102,14 +104,14 @@ class Masks:
 
 
 class Forward(Protocol):
-    """The draft model's passes: `CpuForward` or `CudaForward`."""
+    """The forward passes of the draft model: `CpuForward` or `CudaForward`."""
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> object:
-        """Makes the inputs of `launch`."""
+        """Returns the inputs of `launch`."""
         ...
 
     def launch(self, prepared: object) -> torch.Tensor:
-        """Computes logits of the tokens to keep."""
+        """Computes the logits of the tokens to keep."""
         ...
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
@@ -118,7 +120,9 @@ class Forward(Protocol):
 
 
 def draft_step_by_step(forward: Forward, proposals: Sequence[DraftedRow], masks: Masks) -> None:
-    """Computes the rows that the draft model sees, proposing rows first, and proposes."""
+    """Computes the rows whose KV the draft model needs, rows that propose first, and proposes
+    tokens.
+    """
     rows = [proposal.seen() for proposal in proposals]
     proposing = [proposal for proposal in proposals if proposal.row.num_to_draft > 0]
     keep = last_tokens(rows[: len(proposing)])
@@ -142,7 +146,7 @@ def draft_step_by_step(forward: Forward, proposals: Sequence[DraftedRow], masks:
 
 
 def has_guide(proposals: Sequence[DraftedRow]) -> bool:
-    """True if any of the rows has to follow a grammar."""
+    """True if any row has to follow a grammar."""
     return any(proposal.row.guide is not None for proposal in proposals)
 
 
@@ -157,7 +161,7 @@ def last_tokens(rows: Sequence[Row]) -> list[int]:
 
 
 def _bare(row: Row, token_ids: Sequence[int], start: int) -> Row:
-    """Returns a row of other tokens of the same sequence that chooses no token."""
+    """Returns a row with other tokens of the same sequence. The row chooses no token."""
     return Row(row.seq_id, token_ids, start, row.block_table, None)
 
 

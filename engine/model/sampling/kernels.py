@@ -36,9 +36,9 @@ doubt, since sums run in another order. `src/kernels/sampling.h` defines it like
 import triton
 import triton.language as tl
 
-NUM_PARAMETERS: tl.constexpr = tl.constexpr(6)  # parameter words of a row
+NUM_PARAMETERS: tl.constexpr = tl.constexpr(6)  # number of parameter words of a row
 HOPELESS: tl.constexpr = tl.constexpr(-27.0)  # a token with a lower score cannot win
-LATEST: tl.constexpr = tl.constexpr(23.0)  # by then the best token has finished
+LATEST: tl.constexpr = tl.constexpr(23.0)  # a time at which the best token has finished
 MARGIN: tl.constexpr = tl.constexpr(1.001)
 DOUBT: tl.constexpr = tl.constexpr(1e-4)  # relative to a mass: ten times the mass's error in fp32
 GREATEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
@@ -57,7 +57,7 @@ def sample_kernel(
     row_stride,
     TILE: tl.constexpr,
 ):
-    """Chooses the token of a row. Grid: (num_rows,)."""
+    """Chooses the token of one row. Grid: (num_rows,)."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     parameters += row * NUM_PARAMETERS
@@ -88,14 +88,14 @@ def sample_kernel(
 
 @triton.jit
 def _load(logits, start, vocab, TILE: tl.constexpr):
-    """Loads a tile's ids and logits; -inf beyond the vocabulary."""
+    """Loads the ids and logits of a tile. Logits beyond the vocabulary are -inf."""
     ids = start + tl.arange(0, TILE)
     return ids, tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _order_of(x):
-    """Maps fp32 `x` to integers [n] in the same order; a NaN is above all numbers."""
+    """Maps fp32 numbers `x` [n] to integers in the same order. NaN is above all numbers."""
     bits = x.to(tl.int32, bitcast=True)
     order = tl.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
     return tl.where(x == x, order, NOT_A_NUMBER)
@@ -103,14 +103,14 @@ def _order_of(x):
 
 @triton.jit
 def _float_at(order):
-    """Inverts `_order_of`."""
+    """Maps an integer of `_order_of` back to the fp32 number."""
     bits = tl.where(order >= 0, order, -order | 0x80000000)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _score(x, best, temperature):
-    """Computes scores in fp64, as the definition does."""
+    """Computes scores in fp64, as the definition of `sample` does."""
     return (x.to(tl.float64) - best.to(tl.float64)) / temperature
 
 
@@ -121,16 +121,16 @@ def _is_extreme(temperature):
 
 @triton.jit
 def _per_score(temperature):
-    """Returns the factor from a difference of logits to an exponent of two; arbitrary for
-    extreme temperatures.
+    """Returns the factor by which a difference of logits becomes an exponent of two. It is
+    arbitrary for extreme temperatures.
     """
     return tl.where(_is_extreme(temperature), 2.0**-126, 1.0 / temperature * LOG2_E).to(tl.float32)
 
 
 @triton.jit
 def _argmax(logits, vocab, TILE: tl.constexpr):
-    """Returns the first id of the best logit, and that logit's rank in the order of floats."""
-    # Rank and id in one integer: the lowest id wins a tie.
+    """Returns the first id of the best logit, and this logit as an integer of `_order_of`."""
+    # Order and id are in one integer, so the lowest id wins a tie.
     best = tl.full([TILE], -(2**63), tl.int64)
     for start in range(0, vocab, TILE):
         ids, x = _load(logits, start, vocab, TILE)
@@ -141,8 +141,8 @@ def _argmax(logits, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _survey(logits, vocab, middle, best, per_score, TILE: tl.constexpr):
-    """Splits the logits at `middle`. Returns the number, the mass in fp32 and the lowest of those
-    from `middle` up, and the highest of those below.
+    """Splits the logits at `middle`. Returns four values: the number, the mass in fp32 and the
+    lowest of the logits from `middle` up; and the highest of the logits below.
     """
     count = tl.zeros([TILE], tl.int32)
     mass = tl.zeros([TILE], tl.float32)
@@ -160,7 +160,7 @@ def _survey(logits, vocab, middle, best, per_score, TILE: tl.constexpr):
 
 @triton.jit
 def _mass_above(logits, vocab, bound, best, temperature, TILE: tl.constexpr):
-    """Returns the number of logits above `bound`, and their mass in fp64."""
+    """Returns the number of logits above `bound`, and the mass of these logits in fp64."""
     count = tl.zeros([TILE], tl.int32)
     mass = tl.zeros([TILE], tl.float64)
     for start in range(0, vocab, TILE):
@@ -173,7 +173,7 @@ def _mass_above(logits, vocab, bound, best, temperature, TILE: tl.constexpr):
 
 @triton.jit
 def _bound_by_mass(logits, vocab, best, temperature, top_k, top_p, TILE: tl.constexpr):
-    """Returns the lowest logit that top_k and top_p leave."""
+    """Returns the lowest logit that top_k and top_p allow."""
     num_finite, _, least, _ = _survey(logits, vocab, -GREATEST, best, 1.0, TILE)
     num_left = num_finite.to(tl.int64)
     if (top_k > 0) & (top_k < num_left):
@@ -191,8 +191,8 @@ def _bound_by_mass(logits, vocab, best, temperature, top_k, top_p, TILE: tl.cons
 def _search(
     logits,
     vocab,
-    low,  # a logit: those from it up are enough
-    high,  # a logit: those above it are not enough
+    low,  # a logit; the logits from it up are enough
+    high,  # a logit; the logits above it are not enough
     best,
     temperature,
     wanted_count,
@@ -200,7 +200,7 @@ def _search(
     COUNTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Returns the highest logit such that the logits from it up have the wanted number, or mass."""
+    """Returns the highest bound such that the logits from it up have the wanted number, or mass."""
     per_score = _per_score(temperature)
     is_extreme = _is_extreme(temperature)
     while low < high:
@@ -223,7 +223,7 @@ def _search(
 
 @triton.jit
 def _least_logit(bound, best, temperature):
-    """Returns the least logit whose score is at least `bound`; +inf if even the best score is
+    """Returns the lowest logit whose score is at least `bound`; +inf if even the best score is
     lower.
 
     Scores never fall as logits grow, but different logits may have the same score.
@@ -282,8 +282,8 @@ def _words(first_counter, position, seed, TILE: tl.constexpr):
 
 @triton.jit
 def _exponential(words):
-    """Returns e = -log(u) in fp32. Near u = 1 it uses a series in v = 1 - u, for relative
-    precision.
+    """Returns e = -log(u) in fp32. Near u = 1 it uses a series in v = 1 - u, for precision relative
+    to e.
     """
     u = (words.to(tl.float32) + 0.5) * 2.0**-32
     v = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32

@@ -1,12 +1,12 @@
 """Verification: keeps the proposed tokens that the target would have chosen itself.
 
-The target computes a row's own tokens and the proposed ones in one pass. It chooses after the last
-own token and after each proposed one, as if it had chosen all tokens before. That is true up to the
-first place where it chooses another token. Its choice there is the token that comes next, and
-nothing behind it counts. Nothing is drawn that would not have been drawn without proposals, and no
-noise is used twice, so speculation cannot change an answer. Common noise makes proposals likely to
-be kept (Daliri et al., "Coupling without communication and drafter-invariant speculative decoding",
-2024).
+The target computes a row's own tokens and the proposed tokens in one pass. It chooses a token after
+the last own token and after each proposed token, under the assumption that it chose all tokens
+before. The assumption is true up to the first place where the target chooses another token. This
+other token is the next token of the sequence, and choices after it are ignored. Each random draw
+would also have happened without proposals, and no noise is used twice, so speculation cannot change
+an answer. Common noise makes it likely that proposals are kept (Daliri et al., "Coupling without
+communication and drafter-invariant speculative decoding", 2024).
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from engine.worker.batch import RowResult
 
 
 class Verified(NamedTuple):
-    """The target's choices, and the times of its pass in seconds."""
+    """The target's choices, and the durations of its pass in seconds."""
 
-    chosen: list[int]  # row by row: one at the place of each proposed token, one behind the last
+    chosen: list[int]  # row by row: one token for each proposed token, then one after the last
     logits: torch.Tensor  # [wanted, vocab]
     forward_s: float
     prepare_s: float
@@ -38,7 +38,7 @@ class Verified(NamedTuple):
 def verify_by_parts(
     forward: Forward, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock
 ) -> Verified:
-    """Runs one pass while masks are made, then chooses from its logits row by row."""
+    """Runs one pass while masks are computed, then chooses tokens from the logits, row by row."""
     begin_s = clock.now_s()
     prepared = forward.prepare([p.verified() for p in proposals], wanted(proposals))
     prepared_s = clock.now_s()
@@ -87,9 +87,9 @@ def results(
     chosen: Sequence[int],
     logits: torch.Tensor | None,  # [wanted, vocab]
 ) -> list[RowResult]:
-    """Returns the result of each row, made from the tokens `chosen` for its choices.
+    """Returns the result of each row. `chosen` are the tokens of the choices.
 
-    Logits are not needed unless a row asks for log-probabilities.
+    Logits are only needed if a row requests log-probabilities.
     """
     results: list[RowResult] = []
     begin, wants_logits = 0, False
@@ -101,7 +101,7 @@ def results(
             continue
         wants_logits = wants_logits or row.sampling.logprobs is not None
         end = begin + 1
-        for token in proposed:  # kept are the tokens up to the first that differs
+        for token in proposed:  # tokens are kept up to the first that differs
             if chosen[end - 1] != token:
                 break
             end += 1
@@ -118,7 +118,7 @@ def results(
 
 
 def needs_logits(proposals: Sequence[DraftedRow]) -> bool:
-    """True if the results of these rows need logits."""
+    """True if a row requests log-probabilities, so that its result needs logits."""
     return any(
         row.scored or (row.sampling is not None and row.sampling.logprobs is not None)
         for row in (proposal.row for proposal in proposals)
@@ -149,7 +149,9 @@ def _logprobs(
 def _scored(
     proposals: Sequence[DraftedRow], logits: torch.Tensor
 ) -> dict[int, tuple[Logprobs, ...]]:
-    """Returns the log-probabilities of scored tokens, by row; `logits` has a row for each token."""
+    """Returns the log-probabilities of scored tokens, by row index. `logits` has a row for each
+    token.
+    """
     asking = [i for i, proposal in enumerate(proposals) if proposal.row.scored]
     if not asking:
         return {}
@@ -163,7 +165,9 @@ def _shared_out(
     token_ids: Sequence[Sequence[int]],
     num_tops: Sequence[int],
 ) -> dict[int, tuple[Logprobs, ...]]:
-    """Calls `logprobs_of` once for all tokens of some rows; `num_tops` has one number per row."""
+    """Calls `logprobs_of` once for all tokens of some rows, and divides the result by row.
+    `num_tops` has one number per row.
+    """
     tops = [num for num, ids in zip(num_tops, token_ids, strict=True) for _ in ids]
     tokens = [token for ids in token_ids for token in ids]
     with one_torch_thread() if logits.is_cpu else nullcontext():
