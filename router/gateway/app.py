@@ -64,7 +64,7 @@ from router.gateway.versions import Versions
 from router.inbox.fair_queue import LoopQueue
 from router.inbox.parse_pools import ParsePools
 
-EXPOSED_HEADERS = (  # headers that scripts of other origins may read
+EXPOSED_HEADERS = (  # response headers that scripts of pages of other origins may read
     "x-request-id",
     "x-baton-decision",
     "x-baton-ignored",
@@ -76,7 +76,7 @@ EXPOSED_HEADERS = (  # headers that scripts of other origins may read
     "x-ratelimit-reset-tokens",
     "retry-after",
 )
-OTHER_PATHS = "other"  # metric label of paths that answer no prompt, known or not
+OTHER_PATHS = "other"  # metric label of all paths except the endpoints that answer prompts
 
 
 def parts_of(  # noqa: PLR0913 - all that they are
@@ -124,7 +124,7 @@ def app_of(  # noqa: PLR0913 - all that it shows
     process: ProcessMeter | None = None,
     logs_requests: bool = False,
 ) -> ASGIApp:
-    """Returns the application over `parts`, which other servers may use too."""
+    """Returns the HTTP application. Other servers of this gateway may use the same `parts`."""
     version = version_of_baton()
     versions, metrics = parts.versions, parts.metrics
     if keys is not None:
@@ -202,7 +202,7 @@ def app_of(  # noqa: PLR0913 - all that it shows
 def dashboard_of(
     parts: GatewayParts, board: PoolBoard | None = None, siblings: Siblings | None = None
 ) -> Dashboard:
-    """Returns the dashboard over these parts, not open yet."""
+    """Returns a dashboard that shows these parts. The caller opens the dashboard."""
     return Dashboard(
         parts.versions,
         parts.recent,
@@ -216,7 +216,9 @@ def dashboard_of(
 
 
 def _with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
-    """Lets pages of other origins use the application; their preflight requests need no key.
+    """Returns the application with CORS, so that pages of other origins may call it.
+
+    Preflight requests need no key.
 
     Pages send keys in the `authorization` header. Cookies are never allowed, so `*` is safe.
     """
@@ -230,7 +232,9 @@ def _with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
 
 
 class _Front:
-    """Calls answer endpoints directly, without the middleware of all other pages."""
+    """Passes requests for answers directly to their endpoints, without the middleware of other
+    pages.
+    """
 
     def __init__(
         self,
@@ -251,7 +255,7 @@ class _Front:
 
         async def recorded(message: Message) -> None:
             nonlocal has_started
-            if not has_started:  # this message is the head
+            if not has_started:  # this message is the head of the response
                 has_started = True
                 handler = OTHER_PATHS if endpoint is None else path
                 self._metrics.record_status(str(method), handler, message.get("status", 0))

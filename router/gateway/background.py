@@ -7,7 +7,7 @@ class BackgroundPart(Protocol):
     """One kind of background work."""
 
     async def open(self) -> None:
-        """Starts the work. The routers are open."""
+        """Starts the work. The routers are already open."""
         ...
 
     def stop_draining(self) -> None:
@@ -15,12 +15,18 @@ class BackgroundPart(Protocol):
         ...
 
     async def close(self, timeout_s: float) -> None:
-        """Stops. Work that a client waits for may run for `timeout_s`. Routers are still open."""
+        """Stops the work, while the routers are still open.
+
+        Work that a client waits for may run for `timeout_s` more seconds.
+        """
         ...
 
 
 class BackgroundWork:
-    """All background work of an application: `app_of` adds it, and the app's server opens it."""
+    """All background work of an application.
+
+    `app_of` adds the parts, the application's server opens them.
+    """
 
     def __init__(self) -> None:
         self._parts: list[BackgroundPart] = []
@@ -40,6 +46,9 @@ class BackgroundWork:
             part.stop_draining()
 
     async def close(self, timeout_s: float) -> None:
-        """Stops all work, latest first. Work that a client waits for may run for `timeout_s`."""
+        """Stops all work, latest first.
+
+        Work that a client waits for may run for `timeout_s` more seconds.
+        """
         for part in reversed(self._parts):
             await part.close(timeout_s)

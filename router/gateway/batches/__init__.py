@@ -1,1 +1,1 @@
-"""Files and batches: jobs of many requests by file, which run while the pools are idle."""
+"""Files and batches: a file lists many requests, which run while the pools are idle."""

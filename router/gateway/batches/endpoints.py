@@ -1,4 +1,7 @@
-"""The endpoints that batches may name: each answers a line like a client's request."""
+"""The endpoints that batches may name.
+
+An endpoint answers a batch's line like a client's request.
+"""
 
 from typing import Protocol
 
@@ -17,7 +20,7 @@ from router.inbox.api_errors import ApiError
 
 
 class CapturedAnswer:
-    """Keeps the response to one call, as an HTTP client would receive it."""
+    """Keeps the response to one call in the form that an HTTP client would receive."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -34,11 +37,11 @@ class CapturedAnswer:
         await send_invalid(self.send, error)
 
     def open(self, heading: Heading) -> AnswerWriter:
-        """Returns the writer of the whole answer."""
+        """Returns a writer that sends the whole answer to this object."""
         return whole_answer(heading, self.send)
 
     async def send(self, message: Message) -> None:
-        """Keeps a part of the response, in ASGI's form."""
+        """Keeps the head or a part of the body, from an ASGI message."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
@@ -52,7 +55,7 @@ class BatchEndpoint(Protocol):
     async def __call__(
         self, body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
     ) -> None:
-        """Answers a request; `seed` is used if it has none. Raises InvalidRequest."""
+        """Answers a request; `seed` is used if the request has no seed. Raises InvalidRequest."""
         ...
 
 
@@ -69,7 +72,7 @@ def completions_of(service: AnswerService) -> BatchEndpoint:
 
 
 def responses_of(service: ResponseService) -> BatchEndpoint:
-    """Returns the endpoint of responses; they are stored if the request says so."""
+    """Returns the endpoint of responses. A response is stored if its request asks for that."""
 
     async def ask(
         body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter

@@ -1,14 +1,16 @@
-"""How many requests of batches may run now. Pure.
+"""Computes how many requests of batches may run now. Pure.
 
-The pools are idle if no other request runs or waits here, and no worker reports work of other
-gateways. A request that arrives then waits for the end of the running steps, so these are kept
-short. A batch gets slots in the decode workers up to `max_running`, as long as a step takes at most
-`STRETCH` times as long as a step of one sequence. Its prompts go to the workers one by one. Short
-prompts go together, if they take no longer than one step of one sequence.
+The pools are idle if no client's request runs or waits here, and no worker reports work of other
+gateways. A client's request that arrives has to wait for the running steps to end, so steps of
+batches are kept short. A batch gets slots in the decode workers up to `max_running`, as long as a
+step takes at most `STRETCH` times as long as a step of one sequence. Prompts of batches are sent to
+the workers one by one. Several short prompts are sent together, if they take no longer than one
+step of one sequence.
 
 While other work runs, batches get `share` of these slots, by default none.
 
-After other work, the pools count as idle only after `idle_s`, as requests come in bursts.
+After other work has ended, the pools count as idle only after `idle_s` more seconds, because
+requests arrive in bursts.
 """
 
 from collections.abc import Iterable
@@ -18,7 +20,7 @@ from math import floor, inf
 from router.port import WorkerStatus
 
 STRETCH = 1.25
-LEAST_STEP_S = 0.002  # prompt time that a worker may have at once; one is always allowed
+LEAST_STEP_S = 0.002  # minimum bound on a worker's prompt time; one prompt is always allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +34,19 @@ class PoolsLoad:
 
     @property
     def is_busy(self) -> bool:
-        """True if there is work other than batches."""
+        """True if a client's request runs here, or a worker reports work of other gateways."""
         return self.num_other > 0 or any(worker.num_foreign > 0 for worker in self.workers)
 
 
 def num_places(workers: Iterable[WorkerStatus], num_running: int) -> int:
-    """Returns how many sequences idle decode workers can run with short steps, at least one each.
+    """Returns the number of sequences that idle decode workers can run with short steps.
 
-    The step time is known for the present number of sequences. Above the time of one sequence, it
-    is assumed to be proportional, so the result converges over several steps. One sequence gives no
-    estimate for more: it gets a second one, which may be one too many.
+    The result has at least one sequence per worker.
+
+    The step time is known for the present number of sequences. Each sequence after the first is
+    assumed to add the same time, so the result converges over several steps. A single running
+    sequence gives no estimate of the added time. Then a second sequence is allowed, even if steps
+    become too long.
     """
     decoders = [worker for worker in workers if worker.role.decodes]
     return sum(_places_of(worker, num_running / len(decoders)) for worker in decoders)
@@ -60,7 +65,7 @@ def _places_of(worker: WorkerStatus, num_running: float) -> int:
 
 
 def has_time(workers: Iterable[WorkerStatus]) -> bool:
-    """True if a worker could soon compute another prompt of a batch."""
+    """True if some worker could soon compute another prompt of a batch."""
     everyone = list(workers)
     prefillers = [worker for worker in everyone if worker.role.prefills]
     alone_s = max((worker.forecast.alone_s or 0.0 for worker in everyone), default=0.0)
@@ -69,7 +74,9 @@ def has_time(workers: Iterable[WorkerStatus]) -> bool:
 
 
 def _left_s(worker: WorkerStatus) -> float:
-    """Returns the predicted seconds until a worker computed its prompts; infinite if unknown."""
+    """Returns the predicted seconds until a worker has computed its prompts; infinite if
+    unknown.
+    """
     if not worker.reserved_tokens:
         return 0.0
     return inf if worker.forecast.wait_s is None else worker.forecast.wait_s
@@ -81,10 +88,10 @@ class Idleness:
     def __init__(self, *, share: float, idle_s: float) -> None:
         self._share = share
         self._idle_s = idle_s
-        self._busy_s = -inf  # time at which other work was last seen
+        self._busy_s = -inf  # time at which work other than batches was last seen
 
     def record_other(self, now_s: float) -> None:
-        """Records the arrival of another request."""
+        """Records that a request outside batches has arrived."""
         self._busy_s = max(self._busy_s, now_s)
 
     def num_beside(self, load: PoolsLoad) -> int:

@@ -1,4 +1,4 @@
-"""The lines of input and output files, one JSON object each. Pure."""
+"""The lines of a batch's input and output files. Each line is one JSON object. Pure."""
 
 from collections.abc import Collection
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from router.gateway.batches.records import LineFault
 
 MAX_CUSTOM_ID_LEN = 512  # characters
-RETRIED = frozenset({429, 503})  # statuses after which a request is tried again
+RETRIED = frozenset({429, 503})  # HTTP statuses after which a request is tried again
 
 _encode = msgspec.json.Encoder().encode
 
@@ -28,7 +28,7 @@ class _Line(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The fields of a body that a batch checks itself. The endpoint checks all others."""
+    """The fields of a body that a batch checks itself. The endpoint checks all other fields."""
 
     stream: bool | None = None
 
@@ -36,7 +36,7 @@ class _Body(msgspec.Struct):
 def split_lines(data: bytes, *, is_last: bool) -> tuple[list[bytes], int]:
     """Returns the complete lines at the start of `data`, and their length in bytes.
 
-    With `is_last`, the text after the last line break is a line too.
+    If `is_last` is set, the text after the last line break also counts as a line.
     """
     end = len(data) if is_last else data.rfind(b"\n") + 1
     lines = data[:end].split(b"\n")
@@ -74,19 +74,21 @@ def parse_line(data: bytes, endpoint: str, max_bytes: int) -> InputLine | LineFa
 
 
 def duplicate(custom_id: str) -> LineFault:
-    """Returns the fault of a line whose id was used by an earlier line."""
+    """Returns the fault of a line whose `custom_id` an earlier line has used."""
     message = f"custom_id {custom_id[:80]!r} is there twice"
     return LineFault("duplicate_custom_id", message, "custom_id")
 
 
 def answered_line(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """Returns the output line of a request that got a response, whatever its status."""
+    """Returns the output line of a request that got a response with any HTTP status."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _line(line_id, custom_id, response, None)
 
 
 def unanswered_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """Returns the line of a request that was not answered in time."""
+    """Returns the error line of a request without a response: the batch expired or was
+    cancelled.
+    """
     return _line(line_id, custom_id, None, {"code": code, "message": message})
 
 
@@ -98,19 +100,21 @@ def _line(
 
 
 def retry_after_s(tries: int, asked: str | None) -> float:
-    """Returns the seconds until a refused request is tried again, after `tries` tries.
+    """Returns the seconds after which a refused request is tried again.
 
-    `asked` is the `retry-after` of the answer.
+    The request has been tried `tries` times.
+
+    `asked` is the header `retry-after` of the answer.
     """
     own_s = min(2.0 ** (tries - 1), 60.0)
     return max(own_s, float(asked)) if asked is not None and asked.isdigit() else own_s
 
 
 def is_retried(status: int, tries: int, max_lost: int, lost: Collection[str], code: str) -> bool:
-    """True if a request with this answer is tried again.
+    """True if a request that got this answer is tried again.
 
-    Codes in `lost` mean that workers ended or were lost while they computed the request, which the
-    request may have caused. So these are tried `max_lost` times, other refusals until the window
-    ends.
+    The codes in `lost` mean that workers ended or were lost while they computed the request. The
+    request may have caused that, so it is tried at most `max_lost` times. After other refusals, the
+    request is tried until the completion window ends.
     """
     return status in RETRIED and (code not in lost or tries < max_lost)

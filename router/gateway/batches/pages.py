@@ -33,11 +33,11 @@ from router.gateway.storage import Storage
 from router.inbox.api_errors import ApiError, invalid_value
 
 PIECE_BYTES = 256 * 2**10
-FORM_BYTES = 64 * 2**10  # size of an upload's form without its file
+FORM_BYTES = 64 * 2**10  # maximum size of an upload's form without its file
 UPLOAD_TIMEOUT_S = 3600.0
 MAX_PAGE = {"files": 10_000, "batches": 100}
 DEFAULT_PAGE = {"files": 10_000, "batches": 20}
-MAX_BODY_BYTES = 65_536  # mostly the metadata of a batch
+MAX_BODY_BYTES = 65_536  # maximum body of a batch, which is mostly metadata
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
@@ -75,7 +75,9 @@ class BatchPages:
         rng: random.Random,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` tells the runner that something changed."""
+        """`wake` is called after a batch was created or cancelled, so that the runner reads the
+        batches.
+        """
         self._storage = storage
         self._config = config
         self._endpoints = sorted(endpoints)
@@ -83,7 +85,7 @@ class BatchPages:
         self._wake = wake
 
     def routes(self) -> list[Route]:
-        """The routes of all handlers."""
+        """Returns the routes of all handlers."""
         handlers: list[tuple[str, str, Handler]] = [
             ("POST", "/v1/files", self.upload),
             ("GET", "/v1/files", self.files),
@@ -134,7 +136,10 @@ class BatchPages:
         return json_reply(200, file.shown())
 
     async def _receive(self, request: HttpRequest, file_id: str) -> tuple[str, Mapping[str, str]]:
-        """Reads a form and stores its file by pieces. Returns the file's name and other fields."""
+        """Reads a form and stores its file in pieces.
+
+        Returns the file's name and the form's other fields.
+        """
         config = self._config
         waiting = bytearray()
         form = UploadForm(request.headers.get("content-type", ""), waiting.extend)
@@ -168,7 +173,7 @@ class BatchPages:
             page=_with_one_more(page),
             now_s=unix_time_s(),
         )
-        # there may be 10,000 files
+        # a page may list 10,000 files, so a thread encodes it
         return await asyncio.to_thread(_listing, files, page.limit, FileList)
 
     async def file(self, request: HttpRequest, tenant: Tenant) -> Response:
@@ -193,7 +198,7 @@ class BatchPages:
         start = 0
         while start < file.num_bytes:
             piece = await self._storage.run(tables.read_piece, file_id=file.id, start=start)
-            if not piece:  # deleted while it is sent: the client sees that the body is too short
+            if not piece:  # file deleted meanwhile: a too short body shows this
                 raise ClientDisconnect
             start += len(piece)
             yield piece
@@ -271,7 +276,7 @@ class BatchPages:
 
 
 async def _body_of(request: HttpRequest) -> AsyncIterator[bytes]:
-    """Yields the pieces of a body. Raises ClientLeft if the connection breaks off."""
+    """Yields the pieces of a body. Raises ClientLeft if the client closes the connection."""
     try:
         async for data in request.stream():
             yield data
@@ -280,12 +285,12 @@ async def _body_of(request: HttpRequest) -> AsyncIterator[bytes]:
 
 
 def _with_one_more(page: tables.Page) -> tables.Page:
-    """Returns the page with one extra row; that row shows whether there are more pages."""
+    """Returns the page with one more row. If the extra row exists, there are more pages."""
     return tables.Page(page.limit + 1, page.after, page.is_ascending)
 
 
 def _page_of(request: HttpRequest, what: str) -> tables.Page:
-    """Returns the page that a request asks for. Raises ApiError."""
+    """Returns the page that the query of a request describes. Raises ApiError."""
     asked = request.query_params
     text = asked.get("limit", str(DEFAULT_PAGE[what]))
     most = MAX_PAGE[what]
@@ -311,7 +316,10 @@ def _listing(
 
 
 def _checked_form(fields: Mapping[str, str], now_s: int) -> int | None:
-    """Returns when the file expires. Raises ApiError if a field has an invalid value."""
+    """Returns the Unix time at which the file expires, or None.
+
+    Raises ApiError for an invalid field.
+    """
     if "purpose" not in fields:
         raise ApiError("purpose is missing", param="purpose", code="missing_required_parameter")
     purpose = fields["purpose"]
@@ -351,6 +359,9 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def _field_of(message: str) -> str | None:
-    """Returns the field named in an error of msgspec: the last name in backquotes, without `$.`."""
+    """Returns the field that an error of msgspec names, or None.
+
+    The name is the last one in backquotes, without `$.`.
+    """
     names = message.split("`")[1::2]
     return names[-1].removeprefix("$.") if names else None

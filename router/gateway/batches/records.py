@@ -5,7 +5,8 @@
         │  └────────────┴──┼──> cancelling ─────> cancelled
         └──> failed        └──> finalizing, if the completion window ends
 
-A batch that has ended keeps its answers. Its unanswered requests are in the error file.
+A batch that expired or was cancelled keeps its answers. Its unanswered requests are listed in the
+error file.
 """
 
 import re
@@ -68,7 +69,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     expires_s: int | None
 
     def shown(self) -> "ShownFile":
-        """The file as OpenAI's API shows it."""
+        """Returns the file in the form of OpenAI's API."""
         return ShownFile(
             id=self.id,
             bytes=self.num_bytes,
@@ -110,15 +111,15 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_lines: int = 0
     num_completed: int = 0
     num_failed: int = 0
-    num_read_bytes: int = 0  # bytes of the input file that are validated
-    num_read_lines: int = 0  # lines that are validated, including blank lines
-    num_written_lines: int = 0  # number of the last line that was written to the output files
+    num_read_bytes: int = 0  # bytes of the input file validated so far
+    num_read_lines: int = 0  # lines validated so far, including blank lines
+    num_written_lines: int = 0  # number of the last line written to the output files
     output_file_id: str | None = None
     error_file_id: str | None = None
     errors: list[LineFault] = []
 
     def shown(self) -> "ShownBatch":
-        """The batch as OpenAI's API shows it."""
+        """Returns the batch in the form of OpenAI's API."""
         status, ended_s = self.status, self.ended_s
         return ShownBatch(
             id=self.id,

@@ -1,17 +1,18 @@
 """Runs the batches of a database while the pools are idle.
 
-All gateway processes of a machine may run batches; only the process with the lease does. In each
-iteration:
+All gateway processes of a machine can run batches, but only the process with the lease runs them.
+In each iteration:
 
 1. The lease is taken or extended, and the unfinished batches are read.
 2. Input files are validated and output files are written, a slice at a time.
-3. The gate is told how many requests may run (`idleness`). Lines are started up to that number, one
-   after the other, so that a request which arrives waits for at most one.
+3. The gate gets the number of requests that may run (`idleness`). Lines are started up to this
+   number, one after the other. So a client's request that arrives waits for at most one line to
+   start.
 
-A line is answered like a call of its endpoint. Its seed follows from the batch and the line, so a
-line that is computed again after `kill -9` has the same answer. Its result and the batch's count
-change in one transaction. If an answer says "try again", the line is tried again later, until the
-window ends.
+A line is answered like a call of its endpoint. The seed is computed from the batch's id and the
+line's number, so a line that is computed again after `kill -9` gets the same answer. One
+transaction stores a line's result and updates the batch's count. If an answer says "try again", the
+line is tried again later, until the completion window ends.
 """
 
 import asyncio
@@ -47,14 +48,14 @@ from router.inbox.api_errors import ApiError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.05  # seconds between iterations while there is a batch
-REST_S = 1.0  # seconds between iterations without a batch
+LOOK_EVERY_S = 0.05  # seconds between iterations while a batch is unfinished
+REST_S = 1.0  # seconds between iterations while all batches are finished
 RENEW_EVERY_S = 2.0
 CLEAN_EVERY_S = 30.0
-START_TIMEOUT_S = 1.0  # seconds that the next line waits for a line to reach the gate
+START_TIMEOUT_S = 1.0  # maximum wait until a started line reaches the gate
 MAX_KEEPING = 64  # answered lines whose results are not stored yet
 PAGE_LINES = 64
-MAX_LOST = 5  # times that workers may be lost while they compute one request
+MAX_LOST = 5  # losses of workers after which a request is not tried again
 LOST = frozenset({"request_failed"})
 _STORE_ERRORS = (sqlite3.Error, ApiError)
 
@@ -68,16 +69,16 @@ class _WaitingLine:
     body: bytes
     num_lost: int
     tries: int = 0
-    due_s: float = 0.0  # the line is not tried before
+    due_s: float = 0.0  # time before which the line is not tried again
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One batch in this process. `after` is the last line read from the database."""
+    """One batch in this process. `after` is the number of the last line read from the database."""
 
     batch: BatchRecord
     after: int = 0
-    is_read: bool = False  # all lines were read from the database
+    is_read: bool = False  # True once all lines were read from the database
     lines: deque[_WaitingLine] = field(default_factory=deque)
     later: list[_WaitingLine] = field(default_factory=list)  # lines to be tried again
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
@@ -103,7 +104,7 @@ class _Job:
         return self.lines.popleft() if self.lines else None
 
     async def cancel(self) -> None:
-        """Cancels all running lines, and waits for them."""
+        """Cancels all running lines, waits for their tasks, and drops all waiting lines."""
         tasks = list(self.tasks)
         for task in tasks:
             task.cancel()
@@ -125,7 +126,7 @@ class BatchRunner:
         quiet: GatewayMetrics,
         unix_s: Callable[[], int] = unix_time_s,
     ) -> None:
-        """`quiet` measures the requests of the endpoints.
+        """`quiet` measures the requests of batches, which count in no metric of clients.
 
         The constructor needs no event loop.
         """
@@ -155,13 +156,13 @@ class BatchRunner:
 
     @property
     def num_lines_waiting(self) -> int:
-        """Lines of running batches without a result, as of the last iteration."""
+        """The number of lines without a result in running batches, at the last iteration."""
         batches = [job.batch for job in self._jobs.values()]
         return sum(b.num_lines - b.num_completed - b.num_failed for b in batches)
 
     @property
     def num_batches(self) -> int:
-        """Unfinished batches, if this process runs them; otherwise 0."""
+        """The number of unfinished batches if this process runs batches; otherwise 0."""
         return len(self._jobs)
 
     # ------------------------------------------------------------ life
@@ -173,7 +174,10 @@ class BatchRunner:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Stops. Lines without a result continue when a process runs this database again."""
+        """Stops running batches.
+
+        Lines without a result run when a process opens this database again.
+        """
         if self._task is None:
             return
         self._task.cancel()
@@ -185,12 +189,14 @@ class BatchRunner:
             log.warning("the lease of batches ends by itself: %s", error)
 
     def wake(self) -> None:
-        """Makes the next iteration look for a new batch at once."""
+        """Starts the next iteration at once, in which the batches are read."""
         self._renew_at_s = 0.0
         self._woken.set()
 
     def _record_arrival(self) -> None:
-        """Withdraws batch requests for a request that arrives, within this call."""
+        """Makes room for a client's request that arrives: withdraws batch requests before it
+        returns.
+        """
         if self._jobs:
             self._idleness.record_other(self._clock.now_s())
             self._gate.allow(self._num_beside)
@@ -279,12 +285,12 @@ class BatchRunner:
             await self._advance(job)
         except (tables.LeaseLost, *_STORE_ERRORS):
             raise
-        except Exception:  # a bug met by this batch must not stop the other batches
+        except Exception:  # a bug that only this batch triggers must not stop others
             self.events["bug"] += 1
             log.exception("%s cannot go on", job.batch.id)
 
     async def _advance(self, job: _Job) -> None:
-        """Validates, ends or writes a part of a batch."""
+        """Does the next part of a batch's work: validation, the change to its end, or output."""
         batch, now_s = job.batch, self._unix_s()
         is_over = now_s >= batch.expires_s
         if batch.status is BatchStatus.VALIDATING and not is_over:
@@ -294,14 +300,17 @@ class BatchRunner:
                 ending = BatchStatus.EXPIRED if is_over else BatchStatus.COMPLETED
                 await job.cancel()
                 await self._change(job, tables.begin_end, ending=ending)
-                # If it is still in progress, some line has no result.
+                # A batch that is still in progress has a line without a result.
                 job.after, job.is_read = 0, False
         else:
             await job.cancel()
             await self._change(job, tables.write_slice)
 
     async def _change(self, job: _Job, change: Callable[..., BatchRecord], **given: object) -> None:
-        """Changes a batch in the database. With more to validate or write, it goes on at once."""
+        """Changes a batch in the database.
+
+        The next iteration starts at once if more is to be validated or written.
+        """
         batch = await self._storage.run(
             change, owner=self._owner, batch_id=job.batch.id, now_s=self._unix_s(), **given
         )
@@ -317,7 +326,7 @@ class BatchRunner:
     # ------------------------------------------------------------ lines
 
     async def _start_lines(self) -> None:
-        """Starts lines while there is room, one tenant after the other."""
+        """Starts lines while the gate has room, one line per tenant in turn."""
         while self._gate.num_free > 0:
             # Lines whose results are being stored have left the gate.
             num_tasks = sum([len(job.tasks) for job in self._jobs.values()])
@@ -338,7 +347,7 @@ class BatchRunner:
                 return
 
     async def _next_line(self) -> tuple[_Job, _WaitingLine] | None:
-        """Returns a line of the oldest batch of the next tenant."""
+        """Returns the next line of the oldest batch of the tenant whose turn it is."""
         tried: set[str] = set()
         for job in list(self._jobs.values()):
             tenant = job.batch.tenant
@@ -363,7 +372,7 @@ class BatchRunner:
                 self.num_by_outcome["started again"] += 1
                 job.lines.appendleft(line)
                 return
-            # A bug in Baton that only this line has met.
+            # A bug in Baton that only this line triggers.
             log.exception("%s, line %d: answering it failed", batch.id, line.number)
             self.events["bug"] += 1
             answer, request_id = CapturedAnswer(), ""
@@ -384,7 +393,10 @@ class BatchRunner:
     async def _keep(
         self, job: _Job, line: _WaitingLine, change: Callable[..., object], **given: object
     ) -> bool:
-        """Changes the database for a line. If that fails, the line is tried again."""
+        """Changes a line in the database. Returns True if the line was changed.
+
+        If the store fails, the line is tried again.
+        """
         try:
             kept = await self._storage.run(
                 change, owner=self._owner, batch_id=job.batch.id, number=line.number, **given
@@ -432,24 +444,27 @@ class _ErrorAnswer(msgspec.Struct):
 
 
 def _code_of(body: bytes) -> str:
-    """Returns the error code in a body."""
+    """Returns the error code in the body of an error."""
     return msgspec.json.decode(body, type=_ErrorAnswer).error.code or ""
 
 
 def _seed(batch_id: str, number: int) -> int:
-    """Returns the seed of a request without its own seed."""
+    """Returns the seed for a line whose request has no seed of its own."""
     digest = blake2b(f"{batch_id}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 def _with_tenant_last(jobs: dict[str, _Job], tenant: str) -> dict[str, _Job]:
-    """Returns the jobs, with one tenant's jobs after all others."""
+    """Returns the jobs in an order in which one tenant's jobs are last."""
     others = {name: job for name, job in jobs.items() if job.batch.tenant != tenant}
     return {**others, **{name: job for name, job in jobs.items() if name not in others}}
 
 
 def _is_leaving(error: Exception) -> bool:
-    """True if a request ended because its version leaves. Several choices raise a group."""
+    """True if a request ended because its version is leaving.
+
+    A request with several choices raises an exception group.
+    """
     if isinstance(error, ExceptionGroup):
         return error.subgroup(VersionLeaves) is not None
     return isinstance(error, VersionLeaves)
@@ -462,7 +477,7 @@ async def _ask(
     answer: CapturedAnswer,
     metrics: GatewayMetrics,
 ) -> str:
-    """Answers a line like a call of its endpoint. Returns the id of the call."""
+    """Answers a line like a call of its endpoint. Returns the id of the call, or an empty text."""
     if endpoint is None:
         message = f"this server has no {batch.endpoint}"
         await answer.refuse(ApiError(message, param="url", code="not_found", status=404))

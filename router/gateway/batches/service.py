@@ -33,7 +33,7 @@ class Batches:
     def __init__(self, parts: GatewayParts) -> None:
         self._versions = parts.versions
         self._gate = BatchGate()
-        # Batch requests do not count towards a key's limits, nor as latencies of clients.
+        # Batch requests count neither towards a key's limits nor in the latencies of clients.
         self._quiet = GatewayMetrics(parts.versions, version="")
         self._quiet.key_usage = parts.metrics.key_usage  # but batches count as usage of their key
         own = replace(parts, metrics=self._quiet, accounts=KeyAccounts(UNLIMITED))
@@ -72,10 +72,10 @@ class Batches:
         await self._runner.open()
 
     def stop_draining(self) -> None:
-        """Does nothing, as `close` never waits."""
+        """Does nothing, because `close` never waits for requests."""
 
     async def close(self, timeout_s: float) -> None:
-        """Stops running batches at once; they continue after a restart."""
+        """Stops running batches at once. The batches continue after a restart."""
         await self._runner.close()
 
     def _port_of(self, served: ServedVersion) -> SteppingPort:

@@ -1,10 +1,11 @@
-"""Requests of batches that pause for other requests, and continue where they stopped.
+"""Requests of batches that pause for clients' requests, and later continue.
 
-A gate lets a number of them run. If fewer may run, the gate withdraws the youngest from their
-router within the same call. Later each continues as a new request whose prompt is the old prompt
-and all tokens so far. Lengths in `Limits` are absolute and the noise of sampling is keyed by
-position. So the tokens equal those of an undisturbed answer: the router continues a lost request in
-the same way. Workers keep the blocks in their caches, so little is computed twice.
+A gate limits how many batch requests run. If the limit falls, the gate withdraws the youngest
+requests from their router within the same call. Later a withdrawn request continues as a new
+request, whose prompt is the old prompt and all tokens so far. Lengths in `Limits` are absolute and
+the noise of sampling is keyed by position. So the answer is the same as without a pause. The router
+continues a lost request in the same way. Workers keep the blocks in their caches, so little is
+computed twice.
 """
 
 import asyncio
@@ -18,27 +19,30 @@ from engine.messages import RequestId
 from router.machine.requests import Cancelled, Request, Update
 from router.port import FrameTaker, Handle, RouterPort, Sink
 
-BATCH_PRIORITY = MAX_PRIORITY + 1  # behind all priorities of clients
+BATCH_PRIORITY = MAX_PRIORITY + 1  # after all priorities that clients may use
 
 
 class VersionLeaves(Exception):
-    """A paused request's version takes no more requests; the request restarts elsewhere."""
+    """The version of a paused request accepts no more requests.
+
+    The request restarts at another version.
+    """
 
 
 class BatchGate:
-    """Lets a number of requests run; the others wait, oldest first."""
+    """Lets at most `num_allowed` requests run. The other requests wait, oldest first."""
 
     def __init__(self) -> None:
         self._requests: dict[SteppingRequest, None] = {}  # oldest first
         self.num_allowed = 0
-        self.has_time: Callable[[], bool] = lambda: True  # checked before a request is let in
+        self.has_time: Callable[[], bool] = lambda: True  # must be true to let a request in
         self.on_request: Callable[[], object] = lambda: None  # called for each new request
         self._is_admitting = False
-        self.num_paused = 0  # number of pauses so far
+        self.num_paused = 0  # number of times that a request was paused
 
     @property
     def num_running(self) -> int:
-        """The number of requests at a router."""
+        """The number of requests that the gate lets run."""
         return sum(each.is_in for each in self._requests)
 
     @property
@@ -53,17 +57,20 @@ class BatchGate:
 
     @property
     def num_free(self) -> int:
-        """The number of further requests that may be added."""
+        """The number of requests that may still be added."""
         return max(self.num_allowed - len(self._requests), 0)
 
     def allow(self, number: int) -> None:
-        """Sets how many may run: withdraws the youngest ones, or lets waiting ones in."""
+        """Sets the number of requests that may run.
+
+        Withdraws the youngest running requests, or lets waiting requests in.
+        """
         self.num_allowed = number
         self._withdraw(self.num_running - number)
         self.admit()
 
     def add(self, request: "SteppingRequest") -> None:
-        """Adds a new request, and lets it in at once if possible."""
+        """Adds a new request. If there is room, lets the oldest waiting request run."""
         self._requests[request] = None
         self.on_request()
         self.admit()
@@ -75,12 +82,12 @@ class BatchGate:
             self.admit()
 
     def dismiss_leaving(self) -> None:
-        """Fails waiting requests whose version leaves with VersionLeaves."""
+        """Fails, with VersionLeaves, waiting requests whose version is leaving."""
         for request in list(self._requests):
             request.dismiss()
 
     def _withdraw(self, number: int) -> None:
-        """Withdraws the youngest running requests from their routers."""
+        """Withdraws the `number` youngest running requests from their routers."""
         running = [each for each in reversed(self._requests) if each.is_in]
         by_port: dict[int, tuple[RouterPort, list[RequestId]]] = {}
         for each in running[: max(number, 0)]:
@@ -93,10 +100,11 @@ class BatchGate:
             port.withdraw(request_ids)
 
     def admit(self) -> None:
-        """Lets the oldest waiting request in, and the next one in the loop's next iteration.
+        """Lets the oldest waiting request in. The next iteration of the event loop lets the next
+        one in.
 
-        Submitting a request takes the router a fraction of a millisecond, and others should not
-        wait for several.
+        The router needs a fraction of a millisecond to submit a request, and other work should not
+        wait for several submissions.
         """
         if self._is_admitting or self.num_running >= self.num_allowed:
             return
@@ -120,14 +128,21 @@ class SteppingPort:
         self._stays = stays
 
     def submit(self, request: Request, sink: Sink) -> Handle:
-        """Starts a request, and pauses it when the gate says so. May fail with VersionLeaves."""
+        """Adds a request to the gate, which starts and pauses it.
+
+        The request may fail with VersionLeaves.
+        """
         stepping = SteppingRequest(self._gate, self._port, self._stays, request, sink)
         self._gate.add(stepping)
         return stepping
 
 
 class SteppingRequest:
-    """A request at the gate: the `Handle` of the whole request, and the `Sink` of its parts."""
+    """A request at the gate.
+
+    It is the `Handle` of the client's request, and the `Sink` of the parts into which pauses divide
+    the request.
+    """
 
     def __init__(
         self,
@@ -138,8 +153,8 @@ class SteppingRequest:
         sink: Sink,
     ) -> None:
         self.port = port
-        self.is_in = False  # True while the gate lets it run
-        self.request_id: RequestId | None = None  # its id while a router has it
+        self.is_in = False  # True while the gate lets the request run
+        self.request_id: RequestId | None = None  # id of the present part; None at no router
         self._gate = gate
         self._stays = stays
         self._sink = sink
@@ -148,7 +163,7 @@ class SteppingRequest:
         self._num_parts = 0
         self._num_cached: int | None = None  # cached prompt tokens in the first part
         self._part: Handle | None = None
-        self._has_token = False  # the present part has produced a token
+        self._has_token = False  # True once the present part has produced a token
 
     @property
     def can_enter(self) -> bool:
@@ -156,14 +171,14 @@ class SteppingRequest:
         return not self.is_in and self.request_id is None
 
     def let_in(self) -> None:
-        """Lets the request run."""
+        """Submits the next part of the request to the router."""
         self.is_in, self._has_token = True, False
         part = self._next_part()
         self.request_id = part.request_id
         self._part = self.port.submit(part, self)
 
     def dismiss(self) -> None:
-        """Fails the request if it waits and its version leaves."""
+        """Fails the request if it waits and its version is leaving."""
         if self.can_enter and not self._stays():
             self._gate.leave(self)
             self._sink.fail(VersionLeaves())
@@ -174,9 +189,12 @@ class SteppingRequest:
         self._sink.tokens(token_ids, now_s)
 
     def update(self, update: Update) -> None:
-        """Receives an update of the present part. The end of a paused part is not passed on."""
+        """Receives an update of the present part.
+
+        The end of a paused part is not passed to the sink.
+        """
         self._record(update.token_ids)
-        if update.timeline is not None:  # reports the cached tokens of the client's prompt
+        if update.timeline is not None:  # replace the count by the first part's count
             if self._num_cached is None:
                 self._num_cached = update.timeline.num_cached_tokens
             timeline = replace(update.timeline, num_cached_tokens=self._num_cached)
@@ -202,16 +220,21 @@ class SteppingRequest:
             self._part.cancel()
 
     def offer_frames(self, taker: FrameTaker) -> None:
-        """Does nothing, as each token has to be recorded here."""
+        """Does nothing: this object must record each token, so C++ cannot read tokens from
+        frames.
+        """
 
     def _record(self, token_ids: Sequence[int]) -> None:
         self._tokens += token_ids
-        if token_ids and not self._has_token:  # its prompt is computed; another may start
+        if token_ids and not self._has_token:  # the prompt is computed, so another may start
             self._has_token = True
             self._gate.admit()
 
     def _next_part(self) -> Request:
-        """Returns the request of the rest. Each part has its own id, as messages may come late."""
+        """Returns the request for the rest of the answer.
+
+        Each part has its own id, because messages of an earlier part may arrive late.
+        """
         request, number = self._request, self._num_parts
         self._num_parts += 1
         if not number:
@@ -226,7 +249,10 @@ class SteppingRequest:
 
 
 def _in_background(request: Request) -> Request:
-    """Returns the request behind all others, with a fair share of its own among batches."""
+    """Returns the request with a priority below all clients' requests, and no deadlines.
+
+    Among batches, the request's tenant gets a fair share.
+    """
     return replace(
         request,
         priority=BATCH_PRIORITY,

@@ -1,12 +1,14 @@
-"""The tables of files and batches; each change of them is one transaction.
+"""The tables of files and batches. Each change of the tables is one transaction.
 
 Every function takes the connection of a transaction (`router.gateway.storage`). So after `kill -9`
 each change is either complete or absent:
 
-- A result and the count of its batch change together. A request has at most one result.
-- A piece of an output file, its size and the removal of the results in it change together.
+- One transaction stores a result and updates the count of its batch. A request has at most one
+  result.
+- One transaction appends a piece to an output file, changes the file's size, and removes the
+  results in the piece.
 - Only the gateway process with the lease runs the batches of a database. All its changes are
-  checked against the lease, so a process that was paused for long can change nothing any more.
+  checked against the lease, so a process that was paused for too long cannot change a batch.
 """
 
 import sqlite3
@@ -108,10 +110,10 @@ CREATE TABLE IF NOT EXISTS batch_runner (
 LEASE_S = 6
 MAX_LINES = 50_000
 MAX_FAULTS = 100
-MAX_FILES = 10_000  # per tenant
-MAX_ACTIVE_BATCHES = 64  # per tenant
-MAX_KEPT_BATCHES = 10_000  # per tenant; the oldest ended batches are removed
-SLICE_LINES = 200  # lines per transaction
+MAX_FILES = 10_000  # maximum files per tenant
+MAX_ACTIVE_BATCHES = 64  # maximum unfinished batches per tenant
+MAX_KEPT_BATCHES = 10_000  # maximum batches per tenant; the oldest ended ones are removed
+SLICE_LINES = 200  # maximum lines per transaction
 SLICE_BYTES = 2**18
 UPLOAD_SILENCE_S = 600  # seconds without a new piece after which an upload is removed
 
@@ -124,11 +126,11 @@ class LeaseLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of a listing: `limit` rows after the one with the id `after`."""
+    """A page of a listing: at most `limit` rows after the row with the id `after`."""
 
     limit: int
     after: str | None = None
-    is_ascending: bool = False  # oldest first
+    is_ascending: bool = False  # True: oldest row first
 
 
 # ---------------------------------------------------------------- files
@@ -166,11 +168,14 @@ def append_piece(
     now_s: int,
     config: GatewayConfig | None = None,
 ) -> None:
-    """Appends a piece to a file that is being written. Raises ApiError if it gets too large."""
+    """Appends a piece to a file that is being written.
+
+    Raises ApiError if the file gets too large.
+    """
     row = connection.execute(
         "SELECT num_bytes, tenant FROM files WHERE id = ? AND touched_s IS NOT NULL", (file_id,)
     ).fetchone()
-    if row is None:  # removed because its upload was too slow
+    if row is None:  # the file was removed because its upload was too slow
         raise ApiError("the upload took too long", code="request_timeout", status=408)
     start, tenant = row
     if config is not None:
@@ -239,7 +244,7 @@ def no_file(file_id: str) -> ApiError:
 def list_files(
     connection: Connection, tenant: str, purpose: str | None, page: Page, now_s: int
 ) -> list[FileRecord]:
-    """Returns complete files of a tenant."""
+    """Returns a page of a tenant's complete files."""
     where = "tenant = ? AND touched_s IS NULL AND (expires_s IS NULL OR expires_s > ?)"
     arguments: list[object] = [tenant, now_s]
     if purpose is not None:
@@ -250,7 +255,7 @@ def list_files(
 
 
 def read_piece(connection: Connection, file_id: str, start: int) -> bytes:
-    """Returns the piece of a file that starts at `start`; empty at its end."""
+    """Returns the piece of a file that starts at byte `start`; empty at the end of the file."""
     row = connection.execute(
         "SELECT data FROM file_pieces WHERE file_id = ? AND start = ?", (file_id, start)
     ).fetchone()
@@ -264,7 +269,10 @@ def delete_file(connection: Connection, file_id: str) -> None:
 
 
 def delete_old_files(connection: Connection, now_s: int) -> int:
-    """Removes one expired file, or one whose upload broke off. Returns how many were removed."""
+    """Removes one file that has expired or whose upload broke off.
+
+    Returns the number of removed files.
+    """
     row = connection.execute(
         "SELECT id FROM files WHERE expires_s <= ? OR (touched_s < ? AND purpose = ?) LIMIT 1",
         (now_s, now_s - UPLOAD_SILENCE_S, FilePurpose.BATCH),
@@ -317,13 +325,16 @@ def find_batch(connection: Connection, tenant: str, batch_id: str) -> BatchRecor
 
 
 def list_batches(connection: Connection, tenant: str, page: Page) -> list[BatchRecord]:
-    """Returns batches of a tenant."""
+    """Returns a page of a tenant's batches."""
     rows = _page(connection, "batches", "tenant = ?", [tenant], page)
     return [_batch_of(row) for row in rows]
 
 
 def cancel_batch(connection: Connection, tenant: str, batch_id: str, now_s: int) -> BatchRecord:
-    """Starts to cancel a batch. Raises ApiError if it has ended, or nearly."""
+    """Starts to cancel a batch.
+
+    Raises ApiError if the batch has ended or its output is being written.
+    """
     batch = find_batch(connection, tenant, batch_id)
     if batch.status is BatchStatus.CANCELLING:
         return batch
@@ -340,8 +351,8 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now_s: int)
 def take_lease(connection: Connection, owner: str, now_s: int) -> bool:
     """Takes or extends the right to run batches. Returns False if another process has it.
 
-    A lease that ends too far in the future was written before the wall clock was set back, and is
-    ignored.
+    A lease that ends too far in the future is ignored: it was written before the wall clock was set
+    back.
     """
     row = connection.execute("SELECT owner, until_s FROM batch_runner").fetchone()
     if row is not None and row[0] != owner and now_s < row[1] <= now_s + LEASE_S:
@@ -354,12 +365,12 @@ def take_lease(connection: Connection, owner: str, now_s: int) -> bool:
 
 
 def drop_lease(connection: Connection, owner: str) -> None:
-    """Releases the right to run batches, so that another process does not have to wait for it."""
+    """Releases the right to run batches, so that other processes need not wait for its end."""
     connection.execute("DELETE FROM batch_runner WHERE owner = ?", (owner,))
 
 
 def check_lease(connection: Connection, owner: str) -> None:
-    """Raises LeaseLost if another process has taken the lease."""
+    """Raises LeaseLost if this owner does not have the lease."""
     row = connection.execute("SELECT owner FROM batch_runner").fetchone()
     if row is None or row[0] != owner:
         raise LeaseLost
@@ -379,9 +390,11 @@ def active_batches(connection: Connection) -> list[BatchRecord]:
 def validate_slice(
     connection: Connection, owner: str, batch_id: str, max_line_bytes: int, now_s: int
 ) -> BatchRecord:
-    """Validates the next lines of a batch's input file. The batch starts at the end of the file.
+    """Validates the next lines of a batch's input file.
 
-    If a line has a fault, the batch fails at the end of the file and lists all faults.
+    After the last line, the requests of the batch may run.
+
+    If a line has a fault, the batch fails after the last line and lists all faults.
     """
     check_lease(connection, owner)
     batch = _active(connection, batch_id)
@@ -425,7 +438,10 @@ def validate_slice(
 def lines_left(
     connection: Connection, batch_id: str, after: int, limit: int
 ) -> list[tuple[int, str, bytes, int]]:
-    """Returns requests without a result: number, id, body and losses, in the order of the file."""
+    """Returns requests without a result, in the order of the file.
+
+    A row has the number, `custom_id`, body and number of lost workers of a request.
+    """
     return connection.execute(
         "SELECT number, custom_id, body, num_lost FROM batch_lines"
         " WHERE batch_id = ? AND result IS NULL AND number > ? ORDER BY number LIMIT ?",
@@ -436,7 +452,10 @@ def lines_left(
 def keep_result(
     connection: Connection, owner: str, batch_id: str, number: int, result: bytes, *, is_error: bool
 ) -> bool:
-    """Stores the result of a request and counts it. False if it has one, or its batch has ended."""
+    """Stores the result of a request and counts it. Returns True if the result was stored.
+
+    Stores nothing if the request already has a result or its batch has ended.
+    """
     check_lease(connection, owner)
     changed = connection.execute(
         "UPDATE batch_lines SET result = ?, is_error = ?, body = NULL"
@@ -453,7 +472,7 @@ def keep_result(
 
 
 def record_lost(connection: Connection, owner: str, batch_id: str, number: int) -> None:
-    """Counts one more loss of workers while they computed a request."""
+    """Records that workers were lost once more while they computed a request."""
     check_lease(connection, owner)
     connection.execute(
         "UPDATE batch_lines SET num_lost = num_lost + 1 WHERE batch_id = ? AND number = ?",
@@ -466,7 +485,7 @@ def begin_end(
 ) -> BatchRecord:
     """Starts to write the output files of a batch that is complete or has expired.
 
-    A batch in which a request has no result is not complete, and does not change.
+    A batch is not complete while one of its requests has no result. Such a batch is not changed.
     """
     check_lease(connection, owner)
     batch = _active(connection, batch_id)
@@ -478,7 +497,10 @@ def begin_end(
 
 
 def write_slice(connection: Connection, owner: str, batch_id: str, now_s: int) -> BatchRecord:
-    """Moves the next results of a batch to its output files. After the last, the batch ends."""
+    """Moves the next results of a batch to its output files.
+
+    If no results are left, the batch ends.
+    """
     check_lease(connection, owner)
     batch = _active(connection, batch_id)
     ending = batch.ending
@@ -510,7 +532,7 @@ def write_slice(connection: Connection, owner: str, batch_id: str, now_s: int) -
 
 
 def line_id(batch_id: str, number: int) -> str:
-    """Returns the id of an output line."""
+    """Returns the id of the output line of a request."""
     return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
 
 
@@ -541,7 +563,10 @@ def _end(
 def _write(
     connection: Connection, batch: BatchRecord, kind: str, data: bytes, now_s: int
 ) -> str | None:
-    """Appends to an output file, which is created for the first data. Returns its id."""
+    """Appends data to an output file, and creates the file for the first data.
+
+    Returns the file's id, or None if there is no data yet.
+    """
     file_id = batch.output_file_id if kind == "output" else batch.error_file_id
     if not data:
         return file_id
@@ -565,7 +590,10 @@ def _fail(
 def _add_lines(
     connection: Connection, batch: BatchRecord, lines: Sequence[bytes], max_bytes: int
 ) -> tuple[list[LineFault], int]:
-    """Adds the requests of some lines. Returns the faults, and the number of requests."""
+    """Adds the requests of some lines.
+
+    Returns the faulty lines and the number of added requests.
+    """
     faults: list[LineFault] = []
     num_added = 0
     for number, data in enumerate(lines, start=batch.num_read_lines + 1):
@@ -586,7 +614,10 @@ def _add_lines(
 
 
 def _read_from(connection: Connection, file: FileRecord, start: int, max_line_bytes: int) -> bytes:
-    """Returns a part of a file with at least one line, if no line is too long."""
+    """Returns a part of a file, from the byte `start`.
+
+    The part has at least one whole line, unless the line is too long.
+    """
     data = bytearray()
     rows = connection.execute(
         "SELECT start, data FROM file_pieces WHERE file_id = ? AND start >="
@@ -609,7 +640,7 @@ def _active(connection: Connection, batch_id: str) -> BatchRecord:
 def _enter(
     connection: Connection, batch: BatchRecord, status: BatchStatus, **changes: Any
 ) -> BatchRecord:
-    """Changes the status of a batch, with other columns."""
+    """Changes the status of a batch, and other columns in the same statement."""
     assert status in NEXT[batch.status], (batch.status, status)
     return _change(connection, batch, status=status, **changes)
 
@@ -655,7 +686,7 @@ def _file_where(
 def _page(
     connection: Connection, table: str, where: str, arguments: Sequence[object], page: Page
 ) -> Iterator[dict[str, Any]]:
-    """Returns a page of a tenant's rows; the tenant is the first argument. Raises ApiError."""
+    """Returns a page of a tenant's rows; `arguments` begins with the tenant. Raises ApiError."""
     arguments = list(arguments)
     if page.after is not None:
         row = connection.execute(

@@ -1,7 +1,7 @@
-"""Reads the multipart form of an upload piece by piece, within bounds.
+"""Reads the multipart form of an upload piece by piece, with limits on its fields.
 
-`python-multipart` parses, and bounds the heads of fields. Only one piece is in memory at a time.
-Pure: no socket, no store.
+`python-multipart` parses the form, and limits the size of the fields' headers. Only one piece is in
+memory at a time. Pure: without sockets or a store.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"
 
 
 class UploadForm:
-    """The form of one upload. File data goes to `on_data`; small fields are kept."""
+    """The form of one upload. Passes file data to `on_data`, and keeps the small fields."""
 
     def __init__(self, content_type: str, on_data: Callable[[bytes], None]) -> None:
         """Raises ApiError if the body is not a multipart form."""
