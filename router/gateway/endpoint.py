@@ -1,8 +1,8 @@
-"""The HTTP side of calls with a body, whatever their API: read, watched, measured, answered.
+"""The HTTP side of calls with a body, for all APIs: reads a call, and sends its answer.
 
-The body is read within limits of size and time. From then on a task waits for the client to leave.
-When the client leaves, all tasks of the call are cancelled and awaited. `router.gateway.answering`
-makes the answer. The response's head waits for the first token.
+The body is read within limits of size and time. Once the body is read, a task waits for the client
+to leave. If the client leaves, all tasks of the call are cancelled and awaited.
+`router.gateway.answering` makes the answer. The head of the response is sent with the first token.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from router.inbox.api_errors import ApiError
 from router.inbox.task_groups import LightTaskGroup
 
 _decoded = methodcaller("decode", "latin-1")
-BODY_TIMEOUT_S = 30.0  # seconds from the first part of a body to its last part
+BODY_TIMEOUT_S = 30.0  # maximum seconds to read a whole body
 
 
 class ClientLeft(Exception):
@@ -49,12 +49,18 @@ class Serve(Protocol):
     """Answers one call of an endpoint."""
 
     async def __call__(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        """Sends the answer. Raises InvalidRequest if no part of it was sent."""
+        """Sends the answer.
+
+        Raises InvalidRequest if the call fails a check; then nothing was sent.
+        """
         ...
 
 
 class CallEndpoint:
-    """An ASGI application that reads a call, and calls `serve` until its client leaves."""
+    """An ASGI application that reads a call and runs `serve`.
+
+    Cancels `serve` if the client leaves.
+    """
 
     def __init__(self, parts: GatewayParts, serve: Serve) -> None:
         self._metrics = parts.metrics
@@ -104,10 +110,10 @@ class HttpAnswers:
 
 
 class Invocations:
-    """POST /invocations, as used by SageMaker: the body determines the endpoint."""
+    """POST /invocations, which SageMaker calls. The fields of the body determine the endpoint."""
 
     def __init__(self, parts: GatewayParts, answers: Mapping[str, HttpAnswers]) -> None:
-        """The keys of `answers` are names of endpoints in the table of fields."""
+        """The keys of `answers` are endpoint names of `router.gateway.requests.field_table`."""
         self._answers = answers
         self._parts = parts
 
@@ -117,14 +123,15 @@ class Invocations:
         is_long = len(body) >= LONG_BODY_BYTES
         name = await pools.run(tenant_of(scope).queue, len(body), find) if is_long else find()
         if all(served.text.embedding is not None for served in self._parts.versions.table):
-            name = EMBEDDINGS  # also for embeddings of messages
+            name = EMBEDDINGS  # also for embeddings of chat messages
         await self._answers[name].serve(body, scope, meter, send)
 
 
 def headers_of(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Returns the headers of an ASGI scope, by name. Of repeated headers, the first is returned.
+    """Returns the headers of an ASGI scope, by name. If a name is repeated, its first value is
+    returned.
 
-    Starlette's own mapping searches the whole list for each name.
+    This is faster than Starlette's mapping, which searches the whole list for each name.
     """
     texts = map(_decoded, chain.from_iterable(reversed(headers)))
     return dict(zip(texts, texts, strict=True))  # names and values alternate
@@ -133,7 +140,8 @@ def headers_of(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 async def read_body(receive: Receive, config: GatewayConfig) -> bytes:
     """Reads the whole body.
 
-    Raises ApiError if the body is too long or too slow, ClientLeft if the connection breaks off.
+    Raises ApiError if the body is too long or too slow, and ClientLeft if the client closes the
+    connection.
     """
     body = bytearray()
     try:
@@ -161,7 +169,10 @@ def check_size(num_bytes: int, config: GatewayConfig) -> None:
 
 @asynccontextmanager
 async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
-    """Cancels the block inside, and waits for it, as soon as the client has left."""
+    """Runs the block of a `with` statement.
+
+    If the client leaves, cancels the block and waits for its end.
+    """
     refused: InvalidRequest | None = None
     try:
         async with LightTaskGroup() as group:
@@ -181,7 +192,7 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
 
 
 async def _until_gone(exchange: Exchange, serving: Awaitable[None]) -> None:
-    """Waits for `serving`, and cancels it when the server reports that the client has left."""
+    """Awaits `serving`. If the server reports that the client has left, `serving` is cancelled."""
     task, has_left = asyncio.current_task(), False
     assert task is not None
 

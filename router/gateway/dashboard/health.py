@@ -1,6 +1,6 @@
-"""The state of a deployment in one word, as this gateway sees it, with reasons.
+"""The health of a deployment in one word, with reasons, from the facts that this gateway has.
 
-Pure. Unknown is never good: without reports about the pools, the state is a warning.
+Pure. An unknown state is never good: without reports about the pools, the level is a warning.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from router.gateway.metrics.pools import PoolCount
 
 
 class Level(StrEnum):
-    """The severity, which the page shows as a colour."""
+    """The severity of the health. The page shows it as a colour."""
 
     GOOD = "good"
     WARN = "warn"
@@ -20,7 +20,7 @@ class Level(StrEnum):
 
 
 class PoolHealth(msgspec.Struct, frozen=True):
-    """The state in one word, and its reasons, worst first."""
+    """The health in one word, and its reasons, worst reason first."""
 
     level: Level
     word: str
@@ -28,18 +28,24 @@ class PoolHealth(msgspec.Struct, frozen=True):
 
 
 class HealthFacts(msgspec.Struct, frozen=True):
-    """The facts behind the state. `missing` is why no request can be served; None if some can."""
+    """The facts from which the health is computed.
+
+    `missing` is the reason why no request can be served; None if requests can be served.
+    """
 
     missing: str | None
     pools: Sequence[PoolCount] | None  # None: no controller has reported the wanted sizes
     has_controller: bool
     num_troubles: int
     is_settled: bool
-    num_stalled: int  # answers that stall
+    num_stalled: int  # number of answers that stall now
 
 
 def health_of(facts: HealthFacts) -> PoolHealth:
-    """Returns the state. Red: no request can be served, or a pool has no worker."""
+    """Returns the health.
+
+    The level is BAD if no request can be served, or if a pool has no worker.
+    """
     empty, short = _gaps(facts.pools or ())
     reasons = [*([] if facts.missing is None else [facts.missing]), *empty, *short, *_others(facts)]
     if facts.missing is not None:
@@ -54,7 +60,7 @@ def health_of(facts: HealthFacts) -> PoolHealth:
 
 
 def _gaps(pools: Sequence[PoolCount]) -> tuple[list[str], list[str]]:
-    """Returns the pools without a worker, and those with fewer workers than wanted."""
+    """Returns texts for pools without a worker, and for pools with fewer workers than wanted."""
     is_one = len({pool.version for pool in pools}) == 1
     empty, short = [], []
     for pool in pools:
@@ -67,7 +73,7 @@ def _gaps(pools: Sequence[PoolCount]) -> tuple[list[str], list[str]]:
 
 
 def _others(facts: HealthFacts) -> list[str]:
-    """Returns the reasons that do not concern one pool."""
+    """Returns the reasons that concern no single pool."""
     found = []
     if facts.num_stalled:
         found.append(_several(facts.num_stalled, "answer stands still", "answers stand still"))

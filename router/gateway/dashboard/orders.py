@@ -1,7 +1,8 @@
 """Passes orders of the dashboard on to the operator's API, which checks the admin key.
 
-Only paths of orders and of queries about orders pass. Bodies, answers, waits and concurrent calls
-are bounded. A wrong key costs its caller half a second, so that keys cannot be tried fast.
+Only the paths of orders, and of queries that orders need, are passed on. Bodies, answers, waits and
+concurrent calls are limited. The answer to a wrong key is delayed by half a second, so that nobody
+can try keys fast.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ MAX_BODY_BYTES = 64 * 2**10
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_AT_ONCE = 4
 TIMEOUT_S = 10.0
-UPDATE_TIMEOUT_S = 120.0  # seconds; a new version's model may be looked up first
+UPDATE_TIMEOUT_S = 120.0  # seconds; the controller may have to look up a new version's model first
 WRONG_KEY_S = 0.5
 
 _NAME = r"[A-Za-z0-9._~-]{1,128}"
@@ -32,7 +33,7 @@ _PATHS = {
 
 
 class OrderDesk:
-    """Forwards orders once the controller has published its address."""
+    """Forwards orders to the controller, after the controller has published its address."""
 
     def __init__(self) -> None:
         self._at_once = 0
@@ -49,7 +50,7 @@ class OrderDesk:
         body: bytes,
         caller: str = "",
     ) -> tuple[int, bytes]:
-        """Returns the status and the JSON of the answer. Raises ApiError.
+        """Forwards a call. Returns the status and the JSON body of the answer. Raises ApiError.
 
         `caller` names the client in the audit log.
         """
@@ -88,7 +89,7 @@ class OrderDesk:
 
 
 def is_order(method: str, path: str) -> bool:
-    """True if a call to this path is passed on."""
+    """True if calls with this method and path are forwarded."""
     pattern = _PATHS.get(method)
     return pattern is not None and pattern.fullmatch(path) is not None
 

@@ -1,9 +1,9 @@
-"""The pages for people: their files, from this package, and their handlers.
+"""The pages for people: the handlers, and the files of this package that they send.
 
-The files are HTML, styles, scripts and the chart library. They are read once. They need no key, as
-they hold no data: scripts fetch data, and insert it as text. `/dashboard/state` and
-`/dashboard/events` reveal the load of all tenants, so they need a key that may debug. Orders also
-need the admin key.
+The files are HTML, styles, scripts and the chart library. The files are read once. Clients need no
+key for the files, because the files have no data. Scripts fetch the data, and insert the data as
+text. `/dashboard/state` and `/dashboard/events` reveal the load of all tenants, so they need a key
+that may debug. Orders also need the admin key.
 """
 
 from collections.abc import Iterator
@@ -44,13 +44,13 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # revalidate each time; mostly the answer is 304
+    "cache-control": "no-cache",  # clients revalidate each time, mostly with status 304
 }
 _DATA_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
 class Asset:
-    """One file, and an ETag that changes with its content."""
+    """One file, with an ETag that is computed from its content."""
 
     def __init__(self, name: str, content: bytes) -> None:
         self._content = content
@@ -58,7 +58,7 @@ class Asset:
         self.tag = f'"{blake2b(content, digest_size=12).hexdigest()}"'
 
     def response(self, known_tag: str | None) -> Response:
-        """Returns the file; 304 if the client already has it."""
+        """Returns the file, or status 304 if the client already has the file."""
         headers = {**HEADERS, "etag": self.tag}
         if known_tag == self.tag:
             return Response(status_code=304, headers=headers)
@@ -66,7 +66,7 @@ class Asset:
 
 
 def load_assets() -> dict[str, Asset]:
-    """Returns all files by path."""
+    """Reads all files. Returns the files by URL path."""
     found = dict(_assets_in(files(__package__).joinpath("static"), ASSET_PREFIX))
     for path, name in PAGES.items():
         found[path] = found.pop(f"{ASSET_PREFIX}{name}")
@@ -74,7 +74,7 @@ def load_assets() -> dict[str, Asset]:
 
 
 def _assets_in(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
-    """Yields the files of a folder and of its subfolders, by path."""
+    """Yields the files of a folder and of its subfolders, with their URL paths."""
     for each in folder.iterdir():
         if each.is_dir():
             yield from _assets_in(each, f"{prefix}{each.name}/")
@@ -83,7 +83,7 @@ def _assets_in(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
 
 
 class WebPages:
-    """An ASGI application for the paths for which `serves` is true."""
+    """An ASGI application for all paths for which `serves` returns True."""
 
     def __init__(self, dashboard: Dashboard, *, takes_orders: bool) -> None:
         self._dashboard = dashboard
@@ -107,7 +107,7 @@ class WebPages:
 
     @staticmethod
     def serves(path: str) -> bool:
-        """True for the paths of this application."""
+        """True if this application answers the path."""
         return path in PAGES or path.startswith((ASSET_PREFIX, "/dashboard/"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +130,7 @@ class WebPages:
         return Response(state, media_type="application/json", headers=_DATA_HEADERS)
 
     async def _events(self, _: HttpRequest) -> Response:
-        """GET /dashboard/events: the whole state, then the changes of each second."""
+        """GET /dashboard/events: first the whole state, then the changes once a second."""
         feed = self._dashboard.feed
         feed.check()
         frames = feed.follow(self._dashboard.first_frame)
@@ -138,7 +138,7 @@ class WebPages:
         return StreamingResponse(frames, media_type="text/event-stream", headers=headers)
 
     async def _order(self, request: HttpRequest) -> Response:
-        """Passes an order, or a query about one, on to the operator's API."""
+        """Passes an order, or a query that orders need, to the operator's API."""
         if not self._takes_orders:
             why = "this gateway takes no orders: gateway.dashboard is read-only"
             raise ApiError(why, code="permission_denied", status=403)
@@ -161,6 +161,6 @@ class WebPages:
 
 
 def _caller(request: HttpRequest) -> str:
-    """Names the client of an order for the audit log: its address and its key's name."""
+    """Returns the name of an order's client in the audit log: its address and its key's name."""
     address = request.client.host if request.client is not None else ""
     return f"{address} {tenant_of(request.scope).name}".strip()

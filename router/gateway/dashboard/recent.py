@@ -1,14 +1,14 @@
-"""Running requests, lately ended requests, and totals of their outcomes.
+"""Running requests, recently ended requests, and totals of their outcomes.
 
-Pure and bounded. A request costs one call at its start, one at its end, and nothing per token.
-Times are seconds on the gateway's clock.
+Pure, with bounded memory. A request costs one call at its start and one call at its end; its tokens
+cost nothing. Times are seconds on the gateway's clock.
 
-A request is *good* if it finished within its bounds: time to first token, and time per token after
-it. A miss is charged to the stage that took longest of the time that was missed.
+A request is *good* if it finished within its bounds on TTFT and TPOT. A request that exceeds a
+bound is charged to the longest stage among the stages that the bound covers.
 
-The rate of running answers is measured once a second, without an event for each token. An answer
-*stalls* if no token has come for `STALL_S`. The stall ends at the first check that finds new
-tokens, so its length is known to about a second.
+All running answers are checked once a second, without an event for each token. An answer *stalls*
+if no token has arrived for `STALL_S`. A stall ends at the first check that finds new tokens, so the
+error of its length is about a second.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -34,37 +34,37 @@ from router.gateway.dashboard.records import (
 from router.gateway.versions import Tallies
 from router.machine.requests import Failed, Finished, Outcome, Rejected, Request, Timeline
 
-MAX_REQUESTS = 256  # ended requests kept with their timelines
-MAX_SAMPLES = 600  # samples kept, one per second
-MAX_RUNNING = 128  # running requests shown at once, oldest first
-UNIT_TOKENS = 64  # tokens per unit of the estimate of an unbounded cache
-MAX_UNITS = 65_536  # units that are remembered: 4 million tokens
-MAX_PROMPT_TOKENS = 8192  # tokens examined in one prompt: some 0.1 ms
+MAX_REQUESTS = 256  # maximum ended requests kept with their timelines
+MAX_SAMPLES = 600  # maximum samples kept, one per second
+MAX_RUNNING = 128  # maximum running requests shown, oldest first
+UNIT_TOKENS = 64  # tokens per unit in the model of an unbounded cache
+MAX_UNITS = 65_536  # maximum units kept: 4 million tokens
+MAX_PROMPT_TOKENS = 8192  # tokens of one prompt that are counted, in some 0.1 ms
 
 _TTFT_STAGES = ("route_s", "queue_s", "prefill_queue_s", "prefill_compute_s")
 _HAND_OVER_STAGES = ("kv_wait_s", "decode_queue_s")
 DECODE_STEPS = "decode_steps"
 FAILED = "failed"
-HUNG_AFTER = 10.0  # an answer hangs after this many times its bound on TTFT without a token
-DEFAULT_BOUND_S = 3.0  # seconds; used for this if there is no such bound
+HUNG_AFTER = 10.0  # factor: an answer hangs after this many times its bound on TTFT without a token
+DEFAULT_BOUND_S = 3.0  # seconds; replaces the bound if there is none, to find answers that hang
 
 
 class RecentRequests:
     """Keeps running requests, the latest ended requests, samples and totals."""
 
     def __init__(self, bounds: Bounds, tallies: Tallies | None = None) -> None:
-        """`tallies` counts the same outcomes for the controller."""
+        """`tallies` gets the same outcomes, for the controller."""
         self.bounds = bounds
         self._tallies = tallies or Tallies()
         self._tallies.hung = self.hung
-        self._hung: set[RequestId] = set()  # running requests that were seen to hang
+        self._hung: set[RequestId] = set()  # running requests that have hung at least once
         self.requests: deque[EndedRequest] = deque(maxlen=MAX_REQUESTS)
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self.running: dict[RequestId, RunningAnswer] = {}  # in order of arrival
         self.hits = Hits()
         self.totals = Totals()
         self._rates = AnswerRates()
-        self._stalls: dict[int, list[Stall]] = {}  # stalls of requests not shown yet, by number
+        self._stalls: dict[int, list[Stall]] = {}  # by number: stalls of requests not shown yet
         self._units: OrderedDict[int, None] = OrderedDict()
         self._sampled = Totals()
         self._sampled_tokens = 0
@@ -72,9 +72,10 @@ class RecentRequests:
         self._num_samples = 0
 
     def hung(self, now_s: float) -> Counter[str]:
-        """Counts the answers of each version that have had no token for far too long.
+        """Returns the number of hanging answers by version: no token for far longer than the TTFT
+        bound.
 
-        Such an answer counts as late when it ends, even if its client has left.
+        An answer that has hung counts as late when it ends, even if its client has left.
         """
         found: Counter[str] = Counter()
         for request_id, answer in self.running.items():
@@ -87,7 +88,7 @@ class RecentRequests:
         return found
 
     def record(self, answer: RunningAnswer) -> None:
-        """Records an answer that has ended, or whose client has left."""
+        """Records an answer that has ended or was cancelled because its client left."""
         request, timeline = answer.request, answer.timeline
         self.running.pop(request.request_id, None)
         has_hung = request.request_id in self._hung
@@ -108,11 +109,11 @@ class RecentRequests:
                     num_tokens=ended.prompt_tokens + ended.answer_tokens,
                     now_s=ended.received_s + ended.e2e_s,
                 )
-        if timeline is not None and request.leader is None:  # a prompt is counted once per group
+        if timeline is not None and request.leader is None:  # choices of one prompt count once
             self._record_hits(request, timeline)
 
     def _ended(self, answer: RunningAnswer, bounds: Bounds) -> EndedRequest:
-        """Returns the record of an ended answer, and keeps its stalls until it is shown."""
+        """Returns the record of an ended answer. The stalls are kept until the record is shown."""
         request, timeline, num_tokens = answer.request, answer.timeline, answer.num_tokens
         e2e_s = max(answer.last_s - request.received_s, 0.0)
         ttft_s = timeline.ttft_s if timeline is not None and num_tokens else None
@@ -149,7 +150,9 @@ class RecentRequests:
         )
 
     def shown(self, after: int = 0) -> list[EndedRequest]:
-        """Returns the ended requests with numbers above `after`, oldest first, with segments."""
+        """Returns the ended requests with numbers above `after`, oldest first, with their
+        segments.
+        """
         found = [each for each in self.requests if each.number > after]
         for each in found:
             if each.segments is None:
@@ -159,7 +162,10 @@ class RecentRequests:
         return found
 
     def sample(self, now_s: float, *, queue: int, in_flight: int, answer_tokens: int) -> Sample:
-        """Ends a one-second sample. `answer_tokens` counts all tokens sent since the start."""
+        """Ends a one-second sample.
+
+        `answer_tokens` is the number of tokens sent since the process started.
+        """
         totals, before = self.totals, self._sampled
         self._num_samples += 1
         missed = {name: n - before.missed.get(name, 0) for name, n in totals.missed.items()}
@@ -202,7 +208,10 @@ class RecentRequests:
         return self._rates.stalls_of(request_id)
 
     def _record_hits(self, request: Request, timeline: Timeline) -> None:
-        """Counts cached tokens, and those that an unbounded cache would hold; remembers others."""
+        """Counts the prompt's cached tokens, and the tokens that an unbounded cache would contain.
+
+        Adds the prompt to the modelled unbounded cache.
+        """
         cached, decision = timeline.num_cached_tokens, timeline.decision
         pulled = 0 if decision is None else decision.pulled_of(cached)
         key, held, is_prefix = hash(request.salt), 0, True
@@ -226,7 +235,10 @@ class RecentRequests:
 
 
 def bounds_of(request: Request, default: Bounds) -> Bounds:
-    """Returns the bounds of a request: its own, or else the deployment's."""
+    """Returns the bounds of a request.
+
+    Bounds that the request does not set are the deployment's.
+    """
     own = request.deadline_s
     if own is None and request.tpot_bound_s is None:
         return default
@@ -239,7 +251,7 @@ def bounds_of(request: Request, default: Bounds) -> Bounds:
 def missed_stage(
     timeline: Timeline, ttft_s: float | None, tpot_s: float | None, bounds: Bounds
 ) -> str:
-    """Returns the stage that is charged with a broken bound; empty if no bound was broken."""
+    """Returns the stage that is charged with an exceeded bound; empty if no bound was exceeded."""
     if bounds.ttft_s is not None and ttft_s is not None and ttft_s > bounds.ttft_s:
         return _longest(timeline, _TTFT_STAGES)
     if bounds.tpot_s is not None and tpot_s is not None and tpot_s > bounds.tpot_s:
@@ -255,7 +267,7 @@ def _longest(timeline: Timeline, names: Sequence[str]) -> str:
 
 
 def _shown_outcome(outcome: Outcome | None) -> tuple[str, str]:
-    """Returns the name of an outcome and its reason."""
+    """Returns the name of an outcome on the dashboard, and its reason."""
     match outcome:
         case Finished(reason):
             return "finished", reason.value
@@ -267,7 +279,7 @@ def _shown_outcome(outcome: Outcome | None) -> tuple[str, str]:
 
 
 STALL_S = 1.5
-MAX_STALLS = 32  # number of latest stalls kept per answer
+MAX_STALLS = 32  # maximum stalls kept per answer, latest stalls
 
 
 class RatesSeen(NamedTuple):
@@ -291,7 +303,10 @@ class _Progress:
         self.stalls: list[Stall] = []
 
     def check(self, answer: RunningAnswer, now_s: float) -> float:
-        """Returns the seconds per token since the last check; without tokens, the silence."""
+        """Updates the progress. Returns the seconds per token since the last check.
+
+        Without new tokens, returns the seconds without a token.
+        """
         num_tokens, silent_s = answer.num_tokens, now_s - answer.last_s
         num_new, lasted_s = num_tokens - self.num_tokens, now_s - self.looked_s
         if silent_s >= STALL_S:
@@ -309,10 +324,10 @@ class AnswerRates:
 
     def __init__(self) -> None:
         self._progress: dict[RequestId, _Progress] = {}
-        self._ttfts_s: list[float] = []  # for answers that began and ended since the last check
+        self._ttfts_s: list[float] = []  # of answers that started and ended since the last check
 
     def check(self, running: Mapping[RequestId, RunningAnswer], now_s: float) -> RatesSeen:
-        """Checks all running answers. Batches are not counted."""
+        """Checks all running answers. Requests of batches are left out of times and rates."""
         ttfts_s, self._ttfts_s = self._ttfts_s, []
         tpots_s: list[float] = []
         waiting_s, num_stalled = 0.0, 0

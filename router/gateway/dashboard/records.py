@@ -1,10 +1,11 @@
 """The dashboard's records of running and ended requests, and of each second. Pure.
 
-The timeline of a request is shown as segments: one for each stage of each attempt. Between two
-attempts a request is in the router's queue. While a worker sends no token of a running answer, the
-segment is a stall instead of decode steps.
+The timeline of a request is shown as segments: one segment for each stage of each attempt. Between
+two attempts a request is in the router's queue. If a worker sends no token of a running answer for
+some time, that time is a segment "stalled" instead of "decode_steps".
 
-Records have seconds on the gateway's clock, segments have seconds since the HTTP request.
+Times in records are seconds on the gateway's clock. Times in segments are seconds since the arrival
+of the HTTP request.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ import msgspec
 from engine.messages import RequestId
 from router.machine.requests import Outcome, Request, Stay, Timeline
 
-LOOK_S = 1.0  # seconds; the resolution of stalls
+LOOK_S = 1.0  # seconds between checks; the precision of stalls
 ROUTER = "router"
 STALLED = "stalled"
 
@@ -23,7 +24,7 @@ Stall = tuple[float, float]  # start and end of a period without a token
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A stage of a request in one row of the timeline: the router's, or a worker's."""
+    """A stage of a request, in the timeline's row of the router or of a worker."""
 
     row: str
     stage: str
@@ -32,7 +33,10 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """The seconds of a request by stage. Routing and hidden transfers are left out."""
+    """The time that a request spent in each stage, in seconds.
+
+    Routing and hidden transfers are left out.
+    """
 
     queued_s: float = 0.0  # waiting for a worker, in a worker, and for KV
     prefill_s: float = 0.0
@@ -54,11 +58,14 @@ _PARTS = {
 def segments_of(
     timeline: Timeline | None, end_s: float, stalls: Sequence[Stall] = (), *, is_over: bool
 ) -> list[Segment]:
-    """Returns the segments up to `end_s`: the time of the last token, or now if it still runs."""
+    """Returns the segments of a request up to `end_s`.
+
+    `end_s` is the time of the last token, or now if the request still runs.
+    """
     if timeline is None:
         return []
     found: list[Segment] = []
-    free_s: float | None = timeline.route_s  # since when no attempt runs; None: an attempt runs
+    free_s: float | None = timeline.route_s  # end of the last attempt; None: an attempt runs
     stays = sorted(timeline.stays, key=lambda stay: stay.placed_s)
     for index, stay in enumerate(stays):
         if free_s is not None:
@@ -76,7 +83,7 @@ def segments_of(
 
 
 def spent_of(segments: Iterable[Segment]) -> Spent:
-    """Returns the sum of the segments of each stage."""
+    """Returns the seconds of a request by stage: sums over its segments."""
     sums = dict.fromkeys(Spent.__struct_fields__, 0.0)
     for each in segments:
         if (part := _PARTS.get(each.stage)) is not None:
@@ -85,13 +92,13 @@ def spent_of(segments: Iterable[Segment]) -> Spent:
 
 
 def _free_from(stays: Sequence[Stay]) -> float | None:
-    """Returns the end of the last attempt; None if an attempt runs."""
+    """Returns the time at which the last attempt ended; None if an attempt runs."""
     ends_s = [stay.ended_s for stay in stays if stay.ended_s is not None]
     return max(ends_s) if len(ends_s) == len(stays) else None
 
 
 def _of_stay(stay: Stay, end_s: float, stalls: Sequence[Stall]) -> Iterator[Segment]:
-    """Yields the stages that an attempt reached."""
+    """Yields a segment for each stage that an attempt has reached."""
     over_s = end_s if stay.ended_s is None else stay.ended_s
     if stay.prefilled_s is None or stay.prefill_started_s is not None:
         started_s = over_s if stay.prefill_started_s is None else stay.prefill_started_s
@@ -108,9 +115,9 @@ def _of_stay(stay: Stay, end_s: float, stalls: Sequence[Stall]) -> Iterator[Segm
 
 
 def _steps(row: str, begun_s: float, over_s: float, stalls: Sequence[Stall]) -> Iterator[Segment]:
-    """Yields decode steps, and the stalls between them.
+    """Yields segments of decode steps, and of the stalls between the steps.
 
-    A stall that was last seen just before the end of the attempt lasts until that end.
+    A stall that was last seen just before the attempt ended is drawn up to the attempt's end.
     """
     at_s = begun_s
     for start_s, seen_s in stalls:
@@ -124,7 +131,7 @@ def _steps(row: str, begun_s: float, over_s: float, stalls: Sequence[Stall]) -> 
 
 
 def _hidden_transfer(timeline: Timeline, stays: Sequence[Stay]) -> Iterator[Segment]:
-    """Yields the part of the first hand-over that was hidden behind prefill."""
+    """Yields the part of the first KV transfer that ran during prefill."""
     hidden_s = (timeline.kv_transfer_s or 0.0) - (timeline.kv_exposed_s or 0.0)
     for stay in stays:
         if stay.prefilled_s is not None and stay.kv_ready_s is not None:
@@ -134,7 +141,7 @@ def _hidden_transfer(timeline: Timeline, stays: Sequence[Stay]) -> Iterator[Segm
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """The service level objective, in seconds. None: no bound."""
+    """The bounds of the service level objective, in seconds. None: no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -144,20 +151,20 @@ UNBOUNDED = Bounds()
 
 
 class EndedRequest(msgspec.Struct):
-    """One ended answer. `missed` names the stage that broke a bound; empty if none did.
+    """One ended answer. `missed` is the stage charged with an exceeded bound; empty without one.
 
     `segments` and `spent` are computed when the answer is shown for the first time.
     """
 
     number: int
-    id: str  # the id that the client knows
-    request_id: RequestId  # the server's own id of one choice
+    id: str  # the id that the client received
+    request_id: RequestId  # the gateway's own id of one choice
     version: str
     tenant: str
     outcome: str
     reason: str  # reason of the failure, or the finish reason
     received_s: float
-    e2e_s: float  # seconds to its last token
+    e2e_s: float  # seconds from arrival to the last token
     ttft_s: float | None
     tpot_s: float | None
     prompt_tokens: int
@@ -174,7 +181,7 @@ class RunningAnswer(Protocol):
 
     shown_id: str  # the client's id of the request
     version: str  # the version that answers it
-    outcome: Outcome | None  # None: the answer runs, or its client has left
+    outcome: Outcome | None  # None: the answer still runs, or its client has left
 
     @property
     def request(self) -> Request:
@@ -183,7 +190,7 @@ class RunningAnswer(Protocol):
 
     @property
     def timeline(self) -> Timeline | None:
-        """The stages; known from the first token on."""
+        """The times of the stages; None before the first token."""
         ...
 
     @property
@@ -198,7 +205,7 @@ class RunningAnswer(Protocol):
 
 
 class RunningRequest(msgspec.Struct, frozen=True):
-    """One running answer. Its timeline is None while its request is at no router."""
+    """One running answer. `timeline` is None while no router has the request."""
 
     id: str
     request_id: RequestId
@@ -214,16 +221,19 @@ class RunningRequest(msgspec.Struct, frozen=True):
 
 
 class Hits(msgspec.Struct):
-    """Prompt tokens by source. `infinite`: the cached tokens of a cache that never evicts."""
+    """Prompt tokens by source.
+
+    `infinite` is the number of tokens that a cache without evictions would contain.
+    """
 
     prompt_tokens: int = 0
-    local: int = 0  # cached in the worker that prefilled
+    local: int = 0  # found in the cache of the prefill worker
     peer: int = 0  # pulled from another worker's cache
     infinite: int = 0
 
 
 class Totals(msgspec.Struct):
-    """Counts since the start of the process."""
+    """Counts of ended requests and their tokens since the start of the process."""
 
     ended: int = 0
     good: int = 0  # finished within bounds
@@ -241,9 +251,10 @@ class TimeSpread(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One second: requests that wait and run at its end, and requests that ended or arrived in it.
+    """The sample of one second. `queue` and `in_flight` are counted at its end.
 
-    `ttft` covers answers that began, `tpot` running answers; None without such answers.
+    `ttft` covers answers that had their first token in this second; `tpot` covers running answers.
+    Both are None without such answers.
     """
 
     number: int
@@ -253,10 +264,10 @@ class Sample(msgspec.Struct, frozen=True):
     ended: int
     good: int
     unbounded: int
-    prompt_tokens: int  # in requests that ended
-    answer_tokens: int  # sent to clients, over all requests
+    prompt_tokens: int  # in requests that ended in this second
+    answer_tokens: int  # sent to clients of all requests in this second
     missed: dict[str, int]
     ttft: TimeSpread | None = None
     tpot: TimeSpread | None = None
-    waiting_s: float = 0.0  # longest present wait for a first token
-    num_stalled: int = 0  # answers that began and now stall
+    waiting_s: float = 0.0  # longest time that a request has waited for its first token
+    num_stalled: int = 0  # number of answers that stall now

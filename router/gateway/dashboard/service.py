@@ -1,8 +1,8 @@
 """The dashboard of one gateway process: takes samples, and sends them to subscribers.
 
-A task takes one sample per second. The state is encoded only while there are subscribers, and each
-frame is encoded once. A subscriber that leaves too many frames unread is disconnected, so that it
-delays no other. It subscribes again and gets the whole state.
+A task takes one sample per second. Changes are encoded only while there are subscribers, once for
+all of them. A subscriber that leaves too many frames unread is disconnected. Its page subscribes
+again and gets the whole state.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 1.0
 MAX_SUBSCRIBERS = 32  # per process
-MAX_UNREAD = 8  # frames per subscriber
+MAX_UNREAD = 8  # unread frames after which a subscriber is disconnected
 
-QUESTION = "dashboard"  # the query to other processes
+QUESTION = "dashboard"  # name of the query to other gateway processes
 
 _encode = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
@@ -59,19 +59,20 @@ class Feed:
 
     @property
     def num_subscribers(self) -> int:
-        """The number of subscribers now."""
+        """The present number of subscribers."""
         return len(self._queues)
 
     def check(self) -> None:
-        """Raises ApiError if there are too many subscribers."""
+        """Raises ApiError if there are too many subscribers, or if the feed is closed."""
         if self._is_closed or len(self._queues) >= MAX_SUBSCRIBERS:
             self.counters["refused"] += 1
             why = "the server is stopping" if self._is_closed else "too many dashboards are open"
             raise ApiError(why, code="not_ready", status=503)
 
     async def follow(self, first: Callable[[], bytes]) -> AsyncIterator[bytes]:
-        """Yields `first()`, then each frame, until the feed closes or the subscriber is
-        disconnected.
+        """Subscribes. Yields `first()`, then each frame.
+
+        Ends when the feed closes, or when the subscriber has left too many frames unread.
 
         `first` is called after the subscription, so no later frame is missed.
         """
@@ -85,7 +86,7 @@ class Feed:
             self._queues.discard(queue)
 
     def publish(self, frame: bytes) -> None:
-        """Sends a frame to all subscribers."""
+        """Sends a frame to all subscribers, and disconnects slow subscribers."""
         for queue in list(self._queues):
             if queue.full():
                 self.counters["cut off"] += 1
@@ -102,12 +103,12 @@ class Feed:
     def _end(self, queue: "asyncio.Queue[bytes | None]") -> None:
         self._queues.discard(queue)
         if queue.full():
-            queue.get_nowait()  # dropping an old frame makes room for the end
+            queue.get_nowait()  # drops an old frame to make room for the end mark
         queue.put_nowait(None)
 
 
 class Dashboard:
-    """The state and its stream; a part of `router.gateway.background.BackgroundWork`."""
+    """The state that the dashboard shows, and its stream; a `BackgroundPart`."""
 
     def __init__(  # noqa: PLR0913 - all that it looks at
         self,
@@ -156,13 +157,16 @@ class Dashboard:
 
     @property
     def news(self) -> ClusterReport | None:
-        """The last news of the controller, even if it no longer runs."""
+        """The last report of the controller, even if the controller no longer runs."""
         return self._board.cluster
 
     def state(
         self, seen: Seen | None = None, others: Sequence[ProcessPart] | None = None
     ) -> DashboardState:
-        """Returns the state now. With `seen` and `others`, only newer entries are included."""
+        """Returns the present state.
+
+        If `seen` and `others` are given, only entries after `seen` and these parts are included.
+        """
         versions, now_s = self._versions, self._clock.now_s()
         seen_or_none = seen or Seen()
         requests, samples = newer(self._recent, seen_or_none)
@@ -217,7 +221,7 @@ class Dashboard:
         return _encode(self.state())
 
     def first_frame(self) -> bytes:
-        """Returns the whole state as the first event of a stream."""
+        """Returns the first event of a stream, which has the whole state."""
         return _frame(b"state", _encode(self.state()))
 
     async def tick(self) -> None:
@@ -235,7 +239,7 @@ class Dashboard:
         self._seen = seen_all(self._recent, self.news)
 
     async def _ask_others(self) -> list[ProcessPart]:
-        """Asks the processes that share the port. Returns the changes of their parts."""
+        """Queries the processes that share the port. Returns their parts with only new entries."""
         if self._siblings is None:
             return []
         parts = []
@@ -247,7 +251,7 @@ class Dashboard:
         return self._others.replace(parts)
 
     def _part(self) -> ProcessPart:
-        """Returns the part of the state that other processes show of this process."""
+        """Returns the state of this process that the other processes include in their states."""
         assert self._siblings is not None
         versions, recent = self._versions, self._recent
         return ProcessPart(
@@ -275,7 +279,7 @@ class Dashboard:
             except TimeoutError:
                 try:
                     await self.tick()
-                except Exception:  # a bug in a view must not stop the gateway
+                except Exception:  # a bug in the dashboard must not stop the gateway
                     log.exception("the dashboard has no sample of this second")
                 continue
             return

@@ -1,8 +1,8 @@
-"""The state that the dashboard shows, as one value. `/dashboard/state` and each event contain it.
+"""The state that the dashboard shows, as one value: `/dashboard/state` and each event send it.
 
-Pure: a function of the routers' state, the recent requests and the controller's news. Times named
-`_s` in requests and samples are on the gateway's clock; `epoch_s` is the origin of that clock in
-Unix time. Times in `cluster` are Unix times.
+Pure: a function of the routers' state, the recent requests and the controller's reports. Times
+named `_s` in requests and samples are on the gateway's clock; `epoch_s` is the origin of that clock
+in Unix time. Times in `cluster` are Unix times.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ from router.machine.requests import Timeline
 from router.port import WorkerStatus
 
 MAX_COUNTS = 300
-_TROUBLE = (  # workers' counts of events that are trouble
+_TROUBLE = (  # counts of workers that mean trouble
     "fallbacks",
     "preempted",
     "stuck",
@@ -44,7 +44,7 @@ _TROUBLE = (  # workers' counts of events that are trouble
     "slow_sinks",
     "copies_dropped",
 )
-_ORDINARY = {  # events of routers and pools that are no trouble, with any or these reasons
+_ORDINARY = {  # events without trouble; None: all reasons, otherwise only these reasons
     "placed": None,
     "role changed": None,
     "moved": None,
@@ -57,7 +57,10 @@ _ORDINARY = {  # events of routers and pools that are no trouble, with any or th
 
 
 class Blocks(msgspec.Struct, frozen=True):
-    """The KV blocks of a worker. `lost` is the pool's size minus their sum: 0 if all is well."""
+    """The KV blocks of a worker.
+
+    `lost` is `total` minus the sum of the other counts, which is 0 if no block is lost.
+    """
 
     free: int
     cached: int
@@ -74,14 +77,14 @@ class WorkerCard(msgspec.Struct, frozen=True):
     worker_id: WorkerId
     version: str
     role: Role
-    blocks: Blocks | None  # None before its first report
+    blocks: Blocks | None  # None before the worker's first report
     waiting: int
     running: int
     max_running: int
     open_leases: int
     reserved_blocks: int
-    wait_s: float | None  # predicted
-    tpot_s: float | None  # predicted
+    wait_s: float | None  # predicted seconds until the worker has computed its prompts
+    tpot_s: float | None  # predicted seconds of a decode step
     num_foreign: int
     pulled_bytes: float
     transfer_s: float
@@ -90,7 +93,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
 
 
 class Severed(msgspec.Struct, frozen=True):
-    """Two workers between which no KV is sent for now, after a failed pull."""
+    """Two workers between which no KV is sent for some time, because a pull has failed."""
 
     source: WorkerId
     sink: WorkerId
@@ -98,7 +101,10 @@ class Severed(msgspec.Struct, frozen=True):
 
 
 class ServedCard(msgspec.Struct, frozen=True):
-    """A version at this gateway. `missing` is why it cannot be served; None if it can."""
+    """A version at this gateway.
+
+    `missing` is the reason why the version cannot be served; None if it can be.
+    """
 
     name: str
     models: tuple[str, ...]
@@ -114,9 +120,9 @@ class ServedCard(msgspec.Struct, frozen=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """The number of times that an event happened since the start of the process."""
+    """The number of events of one kind since the start of the process."""
 
-    where: str  # the part that counts: router, workers or pools
+    where: str  # what counts the event: router, workers or pools
     event: str
     reason: str
     number: float
@@ -124,7 +130,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class ProcessPart(msgspec.Struct, frozen=True):
-    """The part of the state that only one other gateway process knows."""
+    """The part of the state that comes from another gateway process."""
 
     process: str
     started_s: float
@@ -143,17 +149,20 @@ class ProcessPart(msgspec.Struct, frozen=True):
 
 
 class DashboardState(msgspec.Struct, frozen=True):
-    """The whole state. An event has only newer requests and samples, and changed news."""
+    """The whole state.
+
+    An event has only new requests and samples, and `cluster` only if it changed.
+    """
 
     epoch_s: float
     now_s: float
     baton: str
-    process: str | None  # name of this process among those that share a port
+    process: str | None  # name of this process among the processes that share a port
     started_s: float  # Unix time of the process's start
     health: PoolHealth
     pools: list[PoolCount] | None  # None: no controller has sent the wanted sizes
     can_order: bool
-    has_controller: bool  # a controller reported lately
+    has_controller: bool  # True if a controller has reported recently
     missing: str | None
     bounds: Bounds
     queue: int
@@ -169,7 +178,7 @@ class DashboardState(msgspec.Struct, frozen=True):
     running: list[RunningRequest]
     requests: list[EndedRequest]
     samples: list[Sample]
-    others: list[ProcessPart]  # processes that share the port
+    others: list[ProcessPart]  # other processes that share the port
     cluster: ClusterReport | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -182,7 +191,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def cards_of(versions: Versions) -> list[WorkerCard]:
-    """Returns the workers of all versions."""
+    """Returns a card for each worker of all versions."""
     return [
         _card(worker_id, version.name, status)
         for version in versions.table
@@ -191,7 +200,7 @@ def cards_of(versions: Versions) -> list[WorkerCard]:
 
 
 def served_of(versions: Versions) -> list[ServedCard]:
-    """Returns the versions; the current version comes first."""
+    """Returns a card for each version, the current version first."""
     return [
         ServedCard(
             name=each.name,
@@ -273,25 +282,25 @@ def _is_trouble(event: str, reason: str) -> bool:
 
 
 class OtherProcesses:
-    """The latest parts of the other processes, each with all entries received so far."""
+    """The latest parts of the state that the other processes have sent."""
 
     def __init__(self) -> None:
         self._parts: dict[str, ProcessPart] = {}
 
     def replace(self, parts: Sequence[ProcessPart]) -> list[ProcessPart]:
-        """Replaces the parts. Returns them with only their new entries."""
+        """Replaces all parts. Returns the new parts with only the entries that are new."""
         new = [_newer(part, self._parts.get(part.process)) for part in parts]
         self._parts = {part.process: part for part in parts}
         return new
 
     @property
     def whole(self) -> list[ProcessPart]:
-        """Returns the latest parts."""
+        """Returns the latest parts with all their entries."""
         return list(self._parts.values())
 
 
 def _newer(part: ProcessPart, known: ProcessPart | None) -> ProcessPart:
-    """Returns the part without the entries that are known already."""
+    """Returns the part without the entries that `known` already has."""
     request = known.requests[-1].number if known is not None and known.requests else 0
     sample = known.samples[-1].number if known is not None and known.samples else 0
     return msgspec.structs.replace(
@@ -302,13 +311,13 @@ def _newer(part: ProcessPart, known: ProcessPart | None) -> ProcessPart:
 
 
 def newer(recent: RecentRequests, seen: Seen) -> tuple[list[EndedRequest], list[Sample]]:
-    """Returns the requests and samples that came after `seen`, oldest first."""
+    """Returns the requests and samples after those in `seen`, oldest first."""
     samples = [each for each in recent.samples if each.number > seen.samples]
     return recent.shown(seen.requests), samples
 
 
 def seen_all(recent: RecentRequests, news: ClusterReport | None) -> Seen:
-    """Returns the mark of a subscriber that has received everything."""
+    """Returns the `Seen` of a subscriber that has received all present entries."""
     return Seen(
         recent.requests[-1].number if recent.requests else 0,
         recent.samples[-1].number if recent.samples else 0,
