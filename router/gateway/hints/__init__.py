@@ -1,1 +1,1 @@
-"""Session hints of clients, on their way to the stores of KV blocks."""
+"""Session hints of clients, which the gateway passes to the stores of KV blocks."""

@@ -1,9 +1,10 @@
-"""Clients' claims: turns headers and tenants into ids that reveal nothing else to stores. Pure.
+"""Clients' claims about sessions: converts names of keys and sessions to ids for stores. Pure.
 
-Stores see two ids, one for the API key and one for the session. Both are keyed digests. So no
-client can name the session of another key, and a reader of messages learns neither names nor keys.
+A store receives two ids, one for the API key and one for the session. Both ids are keyed digests.
+So no client can name a session of another key, and somebody who reads messages to stores learns
+neither names nor keys.
 
-    id = blake2b(owner, session; key = the deployment's, for this purpose)
+    id = blake2b(owner, session; key = deployment's secret, for this purpose)
 
 Sources: RFC 7693, keyed BLAKE2 as a pseudo-random function.
 """
@@ -30,11 +31,11 @@ _SESSION = re.compile(SESSION_PATTERN.removesuffix("$") + r"\Z")
 
 
 class SessionClaim(msgspec.Struct, frozen=True):
-    """A call's claim to belong to a session, with the ids that stores see."""
+    """A call's claim to belong to a session, with the ids that stores receive."""
 
     key: str
     session: str
-    keep_s: float | None = None  # seconds until the session's next request, as its client expects
+    keep_s: float | None = None  # seconds until the session's next request, as the client expects
 
 
 def claim_of(headers: Mapping[str, str], tenant: Tenant, secret: Secret) -> SessionClaim | None:
@@ -57,10 +58,10 @@ def check_session(text: str, param: str) -> None:
 
 
 def key_id(tenant: Tenant, secret: Secret) -> str:
-    """Returns the id of an API key. Without keys, all clients have the same id."""
+    """Returns the id of an API key. If the gateway has no keys, all clients share one id."""
     return secret.digest("keys in hints", tenant.owner, size=ID_BYTES).hex()
 
 
 def session_id(text: str, tenant: Tenant, secret: Secret) -> str:
-    """Returns the id of the session to which a key's client gives this name."""
+    """Returns the id of a session of this tenant. `text` is the client's name of the session."""
     return secret.digest("sessions in hints", tenant.owner, text, size=ID_BYTES).hex()

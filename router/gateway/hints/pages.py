@@ -1,8 +1,8 @@
 """The endpoints that end sessions and pin prompts in the stores of KV blocks.
 
 A pin has the body of a chat completion or of a completion. The body is checked and tokenised by the
-same code as requests, so an equal request looks up the same blocks. The gateway stores nothing:
-stores limit the pins of each key, and the same body unpins.
+same code as a request, so an equal request looks up the same blocks. The gateway keeps no pins:
+stores limit the pins of each key, and a DELETE with the same body removes a pin.
 """
 
 from collections.abc import Mapping
@@ -38,11 +38,11 @@ from router.gateway.versions import AFFINITY_HEADER, Versions
 from router.inbox.api_errors import ApiError, invalid_value
 
 SESSION_PARAM = "session_id"
-_ANY_KEY = "pins"  # chooses the version; the same key always chooses the same version
+_ANY_KEY = "pins"  # affinity key of pins, so that pin and unpin choose the same version
 
 
 class _SessionConvertor(StringConvertor):
-    """Matches the rest of a path, whatever characters it has."""
+    """Matches the rest of a path, with any characters."""
 
     regex = "(?s:.*)"
 
@@ -60,7 +60,7 @@ class ShownPin(msgspec.Struct):
 
 
 class _Pin(msgspec.Struct, frozen=True):
-    """A checked pin, with the blocks of each of its prompts."""
+    """A checked pin, with the block hashes of each prompt."""
 
     call: CheckedCall
     hashes: list[list[BlockHash]]
@@ -75,7 +75,7 @@ class HintPages:
         self._calls = AnswerService(parts, CHAT_DIALECT, ChatBody)
 
     def routes(self) -> list[Route]:
-        """The routes of all handlers."""
+        """Returns the routes of all handlers."""
         session = f"/v1/sessions/{{{SESSION_PARAM}:session}}"
         return [
             Route(session, self._end, methods=["DELETE"]),
@@ -84,7 +84,10 @@ class HintPages:
         ]
 
     async def _end(self, request: HttpRequest) -> Response:
-        """DELETE /v1/sessions/{session_id}. Stores of all versions may hold its blocks."""
+        """DELETE /v1/sessions/{session_id}.
+
+        Informs the stores of all versions, since each may have the session's blocks.
+        """
         name = request.path_params[SESSION_PARAM]
         check_session(name, SESSION_PARAM)
         tenant, secret = tenant_of(request.scope), self._parts.settings.secret
@@ -111,11 +114,13 @@ class HintPages:
         return Response(status_code=204, headers=headers)
 
     async def _read(self, request: HttpRequest) -> tuple[_Pin, str, Mapping[str, str]]:
-        """Returns the pin, the id of its key, and headers of the answer. Raises InvalidRequest.
+        """Reads a pin. Returns the pin, the id of its API key, and headers of the answer.
 
-        A long body is read in a thread. The call counts as a request of its key.
+        Raises InvalidRequest.
+
+        A long body is read in a thread. The call counts as a request of its API key.
         """
-        check_content(request.scope)  # for any HTTP method
+        check_content(request.scope)  # `app` checks only POST
         parts, tenant = self._parts, tenant_of(request.scope)
         use = parts.accounts.start(tenant.name, tenant.limits, parts.clock.now_s())
         try:
@@ -133,7 +138,7 @@ class HintPages:
 
 
 def _pin_of(call: ApiCall, versions: Versions, settings: GatewaySettings) -> _Pin:
-    """Checks a pin. Raises InvalidRequest."""
+    """Returns the checked pin of a call. Raises InvalidRequest."""
     body_type: type[Body] = ChatBody if endpoint_of(call.data) == CHAT else CompletionBody
     if AFFINITY_HEADER not in call.headers:
         headers = {**call.headers, AFFINITY_HEADER: _ANY_KEY}

@@ -1,7 +1,8 @@
 """Computes which blocks a call of a session used: hashes of its prompts and answers. Pure.
 
-Hashes of prompts are computed where the prompts are checked, in a thread if they are long. Hashes
-of the answer follow at its end. Without a session or a store, nothing is computed.
+Hashes of prompts are computed when the prompts are checked, in a thread if the prompts are long.
+Hashes of an answer are computed when the answer ends. Without a session or a store, no hashes are
+computed.
 """
 
 from collections.abc import Sequence
@@ -15,16 +16,20 @@ from router.machine.requests import PrefixHashes, Request
 
 
 class SessionNotes(msgspec.Struct, frozen=True):
-    """The report of a call to stores at its end. `hashes` has one item per prompt."""
+    """The data for the report that stores get when a call ends.
+
+    `hashes` has one item per prompt.
+    """
 
     claim: SessionClaim
     block_size: int  # tokens per block in stores
     hashes: tuple[PrefixHashes, ...]
 
     def use(self, index: int, prompt: Sequence[int], answer: Sequence[int]) -> SessionUse | None:
-        """Returns the blocks that a prompt and its answer used. None if no block is full.
+        """Returns the report of the blocks that a prompt and its answer used; None if no block is
+        full.
 
-        The last token of an answer is not fed back, so it has no KV.
+        The last token of an answer is not an input of the model, so it has no KV.
         """
         token_ids = [*prompt, *answer]
         hashes = self.hashes[index].leading(
@@ -39,7 +44,7 @@ class SessionNotes(msgspec.Struct, frozen=True):
 
 
 def notes_of(claim: SessionClaim, block_size: int, leaders: Sequence[Request]) -> SessionNotes:
-    """Creates the notes of a call with the block hashes of its prompts."""
+    """Returns the notes of a call, with the block hashes of its prompts."""
     hashes = [
         PrefixHashes({block_size: prompt_hashes(each, block_size)}, salt=each.salt)
         for each in leaders
@@ -48,11 +53,13 @@ def notes_of(claim: SessionClaim, block_size: int, leaders: Sequence[Request]) -
 
 
 def prompt_hashes(request: Request, block_size: int) -> list[BlockHash]:
-    """Returns hashes of the full blocks of a prompt, at most as many as one message may have."""
+    """Returns the hashes of a prompt's full blocks, limited to the hashes that one message may
+    have.
+    """
     num_tokens = _bounded(len(request.token_ids), block_size)
     return hash_blocks(request.token_ids[:num_tokens], block_size, request.salt)
 
 
 def _bounded(num_tokens: int, block_size: int) -> int:
-    """Returns `num_tokens`, limited to the number that one message can have hashes for."""
+    """Returns `num_tokens`, limited to the tokens whose block hashes fit into one message."""
     return min(num_tokens, MAX_HASHES * block_size)

@@ -1,3 +1,3 @@
-"""The Open Inference Protocol over gRPC, as Triton with vLLM speaks it."""
+"""The Open Inference Protocol over gRPC, compatible with Triton's vLLM backend."""
 
 import engine.net.grpc_library  # noqa: F401  before libraries that load gRPC without its settings

@@ -1,8 +1,8 @@
-"""Writes answers as ModelInferResponse: whole, or one response for each piece of a stream.
+"""Writes answers as ModelInferResponse: one response for a whole answer, or one for each piece.
 
 Every tensor has one item for each choice. In a stream a response has the new text of one choice;
-the other choices have empty texts. As with Triton, the parameter `triton_final_response` marks the
-last response of a stream.
+the other choices have empty texts. The parameter `triton_final_response` marks the last response of
+a stream, as in Triton.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from router.text.logprobs import Entry, prompt_logprobs
 
 FINAL = "triton_final_response"
 IGNORED = "baton_ignored"  # lists ignored fields of a request
-_GOES_ON = b"None"  # finish reason of a running choice, as vLLM's backend writes it
+_GOES_ON = b"None"  # finish reason of a running choice, as in Triton's vLLM backend
 
 Send = Callable[[Any], Awaitable[None]]
 Fail = Callable[[Outcome], Awaitable[None]]
@@ -41,11 +41,11 @@ class WholeInference(AnswerWriter):
         self._kept = [KeptChoice() for _ in heading.call.requests]
 
     def write(self, piece: AnswerPiece) -> None:
-        """Keeps the piece."""
+        """Keeps the piece for the response."""
         self._kept[piece.choice].add(piece)
 
     async def end(self, ending: Ending) -> None:
-        """Sends the whole answer, or the failure."""
+        """Sends the whole answer, or passes the outcome to `fail` if the answer failed."""
         if not isinstance(ending.outcome, Finished):
             await self._fail(ending.outcome)
             return
@@ -90,16 +90,16 @@ class StreamedInference(AnswerWriter):
 
     @property
     def is_full(self) -> bool:
-        """Always true: each message waits until gRPC accepts it."""
+        """Always True, because each message waits until gRPC accepts it."""
         return True
 
     def write(self, piece: AnswerPiece) -> None:
-        """Keeps a piece, if it has anything to show."""
+        """Keeps a piece for `flush`, unless the piece is empty."""
         if not piece.is_empty or piece.finish is not None:
             self._unsent.append(piece)
 
     async def flush(self) -> None:
-        """Sends a response for each piece."""
+        """Sends a response for each kept piece, except the answer's last response."""
         while self._unsent:
             piece = self._unsent.pop(0)
             response = self._response_to(piece)
@@ -111,7 +111,7 @@ class StreamedInference(AnswerWriter):
                 self._last = response
 
     async def end(self, ending: Ending) -> None:
-        """Sends the last response, or the failure."""
+        """Sends the last response, or passes the outcome to `fail` if the answer failed."""
         await self.flush()
         if not isinstance(ending.outcome, Finished):
             await self._fail(ending.outcome)
@@ -171,6 +171,6 @@ def _sum_of(entries: Sequence[Entry]) -> float:
 
 
 def _scores_of(heading: Heading, entries: Sequence[Entry]) -> LazyItems[Entry]:
-    """Returns a JSON list with an object per token: the chosen token and the likeliest, by id."""
+    """Returns a JSON list with an object per token: the chosen and the likeliest tokens, by id."""
     call = heading.call
     return prompt_logprobs(entries, call.served.text.bytes_of, call.body.num_top_logprobs or 0)

@@ -1,6 +1,6 @@
-"""From a ModelInferRequest to the JSON body of a completion and the form of its answer. Pure.
+"""Converts a ModelInferRequest to the JSON body of a completion and the form of its answer. Pure.
 
-The tensors are named as in Triton's vLLM backend, and each but the prompt is optional:
+The tensors have the names of Triton's vLLM backend. All tensors except the prompt are optional:
 
     text_input               BYTES   a prompt, or several as a batch; or
     input_ids                INT32 or INT64 [tokens] or [1, tokens], a prompt
@@ -12,7 +12,7 @@ The tensors are named as in Triton's vLLM backend, and each but the prompt is op
     return_num_output_tokens  BOOL   more outputs
 
 Fields may also be `parameters` of the request. Numbers may be texts, as in Triton's examples. The
-body is handled like an HTTP body, so that all checks and messages are the same as over HTTP.
+body is handled like an HTTP body, so that checks and error messages are the same as over HTTP.
 """
 
 import math
@@ -31,7 +31,7 @@ from router.inbox.api_errors import ApiError, invalid_value
 
 TEXT_OUTPUT = "text_output"
 SCORES_OUTPUT = "logprobs"
-# Outputs and their types. Each output but the text is switched on by an input `return_…`.
+# Outputs and their types. An input `return_…` switches on each output except the text.
 OUTPUTS = {
     TEXT_OUTPUT: "BYTES",
     "finish_reason": "BYTES",
@@ -52,7 +52,7 @@ INPUTS = {
     "sampling_parameters": "BYTES",
     **dict.fromkeys(_SWITCHES, "BOOL"),
 }
-# Fields of a completion that have a tensor of their own, or whose results no output shows.
+# Fields of a completion that have a tensor of their own, or whose results have no output.
 _PLACES = {
     "prompt": "use the tensor text_input or input_ids",
     "model": "use model_name",
@@ -63,14 +63,14 @@ _PLACES = {
     "return_token_ids": "no output shows them",
     "return_tokens_as_token_ids": "the output logprobs has ids always",
 }
-# Every response of a stream says whether it is the last one, so no empty last one is needed.
+# Every response has a mark whether it is the stream's last, so an empty last one is not needed.
 _WITHOUT_EFFECT = "triton_enable_empty_final_response"
-_TIMEOUT = "timeout"  # sent by Triton's clients, in microseconds
+_TIMEOUT = "timeout"  # a timeout in microseconds, which Triton's clients send
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The content of a response beside the answer itself."""
+    """What a response contains in addition to the answer itself."""
 
     id: str
     outputs: frozenset[str]
@@ -81,13 +81,13 @@ class AnswerForm:
 
     @property
     def has_scores(self) -> bool:
-        """True if the client wants the log-probabilities of each token."""
+        """True if the client wants log-probabilities for each token."""
         return SCORES_OUTPUT in self.outputs
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceCall:
-    """A request before its checks as a completion: its JSON body and the headers it implies."""
+    """A request converted to a completion, not checked yet: its JSON body and HTTP headers."""
 
     data: bytes
     headers: dict[str, str]
@@ -95,7 +95,7 @@ class InferenceCall:
 
 
 def read_call(request: Any) -> InferenceCall:
-    """Reads a ModelInferRequest. Raises ApiError with the name of the tensor or field."""
+    """Converts a ModelInferRequest. Raises ApiError that names the invalid tensor or field."""
     tensors = read_tensors(request)
     if unknown := next((name for name in tensors if name not in INPUTS), None):
         raise _fault(unknown, f"there is no such input; expected {', '.join(INPUTS)}")
@@ -125,7 +125,9 @@ def read_call(request: Any) -> InferenceCall:
 
 
 def _fields(request: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the fields of the JSON body, and headers."""
+    """Returns the fields of the JSON body, and the headers with which an HTTP client would send
+    them.
+    """
     headers: dict[str, str] = {}
     if request.id:
         headers[ID_HEADER] = request.id
@@ -159,7 +161,9 @@ def _outputs(request: Any, switches: Mapping[str, bool | None]) -> frozenset[str
 
 
 def _prompts(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...] | None, tuple[int, ...]]:
-    """Returns the texts of prompts, or None and the token ids of one prompt."""
+    """Returns texts and token ids of prompts: either texts and no ids, or None and one prompt's
+    ids.
+    """
     texts, ids = tensors.get("text_input"), tensors.get("input_ids")
     if (texts is None) == (ids is None):
         raise _fault("text_input", "give either text_input or input_ids")
@@ -214,7 +218,7 @@ def _text(name: str, tensor: Tensor, index: int) -> str:
 
 
 def _value(name: str, given: Any) -> Any:
-    """Returns the value of an InferParameter."""
+    """Returns the Python value of an InferParameter. Raises ApiError."""
     field = given.WhichOneof("parameter_choice")
     if field is None:
         raise _fault(name, "has no value")
@@ -225,18 +229,18 @@ def _value(name: str, given: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Converts a text to a number or a truth value, if the field takes no text."""
+    """Converts a text to a number or a boolean, if the completion's field has no text values."""
     if isinstance(value, str) and name in _textless_fields():
         try:
             return msgspec.json.decode(value.strip().lower())
         except msgspec.DecodeError:
-            return value  # the later error names the field
+            return value  # a later check names the field
     return value
 
 
 @cache
 def _textless_fields() -> frozenset[str]:
-    """Returns the fields of a completion that take no text."""
+    """Returns the names of a completion's fields whose type has no text."""
     hints = get_type_hints(CompletionBody)
     names = CompletionBody.__struct_fields__
     return frozenset(name for name in names if not _takes_text(hints[name]))

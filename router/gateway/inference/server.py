@@ -1,9 +1,10 @@
 """The gRPC server of a gateway: its port, TLS, health and reflection.
 
-Several gateway processes share the port: each accepts connections from the same socket, and relays
-them to gRPC's library (`router.edge.relay`). Health and reflection need no key, like the
-corresponding HTTP pages. Their messages have a few bytes, so long or malformed ones are refused.
-The number of their streams, such as watches of health, is limited.
+Several gateway processes may share the port: each process accepts connections from the same socket,
+and relays the connections to gRPC's library (`router.edge.relay`). Clients need no key for health
+and reflection, like for the corresponding HTTP pages. Messages to these two services have a few
+bytes, so long or malformed messages are refused. The number of streams of these services, such as
+watches of health, is limited.
 """
 
 import asyncio
@@ -27,16 +28,16 @@ from router.edge.tls import TlsFiles
 from router.gateway.inference.service import SERVICE, InferenceService
 from router.gateway.versions import Versions
 
-MORE_MESSAGE_BYTES = 64 * 2**10  # bytes of a message outside its tensors
+MORE_MESSAGE_BYTES = 64 * 2**10  # maximum bytes of a message outside its tensors
 MAX_CALLS_PER_CONNECTION = 256
 KEEPALIVE_S = 30  # seconds between pings to a silent client
 KEEPALIVE_TIMEOUT_S = 10
-MAX_IDLE_S = 60  # seconds without a call; clients reconnect by themselves
+MAX_IDLE_S = 60  # seconds without a call until disconnection; clients reconnect by themselves
 CLIENT_PINGS_S = 10  # minimum seconds between pings of a client
 LOOK_EVERY_S = 0.5  # seconds between updates of health from readiness
-INNER = "inner-"  # prefix of the socket's name for gRPC's library
-MAX_SMALL_BYTES = 4096  # bytes of a message of a method that needs no key
-MAX_STREAMS = 256  # streams of such methods, of all clients together
+INNER = "inner-"  # prefix of the Unix socket's name on which gRPC's library listens
+MAX_SMALL_BYTES = 4096  # maximum bytes of a message of a method that needs no key
+MAX_STREAMS = 256  # maximum streams of methods that need no key, over all clients
 _CODES = grpc.StatusCode
 _NO_COMPRESSION = 1  # bit mask of allowed algorithms
 
@@ -64,7 +65,10 @@ class InferenceServer:
         self._directory: int | None = None
 
     async def open(self, host: str, port: int) -> int:
-        """Listens. Returns the port, which the system chooses for 0. Raises ConfigError."""
+        """Starts to listen.
+
+        Returns the port; for port 0 the system chooses one. Raises ConfigError.
+        """
         if port:
             _check_free(host, port)
         return await self._open(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -72,10 +76,10 @@ class InferenceServer:
     async def open_on(self, sock: socket.socket, directory: Path, process: str) -> int:
         """Serves a listening socket that is shared with other processes. Returns its port.
 
-        gRPC listens on a separate socket in `directory`, which only its user may enter. Raises
-        ConfigError.
+        gRPC listens on a separate Unix socket in `directory`, which only the directory's user may
+        enter. Raises ConfigError.
         """
-        # A short name, as the address of a Unix socket has at most 107 bytes.
+        # The path is short because the address of a Unix socket may have at most 107 bytes.
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         path = f"/proc/self/fd/{self._directory}/{INNER}{process}"
         await self._open(f"unix:{path}")
@@ -110,7 +114,9 @@ class InferenceServer:
         self._stops_draining.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Accepts no more calls, waits for running calls, and cancels them after the timeout."""
+        """Stops accepting calls, waits for running calls, and cancels running calls after the
+        timeout.
+        """
         if self._following is None:
             return
         self._closing.set()
@@ -131,7 +137,7 @@ class InferenceServer:
             os.close(self._directory)
 
     async def _follow(self) -> None:
-        """Updates the health from readiness until the server closes."""
+        """Sets gRPC's health to the gateway's readiness repeatedly, until the server closes."""
         while not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S):
@@ -174,7 +180,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _credentials(tls: TlsFiles) -> Any:
-    """Returns credentials that are reloaded when the files change."""
+    """Returns server credentials. gRPC reloads these when the files change."""
     used = tls.pem
 
     def configuration() -> Any:
@@ -202,7 +208,7 @@ class SmallMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
     ) -> Any:
-        """Returns the handler of a method with the limits applied."""
+        """Returns the handler of a method, wrapped so that the limits apply."""
         handler = await continuation(details)
         if handler is None or handler.request_deserializer is None:
             return handler
@@ -236,14 +242,14 @@ class SmallMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return run
 
     async def _enter(self, context: Any) -> None:
-        """Counts a stream, or ends its call if there are too many."""
+        """Counts a new stream. Aborts the stream's call if too many streams are open."""
         if self._num_streams >= MAX_STREAMS:
             await context.abort(_CODES.RESOURCE_EXHAUSTED, "too many such streams are open")
         self._num_streams += 1
 
 
 def _reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Returns a parser that returns None for a message that is too long or malformed."""
+    """Returns a parser of messages. The parser returns None for a too long or malformed message."""
 
     def read(message: bytes) -> Any:
         if len(message) > MAX_SMALL_BYTES:
@@ -271,7 +277,7 @@ async def _each_checked(requests: AsyncIterator[Any], context: Any) -> AsyncIter
 
 
 async def _check(request: Any, context: Any) -> None:
-    """Ends the call if its message was refused."""
+    """Aborts the call if the parser refused its message."""
     if request is None:
         text = f"the message is malformed, or longer than {MAX_SMALL_BYTES} bytes"
         await context.abort(_CODES.INVALID_ARGUMENT, text)

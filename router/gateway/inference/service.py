@@ -1,11 +1,11 @@
 """The methods of `inference.GRPCInferenceService`: keys, checks, answers and errors in gRPC's form.
 
 A request becomes the body of a completion and is answered by `router.gateway.answering`. If a
-client leaves, or its deadline passes, gRPC cancels the method. Then the requests are cancelled on
-the workers.
+client leaves, or its deadline passes, gRPC cancels the method. The cancellation also reaches the
+workers.
 
-Errors are those of HTTP, with a matching status code. As with Triton, an error in a stream is a
-response with `error_message`, and the stream continues. If the client sends the metadata
+Errors have the texts of HTTP and the matching gRPC status code. An error in a stream is a response
+with `error_message`, and the stream continues, as in Triton. If the client sends the metadata
 `triton_grpc_error: true`, an error ends the stream with a status.
 """
 
@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 
 GRPC = "GRPC"  # shown as the method in the access log
 SERVICE = "inference.GRPCInferenceService"
-MAX_CALLS_IN_STREAM = 64  # answered at once; later requests wait to be read
-LONG_REQUEST_BYTES = 65_536  # longer requests take milliseconds to read
+MAX_CALLS_IN_STREAM = 64  # requests of a stream answered at the same time; later ones wait
+LONG_REQUEST_BYTES = 65_536  # a thread reads longer requests, in milliseconds
 _GRPC_ERRORS = "triton_grpc_error"
 _CODES = {
     HTTPStatus.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
@@ -68,12 +68,12 @@ _CODES = {
 }
 _STATUSES = {code: int(status) for status, code in reversed(_CODES.items())}
 _Method = Callable[[Any, Any], Awaitable[Any]]
-_Receive = Callable[[], Awaitable[bytes]]  # returns the message of a request
+_Receive = Callable[[], Awaitable[bytes]]  # waits for the message of a request and returns it
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceFailure:
-    """An error with its HTTP status."""
+    """A failure of a call, with the status and headers that it has over HTTP."""
 
     status: int
     message: str
@@ -81,12 +81,12 @@ class InferenceFailure:
 
     @property
     def code(self) -> Any:
-        """Returns the status code of gRPC."""
+        """The gRPC status code."""
         return _CODES.get(HTTPStatus(self.status), grpc.StatusCode.INVALID_ARGUMENT)
 
 
 class _StreamEnds(Exception):
-    """A failure that ends a stream."""
+    """A failure ends the stream, because the client has asked for that."""
 
     def __init__(self, failure: InferenceFailure) -> None:
         self.failure = failure
@@ -94,34 +94,36 @@ class _StreamEnds(Exception):
 
 @dataclass(slots=True)
 class _Replies:
-    """Sends the responses of one request to its client."""
+    """The replies to one request: sends its responses, and keeps its failure."""
 
     send: Callable[[Any], Awaitable[None]]
-    id: str = ""  # the request's id, known once the message is read
-    form: AnswerForm | None = None  # known once the request is read
+    id: str = ""  # the client's id of the request, set once the message is read
+    form: AnswerForm | None = None  # set once the request is read
     failure: InferenceFailure | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
     def status(self, *, is_over: bool) -> int:
-        """Returns the HTTP status. 0: the client left before the end."""
+        """Returns the HTTP status for the log; 0 if the client left before the end."""
         if self.failure is not None:
             return self.failure.status
         return int(HTTPStatus.OK) if is_over else 0
 
     async def fail(self, outcome: Outcome) -> None:
-        """Keeps the error of an answer that did not finish."""
+        """Keeps the failure of an answer that did not finish."""
         status, headers = failure_head(outcome)
         message = failure_body(outcome).error.message
         self.failure = InferenceFailure(status, message, headers)
 
     def open(self, heading: Heading) -> AnswerWriter:
-        """Returns the writer of a stream or of a whole answer, as the client asked."""
+        """Returns a writer that streams the answer, or sends the whole answer, as the client
+        asked.
+        """
         form = self.form
         assert form is not None
         writer = StreamedInference if form.streams else WholeInference
 
         async def send(response: Any) -> None:
-            if not form.streams:  # a single response's metadata follow it
+            if not form.streams:  # sent as metadata after the response
                 self.headers = heading.headers
             await self.send(response)
 
@@ -129,7 +131,7 @@ class _Replies:
 
 
 class InferenceService:
-    """The service over a gateway's parts. `version` is Baton's."""
+    """The methods of the service. `version` is the version of Baton."""
 
     def __init__(self, parts: GatewayParts, keys: KeyFinder | None, version: str) -> None:
         self._parts = parts
@@ -139,7 +141,7 @@ class InferenceService:
 
     def handler(self) -> Any:
         """Returns the generic handler for a gRPC server."""
-        infer = grpc.stream_unary_rpc_method_handler(  # for one message, read by the handler
+        infer = grpc.stream_unary_rpc_method_handler(  # reads one message itself
             self.infer, None, pb.ModelInferResponse.SerializeToString
         )
         infer_stream = grpc.stream_stream_rpc_method_handler(
@@ -221,7 +223,10 @@ class InferenceService:
         )
 
     async def _chosen(self, request: Any, context: Any) -> ServedVersion:
-        """Returns the version that a client with a key means, or ends the call."""
+        """Checks the client's key.
+
+        Returns the version that the request names; aborts an invalid call.
+        """
         try:
             identify(self._keys, _authorization(context))
             return self._parts.versions.choose(
@@ -234,7 +239,7 @@ class InferenceService:
     # ------------------------------------------------------------ answers
 
     async def infer(self, messages: AsyncIterator[bytes], context: Any) -> Any:
-        """Answers a request with one response."""
+        """Answers a call with one response: method ModelInfer."""
         responses: list[Any] = []
 
         async def send(response: Any) -> None:
@@ -248,7 +253,7 @@ class InferenceService:
         return responses[0]
 
     async def _only(self, messages: AsyncIterator[bytes]) -> bytes:
-        """Returns the single message of a request. Raises ApiError if it does not come in time."""
+        """Waits for the single message of a call. Raises ApiError if no message arrives in time."""
         limit_s = BODY_TIMEOUT_S
         try:
             async with asyncio.timeout(limit_s):
@@ -260,13 +265,13 @@ class InferenceService:
             raise ApiError(message, code="request_timeout", status=408) from None
 
     async def infer_stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        """Answers requests as they come, each with one or more responses that carry its id."""
+        """Answers the requests of a stream concurrently. Responses have the id of their request."""
         try:
             identify(self._keys, _authorization(context))
         except InvalidRequest as error:
             await _abort(context, _refusal(error))
         ends_on_errors = _metadata(context).get(_GRPC_ERRORS) == "true"
-        turn = asyncio.Lock()  # gRPC accepts one message at a time
+        turn = asyncio.Lock()  # gRPC can write only one message at a time
         slots = asyncio.Semaphore(MAX_CALLS_IN_STREAM)
 
         async def send(response: Any, error: str = "") -> None:
@@ -302,7 +307,7 @@ class InferenceService:
     async def _read(
         self, message: bytes, tenant: Tenant, replies: _Replies, *, may_stream: bool
     ) -> InferenceCall:
-        """Reads a request, a long one in a thread. Raises ApiError."""
+        """Converts the message of a request, in a thread if it is long. Raises ApiError."""
         check_size(len(message), self._parts.settings.gateway)
         read = partial(_read, message, replies, may_stream=may_stream)
         if len(message) < LONG_REQUEST_BYTES:
@@ -312,9 +317,9 @@ class InferenceService:
     async def _answer(
         self, receive: _Receive, context: Any, replies: _Replies, *, may_stream: bool
     ) -> None:
-        """Answers and logs one request. Its message is read once its key is known.
+        """Answers and logs one request. The message is received after the key was checked.
 
-        A failure is stored in `replies`, even if it is a bug in Baton.
+        A failure is stored in `replies`, also for an exception caused by a bug in Baton.
         """
         start_s, key, shown_id, is_over = self._parts.clock.now_s(), "", "", False
         seen: RequestMeter | None = None
@@ -334,7 +339,7 @@ class InferenceService:
                     meter.outcome = INVALID
                     replies.failure = _refusal(error)
             is_over = True
-        except grpc.aio.BaseError:  # the client left
+        except grpc.aio.BaseError:  # the client has left
             raise
         except Exception:
             log.exception("a request over gRPC failed")
@@ -352,12 +357,12 @@ class InferenceService:
 
 
 async def _given(message: bytes) -> bytes:
-    """Returns a message that was already read."""
+    """Returns a message that was already received."""
     return message
 
 
 def _read(message: bytes, replies: _Replies, *, may_stream: bool) -> InferenceCall:
-    """Reads a request, and sets its id in `replies`. Raises ApiError."""
+    """Parses and converts a request, and sets its id in `replies`. Raises ApiError."""
     check_wire(message)
     try:
         request = pb.ModelInferRequest.FromString(message)
@@ -395,5 +400,5 @@ def _authorization(context: Any) -> bytes | None:
 
 
 async def _abort(context: Any, failure: InferenceFailure) -> None:
-    """Ends a call with an error. Does not return."""
+    """Aborts a call with an error. Always raises gRPC's exception."""
     await context.abort(failure.code, failure.message, tuple(failure.headers.items()))

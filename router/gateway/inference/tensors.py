@@ -1,9 +1,11 @@
 """Converts tensors of the Open Inference Protocol to and from Python values. Pure.
 
-Values are typed (`contents`) or raw. Raw values are little-endian and flat, and each item of BYTES
-is preceded by its length in four bytes. In a request either all tensors are raw, or none.
+The values of a tensor are typed (`contents`) or raw. Raw values are little-endian and flat, and
+each item of BYTES follows its length in four bytes. In a request, either all tensors are raw or no
+tensor is raw.
 
-Source: the protocol's specification, "Tensor Data"; the extension for binary data is the same.
+Source: the protocol's specification, "Tensor Data"; the protocol's extension for binary data has
+the same form.
 """
 
 import math
@@ -18,12 +20,12 @@ import numpy as np
 from router.gateway.inference import inference_pb2 as pb
 from router.inbox.api_errors import ApiError, invalid_value
 
-MAX_ITEMS = 2**20  # items per tensor
-MAX_TENSORS = 64  # tensors per request
+MAX_ITEMS = 2**20  # maximum items per tensor
+MAX_TENSORS = 64  # maximum tensors per request
 MAX_DIMENSIONS = 8
 
 _LENGTH = struct.Struct("<I")
-# By type: the field of InferTensorContents, and the raw form as a numpy dtype.
+# By data type: the field of InferTensorContents, and the numpy dtype of raw values.
 _FORMS = {
     "BOOL": ("bool_contents", "?"),
     "INT32": ("int_contents", "<i4"),
@@ -61,7 +63,7 @@ def read_tensors(request: Any) -> dict[str, Tensor]:
 
 def _read(tensor: Any, raw: bytes | None) -> Tensor:
     name, datatype = tensor.name, tensor.datatype
-    if len(tensor.shape) > MAX_DIMENSIONS:  # the product may have millions of digits
+    if len(tensor.shape) > MAX_DIMENSIONS:  # their product may have millions of digits
         raise _fault(name, f"at most {MAX_DIMENSIONS} dimensions are allowed")
     shape = tuple(tensor.shape)
     form = _FORMS.get(datatype)
@@ -91,7 +93,7 @@ def _read(tensor: Any, raw: bytes | None) -> Tensor:
 
 
 def _split(name: str, raw: bytes) -> Iterator[bytes]:
-    """Yields the items of raw BYTES. Raises ApiError."""
+    """Yields the items of a raw tensor of BYTES. Raises ApiError."""
     start = 0
     while start < len(raw):
         if start + _LENGTH.size > len(raw):
@@ -105,7 +107,7 @@ def _split(name: str, raw: bytes) -> Iterator[bytes]:
 
 
 def write_tensors(response: Any, tensors: Mapping[str, Tensor], *, raw: bool) -> None:
-    """Adds outputs to a ModelInferResponse."""
+    """Adds tensors to a ModelInferResponse as its outputs."""
     for name, tensor in tensors.items():
         output = response.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
         field, form = _FORMS[tensor.datatype]

@@ -1,9 +1,9 @@
-"""Limits the cost of a ModelInferRequest before parsing, by its tags on the wire. Pure.
+"""Limits the cost of parsing a ModelInferRequest: counts its fields in the encoded bytes. Pure.
 
-protobuf makes an object of at least 90 bytes for each nested message, which may have two bytes on
-the wire. Parsing is one call, during which no other thread runs. So the tags of all messages and
-the numbers in packed fields are counted first. Strings and raw contents are not examined: they take
-as much memory as they have bytes.
+protobuf makes an object of at least 90 bytes for each nested message, which may have only two
+encoded bytes. Parsing is one call, during which no other thread runs. So the fields of all messages
+and the numbers in packed fields are counted first. Strings and raw contents are not counted,
+because their memory is proportional to their bytes.
 
 Source: protobuf's documentation, "Encoding".
 """
@@ -16,16 +16,19 @@ import numpy as np
 from router.gateway.inference.tensors import MAX_ITEMS
 from router.inbox.api_errors import ApiError, invalid_value
 
-MAX_FIELDS = 4096  # fields per request, nested messages included; counting takes 2 ms
+MAX_FIELDS = 4096  # maximum fields per request, with nested messages; counting takes 2 ms
 _MAX_VARINT_BYTES = 10
 
 
 @dataclass(frozen=True)
 class _Message:
-    """A message whose fields are checked; nested messages are given by field number."""
+    """The type of a message whose fields are counted.
+
+    `messages` has nested types by field number.
+    """
 
     messages: "Mapping[int, _Message]" = field(default_factory=dict)
-    numbers: Collection[int] = ()  # numbers of fields with packed integers
+    numbers: Collection[int] = ()  # field numbers of packed integers
 
 
 _ENTRY = _Message({2: _Message()})  # a parameter of the request
@@ -45,14 +48,14 @@ def no_message() -> ApiError:
 
 
 class _Walk:
-    """Counts the fields of one message."""
+    """Counts the fields of one request."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._num_fields = 0
 
     def check(self, message: _Message, begin: int, end: int) -> None:
-        """Counts the fields of a message and of its nested messages."""
+        """Counts the fields of a message and of its nested messages. Raises ApiError."""
         for number, start, stop in self._fields(begin, end):
             if (inner := message.messages.get(number)) is not None:
                 self.check(inner, start, stop)
@@ -60,13 +63,13 @@ class _Walk:
                 self._check_packed(start, stop)
 
     def _check_packed(self, start: int, stop: int) -> None:
-        """Counts packed numbers by their last bytes, which are below 128."""
+        """Counts packed numbers: the last byte of each number is below 128. Raises ApiError."""
         octets = np.frombuffer(self._data, np.uint8, stop - start, start)
         if np.count_nonzero(octets < 128) > MAX_ITEMS:
             raise invalid_value(f"a tensor has more than {MAX_ITEMS} items", "inputs")
 
     def _fields(self, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Counts all fields. Yields the number, start and end of each length-delimited field."""
+        """Counts all fields. Yields number, start and end of each length-delimited field."""
         while place < end:
             self._num_fields += 1
             if self._num_fields > MAX_FIELDS:

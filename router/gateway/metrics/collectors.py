@@ -20,14 +20,14 @@ def counter_of(name: str, text: str, label: str, counts: Mapping[str, float]) ->
 
 
 def edge_families(book: Book) -> Iterator[Metric]:
-    """Yields counts of the listener's connections, and of connections refused before a request."""
+    """Yields counts of the listener's connections, refused or cut connections, and TLS events."""
     yield GaugeMetricFamily("baton_connections", "Connections of clients", book.num_connections)
     yield counter_of("baton_edge_refusals", "Connections refused or cut", "reason", book.refusals)
     yield counter_of("baton_tls_events", "Reloads of certificates", "event", book.tls_events)
 
 
 def router_families(port: RouterStatus) -> Iterator[Metric]:
-    """Yields the queue lengths and event counts of the routers of all versions."""
+    """Yields the queue lengths and event counts of the routers, summed over all versions."""
     yield GaugeMetricFamily(QUEUE, "Requests waiting for a worker", port.queue_len())
     yield GaugeMetricFamily(
         "baton_queue_predicted_seconds",
@@ -45,7 +45,7 @@ def router_families(port: RouterStatus) -> Iterator[Metric]:
 
 
 def kernel_families(versions: Versions) -> Iterator[Metric]:
-    """Yields the kernels of workers, and the number of ranks per worker."""
+    """Yields the kernels that each worker computes with, and its split into ranks."""
     kernels = [
         ((worker, status.role.value, each.name, status.kernels, split_of(status.kernels)), 1)
         for each in versions.table
@@ -58,7 +58,7 @@ def kernel_families(versions: Versions) -> Iterator[Metric]:
 
 
 def version_families(versions: Versions) -> Iterator[Metric]:
-    """Yields each version's weight, served requests, and ends of other requests."""
+    """Yields each version's weight, running requests, and ended requests by outcome."""
     weights: list[tuple[tuple[str, str], float]] = []
     running, ended = weights.copy(), weights.copy()
     for each in versions.table:

@@ -1,4 +1,4 @@
-"""Families of samples: relabelled, joined, and sent to another process."""
+"""Functions on families of samples: relabel, join, and encode for another process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-Rows = Iterable[tuple[Sequence[str], float]]  # values of the labels, and a value
+Rows = Iterable[tuple[Sequence[str], float]]  # label values, and the value of the sample
 
 
 def gauge(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
@@ -28,18 +28,18 @@ def counter(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
 
 
 class CompleteFamilies(Collector):
-    """A collector of families that are already complete."""
+    """A collector of families that were collected before."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Sequence[Metric]:
-        """The families."""
+        """Returns the families."""
         return self._families
 
 
 def labelled(metric: Metric, labels: Mapping[str, str], *, name: str | None = None) -> Metric:
-    """Returns a copy with additional labels, and with another name if one is given."""
+    """Returns a copy of a metric with additional labels, and with the new `name` if it is given."""
     copy = Metric(name or metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
         suffix = sample.name.removeprefix(metric.name)
@@ -71,7 +71,7 @@ def encode_metrics(metrics: Iterable[Metric]) -> bytes:
 
 
 def decode_metrics(data: bytes) -> list[Metric]:
-    """Decodes metrics from `encode_metrics`. Raises msgspec.DecodeError."""
+    """Decodes the result of `encode_metrics`. Raises msgspec.DecodeError."""
     metrics = []
     for name, text, kind, samples in msgspec.msgpack.decode(data, type=_Wire):
         metric = Metric(name, text, kind)

@@ -1,19 +1,20 @@
 """The gateway's own measurements: latencies, token counts and outcomes.
 
-A `RequestMeter` feeds the histograms. Counts of the routers and workers are read at scrape time and
-cost nothing between scrapes. Each application has its own metrics; none are global.
+A `RequestMeter` and its `ChoiceMeter`s fill the histograms. Counts of the routers and workers are
+read when Prometheus scrapes, and cost nothing between scrapes. Each application has its own
+metrics, so no metrics are global.
 
-If several gateway processes share a port, the scraped process asks all others. Then the counts of a
-process have a label `process`. Counts of workers and the build are the same for all processes, so
-they are exported once, without the label.
+If several gateway processes share a port, the scraped process queries all other processes. Then the
+counts of each process have a label `process`. Metrics of workers and of the build are equal in all
+processes, so they are exported once, without the label.
 
-Predictions are exported when they are made. `baton_prediction_ratio` is measured over predicted,
-observed when the measured value is known. It covers the time per token and, for requests that were
-placed once, the time from placement to first token. `baton_cost_error_ratio` is the recent error of
-the formulas for workers of a class, as a share of each observation.
+The histograms of predictions have the values predicted at the placement. `baton_prediction_ratio`
+is the measured value over the predicted value. It covers TPOT and the time from placement to first
+token, for requests that were placed once. `baton_cost_error_ratio` is the recent relative error of
+the cost formulas for workers of a class.
 
-Latencies have the label `version`. Operators choose these names, and a series stays as long as the
-process runs. So there is one series per version that was ever served.
+Latencies have the label `version`. Operators choose the names of versions, and a series exists
+until the process ends. So there is one series for each version that the process has served.
 
 An inter-token latency is observed once for each update of a stream, which is once per step. Tokens
 that speculation yields in one step arrive together and count as one gap.
@@ -70,7 +71,7 @@ from router.machine.requests import (
 from router.text.detokenizer import PlainTextState, TextState
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-INVALID = "invalid"  # outcome of a request that was refused
+INVALID = "invalid"  # outcome of a request that failed a check
 OUTCOMES = ("finished", "rejected", "failed", "cancelled", INVALID)
 OUTCOME_NAMES: dict[type[Outcome], str] = {
     Finished: "finished",
@@ -83,7 +84,7 @@ _MEASURES = (
     "kv_exposed_s",
     "prefix_pull_s",
     "move_pull_s",
-)  # these overlap with the stages
+)  # these times overlap with the stages
 _STAGES = tuple(
     name for name in Timeline.__struct_fields__ if name.endswith("_s") and name not in _MEASURES
 )
@@ -95,7 +96,7 @@ class GatewayMetrics:
     """The histograms and counters of one gateway process."""
 
     def __init__(self, versions: Versions, *, version: str, process: str | None = None) -> None:
-        """`process` labels this process among processes that share a port."""
+        """`process` is the name of this process among the processes that share a port."""
         self._versions = versions
         self._version = version
         self._process = process
@@ -120,7 +121,7 @@ class GatewayMetrics:
         self.stages = self._histogram(
             "stage", "Where the time of a request went", STAGE_BUCKETS_S, labels=("stage",)
         )
-        # Times of whole requests, under names that other servers use too.
+        # Times of whole requests, with names that other servers use too.
         self.queue_time = self._histogram(
             "request_queue", "Waits of a sequence in the router and in its worker", E2E_BUCKETS_S
         )
@@ -150,14 +151,14 @@ class GatewayMetrics:
         self._own.append(self.prediction_ratio.collect)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
-        self.num_batched_tokens = 0  # tokens that became text in C++
+        self.num_batched_tokens = 0  # tokens that C++ converted to text
         self.num_in_flight = 0
         self.on_arrival: Callable[[], None] | None = None  # called when a request starts
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self.num_by_finish = {reason.value: 0 for reason in FinishReason}
         self._answers: Counter[tuple[str, str, str]] = Counter()  # by method, path and status
-        self.num_looked_up_tokens = 0  # prompt tokens that sequences looked up
-        self.num_cached_tokens = 0  # looked-up tokens that were cached
+        self.num_looked_up_tokens = 0  # prompt tokens looked up in caches
+        self.num_cached_tokens = 0  # looked-up tokens found in caches
         self.key_usage = KeyUsage()
         self._shared: list[Callable[[], Iterable[Metric]]] = []
         self._own += [
@@ -169,26 +170,35 @@ class GatewayMetrics:
         ]
 
     def watch(self, families: Callable[[], Iterable[Metric]]) -> None:
-        """Adds a source of counts in this process to the export."""
+        """Adds a source of this process's metrics to the export."""
         self._own.append(families)
 
     def watch_shared(self, families: Callable[[], Iterable[Metric]]) -> None:
-        """Adds a source that is equal in all processes: exported once, without `process`."""
+        """Adds a source of metrics that are equal in all processes.
+
+        These metrics are exported once, without the label `process`.
+        """
         self._shared.append(families)
 
     def watch_counts(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> None:
-        """Adds a mapping of counts to the export, with its keys as the values of one label."""
+        """Adds a counter with one label to the export.
+
+        The keys of `counts` are the label's values.
+        """
         self.watch(lambda: [counter_of(name, text, label, counts)])
 
     def record_status(self, method: str, handler: str, status: int) -> None:
-        """Counts the head of an HTTP answer. `handler` is a known path, or a word for others."""
+        """Counts the head of an HTTP answer.
+
+        `handler` is the path of an endpoint, or `OTHER_PATHS`.
+        """
         if method not in _METHODS:
             method = "other"
         self._answers[method, handler, f"{status // 100}xx"] += 1
 
     @contextmanager
     def detached(self, meter: "RequestMeter") -> Iterator[None]:
-        """Keeps a detached request counted as running until its end."""
+        """Counts a detached request as running until the block ends."""
         try:
             yield
         finally:
@@ -196,14 +206,16 @@ class GatewayMetrics:
             self.num_by_outcome[meter.outcome] += 1
 
     def own(self) -> list[Metric]:
-        """Returns the counts of this process only."""
+        """Returns the metrics of this process."""
         metrics = [metric for families in self._own for metric in families()]
         if self._process is None:
             return metrics
         return [labelled(metric, {"process": self._process}) for metric in metrics]
 
     def exposition(self, others: Sequence[Sequence[Metric]] = ()) -> bytes:
-        """Returns all metrics in Prometheus' text format 0.0.4; `others` are other processes'."""
+        """Returns all metrics in Prometheus' text format 0.0.4; `others` are the metrics of other
+        processes.
+        """
         return generate_latest(CompleteFamilies([*self._families(others)]))
 
     def _families(self, others: Sequence[Sequence[Metric]]) -> Iterator[Metric]:
@@ -266,31 +278,31 @@ class GatewayMetrics:
         )
 
 
-_UNKNOWN_KEY = UsageOfKey()  # for requests that were not accepted; never exported
+_UNKNOWN_KEY = UsageOfKey()  # usage of requests before they are accepted; never exported
 
 
 class RequestMeter:
     """Measures one request, which may have several choices.
 
-    It is entered at the request's head and left at its end. A request without a reported outcome
-    counts as cancelled: its client has left.
+    The caller enters the meter when the head of the request has arrived, and exits at the request's
+    end. A request without a recorded outcome counts as cancelled, because its client has left.
     """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self.metrics = metrics
         self.outcome = "cancelled"
-        self.is_detached = False  # the request outlives its HTTP call: `GatewayMetrics.detached`
+        self.is_detached = False  # True if the request outlives its call: `GatewayMetrics.detached`
         self.labels = ("",)  # the version that serves the request
         self.received_s = 0.0
         self.prompt_tokens = 0
-        self.is_answered = False  # a choice has had a token
+        self.is_answered = False  # True once a choice has had a token
         self.usage = _UNKNOWN_KEY
-        self.num_tokens = self.longest = 0  # tokens in its answers
-        self.request_id = ""  # known once its call is read
-        self.shown_id = ""  # the id in the head of its response
-        self.key = ""  # the name of its API key
+        self.num_tokens = self.longest = 0  # tokens of all answers, and of the longest answer
+        self.request_id = ""  # set once the call is read
+        self.shown_id = ""  # id in the head of the response
+        self.key = ""  # name of the API key
         self.trace: RequestTrace | None = None
-        self.num_sent_tokens = 0  # tokens in all its choices, known at its end
+        self.num_sent_tokens = 0  # tokens of all choices, set at the request's end
 
     def __enter__(self) -> Self:
         self.metrics.num_in_flight += 1
@@ -304,7 +316,7 @@ class RequestMeter:
             self.metrics.num_by_outcome[self.outcome] += 1
 
     def accept(self, received_s: float, prompt_tokens: int, version: str, *, key: str = "") -> None:
-        """Records that the request is valid and goes to the router of a version.
+        """Records that the request is valid and will be submitted to a version's router.
 
         `key` is the name of the request's API key.
         """
@@ -315,7 +327,7 @@ class RequestMeter:
         self.prompt_tokens = prompt_tokens
 
     def finish_trace(self) -> None:
-        """Ends the trace of a traced request."""
+        """Ends the request's trace."""
         assert self.trace is not None
         attributes: Attributes = {
             "baton.version": self.labels[0],
@@ -337,7 +349,7 @@ class RequestMeter:
 
 
 class ChoiceMeter:
-    """Measures one choice. Inter-token gaps are gaps within one choice."""
+    """Measures one choice. Inter-token gaps are measured within one choice."""
 
     def __init__(self, request: RequestMeter, prompt_len: int) -> None:
         self._metrics = request.metrics
@@ -345,11 +357,14 @@ class ChoiceMeter:
         self._prompt_len = prompt_len
         self.gaps = request.metrics.itl.series(request.labels)
         self._first_s: float | None = None
-        self._num_tokens = 0  # tokens, without those handled by C++ in batches
-        self.state: TextState = PlainTextState()  # the choice's text
+        self._num_tokens = 0  # tokens that Python has handled
+        self.state: TextState = PlainTextState()  # the choice's text; counts C++'s tokens
 
     def tokens(self, num_tokens: int, now_s: float) -> None:
-        """Records further tokens of the choice. The first of all choices counts for the request."""
+        """Records new tokens of the choice.
+
+        The first token of all choices counts for the request's TTFT.
+        """
         metrics, request = self._metrics, self._request
         if self._first_s is not None:
             self.gaps.observe(now_s - self.state.last_s)
@@ -394,10 +409,10 @@ class ChoiceMeter:
             self._record_answered(timeline, self.state.last_s - self._first_s, tpot_s)
 
     def _record_answered(self, timeline: Timeline, decode_s: float, tpot_s: float | None) -> None:
-        """Records the cached tokens and times of a choice that had a token.
+        """Records the cached tokens and the times of a choice that has had a token.
 
-        Compares them with the predictions that were made at the placement. The decision predicts
-        only the last of several attempts.
+        Compares the times with the predictions that were made at the placement. Requests with
+        several attempts are not compared, because the predictions cover only the last attempt.
         """
         metrics, decision = self._metrics, timeline.decision
         metrics.num_looked_up_tokens += self._prompt_len

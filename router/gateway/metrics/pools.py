@@ -1,8 +1,8 @@
-"""The pools as a gateway knows them: wanted workers, serving workers, and the controller's news.
+"""The pools from a gateway's view: wanted workers, serving workers, and the controller's reports.
 
-Wanted pools come with the members, and serving workers are those with a session here. So both are
-exported even while no controller runs. All other news are dropped after `STALE_S`, so that no old
-value looks new; then `baton_controller_up` is 0.
+The wanted sizes are part of the members, and a worker is serving if it has a session with this
+gateway. So both counts are exported even while no controller runs. All other values of a report are
+dropped after `STALE_S`, so that no old value looks new. Then `baton_controller_up` is 0.
 """
 
 import logging
@@ -20,11 +20,14 @@ from router.gateway.versions import Versions
 
 log = logging.getLogger(__name__)
 
-STALE_S = 5.0  # seconds; the controller sends news once a second
+STALE_S = 5.0  # seconds; the controller sends a report once a second
 
 
 class PoolCount(msgspec.Struct, frozen=True):
-    """The workers of a version with a role: the wanted number, and those with a session here."""
+    """The workers of a version with one role.
+
+    `wanted` is the ordered number, `serving` the number with a session at this gateway.
+    """
 
     version: str
     role: Role
@@ -33,40 +36,40 @@ class PoolCount(msgspec.Struct, frozen=True):
 
 
 class PoolBoard:
-    """The latest members and news from the controller."""
+    """The latest members and report from the controller."""
 
     def __init__(self, versions: Versions, clock: Clock) -> None:
         self.members: Members | None = None
-        self.cluster: ClusterReport | None = None  # shown on the dashboard
+        self.cluster: ClusterReport | None = None  # the report that the dashboard shows
         self._versions = versions
         self._clock = clock
         self._news: ControllerReport | None = None
         self._heard_s = 0.0
 
     def take(self, news: ControllerReport) -> None:
-        """Keeps the controller's news. They are decoded when Prometheus scrapes."""
+        """Keeps a report of the controller. Its metrics are decoded when Prometheus scrapes."""
         self._news, self._heard_s = news, self._clock.now_s()
 
     @property
     def is_fresh(self) -> bool:
-        """True if the controller's news are recent."""
+        """True if the latest report is at most `STALE_S` old."""
         return self._news is not None and self._clock.now_s() - self._heard_s <= STALE_S
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Returns one sentence for each broken or limited part while requests are served."""
+        """Sentences, one for each broken or limited part, while requests can be served."""
         if self._news is not None and not self.is_fresh:
             return ("no controller reports: nothing is started again, and orders are refused",)
         return () if self.cluster is None else self.cluster.troubles
 
     @property
     def gateways(self) -> tuple[str, ...]:
-        """Returns the URLs of all gateways in the latest news; empty before the first news."""
+        """The URLs of all gateways in the latest report; empty before the first report."""
         return () if self._news is None else self._news.gateways
 
     @property
     def pools(self) -> list[PoolCount] | None:
-        """Returns all known pools, even empty ones. None before the first members."""
+        """All known pools, including empty pools; None before the first members."""
         if self.members is None:
             return None
         ports = {each.name: each.port for each in self._versions.table}
@@ -80,7 +83,7 @@ class PoolBoard:
         return found
 
     def families(self) -> Iterator[Metric]:
-        """Yields wanted workers, serving workers, and recent news."""
+        """Yields wanted workers, serving workers, and the metrics of a recent report."""
         is_fresh = self.is_fresh
         yield GaugeMetricFamily(
             "baton_controller_up", "1 while a controller reports to this gateway", is_fresh
@@ -89,7 +92,7 @@ class PoolBoard:
         if is_fresh and self._news is not None:
             try:
                 yield from decode_metrics(self._news.metrics)
-            except msgspec.DecodeError as error:  # the controller has another version of Baton
+            except msgspec.DecodeError as error:  # the controller runs another version of Baton
                 log.warning("the controller's metrics cannot be read: %s", error)
 
     def _pools(self) -> Iterator[Metric]:

@@ -1,8 +1,8 @@
 """The resources of this gateway process: CPU, memory, open files, and the lag of its event loop.
 
-The first come from prometheus_client, under the usual names (`process_…`), and are read when
-Prometheus scrapes. The lag is sampled: a task asks to be woken, and measures how late it is woken.
-A request may wait that long at each step, whatever the workers do.
+CPU, memory and open files are collected by prometheus_client, under the usual names (`process_…`),
+when Prometheus scrapes. The lag is sampled: a task sleeps for a fixed time, and measures how late
+it wakes up. A request may be delayed by the lag at each step, in addition to the workers' time.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class ProcessMeter:
             await asyncio.wait([self._task])
 
     def families(self) -> Iterator[Metric]:
-        """The metrics of this process."""
+        """Yields the metrics of this process."""
         yield from self._process.collect()
         yield from self._lag.collect()
 

@@ -1,8 +1,8 @@
 """Series that are cheap to count: histograms with their bounds, and the usage of each API key.
 
-The name of a key is its label. The first `MAX_KEYS_SHOWN` used keys get their own series. All later
-keys share the series `other`, so a file of 10,000 keys cannot flood Prometheus. Requests without a
-key have an empty label, which Prometheus drops.
+The name of a key is the value of the label. Each of the first `MAX_KEYS_SHOWN` used keys gets its
+own series. All later keys share the series `other`, so that a file of 10,000 keys does not create
+10,000 series. Requests without a key have an empty label, which Prometheus drops.
 """
 
 from array import array
@@ -39,17 +39,17 @@ RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
 
 MAX_KEYS_SHOWN = 200
-OTHER = "other"  # a key with this name shares the series
+OTHER = "other"  # label of all further keys, and of a key that has this name
 
 
 class Buckets:
-    """The counts of one histogram series, in arrays in which `router.text.native` counts too."""
+    """The counts of one histogram series, in arrays that `router.text.native` updates too."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = array("d", bounds)
-        self.counts = array("q", [0] * (len(bounds) + 1))  # the last: values above all bounds
+        self.counts = array("q", [0] * (len(bounds) + 1))  # last item: values above all bounds
         self.total = array("d", [0.0])
 
     def observe(self, value: float) -> None:
@@ -59,9 +59,9 @@ class Buckets:
 
 
 class Histogram:
-    """Counts by bucket, without a lock.
+    """A histogram that counts by bucket, without a lock.
 
-    prometheus_client's own takes a lock and a method call for each bucket.
+    The histogram of prometheus_client needs a lock and a method call for each bucket.
     """
 
     def __init__(
@@ -81,7 +81,10 @@ class Histogram:
             self.series()
 
     def series(self, labels: tuple[str, ...] = ()) -> Buckets:
-        """Returns the series with these labels. A caller that observes often keeps the series."""
+        """Returns the series with these labels.
+
+        A caller that observes often should keep the series.
+        """
         series = self._series.get(labels)
         if series is None:
             self._series[labels] = series = Buckets(self._bounds)
@@ -119,9 +122,9 @@ class UsageOfKey:
     __slots__ = ("num_cached_tokens", "num_generation_tokens", "num_prompt_tokens", "num_requests")
 
     def __init__(self) -> None:
-        self.num_requests = 0  # valid requests
+        self.num_requests = 0  # requests that passed all checks
         self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0  # cached tokens in prompts
+        self.num_cached_tokens = 0  # prompt tokens found in caches
         self.num_generation_tokens = 0
 
 
@@ -133,7 +136,9 @@ class KeyUsage:
         self._by_key: dict[str, UsageOfKey] = {}
 
     def of(self, key: str) -> UsageOfKey:
-        """Returns the counts of a key, or the shared counts of all further keys."""
+        """Returns the counts of a key, or the shared counts if too many other keys were used
+        before.
+        """
         use = self._by_key.get(key)
         if use is None:
             if len(self._by_key) >= self._max_shown:

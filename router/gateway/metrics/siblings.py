@@ -1,9 +1,9 @@
 """Shares metrics and the dashboard's state between gateway processes on one port.
 
-The kernel gives a connection to any process, and that process asks all others. Each listens on its
-own Unix socket, `<directory>/<process>`, in a directory that only their user can enter. A
-connection carries one query, a line, and its answer. A process that is gone or too slow is left
-out, and the page is sent without it.
+The kernel assigns a connection to any of the processes, and that process queries all other
+processes. Each process listens on its own Unix socket, `<directory>/<process>`, in a directory that
+only the processes' user can enter. A connection carries one query, which is a line, and the answer
+to it. If a process has ended or is too slow, the result is used without its answer.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from router.gateway.metrics.families import decode_metrics, encode_metrics
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 1.0
-METRICS = "metrics"  # a query
+METRICS = "metrics"  # name of the query for metrics
 
 
 class Siblings:
-    """One gateway process; the sockets of all processes are in `directory`."""
+    """Answers and sends queries for one gateway process. The sockets are in `directory`."""
 
     def __init__(self, directory: Path, process: str) -> None:
         self.process = process
@@ -34,7 +34,7 @@ class Siblings:
     async def open(self) -> None:
         """Starts to answer the other processes."""
         path = self._directory / self.process
-        path.unlink(missing_ok=True)  # left by a dead process
+        path.unlink(missing_ok=True)  # socket left by a dead process
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def close(self) -> None:
@@ -43,7 +43,7 @@ class Siblings:
         (self._directory / self.process).unlink(missing_ok=True)
 
     async def ask(self) -> list[list[Metric]]:
-        """Returns the metrics of all other processes that answer in time."""
+        """Queries all other processes for metrics. Returns the metrics that arrive in time."""
         found = []
         for answer in await self.ask_for(METRICS):
             try:
@@ -53,7 +53,7 @@ class Siblings:
         return found
 
     async def ask_for(self, question: str) -> list[bytes]:
-        """Returns the answers of all other processes that answer in time."""
+        """Queries all other processes. Returns the answers that arrive in time."""
         names = sorted(path.name for path in self._directory.iterdir())
         others = [self._directory / name for name in names if name != self.process]
         answers = await asyncio.gather(*(_ask(path, question) for path in others))

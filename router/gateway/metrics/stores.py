@@ -1,7 +1,7 @@
 """The load reports of KV stores, as families of samples.
 
-A store computes nothing, so it has none of a worker's series. Its reports have counts of several
-kinds, which differ in the form of their keys:
+A store computes no tokens, so it has no series of workers. A store's report has counts of several
+kinds. The form of a key shows the kind:
 
     name                         of the store                  baton_store_<name>
     name:reason                  the same, by reason           label `reason`
@@ -10,7 +10,8 @@ kinds, which differ in the form of their keys:
     medium_name, .._name:reason  counted in a lower tier       baton_store_tier_<name>, `medium`
 
 Blocks are counted in two ways. `baton_store_blocks` is the number of blocks that can be found, by
-tier. `baton_store_slots` has the slots of memory by state, which sum to its capacity.
+tier. `baton_store_slots` is the number of memory slots by state; its sum is the capacity of the
+memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -81,7 +82,7 @@ TIER_TEXTS = {  # counts made in a lower tier itself
     "write_bytes": "Bytes written",
     "writes": "Blocks written",
 }
-_OBJECT_BYTES = "object_bytes"  # reported as a count, but it may fall
+_OBJECT_BYTES = "object_bytes"  # reported as a count, but exported as a gauge because it may fall
 _TIER_GAUGES = {  # by name in a load report: exported name, text
     "store_blocks": ("blocks", "Blocks that can be found in the tier"),
     "load_fixed_s": (
@@ -127,7 +128,9 @@ def store_loads(port: RouterStatus) -> list[tuple[str, LoadReport]]:
 
 
 def store_families(port: RouterStatus) -> Iterator[Metric]:
-    """Yields memory slots, leases, counts and gauges of all stores; nothing without a store."""
+    """Yields memory slots, leases, counts and gauges of all stores; yields nothing if there is no
+    store.
+    """
     loads = store_loads(port)
     if not loads:
         return
@@ -184,7 +187,7 @@ def _gauges(loads: list[tuple[str, LoadReport]]) -> Iterator[Metric]:
 
 
 def _of(gauges: Mapping[str, float], name: str) -> dict[str, float]:
-    """Returns the gauges of this name, by medium."""
+    """Returns the values of gauges with this name, by medium."""
     prefix = f"{name}:"
     return {
         key.removeprefix(prefix): value for key, value in gauges.items() if key.startswith(prefix)

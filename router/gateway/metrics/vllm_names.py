@@ -1,7 +1,8 @@
-"""Series equivalent to vLLM's, under vLLM's names, so that its dashboards work.
+"""Series under vLLM's names, so that dashboards for vLLM work with Baton.
 
-vLLM's `engine` is a worker here. Names that vLLM has dropped but older dashboards use are exported
-too. The names come from `vllm/v1/metrics/loggers.py` and `perf.py`, vLLM 0.9 to 0.12.
+The label `engine` of vLLM is the name of a worker. Names that vLLM no longer has but older
+dashboards use are exported too. The names come from `vllm/v1/metrics/loggers.py` and `perf.py`,
+vLLM 0.9 to 0.12.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ _USED_STATES = ("owned", "leased", "in_flight")
 
 
 def vllm_families(counted: Sequence[Metric], versions: Versions) -> Iterator[Metric]:
-    """Yields the series that have an equivalent in vLLM, under vLLM's names."""
+    """Yields all series for which vLLM has an equivalent, under vLLM's names."""
     labels = {"model_name": versions.model_name}
     for metric in counted:
         for name in _VLLM_NAMES.get(metric.name, ()):
@@ -80,7 +81,7 @@ def vllm_families(counted: Sequence[Metric], versions: Versions) -> Iterator[Met
 
 
 def _of_workers(loads: Sequence[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
-    """Yields the series of each worker."""
+    """Yields the series that have a value for each worker."""
     for name in _USAGE_NAMES:
         usage = GaugeMetricFamily(name, "Share of KV blocks in use, 0 to 1", labels=["engine"])
         for (worker, _), load in loads:
@@ -97,7 +98,7 @@ def _of_workers(loads: Sequence[tuple[tuple[str, str], LoadReport]]) -> Iterator
 
 
 def _picked(metric: Metric, wanted: Mapping[str, str]) -> Metric:
-    """Returns the series that have these labels, with these labels removed."""
+    """Returns the series that have the `wanted` labels, without these labels."""
     picked = Metric(metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
         if wanted.items() <= sample.labels.items():
@@ -107,7 +108,7 @@ def _picked(metric: Metric, wanted: Mapping[str, str]) -> Metric:
 
 
 def _renamed(metric: Metric, ours: str, theirs: str) -> Metric:
-    """Returns the series with one label renamed."""
+    """Returns a copy of a metric with one label renamed."""
     copy = Metric(metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
         rest = {theirs if name == ours else name: text for name, text in sample.labels.items()}

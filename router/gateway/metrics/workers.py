@@ -1,16 +1,16 @@
 """The workers' load reports and the router's predictions for workers, as families of samples.
 
-Workers report counts in their load reports, under "name" or "name:reason". A count is exported as
-`baton_worker_<name>_total`. Counts of speculation have names of their own:
+A worker's load report has counts, with keys "name" or "name:reason". A count is exported as
+`baton_worker_<name>_total`. Counts of speculation are exported under other names:
 
     drafted:<proposer>    tokens that a proposer drafted         baton_draft_tokens_total
     accepted:<proposer>   drafted tokens that the model kept     baton_accepted_tokens_total
     accepted_len:<n>      drafts of which n tokens were kept     baton_accepted_length
 
 Tokens per step are `baton_worker_step_tokens_total` over `baton_worker_steps_total`. Gauges of the
-process are exported as `baton_worker_<name>`.
+worker's process are exported as `baton_worker_<name>`.
 
-Stores of KV have none of these series: see `router.gateway.metrics.stores`.
+Stores of KV are not exported here: see `router.gateway.metrics.stores`.
 """
 
 import re
@@ -28,7 +28,7 @@ BY_PROPOSER = {  # by name in a load report: exported name, vLLM's name, text
     "accepted": ("accepted_tokens", "num_accepted_tokens", "Proposed tokens that were kept"),
 }
 _ACCEPTED_LEN = "accepted_len"
-COUNTER_TEXTS = {  # by name in a load report
+COUNTER_TEXTS = {  # by name in a load report: help text
     "bad_messages": "Messages of other workers that could not be read",
     "busy_seconds": "Time in steps; its rate is the share of time in which the worker computes",
     "computed_prompt_tokens": "Tokens of prompts computed here, not found in caches",
@@ -80,13 +80,13 @@ BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
 
 
 def computing(port: RouterStatus) -> dict[WorkerId, WorkerStatus]:
-    """Returns all workers without the stores, which have sessions like workers."""
+    """Returns the workers of `port` without the stores, which have sessions too."""
     found = port.workers().items()
     return {name: status for name, status in found if status.role is not Role.STORE}
 
 
 def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
-    """Returns the last load report of each worker that sent one, with (worker, role)."""
+    """Returns the last load report of each worker that sent one, with the labels (worker, role)."""
     return [
         ((str(worker_id), status.role.value), status.load)
         for worker_id, status in computing(port).items()
@@ -95,7 +95,7 @@ def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
 
 
 def worker_families(port: RouterStatus) -> Iterator[Metric]:
-    """Yields the blocks, sequences, leases and counters of all workers."""
+    """Yields blocks, sequences, leases, counters and gauges of all workers."""
     loads = loads_of(port)
     blocks = [
         ((*worker, state), getattr(load, f"{state}_blocks"))
@@ -119,7 +119,7 @@ def worker_families(port: RouterStatus) -> Iterator[Metric]:
 
 
 def forecast_families(port: RouterStatus) -> Iterator[Metric]:
-    """Yields the predictions for each worker. Each gateway process learns its own."""
+    """Yields the predictions for each worker. Each gateway process learns its own predictions."""
     forecasts = [
         ((str(worker_id), status.role.value), status.forecast)
         for worker_id, status in computing(port).items()
@@ -142,7 +142,7 @@ def forecast_families(port: RouterStatus) -> Iterator[Metric]:
 
 
 def by_reason(load: LoadReport, name: str) -> dict[str, float]:
-    """Returns the counts of a worker under a name, by reason."""
+    """Returns the counts with this name in a worker's report, by reason."""
     prefix = f"{name}:"
     counts = load.counters.items()
     return {key.removeprefix(prefix): n for key, n in counts if key.startswith(prefix)}
@@ -168,7 +168,7 @@ def _speculation(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Me
 
 
 def _cumulative(counts: Mapping[int, float]) -> list[tuple[str, float]]:
-    """Returns cumulative counts per bound, in Prometheus' form."""
+    """Returns the cumulative count for each bound of the histogram, in Prometheus' form."""
     bounds = [
         (str(float(bound)), sum(count for n, count in counts.items() if n <= bound))
         for bound in ACCEPTED_LENGTH_BUCKETS
@@ -177,7 +177,7 @@ def _cumulative(counts: Mapping[int, float]) -> list[tuple[str, float]]:
 
 
 def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
-    """Yields all other counts of the workers; a reason becomes a label."""
+    """Yields all counts of workers except counts of speculation. A reason becomes a label."""
     by_name: dict[str, list[tuple[tuple[str, str], str, float]]] = {}
     for worker, load in loads:
         for key, value in load.counters.items():
@@ -193,5 +193,5 @@ def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterato
 
 
 def metric_name(name: str) -> str:
-    """Returns the name of a count or gauge with only characters that Prometheus allows."""
+    """Returns a name in which only characters remain that Prometheus allows."""
     return re.sub("[^a-zA-Z0-9_]", "_", name).removesuffix("_total")
