@@ -1,8 +1,8 @@
 """The gateway's database: stored responses, files and batches.
 
-SQLite, in memory or in a file that all gateway processes of a machine share. Each process uses it
-from one dedicated thread, so that no stream waits for a disk. A unit of work is one transaction:
-after `kill -9` it is either complete or absent.
+SQLite, in memory or in a file that all gateway processes of a machine share. Each process uses the
+database from one dedicated thread, so that no stream waits for a disk. A unit of work is one
+transaction: after `kill -9` it is either complete or absent.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from router.gateway.batches.tables import TABLES as BATCH_TABLES
 from router.gateway.responses.table import TABLES as RESPONSE_TABLES
 from router.inbox.api_errors import ApiError
 
-MAX_WAITING = 1024  # waiting units of work; further ones are refused
+MAX_WAITING = 1024  # maximum waiting units of work; further units are refused
 LOG_PAUSE_S = 0.02
-BUSY_TIMEOUT_S = 10.0  # seconds; other processes hold the file for milliseconds
+BUSY_TIMEOUT_S = 10.0  # seconds; other processes lock the file for milliseconds
 
 # The whole schema. Each part of the gateway adds its tables here, with IF NOT EXISTS.
 TABLES = BATCH_TABLES + RESPONSE_TABLES
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Storage:
-    """One process's connection to the database, opened by `open` or at the first use."""
+    """One process's connection to the database. `open` or the first use opens the connection."""
 
     def __init__(self, path: Path | None, tables: str = TABLES) -> None:
         """`path` is the file; None: in memory, for this process only."""
@@ -54,9 +54,10 @@ class Storage:
         *args: P.args,
         **given: P.kwargs,
     ) -> T:
-        """Calls `work` in one transaction, with the connection, and returns its result.
+        """Calls `work` with the connection in one transaction, and returns the result of `work`.
 
-        Exceptions in `work` roll it back. Raises ApiError if too much work is waiting.
+        If `work` raises an exception, the transaction is rolled back. Raises ApiError if too many
+        units of work are waiting.
         """
         if self._num_waiting >= MAX_WAITING:
             raise ApiError("the store is busy; try again", code="overloaded", status=503)
@@ -74,7 +75,7 @@ class Storage:
         try:
             return await future
         finally:
-            del future  # it holds the error, whose traceback refers to this frame
+            del future  # the future has the error, whose traceback has this frame
 
     def _record_done(self, _: object) -> None:
         self._num_waiting -= 1
@@ -88,7 +89,7 @@ class Storage:
         connection = sqlite3.connect(
             ":memory:" if self._path is None else self._path,
             timeout=BUSY_TIMEOUT_S,
-            isolation_level=None,  # transactions start where `_transaction` says
+            isolation_level=None,  # `_transaction` starts transactions
             check_same_thread=False,
         )
         _keep_a_log(connection)
@@ -121,10 +122,10 @@ class Storage:
 
 
 def _keep_a_log(connection: sqlite3.Connection) -> None:
-    """Lets readers in other processes continue while one process writes.
+    """Switches SQLite to a write-ahead log, so that readers do not wait for writers.
 
-    SQLite does not wait for the lock that this change needs, and all gateways of a machine start at
-    once. Raises sqlite3.Error.
+    The switch needs a lock for which SQLite does not wait. All gateways of a machine start at the
+    same time, so the switch is tried again if another gateway has the lock. Raises sqlite3.Error.
     """
     for _ in range(round(BUSY_TIMEOUT_S / LOG_PAUSE_S)):
         with suppress(sqlite3.OperationalError):

@@ -1,4 +1,4 @@
-"""Probes a version like a client, but without a socket: one answer streamed, and one whole.
+"""Probes a version with one streamed and one whole answer, like a client but without a socket.
 
 `router.probes` sends requests to a version's router. This probe also covers the parts before and
 after the router: chat template, tokenizer, detokenizer, server-sent events. Both answers must be
@@ -22,19 +22,19 @@ from router.gateway.requests.completion import CompletionBody
 from router.gateway.versions import VERSION_HEADER, ServedVersion
 from router.probes import ANSWER_LEN, SHORT_TEXT, TENANT, WITHIN_S
 
-MANY = 10**6  # no limit of a key may refuse a probe
+MANY = 10**6  # limits of the probe's key, too high to refuse a probe
 PROBER = Tenant(TENANT, TENANT, KeyLimits(MANY, 1000 * MANY, MANY), may_debug=False)
-LEAST_LEN = 512  # a context that is long enough for a short chat with its template
+LEAST_LEN = 512  # tokens of context that a short chat with its template needs
 DONE = "[DONE]"
 _TEXTS = ("content", "reasoning_content", "text")
 
 
 class _BadAnswer(Exception):
-    """An answer to a probe is wrong; the text says how."""
+    """An answer to a probe is wrong. The text of the exception describes the fault."""
 
 
 class StreamProbe:
-    """Sends calls to the endpoints of a gateway for a version that no client gets yet."""
+    """Sends calls to the endpoints of a gateway for a version that no client uses yet."""
 
     def __init__(self, parts: GatewayParts) -> None:
         self._versions = parts.versions
@@ -59,7 +59,7 @@ class StreamProbe:
         return ""
 
     async def _ask(self, served: ServedVersion, *, stream: bool) -> bytes:
-        """Returns the body of an answer. Raises _BadAnswer."""
+        """Sends a short request. Returns the body of its answer. Raises _BadAnswer."""
         has_template = served.text.has_template
         asked: dict[str, Any] = (
             {"messages": [{"role": "user", "content": SHORT_TEXT}]}
@@ -82,7 +82,7 @@ class StreamProbe:
 
 
 class _Call:
-    """One request to an ASGI application, from a client that stays to the end."""
+    """One request to an ASGI application, from a client that never leaves."""
 
     def __init__(self, version: str, content: bytes) -> None:
         self.scope = with_tenant(
@@ -104,7 +104,10 @@ class _Call:
         self._never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
     async def receive(self) -> Message:
-        """Returns the body; later calls wait forever, as the client does not leave."""
+        """Returns the body of the request.
+
+        Later calls wait forever, because the client never leaves.
+        """
         content, self._content = self._content, None
         if content is None:
             return await self._never
@@ -119,7 +122,7 @@ class _Call:
 
 
 def _streamed_text(body: bytes) -> str:
-    """Joins the text of all events. Raises _BadAnswer if they are not a complete stream."""
+    """Joins the text of all events. Raises _BadAnswer if the stream is not complete."""
     *events, last = _events(body) or [""]
     if last != DONE:
         raise _BadAnswer(f"a stream ended without {DONE}")
@@ -152,6 +155,6 @@ def _only_choice(event: bytes) -> dict[str, Any]:
 
 
 def _text_of(choice: dict[str, Any], part: str) -> str:
-    """Returns the text of a choice, or of its `part` in chats."""
+    """Returns the text of a choice. In chats, the text is in the choice's field `part`."""
     holder = choice.get(part, choice)
     return "".join(holder.get(name) or "" for name in _TEXTS)

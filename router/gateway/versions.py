@@ -1,23 +1,26 @@
 """Chooses the model version that serves a request.
 
 A version has its own workers, router, tokenizer and fingerprint, so its KV can never reach another
-version. The choice is made once, before anything is computed. A request ends in the version in
-which it began.
+version. The version is chosen once, before anything is computed. A request never changes its
+version.
 
-1. If the header `x-baton-version` names a version, it serves the request; unknown names get 404.
-2. The model's name chooses the line: the versions of one model, which replace each other. Without
-   a name, the main line is chosen.
-3. If the name is not a name of the line's current version, the versions with that name share it.
-4. Otherwise all versions of the line share it, in proportion to their weights.
+1. If the header `x-baton-version` names a version, that version serves the request; for an unknown
+   name the status is 404.
+2. The model's name chooses the line, which has all versions of one model. A request without a model
+   name goes to the main line.
+3. If the line's current version does not have the model's name, the versions that have it share the
+   request.
+4. Otherwise all versions of the line share the requests, in proportion to their weights.
 
-A version that is leaving takes no requests. If all known versions are leaving, no choice is made
-yet, even for an unknown name: the next version may have that name. The same holds for the name of a
-version without a known worker. Such a call is held. If a version has no workers, versions with
-workers share its requests. The choice depends only on a key and the weights. So the same key gets
-the same version until the weights change, and then as few keys as possible change their version.
+A version that is leaving gets no requests. If all known versions are leaving, a call waits, even
+with an unknown name, because the next version may have that name. A call also waits if it names a
+version without a known worker. If a version has no workers, versions with workers share its
+requests. The choice depends only on a key and the weights. So requests with the same key get the
+same version until the weights change. A change of weights moves as few keys as possible to another
+version.
 
-`Tallies` counts how the requests of each version ended, so that a bad version can be withdrawn. The
-event loop of the requests writes the counts, and reads them once a second.
+`Tallies` counts the outcomes of each version's requests, so that a bad version can be withdrawn.
+The counts are written and read in the event loop of the requests.
 """
 
 import asyncio
@@ -40,14 +43,17 @@ from router.text.tokenizer import TextModel
 
 VERSION_HEADER = "x-baton-version"
 AFFINITY_HEADER = "x-baton-affinity"
-SERVER_SHUTDOWN = "server_shutdown"  # code of errors during shutdown
+SERVER_SHUTDOWN = "server_shutdown"  # error code during shutdown
 STOPPING = "the server is stopping"
 NO_WORKER = "no worker is known of a version that takes requests"
-MAX_HELD = 1024  # calls that may wait for the first worker of their version
+MAX_HELD = 1024  # maximum calls that wait for the first worker of their version
 
 
 class NotReady(ApiError):
-    """No version can take the request yet, but one may when its first worker is known."""
+    """No version can serve the request yet.
+
+    A version may serve it after its first worker is known.
+    """
 
     def __init__(self) -> None:
         super().__init__(NO_WORKER, code="not_ready", status=503)
@@ -55,7 +61,7 @@ class NotReady(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """A version that can serve requests. Its own name is the first of its model's names."""
+    """A version that can serve requests. Its own model name is the first of `model_names`."""
 
     name: str
     port: RouterPort
@@ -73,7 +79,7 @@ class ServedVersion:
 
 
 def by_weight(weights: Mapping[str, int], key: str) -> str:
-    """Returns one of the names; over many keys, each name gets its share.
+    """Returns one of the names. Over many keys, each name is chosen in proportion to its weight.
 
     Each name gets a pseudo-random number computed from the key and the name. The number is
     exponentially distributed with the weight as its rate, and the lowest number wins. If all
@@ -84,7 +90,7 @@ def by_weight(weights: Mapping[str, int], key: str) -> str:
 
 
 def _uniform(key: str, name: str) -> float:
-    """Returns a number in (0, 1) that depends only on key and name."""
+    """Returns a pseudo-random number in (0, 1), computed from the key and the name."""
     digest = blake2b(key.encode(), digest_size=8, key=blake2b(name.encode()).digest()).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2**64
 
@@ -124,7 +130,10 @@ def _able(
 
 
 def _line_of(served: Sequence[ServedVersion], model: str | None) -> str:
-    """Returns the first line that serves a model. Its current version may have another name."""
+    """Returns the first line that has a version with this model name.
+
+    The line's current version may have another name.
+    """
     return next(each.line for each in served if model is None or model in each.model_names)
 
 
@@ -137,8 +146,8 @@ def no_model(model: str) -> ApiError:
 class Versions:
     """All versions of a gateway, and their joint `RouterStatus`.
 
-    The table is replaced as a whole, so that threads may read it. Its first version is the current
-    version. The table is empty until a worker of any version is known.
+    The table is replaced as a whole, so that threads may read it. The first version in the table is
+    the current version. The table is empty until a worker of any version is known.
     """
 
     def __init__(self, *served: ServedVersion) -> None:
@@ -146,38 +155,38 @@ class Versions:
         self._coming: Mapping[str, str] = {}  # versions without a known worker, with their models
         self._able: dict[tuple[str | None, str | None], list[ServedVersion]] = {}  # cached
         self.tallies = Tallies()
-        self.num_running: Counter[str] = Counter()  # accepted requests that have not ended, by name
-        # Counted here, and by routers of versions that are gone.
+        self.num_running: Counter[str] = Counter()  # accepted requests without an end, by version
+        # Events that this object counted, and events of the routers of removed versions.
         self._counted: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
         self._is_stopping = False
-        self._changed = asyncio.Event()  # set by the next change
+        self._changed = asyncio.Event()  # set when the table changes
         self._num_held = 0
 
     def stop(self) -> None:
-        """Refuses all requests from now on."""
+        """Refuses all further requests."""
         self._is_stopping = True
         self._wake_held()
 
     def follow(
         self, table: tuple[ServedVersion, ...], coming: Mapping[str, str] | None = None
     ) -> None:
-        """Replaces the versions. Counts of removed versions are kept.
+        """Replaces the table of versions. Event counts of removed versions are kept.
 
-        `coming` has the names of versions that cannot be chosen yet, with their models.
+        `coming` maps versions that cannot be chosen yet to their models.
         """
         left = [each.port for each in table]
         for gone in self.table:
             if gone.port not in left:
                 self._counted.update(gone.port.counters())
         self.table, self._coming = table, coming or {}
-        self._able = {}  # set last, as other threads may still fill the old one
+        self._able = {}  # replaced last: threads may still fill the old cache
         self._wake_held()
 
     async def hold(self, seen: tuple[ServedVersion, ...], timeout_s: float) -> bool:
-        """Holds a call until the table differs from `seen`, or until calls are no longer accepted.
+        """Waits until the table differs from `seen`, or until calls are no longer accepted.
 
-        Returns False if nothing changed in time, or if too many calls are held.
+        Returns False if nothing changed in time, or if too many calls already wait.
         """
         if self.table is not seen or self._is_stopping:
             return True
@@ -204,7 +213,7 @@ class Versions:
             raise ApiError(STOPPING, code=SERVER_SHUTDOWN, status=503)
         known = self._able
         able = known.get((model, version))
-        if able is None:  # errors are not cached, so the cache is bounded by the served names
+        if able is None:  # errors are not cached, so only served names are
             able = known[model, version] = _able(self.table, self._coming, model, version)
         if len(able) == 1:
             return able[0]
@@ -223,21 +232,24 @@ class Versions:
         return self.table[0].model_names[0] if self.table else ""
 
     def takes(self, served: ServedVersion) -> bool:
-        """True if a version that was just chosen still takes new requests."""
+        """True if a version that was chosen before still accepts new requests."""
         return any(each.port is served.port and not each.is_leaving for each in self.table)
 
     def models(self) -> dict[str, int]:
-        """The maximum tokens of a request by model name: the minimum over its versions."""
+        """The maximum tokens of a request, by model name.
+
+        The value is the minimum over all versions with the name.
+        """
         found: dict[str, int] = {}
         names = dict.fromkeys(chain.from_iterable(each.model_names for each in self.table))
         for name in names:
-            with contextlib.suppress(ApiError):  # all versions of this name are leaving
+            with contextlib.suppress(ApiError):  # all versions with this name are leaving
                 found[name] = min(
                     each.max_len for each in _able(self.table, self._coming, name, None)
                 )
         return found
 
-    # ------------------------------------------------------------ as RouterStatus
+    # ------------------------------------------------------------ methods of RouterStatus
 
     def readiness(self) -> str | None:
         """Returns None if requests without a version can be served; otherwise the reason."""
@@ -262,11 +274,11 @@ class Versions:
         return found
 
     def queue_len(self) -> int:
-        """The number of waiting requests, over all versions."""
+        """The number of waiting requests of all versions."""
         return sum(each.port.queue_len() for each in self.table)
 
     def queued_s(self) -> float:
-        """Predicted seconds to compute the waiting prompts, over all versions."""
+        """The predicted seconds to compute the waiting prompts of all versions."""
         return sum(each.port.queued_s() for each in self.table)
 
     def severed(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
@@ -277,43 +289,43 @@ class Versions:
         return found
 
     def transfers(self) -> list[MovedKv]:
-        """KV that moved between workers of all versions, by pair."""
+        """The KV transfers between workers of all versions, by pair of workers."""
         return [moved for each in self.table for moved in each.port.transfers()]
 
     def timelines(self, request_ids: Collection[RequestId]) -> Mapping[RequestId, Timeline]:
-        """Returns the stages so far of those requests that the routers have."""
+        """Returns the present timelines of all given requests that the routers have."""
         found: dict[RequestId, Timeline] = {}
         for each in self.table:
             found.update(each.port.timelines(request_ids))
         return found
 
     def count(self, event: str, reason: str) -> None:
-        """Counts an event that does not belong to a version."""
+        """Counts an event that belongs to no version."""
         with self._lock:
             self._counted[event, reason] += 1
 
     def counters(self) -> Mapping[tuple[str, str], int]:
-        """Event counts by event and reason, over all versions."""
+        """The numbers of events by event and reason, over all versions."""
         total = self._counted.copy()
         for each in self.table:
             total.update(each.port.counters())
         return total
 
 
-MAX_VERSIONS = 16  # versions kept: the latest that ended requests
-LONGEST_FOR_S = 300.0  # the longest sequence is from the last one or two such spans
+MAX_VERSIONS = 16  # maximum versions kept: the latest whose requests ended
+LONGEST_FOR_S = 300.0  # seconds per span: the longest sequence is of the last two spans
 
-CountHung = Callable[[float], Mapping[str, int]]  # returns counts by version at a time in seconds
+CountHung = Callable[[float], Mapping[str, int]]  # given a time in seconds, counts by version
 
 
 @dataclass(slots=True)
 class VersionTally:
-    """Requests of one version that ended in this process."""
+    """The numbers of ended requests of one version in this process."""
 
     ended: int = 0
     failed: int = 0
     late: int = 0
-    longest: dict[int, int] = field(default_factory=dict)  # tokens, in the last two spans
+    longest: dict[int, int] = field(default_factory=dict)  # maximum tokens by span, last two
 
     def longest_len(self, now_s: float) -> int:
         """Returns the length of the longest recent sequence, in tokens."""
@@ -329,7 +341,9 @@ class Tallies:
         self.hung: CountHung = lambda _: {}
 
     def of(self, name: str) -> VersionTally:
-        """Returns the tally of a version; zeros if none of its requests has ended."""
+        """Returns the tally of a version; a tally of zeros if no request of the version has
+        ended.
+        """
         return self._by_name.get(name) or VersionTally()
 
     def record(self, name: str, *, failed: bool, late: bool, num_tokens: int, now_s: float) -> None:

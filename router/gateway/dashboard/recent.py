@@ -324,7 +324,7 @@ class AnswerRates:
 
     def __init__(self) -> None:
         self._progress: dict[RequestId, _Progress] = {}
-        self._ttfts_s: list[float] = []  # TTFTs of answers that started and ended since the last check
+        self._ttfts_s: list[float] = []  # TTFTs since the last check, of answers that have ended
 
     def check(self, running: Mapping[RequestId, RunningAnswer], now_s: float) -> RatesSeen:
         """Checks all running answers. Requests of batches are left out of times and rates."""

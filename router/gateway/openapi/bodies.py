@@ -1,6 +1,6 @@
 """Schemas and examples of bodies.
 
-A schema is made from the type that a body is converted to. Fields that are checked apart from the
+The schema of a body is made from the Python type of the decoded body. Fields that are not in the
 type are added. A test sends each example.
 """
 
@@ -123,7 +123,7 @@ _UPLOAD_FORM: Json = {
 
 
 def components_of(types: Iterable[type]) -> dict[str, Json]:
-    """Returns the schemas of types and of the types that they use, by name."""
+    """Returns the schemas of these types and of all types in their fields, by name."""
     _, components = msgspec.json.schema_components(list(types), ref_template=REF)
     for schema in components.values():
         schema.pop("title", None)
@@ -131,7 +131,7 @@ def components_of(types: Iterable[type]) -> dict[str, Json]:
 
 
 def body_components() -> dict[str, Json]:
-    """Returns the schemas of requests for answers and of /tokenize, by name."""
+    """Returns the schemas of the bodies of requests for answers and of /tokenize, by name."""
     found = components_of([ChatBody, CompletionBody, EmbeddingBody])
     chat, completion = found["ChatBody"], found["CompletionBody"]
     _complete(chat, ChatBody, _STRUCTURED | _TOOLS)
@@ -155,7 +155,7 @@ def body_components() -> dict[str, Json]:
 
 
 def _complete(schema: Json, body_type: type[Body], more: dict[str, Json]) -> None:
-    """Adds fields that the type lacks, and each field's description from the table of fields."""
+    """Adds the fields that are not in the type, and descriptions from the table of fields."""
     properties = schema["properties"]
     for name, field in more.items():
         properties[name] = {"anyOf": [field, {"type": "null"}]}
@@ -170,7 +170,7 @@ def _complete(schema: Json, body_type: type[Body], more: dict[str, Json]) -> Non
 
 
 def _values(harmless: Iterable[object]) -> list[object]:
-    """Returns the values and null without duplicates: `1` and `1.0` are equal in JSON."""
+    """Returns the values and null without duplicates. `1` and `1.0` are duplicates in JSON."""
     found = {msgspec.json.encode(_whole(value)): _whole(value) for value in (*harmless, None)}
     return list(found.values())
 
@@ -204,7 +204,7 @@ def _tokenize_body(chat: Json, completion: Json) -> Json:
     }
 
 
-# By operation and name.
+# Examples of bodies, by operation and name.
 _HELLO = [{"role": "user", "content": "Hello"}]
 _WEATHER = {
     "type": "function",

@@ -128,7 +128,10 @@ def _answer(each: Operation) -> Json:
 
 
 def _event(kind: type) -> Json:
-    """Returns the schema of a server-sent event as in OpenAPI 3.2. Its data is JSON in a text."""
+    """Returns the schema of a server-sent event, in the form of OpenAPI 3.2.
+
+    The event's data is a text with JSON.
+    """
     data = [_json_text(kind.__name__), _json_text(ErrorReply.__name__), {"const": "[DONE]"}]
     return {
         "description": f"Each event holds a `{kind.__name__}`.",

@@ -1,4 +1,7 @@
-"""The operations of the API, with inputs and outputs. A test compares them with the routes."""
+"""The operations of the API, with inputs and outputs.
+
+A test compares the operations with the routes.
+"""
 
 from typing import Any, NamedTuple
 
@@ -39,27 +42,27 @@ from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER
 
 Json = dict[str, Any]
 
-TOKENIZE_BODY = "TokenizeBody"  # composed of the bodies of requests
+TOKENIZE_BODY = "TokenizeBody"  # made of fields of the bodies of requests
 PIN_BODY = "PinBody"
 UPLOAD_FORM = "UploadForm"
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
 ANY = "application/octet-stream"
 
-_EDGE = (400, 408, 431, 500, 503)  # possible for any request
-_READS = (*_EDGE, 404, 413, 415, 429)  # possible for requests with a body
+_EDGE = (400, 408, 431, 500, 503)  # error statuses that any request may get
+_READS = (*_EDGE, 404, 413, 415, 429)  # error statuses of requests with a body
 _ANSWERS = (*_READS, 504)
 
 
 class Operation(NamedTuple):
     """One method of one path. `errors` are statuses whose body is an `ErrorReply`.
 
-    `events` is the event type of its stream, if it can stream.
+    `events` is the type of a stream's events, if the operation can stream.
     """
 
     call: str  # method and path
     tag: str
     summary: str
-    answer: type[Struct] | str | None  # a media type, if the answer is not JSON; None: status 204
+    answer: type[Struct] | str | None  # type or media type of the answer; None: status 204, no body
     body: type[Struct] | str | None = None
     events: type[Struct] | None = None
     parameters: tuple[Json, ...] = ()
@@ -70,12 +73,12 @@ class Operation(NamedTuple):
 
     @property
     def method(self) -> str:
-        """The method, in lower case."""
+        """The HTTP method, in lower case."""
         return self.call.partition(" ")[0]
 
     @property
     def path(self) -> str:
-        """The path, with names of parameters in braces."""
+        """The path, in which names of parameters are in braces."""
         return self.call.partition(" ")[2]
 
 

@@ -3,7 +3,7 @@
 The page needs no script and no other file. If there is a landing page, a script adds the navigation
 bar of the other pages and the colours that were chosen there.
 
-Supports only the part of JSON schema that our document uses.
+The code supports only the part of JSON schema that Baton's document uses.
 """
 
 import json
@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 Json = dict[str, Any]
 
 _DRESSED = "router.gateway.dashboard"  # the package of the dashboard pages
-_MAX_SHOWN = 12  # enumeration values shown
+_MAX_SHOWN = 12  # maximum number of enumeration values shown
 _BOUNDS = (
     ("minimum", "≥ {}"),
     ("exclusiveMinimum", "> {}"),
@@ -64,7 +64,9 @@ def json_text(value: object) -> str:
 
 
 def type_text(schema: Json) -> Markup:
-    """Describes the values that a schema allows in words, with links to named types."""
+    """Returns a description in words of the values that a schema allows, with links to named
+    types.
+    """
     parts = [_kind(schema)]
     parts += [escape(words.format(schema[key])) for key, words in _BOUNDS if key in schema]
     if "pattern" in schema:

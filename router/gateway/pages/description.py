@@ -14,15 +14,15 @@ NOT_GUESSED = {"x-content-type-options": "nosniff"}  # browsers must not guess t
 
 
 class DescriptionPages:
-    """The handlers of the description. Both pages are made at the first request and kept."""
+    """The handlers of the description. Each page is made at the first request, and kept."""
 
     def __init__(self, version: str, *, needs_key: bool, has_home: bool) -> None:
         self._version = version
         self._needs_key = needs_key
-        self._has_home = has_home  # there is a landing page
+        self._has_home = has_home  # True if there is a landing page
 
     def routes(self) -> list[Route]:
-        """The routes of all handlers."""
+        """Returns the routes of all handlers."""
         return [Route("/openapi.json", self.openapi), Route("/docs", self.docs)]
 
     async def openapi(self, _: HttpRequest) -> Response:

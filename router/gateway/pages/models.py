@@ -57,7 +57,7 @@ class ModelPages:
         self._created = unix_time_s()
 
     def routes(self) -> list[Route]:
-        """The routes of all handlers."""
+        """Returns the routes of all handlers."""
         return [
             Route("/v1/models", self.models),
             Route("/v1/models/{model_id:path}", self.model),
@@ -77,7 +77,10 @@ class ModelPages:
         return json_reply(200, self._model(name, max_len))
 
     def _model(self, name: str, max_len: int) -> ShownModel:
-        """Returns a model. Its root is the first of its names; all names share the same weights."""
+        """Returns a model for the list.
+
+        Its `root` is the first name of the version that has this name.
+        """
         named = (each for each in self._versions.table if name in each.model_names)
         return ShownModel(
             id=name,

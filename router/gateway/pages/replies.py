@@ -1,4 +1,4 @@
-"""Replies of pages, and replies to errors before or in a page."""
+"""Replies of pages, and replies for errors in pages."""
 
 import logging
 import sqlite3
@@ -32,7 +32,7 @@ async def http_error(request: HttpRequest, error: Exception) -> Response:
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
         if request.headers.get("upgrade", "").lower() == "websocket":
-            # Clients that first try a WebSocket then use HTTP.
+            # Clients that tried a WebSocket first use HTTP after status 426.
             status, detail = 426, "there is no WebSocket here"
             headers["upgrade"] = "HTTP/1.1"
     message = f"{detail}: {request.method} {request.url.path}"
@@ -43,7 +43,7 @@ async def http_error(request: HttpRequest, error: Exception) -> Response:
 
 
 def _methods_of(request: HttpRequest) -> list[str]:
-    """Returns all methods of a path, over all its routes."""
+    """Returns the methods of all routes of a path, and OPTIONS."""
     routes = request.app.routes
     found = (each for each in routes if each.matches(request.scope)[0] is not Match.NONE)
     return sorted({"OPTIONS"}.union(*(each.methods for each in found)))
@@ -59,12 +59,14 @@ async def invalid(_: HttpRequest, error: Exception) -> Response:
 
 
 async def gone(_: HttpRequest, __: Exception) -> Response:
-    """Ends a request whose client has left; the reply is not read."""
+    """Returns a reply for a request whose client has left. Nobody reads the reply."""
     return Response(status_code=499)
 
 
 async def store_failed(_: HttpRequest, error: Exception) -> Response:
-    """Replies 503 if `gateway.store` cannot be used, as on a full disk, and logs the cause."""
+    """Replies 503 and logs the cause if `gateway.store` cannot be used, for example on a full
+    disk.
+    """
     assert isinstance(error, sqlite3.Error)
     log.error("the store failed: %s", error)
     message = f"the store failed: {error}"
@@ -77,5 +79,5 @@ async def internal_error(_: HttpRequest, __: Exception) -> Response:
 
 
 def internal_error_body() -> ErrorReply:
-    """Returns the body of a 500 reply."""
+    """Returns the body of a reply with status 500."""
     return error_body("internal error", kind="server_error", code="internal_error")

@@ -68,7 +68,7 @@ class StatusPages:
         self._board = board
 
     def routes(self) -> list[Route]:
-        """The routes of all handlers."""
+        """Returns the routes of all handlers."""
         return [
             Route("/health", self.health),
             Route("/ready", self.ready),
@@ -96,7 +96,7 @@ class StatusPages:
         return json_reply(200 if reason is None else 503, answer)
 
     async def load(self, _: HttpRequest) -> Response:
-        """GET /load: the requests of this process, called `server_load` as in vLLM."""
+        """GET /load: the number of requests of this process, named `server_load` as in vLLM."""
         versions = self._versions
         load = (versions.num_running.total(), versions.queue_len(), versions.queued_s())
         return json_reply(200, ServerLoad(*load))
@@ -126,13 +126,13 @@ class TargetGroup(Struct):
 
 
 def targets_of(urls: Iterable[str], scheme: str, asked: str) -> list[TargetGroup]:
-    """Returns groups of targets. `asked` is the `host` header of the request.
+    """Returns groups of scrape targets. `asked` is the header `host` of the request.
 
-    There is one target for each gateway port: processes that share a port answer for each other.
-    Workers have no metrics port. An address that means "all of this machine" is replaced by the
-    host in `asked`.
+    There is one target for each gateway port, because a process returns the metrics of all
+    processes on its port. Workers have no metrics port. An address that means "all addresses of
+    this machine" is replaced by the host in `asked`.
 
-    While no other gateway is known, `asked` is the only target. Raises ApiError if it is malformed.
+    While no gateway is known, `asked` is the only target. Raises ApiError if `asked` is malformed.
     """
     if _HOST.fullmatch(asked) is None:
         raise invalid_value(f"host is {asked[:40]!r}; expected a name or address and a port", None)

@@ -1,8 +1,8 @@
-"""Pages that convert text to tokens and back, like the answer endpoints.
+"""Pages that convert text to tokens and tokens to text, in the same way as the answer endpoints.
 
 A body for `/tokenize` is a body for chat completions or completions with a few more fields. The
-same code parses and templates it. So its count is the token count of the request itself. Unlike a
-request, a text may be longer than the model's context.
+same code parses the body and applies the template. So the count is equal to the token count of the
+request. Unlike a request's prompt, a text may be longer than the model's context.
 
 Sources: vLLM's OpenAI-compatible server, `/tokenize` and `/detokenize`.
 """
@@ -29,7 +29,7 @@ from router.inbox.api_errors import invalid_value
 from router.inbox.json_parts import json_parts
 from router.inbox.json_values import not_json
 
-MAX_TOKENS = 2**20  # tokens in a text or a list; their objects and JSON take some 0.1 s
+MAX_TOKENS = 2**20  # maximum tokens in a list; their objects and JSON take some 0.1 s
 
 
 class TokenizeOptions(msgspec.Struct):
@@ -68,7 +68,7 @@ class _Kind(TokenizeOptions):
         return bytes(self.messages) != b"null"
 
 
-Choose = Callable[[str | None], ServedVersion]  # returns the version for a model's name
+Choose = Callable[[str | None], ServedVersion]  # given a model's name, returns the version
 Read = Callable[[bytes, Choose], Tokenized | Detokenized]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -80,7 +80,7 @@ class TokenPages:
         self._parts = parts
 
     def routes(self) -> list[Route]:
-        """The routes of all handlers."""
+        """Returns the routes of all handlers."""
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -95,7 +95,10 @@ class TokenPages:
         return await self._answer(request, detokenized)
 
     async def _answer(self, request: HttpRequest, read: Read) -> Response:
-        """Reads the body, in a thread if it is long. Counts as a request of its key."""
+        """Answers a request, in a thread if the body is long.
+
+        The request counts towards its key's limits.
+        """
         parts, tenant = self._parts, tenant_of(request.scope)
         use = parts.accounts.start(tenant.name, tenant.limits, parts.clock.now_s())
         try:
@@ -112,7 +115,7 @@ class TokenPages:
 
 
 def tokenized(data: bytes, choose: Choose) -> Tokenized:
-    """Answers /tokenize. Raises InvalidRequest."""
+    """Returns the answer of /tokenize for a body. Raises InvalidRequest."""
     kind = _decoded(data, _Kind)
     if kind.is_chat:
         served, token_ids = _chat_tokens(data, choose)
@@ -145,7 +148,7 @@ def _text_tokens(data: bytes, choose: Choose) -> tuple[ServedVersion, list[int]]
 
 
 def detokenized(data: bytes, choose: Choose) -> Detokenized:
-    """Answers /detokenize. Raises InvalidRequest."""
+    """Returns the answer of /detokenize for a body. Raises InvalidRequest."""
     if data.count(b",") >= MAX_TOKENS:
         raise invalid_value(f"tokens may hold {MAX_TOKENS} token ids", "tokens")
     body = _decoded(data, DetokenizeBody)
@@ -164,11 +167,17 @@ def _decoded(data: bytes, kind: type[StructT]) -> StructT:
 
 
 def _encoded(read: Read, data: bytes, choose: Choose) -> bytes:
-    """Returns the answer as JSON, made in parts to free the interpreter lock between them."""
+    """Returns the answer as JSON.
+
+    The JSON is made in parts, so that other threads get the interpreter lock between the parts.
+    """
     return b"".join(json_parts(msgspec.structs.asdict(read(data, choose))))
 
 
 def _chosen(versions: Versions, headers: Mapping[str, str], model: str | None) -> ServedVersion:
-    """Returns the version for a request; without other rules, always the same version."""
+    """Returns the version for a request.
+
+    Requests without an affinity header and a version header always get the same version.
+    """
     affinity = headers.get(AFFINITY_HEADER, "")
     return versions.choose(key=affinity, model=model, version=headers.get(VERSION_HEADER))

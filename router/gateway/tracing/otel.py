@@ -1,8 +1,8 @@
 """Traces by OpenTelemetry's SDK, sent to a collector over OTLP (HTTP) from a separate thread.
 
-The SDK is imported only here; it is the extra `otel`. A caller's W3C trace context is continued. If
-the context says whether the trace is sampled, that decides. Other requests are sampled by their
-trace id.
+Only this module imports the SDK, which is installed by the extra `otel`. A trace continues the
+caller's W3C trace context. If the context has a sampling decision, the decision is used. Other
+requests are sampled by their trace id.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,9 @@ class OtelTracing:
     def __init__(
         self, processor: SpanProcessor, *, clock: Clock, share: float, process: str, version: str
     ) -> None:
-        """`share` of the traces that start here are sampled."""
+        """`share` is the fraction of traces that are sampled, among traces that start in this
+        gateway.
+        """
         about = {
             "service.name": "baton",
             "service.instance.id": process,
@@ -43,7 +45,7 @@ class OtelTracing:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("baton", version)
         self._clock = clock
-        # Spans start at wall-clock times, but their durations come from the gateway's clock.
+        # Spans have wall-clock times. Their durations are differences on the gateway's clock.
         self._origin_ns = unix_time_ns() - int(clock.now_s() * 1e9)
 
     def begin(
@@ -62,7 +64,7 @@ class OtelTracing:
         return OtelTrace(self, span, received_s)
 
     def add_stages(self, parent: Span, timeline: Timeline, received_s: float) -> None:
-        """Makes the spans of a choice that has just ended."""
+        """Sends the spans of a choice that has just ended, as children of `parent`."""
         context = set_span_in_context(parent)
         for stage in stage_spans(timeline, received_s, self._clock.now_s()):
             span = self._tracer.start_span(
@@ -74,11 +76,11 @@ class OtelTracing:
             span.end(self._at_ns(stage.end_s))
 
     def now_ns(self) -> int:
-        """Returns the present time for spans."""
+        """Returns the present wall-clock time for spans, in nanoseconds."""
         return self._at_ns(self._clock.now_s())
 
     def close(self) -> None:
-        """Sends the remaining spans, for at most `EXPORT_TIMEOUT_S`, and ends the thread."""
+        """Sends the remaining spans within `EXPORT_TIMEOUT_S`, and stops the sending thread."""
         self._provider.force_flush(int(EXPORT_TIMEOUT_S * 1000))
         self._provider.shutdown()
 
@@ -98,7 +100,7 @@ class OtelTrace:
         self.headers: Mapping[str, str] = headers
 
     def add_choice(self, timeline: Timeline) -> None:
-        """Makes the spans of a choice that has just ended."""
+        """Sends the spans of a choice that has just ended."""
         self._tracing.add_stages(self._span, timeline, self._received_s)
 
     def end(self, outcome: str, attributes: Attributes) -> None:
@@ -110,5 +112,8 @@ class OtelTrace:
 
 
 def exporting(endpoint: str) -> SpanProcessor:
-    """Returns the processor that sends spans to a collector. If its queue is full, it drops."""
+    """Returns a processor that sends spans to a collector.
+
+    If the processor's queue is full, new spans are dropped.
+    """
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))

@@ -1,8 +1,9 @@
 """The spans of one choice, from its timeline. Pure.
 
-Stages follow each other, so their durations give their times: routed, queued, prefilled, then KV
-handed over, then decoded. The transfer of KV overlaps with prefill: it ends when all KV is at the
-decode worker, and starts `kv_transfer_s` earlier.
+A stage starts when the stage before ends, so the times of all stages follow from their durations.
+The order is: route, queue, prefill, hand-over of KV, decode. The transfer of KV overlaps with
+prefill. The transfer ends when all KV is at the decode worker, and starts `kv_transfer_s` seconds
+earlier.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,7 @@ Attributes = dict[str, str | int | float]
 
 
 class StageSpan(NamedTuple):
-    """One span under its request's span; times in seconds on the gateway's clock."""
+    """One child span of a request's span. Times are seconds on the gateway's clock."""
 
     name: str
     begin_s: float
@@ -24,7 +25,7 @@ class StageSpan(NamedTuple):
 def stage_spans(timeline: Timeline, received_s: float, end_s: float) -> list[StageSpan]:
     """Returns the spans of a choice that was received at `received_s` and ended at `end_s`.
 
-    A choice that ended early has no spans of stages that it did not reach.
+    A choice that ended early has spans only for the stages that it reached.
     """
     routed_s = received_s + timeline.route_s
     placed_s = routed_s + timeline.queue_s

@@ -1,7 +1,7 @@
-"""The trace of one request in the gateway, and the factory of traces.
+"""The interfaces of a request's trace in the gateway, and of the factory of traces.
 
-A trace starts with the request, and its spans are made at its end. Without tracing there is no
-trace, and nothing is done.
+A trace starts when the request arrives, and the spans are made when the request ends. If tracing is
+off, requests have no traces.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ CONTEXT_HEADERS = ("traceparent", "tracestate")
 class RequestTrace(Protocol):
     """The trace of one sampled request."""
 
-    headers: Mapping[str, str]  # W3C trace context of its span, for the head of the answer
+    headers: Mapping[str, str]  # W3C trace context of the request's span, for the answer's head
 
     def add_choice(self, timeline: Timeline) -> None:
         """Records the timeline of a choice that has just ended."""
         ...
 
     def end(self, outcome: str, attributes: Attributes) -> None:
-        """Ends the request. An `outcome` other than "finished" is recorded."""
+        """Ends the request's span, with the outcome and attributes."""
         ...
 
 
@@ -33,7 +33,10 @@ class Tracing(Protocol):
     def begin(
         self, name: str, request_id: str, received_s: float, headers: Mapping[str, str]
     ) -> RequestTrace | None:
-        """Returns the trace of a request with these headers; None if it is not sampled."""
+        """Starts the trace of a request with these headers.
+
+        Returns None if the trace is not sampled.
+        """
         ...
 
 
