@@ -1,9 +1,8 @@
-"""The fields that all endpoints share, with their ranges, and the properties that all answers
-share.
+"""The request fields of all endpoints, with their ranges, and the common parts of all answers.
 
-Pure: fields in, a checked body or an error out. `router.gateway.requests.field_table` says which
-fields are honoured, refused or ignored, and where they come from. `router.text.structured` reads
-the fields for schemas, grammars and tools.
+Pure: converts fields to a checked body or an error. `router.gateway.requests.field_table` lists the
+honoured, refused and ignored fields, with their origins. `router.text.structured` reads the fields
+for schemas, grammars and tools.
 """
 
 import json
@@ -32,7 +31,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_LENGTH_PENALTY = 10.0
-MAX_BEAM_TOKENS = 4096  # tokens in an answer: each is a round trip to the workers
+MAX_BEAM_TOKENS = 4096  # maximum tokens of a beam search's answer; each is a round trip to workers
 MAX_TOP_LOGPROBS = 20
 MAX_USER_LEN = 512  # characters
 MAX_CACHE_SALT_LEN = 256
@@ -52,13 +51,13 @@ LengthPenalty = Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENA
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 BoundMs = Annotated[float, Meta(gt=0, le=MAX_BOUND_MS)]
 
-Refused = dict[str, tuple[object, ...]]  # neutral values by field; all other values are refused
+Refused = dict[str, tuple[object, ...]]  # by field: neutral values; others are refused
 
 
 # Fields that a beam search does not support, with their neutral values.
 _NOT_IN_BEAM_SEARCH: Refused = {
     "stop": ([],),
-    "temperature": (0.0, 1.0),  # does not change the order of hypotheses
+    "temperature": (0.0, 1.0),  # these values do not change the order
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
@@ -82,7 +81,7 @@ class StreamOptions(msgspec.Struct):
 class Body(msgspec.Struct, kw_only=True, dict=True):
     """The fields that all endpoints share. In every field, null means absent."""
 
-    endpoint: ClassVar[str]  # name of the endpoint in the table of fields
+    endpoint: ClassVar[str]  # name of the endpoint in `field_table`
     prompt_field: ClassVar[str]
 
     model: str | None = None
@@ -104,7 +103,7 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     prompt_logprobs: TopCount | None = None
-    # The choices are the best results of a beam search with `n` or `best_of` hypotheses.
+    # True: the choices are the best hypotheses of a beam search of width `n` or `best_of`.
     use_beam_search: bool | None = None
     length_penalty: LengthPenalty | None = None
     allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_ALLOWED_IDS)] | None = None
@@ -117,33 +116,34 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LEN)] | None = None
-    # Only requests with equal salts share cached prefixes, within the limits of their keys.
+    # Only requests with equal salts share cached prefixes, and only if their keys may share.
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_LEN)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    slo_ttft_ms: BoundMs | None = None  # milliseconds since the request arrived
+    slo_ttft_ms: BoundMs | None = None  # milliseconds from arrival to first token
     slo_tpot_ms: BoundMs | None = None
 
     def __post_init__(self) -> None:
-        """Derives what checks and answers read; an endpoint changes what differs there."""
-        self.num_choices = self.n or 1  # answers that are shown
-        self.num_candidates = self.num_choices  # answers that are generated; the best are shown
+        """Computes the attributes that checks and answers read. Subclasses change some of these."""
+        self.num_choices = self.n or 1  # answers that are sent
+        self.num_candidates = self.num_choices  # answers that are generated; the best are sent
         self.num_prompts = 1
-        self.max_inputs = 0  # prompts that are allowed whatever the operator's limit
-        # The longest answer that the client wants, and the default; None: the operator's default.
+        self.max_inputs = 0  # prompts that are always allowed, even above the operator's limit
+        # The client's maximum of answer tokens, and the default maximum; None: the operator's
+        # default.
         self.wanted_tokens = self.max_tokens
         self.default_tokens = MAX_BEAM_TOKENS if self.use_beam_search else None
         # Numbers of likeliest tokens to report per token; None: no log-probabilities.
         self.num_top_logprobs: int | None = None
         self.num_scored_prompt = self.prompt_logprobs
-        self.times_of_prompt = 1  # how often an answer repeats the prompt's log-probabilities
-        self.scores_all_tokens = bool(self.return_token_ids)  # otherwise only shown tokens
-        self.echoes_prompt = self.echoes_scores = False  # each choice begins with the prompt
-        self.is_only_prompt = False  # no answer is wanted, only the prompt and its scores
+        self.times_of_prompt = 1  # times that an answer repeats the prompt's log-probabilities
+        self.scores_all_tokens = bool(self.return_token_ids)  # False: only tokens in the text
+        self.echoes_prompt = self.echoes_scores = False  # True: choices begin with it
+        self.is_only_prompt = False  # True if the client wants only the prompt and its scores
         self.shows_reasoning = True
         self.stop_strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         options = self.stream_options or StreamOptions()
         asked, continuous = options.include_usage, bool(options.continuous_usage_stats)
-        self.usage_in_stream = continuous if asked is None else asked  # at the end of a stream
+        self.usage_in_stream = continuous if asked is None else asked  # usage at the stream's end
         self.usage_in_every_chunk = self.usage_in_stream and continuous
 
     def check(self) -> None:
@@ -183,11 +183,12 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
     ) -> list[int]:
         """Returns the prompt's token ids. Raises InvalidRequest.
 
-        A prompt that `may_exceed` the context is only counted.
+        If `may_exceed` is set, the prompt may be longer than the context, because it is only
+        counted.
         """
 
     def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
-        """Returns the form of embeddings, if the body asks for any.
+        """Returns the form of embeddings if the body asks for embeddings; otherwise None.
 
         Raises ApiError if a model cannot answer this kind of body.
         """
@@ -197,11 +198,11 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
         return None
 
     def singles(self) -> "Sequence[Body]":
-        """Returns one body for each prompt. They differ only in the prompt."""
+        """Returns one body for each prompt. The bodies differ only in the prompt."""
         return (self,)
 
     def cut(self, token_ids: list[int], context_len: int) -> list[int]:
-        """Returns the prompt's tokens, cut as `truncate_prompt_tokens` says."""
+        """Returns the prompt's tokens, cut to the length of `truncate_prompt_tokens`."""
         most = self.truncate_prompt_tokens
         if most is None:
             return token_ids
@@ -215,13 +216,15 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
         return token_ids[-most:]
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
-        """Returns the prompt's text, with which each choice begins, if it `echoes_prompt`."""
+        """Returns the text of the prompt with which each choice begins, if the body
+        `echoes_prompt`.
+        """
         return None
 
     def reader(
         self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]
     ) -> AnswerParsing | None:
-        """Returns the parser of answers to this prompt; None if they are plain text."""
+        """Returns the parser of answers to this prompt; None if answers are not parsed."""
         return None
 
 
@@ -230,7 +233,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 @cache
 def known_fields(body_type: type[Body]) -> frozenset[str]:
-    """Returns all fields that have a meaning, including refused fields."""
+    """Returns the names of all fields that have a meaning, including refused fields."""
     return known_by(body_type.endpoint) | set(STRUCTURE_FIELDS)
 
 
@@ -245,11 +248,11 @@ def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
     for name in fields.keys() & refused.keys():
         value, field = fields[name], refused[name]
         if value is None or any(type(value) is type(ok) and value == ok for ok in field.harmless):
-            continue  # types are compared too: `1` does not equal `true`
+            continue  # types are compared because in Python `1 == True`
         message = f"{name} is not supported: {field.reason}; it is {shortened(value)}"
         raise ApiError(message, param=name, code="unsupported_parameter")
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-        if fields.get(name) == -1:  # all tokens, as in vLLM
+        if fields.get(name) == -1:  # means all tokens in vLLM
             message = f"{name}: -1 (all tokens) is not supported; at most {MAX_TOP_LOGPROBS}"
             raise invalid_value(message, name)
     try:
@@ -274,13 +277,14 @@ def from_validation(
 ) -> ApiError:
     """Converts an error of msgspec, such as: Expected `int` >= 1 - at `$.max_tokens`.
 
-    `field` is the name of a field that was decoded separately, `value` is the converted value.
+    `field` is the field that was decoded separately, if any. `value` is the value that was
+    converted.
     """
     text, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`")
     param = (field + path).lstrip(".") or None
     text = re.sub("^E", "e", text)
-    # The value of a prompt is too long to show, or was decoded separately.
+    # The message shows no prompts: they are too long, or were decoded separately.
     found = None if path.startswith((".messages", ".prompt", ".input")) else _at(value, path)
     if found is not None:
         text = f"{text}; it is {shortened(found)}"
@@ -288,7 +292,9 @@ def from_validation(
 
 
 def _at(value: Any, path: str) -> object:
-    """Returns the part of a value at msgspec's path, such as `.stop[3]`; None if absent."""
+    """Returns the part of a value at a path of msgspec, such as `.stop[3]`; None if it is
+    absent.
+    """
     for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
         if name and isinstance(value, dict):
             value = value.get(name)

@@ -1,6 +1,6 @@
-"""From an HTTP body to the router's requests: read within limits, checked, templated, tokenised.
+"""Converts an HTTP body to requests for the router: checks, templates and tokenises the body.
 
-This module does not know how the answer is sent.
+This module does not depend on the form of the answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,20 +44,20 @@ from router.text.structured import FIELDS as STRUCTURE_FIELDS
 from router.text.structured import Structure
 from router.text.tokenizer import TextModel
 
-MAX_BATCH_TOKENS = 2**20  # tokens in all prompts of a call
-MAX_STEP_TOKENS = 2**19  # tokens sent by one step of a beam search: some milliseconds of encoding
+MAX_BATCH_TOKENS = 2**20  # maximum tokens of all prompts of a call
+MAX_STEP_TOKENS = 2**19  # maximum tokens sent by one step of a beam search
 
 
 class GatewaySettings(msgspec.Struct, frozen=True):
     """Settings of a gateway, for all versions of the model."""
 
-    secret: Secret  # for the salts of tenants: the deployment's secret, or one that outlives it
+    secret: Secret  # from which tenants' salts are made: the deployment's secret, or a lasting one
     gateway: GatewayConfig = GatewayConfig()
     router: RouterConfig = RouterConfig()
 
 
 class ApiCall(msgspec.Struct, frozen=True):
-    """A call of an answer endpoint as received, not parsed yet."""
+    """A call of an answer endpoint that was received, but not parsed yet."""
 
     data: bytes
     request_id: RequestId
@@ -69,51 +69,54 @@ class ApiCall(msgspec.Struct, frozen=True):
     shown_id: str  # the id in the head of the response: the client's own id, if there is one
     timeout_s: float | None  # for the whole answer, counted from `received_s`
     session: SessionClaim | None = None
-    # For a body of another API: all its fields, and a function that returns the client's names of
-    # fields without effect.
+    # If the client used another API: the names of that API's fields, and a function that returns
+    # the names of the client's fields that have no effect.
     own_fields: tuple[str, ...] = ()
     own_ignored: Callable[[Sequence[str]], Sequence[str]] | None = None
 
     def debugs(self, header: str) -> bool:
-        """True if the client may and does ask for a header that shows other tenants' load."""
+        """True if the client asks for a header that shows other tenants' load, and may see the
+        load.
+        """
         return self.headers.get(header) == "1" and self.tenant.may_debug
 
 
 class CheckedCall(msgspec.Struct, dict=True):
-    """A call that passed all checks, with its requests. `body` says how to answer it.
+    """A call that passed all checks, with its requests. `body` determines the form of the answer.
 
-    Each prompt has the same number of requests: first all of the first prompt, then all of the
-    next. The answer shows the best `body.num_choices` of each prompt.
+    Each prompt has the same number of requests. `requests` has first all requests of the first
+    prompt, then all requests of the next prompt. The answer has the best `body.num_choices` choices
+    of each prompt.
     """
 
     asked: ApiCall
-    body: Body  # without its prompt
+    body: Body  # the body, without its prompt
     served: ServedVersion
     requests: tuple[Request, ...]
-    echoes: tuple[str | None, ...]  # the text with which the choices of each prompt begin
+    echoes: tuple[str | None, ...]  # by prompt: the text with which choices begin
     structure: Structure
-    reader: AnswerParsing | None  # the parser of answers; None: they are plain text
+    reader: AnswerParsing | None  # the parser of answers; None: answers are not parsed
     ignored: tuple[str, ...]  # names of ignored fields
-    notes: SessionNotes | None  # set if the call belongs to a session and there is a store
-    embedding: EmbeddingForm | None  # the form of embeddings, if the call wants any
+    notes: SessionNotes | None  # None without a session or a store
+    embedding: EmbeddingForm | None  # form of embeddings; None: the call wants a text
 
     def __post_init__(self) -> None:
-        """Derives what the answer reads."""
+        """Computes the attributes that writers of answers read."""
         requests, body = self.requests, self.body
-        self.first = requests[0]  # its id is the call's id
-        self.model = body.model or self.served.model_names[0]  # as the client wrote it
-        # Choices generated for each prompt, shown or not, and the first request of each prompt.
+        self.first = requests[0]  # the request whose id is the call's id
+        self.model = body.model or self.served.model_names[0]  # the name that the client used
+        # The number of choices generated for each prompt, and the first request of each prompt.
         self.num_candidates = len(requests) // len(self.echoes)
         self.leaders = requests[:: self.num_candidates]
-        self.prompt_len = sum([len(leader.token_ids) for leader in self.leaders])  # all prompts
-        # The client's own stop tokens; an answer that ends at one reports it.
+        self.prompt_len = sum([len(leader.token_ids) for leader in self.leaders])  # in all prompts
+        # The client's own stop tokens; an answer reports the stop token at which it ended.
         self.stop_token_ids = frozenset(body.stop_token_ids or ())
         if self.stop_token_ids and not body.ignore_eos:
             self.stop_token_ids -= set(self.served.text.eos_token_ids)
 
     @property
     def most_tokens(self) -> int:
-        """The number of tokens of all prompts and of the longest allowed answers."""
+        """The maximum number of tokens of the call: all prompts and the longest allowed answers."""
         answers = (each.limits.max_len - len(each.token_ids) for each in self.leaders)
         return self.prompt_len + self.body.num_candidates * sum(answers)
 
@@ -122,7 +125,7 @@ NO_STRUCTURE = Structure()
 
 
 class _Prompt(NamedTuple):
-    """A prompt of a call, the limits of its answers, and the text with which they begin."""
+    """A prompt of a call, the limits of its answers, and the text with which the answers begin."""
 
     token_ids: tuple[int, ...]
     limits: Limits
@@ -134,7 +137,7 @@ def parse(
 ) -> CheckedCall:
     """Checks a call, chooses its version and makes its requests. Raises InvalidRequest.
 
-    Errors also name misspelt fields, since such a field may be the reason.
+    An error also names fields that may be misspelt, because they may have caused the error.
     """
     fields = decode_fields(call.data, body_type)
     try:
@@ -147,7 +150,7 @@ def parse(
 def add_suggestions(
     error: InvalidRequest, call: ApiCall, names: Sequence[str], body_type: type[Body]
 ) -> None:
-    """Adds suggestions for the unknown fields `names` to an error that they may have caused."""
+    """Adds suggestions for unknown fields to an error that these fields may have caused."""
     if error.status == HTTPStatus.BAD_REQUEST:
         error.message += suggestions(names, body_type, call.own_fields)
 
@@ -212,7 +215,7 @@ def _checked(
         client_id=call.client_id or "",
         prompt_logprobs=body.num_scored_prompt,
         priority=priority,
-        # The key's name counts: otherwise each invented `user` would get its own turn.
+        # The key's name is used first: otherwise each invented `user` would get a fair share.
         tenant=call.tenant.name or body.user or "",
         has_key=bool(call.tenant.name),
         deadline_s=body.slo_ttft_ms and call.received_s + body.slo_ttft_ms / 1e3,
@@ -220,7 +223,7 @@ def _checked(
     )
     num_candidates = body.num_choices if body.use_beam_search else body.num_candidates
     requests = _requests(first, prompts, num_candidates)
-    setattr(body, body.prompt_field, [])  # the answer does not need the prompt
+    setattr(body, body.prompt_field, [])  # answers do not need the prompt
     ignored = (*structure.unheld, *ignored_names(call.data, fields, body_type))
     notes = None
     if call.session is not None and (block_size := served.port.store_block_size()) is not None:
@@ -232,7 +235,10 @@ def _checked(
 
 
 def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
-    """Returns the call with a looser structure, and records where the grammar is not enforced."""
+    """Returns the call with a looser structure.
+
+    Fields that the looser structure does not enforce are added to the ignored fields.
+    """
     grammar = behind_thinking(structure, call.served.text, call.reader)
     requests = tuple(
         replace(each, sampling=replace(each.sampling, grammar=grammar)) for each in call.requests
@@ -244,7 +250,7 @@ def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
 
 
 def _check_beams(body: Body, structure: Structure, text: TextModel) -> None:
-    """Raises ApiError for an impossible beam search."""
+    """Raises ApiError for a beam search with a grammar or with too many beams."""
     if structure.grammar is not None:
         raise unsupported("use_beam_search", "with a grammar")
     if 2 * body.num_candidates >= text.vocab_size:
@@ -253,7 +259,7 @@ def _check_beams(body: Body, structure: Structure, text: TextModel) -> None:
 
 
 def _check_steps(width: int, prompts: Sequence[_Prompt]) -> None:
-    """Raises ApiError if the steps of a beam search would be too large for the gateway."""
+    """Raises ApiError if the steps of a beam search would send too many tokens."""
     num_tokens = width * sum(prompt.limits.max_len for prompt in prompts)
     if num_tokens > MAX_STEP_TOKENS:
         message = (
@@ -268,7 +274,7 @@ def _prompts(
     served: ServedVersion,
     structure: Structure,
 ) -> list[_Prompt]:
-    """Returns the prompts of a call. Raises InvalidRequest with the number of the faulty prompt."""
+    """Returns the prompts of a call. An InvalidRequest has the number of the wrong prompt."""
     prompts: list[_Prompt] = []
     text, max_len, num_tokens = served.text, served.max_len, 0
     for index, single in enumerate(singles):
@@ -299,7 +305,9 @@ def _prompts(
 def _requests(
     first: Request, prompts: Sequence[_Prompt], num_candidates: int
 ) -> tuple[Request, ...]:
-    """Returns the requests for all prompts; they differ from the first only where necessary."""
+    """Returns the requests for all prompts, as copies of the first request with the needed
+    changes.
+    """
     requests: list[Request] = []
     for prompt in prompts:
         leader = first
@@ -315,8 +323,8 @@ def _requests(
             follower = replace(
                 leader,
                 request_id=_nth_id(first, len(requests)),
-                sampling=nth_seed(leader.sampling, index),  # as if it were a separate request
-                prompt_logprobs=None,  # only the leader reports them
+                sampling=nth_seed(leader.sampling, index),  # the seed of a separate request
+                prompt_logprobs=None,  # only the leader reports the prompt's
                 leader=leader.request_id,
             )
             requests.append(follower)

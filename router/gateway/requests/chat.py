@@ -23,11 +23,11 @@ from router.text.forms.chosen import AnswerParsing
 from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, shown_end
 from router.text.tokenizer import TextModel
 
-MAX_MESSAGES = 4096  # each message costs an iteration of the chat template
-MAX_VARIABLES = 64  # variables passed to a chat template
+MAX_MESSAGES = 4096  # maximum messages: the chat template loops over messages
+MAX_VARIABLES = 64  # maximum variables passed to a chat template
 MAX_DOCUMENTS = 1024
 MAX_EFFORT_LEN = 32
-PROMPT_END_TOKENS = 16  # enough to see whether the answer begins inside its reasoning
+PROMPT_END_TOKENS = 16  # tokens that show if the answer begins inside reasoning
 NO_EFFORT = "none"
 MAX_ROLE_LEN = 64
 # Text parts by type, with the field of their text. Responses use their own field names.
@@ -37,7 +37,7 @@ TEXT_PARTS = {
     "output_text": "text",
     "refusal": "refusal",
 }
-# "system", "developer", "user", "assistant" and "tool"; a chat template may know others.
+# "system", "developer", "user", "assistant" and "tool"; a chat template may have other roles.
 Speaker = Annotated[str, Meta(min_length=1, max_length=MAX_ROLE_LEN)]
 
 
@@ -80,10 +80,10 @@ class ChatBody(Body, kw_only=True):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=MAX_EFFORT_LEN)] | None = None
-    parallel_tool_calls: bool | None = None  # `router.text.structured` follows it
+    parallel_tool_calls: bool | None = None  # read by `router.text.structured`
 
     def __post_init__(self) -> None:
-        """Derives what checks and answers read."""
+        """Computes the attributes that checks and answers read."""
         super().__post_init__()
         self.wanted_tokens = self.max_completion_tokens or self.max_tokens
         self.num_top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -134,7 +134,7 @@ class ChatBody(Body, kw_only=True):
     def reader(
         self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]
     ) -> AnswerParsing | None:
-        """Returns the parser of answers to this prompt; None if they are plain text."""
+        """Returns the parser of answers to this prompt; None if answers are not parsed."""
         forms = text.forms
         splits = self.separate_reasoning is not False
         thinking = forms.thinking if splits else None
@@ -147,7 +147,7 @@ class ChatBody(Body, kw_only=True):
         return AnswerParsing(forms, calling, is_thinking, splits_reasoning=splits)
 
     def _options(self, template: ChatTemplate) -> TemplateOptions:
-        """Returns the client's options for the rendering. Raises InvalidRequest."""
+        """Returns the client's options for rendering the chat template. Raises InvalidRequest."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             message = "continue_final_message cannot be combined with add_generation_prompt"
@@ -170,9 +170,10 @@ class ChatBody(Body, kw_only=True):
         )
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
-        """Returns the final message's text, if it is the assistant's and the answer begins with it.
+        """Returns the text of the assistant's final message, if the answer must begin with it.
 
-        With `continue_final_message`, only the part at the end of the prompt is returned.
+        With `continue_final_message`, returns only the part of the text that is at the prompt's
+        end.
         """
         final = self.messages[-1]
         if not self.echo or final.role != "assistant":
@@ -184,7 +185,7 @@ class ChatBody(Body, kw_only=True):
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """Converts a message to the form of chat templates; absent fields are left out."""
+    """Returns a message in the form of chat templates. Absent fields are left out."""
     content = message.content
     if not isinstance(content, str):
         content = _content(message, f"messages[{index}].content")
@@ -192,7 +193,7 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": content,
         "name": message.name,
-        "tool_calls": message.tool_calls or None,  # for templates an empty list would be a call
+        "tool_calls": message.tool_calls or None,  # some templates treat an empty list as a call
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning_content or message.reasoning,
     }
@@ -222,7 +223,10 @@ def _part_text(part: ContentPart, param: str) -> str:
 
 
 def _effort(effort: str, names: Collection[str]) -> dict[str, Any]:
-    """Returns the template's variables for a reasoning effort. Raises ApiError if it has none."""
+    """Returns the template's variables for a reasoning effort.
+
+    Raises ApiError without such variables.
+    """
     if "reasoning_effort" in names:
         return {"reasoning_effort": effort}
     switch = next((name for name in ("enable_thinking", "thinking") if name in names), None)

@@ -40,7 +40,7 @@ class PromptBody(Body, kw_only=True):
         *,
         may_exceed: bool = False,
     ) -> list[int]:
-        """Returns the token ids of the prompt, which is text or token ids. Not for a batch."""
+        """Returns the token ids of the only prompt, which is a text or token ids."""
         field = self.prompt_field
         (prompt,) = self._prompts()
         if not prompt:
@@ -58,18 +58,18 @@ class PromptBody(Body, kw_only=True):
         return self.cut(prompt, context_len)
 
     def singles(self) -> "Sequence[Body]":
-        """Returns one body for each prompt of a batch."""
+        """Returns one body for each prompt."""
         prompts = self._prompts() if self.num_prompts > 1 else ()
         changed: Any = [{self.prompt_field: prompt} for prompt in prompts]
         return [msgspec.structs.replace(self, **each) for each in changed] or (self,)
 
     def _prompts(self) -> list[str | list[int]]:
-        """Returns the prompts, as texts or token ids. Raises ApiError if they are mixed."""
+        """Returns the prompts, as texts or token ids. Raises ApiError if kinds are mixed."""
         field = self.prompt_field
         prompt = getattr(self, field)
         if prompt is None or isinstance(prompt, str):
             return [prompt or ""]
-        kinds = set(map(type, prompt))  # a fast check, as a prompt may have a million ids
+        kinds = set(map(type, prompt))  # fast: a prompt may have a million ids
         if len(kinds) > 1:
             message = f"{field} must hold only texts, only token ids, or only lists of token ids"
             raise invalid_value(message, field)
@@ -90,16 +90,16 @@ class CompletionBody(PromptBody, kw_only=True):
     logprobs: bool | TopCount | None = None
 
     def __post_init__(self) -> None:
-        """Derives what checks and answers read."""
+        """Computes the attributes that checks and answers read."""
         super().__post_init__()
         self.num_candidates = self.best_of or self.num_choices
         self.is_only_prompt = self.max_tokens == 0
-        # At least one token: workers always sample a token after a prompt.
+        # The minimum is one token, because workers always sample a token after a prompt.
         self.wanted_tokens = 1 if self.is_only_prompt else self.max_tokens
         self.default_tokens = DEFAULT_COMPLETION_TOKENS
         self.num_top_logprobs = None if self.logprobs is False else self.logprobs
-        self.scores_all_tokens = True  # as with vLLM: evaluations rely on the last token
-        self.times_of_prompt = self.num_choices  # as with vLLM
+        self.scores_all_tokens = True  # as in vLLM: evaluations use the last token
+        self.times_of_prompt = self.num_choices  # as in vLLM
         self.echoes_prompt = bool(self.echo)
         if self.echoes_prompt and self.num_top_logprobs is not None:
             self.echoes_scores = True
@@ -129,14 +129,17 @@ class CompletionBody(PromptBody, kw_only=True):
         *,
         may_exceed: bool = False,
     ) -> list[int]:
-        """Returns the token ids of the prompt, in the form to fill in if there is a `suffix`."""
+        """Returns the token ids of the prompt.
+
+        If there is a `suffix`, the prompt has the model's form for filling in the middle.
+        """
         token_ids = super().encode(text, context_len, may_exceed=may_exceed)
         if self.suffix:
             return text.encode_between(token_ids, self.suffix, context_len)
         return token_ids
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
-        """Returns the prompt's text."""
+        """Returns the text of the prompt, with which the answer begins."""
         (prompt,) = self._prompts()
         if isinstance(prompt, str) and self.truncate_prompt_tokens is None:
             return prompt

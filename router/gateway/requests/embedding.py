@@ -1,4 +1,5 @@
-"""POST /v1/embeddings: like a completion without answer tokens; the prompts become vectors.
+"""POST /v1/embeddings: like a completion, but the answer has a vector for each prompt instead of
+text.
 
 Sources: OpenAI API reference; vLLM, vllm/entrypoints/pooling/embed/protocol.py.
 """
@@ -42,9 +43,9 @@ class EmbeddingBody(PromptBody, kw_only=True):
     use_activation: bool | None = None
 
     def __post_init__(self) -> None:
-        """Derives what checks and answers read."""
+        """Computes the attributes that checks and answers read."""
         super().__post_init__()
-        self.wanted_tokens = 1  # workers sample a token with each last hidden state
+        self.wanted_tokens = 1  # workers sample one token with each embedding
         self.is_only_prompt = True
         self.max_inputs = MAX_INPUTS
 
@@ -62,7 +63,10 @@ class EmbeddingBody(PromptBody, kw_only=True):
         return super().encode(text, context_len, may_exceed=may_exceed)
 
     def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
-        """Returns the requested form. Raises ApiError if the model does not support it."""
+        """Returns the requested form of embeddings.
+
+        Raises ApiError if the model does not support the form.
+        """
         embedding = text.embedding
         if embedding is None:
             message = "this model gives no embeddings: it was trained to go on with text"
@@ -79,7 +83,7 @@ class EmbeddingBody(PromptBody, kw_only=True):
         )
 
     def _chat(self) -> ChatBody:
-        """Returns the chat whose prompt is embedded."""
+        """Returns the body of a chat with these messages, whose prompt is embedded."""
         if self.input is not None:
             raise invalid_value("input and messages cannot be combined", "input")
         return ChatBody(
@@ -94,7 +98,7 @@ class EmbeddingBody(PromptBody, kw_only=True):
 
 
 def _why_not(size: int, embedding: Embedding) -> str:
-    """Says why a model has no embeddings of this size."""
+    """Returns the reason why a model has no embeddings of this size."""
     if not embedding.is_matryoshka:
         return (
             f"dimensions is {size}; this model's config.json does not say that a part of its "

@@ -1,12 +1,13 @@
-"""All fields of a request for an answer: which are honoured, refused or ignored, and why.
+"""All fields of requests for answers: honoured, refused and ignored fields, with the reasons.
 
 Clients of vLLM, SGLang and OpenAI send fields that Baton does not have. A field that changes an
 answer is refused by name, since an answer without the requested penalty or schema would be wrong. A
-field that changes no answer is ignored. Names that are in no table are ignored too. They are listed
-in the answer's header `x-baton-ignored`, sometimes in the log, and in errors if they are similar to
-a known field.
+field that changes no answer is ignored. A name that is in no table is ignored too. Such names are
+listed in the answer's header `x-baton-ignored`, and sometimes in the log. Errors list such names if
+they are similar to a known field.
 
-`python -m router.gateway.requests.field_table docs/users/api.md` writes these tables there.
+`python -m router.gateway.requests.field_table docs/users/api.md` writes these tables into that
+document.
 
 Sources: OpenAI API reference; vLLM, vllm/entrypoints/openai/*/protocol.py; SGLang,
 python/sglang/srt/entrypoints/openai/protocol.py; llm-d's endpoint picker for `slo_*`.
@@ -22,7 +23,7 @@ BEGIN_MARK, END_MARK = "<!-- fields -->", "<!-- end -->"  # enclose the tables i
 
 CHAT, COMPLETIONS, BOTH, EMBEDDINGS, ALL = "chat", "completions", "both", "embeddings", "all"
 MESSAGES = "chat, embeddings"
-PLACES = {  # endpoints in the tables' words, by the name of an endpoint
+PLACES = {  # by endpoint: words in the tables that include the endpoint
     CHAT: (CHAT, BOTH, MESSAGES, ALL),
     COMPLETIONS: (COMPLETIONS, BOTH, ALL),
     EMBEDDINGS: (EMBEDDINGS, MESSAGES, ALL),
@@ -234,7 +235,7 @@ HARMLESS = (
 
 
 def refused_by(endpoint: str) -> Mapping[str, RefusedField]:
-    """Returns the fields that an endpoint refuses, by name, including those of other endpoints."""
+    """Returns the fields that an endpoint refuses, by name, including fields of other endpoints."""
     here = PLACES[endpoint]
     refused = {
         name: RefusedField(name, endpoint, origin, _NOTHING, f"it is a field of {_SHOWN[other]}")
@@ -250,7 +251,7 @@ def honoured_by(endpoint: str) -> tuple[str, ...]:
 
 
 def known_by(endpoint: str) -> frozenset[str]:
-    """Returns all names that an endpoint knows, including refused ones."""
+    """Returns all names that an endpoint knows, including refused names."""
     harmless = (each.name for each in HARMLESS)
     return frozenset((*honoured_by(endpoint), *refused_by(endpoint), *harmless))
 
@@ -283,7 +284,7 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 
 def fill_in(document: str) -> str:
-    """Returns the document with the tables between its marks. Raises ValueError without marks."""
+    """Returns the document with the tables between the marks. Raises ValueError without marks."""
     before, begin, rest = document.partition(BEGIN_MARK)
     _, end, after = rest.partition(END_MARK)
     if not end:

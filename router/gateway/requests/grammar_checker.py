@@ -1,9 +1,9 @@
 """Compiles each grammar in a separate process before a worker receives it.
 
 `engine.grammar.child` compiles, and this module is its only client. The child starts with the first
-grammar. It compiles one grammar at a time, in turns among tenants. Verdicts are cached under a
-digest of the grammar and of the tenant's salt. So a known grammar costs a look-up, and response
-times do not reveal to a tenant which grammars others use. A child that does not answer in time is
+grammar. The child compiles one grammar at a time, and tenants take turns. Verdicts are cached under
+a digest of the grammar and of the tenant's salt. So a known grammar costs only a look-up, and
+response times do not reveal the grammars of other tenants. A child that does not answer in time is
 killed, and the next grammar starts a new child.
 """
 
@@ -43,14 +43,14 @@ from router.text.structured import Structure
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S = 10.0  # seconds that a request waits for its turn and its verdict
-MAX_WAITING = 256  # number of grammars, each of at most MAX_SOURCE_LEN
-MAX_VERDICTS = 4096  # cached verdicts, some 500 bytes each
-ANSWER_TIMEOUT_S = 30.0  # seconds; the child enforces MAX_WALL_S, but may have to load a tokenizer
-BLAME_TIMEOUT_S = 1.0  # seconds to find the tools whose schemas cannot be followed
+MAX_WAIT_S = 10.0  # maximum seconds that a request waits for the verdict on its grammar
+MAX_WAITING = 256  # maximum waiting grammars of at most MAX_SOURCE_LEN characters
+MAX_VERDICTS = 4096  # maximum cached verdicts, some 500 bytes each
+ANSWER_TIMEOUT_S = 30.0  # seconds; the child needs MAX_WALL_S and may load a tokenizer
+BLAME_TIMEOUT_S = 1.0  # maximum seconds to find the tools with wrong schemas
 CLOSE_TIMEOUT_S = 2.0
 LOG_EVERY_S = 10.0
-# The child handles untrusted input, so it gets only these variables.
+# The child handles untrusted input, so it gets only these environment variables.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "HOME")
 
 assert MAX_WALL_S < ANSWER_TIMEOUT_S
@@ -68,12 +68,15 @@ class Asker(NamedTuple):
 
 
 class GrammarCheck(Protocol):
-    """Decides whether grammars can be followed. `counters` counts them by verdict."""
+    """Decides if workers can follow grammars. `counters` has the numbers of verdicts."""
 
     counters: Counter[str]
 
     async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
-        """Raises GrammarError if workers cannot follow it, GrammarBusy if undecided in time."""
+        """Raises GrammarError if workers cannot follow the grammar.
+
+        Raises GrammarBusy if there is no verdict in time.
+        """
         ...
 
 
@@ -82,7 +85,7 @@ async def check_structure(
 ) -> Structure:
     """Returns the structure, or a looser structure for tools without `strict`.
 
-    If a field that must be followed exactly cannot be, raises ApiError with the name of the field.
+    Raises ApiError that names the field if workers cannot follow a field exactly as required.
     """
     while structure.grammar is not None:
         try:
@@ -105,7 +108,10 @@ async def _looser(
     asker: Asker,
     error: GrammarError,
 ) -> Structure:
-    """Loosens the schemas that caused the error. Raises ApiError if all of them are strict."""
+    """Returns a structure in which the schemas that caused the error are loosened.
+
+    Raises ApiError if all these schemas are strict.
+    """
     parts, blamed = structure.all_parts(), list[str]()
     with contextlib.suppress(TimeoutError, GrammarBusy):
         async with asyncio.timeout(BLAME_TIMEOUT_S):
@@ -130,7 +136,7 @@ def _refusal(param: str | None, error: GrammarError) -> ApiError:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A grammar without a verdict, and the number of requests that wait for it."""
+    """A grammar without a verdict, and the number of requests that wait for the verdict."""
 
     asked: GrammarToCompile
     key: bytes
@@ -153,7 +159,10 @@ class GrammarChecker:
         self.counters: Counter[str] = Counter(dict.fromkeys(GrammarVerdict, 0))
 
     async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
-        """Raises GrammarError if workers cannot follow it, GrammarBusy if undecided in time."""
+        """Raises GrammarError if workers cannot follow the grammar.
+
+        Raises GrammarBusy if there is no verdict in time.
+        """
         if vocabulary is None:
             raise GrammarError("this model's tokenizer cannot guide answers")
         if len(grammar.source) > MAX_SOURCE_LEN:
@@ -245,7 +254,11 @@ def _digest(asked: GrammarToCompile, salt: bytes) -> bytes:
 
 
 class GrammarChild:
-    """The child process, started on first use. One thread uses it at a time; it never raises."""
+    """The child process, which is started at the first use.
+
+    Only one thread may use this object at a time. No method raises an exception for a fault of the
+    child.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -258,12 +271,15 @@ class GrammarChild:
         return self._process.pid
 
     def ask(self, asked: GrammarToCompile) -> GrammarResult:
-        """Returns the verdict on a grammar; BUSY if the child ended or did not answer."""
+        """Sends a grammar to the child.
+
+        Returns the verdict; BUSY if the child ended or did not answer.
+        """
         try:
             sock = self._opened()
             send_frame(sock, asked)
             data = receive_frame(sock)
-        except OSError as error:  # includes timeouts
+        except OSError as error:  # also for timeouts
             log.warning("the process that compiles grammars is replaced: %r", error)
             data = b""
         if data:
@@ -275,17 +291,17 @@ class GrammarChild:
         )
 
     def kill(self) -> None:
-        """Kills the process. Thread-safe. A waiting `ask` sees the socket end."""
+        """Kills the process. Thread-safe. A waiting `ask` returns, because the socket ends."""
         if (process := self._process) is not None:
             process.kill()
 
     def close(self) -> None:
-        """Ends the process and waits until it has ended."""
+        """Kills the process and waits until it has ended."""
         self.kill()
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may be slow to end it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may be slow
                 self._process.wait(CLOSE_TIMEOUT_S)
         self._process = self._socket = None
 

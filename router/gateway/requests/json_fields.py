@@ -1,9 +1,10 @@
-"""Decodes the fields of a JSON body in short steps, so that no step holds the interpreter for long.
+"""Decodes the fields of a JSON body in short steps, so that other threads run in between.
 
-Decoding holds the interpreter lock, and most of the time goes into making objects: 8 MiB of `[]`
-take a second, or 0.04 s if they are skipped. So in a long body only known fields are decoded, each
-separately. Prompt and messages are decoded with their types, and decoding stops at the first wrong
-item. All other fields are decoded after a check of their size. Short bodies are decoded at once.
+Decoding keeps the interpreter lock, and making objects takes most of the time: decoding 8 MiB of
+`[]` takes a second, skipping them 0.04 s. So in a long body only known fields are decoded, each
+field separately. Prompt and messages are decoded with their types, so decoding stops at the first
+wrong item. All other fields are decoded after a check of their size. Short bodies are decoded at
+once.
 """
 
 import re
@@ -23,12 +24,12 @@ from router.inbox.json_values import check_containers, decode_value, no_object, 
 
 SHORT_BODY_BYTES = 65_536
 MAX_PROMPT_IDS = 2**20
-MAX_IGNORED = 16  # names of unknown fields that an answer lists
-MAX_IGNORED_LEN = 64  # characters of a listed name
-MAX_SUGGESTED = 4  # names for which a suggestion is made
-MAX_SUGGESTED_LEN = 32  # characters of such a name
-LEAST_LIKENESS = 0.75  # similarity of a name and its suggestion, from 0 to 1
-MAX_PROMPTS = 4096  # far more than `gateway.max_batch_choices` allows
+MAX_IGNORED = 16  # maximum unknown fields that an answer lists
+MAX_IGNORED_LEN = 64  # maximum characters of a listed name
+MAX_SUGGESTED = 4  # maximum names that get a suggestion
+MAX_SUGGESTED_LEN = 32  # maximum characters of a name that gets a suggestion
+LEAST_LIKENESS = 0.75  # minimum similarity of a name and its suggestion, from 0 to 1
+MAX_PROMPTS = 4096  # maximum prompts decoded, far above `gateway.max_batch_choices`
 
 
 class _Message(msgspec.Struct):
@@ -50,7 +51,7 @@ class _OnlyPrompts(msgspec.Struct):
 
 
 def decode_fields(data: bytes, body_type: type[Body]) -> dict[str, Any]:
-    """Returns the fields of a body; of a long body, only the known fields. Raises ApiError."""
+    """Returns the fields of a body. For a long body, returns only known fields. Raises ApiError."""
     try:
         if len(data) > SHORT_BODY_BYTES:
             return _long_fields(data, body_type)
@@ -73,13 +74,15 @@ def _long_fields(data: bytes, body_type: type[Body]) -> dict[str, Any]:
 
 @cache
 def _undecoded(body_type: type[Body], *, forbids: bool = False) -> type[msgspec.Struct]:
-    """Returns a type that leaves known fields undecoded; it skips or `forbids` unknown ones."""
+    """Returns a type that leaves known fields undecoded, and skips or `forbids` unknown fields."""
     fields = [(name, Raw, Raw()) for name in sorted(known_fields(body_type))]
     return msgspec.defstruct("UndecodedBody", fields, forbid_unknown_fields=forbids)
 
 
 def endpoint_of(data: bytes) -> str:
-    """Returns the endpoint for which a body is; completions if the body cannot be read."""
+    """Returns the endpoint that has the fields of a body; completions if the body cannot be
+    read.
+    """
     try:
         found = msgspec.json.decode(data, type=_OnlyPrompts)
     except (ValueError, RecursionError):
@@ -90,9 +93,11 @@ def endpoint_of(data: bytes) -> str:
 
 
 def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body]) -> tuple[str, ...]:
-    """Returns unknown field names in a form for headers; of a long body only the first name.
+    """Returns the names of unknown fields in a form for headers.
 
-    Listing all names of a long body would make as many objects as its client likes.
+    For a long body, returns only the first name.
+
+    Otherwise a client could force the gateway to make millions of objects.
     """
     known = known_fields(body_type)
     if len(data) <= SHORT_BODY_BYTES:
@@ -109,7 +114,9 @@ def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body])
 
 
 def suggestions(names: Sequence[str], body_type: type[Body], own_fields: Sequence[str] = ()) -> str:
-    """Returns suggestions for misspelt fields as text for a message; mostly empty.
+    """Returns suggestions for misspelt fields, as a text that is appended to a message.
+
+    The text is empty if no name is similar to a known field.
 
     `own_fields` are further names that may be suggested.
     """
@@ -136,11 +143,13 @@ def _decode(name: str, data: bytes) -> Any:
 
 
 def _prompt(data: bytes, name: str) -> Any:
-    """Decodes a text, token ids, or a list of texts or of lists of token ids."""
+    """Decodes a prompt field: a text, token ids, a list of texts, or a list of lists of token
+    ids.
+    """
     if not data.startswith(b"["):
         return msgspec.json.decode(data, type=str | None)
     first = data[1:].lstrip()[:1]
-    # All quotes at the start of texts are counted; quotes at an end unless after a backslash.
+    # Each text has two quotes, and quotes after a backslash are not counted.
     quotes = data.count(b'"') - data.count(b'\\"') if first == b'"' else 0
     if max(data.count(b"[") - 1 if first == b"[" else 0, quotes // 2) > MAX_PROMPTS:
         raise invalid_value(f"{name} holds more than {MAX_PROMPTS} prompts", name)

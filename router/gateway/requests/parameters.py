@@ -1,8 +1,8 @@
-"""From the fields of a body to the sampling, limits and priority that workers use.
+"""Converts the fields of a body to the sampling parameters and limits that workers use.
 
-The number of log-probabilities is limited. Each takes some 30 to 70 bytes of an answer, and is kept
-until the answer ends or its client reads on. The limits apply to streams too, since a client may
-read slowly.
+The number of log-probabilities is limited. A log-probability takes some 30 to 70 bytes of an
+answer, and is kept until it is sent. The limits apply to streams too, since a client may read
+slowly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ from router.text.forms.thinking import BEGIN, END
 from router.text.structured import Structure, check_combination, structure_of
 from router.text.tokenizer import TextModel
 
-MAX_SCORES = 2**18  # log-probabilities in all answers together, and in all prompts together
+MAX_SCORES = 2**18  # maximum log-probabilities in all answers together, and in all prompts together
 MAX_ID_DIGITS = 10
-MAX_WRONG_SHOWN = 8  # wrong keys of a field that an error lists
+MAX_WRONG_SHOWN = 8  # maximum wrong keys that an error lists
 
 
 def checked_structure(
@@ -36,9 +36,9 @@ def checked_structure(
 ) -> Structure:
     """Returns the structure of the answer that the fields request. Raises ApiError.
 
-    If an answer is not parsed, its structure has none of the marks of the model's form.
+    If `is_parsed` is not set, the structure does not use the marks of the model's form.
 
-    `router.gateway.requests.grammar_checker` decides whether workers can follow its grammar.
+    `router.gateway.requests.grammar_checker` decides if workers can follow the structure's grammar.
     """
     try:
         form = text.forms.calls if is_parsed else HERMES
@@ -76,7 +76,7 @@ def sampling_of(
 def behind_thinking(
     structure: Structure, text: TextModel, reader: AnswerParsing | None
 ) -> Grammar | None:
-    """Returns the structure's grammar, to be applied after the reasoning if the answer has any."""
+    """Returns the structure's grammar. If answers have reasoning, the grammar applies after it."""
     grammar = structure.grammar
     if grammar is None or reader is None or reader.forms.thinking is None:
         return grammar
@@ -88,7 +88,10 @@ def behind_thinking(
 
 
 def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar | None:
-    """Returns the grammar of `allowed_token_ids` and `bad_words`; None without. Raises ApiError."""
+    """Returns the grammar of `allowed_token_ids` and `bad_words`; None without these fields.
+
+    Raises ApiError.
+    """
     if not (body.allowed_token_ids or body.bad_words):
         return None
     if structure.grammar is not None:
@@ -100,7 +103,7 @@ def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar 
         tuple(token_ids)
         for word in body.bad_words or ()
         for token_ids in text.spellings(word)
-        if max(token_ids) < text.vocab_size  # otherwise the model cannot write it
+        if max(token_ids) < text.vocab_size  # otherwise the model cannot produce it
     }
     single = {sequence[0] for sequence in banned if len(sequence) == 1}
     if allowed is not None and single.issuperset(allowed):
@@ -112,14 +115,17 @@ def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar 
 
 
 def nth_seed(sampling: Sampling, index: int) -> Sampling:
-    """Returns the sampling of one of several choices. Choice 0 equals a request with one choice."""
+    """Returns the sampling parameters for the choice with this index.
+
+    Choice 0 has the same parameters as a request with one choice.
+    """
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & UINT64_MASK)
 
 
 def check_choices(body: Body, max_choices: int, max_batch_choices: int) -> None:
     """Raises ApiError if a request asks for more answers than the operator allows.
 
-    `max_choices` limits the answers to one prompt, `max_batch_choices` those to all prompts.
+    `max_choices` limits the answers to one prompt, `max_batch_choices` the answers to all prompts.
     """
     num_each = body.num_candidates
     for name, count in (("n", body.num_choices), ("best_of", num_each)):
@@ -145,9 +151,12 @@ def limits_of(
     model_max_tokens: int | None = None,
     stop_token_ids: Sequence[int],
 ) -> Limits:
-    """Returns the limits of the answer, with the client's and these stop tokens. Raises ApiError.
+    """Returns the limits of an answer, with `stop_token_ids` and the client's stop tokens.
 
-    If the request gives no length, the model's default is used, or else the API's default.
+    Raises ApiError.
+
+    If the request has no maximum length, the model's default is used. Without a default of the
+    model, the API's default is used.
     """
     max_tokens, room = body.wanted_tokens, context_len - prompt_len
     if room < 1:
@@ -194,7 +203,10 @@ def _is_token_id(key: str) -> bool:
 
 
 def check_answer_scores(body: Body) -> None:
-    """Raises ApiError if the answers would have too many log-probabilities. Needs no tokenising."""
+    """Raises ApiError if the answers would have too many log-probabilities.
+
+    Called before tokenising.
+    """
     num_each, wanted = _num_each(body), body.wanted_tokens
     if num_each is None or wanted is None:
         return
@@ -209,7 +221,10 @@ def check_answer_scores(body: Body) -> None:
 
 
 def most_scored_tokens(body: Body) -> int | None:
-    """Returns the longest answer whose log-probabilities fit the limit; None: no limit applies."""
+    """Returns the maximum tokens of an answer whose log-probabilities fit the limit.
+
+    Returns None if the request has no log-probabilities.
+    """
     num_each = _num_each(body)
     if num_each is None:
         return None
@@ -234,11 +249,14 @@ def check_prompt_scores(body: Body, prompt_lens: Sequence[int]) -> None:
 
 
 def _num_each(body: Body) -> int | None:
-    """Returns the number of log-probabilities per token: its own and the alternatives."""
+    """Returns the number of log-probabilities per token; None without log-probabilities.
+
+    The sampled token's own and the alternatives are counted.
+    """
     num_top = body.num_top_logprobs
     return None if num_top is None else 1 + num_top
 
 
 def _param(body: Body) -> str:
-    """Returns the field that sets the number of log-probabilities."""
+    """Returns the name of the field that sets the number of log-probabilities."""
     return "top_logprobs" if body.endpoint == CHAT else "logprobs"

@@ -1,8 +1,8 @@
 """The body of POST /v1/responses, with the range of each field.
 
-Pure: bytes in, a `ResponseBody` or an ApiError out. Values that cannot be honoured are refused by
-name. Fields outside this API go to the chat body under vLLM's names (`top_k`, `seed`, `stop`, …),
-which checks them like fields of a chat completion.
+Pure: converts bytes to a `ResponseBody` or an ApiError. Values that Baton cannot honour are refused
+by name. Fields that are not in this API (`top_k`, `seed`, `stop`, …) become fields of the chat
+body, which checks them like fields of a chat completion.
 
 Source: OpenAI API reference, responses.
 """
@@ -35,7 +35,7 @@ Label = Annotated[str, Meta(max_length=MAX_USER_LEN)]
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
 LOGPROBS = "message.output_text.logprobs"
-# The second value changes nothing here: reasoning comes as text, which clients may send back.
+# The second value has no effect: reasoning is sent as text, which clients may send back.
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 Summary = Literal["auto", "concise", "detailed"]
@@ -58,7 +58,7 @@ _REFUSED: Refused = {
     "truncation": ("disabled",),
     "use_beam_search": (False,),
 }
-# Chat's names of fields that have another name in this API.
+# By a chat completion's field name: the field's name in this API.
 _RENAMED = {
     "logprobs": "include",
     "max_completion_tokens": "max_output_tokens",
@@ -113,12 +113,12 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     include: list[Include] | None = None
     max_output_tokens: Count | None = None
-    max_tool_calls: Count | None = None  # for tools that the server runs: there are none
+    max_tool_calls: Count | None = None  # no effect, as the server runs no tools
     metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)] | None = (
         None
     )
     parallel_tool_calls: bool | None = None
-    prompt_cache_key: Label | None = None  # a hint
+    prompt_cache_key: Label | None = None  # no effect
     reasoning: ReasoningOptions | None = None
     safety_identifier: Label | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -131,7 +131,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 
     @property
     def is_stored(self) -> bool:
-        """True unless the client asks not to store the response."""
+        """True unless the client has set `store` to false."""
         return self.store is not False
 
     @property
@@ -141,12 +141,12 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 
 
 def decode_response_body(data: bytes) -> tuple[ResponseBody, dict[str, Any]]:
-    """Returns a checked body, and the fields outside this API. Raises ApiError."""
+    """Returns a checked body, and the fields that are not in this API. Raises ApiError."""
     raw = _raw_fields(data)
     fields = {name: _decoded(name, value) for name, value in raw.items()}
     _refuse(fields)
     own = {name: fields.pop(name) for name in ResponseBody.__struct_fields__ if name in fields}
-    input = own.pop("input", None)  # decoded with its types already
+    input = own.pop("input", None)  # already decoded with its types
     for name in (*_REFUSED, *_RENAMED):
         fields.pop(name, None)
     try:
@@ -162,7 +162,7 @@ def decode_response_body(data: bytes) -> tuple[ResponseBody, dict[str, Any]]:
 
 
 def _raw_fields(data: bytes) -> dict[str, bytes]:
-    """Returns the undecoded fields of a body; of a long body, only the known fields."""
+    """Returns the undecoded fields of a body. For a long body, returns only known fields."""
     try:
         if len(data) > SHORT_BODY_BYTES:
             known = msgspec.json.decode(data, type=_undecoded())

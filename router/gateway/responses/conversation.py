@@ -1,12 +1,12 @@
-"""From a checked body and its conversation to a chat completion, and from its errors back.
+"""Converts a checked body and its conversation to a chat completion, and translates its errors.
 
-Pure. The chat body is then handled like all others, so that both APIs mean the same. The fields of
-a response that repeat its request are also made here.
+Pure. The chat body is handled like the body of any chat completion, so that both APIs have the same
+meaning. This module also makes the fields of a response that repeat its request.
 
-An answer may be several items: reasoning, a message, calls. Chat templates write all of these
-as one message of the assistant, so adjacent items of these types become one message. Then the
-prompt of the next turn begins with the tokens of this turn. Templates decide which reasoning of
-earlier turns is shown.
+An answer may consist of several items: reasoning, a message, calls. Chat templates write all of
+them as one message of the assistant, so adjacent items of these types become one message. Then the
+prompt of the next turn begins with the tokens of this turn. Chat templates decide which reasoning
+of earlier turns is in the prompt.
 """
 
 import re
@@ -30,16 +30,16 @@ from router.inbox.api_errors import invalid_value
 
 _CALLS = CLIENT_CALLS | {"function_call", "custom_tool_call"}
 _OUTPUTS = CLIENT_OUTPUTS | {"function_call_output", "custom_tool_call_output"}
-# Fields of tools that clients run: the model's arguments, and the outputs.
+# Fields of items of client-run tools: the model's arguments, and the outputs.
 _CHOSEN, _RESULTS = ("action", "operation"), ("output", "status")
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Messages(msgspec.Struct, frozen=True):
-    """Chat messages, each with the name of the client's field that it comes from.
+    """Chat messages, each with the name of the client's field from which it was made.
 
-    `tools` are lists of further tools from items. `left_out` names fields that no message shows.
+    `tools` are lists of further tools from items. `left_out` names fields that are in no message.
     """
 
     messages: list[dict[str, Any]]
@@ -49,13 +49,16 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 def messages_of(instructions: str | None, items: Sequence[LocatedItem]) -> Messages:
-    """Returns a conversation's chat messages. Raises ApiError for an output without its call."""
+    """Returns the chat messages of a conversation.
+
+    Raises ApiError if the call of an output is missing.
+    """
     made = Messages([], [], [], [])
     if instructions is not None:
         made.messages.append({"role": "system", "content": instructions})
         made.paths.append("instructions")
     calls: set[str] = set()
-    answer: dict[str, Any] | None = None  # a message to which further items of the answer are added
+    answer: dict[str, Any] | None = None  # message to which further calls are added
     reasoning = ""  # reasoning that precedes the next item
     for located in items:
         item, kind = located.item, located.item["type"]
@@ -111,7 +114,7 @@ def _message(located: LocatedItem) -> dict[str, Any]:
 
 
 def _call_id(located: LocatedItem) -> str:
-    """Returns the id that a call and its output share; for some items the item's own id."""
+    """Returns the id that a call and its output share; without such an id, the item's own id."""
     found = located.item.get("call_id") or located.item["id"]
     if not isinstance(found, str):
         raise invalid_value("call_id must be a text", f"{located.path}.call_id")
@@ -142,7 +145,7 @@ def _content(item: Item) -> str | list[dict[str, Any]]:
 
 # ---------------------------------------------------------------- the chat completion
 
-# Field names of chat in errors, and our names. The order matters.
+# Field names of chat completions in errors, and of this API. The order matters.
 _FIELD_NAMES = (
     (r"\bresponse_format\.json_schema\.(schema|name|strict|description)\b", r"text.format.\1"),
     (r"\bresponse_format\.json_schema\b", "text.format"),
@@ -156,7 +159,7 @@ _MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content|\.role|\.tool_calls)?")
 
 
 class ChatForm(msgspec.Struct, frozen=True):
-    """A response as a chat completion: its JSON, and where its parts come from."""
+    """A chat completion that makes a response: its JSON, and the client's names of its parts."""
 
     data: bytes
     paths: list[str]  # the client's field for each message
@@ -165,14 +168,17 @@ class ChatForm(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...]  # the client's fields that have no effect
 
     def translated(self, error: InvalidRequest) -> InvalidRequest:
-        """Replaces chat's field names in an error by the client's field names."""
+        """Replaces, in an error, field names of chat completions by the client's field names."""
         if error.param is not None:
             error.param = self._ours(error.param)
         error.message = self._ours(error.message)
         return error
 
     def all_ignored(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns all ignored fields of the client: in the response, and in its chat completion."""
+        """Returns all ignored fields, with the client's names.
+
+        `names` are ignored in the completion.
+        """
         return (*self.ignored, *map(self._ours, names))
 
     def _ours(self, text: str) -> str:
@@ -194,7 +200,7 @@ class ChatForm(msgspec.Struct, frozen=True):
 def chat_form(body: ResponseBody, extras: dict[str, Any], messages: Messages) -> ChatForm:
     """Returns the chat completion that makes this response. Raises ApiError.
 
-    `extras` are unknown fields that chat completions may know.
+    `extras` are fields that are not in this API, but may be fields of chat completions.
     """
     offer = offer_of([("tools", body.tools or []), *messages.tools])
     tools, choice = choose(body.tool_choice, offer)

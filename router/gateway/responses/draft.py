@@ -1,10 +1,10 @@
 """A response in progress: its status, its output items and its events, numbered in order. Pure.
 
-Items follow each other: an item is closed before the next one is opened. The events of a message
-are, in this order: `response.output_item.added`, `response.content_part.added`, a
+Only one item is open at a time: an item is closed before the next item is opened. The events of a
+message are, in this order: `response.output_item.added`, `response.content_part.added`, a
 `response.output_text.delta` for each piece, `response.output_text.done`,
-`response.content_part.done`, `response.output_item.done`. Reasoning has the same events with
-`response.reasoning_text`. A call has deltas of its arguments or input instead of parts.
+`response.content_part.done`, `response.output_item.done`. The events of reasoning are the same,
+with `response.reasoning_text`. A call has deltas of its arguments or input, and no events of parts.
 
 Source: OpenAI API reference, streaming events of responses.
 """
@@ -34,37 +34,39 @@ from router.text.forms.deltas import CallBegun
 from router.text.logprobs import ChatLogprobs, Entry
 
 Event = dict[str, Any]
-Scores = Callable[[Sequence[Entry]], list[object]]  # returns JSON values
-# The events of an item's text, and the field of its whole text, by the type of the item.
+Scores = Callable[[Sequence[Entry]], list[object]]  # makes JSON values of entries
+# By type of item: the name of its text in events, and the field that has its whole text.
 _TEXTS = {
     "message": ("output_text", "text"),
     "reasoning": ("reasoning_text", "text"),
     "function_call": ("function_call_arguments", "arguments"),
     "custom_tool_call": ("custom_tool_call_input", "input"),
 }
-_END = b"\n\n"  # ends a server-sent event
+_END = b"\n\n"  # end of a server-sent event
 
 _encode = msgspec.json.Encoder().encode
 
 
 class OutputItems:
-    """The output of one response, as it grows."""
+    """The output items of one response, to which pieces of the answer are appended."""
 
     def __init__(
         self, new_id: NewId, scores: Scores, origins: Mapping[str, ToolOrigin] | None = None
     ) -> None:
-        """`scores` encodes log-probabilities; `origins` has the client's names of tools."""
+        """`scores` encodes log-probabilities; `origins` has the client's names of tools by the
+        model's names.
+        """
         self.items: list[Item] = []
         self._new_id = new_id
         self._scores = scores
         self._origins = origins or {}
-        self._custom: CustomInput | None = None  # the open item's input
-        self._is_open = False  # whether the last item is open
+        self._custom: CustomInput | None = None  # input of the open item, if it calls a custom tool
+        self._is_open = False  # True if the last item is open
         self._texts: list[str] = []  # texts of the open item
         self._logprobs: list[object] = []  # log-probabilities of the open item
 
     def append(self, piece: AnswerPiece) -> list[Event]:
-        """Adds a piece of the answer."""
+        """Adds a piece of the answer. Returns the events of the piece."""
         events: list[Event] = []
         if piece.reasoning:
             if not self._is_in("reasoning"):
@@ -82,7 +84,10 @@ class OutputItems:
         return events
 
     def close(self, status: Status) -> list[Event]:
-        """Ends the last item. An answer without any text gets an empty message."""
+        """Closes the last item, and returns the events.
+
+        A complete answer without items gets an empty message.
+        """
         events: list[Event] = []
         if not self.items and status == "completed":
             events = self._open(new_message(self._new_id("msg_")), text_part("", []))
@@ -103,7 +108,9 @@ class OutputItems:
         return events
 
     def _open(self, item: Item, part: dict[str, Any] | None = None) -> list[Event]:
-        """Opens an item, with the part of its content if it has any."""
+        """Closes the last item and opens a new item, with a first content part if `part` is
+        given.
+        """
         events = self._close("completed")
         self.items.append(item)
         self._is_open = True
@@ -113,7 +120,7 @@ class OutputItems:
         return events
 
     def _close(self, status: Status) -> list[Event]:
-        """Completes the open item, if any."""
+        """Closes the open item, if any, and returns the events."""
         if not self._is_open:
             return []
         events: list[Event] = []
@@ -145,14 +152,14 @@ class OutputItems:
         return self._text_event(f"{name}.delta", delta=text)
 
     def _text_event(self, kind: str, **fields: object) -> Event:
-        """Returns an event of the open item's text, or of its only part."""
+        """Returns an event about the text or the only content part of the open item."""
         item = self.items[-1]
         place = {"content_index": 0} if "content" in item else {}
         at = {"item_id": item["id"], "output_index": len(self.items) - 1}
         return {"type": f"response.{kind}", **at, **place, **fields}
 
     def _item_event(self, kind: str) -> Event:
-        # A copy: events may be encoded after the item has grown.
+        # The event has a copy of the item, because events may be encoded after the item has grown.
         item = dict(self.items[-1])
         for name in ("content", "summary"):
             if name in item:
@@ -183,7 +190,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
 
 class ResponseDraft:
-    """One response, from its first to its last event."""
+    """One response that is being made, from its first to its last event."""
 
     def __init__(
         self,
@@ -194,7 +201,7 @@ class ResponseDraft:
         new_id: NewId,
         origins: Mapping[str, ToolOrigin],
     ) -> None:
-        """`repeated` are the fields of its request; `created` is Unix time in seconds.
+        """`repeated` are the fields that repeat the request. `created` is Unix time in seconds.
 
         `origins` are the client's names of tools, by the model's names.
         """
@@ -225,7 +232,7 @@ class ResponseDraft:
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """Returns the output items so far."""
+        """The output items so far."""
         return self._output.items
 
     def fields(self) -> dict[str, Any]:
@@ -237,27 +244,30 @@ class ResponseDraft:
         return {**self.fields(), "output": self.items}
 
     def remove(self) -> None:
-        """Records that the response is not stored."""
+        """Records that the response could not be stored."""
         self._fields["store"] = False
 
     def queue(self) -> list[Event]:
-        """Records that the answer has not begun yet."""
+        """Sets the status "queued", and returns the events."""
         self.status = "queued"
         return self._numbered([self._snapshot("created"), self._snapshot("queued")])
 
     def start(self) -> list[Event]:
-        """Records that the answer begins."""
+        """Sets the status "in_progress", and returns the events."""
         was_queued, self.status = self.status == "queued", "in_progress"
         first = [] if was_queued else [self._snapshot("created")]
         return self._numbered([*first, self._snapshot("in_progress")])
 
     def append(self, piece: AnswerPiece) -> list[Event]:
-        """Adds a piece of the answer."""
+        """Adds a piece of the answer. Returns the events of the piece."""
         self._finish = piece.finish or self._finish
         return self._numbered(self._output.append(piece))
 
     def finish(self, ending: Ending, now: int) -> list[Event]:
-        """Ends the response except for its last event. `now` is Unix time in seconds."""
+        """Ends the response. Returns all further events except the last event.
+
+        `now` is Unix time in seconds.
+        """
         outcome = ending.outcome
         if isinstance(outcome, Finished):
             is_whole = self._finish != "length"
@@ -276,13 +286,16 @@ class ResponseDraft:
         return self._numbered(events)
 
     def fail(self, message: str) -> list[Event]:
-        """Ends the response with an error of our own, except for its last event."""
+        """Ends the response with an error of the server.
+
+        Returns all further events except the last event.
+        """
         self.status = "failed"
         self._end["error"] = {"code": "server_error", "message": message}
         return self._numbered(self._output.close("incomplete"))
 
     def last(self) -> list[Event]:
-        """Returns the event after all others."""
+        """Returns the last event of the response, in a list."""
         return self._numbered([self._snapshot(self.status)])
 
     def _snapshot(self, name: str) -> Event:
@@ -304,7 +317,7 @@ def encode_events(events: Sequence[Event]) -> bytes:
 
 
 def event_parts(event: Event) -> Iterator[bytes]:
-    """Encodes an event as a server-sent event, in parts. Events at the end may be long."""
+    """Encodes an event as a server-sent event, in parts. The last events may be long."""
     yield from chain((_begin(event),), json_parts(event), (_END,))
 
 
@@ -314,7 +327,7 @@ def _begin(event: Event) -> bytes:
 
 
 def error_of(outcome: Outcome) -> dict[str, Any] | None:
-    """Returns the `error` of a response with this outcome. Its codes are OpenAI's."""
+    """Returns the `error` of a response with this outcome. Codes are OpenAI's."""
     if isinstance(outcome, Rejected):
         return {"code": "rate_limit_exceeded", "message": outcome.message}
     if isinstance(outcome, Finished | Cancelled):
@@ -324,7 +337,7 @@ def error_of(outcome: Outcome) -> dict[str, Any] | None:
 
 
 def usage_of_response(ending: Ending) -> dict[str, Any]:
-    """Returns token counts under this API's names."""
+    """Returns the token counts of an answer under this API's names."""
     return {
         "input_tokens": ending.prompt_tokens,
         "input_tokens_details": {

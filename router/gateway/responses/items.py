@@ -1,8 +1,8 @@
-"""The items of a conversation, in the forms that clients send and that are stored.
+"""The items of a conversation: converts items that clients send to the form that is stored.
 
 Pure. A stored item is a JSON object in OpenAI's form, with an id. Items are messages, calls of
 tools and their outputs, and reasoning. Items of tools that this server does not run are stored
-unchanged. `router.gateway.responses.conversation` makes chat messages of items.
+unchanged. `router.gateway.responses.conversation` converts items to chat messages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from router.gateway.requests.chat import TEXT_PARTS, ContentPart
 from router.inbox.api_errors import ApiError, invalid_value
 
 Item = dict[str, Any]
-NewId = Callable[[str], str]  # makes an id with the given prefix
+NewId = Callable[[str], str]  # given a prefix, makes an id
 Status = Literal["in_progress", "completed", "incomplete"]
 ENCRYPTED = "encrypted_content"  # a field of reasoning that is never put into a prompt
-MAX_ITEM_ID_LEN = 256  # characters
-MAX_REFERENCES = 512  # references in one input; each is looked up
+MAX_ITEM_ID_LEN = 256  # maximum characters of an item's id
+MAX_REFERENCES = 512  # maximum references in one input; each is looked up
 
 _PREFIXES = {
     "message": "msg_",
@@ -33,7 +33,7 @@ _PREFIXES = {
 # Calls of tools that clients run, and their outputs. They are stored unchanged.
 CLIENT_CALLS = frozenset({"local_shell_call", "shell_call", "apply_patch_call"})
 CLIENT_OUTPUTS = frozenset(f"{kind}_output" for kind in CLIENT_CALLS)
-# Items of other servers' tools and features. They are stored, but never put into a prompt.
+# Items of tools and features that only other servers have. They are stored, but never prompted.
 HIDDEN = frozenset(
     {
         "additional_tools",
@@ -96,7 +96,7 @@ class LocatedItem(msgspec.Struct, frozen=True):
 
 
 def decode_input(data: bytes) -> str | list[ItemBody] | None:
-    """Decodes a request's input; stops at the first wrong item. Raises ApiError."""
+    """Decodes a request's input, up to the first wrong item. Raises ApiError."""
     try:
         found = msgspec.json.decode(data, type=str | list[Raw] | None)
     except msgspec.ValidationError as error:
@@ -117,7 +117,7 @@ def _decoded(raw: Raw, path: str) -> ItemBody:
 
 
 def references_in(input: str | Sequence[ItemBody]) -> list[str]:
-    """Returns the ids of stored items to which the input refers. Raises ApiError for too many."""
+    """Returns the ids of stored items to which the input refers. Raises ApiError if too many."""
     if isinstance(input, str):
         return []
     named = [body.id for body in input if _is_reference(body) and body.id is not None]
@@ -130,9 +130,9 @@ def references_in(input: str | Sequence[ItemBody]) -> list[str]:
 def items_of(
     input: str | Sequence[ItemBody], kept: Mapping[str, Item], new_id: NewId
 ) -> list[LocatedItem]:
-    """Returns the items of a request's input. Raises ApiError with the name of the item.
+    """Returns the items of a request's input. An ApiError names the item.
 
-    `kept` holds the items to which the input refers.
+    `kept` has the stored items to which the input refers, by id.
     """
     if isinstance(input, str):
         return [LocatedItem(_user_message(input, new_id), "input")]
@@ -155,7 +155,7 @@ def text_part(text: str, logprobs: list[object]) -> dict[str, Any]:
 def new_call(
     id: str, call_id: str, name: str, namespace: str | None = None, *, is_custom: bool = False
 ) -> Item:
-    """Returns a call of a function or of a custom tool, without arguments or input yet."""
+    """Returns a call of a function or of a custom tool, with empty arguments or input."""
     kind, field = ("custom_tool_call", "input") if is_custom else ("function_call", "arguments")
     item = {"id": id, "type": kind, "status": "in_progress", "call_id": call_id, "name": name}
     return item | ({} if namespace is None else {"namespace": namespace}) | {field: ""}
@@ -172,7 +172,7 @@ def new_reasoning(id: str) -> Item:
     }
 
 
-# ---------------------------------------------------------------- from the client
+# ---------------------------------------------------------------- items from the client
 
 
 def _user_message(text: str, new_id: NewId) -> Item:

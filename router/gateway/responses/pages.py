@@ -34,7 +34,7 @@ from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.json_parts import json_parts
 
 PATH = "/v1/responses"
-MAX_PAGE = 100  # items per page
+MAX_PAGE = 100  # maximum items per page
 PAGE = 20
 _INCLUDES = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
 
@@ -42,7 +42,7 @@ Page = Callable[[Scope, Send], Awaitable[None]]
 
 
 class _ResponseIdConvertor(StringConvertor):
-    """Matches an id in a path, but not the names of pages that have other methods."""
+    """Matches a response's id in a path, but not `input_tokens`, which is the name of a page."""
 
     regex = "(?!input_tokens$)[^/]+"
 
@@ -96,14 +96,17 @@ class ResponsePages:
         ]
 
     async def open(self) -> None:
-        """Does nothing, as responses start with their calls."""
+        """Does nothing, because runs start with their calls."""
 
     def stop_draining(self) -> None:
         """Makes a running `close` stop waiting."""
         self._service.runs.stop_draining()
 
     async def close(self, timeout_s: float) -> None:
-        """Waits for background responses, and ends the remaining ones as failed."""
+        """Waits for background responses.
+
+        After `timeout_s`, responses that still run end as failed.
+        """
         await self._service.runs.close(timeout_s)
 
     async def _create(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
@@ -125,7 +128,7 @@ class ResponsePages:
         await _stream(events, send, accepted.headers)
 
     async def _get(self, scope: Scope, send: Send) -> None:
-        """GET /v1/responses/{id}, as a whole or as a stream of its events."""
+        """GET /v1/responses/{id}, the whole response, or a stream of its events."""
         id, owner, query = _id(scope), tenant_of(scope).owner, _query(scope)
         unknown = {*query.getlist("include"), *query.getlist("include[]")} - _INCLUDES
         if unknown:
@@ -162,7 +165,7 @@ class ResponsePages:
         await self._send(scope, send, kept.body())
 
     async def _input_tokens(self, request: HttpRequest) -> Response:
-        """POST /v1/responses/input_tokens. Counts as a request of its key."""
+        """POST /v1/responses/input_tokens. The call counts as a request of its key."""
         parts, tenant = self._parts, tenant_of(request.scope)
         use = parts.accounts.start(tenant.name, tenant.limits, parts.clock.now_s())
         try:
@@ -186,13 +189,13 @@ class ResponsePages:
         await self._send(scope, send, _page(items, query.get("after"), limit))
 
     async def _send(self, scope: Scope, send: Send, body: object) -> None:
-        """Sends a JSON body that may be long."""
+        """Sends a JSON body in parts, because it may be long."""
         turn = partial(self._parts.loop_queue.wait, tenant_of(scope).queue)
         await send_parts(send, json_parts(body), {}, turn)
 
 
 def _page(items: list[Item], after: str | None, limit: int) -> ItemList:
-    """Returns at most `limit` items after the item with the id `after`."""
+    """Returns at most `limit` items, which follow the item with the id `after`."""
     start = 0
     if after is not None:
         start = next((i for i, item in enumerate(items, 1) if item["id"] == after), -1)
@@ -209,14 +212,14 @@ def _page(items: list[Item], after: str | None, limit: int) -> ItemList:
 
 async def _stream(events: AsyncIterator[bytes], send: Send, headers: Mapping[str, str]) -> None:
     await send_head(send, 200, EVENT_STREAM, {**STREAM_HEADERS, **headers})
-    async with aclosing(events):  # type: ignore[type-var]  # it is a generator
+    async with aclosing(events):  # type: ignore[type-var]  # `events` is a generator
         async for data in events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _watched(page: Page) -> ASGIApp:
-    """Returns an application that runs the page until its client leaves."""
+    """Returns an ASGI application that runs the page, and cancels the page if its client leaves."""
 
     class _WatchedPage:  # Starlette would treat a function as a handler of its requests
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,9 +1,9 @@
 """Responses that run in the background of this gateway process.
 
-The table is authoritative for each of them. One task per process writes new events into it, renews
-the leases of running responses, and stops those that are no longer alive there: cancelled or
-deleted, perhaps by another process. A run's result counts only if the table says that the response
-is still alive.
+The table of responses is authoritative. One task per process writes new events into the table, and
+renews the leases of running responses. The task also stops runs whose responses were cancelled or
+deleted, perhaps by another process. The result of a run is stored only if the response is still
+alive in the table.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ from router.inbox.json_parts import joined_in_turns
 
 log = logging.getLogger(__name__)
 
-BACKGROUND_TIMEOUT_S = 3600.0  # seconds, if the call gives no timeout
-FLUSH_S = 0.1  # seconds after which other processes can read an event, at most
+BACKGROUND_TIMEOUT_S = 3600.0  # timeout of a call that sets no timeout
+FLUSH_S = 0.1  # maximum seconds until other processes can read an event
 RENEW_S = LEASE_S / 8
-POLL_S = 0.25  # seconds between checks of a response made by another process
+POLL_S = 0.25  # seconds between reads of a response that another process makes
 FINISH_ATTEMPTS = 3
-STOP_TIMEOUT_S = 10.0  # seconds to store how runs ended
+STOP_TIMEOUT_S = 10.0  # maximum seconds to store the ends of runs
 
 
 class BackgroundRun(AnswerWriter):
-    """Writes the answer of one background call.
+    """Collects the answer of one background call for the table.
 
-    `checked` is done when the call is checked: its result is the first stored state, or the error.
-    No client waits for pieces, so they are never delayed. If a response can be streamed, its events
-    are encoded.
+    The future `checked` is done when the call was checked. Its result is the first state to be
+    stored; its exception is the error of the check. No client waits for pieces, so pieces are never
+    delayed. Events are encoded only if the response can be streamed.
     """
 
     def __init__(
@@ -59,33 +59,33 @@ class BackgroundRun(AnswerWriter):
         self._saver = saver
         self.has_events = has_events
         self.checked: asyncio.Future[NewResponse] = asyncio.get_running_loop().create_future()
-        self.is_kept = asyncio.Event()  # set once the response is in the table
-        self.changed = asyncio.Event()  # set when the table has new events
-        self.events: list[KeptEvent] = []  # events that are not in the table yet
+        self.is_kept = asyncio.Event()  # set once the response is stored
+        self.changed = asyncio.Event()  # set when new events were stored
+        self.events: list[KeptEvent] = []  # events that are not stored yet
         self.task: asyncio.Task[None] | None = None
         self.draft: ResponseDraft | None = None
         self.headers: dict[str, str] = {}
         self._new_draft = new_draft
-        self._turn: Turn = no_turn  # the turn of the call, set when the call is open
+        self._turn: Turn = no_turn  # the turns of the call, set by `open`
         self._has_begun = False
 
     @property
     def status(self) -> str:
-        """The status: queued or in progress."""
+        """The status of the response: "queued" or "in_progress"."""
         return "in_progress" if self._has_begun else "queued"
 
     def notify(self) -> None:
-        """Wakes the tasks that wait for events."""
+        """Wakes the tasks that wait for new events."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     def close(self) -> None:
-        """Records that nothing more will come."""
+        """Records that the run has ended."""
         self.changed.set()
         if not self.checked.done():
             self.checked.cancel()
         elif not self.checked.cancelled():
-            self.checked.exception()  # the caller may have left
+            self.checked.exception()  # marks the exception as read
 
     def record(self, events: list[Event]) -> None:
         """Keeps events until they are written to the table."""
@@ -95,18 +95,23 @@ class BackgroundRun(AnswerWriter):
             ]
 
     async def record_long(self, events: list[Event]) -> None:
-        """Keeps events that may be long; encodes each in a turn."""
+        """Keeps events that may be long, until they are written to the table.
+
+        Each event is encoded in turns of the call's tenant.
+        """
         for event in events if self.has_events else ():
             data = await joined_in_turns(event_parts(event), self._turn)
             self.events.append(KeptEvent(event["sequence_number"], data))
 
     def refuse(self, error: InvalidRequest) -> None:
-        """Passes the error to the caller."""
+        """Passes the error to the task that waits for `checked`."""
         if not self.checked.done():
             self.checked.set_exception(error)
 
     def open(self, heading: Heading) -> "BackgroundRun":
-        """Tells the caller that the call is running."""
+        """Makes the first state of the response, and passes it to the task that waits for
+        `checked`.
+        """
         self.draft = self._new_draft(heading)
         self.headers = heading.headers
         self._turn = heading.turn
@@ -116,11 +121,11 @@ class BackgroundRun(AnswerWriter):
         return self
 
     def write(self, piece: AnswerPiece) -> None:
-        """Keeps the piece."""
+        """Keeps the events of the piece."""
         self.record(self._begun().append(piece))
 
     async def end(self, ending: Ending) -> None:
-        """Keeps the end of the answer."""
+        """Keeps the events at the end of the answer."""
         assert self.draft is not None
         await self.record_long(self.draft.finish(ending, unix_time_s()))
 
@@ -133,7 +138,7 @@ class BackgroundRun(AnswerWriter):
 
 
 class BackgroundRuns:
-    """All runs of this process. After the last run, the task that writes events ends too."""
+    """All runs of this process. The task that writes events runs only while there are runs."""
 
     def __init__(self, service: AnswerService, store: ResponseStore, metrics: GatewayMetrics):
         self._service = service
@@ -149,7 +154,10 @@ class BackgroundRuns:
         return len(self._runs)
 
     async def start(self, call: ApiCall, run: BackgroundRun, meter: RequestMeter) -> dict[str, Any]:
-        """Checks a call and starts it. Returns the response. Raises InvalidRequest."""
+        """Starts a call, and waits for its check.
+
+        Returns the queued response. Raises InvalidRequest.
+        """
         if self._is_closing:
             raise ApiError("the server is stopping", code="server_shutdown", status=503)
         most = self._store.config.max_background_responses
@@ -166,7 +174,7 @@ class BackgroundRuns:
             await self._store.start(begun, has_events=run.has_events)
         except BaseException:
             run.task.cancel()
-            del run  # it holds the error, whose traceback refers to this frame
+            del run  # its error has a traceback with this frame
             raise
         run.is_kept.set()
         if self._writer is None or self._writer.done():
@@ -174,17 +182,17 @@ class BackgroundRuns:
         return {**begun.fields, "output": []}
 
     def stop(self, id: str) -> None:
-        """Stops a response that is no longer alive in the table."""
+        """Cancels the run of a response that is no longer alive in the table."""
         if (run := self._runs.get(id)) is not None and run.task is not None:
             run.task.cancel()
 
     async def follow(self, id: str, owner: str, last: int) -> AsyncIterator[bytes]:
-        """Yields the events after number `last` as they come, up to the end of the response."""
+        """Yields stored and new events after number `last`, up to the end of the response."""
         while True:
             changed = self._runs[id].changed if id in self._runs else None
             kept, events = await self._store.events(id, owner, last)
             if kept is None:
-                return  # deleted
+                return  # the response was deleted
             if events:
                 if events[0].number > last + 1:
                     yield _error_event(f"the events up to {events[0].number - 1} are gone", last)
@@ -203,7 +211,7 @@ class BackgroundRuns:
         self._stops_draining.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Waits for the runs, and ends the remaining ones as failed."""
+        """Waits for the runs. After `timeout_s`, runs that have not ended end as failed."""
         self._is_closing = True
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         if tasks:
@@ -231,7 +239,7 @@ class BackgroundRuns:
         except asyncio.CancelledError:
             if self._is_closing:
                 await self._fail(run, "the server was stopped before the response was complete")
-        except Exception:  # a bug in Baton: this run has no client that would see it
+        except Exception:  # a bug in Baton: no client of this run would see it
             log.exception("the response %s failed", run.id)
             await self._fail(run, "internal error")
         finally:
@@ -277,7 +285,10 @@ class BackgroundRuns:
                 self.stop(id)
 
     async def _beat(self, *, renews: bool) -> set[str]:
-        """Writes new events. Returns the ids of runs that must stop."""
+        """Writes new events, and renews leases if `renews`.
+
+        Returns the ids of runs that must stop.
+        """
         async with self._turn:
             kept = [run for run in self._runs.values() if run.is_kept.is_set()]
             batches = {run.id: [*run.events] for run in kept if run.events}
@@ -293,7 +304,7 @@ class BackgroundRuns:
 
 
 async def _pause(seconds: float, changed: asyncio.Event | None = None) -> None:
-    """Waits for the time, or until the event is set."""
+    """Waits for `seconds`, or until the event is set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await (changed or asyncio.Event()).wait()
@@ -314,7 +325,7 @@ def _error_event(message: str, number: int) -> bytes:
 
 
 def _missing_end(kept: KeptResponse, last: int) -> bytes:
-    """Returns the last event of a response whose process could not write it."""
+    """Returns the last event of a response whose process ended before it wrote that event."""
     if kept.fields["status"] == kept.status:
         return b""
     event: Event = {"type": f"response.{kept.status}", "response": kept.body()}

@@ -1,14 +1,15 @@
-"""Makes responses: from a body to a chat completion, and from its answer to a response.
+"""Makes responses: converts a body to a chat completion, and the answer to a response.
 
 The life of one response:
 
 1. Its body is checked, and the conversation before it is read from the store.
-2. Both become a chat completion, which is answered like all others. Its errors get our field names.
+2. The body and the conversation become a chat completion, which is answered like any chat
+   completion. Field names in its errors are replaced by this API's field names.
 3. The answer becomes items and events for a waiting client. A background response is written into
-   the store, from which clients read it.
+   the store, from which clients read the response.
 
-A response is stored before its client learns that it is complete, so that the client can refer to
-it at once. If it cannot be stored, the client still gets the answer, with `store: false`.
+A response is stored before its end is sent, so that the client can refer to the response at once.
+If the response cannot be stored, the client still gets the answer, with `store: false`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -60,15 +61,15 @@ RESPONSE = replace(CHAT, id_prefix="resp_", object_name="response")
 
 
 class Prepared(NamedTuple):
-    """A response that is ready to be made."""
+    """A response that can be started: its body, its chat completion and its input items."""
 
     body: ResponseBody
     form: ChatForm
-    input: list[Item]  # without the earlier conversation
+    input: list[Item]  # input items, without the earlier conversation
 
 
 class Accepted(NamedTuple):
-    """A background response, as first shown to its client."""
+    """The first reply to the call of a background response."""
 
     id: str
     body: dict[str, Any]
@@ -88,11 +89,11 @@ class WholeResponse(AnswerWriter):
         self._send = send
 
     def write(self, piece: AnswerPiece) -> None:
-        """Keeps the piece."""
+        """Adds the piece to the draft of the response."""
         self._draft.append(piece)
 
     async def end(self, ending: Ending) -> None:
-        """Sends the response, or the error."""
+        """Stores and sends the response, or sends the error if the answer failed."""
         if not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
             return
@@ -103,7 +104,7 @@ class WholeResponse(AnswerWriter):
 
 
 class StreamedResponse(EventWriter):
-    """Sends a response as events."""
+    """Sends a response as server-sent events."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class StreamedResponse(EventWriter):
         self._has_begun = False
 
     def write(self, piece: AnswerPiece) -> None:
-        """Sends the events of a piece."""
+        """Sends the events of a piece now, or keeps the events for `flush`."""
         events = [*self._begun(), *self._draft.append(piece)]
         if self.is_full:
             self.unsent += events
@@ -133,7 +134,7 @@ class StreamedResponse(EventWriter):
         await self.send(encode_events(events))
 
     async def end(self, ending: Ending) -> None:
-        """Sends the last events."""
+        """Stores the response and sends the last events, or sends the error if nothing was sent."""
         if self.unsent:
             await self.flush()
         if not self._has_begun and not isinstance(ending.outcome, Finished):
@@ -149,7 +150,7 @@ class StreamedResponse(EventWriter):
         await self.send(b"", is_last=True)
 
     def _begun(self) -> list[Event]:
-        """Returns the first events, unless the response has begun."""
+        """Returns the first events of the response at the first call; later an empty list."""
         if self._has_begun:
             return []
         self._has_begun = True
@@ -164,7 +165,10 @@ class ResponseService:
         parts: GatewayParts,
         port_of: Callable[[ServedVersion], RequestPort] = attrgetter("port"),
     ) -> None:
-        """`port_of` returns the port of a version's router; by default the router itself."""
+        """`port_of` returns the port to which requests for a version are submitted.
+
+        The default is the port of the version's router.
+        """
         self.store = ResponseStore(parts.storage, parts.settings.gateway)
         self._parts = parts
         self._answers = AnswerService(parts, RESPONSE, ChatBody, port_of)
@@ -178,7 +182,7 @@ class ResponseService:
         yield GaugeMetricFamily("baton_background_responses", text, len(self.runs))
 
     async def prepare(self, data: bytes, tenant: Tenant) -> Prepared:
-        """Checks a body and reads the conversation before it. Raises ApiError."""
+        """Checks a body, and reads the earlier conversation from the store. Raises ApiError."""
         decoding = partial(decode_response_body, data)
         pools, turn = self._parts.parse_pools, tenant.queue
         is_long = len(data) >= LONG_BODY_BYTES
@@ -235,7 +239,7 @@ class ResponseService:
             raise prepared.form.translated(error) from None
 
     async def start(self, prepared: Prepared, call: ApiCall, meter: RequestMeter) -> Accepted:
-        """Makes a response in the background. Raises InvalidRequest."""
+        """Starts a response in the background. Raises InvalidRequest."""
         saver = ResponseSaver(self.store, call.tenant.owner, prepared.input)
         has_events = bool(prepared.body.stream)
         draft = partial(self._draft, call, prepared)

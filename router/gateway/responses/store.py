@@ -21,8 +21,8 @@ from router.inbox.api_errors import ApiError
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 10.0  # seconds without renewal after which the process that makes a response is gone
-MAX_READ_BYTES = 2**20  # bytes of events per transaction
+LEASE_S = 10.0  # seconds without renewal after which a response's process counts as dead
+MAX_READ_BYTES = 2**20  # maximum bytes of events read per transaction
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,11 +32,11 @@ class Context(NamedTuple):
     """The earlier conversation of a new response."""
 
     items: list[Item]  # all items of the earlier conversation
-    named: dict[str, Item]  # items to which its input refers, by id
+    named: dict[str, Item]  # by id: items to which the new input refers
 
 
 class ResponseStore:
-    """Stores responses; only the owner of a response can read it."""
+    """Stores responses. Only the owner of a response can read the response."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class ResponseStore:
     async def beat(
         self, running: dict[str, str], events: Mapping[str, Sequence[KeptEvent]]
     ) -> set[str]:
-        """Stores new events, and renews the leases of running responses; `running` has their
-        status.
+        """Stores new events, and renews the leases of running responses.
 
-        Returns the ids of the runs to stop.
+        `running` has the status of each running response, by id. Returns the ids of runs that must
+        stop.
         """
 
         def work(db: sqlite3.Connection) -> set[str]:
@@ -85,20 +85,23 @@ class ResponseStore:
         output: Sequence[Item],
         events: Sequence[KeptEvent],
     ) -> bool:
-        """Ends a background response. Returns False if it was cancelled or deleted."""
+        """Stores the end of a background response.
+
+        Returns False if the response was cancelled or deleted.
+        """
         return await self._run(table.finish, id, fields, output, events, self.config)
 
     async def get(self, id: str, owner: str) -> KeptResponse:
-        """Returns the response. Raises ApiError with status 404."""
+        """Returns a response. Raises ApiError with status 404 if the owner has no such response."""
         return _found(await self._run(table.get, id, owner, self._unix_s()), id)
 
     async def delete(self, id: str, owner: str) -> None:
-        """Deletes a response, and stops it if it runs. Raises ApiError with status 404."""
+        """Deletes a response. Raises ApiError with status 404 if the owner has no such response."""
         if not await self._run(table.delete, id, owner):
             raise _unknown(id)
 
     async def cancel(self, id: str, owner: str) -> KeptResponse:
-        """Cancels a background response. Raises ApiError."""
+        """Cancels a background response, and returns it. Raises ApiError."""
         now_s = self._unix_s()
 
         def work(db: sqlite3.Connection) -> KeptResponse | None:
@@ -114,7 +117,10 @@ class ResponseStore:
     async def context(
         self, previous: str | None, named: Sequence[str], owner: str, max_bytes: int
     ) -> Context:
-        """Returns the items on which a new response builds. Raises ApiError."""
+        """Returns the earlier conversation and the items to which an input refers.
+
+        Raises ApiError.
+        """
         if previous is None and not named:
             return Context([], {})
         now_s = self._unix_s()
@@ -140,13 +146,16 @@ class ResponseStore:
         return found
 
     async def input_items(self, id: str, owner: str, max_bytes: int) -> list[Item]:
-        """Returns the items that a response answers. Raises ApiError with status 404."""
+        """Returns all input items of a response, with the earlier conversation.
+
+        Raises ApiError with status 404 if the owner has no such response.
+        """
         return _found(await self._run(table.input_items, id, owner, max_bytes), id)
 
     async def events(
         self, id: str, owner: str, last: int
     ) -> tuple[KeptResponse | None, list[KeptEvent]]:
-        """Returns the present response, and its next events after number `last`."""
+        """Returns the present response, or None, and its next events after number `last`."""
         now_s = self._unix_s()
 
         def work(db: sqlite3.Connection) -> tuple[KeptResponse | None, list[KeptEvent]]:
@@ -173,7 +182,7 @@ class ResponseStore:
 
 
 class ResponseSaver:
-    """Stores one response when it has ended, if its client wants that."""
+    """Stores one response when it has ended, unless its client has set `store` to false."""
 
     def __init__(self, store: ResponseStore, owner: str, input: Sequence[Item]) -> None:
         self._store = store
@@ -181,7 +190,7 @@ class ResponseSaver:
         self._input = input
 
     async def save(self, draft: ResponseDraft) -> None:
-        """Stores the response. If that fails, the response has `store: false`."""
+        """Stores the response. If the store fails, sets `store: false` in the response."""
         fields = draft.fields()
         if not fields["store"]:
             return

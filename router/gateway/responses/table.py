@@ -1,13 +1,14 @@
-"""The tables of stored responses: each function is a part of one transaction.
+"""The tables of stored responses. Each function is called within a transaction.
 
-A response is one row, with a row for each item of its own input and of its output. A conversation
-is a chain: each response names its predecessor. A use of a response counts as a use of its whole
-chain, and the chain that was unused for longest is deleted first. So a conversation is deleted as a
-whole.
+A response is one row, with a further row for each item of its own input and of its output. A
+conversation is a chain: each response has the id of its predecessor. Using a response counts as
+using its whole chain, and the chain that was unused for longest is deleted first. So a conversation
+is deleted as a whole.
 
-A background response has the time at which its process's lease ends. After that time the process is
-gone, and the response has failed. A response that was cancelled or deleted is no longer alive: the
-process that makes it detects this when it renews its lease.
+The row of a background response has the time at which the lease of its process ends. After that
+time the process counts as dead, and the response as failed. A response that was cancelled or
+deleted is no longer alive. The process that makes the response detects this when it renews its
+lease.
 
 Triggers count rows and bytes of each owner, and delete the items and events of a deleted response.
 """
@@ -23,9 +24,9 @@ from engine.config import GatewayConfig
 from router.gateway.responses.items import Item
 from router.inbox.api_errors import ApiError
 
-MAX_TURNS = 4096  # responses in a conversation
+MAX_TURNS = 4096  # maximum responses in a conversation
 LONG_ITEM_BYTES = 65_536
-MAX_EVENTS_BYTES = 8 * 2**20  # bytes of events per response
+MAX_EVENTS_BYTES = 8 * 2**20  # maximum bytes of events per response
 LOST = "the gateway process that made this response has ended"
 
 TABLES = """
@@ -113,7 +114,7 @@ class KeptResponse(NamedTuple):
         return self.status in ("queued", "in_progress")
 
     def body(self) -> dict[str, Any]:
-        """Returns the response as clients see it."""
+        """Returns the response in the form of the API."""
         body = {**self.fields, "status": self.status, "output": self.output}
         if self.status == "failed" and body.get("error") is None:
             body["error"] = {"code": "server_error", "message": LOST}
@@ -121,7 +122,7 @@ class KeptResponse(NamedTuple):
 
 
 class NewResponse(NamedTuple):
-    """The data to be stored for a response."""
+    """The data of a response that is to be stored."""
 
     id: str
     owner: str
@@ -147,7 +148,10 @@ def insert(
     lease_end_s: float | None = None,
     has_events: bool = False,
 ) -> None:
-    """Stores a response; old ones are deleted for it. Raises ApiError if it is too large."""
+    """Stores a response. Old responses are deleted to make room.
+
+    Raises ApiError if the response is too large.
+    """
     fields, items = _encode(new.fields), _encoded(new.input, new.output)
     num_bytes = _size(fields, items)
     if num_bytes > min(config.max_responses_bytes, config.max_key_responses_bytes):
@@ -172,7 +176,10 @@ def finish(
     events: Sequence[KeptEvent],
     config: GatewayConfig,
 ) -> bool:
-    """Ends a background response. False if it was cancelled or deleted before."""
+    """Stores the end of a background response.
+
+    Returns False if the response was cancelled or deleted before.
+    """
     found = db.execute(
         f"SELECT number, owner, used_s FROM responses WHERE id = ? AND {_ALIVE}", (id,)
     ).fetchone()
@@ -192,7 +199,7 @@ def finish(
 
 
 def get(db: sqlite3.Connection, id: str, owner: str, now_s: float) -> KeptResponse | None:
-    """Returns the response of this owner with this id."""
+    """Returns the response of this owner with this id; None if there is none."""
     fail_lost(db, now_s)
     row = db.execute(
         "SELECT number, id, status, fields, has_events FROM responses WHERE id = ? AND owner = ?",
@@ -214,7 +221,7 @@ def delete(db: sqlite3.Connection, id: str, owner: str) -> bool:
 
 
 def cancel(db: sqlite3.Connection, id: str, owner: str) -> None:
-    """Cancels a background response. Does nothing if it has ended."""
+    """Cancels a background response. Does nothing if the response has ended."""
     db.execute(
         f"UPDATE responses SET status = 'cancelled', lease_end_s = NULL"
         f" WHERE id = ? AND owner = ? AND lease_end_s IS NOT NULL AND {_ALIVE}",
@@ -225,9 +232,12 @@ def cancel(db: sqlite3.Connection, id: str, owner: str) -> None:
 def conversation(
     db: sqlite3.Connection, id: str, owner: str, now_s: float, max_bytes: int
 ) -> list[Item] | None:
-    """Returns all items up to the end of this response. None if any of the chain is missing.
+    """Returns all items of a conversation up to the end of this response.
 
-    This counts as a use. Raises ApiError if the items have more than `max_bytes` in total.
+    Returns None if a response of the chain is missing.
+
+    The call counts as a use of the conversation. Raises ApiError if the items have more than
+    `max_bytes` in total.
     """
     chain = _chain(db, id, owner)
     if chain is None:
@@ -248,7 +258,7 @@ def conversation(
 
 
 def input_items(db: sqlite3.Connection, id: str, owner: str, max_bytes: int) -> list[Item] | None:
-    """Returns the items that a response answers, with the items of the conversation before it."""
+    """Returns all input items of a response, after the items of the earlier conversation."""
     row = db.execute(
         "SELECT number, previous, used_s FROM responses WHERE id = ? AND owner = ?", (id, owner)
     ).fetchone()
@@ -260,7 +270,7 @@ def input_items(db: sqlite3.Connection, id: str, owner: str, max_bytes: int) -> 
 
 
 def kept_items(db: sqlite3.Connection, ids: Iterable[str], owner: str) -> dict[str, Item]:
-    """Returns those items of this owner that exist among these ids."""
+    """Returns the owner's stored items with these ids. Unknown ids are left out."""
     found: dict[str, Item] = {}
     for id in ids:
         row = db.execute(
@@ -274,9 +284,9 @@ def kept_items(db: sqlite3.Connection, ids: Iterable[str], owner: str) -> dict[s
 
 
 def renew(db: sqlite3.Connection, running: dict[str, str], lease_end_s: float) -> set[str]:
-    """Renews the leases of this process's running responses, and records the status of each.
+    """Renews the leases of this process's running responses, and stores their status.
 
-    Returns the ids of the runs to stop.
+    Returns the ids of responses that are no longer alive.
     """
     gone: set[str] = set()
     for id, status in running.items():
@@ -290,14 +300,14 @@ def renew(db: sqlite3.Connection, running: dict[str, str], lease_end_s: float) -
 
 
 def fail_lost(db: sqlite3.Connection, now_s: float) -> None:
-    """Ends the responses whose process is gone as failed."""
+    """Marks responses whose lease has ended as failed."""
     db.execute(
         "UPDATE responses SET status = 'failed', lease_end_s = NULL WHERE lease_end_s < ?", (now_s,)
     )
 
 
 def add_events(db: sqlite3.Connection, id: str, events: Sequence[KeptEvent]) -> None:
-    """Stores events of a response; its oldest events are deleted for them."""
+    """Stores events of a response. The response's oldest events are deleted to make room."""
     row = db.execute("SELECT number, events_bytes FROM responses WHERE id = ?", (id,)).fetchone()
     if row is None or not events:
         return
@@ -324,7 +334,7 @@ def add_events(db: sqlite3.Connection, id: str, events: Sequence[KeptEvent]) -> 
 
 
 def events_after(db: sqlite3.Connection, number: int, last: int, max_bytes: int) -> list[KeptEvent]:
-    """Returns events after number `last`: at most `max_bytes`, but at least one event."""
+    """Returns the next events after number `last`, up to the event that reaches `max_bytes`."""
     events: list[KeptEvent] = []
     num_bytes = 0
     cursor = db.execute(
@@ -342,7 +352,10 @@ def events_after(db: sqlite3.Connection, number: int, last: int, max_bytes: int)
 
 
 def make_room(db: sqlite3.Connection, owner: str, config: GatewayConfig, now_s: float) -> None:
-    """Deletes responses that are too old or too many. Running responses stay."""
+    """Deletes old responses, and the least recently used responses if there are too many.
+
+    Running responses are not deleted.
+    """
     fail_lost(db, now_s)
     db.execute(
         "DELETE FROM responses WHERE used_s < ? AND lease_end_s IS NULL",
@@ -358,11 +371,11 @@ def make_room(db: sqlite3.Connection, owner: str, config: GatewayConfig, now_s: 
             values,
         )
         if cursor.rowcount == 0:
-            return  # all others are running, and their number is bounded
+            return  # all other responses are running; their number is limited
 
 
 def _totals(db: sqlite3.Connection, owner: str) -> tuple[int, int, int, int]:
-    """Returns rows and bytes of the owner, then of all owners."""
+    """Returns the numbers of responses and bytes of the owner, then of all owners."""
     own = db.execute(
         "SELECT num, num_bytes FROM response_totals WHERE owner = ?", (owner,)
     ).fetchone() or (0, 0)
@@ -400,7 +413,7 @@ def _items(db: sqlite3.Connection, number: int, condition: str = "") -> list[Ite
 
 
 def _item_of(data: bytes) -> Item:
-    """Returns a stored item. Long log-probabilities stay JSON, as decoding would take seconds."""
+    """Returns a stored item. Long items keep log-probabilities as JSON, to save seconds."""
     if len(data) < LONG_ITEM_BYTES:
         item: Item = msgspec.json.decode(data)
         return item

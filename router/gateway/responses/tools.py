@@ -1,8 +1,8 @@
-"""The tools of a response as functions of a chat completion, and calls under the client's names.
+"""Converts the tools of a response to functions of a chat completion, and names of calls back.
 
-Pure. A function stays a function. A custom tool takes a text: the model sees a function with that
-text as its only argument. The tools of a namespace become functions whose names begin with the
-namespace. Tools that run on a provider's servers, or need its protocols, are left out.
+Pure. A function is not changed. The input of a custom tool is a text, so it becomes a function with
+a text as its only argument. The tools of a namespace become functions whose names begin with the
+namespace's name. Tools that run on a provider's servers, or need its protocols, are left out.
 
 Source: OpenAI API reference, responses: function, custom and namespace tools.
 """
@@ -18,9 +18,9 @@ import msgspec
 from router.inbox.api_errors import ApiError, invalid_value
 
 Tool = Mapping[str, Any]
-INPUT = "input"  # the model's name of a custom tool's argument
-MAX_NAME_LEN = 64  # characters of a chat completion's function name
-# Tools of other servers. Their types may end with a date, such as `web_search_2025_08_26`.
+INPUT = "input"  # name of the argument of a custom tool's function
+MAX_NAME_LEN = 64  # maximum characters of a function's name in chat completions
+# Tools that other servers run. Types may end with a date, such as `web_search_2025_08_26`.
 _FOREIGN = re.compile(
     r"(apply_patch|code_interpreter|computer|computer_use|computer_use_preview|file_search"
     r"|image_generation|local_shell|mcp|programmatic_tool_calling|shell|tool_search|web_search"
@@ -29,12 +29,12 @@ _FOREIGN = re.compile(
 _OWN = ("function", "custom")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _CUSTOM_FIELDS = ("name", "description", "format")
-# Hints for a provider's tool search and programs. Here all tools are loaded and called directly.
+# Hints for a provider's tool search and programs. Baton loads and calls all tools directly.
 _HINTS = ("type", "allowed_callers", "defer_loading", "output_schema")
 
 
 class ToolOrigin(NamedTuple):
-    """A tool under the client's name."""
+    """A tool with the names that the client uses."""
 
     name: str
     namespace: str | None
@@ -42,7 +42,7 @@ class ToolOrigin(NamedTuple):
 
 
 class OfferedTool(NamedTuple):
-    """A tool that the model may call: the function in chat's form, and the client's field."""
+    """A tool that the model may call: a chat completion's function, and the client's field."""
 
     function: dict[str, Any]
     origin: ToolOrigin
@@ -50,7 +50,7 @@ class OfferedTool(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name that the model sees."""
+        """The name of the tool in the model's prompt."""
         return str(self.function.get("name"))
 
     def chat_form(self) -> dict[str, Any]:
@@ -66,7 +66,10 @@ class Offer(msgspec.Struct, frozen=True):
 
     @property
     def origins(self) -> dict[str, ToolOrigin]:
-        """The client's names by the model's names, for tools whose names differ."""
+        """The client's names of tools, by the model's names.
+
+        Tools whose two names are equal are left out.
+        """
         return {
             tool.name: tool.origin
             for tool in self.tools
@@ -75,7 +78,9 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def offer_of(groups: Sequence[tuple[str, Any]]) -> Offer:
-    """Offers the tools of several lists, each with its field's name. Raises ApiError.
+    """Converts the tools of several lists. `groups` has the field and value of each list.
+
+    Raises ApiError.
 
     If two lists have a tool of the same name, the tool of the first list is offered.
     """
@@ -91,7 +96,7 @@ def offer_of(groups: Sequence[tuple[str, Any]]) -> Offer:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Returns the name for the model. A name that is too long is cut and ends with a checksum."""
+    """Returns the name for the model's prompt. A long name is cut, and a checksum is appended."""
     if namespace is None:
         return name
     whole = re.sub(r"[^a-zA-Z0-9_.-]", "_", namespace) + "__" + name
@@ -101,7 +106,10 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def choose(choice: Any, offer: Offer) -> tuple[Sequence[OfferedTool], Any]:
-    """Returns the tools that may be called, and chat's `tool_choice`. Raises ApiError."""
+    """Returns the tools that the model may call, and the chat completion's `tool_choice`.
+
+    Raises ApiError.
+    """
     match choice:
         case None | str():
             return offer.tools, choice
@@ -134,7 +142,10 @@ def _offered(tool: Tool, path: str, left_out: list[str]) -> Iterator[OfferedTool
 
 
 def _of_namespace(tool: Tool, path: str, left_out: list[str]) -> Iterator[OfferedTool]:
-    """Yields the tools of a namespace; the first tool's description starts with the namespace's."""
+    """Yields the tools of a namespace.
+
+    The description of the namespace is prepended to the description of its first tool.
+    """
     name, about, inner = tool.get("name"), tool.get("description") or "", tool.get("tools")
     for field, value, kind in (("name", name, str), ("description", about, str)):
         if not isinstance(value, kind):
@@ -154,7 +165,7 @@ def _of_namespace(tool: Tool, path: str, left_out: list[str]) -> Iterator[Offere
 def _own_tool(
     tool: Tool, path: str, left_out: list[str], namespace: str | None = None
 ) -> OfferedTool:
-    """Returns a function or a custom tool. The function is checked with the chat body."""
+    """Returns a function or a custom tool. The chat body's checks cover the function."""
     is_custom = tool["type"] == "custom"
     known = _CUSTOM_FIELDS if is_custom else _FUNCTION_FIELDS
     for field, value in tool.items():
@@ -171,14 +182,17 @@ def _own_tool(
 
 
 def _text_function(tool: dict[str, Any], path: str, left_out: list[str]) -> dict[str, Any]:
-    """Returns a custom tool's function. A grammar in Lark is shown to the model, not enforced."""
+    """Returns a custom tool's function.
+
+    A Lark grammar is added to the description, not enforced.
+    """
     text, more = {"type": "string"}, ""
     match tool.pop("format", None):
         case None | {"type": "text"}:
             pass
         case {"type": "grammar", "syntax": "regex", "definition": str(definition)}:
             text["pattern"] = f"^(?:{definition})$"
-            tool["strict"] = True  # a format must be enforced
+            tool["strict"] = True  # strict, so that the pattern is enforced
         case {"type": "grammar", "syntax": "lark", "definition": str(definition)}:
             more = f"\n\nThe input follows this grammar in Lark:\n{definition}"
             left_out.append(f"{path}.format")
@@ -197,9 +211,9 @@ def _text_function(tool: dict[str, Any], path: str, left_out: list[str]) -> dict
 
 
 def _named(named: Tool, tools: Sequence[OfferedTool]) -> list[OfferedTool]:
-    """Returns the tools named by an entry of `tool_choice`: a namespace may have several.
+    """Returns the tools that an entry of `tool_choice` names. A namespace may have several tools.
 
-    A name without a namespace matches tools of namespaces only if no other tool has the name.
+    A name without a namespace matches tools of namespaces only if no tool outside has the name.
     """
     name, kind, namespace = named.get("name"), named.get("type"), named.get("namespace")
     if kind == "namespace":
@@ -238,14 +252,17 @@ _WHOLE = re.compile(rf'(?:[^"\\]|\\[^u]|{_HIGH}(?:{_UNIT}|(?=[^\\]|\\[^u]))|(?!{
 
 
 class CustomInput:
-    """Decodes `{"input": "…"}`, which comes in pieces, to the text between the quotes."""
+    """Decodes `{"input": "…"}`, which arrives in pieces, to the text between the quotes."""
 
     def __init__(self) -> None:
         self._rest = ""  # text that is not decoded yet
         self._has_begun = False
 
     def feed(self, arguments: str) -> str:
-        """Adds arguments. Returns the part of the input that is now certain."""
+        """Adds a piece of arguments.
+
+        Returns the further part of the input that can be decoded now.
+        """
         self._rest += arguments
         if not self._has_begun:
             head = _HEAD.match(self._rest)
@@ -259,11 +276,11 @@ class CustomInput:
         return _unquoted(whole[0])
 
     def finish(self) -> str:
-        """Returns the rest of the input. Arguments of any other form are the input itself."""
+        """Returns the rest of the input. If the arguments have another form, they are the input."""
         return "" if self._has_begun else self._rest
 
 
 def _unquoted(text: str) -> str:
-    """Decodes the inside of a JSON string. Half a surrogate pair becomes no character."""
+    """Decodes the inside of a JSON string. Half a surrogate pair becomes U+FFFD."""
     value: str = json.loads(f'"{text}"', strict=False)
     return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
