@@ -1,4 +1,4 @@
-"""Finds a model by its name, fetches it if necessary, and returns a local directory.
+"""Finds a model by its name, fetches the model if necessary, and returns its local directory.
 
     /models/llama            a directory, perhaps shared by all nodes: used in place
     hf://org/name@revision   a repository of a hub, by huggingface_hub; default revision: `main`
@@ -8,16 +8,16 @@
     /models/llama.gguf       a file, or its folder; served as `deploy.fetching.gguf` describes it
 
 A remote model is stored under `cache`, in a folder named after its contents: a hub's commit, a
-package's version and hash, or a hash of the names, sizes and versions of its files. So a folder
-never changes, and a new version never touches one that is being served. Processes that want the
-same version share its folder:
+package's version and hash, or a hash of the names, sizes and versions of its files. So the contents
+of a folder never change, and a new version never touches a folder that is being served. Processes
+that need the same version share one folder:
 
-1. Ask for the version and its files. This needs the network, except for a commit of a hub and a
-   version of a package.
-2. Download the files, one process at a time (`deploy.fetching.cache`).
+1. Query the source for the version and its list of files. This step needs the network, unless the
+   name has a hub's commit or a package's version.
+2. Download the files. Only one process downloads at a time (`deploy.fetching.cache`).
 
-Only files that Baton reads are downloaded (`deploy.fetching.cache`). None of them can be run as
-code. huggingface_hub and fsspec are imported only for models that need them.
+Only files that Baton reads are downloaded (`deploy.fetching.cache`). None of these files can be run
+as code. huggingface_hub and fsspec are imported only for models that need these packages.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ from engine.ownership import require_trusted_files
 
 
 def default_cache(environment: Mapping[str, str]) -> Path:
-    """Returns BATON_CACHE, or a folder in the user's cache directory."""
+    """Returns the folder of the cache: $BATON_CACHE, or a folder in the user's cache directory."""
     chosen = environment.get("BATON_CACHE")
     if chosen:
         return Path(chosen)
@@ -64,11 +64,11 @@ def default_cache(environment: Mapping[str, str]) -> Path:
 def local_model(
     source: str, *, cache: Path, parts: Parts = Parts.ALL, report: Report = lambda _: None
 ) -> Path:
-    """Returns the model's directory after downloading it if necessary. Has no deadline.
+    """Returns the model's directory; downloads the model if necessary. Has no time limit.
 
-    Raises ConfigError if the source cannot be reached, or lacks the model, its revision or its
-    config.json. Also raises it if a package is missing, space runs out, or other users can write
-    to the cache.
+    Raises ConfigError if the source cannot be reached, or if it lacks the model, the revision or
+    the file config.json. Raises ConfigError too if a Python package is missing, the disk is full,
+    or other users can write to the cache.
     """
     match parse_source(source):
         case BundledModel():
@@ -85,7 +85,11 @@ def local_model(
 
 
 def _described(source: str, folder: Path, cache: Path) -> Path:
-    """Returns the folder itself, or the folder that serves its GGUF file. Raises ConfigError."""
+    """Returns the folder itself.
+
+    For a folder with a GGUF file, returns the folder from which that file is served. Raises
+    ConfigError.
+    """
     names = {entry.name for entry in folder.iterdir()}
     is_whole = {CONFIG, TOKENIZER} <= names or any(fnmatch(name, WEIGHTS[0]) for name in names)
     if not is_whole and (file := only_gguf(folder)) is not None:
@@ -106,10 +110,10 @@ def _remote(model: HubModel | StoredModel | PackagedModel) -> "Hub | ObjectStore
 
 
 def pinned(source: str) -> str:
-    """Returns a name that later changes do not affect: a branch or tag becomes its commit.
+    """Returns a name whose model never changes: a branch or a tag is replaced by its commit.
 
-    Directories become absolute. Models in object stores have no versions and stay as they are.
-    Raises ConfigError.
+    Paths of directories become absolute. Models in object stores have no versions, so their names
+    stay unchanged. Raises ConfigError.
     """
     match parse_source(source):
         case BundledModel():
@@ -127,7 +131,7 @@ def pinned(source: str) -> str:
 
 
 def name_of(source: str) -> str:
-    """Returns the default name of the model in the API."""
+    """Returns the model's default name in the API."""
     match parse_source(source):
         case BundledModel():
             return BUNDLED_NAME
@@ -149,7 +153,7 @@ def _directory(path: Path) -> Path:
 
 
 def _hub_hint(text: str) -> str:
-    """Returns a hint how to name a model of a hub, if the text looks like such a name."""
+    """Returns a hint on how to name a hub's model, if the text looks like such a name."""
     name, at, revision = text.partition("@")
     if not HUB_NAME.fullmatch(name) or name.startswith("."):
         return ""

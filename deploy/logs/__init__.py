@@ -1,1 +1,1 @@
-"""Log lines: how processes write and keep them, and how operators read them."""
+"""Writes, keeps and reads log lines."""

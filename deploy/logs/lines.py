@@ -1,19 +1,20 @@
-"""Logging that clients cannot flood, forge or blow up.
+"""Logging with bounds, so that clients cannot flood the log or forge lines.
 
-The *kind* of a record is its logger, its level and its message without arguments. At most
+The *kind* of a record consists of its logger, its level and its message without arguments. At most
 `MOST_OF_A_KIND` records of a kind are written in a period. After the period, one line counts the
 omitted records and shows the last of them. A record is one line: control characters are escaped,
 and long texts are cut. Lines of a traceback are indented, so that they do not look like records.
 
-A line names its process: the worker, the gateway or the controller. If the line belongs to a
-request, it ends with the request's id (`engine.log_context`). In JSON a line is one object with the
-fields `time`, `level`, `process`, `pid`, `logger` and `message`. `request`, `exception` and further
-fields are present if the line has them.
+A line names its process: the worker, the gateway or the controller. The line of a request ends with
+the request's id (`engine.log_context`). In JSON a line is one object with the fields `time`,
+`level`, `process`, `pid`, `logger` and `message`. The fields `request`, `exception` and others are
+present only if they have a value.
 
-The number of lines is not bounded for requests (`ACCESS`), for the file of orders (`AUDIT`), and
-for news of the pools (`NEWS`).
+Three loggers have no limit on the number of lines: requests (`ACCESS`), the audit log of orders
+(`AUDIT`), and news of the pools (`NEWS`).
 
-A process with a log folder keeps its lines there too (`deploy.logs.ring`), for `baton logs`.
+A process with a log folder also writes its lines to this folder (`deploy.logs.ring`), for `baton
+logs`.
 """
 
 import contextvars
@@ -42,11 +43,11 @@ from engine.log_context import ACCESS, AUDIT, NEWS, REQUEST
 
 log = logging.getLogger(__name__)
 
-CONTROLLER = "controller"  # the controller process's name in lines
+CONTROLLER = "controller"  # name of the controller's process in its log lines
 MOST_OF_A_KIND = 10
 PERIOD_S = 10.0
-AUDIT_MODE = 0o600  # private, since the file of orders names people and models
-MAX_KINDS = 256  # further kinds share one count
+AUDIT_MODE = 0o600  # private, because the audit log names people and models
+MAX_KINDS = 256  # kinds beyond this number share one count
 MAX_MESSAGE_CHARS = 2000
 MAX_TRACEBACK_CHARS = 20_000
 
@@ -66,13 +67,13 @@ class _Period:
 
 
 class LogBound:
-    """Decides which records are written. Pure."""
+    """Decides which log records are written. Pure."""
 
     def __init__(self) -> None:
         self._periods: dict[Kind, _Period] = {}
 
     def admits(self, kind: Kind, message: str, now_s: float) -> bool:
-        """Counts a record. Returns true if the record is to be written."""
+        """Counts a record. Returns true if the record should be written."""
         if kind not in self._periods and len(self._periods) >= MAX_KINDS:
             kind = OTHERS
         period = self._periods.setdefault(kind, _Period(now_s))
@@ -84,12 +85,15 @@ class LogBound:
         return False
 
     def ended(self, now_s: float) -> list["LeftOut"]:
-        """Ends expired periods. Returns a count for each kind with omitted records."""
+        """Ends the periods that have expired.
+
+        Returns the number of omitted records of each kind that has any.
+        """
         over = [kind for kind, p in self._periods.items() if now_s - p.begin_s >= PERIOD_S]
         return self._take(over)
 
     def rest(self) -> list["LeftOut"]:
-        """Ends all periods. Returns the same counts as `ended`."""
+        """Ends all periods. Returns counts like `ended`."""
         return self._take(list(self._periods))
 
     def _take(self, kinds: list[Kind]) -> list["LeftOut"]:
@@ -98,7 +102,7 @@ class LogBound:
 
 
 class LeftOut(NamedTuple):
-    """Records of a kind that were not written."""
+    """The number of records of a kind that were not written."""
 
     kind: Kind
     number: int
@@ -106,16 +110,16 @@ class LeftOut(NamedTuple):
 
 
 class LogSource(msgspec.Struct, frozen=True):
-    """A process that logs: its name in its lines, and how it writes them."""
+    """A process that logs: the process's name in its lines, and how the lines are written."""
 
     name: str
     logs: LogsConfig = LogsConfig()
-    folder: Path | None = None  # the folder that keeps its latest lines, if any
-    tells_news: bool = False  # True if news of the pools are written to standard error
+    folder: Path | None = None  # folder that keeps the latest lines, if any
+    tells_news: bool = False  # True if news of the pools is written to standard error
 
 
 class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes records to standard error, within bounds. `ring` keeps the same records."""
+    """Writes records to standard error, within bounds. Writes the same records to `ring`."""
 
     def __init__(self, clock: Clock, formatter: logging.Formatter | None = None) -> None:
         super().__init__(sys.stderr)
@@ -125,12 +129,12 @@ class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self._bound = LogBound()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record, or counts it."""
+        """Writes a record, or only counts the record."""
         try:
             now_s = self._clock.now_s()
             self._tell(self._bound.ended(now_s))
             is_admitted = self._bound.admits(_kind_of(record), record.getMessage(), now_s)
-        except Exception:  # as in `StreamHandler`: logging must not break its caller
+        except Exception:  # like `StreamHandler`: logging must not raise in its caller
             self.handleError(record)
             return
         if is_admitted:
@@ -174,7 +178,10 @@ class RecordFile(logging.handlers.WatchedFileHandler):
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
-        """A new file gets `mode`, less the process's umask; an existing file keeps its mode."""
+        """A new file gets `mode`, restricted by the process's umask.
+
+        An existing file keeps its mode.
+        """
         self._file_mode = mode
         super().__init__(path, encoding="utf-8")
 
@@ -184,7 +191,7 @@ class RecordFile(logging.handlers.WatchedFileHandler):
         return TextIOWrapper(open(file, "ab"), encoding=self.encoding)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line, or logs the reason of a failure."""
+        """Writes a line. After a failure, logs the reason."""
         try:
             super().emit(record)
         except OSError:  # the file cannot be reopened
@@ -196,7 +203,9 @@ class RecordFile(logging.handlers.WatchedFileHandler):
 
 
 class OneLineFormatter(logging.Formatter):
-    """Escapes and cuts the text of records. Each line names the process, if it has a name."""
+    """Formats a record as one line: escapes and shortens its text, and adds the process's name if
+    it has one.
+    """
 
     def __init__(self, process: str = "") -> None:
         name = f" {process}".replace("%", "%%") if process else ""
@@ -243,9 +252,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """Yields a text in pieces of whole lines, if possible small enough for atomic writes to a pipe.
+    """Yields a text in pieces of whole lines. A piece is small enough for an atomic write to a
+    pipe, unless one line is longer.
 
-    So a process that is killed, or whose pipe is full, leaves no partial line.
+    So a killed process, or a process with a full pipe, leaves no partial line.
     """
     piece, num_bytes = "", 0
     for line in text.splitlines(keepends=True):
@@ -266,8 +276,8 @@ def escaped(text: str) -> str:
 def configure_logging(source: LogSource, clock: Clock) -> None:
     """Makes all loggers write one line per record to standard error and to the log folder.
 
-    Lines of requests and orders also go to the configured files. Raises ConfigError if one of these
-    files cannot be opened.
+    Lines of requests and orders are also written to the configured files. Raises ConfigError if one
+    of these files cannot be opened.
     """
     logs = source.logs
     bounded = BoundedHandler(clock, formatter_of(source))
@@ -296,10 +306,11 @@ def configure_logging(source: LogSource, clock: Clock) -> None:
 
 
 def keep_lines(source: LogSource) -> Callable[[], None]:
-    """Also keeps this process's lines in the source's folder. Returns a function that stops this.
+    """From now on, also writes this process's lines to the source's folder. Returns a function that
+    stops this.
 
-    A process whose logging is not configured keeps only its news. Without a usable folder nothing
-    is kept; that is logged.
+    If the process's logging is not configured, only news of the pools is kept. If the folder cannot
+    be used, nothing is kept, and a warning is logged.
     """
     assert source.folder is not None
     try:
@@ -328,18 +339,18 @@ def keep_lines(source: LogSource) -> Callable[[], None]:
 
 
 def controller_logs(logs: LogsConfig, *, tells_news: bool = True) -> LogSource:
-    """Returns the source of a controller, which serves no requests."""
+    """Returns the log source of a controller. A controller has no lines of requests."""
     return LogSource(CONTROLLER, msgspec.structs.replace(logs, access=None), tells_news=tells_news)
 
 
 class NewsStream(io.TextIOBase):
-    """A stream for a console: each printed line becomes a line of the log."""
+    """An output stream for a console. Each printed line becomes a line of the log."""
 
     def __init__(self) -> None:
         self._begun = ""
 
     def write(self, text: str) -> int:
-        """Logs the complete lines, and buffers the rest."""
+        """Logs the complete lines of the text, and buffers an incomplete last line."""
         *lines, self._begun = f"{self._begun}{text}".split("\n")
         for line in filter(None, map(str.strip, lines)):
             NEWS.info("%s", line)
@@ -347,14 +358,17 @@ class NewsStream(io.TextIOBase):
 
 
 def formatter_of(source: LogSource) -> logging.Formatter:
-    """Returns the formatter of a process's records."""
+    """Returns the formatter for a process's log records."""
     if source.logs.format is LogFormat.JSON:
         return JsonFormatter(source.name)
     return OneLineFormatter(source.name)
 
 
 def _give(logger: logging.Logger, handlers: list[logging.Handler]) -> None:
-    """Replaces the handlers of a logger. Without own handlers the logger is disabled for INFO."""
+    """Replaces the handlers of a logger.
+
+    If `handlers` is empty, the logger writes no INFO records.
+    """
     for old in logger.handlers[:]:
         logger.removeHandler(old)
         old.close()
@@ -364,7 +378,7 @@ def _give(logger: logging.Logger, handlers: list[logging.Handler]) -> None:
 
 
 def _open_file(setting: str, file: str, mode: int = 0o666) -> logging.Handler:
-    """Opens a file to append to. It is reopened after a rotation. Raises ConfigError."""
+    """Opens a file for appending. After a rotation the file is reopened. Raises ConfigError."""
     try:
         return RecordFile(Path(file).expanduser(), mode)
     except OSError as error:
@@ -376,7 +390,7 @@ def _kind_of(record: logging.LogRecord) -> Kind:
 
 
 def _cut(text: str, most: int) -> str:
-    """Returns the beginning and the end of a text that is too long."""
+    """Shortens a text that is too long: keeps its beginning and its end."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -1,12 +1,12 @@
 """Keeps the latest log lines of a process in its deployment's log folder, within bounds.
 
 Each service has a *ring*: at most two files, `NAME.GENERATION.log`. Each line is one JSON object,
-appended in one call. When a file is full, a file of the next generation is started, and the older
-file is removed. A restarted service appends to the ring of its predecessor, so the last lines of a
-dead process stay.
+appended in one call. When a file is full, the ring starts a file of the next generation, and
+removes the older file. A restarted service appends to the ring of its earlier process, so the last
+lines of a dead process are kept.
 
-A line that cannot be written, for example on a full disk, is counted. The count is written after
-the next successful line. Beyond the write call itself, nothing waits for a disk.
+If a line cannot be written, for example on a full disk, the line is counted. The count is written
+after the next successful line. No call but `write` itself may wait for a disk.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 FILE_BYTES = 2 * 2**20  # size limit of each of the two files
 MAX_LINE_BYTES = 32 * 2**10
-MAX_RINGS = 256  # most rings in a folder; the least recently written ones are removed
+MAX_RINGS = 256  # maximum number of rings in a folder; the least recently written rings are removed
 SUFFIX = ".log"
 
 
@@ -49,7 +49,10 @@ def open_log_folder(folder: Path) -> None:
 
 
 def rings(folder: Path) -> dict[str, list[RingFile]]:
-    """Returns the files of each service's ring, oldest first. Empty if there is no such folder."""
+    """Returns the files of each service's ring, oldest first.
+
+    Empty if the folder does not exist.
+    """
     found: dict[str, list[RingFile]] = {}
     try:
         names = os.listdir(folder)
@@ -64,7 +67,7 @@ def rings(folder: Path) -> dict[str, list[RingFile]]:
 
 
 class LogRing(logging.Handler):
-    """Appends lines to the ring of a service. Opens it with the first line."""
+    """Appends lines to the ring of a service. The first line opens the ring's file."""
 
     def __init__(
         self,
@@ -81,14 +84,17 @@ class LogRing(logging.Handler):
         self._file_bytes = file_bytes
         self._fd: int | None = None
         self._generation = 0
-        self._is_torn = False  # True if the last line was written only in part
+        self._is_torn = False  # True if only a part of the last line was written
         self._num_lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps a record, or counts it. Never raises or logs: other handlers have the line too."""
+        """Writes a record, or only counts the record.
+
+        Never raises and never logs an error, because other handlers write the record too.
+        """
         try:
             line = bounded_line(self.format(record))
-        except Exception:  # as in `StreamHandler`: a log line must not break its caller
+        except Exception:  # like `StreamHandler`: logging must not raise in its caller
             self.handleError(record)
             return
         try:
@@ -99,7 +105,7 @@ class LogRing(logging.Handler):
             self._num_lost += 1
 
     def close(self) -> None:
-        """Closes the file. The file stays on disk."""
+        """Closes the ring's file. The file stays on disk."""
         self.acquire()
         try:
             self._let_go()
@@ -112,7 +118,7 @@ class LogRing(logging.Handler):
         data = line.encode("ascii", "backslashreplace") + b"\n"
         fd = self._opened()
         facts = os.fstat(fd)
-        if facts.st_nlink == 0:  # another process of this name writes to later files
+        if facts.st_nlink == 0:  # removed by another process of this name, which writes later files
             self._let_go()
             fd = self._opened()
         elif facts.st_size and facts.st_size + len(data) > self._file_bytes:
@@ -136,7 +142,7 @@ class LogRing(logging.Handler):
         return self._fd
 
     def _next_file(self) -> int:
-        """Starts the next file, and removes all files before the previous one."""
+        """Starts the next file, and removes all files except this file and the previous file."""
         self._let_go()
         self._generation += 1
         self._fd = self._open(self._generation)
@@ -166,7 +172,7 @@ class LogRing(logging.Handler):
 
 
 def bounded_line(line: str) -> str:
-    """Returns a line, shortened if it is too long for a ring."""
+    """Returns a line. Shortens the line if it is too long for a ring."""
     if len(line) <= MAX_LINE_BYTES:
         return line
     told: Mapping[str, object] = json.loads(line)
@@ -178,12 +184,12 @@ def bounded_line(line: str) -> str:
 
 
 def quoted_name(name: str) -> str:
-    """Returns a service's name, quoted for a file name."""
+    """Returns a service's name, quoted for use in a file name."""
     return quote(name, safe="")
 
 
 def _remove_old_rings(folder: Path, own: str) -> None:
-    """Removes the least recently written rings, if there would be too many."""
+    """Removes the least recently written rings if one more ring would exceed `MAX_RINGS`."""
     found = rings(folder)
     found.pop(own, None)
     if len(found) < MAX_RINGS:
@@ -198,5 +204,5 @@ def _remove_old_rings(folder: Path, own: str) -> None:
 def _written_s(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # the file has just been removed
+    except OSError:  # another process has just removed the file
         return 0.0

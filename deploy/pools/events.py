@@ -1,7 +1,7 @@
 """Events and effects of the pool machine.
 
-Events are facts about workers, gateways, room and time, and orders. Effects are requests to the
-controller.
+Events are orders, and facts about workers, gateways, room and time. Effects are requests that the
+machine makes to the controller.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,10 @@ from engine.messages import LoadReport, Role, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The services that ran when the controller started. Other services may now be started.
+    """The services that were running when the controller started. From now on other services may be
+    started.
 
-    The role of each worker comes later, with `Connected`.
+    The role of each worker is reported later, by `Connected`.
     """
 
     workers: tuple[Member, ...]
@@ -39,7 +40,7 @@ class FoundStore:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarted:
-    """A new worker listens at `address`; `start` is the number in `StartWorker`."""
+    """A new worker listens at `address`. `start` is the number of the `StartWorker` effect."""
 
     worker_id: WorkerId
     start: int
@@ -49,24 +50,24 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStartFailed:
-    """A worker did not start. No process of the worker is left."""
+    """A worker's start failed. No process of the worker is left."""
 
     worker_id: WorkerId
     start: int
     reason: str
-    waits_for_node: bool = False  # no node had room, and more nodes may come
+    waits_for_node: bool = False  # True if no node had room and more nodes may join
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStopped:
-    """A worker that was told to stop has ended."""
+    """A worker has ended as ordered by `StopWorker`."""
 
     worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A worker or a gateway ended without an order to stop."""
+    """A service ended by itself, without an order to stop."""
 
     name: str
     how: str
@@ -80,12 +81,12 @@ class Connected:
     address: str
     role: Role
     kv_format: KVFormat
-    kernels: str = ""  # as in `engine.messages.Welcome`
+    kernels: str = ""  # the field of `engine.messages.Welcome`
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The session with the worker at this address is over."""
+    """The session with the worker at this address has ended."""
 
     worker_id: WorkerId
     address: str
@@ -115,7 +116,7 @@ class LoadSeen:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStarted:
-    """A gateway or a store listens. A store's `address` is for gateways."""
+    """A gateway or a store has started and listens. `address` is a store's address for gateways."""
 
     name: str
     address: str = ""
@@ -123,7 +124,7 @@ class ServiceStarted:
 
 @dataclass(frozen=True, slots=True)
 class ServiceFailed:
-    """A gateway or a store did not start."""
+    """A gateway's or a store's start failed."""
 
     name: str
     reason: str
@@ -131,7 +132,7 @@ class ServiceFailed:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStopped:
-    """A gateway or a store that was told to stop has ended. No process of it is left."""
+    """A gateway or a store has ended as ordered. No process of the service is left."""
 
     name: str
 
@@ -153,7 +154,7 @@ class GatewaySilent:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySeen:
-    """The latest report of a gateway; None once its session is over."""
+    """The latest report of a gateway. None once the gateway's session has ended."""
 
     name: str
     report: GatewayReport | None
@@ -168,7 +169,7 @@ class NodesSeen:
 
 @dataclass(frozen=True, slots=True)
 class Overtaken:
-    """A gateway knows members that an earlier controller published."""
+    """A gateway has members that an earlier controller published."""
 
     members: Members
 
@@ -186,26 +187,26 @@ class RoomSeen:
 
 @dataclass(frozen=True, slots=True)
 class PoolTick:
-    """Time has passed. The shell sends it about once a second."""
+    """Time has passed. The shell sends this event about once a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartsSeen:
-    """The parts that services depend on, by name: True if alive. See `Launcher.health`."""
+    """The programs that services depend on, by name: True if alive. See `Launcher.health`."""
 
     alive: Mapping[str, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class StoresSeen:
-    """Troubles of the tiers of each store that reports: sentences that do not name the store."""
+    """Troubles of stores' tiers, by store: sentences that do not name the store."""
 
     troubles: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class OrdersStored:
-    """The latest orders are stored, or could not be stored because of `trouble`."""
+    """The latest orders have been stored, or could not be stored because of `trouble`."""
 
     trouble: str | None
 
@@ -242,7 +243,10 @@ PoolEvent = (
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start a worker. `WorkerStarted` or `WorkerStartFailed` with the same `start` answers it."""
+    """Start a worker.
+
+    `WorkerStarted` or `WorkerStartFailed` with the same `start` reports the outcome.
+    """
 
     worker_id: WorkerId
     role: Role
@@ -252,7 +256,7 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """End a worker's process; kill it if `by_force`. `WorkerStopped` answers this effect."""
+    """Stop a worker's process. Kill the process if `by_force`. `WorkerStopped` reports the end."""
 
     worker_id: WorkerId
     by_force: bool
@@ -260,7 +264,7 @@ class StopWorker:
 
 @dataclass(frozen=True, slots=True)
 class SetWorkerRole:
-    """Send a worker its role."""
+    """Send a role to a worker."""
 
     worker_id: WorkerId
     role: Role
@@ -268,21 +272,21 @@ class SetWorkerRole:
 
 @dataclass(frozen=True, slots=True)
 class StartGateway:
-    """Start a gateway. `ServiceStarted` or `ServiceFailed` answers it."""
+    """Start a gateway. `ServiceStarted` or `ServiceFailed` reports the outcome."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopGateway:
-    """End a gateway's process by force. `ServiceStopped` answers it."""
+    """Kill a gateway's process. `ServiceStopped` reports the end."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartStore:
-    """Start a store on a node. `ServiceStarted` or `ServiceFailed` answers it."""
+    """Start a store on a node. `ServiceStarted` or `ServiceFailed` reports the outcome."""
 
     name: str
     version: Version
@@ -291,7 +295,10 @@ class StartStore:
 
 @dataclass(frozen=True, slots=True)
 class StopStore:
-    """End a store. `ServiceStopped` answers it. If its version `is_over`, its blocks go."""
+    """Stop a store.
+
+    `ServiceStopped` reports the end. If the store's version `is_over`, its blocks are deleted.
+    """
 
     name: str
     is_over: bool
@@ -299,7 +306,7 @@ class StopStore:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Send the list of workers to all gateways."""
+    """Send the present members to all gateways and stores."""
 
     members: Members
 

@@ -1,4 +1,4 @@
-"""The KV format of each role, and which formats can exchange KV."""
+"""Computes the KV format of each role, and checks which formats can exchange KV."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -22,17 +22,17 @@ def formats_of(version: Version) -> Mapping[Role, KVFormat]:
     return _formats_of(version.worker, version.device)
 
 
-@lru_cache(maxsize=64)  # called in every step of the pools, for few versions
+@lru_cache(maxsize=64)  # cached: every step of the pools calls it, for few versions
 def _formats_of(config: WorkerConfig, device: DeviceKind) -> Mapping[Role, KVFormat]:
     formats = {role: config_of(role, config, device).kv_dtype for role in SERVING_ROLES}
     return MappingProxyType(formats)
 
 
 def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
-    """Returns the settings with which workers of that role start. Raises ConfigError.
+    """Returns the settings with which workers of this role start. Raises ConfigError.
 
-    `tp`, `pp` and `ep` become the role's own, and `kv_dtype` the format of its pool.
-    `decode_kv_dtype` stays, so that a worker can refuse a role with another format.
+    `tp`, `pp` and `ep` are set to the role's values, and `kv_dtype` to the role's KV format.
+    `decode_kv_dtype` stays unchanged, so that a worker can refuse a role with another KV format.
     """
     settings = resolve(config, device)
     kv_dtype = settings.kv_dtype
@@ -46,10 +46,10 @@ def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSet
 
 
 def stretch_of(config: WorkerConfig, device: DeviceKind, pools: PoolsConfig) -> float | None:
-    """Returns the stretch of fluid workers; None if each pool keeps to its role.
+    """Returns the stretch of fluid workers. None if the pools are not fluid.
 
-    Pools are fluid only if locally computed KV has the same bits as handed-over KV. That holds for
-    one format, and for workers that are split into ranks in the same way.
+    Pools are fluid only if locally computed KV has the same bits as handed-over KV. This requires
+    that all workers have the same KV format and are split into ranks in the same way.
     """
     settings = resolve(config, device)
     ends = {settings.kv_dtype, settings.decode_kv_dtype or settings.kv_dtype}
@@ -63,7 +63,7 @@ def _split_of(settings: WorkerSettings) -> tuple[int, int, int]:
 
 
 def check_version(version: Version) -> None:
-    """Raises ConfigError if a version's settings are wrong, or its workers cannot exchange KV."""
+    """Raises ConfigError if a version's settings are invalid or its workers cannot exchange KV."""
     wanted = [role for role in SERVING_ROLES if version.pools.of(role)]
     check_formats({role: config_of(role, version.worker, version.device) for role in wanted})
 
@@ -85,13 +85,13 @@ def _exchange(source: WorkerSettings, sink: WorkerSettings) -> bool:
 
 
 def _identity(config: WorkerSettings) -> Identity:
-    """Returns an identity for any model: formats do not depend on the model."""
+    """Returns a model identity for format checks. The formats are the same for every model."""
     layout = KVLayout(config.block_size, config.kv_dtype, (KVSection(1, 1, head_dim=2),))
     return Identity("", layout, kv_wire_dtype=config.kv_wire_dtype)
 
 
 def _refusal(source: WorkerSettings, sink: WorkerSettings) -> str:
-    """Returns an error text with the flags and the values that would work."""
+    """Returns an error text that names flags and values that would work."""
     ends = f"--kv-dtype {source.kv_dtype}"
     if sink.kv_dtype != source.kv_dtype:
         ends += f" and --decode-kv-dtype {sink.kv_dtype}"

@@ -6,11 +6,12 @@ A pure part of the machine of the pools (`deploy.pools.machine`):
        ^            │           │            │
        └────────────┴───────────┴────────────┘   start failed, died, or was ended
 
-Each start and each end is answered by an event. Gateways' reports are kept here too.
+An event reports the outcome of each start and each stop. This module also keeps the gateways'
+reports.
 
-A gateway without a session may be paused, stuck or cut off. If it comes back, its answers continue.
-So it is stopped late if all gateways accept from one socket and another gateway serves. Stopping it
-loses its answers, which are counted.
+A gateway without a session may be paused, stuck or cut off from the network. If the gateway
+recovers, its answers continue. If it is stopped, its answers are lost, and the loss is counted. So
+the stop is delayed while all gateways accept from one socket and another gateway serves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from deploy.pools.state import PoolState
 from engine.control import GatewayReport, VersionReport
 
 GATEWAY_UNREACHABLE_S = 8.0  # longest time without a session; short, because clients wait
-# The same if other gateways accept all new connections: then only its own answers wait.
+# The longest time if other gateways accept all new connections: only running answers wait then.
 GATEWAY_PATIENCE_S = 30.0
 
 
@@ -41,11 +42,11 @@ class GatewayState(StrEnum):
     WAITING = "waiting"  # to be started when its restart is due
     STARTING = "starting"
     SERVING = "serving"
-    STOPPING = "stopping"  # killed, because it had no session
+    STOPPING = "stopping"  # being killed, because it had no session
 
 
 class Gateways:
-    """Owns the state of each gateway. Each handler of an event yields effects."""
+    """Owns the state of each gateway. The handler of each event yields effects."""
 
     def __init__(
         self,
@@ -54,10 +55,10 @@ class Gateways:
     ) -> None:
         self.states = dict.fromkeys(names, GatewayState.WAITING)
         self.have_served = False  # True once any gateway has served
-        self._silent_since_s: dict[str, float] = {}  # time of the end of the session
-        self._reports: dict[str, GatewayReport] = {}  # the latest reports
+        self._silent_since_s: dict[str, float] = {}  # by gateway: end of its session
+        self._reports: dict[str, GatewayReport] = {}  # by gateway: its latest report
         self._lost: set[str] = set()  # gateways whose session has ended
-        self._num_requests: dict[str, int] = {}  # by the last report, kept after the session's end
+        self._num_requests: dict[str, int] = {}  # by gateway: requests in its last report
         self._state = state
 
     @property
@@ -66,12 +67,15 @@ class Gateways:
         return all(state is GatewayState.SERVING for state in self.states.values())
 
     def reports_of(self, version: str) -> list[VersionReport]:
-        """Returns the gateways' reports about a version of the model."""
+        """Returns the gateways' latest reports about a version of the model."""
         said = (report.versions.get(version) for report in self._reports.values())
         return [each for each in said if each is not None]
 
     def reports_on(self, members_version: int) -> list[GatewayReport | None]:
-        """Returns each started gateway's report; None if it lacks these members."""
+        """Returns each started gateway's report.
+
+        None for a gateway that has not received these members.
+        """
         said = [
             self._reports.get(name)
             for name, state in self.states.items()
@@ -83,7 +87,7 @@ class Gateways:
         ]
 
     def serve(self, name: str, now_s: float) -> None:
-        """Records that a gateway listens."""
+        """Records that a gateway listens and serves."""
         self.states[name] = GatewayState.SERVING
         self._state.restarts.started(name, now_s)
         self.have_served = True
@@ -94,7 +98,7 @@ class Gateways:
         self._lost.discard(name)
 
     def troubles(self) -> Iterator[str]:
-        """Yields a sentence for each gateway that does not answer, or does not start."""
+        """Yields a sentence for each gateway that does not answer, or that fails to start."""
         for name in self.states:
             if name in self._lost:
                 where = " New requests go to the others." if self._others_serve(name) else ""
@@ -103,9 +107,9 @@ class Gateways:
                 yield f"{name} {why.removeprefix(f'{name} ')}"
 
     def start(self, now_s: float) -> Iterator[PoolEffect]:
-        """Starts the gateways that are due.
+        """Starts the gateways whose start is due.
 
-        The first gateway starts alone: it chooses the port that the others share.
+        The first gateway starts alone: it chooses the port that all gateways share.
         """
         for name, state in self.states.items():
             if state is GatewayState.WAITING and self._state.restarts.is_due(name, now_s):
@@ -133,7 +137,10 @@ class Gateways:
                 yield StopGateway(name)
 
     def on_started(self, event: ServiceStarted, now_s: float) -> Iterator[PoolEffect]:
-        """Records a start. From now on a session is expected."""
+        """Records a gateway's start.
+
+        From now on the controller must have a session with the gateway.
+        """
         step = self._state.record_start(event.name, now_s)
         self.serve(event.name, now_s)
         self._silent_since_s[event.name] = now_s
@@ -144,7 +151,10 @@ class Gateways:
         yield from self._lose(event.name, f"did not start: {event.reason}", now_s)
 
     def on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
-        """Schedules another start. If the gateway was being stopped, `ServiceStopped` follows."""
+        """Schedules another start.
+
+        If the gateway was being stopped, waits for `ServiceStopped` instead.
+        """
         if self.states[event.name] is not GatewayState.STOPPING:
             yield from self._lose(event.name, event.how, now_s)
 
@@ -179,7 +189,7 @@ class Gateways:
         yield self._state.record_end(name, now_s, how)
 
     def _others_serve(self, name: str) -> bool:
-        """True if another gateway serves and has a session."""
+        """True if another gateway serves and has a session with the controller."""
         return any(
             other != name and state is GatewayState.SERVING and other not in self._silent_since_s
             for other, state in self.states.items()

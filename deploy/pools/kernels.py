@@ -1,11 +1,12 @@
-"""The kernels of workers, and troubles with workers whose kernels differ.
+"""Finds workers whose kernels differ, which may make tokens depend on the worker.
 
-Sums in another order differ in their last bits. So a worker with other CPU features or another kind
-of GPU may choose another token than the other workers, if two tokens are nearly equally likely.
+Different kernels sum in different orders, and such sums differ in their last bits. CPU features and
+the kind of GPU decide on the kernels. So if two tokens are nearly equally likely, workers with
+different kernels may choose different tokens.
 
 The two pools may be split into ranks in different ways on purpose. Then all prompts are computed
-with one split, and all answers with the other. Workers that do the same work must have the same
-split, and workers of the same split must have the same kernels.
+with the prefill pool's split, and all answers with the decode pool's split. Workers that do the
+same work must have the same split. Workers of the same split must have the same kernels.
 """
 
 from collections import Counter
@@ -15,11 +16,12 @@ from deploy.pools.workers.record import PoolWorker
 from engine.messages import Role
 from engine.worker.ranks import split_of
 
-DOERS = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}  # by work
+# Roles by kind of work.
+DOERS = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
 
 def kernel_troubles(workers: Iterable[PoolWorker]) -> tuple[str, ...]:
-    """Returns sentences for each version whose tokens may depend on the worker."""
+    """Returns a sentence for each case in which a version's tokens may depend on the worker."""
     by_version: dict[str, list[PoolWorker]] = {}
     for worker in workers:
         if worker.is_connected and worker.kernels:
@@ -42,7 +44,7 @@ def kernel_troubles(workers: Iterable[PoolWorker]) -> tuple[str, ...]:
 def _difference(
     what: str, workers: Sequence[PoolWorker], value_of: Callable[[PoolWorker], str]
 ) -> list[str]:
-    """Returns a sentence with the workers that differ from the most common kind, if any."""
+    """Returns a sentence that names the workers with other than the most common kernels, if any."""
     counts = Counter(map(value_of, workers))
     if len(counts) < 2:
         return []

@@ -1,11 +1,12 @@
 """Decides which services to start, flip, drain and stop to give the pools their wanted size.
 
 Pure: `handle(event, now_s)` returns effects. The machine knows the intent, the observed facts, and
-its own orders. It does not know how processes are started or how sessions work. Its parts:
+its own orders. It does not know how processes are started or how sessions work. The parts of the
+machine:
 
 - `state`: the operator's intent, the limits, the steps and counters, and the restarts
 - `workers.registry`: the record of each worker; `workers.sightings`: facts and deadlines;
-  `workers.reconcile` and `workers.moves`: what is done next; `workers.orders`: orders
+  `workers.reconcile` and `workers.moves`: the next moves; `workers.orders`: operators' orders
 - `versions`: orders about versions, and rollouts
 - `gateways`: starts and ends of gateways, and their reports
 - `stores`: starts and ends of stores of KV
@@ -19,8 +20,9 @@ The life of a worker:
                                         draining ──> drained (stays if the operator wants it)
                                             └──────> stopping ──> gone
 
-Every wait has a deadline. A flip without an answer is abandoned. A worker that does not become idle
-in time is stopped anyway. A worker without a session is killed.
+Every wait has a deadline. A flip that the worker does not answer is abandoned. A draining worker
+that does not become idle in time is stopped anyway. A worker that has no session for too long is
+killed.
 """
 
 from collections import Counter
@@ -87,11 +89,11 @@ from deploy.pools.workers.stand_ins import stand_in_troubles
 from engine.control import MAIN_LINE, Intent, Members, Version, VersionReport, by_number
 from engine.messages import Role, WorkerId
 
-MAX_TROUBLES = 8  # most sentences at a time
+MAX_TROUBLES = 8  # maximum number of sentences about troubles
 
 
 class PoolMachine:
-    """Routes events to its parts and publishes the members that follow."""
+    """Passes events to its parts, and publishes the members that result."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class PoolMachine:
         version: int = 0,
         is_guess: bool = False,
     ) -> None:
-        """`version` is the version of the last members that an earlier controller published.
+        """`version` is the version of the latest members that an earlier controller published.
 
         `is_guess`: an earlier controller ran, and no gateway has reported its intent yet.
         """
@@ -110,21 +112,23 @@ class PoolMachine:
         self.state = state = PoolState(intent, limits, is_guess=is_guess)
         self.restarts = state.restarts
         self.history = state.steps  # the latest steps, oldest first
-        self.counters = state.counters  # how often each kind of trouble happened
+        self.counters = state.counters  # number of occurrences of each kind of trouble
         self._workers = workers = PoolWorkers(state)
         self._gateways = Gateways(gateways, state)
         self._stores = Stores(state)
         self.stores: Mapping[str, PoolStore] = self._stores.by_name
         self.workers: Mapping[WorkerId, PoolWorker] = workers.by_id
         self.gateways: Mapping[str, GatewayState] = self._gateways.states
-        self.dead_parts: tuple[str, ...] = ()  # dead dependencies, such as Ray's GCS
-        self._unstored: str | None = None  # reason why the latest orders are not stored
+        # Dead programs that services depend on, such as Ray's GCS.
+        self.dead_parts: tuple[str, ...] = ()
+        self._unstored: str | None = None  # why the latest orders are not stored
         self._sightings = WorkerSightings(workers, state)
         self._moves = WorkerMoves(workers, state)
         self._updates = VersionUpdates(workers)
         self._sleep = ModelSleep(workers)
         orders = WorkerOrders(workers, state)
-        # Each handler yields effects. Handlers of orders raise OrderRefused before any change.
+        # The handler of each event yields effects. A handler of an order raises OrderRefused before
+        # any change.
         self._handlers: Mapping[type, Callable[[Any, float], Iterator[PoolEffect]]] = {
             Found: self._on_found,
             Died: self._on_died,
@@ -162,10 +166,12 @@ class PoolMachine:
         }
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolEffect]:
-        """Returns the effects of an event. Raises OrderRefused, without any change.
+        """Handles an event and returns its effects. If an order is refused, raises OrderRefused and
+        changes nothing.
 
-        A load that ends no drain and no move has no further effects. Each worker reports its load
-        every second, and a tick comes as often. Work that becomes due with time waits for the tick.
+        A load report that ends no drain and no moves is only recorded. Every worker sends one each
+        second, and each second there is a tick too. Work that becomes due by time is done at the
+        tick.
         """
         effects: list[PoolEffect] = list(self._handlers[type(event)](event, now_s))
         if isinstance(event, LoadSeen) and not effects:
@@ -201,7 +207,7 @@ class PoolMachine:
 
     @property
     def is_settled(self) -> bool:
-        """True if everything is as wanted, and no change is under way."""
+        """True if all services are in their wanted state, and no change is under way."""
         steady = (WorkerState.SERVING, WorkerState.DRAINED)
         return (
             self.intent.rollout is None
@@ -215,24 +221,30 @@ class PoolMachine:
 
     @property
     def has_begun(self) -> bool:
-        """True if clients are served: by all wanted workers, unless some wait for nodes."""
+        """True if clients are served.
+
+        All wanted workers must serve, unless some of them wait for nodes.
+        """
         return self.is_settled or (self._workers.waits_for_nodes and self._gateways.all_serve)
 
     def serving(self, name: str) -> Counter[Role | None]:
-        """Counts the workers of a version that serve, by role."""
+        """Counts the serving workers of a version by role."""
         return self._scene().serving(name)
 
     def reports_of(self, name: str) -> list[VersionReport]:
-        """Returns the gateways' reports about a version."""
+        """Returns the gateways' latest reports about a version."""
         return self._gateways.reports_of(name)
 
     @property
     def canary(self) -> CanaryStanding | None:
-        """The standing of the version that takes over; None if no version can be aborted."""
+        """The results of the version that takes over.
+
+        None if there is no version that could be aborted.
+        """
         return self._updates.canary
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts the invariants of all parts."""
         names = [version.name for version in self.intent.versions]
         assert len(set(names)) == len(names)
         for version in self.intent.versions:
@@ -268,7 +280,10 @@ class PoolMachine:
             yield self.state.record(now_s, store.name, "was found running")
 
     def _part(self, name: str) -> Gateways | Stores:
-        """Returns the part that owns a service. A store may have been removed meanwhile."""
+        """Returns the part that owns a gateway or a store.
+
+        The store may have been removed meanwhile.
+        """
         return self._gateways if name in self.gateways else self._stores
 
     def _on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
@@ -289,7 +304,8 @@ class PoolMachine:
     def _on_overtaken(self, event: Overtaken, now_s: float) -> Iterator[PoolEffect]:
         """Takes over an earlier controller's intent, if our intent is a guess.
 
-        Publishes our members under a higher number, since gateways ignore lower ones.
+        Then publishes the members under a higher number, since gateways ignore members with a lower
+        number.
         """
         theirs, ours = event.members, self.members
         takes = self.is_guess and theirs.intent != self.intent
@@ -304,7 +320,7 @@ class PoolMachine:
             yield Publish(self.members)
 
     def _on_room(self, event: RoomSeen, now_s: float) -> Iterator[PoolEffect]:
-        """Updates the limit of workers. Running workers are not stopped because of it."""
+        """Updates the limit of workers. A lower limit stops no running worker."""
         most, before = event.max_workers, self.limits.max_workers
         self.state.limit(most, event.why)
         if most != before:
@@ -312,7 +328,10 @@ class PoolMachine:
             yield self.state.record(now_s, "pools", what, f"before, {before}")
 
     def troubles(self) -> tuple[str, ...]:
-        """Returns sentences about what is broken or limited now while requests are served."""
+        """Returns sentences about present faults and limits.
+
+        Requests are served in spite of them.
+        """
         dead = (
             f"{part} of Ray is dead: no service can be started or stopped"
             for part in self.dead_parts
@@ -330,7 +349,10 @@ class PoolMachine:
         return (*found[:MAX_TROUBLES], *more)
 
     def _on_parts(self, event: PartsSeen, now_s: float) -> Iterator[PoolEffect]:
-        """Records which parts have died or run again. Requests do not need these parts."""
+        """Records which programs that services depend on have died or run again.
+
+        Serving requests does not need these programs.
+        """
         dead = tuple(name for name, is_alive in event.alive.items() if not is_alive)
         for name in dead:
             if name not in self.dead_parts:
@@ -343,7 +365,9 @@ class PoolMachine:
         self.dead_parts = dead
 
     def _on_orders_stored(self, event: OrdersStored, now_s: float) -> Iterator[PoolEffect]:
-        """Reports when orders cannot be stored, and when they can be stored again."""
+        """Records a step when orders cannot be stored any more, and when orders can be stored
+        again.
+        """
         before, self._unstored = self._unstored, event.trouble
         if before is None and event.trouble is not None:
             yield self.state.record(now_s, "pools", event.trouble)

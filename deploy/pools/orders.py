@@ -1,4 +1,4 @@
-"""Orders that an operator or the planner gives to the pools."""
+"""The orders that an operator or the planner can give to the pools."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,10 @@ from engine.messages import Role, WorkerId
 
 
 class OrderRefused(BatonError):
-    """An order that was refused and has changed nothing. `status` is an HTTP status."""
+    """The machine refused an order and changed nothing.
+
+    `status` is the HTTP status for the answer.
+    """
 
     def __init__(self, reason: str, *, status: int = 409) -> None:
         super().__init__(reason)
@@ -18,7 +21,7 @@ class OrderRefused(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class SetPools:
-    """Sets the number of workers of each role, by default of the current version."""
+    """Sets the number of workers of each role, by default for the current version."""
 
     pools: Pools
     version: str | None = None
@@ -27,7 +30,7 @@ class SetPools:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Gives a running worker another role. A drained worker serves again."""
+    """Gives a running worker another role. This also makes a drained worker serve again."""
 
     worker_id: WorkerId
     role: Role
@@ -49,38 +52,41 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class SetPlanner:
-    """Switches the planner on, off, or to a dry run."""
+    """Switches the planner on, off, or to dry runs."""
 
     mode: PlannerMode
 
 
 @dataclass(frozen=True, slots=True)
 class Adjust:
-    """Changes settings that only the controller uses."""
+    """Changes settings that are used only by the controller."""
 
     settings: LiveSettings
 
 
 @dataclass(frozen=True, slots=True)
 class AddVersion:
-    """Adds a version beside the present ones. With `takes_over` it then replaces them.
+    """Adds a version beside the present versions. With `takes_over` the new version then replaces
+    them.
 
-    `canary` are the shares of new requests that the version gets first, in per cent. Each share is
-    held for `hold_s`. None: as configured.
+    `canary` are the shares of new requests that the version gets first, in per cent. Each share
+    lasts for `hold_s` seconds. None: the configured values.
     """
 
     version: Version
     takes_over: bool
     canary: tuple[int, ...] | None = None
     hold_s: float | None = None
-    allows_shorter: bool = False  # it may hold shorter sequences than other versions
+    # True if it may be limited to shorter sequences than other versions.
+    allows_shorter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Brings back the version that was replaced last, or the version named `name`.
+    """Makes a former version take over again: the version that was replaced last, or the version
+    `name`.
 
-    A running takeover of another version is aborted.
+    If another version is taking over, its takeover is aborted.
     """
 
     name: str | None = None
@@ -88,7 +94,10 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class SetWeights:
-    """Sets the shares of new requests by version. A version not named keeps its weight."""
+    """Sets each version's weight: its share of new requests.
+
+    A version that is not named keeps its weight.
+    """
 
     weights: dict[str, int]
 
@@ -97,7 +106,8 @@ class SetWeights:
 class Finish:
     """Replaces all other versions with this version.
 
-    `pools` are its final workers. By default, at least the workers of the current version.
+    `pools` are the version's final numbers of workers. Default: at least as many as the current
+    version has.
     """
 
     name: str
@@ -106,7 +116,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Removes a version and gives its requests and workers back to the current version."""
+    """Removes a version. The current version gets the removed version's requests and workers."""
 
     name: str
 
