@@ -1,4 +1,4 @@
-"""What sinks receive: plain tokens, and updates with anything else."""
+"""What a sink receives: token lists, or updates if there is more to report."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ DONE = Finished(FinishReason.LENGTH)
 
 
 class Noting:
-    """A sink that keeps its calls."""
+    """A sink that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []

@@ -1,4 +1,4 @@
-"""The report of a gateway to controllers about its requests."""
+"""A gateway's report to controllers about its requests."""
 
 import asyncio
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ class SetClock:
 
 
 class World:
-    """A gateway's side of its controllers, and the members that they tell."""
+    """A gateway's connection to its controllers, and the members that they publish."""
 
     def __init__(self):
         self.machine = machine_of(Role.PREFILL, Role.DECODE)
@@ -50,7 +50,7 @@ class World:
         self.version = 0
 
     def seen(self, mode, at_s):
-        """Returns the observation in the report, if the planner is in that mode, or None."""
+        """Returns the observation in the gateway's report, or None if the planner is off."""
         self.clock.at_s = at_s
         self.version += 1
         seen = self.server._take(Members(self.version, (), Intent(planner=mode))).seen

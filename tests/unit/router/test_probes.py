@@ -1,4 +1,4 @@
-"""Probes of a version find answers that end badly, differ, or have no probabilities."""
+"""Probes of a version find answers that fail, differ, or lack probabilities."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ GOOD = Update((5, 6), DONE, logprobs=(Logprobs(-0.5, 1), Logprobs(-0.1, 1)))
 
 
 class Port:
-    """Answers with these updates, in turn; the last one again and again."""
+    """Returns these updates in order, and then the last one repeatedly."""
 
     def __init__(self, *answers: Update) -> None:
         self.answers = list(answers)
@@ -28,7 +28,7 @@ class Port:
         return self
 
     def cancel(self) -> None:
-        """Each request ends at once, or never."""
+        """Does nothing: each request has finished already, or never finishes."""
 
 
 def probe(port: object, context_len: int = 4096) -> str:

@@ -1,4 +1,4 @@
-"""A gateway's versions as a controller names them: which it serves, and when it begins."""
+"""The versions that a controller names: which of them a gateway serves, and from when."""
 
 import asyncio
 import threading
@@ -29,7 +29,7 @@ DEADLINE_S = 5.0
 
 
 class SessionRouter(FakeRouter):
-    """A router that records its workers' addresses, and whether it is open."""
+    """A router that records its workers' addresses and whether it is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,10 @@ class SessionRouter(FakeRouter):
 
 
 class World:
-    """The versions of a gateway; the tokenizers of held versions do not load yet."""
+    """The versions of a gateway.
+
+    The tokenizers of held versions do not load until the test allows it.
+    """
 
     def __init__(self, *held: str) -> None:
         self.held = {name: threading.Event() for name in held}
@@ -66,7 +69,7 @@ class World:
         return self.routers.versions
 
     def names(self) -> list[str]:
-        """Returns the names in the table that places requests."""
+        """Returns the names in the table by which requests are placed."""
         return [each.name for each in self.versions.table]
 
 
@@ -90,7 +93,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def members(number: int, *versions: Version, workers: str = "") -> Members:
-    """Returns members; `workers` has a letter for each version with a worker, or else `-`."""
+    """Returns members. `workers` has a letter for each version with a worker, and otherwise `-`."""
     has = workers.ljust(len(versions), "w")
     return Members(
         number,
@@ -235,14 +238,14 @@ def test_unnamed_version_closes_after_its_last_request():
 
 
 def test_a_version_with_new_requests_stays_until_another_serves():
-    """A gateway is in this state after it has missed the controller for some time."""
+    """A gateway has this state after it has missed the controller's messages for some time."""
 
     async def scene(world: World) -> None:
         await world.routers.open(members(1, V1))
         router = world.versions.table[0].port
         world.routers.follow(members(2, V2))
         never = asyncio.get_running_loop().create_future()
-        await asyncio.wait([never], timeout=0.05)  # in which nothing happens
+        await asyncio.wait([never], timeout=0.05)  # waits to see that nothing happens
         assert world.names() == ["v1"]
         assert router.is_open
         world.held["v2"].set()

@@ -1,4 +1,4 @@
-"""The keys file: its owner and mode, atomic changes, and reloads in a gateway."""
+"""The API keys file: its owner and mode, atomic changes, and reloads in a gateway."""
 
 import fcntl
 import os
@@ -104,7 +104,7 @@ def test_a_writer_waits_for_another_only_so_long(path, monkeypatch):
             write_keys(path, record("a", "ann"))
 
 
-# ---------------------------------------------------------------- a gateway
+# ---------------------------------------------------------------- reloads in a gateway
 
 
 @pytest.fixture

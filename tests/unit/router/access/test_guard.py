@@ -1,4 +1,4 @@
-"""Without keys a server answers only to names that no page of the web can have."""
+"""Without API keys, a server answers only to host names that no web page can have."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which keys are valid, and what a keys file may hold."""
+"""Valid and invalid API keys, and the allowed contents of a keys file."""
 
 import re
 from datetime import timedelta
@@ -74,7 +74,7 @@ def test_only_keys_of_one_group_share():
     sharing = {key: table.find(key.encode(), NOW_S).sharing for key in "abcdef"}
     assert sharing["c"] == sharing["d"]
     assert len(set(sharing.values())) == 5
-    assert "" not in sharing.values()  # the salt of clients without keys
+    assert "" not in sharing.values()  # "" is the salt of clients without keys
 
 
 def test_a_reused_name_does_not_share_the_old_keys_prefixes():

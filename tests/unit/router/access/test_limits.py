@@ -1,4 +1,4 @@
-"""Limits of keys: as a function of events and time."""
+"""Limits of API keys, as a function of events and time."""
 
 import pytest
 from hypothesis import given
@@ -78,7 +78,7 @@ def test_tokens_that_an_answer_did_not_use_are_given_back():
     first.hold_tokens(500, 0.0)
     with pytest.raises(LimitExceeded, match="600 tokens a minute") as caught:
         second.hold_tokens(200, 0.0)
-    assert caught.value.headers["retry-after"] == "10"  # 100 more at 10 a second
+    assert caught.value.headers["retry-after"] == "10"  # 100 more tokens at 10 tokens a second
     assert caught.value.headers["x-ratelimit-remaining-tokens"] == "100"
     first.num_used = 300
     first.release(0.0)
@@ -108,7 +108,7 @@ def test_the_number_of_accounts_is_bounded():
     for number in range(100):
         accounts.start(f"k{number}", limits, 0.0).release(0.0)
     assert len(accounts) == 10
-    with pytest.raises(LimitExceeded):  # it was not forgotten
+    with pytest.raises(LimitExceeded):  # the first key's account was not removed
         accounts.start("busy", limits, 0.0)
     busy.release(1.0)
 
@@ -156,5 +156,5 @@ def test_a_batch_takes_its_prompts_from_the_requests_of_a_second():
     assert refused.value.headers["x-ratelimit-remaining-requests"] == "0"
     other.release(0.0)
     accounts.validate()
-    larger = accounts.start("a", limits, 10.0)  # than the bucket, which is full again
+    larger = accounts.start("a", limits, 10.0)  # costs more than the bucket, which is full again
     larger.hold_prompts(9, 10.0)

@@ -1,4 +1,4 @@
-"""Accounts that several gateway processes share: limits are exact over all of them."""
+"""Accounts shared by several gateway processes: limits are exact over all processes."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Which prompts go on with a conversation, and if those recur."""
+"""Prompts that continue a conversation, and conversations that are likely reused."""
 
 import pytest
 
@@ -7,12 +7,15 @@ from router.cluster.learning import ENOUGH_PROMPTS, Conversations
 
 
 def prompt(name, *, num_blocks=10):
-    """The hashes of a conversation's blocks."""
+    """Returns the hashes of a conversation's blocks."""
     return [f"{name}.{number}".encode() for number in range(num_blocks)]
 
 
 def talk(known, names, num_turns):
-    """Conversations of `num_turns` turns each. Returns what was said of each prompt."""
+    """Records conversations of `num_turns` turns each.
+
+    Returns what was found out for each prompt.
+    """
     return [
         known.record(prompt(name, num_blocks=10 + turn))
         for name in names

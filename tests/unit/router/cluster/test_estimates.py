@@ -1,4 +1,4 @@
-"""Predictions of workers, and when they begin."""
+"""Predictions of worker times, and how many observations they need."""
 
 from math import inf, nan
 
@@ -194,13 +194,14 @@ def test_how_late_busy_workers_answer_is_learned():
 
 
 def test_forgotten_fit_is_not_relearned_from_one_length():
-    """The square explains one length as well as the length does, and others ten times too slow."""
+    """The square term explains one length as well as the linear term, but makes others ten times
+    slower."""
     estimates = Estimates()
     for number in range(40):
         length = 64 if number % 2 else 768
         estimates.observe_prefill(P0, length, num_cached=0, seconds=0.001 * length)
     assert estimates.prefill_s(P0, 768, 0) == pytest.approx(0.768, rel=0.01)
-    for _ in range(40):  # the worker has become three times as slow
+    for _ in range(40):  # the worker has become three times slower
         estimates.observe_prefill(P0, 64, num_cached=0, seconds=0.003 * 64)
     assert estimates.prefill_s(P0, 768, 0) == pytest.approx(3 * 0.768, rel=0.1)
     for number in range(40):

@@ -1,4 +1,4 @@
-"""The predicted length of answers."""
+"""Predicted answer lengths."""
 
 import random
 
@@ -30,7 +30,7 @@ def test_only_answers_with_a_like_bound_count():
     lengths = AnswerLengths()
     for _ in range(ENOUGH):
         lengths.observe(100, 90)
-    assert lengths.nearly_longest(70) == 70  # never more than it may
+    assert lengths.nearly_longest(70) == 70  # at most the allowed length
     assert lengths.nearly_longest(110) == 90
     assert lengths.nearly_longest(4000) == 4000
 
@@ -52,7 +52,7 @@ def test_rest_of_an_answer_is_predicted_from_longer_ones():
     assert lengths.left(100, 0) == 30.0
     assert lengths.left(100, 10) == 40.0
     assert lengths.left(100, 49) == 1.0
-    assert lengths.left(100, 60) == 40.0  # none was so long: it may go on to the end
+    assert lengths.left(100, 60) == 40.0  # no answer was that long: the whole limit is expected
     assert lengths.left(100, 100) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""The share of time that prompts lately took, and what caches saved."""
+"""The share of recent time spent on prompts, and the share saved by caches."""
 
 import pytest
 

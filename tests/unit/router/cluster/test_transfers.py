@@ -1,4 +1,4 @@
-"""KV that moved between pairs of workers: sums, and their bound."""
+"""KV moved between pairs of workers: the sums, and the bound on the number of pairs."""
 
 from router.cluster.learning import MAX_PAIRS, MovedKv, PairTransfers
 

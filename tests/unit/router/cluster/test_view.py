@@ -1,4 +1,4 @@
-"""Reservations at workers: every debit is credited back once."""
+"""Reservations on workers: every debit is credited back exactly once."""
 
 import pytest
 from msgspec.structs import replace

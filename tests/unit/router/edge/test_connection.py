@@ -1,4 +1,4 @@
-"""Parts of a body that go past ASGI: sent together, in order, and only to connected clients."""
+"""Body parts written past ASGI: sent together, in order, and only to connected clients."""
 
 import asyncio
 import gc
@@ -165,7 +165,7 @@ async def until(holds):
 
 
 async def echo(scope, receive, send):
-    """Answers with the body, and whether it had to wait for it."""
+    """Answers with the body, and tells whether the body arrived later than the head."""
     body = scope[EXCHANGE].take_body()
     way = b"at once " if body is not None else b"waited for "
     if body is None:
@@ -274,8 +274,8 @@ async def test_an_answer_over_a_connection_is_whole():
     await until(lambda: written and written[-1][1].endswith(b"0\r\n\r\n"))
     await until(lambda: not tasks_of(connection))
     text = b"".join(data for _, data in written)
-    assert text.count(b"data: {") == 4  # three tokens, and the end
-    assert written[0][1].count(b"data: {") == 1  # the first one comes with the head
+    assert text.count(b"data: {") == 4  # three tokens and the end marker
+    assert written[0][1].count(b"data: {") == 1  # the first event is sent with the head
     assert router.cancelled == []
 
 
@@ -338,7 +338,7 @@ async def test_a_body_that_is_taken_in_pieces_does_not_count_and_has_a_deadline_
     whole = request(b"x" * 40)
     head, body = whole[:-40], whole[-40:]
     connection.data_received(head + body[:10])
-    assert book.bodies_bytes == 10  # the application has not run yet
+    assert book.bodies_bytes == 10  # the application has not started yet
     await until(lambda: received)
     times.body_s = 0.0
     connection.data_received(body[10:20])
@@ -356,7 +356,7 @@ CHUNKED = request(b"").replace(b"content-length: 0", b"transfer-encoding: chunke
 
 
 async def answered(app, *inputs):
-    """Returns what a connection sends for input that arrives in a few reads."""
+    """Returns the bytes that a connection sends for input that arrives in a few reads."""
     written = []
     connection, transport = connect("a", written, app)
     for data in inputs:

@@ -1,4 +1,4 @@
-"""The limits of the edge: connections, overdue ones, and shared parsing of their input."""
+"""The edge's limits: the number of connections, overdue connections, and shared parse time."""
 
 import asyncio
 
@@ -99,7 +99,7 @@ def test_an_idle_connection_is_closed_after_its_last_answer():
 
 
 class Fed:
-    """A connection whose parser does some work for each byte."""
+    """A connection whose parser needs time for each byte."""
 
     def __init__(self, feeder, work_per_byte, log=None):
         self.feeder, self.work_per_byte = feeder, work_per_byte

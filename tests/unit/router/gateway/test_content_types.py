@@ -1,4 +1,4 @@
-"""Bodies that say that they are something else than JSON are refused before they are read."""
+"""Bodies whose content type is not JSON are refused before they are read."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Scripts of other origins: which may use the API, and what they may read."""
+"""Cross-origin scripts: which origins may use the API, and what they may read."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A client that leaves cancels its request at once, and no task stays behind."""
+"""A disconnected client cancels its request at once, and no task is left behind."""
 
 import asyncio
 
@@ -45,7 +45,7 @@ async def test_leaving_while_the_server_waits_to_send_cancels():
     async def send(message):
         if message["type"] == "http.response.body":
             blocked.set()
-            await asyncio.Event().wait()  # the client reads no more
+            await asyncio.Event().wait()  # the client stops reading
 
     connection._send = send
     call = asyncio.create_task(connection.run())

@@ -1,4 +1,4 @@
-"""Refused requests and clients that left are freed at once, without the garbage collector."""
+"""Refused requests and disconnected clients are freed at once, without the garbage collector."""
 
 import asyncio
 import sqlite3
@@ -35,7 +35,7 @@ async def post(app, path, body):
 @pytest.mark.parametrize("path", ANSWERS + OTHERS)
 async def test_a_refused_body_is_freed_at_once(path):
     app = make_app(FakeRouter(), max_body_bytes=10 * WIDE_BODY_BYTES)
-    for body in BODIES.values():  # what is made once stays
+    for body in BODIES.values():  # creates what is made once and kept, before the check
         await post(app, path, body)
     with no_frames_in_cycles():
         assert {await post(app, path, body) // 100 for body in BODIES.values()} == {4}

@@ -1,4 +1,4 @@
-"""The headers of a call: the client's own id and its timeout."""
+"""Request headers: the client's own request id and its timeout."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Calls that come before any worker of their version is known wait for it, within bounds."""
+"""Calls that arrive before their version has a worker are queued, within bounds."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.kits.router.gateway import (
     text_model,
 )
 
-HOLD_S = 600.0  # which no test lasts
+HOLD_S = 600.0  # longer than any test
 JSON = {"content-type": "application/json"}
 COMPLETION = {"prompt": "yo", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "yo"}], "max_tokens": 4}
@@ -48,7 +48,7 @@ def replies_of(
     hold_s: float = HOLD_S,
     **headers: str,
 ) -> list[Reply]:
-    """Sends calls, does `then` once all are held or answered, and returns the replies."""
+    """Sends calls, runs `then` once all are queued or answered, and returns the replies."""
     app = make_app_of(versions, TickingClock(), queue_timeout_s=hold_s)
 
     async def scene() -> list[Reply]:

@@ -1,4 +1,4 @@
-"""A version's answers over HTTP, streamed and whole: what is wrong with them is found."""
+"""The probe of a version's streamed and whole answers over HTTP finds wrong answers."""
 
 import asyncio
 from typing import Any

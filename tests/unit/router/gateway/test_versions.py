@@ -1,4 +1,4 @@
-"""Versions: shares follow the weights, a key keeps its version, and ends are tallied."""
+"""Versions: shares follow the weights, a key keeps its version, and outcomes are counted."""
 
 from collections import Counter
 
@@ -30,7 +30,7 @@ KEYS = [f"request-{i}" for i in range(4000)]
 
 
 class NamedRouter(FakeRouter):
-    """A router whose fingerprint names its version."""
+    """A router whose fingerprint is the name of its version."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ weights = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 100), min_size
 )
 
 
-@settings(max_examples=25)  # each looks at thousands of keys
+@settings(max_examples=25)  # each example checks thousands of keys
 @given(weights)
 def test_each_version_has_its_share_of_many_keys(shares):
     counts = Counter(by_weight(shares, key) for key in KEYS)

@@ -1,4 +1,4 @@
-"""Tenants that wait get equal shares of threads and of the event loop, whatever they put in."""
+"""Waiting tenants get equal shares of threads and event loop, whatever work they submit."""
 
 import asyncio
 
@@ -85,7 +85,7 @@ async def working(queue: LoopQueue, tenant: str, num_pieces: int, done: list[str
 
 
 async def passes(done: list[str], num: int) -> list[int]:
-    """The pieces that were done in each pass of the loop."""
+    """Returns the pieces that each pass of the event loop completed."""
     counts = []
     for _ in range(num):
         before = len(done)

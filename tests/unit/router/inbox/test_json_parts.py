@@ -1,4 +1,4 @@
-"""A value in parts is the JSON of the whole, and no part is long."""
+"""A value encoded in parts gives the JSON of the whole, and no part is long."""
 
 import msgspec
 from hypothesis import given

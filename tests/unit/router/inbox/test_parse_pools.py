@@ -1,4 +1,4 @@
-"""Bodies that wait to be parsed are bounded, in all and for each tenant."""
+"""Bodies that wait for parsing are bounded, in total and for each tenant."""
 
 import asyncio
 import threading
@@ -111,7 +111,7 @@ async def test_tenants_that_wait_share_a_lane_by_bytes():
         for tenant in "aaabbbbb"
     ]
     await asyncio.sleep(0)
-    running[0][0].go_on.set()  # from now on there is one thread
+    running[0][0].go_on.set()  # from this point one thread is free
     await asyncio.gather(*waiting)
     assert order[:5] == ["a", "b", "b", "b", "a"]
     for work, task in running:
@@ -146,6 +146,6 @@ async def test_memory_of_long_bodies_is_given_back_once_after_a_while():
     assert timer is not None
     assert pools._freeing is timer
     timer.cancel()
-    pools._free_memory()  # as the timer does
+    pools._free_memory()  # called directly instead of by the timer
     assert await asyncio.to_thread(freed.wait, 10)
     assert pools._freeing is None

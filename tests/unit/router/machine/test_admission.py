@@ -35,7 +35,7 @@ from router.machine.requests import Rejected, Request, Update
 LAYOUT = KVLayout(block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 LEASE = LeaseRef("lease", TransferAddress("p0", "inc", "tcp://x"), 2)
 PROMPT_LEN, NUM_TOKENS = 100, 100
-# a prompt takes a second; a step 10 ms and one more for each sequence
+# a prompt takes a second; a step takes 10 ms plus 1 ms for each sequence
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
 
 
@@ -64,16 +64,17 @@ def refused(effects) -> list[Rejected]:
     return [e.outcome for e in effects if isinstance(e, Update) and isinstance(e.outcome, Rejected)]
 
 
-# ---------------------------------------------------------------- one decision
+# ---------------------------------------------------------------- single decisions
 
 
 def test_predicted_late_request_is_refused_with_retry_after():
     router = machine(welcome("p0"), welcome("d0"), slo_ttft_s=3.0)
-    for number in range(3):  # one second each
+    for number in range(3):  # one second of prefill each
         assert not refused(router.handle(arrival(f"r{number}", 0.1 * number), 0.0))
     [outcome] = refused(router.handle(arrival("late", 0.5), 0.5))
-    # after half a second 2.5 s of work are left, and its own: half a second too late
-    assert outcome.retry_after_s == 1.0  # the least `Retry-After`
+    # after half a second, 2.5 s of work remain; with its own second the prompt is half a second
+    # late
+    assert outcome.retry_after_s == 1.0  # the minimum of `Retry-After`
     assert "3.5 s" in outcome.message
     assert router.counters["rejected", "first token late"] == 1
     assert not refused(router.handle(arrival("again", 1.1), 1.1))
@@ -152,26 +153,26 @@ def test_deadline_ends_the_wait_in_the_queue():
 
 def test_full_queue_returns_the_predicted_time_until_half_of_it_is_placed():
     router = machine(welcome("p0"), welcome("p1"), welcome("d0"), max_queue=6)
-    for number in range(8):  # two are placed
+    for number in range(8):  # two requests are placed, six wait
         assert not refused(router.handle(arrival(f"r{number}", number / 9), 0.0))
     [outcome] = refused(router.handle(arrival("late", 1.0), 0.0))
     assert outcome.retry_after_s == pytest.approx(8.0 / 2 / 2)
 
 
 def test_prediction_includes_the_wait_for_memory():
-    # 13 blocks hold one sequence; it ends after a second of prefill and a hundred steps of 11 ms
+    # 13 blocks hold one sequence, which takes one second of prefill and a hundred steps of 11 ms
     router = machine(welcome("p0"), welcome("d0", num_blocks=13), slo_ttft_s=2.5)
     assert not refused(router.handle(arrival("r", 0.0), 0.0))
     [outcome] = refused(router.handle(arrival("late", 0.5), 0.5))
-    assert "2.6 s" in outcome.message  # until 2.1 s, and a second for its own prompt
+    assert "2.6 s" in outcome.message  # memory is free after 2.1 s, then one second of prefill
     assert not refused(router.handle(arrival("later", 0.7), 0.7))
 
 
-# ---------------------------------------------------------------- two pools under twice their load
+# ---------------------------------------------------------------- two pools at twice their load
 
 
 class Late(Admission):
-    """Predicts with the present decode load, without prompts that are being computed."""
+    """Predicts with the present decode load, and ignores prompts that are still in prefill."""
 
     def load_at(self, decoders, at_s: float, now_s: float) -> DecodeLoad:
         there = sum(c.num_tokens > 0 for worker in decoders for c in worker.decodes.values())
@@ -179,7 +180,7 @@ class Late(Admission):
 
 
 TTFT_S, TPOT_S = 5.0, 0.030
-# a prompt takes two seconds; ten sequences a decode worker keep the pace: seven requests a second
+# a prompt takes two seconds; with ten sequences, a decode worker keeps its TPOT at 7 requests/s
 SLOW = HardwareProfile(
     name="slow",
     source="made up",
@@ -190,11 +191,11 @@ SLOW = HardwareProfile(
     pull=COSTS.pull,
 )
 RATE_PER_S = 13.5
-DURATION_S, WARM_S, WINDOW_S = 60, 24, 2  # until then it learns the lengths of answers
+DURATION_S, WARM_S, WINDOW_S = 60, 24, 2  # seconds; answer lengths are learned during WARM_S
 
 
 def overload(admission: type[Admission]) -> list[SimulatedRequest]:
-    """Requests and their results, in order of arrival. The policy itself keeps no bounds."""
+    """Returns requests with their results, by arrival. The policy itself enforces no bounds."""
     rng = random.Random(1)
     policy = RouterPolicy.LEAST_LOADED
     config = RouterConfig(policy=policy, slo_ttft_s=TTFT_S, slo_tpot_s=TPOT_S)
@@ -212,13 +213,13 @@ def let_in(records: list[SimulatedRequest]) -> list[SimulatedRequest]:
 
 
 def admitted(records: list[SimulatedRequest]) -> list[int]:
-    """Counts admitted requests, by window."""
+    """Counts the admitted requests in each window."""
     counts = Counter(int(record.asked.arrived_s / WINDOW_S) for record in let_in(records))
     return [counts[window] for window in range(WARM_S // WINDOW_S, DURATION_S // WINDOW_S)]
 
 
 def goodput(records: list[SimulatedRequest]) -> int:
-    """Counts answers within their bounds."""
+    """Counts the answers within their bounds."""
     return sum(
         record.times_s[0] - record.asked.arrived_s <= TTFT_S
         and record.times_s[-1] - record.times_s[0] <= 1.1 * TPOT_S * (len(record.times_s) - 1)
@@ -229,8 +230,8 @@ def goodput(records: list[SimulatedRequest]) -> int:
 def test_cluster_under_twice_its_load_admits_a_steady_rate_and_keeps_bounds():
     early, late = overload(Admission), overload(Late)
     steady, waves = admitted(early), admitted(late)
-    assert 11.0 < mean(steady) < 15.0  # 27 in a window, with room for 13
-    assert pstdev(steady) < 0.4 * mean(steady)  # answers end at random: that alone is 0.28
+    assert 11.0 < mean(steady) < 15.0  # 27 arrive in a window; capacity is 13
+    assert pstdev(steady) < 0.4 * mean(steady)  # random answer lengths alone give 0.28
     assert pstdev(steady) < 0.5 * pstdev(waves)
     assert goodput(early) >= goodput(late)
     assert goodput(early) / len(let_in(early)) > goodput(late) / len(let_in(late))

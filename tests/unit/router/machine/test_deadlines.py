@@ -1,4 +1,4 @@
-"""The next deadline of all requests, found without looking at each."""
+"""The next deadline of all requests is found without a search through all of them."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The request machine with known costs: decisions, reasons, predicted lengths, turns."""
+"""The request machine with known costs: decisions, reasons, predicted lengths, fair order."""
 
 import pytest
 
@@ -37,7 +37,7 @@ from router.machine.machine import RouterMachine
 from router.machine.requests import Request, Update
 from tests.kits.router.machine import LEASE, Driver, First, ends, sent
 
-# a token of a prompt takes 10 ms, a step 10 ms and one for each sequence, a pull only its overhead
+# prefill takes 10 ms per token, a step 10 ms plus 1 ms per sequence, a pull only its overhead
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
 LONG = tuple(range(100))
 
@@ -65,7 +65,7 @@ class Predicting(Driver):
         self.handle(BlocksChanged(worker, [AllBlocksCleared(), stored]))
 
     def answer(self, name: str, num_tokens: int) -> None:
-        """Runs a placed request on p0 and d0 to its end."""
+        """Runs a placed request on p0 and d0 until its outcome."""
         self.say("p0", PrefillStarted(f"{name}.0", 0, LEASE))
         self.say("p0", PrefillDone(f"{name}.0", 9, None))
         self.say("d0", KvReady(f"{name}.0", 2, 0, "shm"))
@@ -73,7 +73,7 @@ class Predicting(Driver):
         self.say("d0", Tokens(f"{name}.0", [1] * (num_tokens - 1), FinishReason.STOP))
 
 
-# ---------------------------------------------------------------- reasons
+# ---------------------------------------------------------------- reasons of decisions
 
 
 def test_decision_has_reasons_and_predictions():
@@ -124,7 +124,7 @@ def test_pulled_prefix_is_among_the_reasons():
     assert claim.seconds == pytest.approx(0.2 + 0.02)
 
 
-# ---------------------------------------------------------------- workers' own news of blocks
+# ---------------------------------------------------------------- block events of workers
 
 
 def test_block_events_replace_own_observations():
@@ -134,7 +134,7 @@ def test_block_events_replace_own_observations():
     driver.holds("p0", LONG[:40])
     driver.request("r")
     driver.answer("r", 8)
-    assert known.longest(hashes) == {"p0": 10, "d0": 25}  # events of p0, and the pull of d0
+    assert known.longest(hashes) == {"p0": 10, "d0": 25}  # p0 sent events; d0 has pulled
     driver.handle(BlocksChanged("p0", [BlockRemoved([hashes[5]], None)]))
     assert known.longest(hashes)["p0"] == 5
     driver.handle(BlockEventsMissed("p0", "silent"))
@@ -183,7 +183,7 @@ def test_forecast_includes_all_promises():
 
 
 def counting_placements(driver: Predicting) -> list[float]:
-    """Times at which the head of the queue is tried, from now on."""
+    """Collects the times at which the queue's head is tried, from this call on."""
     placing = driver.machine._placing
     place_all, times_s = placing.place_all, []
 
@@ -201,7 +201,7 @@ def test_queue_is_tried_when_room_may_be_free_and_not_at_each_token():
     driver.say("p0", PrefillStarted("running.0", 0, LEASE))
     driver.say("p0", PrefillDone("running.0", 9, None))
     driver.say("d0", KvReady("running.0", 1, 0, "shm"))
-    driver.request("a")  # a second
+    driver.request("a")  # one second of prefill
     driver.request("b")
     assert driver.machine.queue_len == 1
     looks = counting_placements(driver)
@@ -216,10 +216,11 @@ def test_queue_is_tried_when_room_may_be_free_and_not_at_each_token():
 
 def test_prompt_is_placed_when_its_worker_is_predicted_to_be_nearly_done():
     driver = Predicting("p0", "d0")
-    driver.request("a")  # a second
+    driver.request("a")  # one second of prefill
     driver.request("b")
     assert driver.machine.queue_len == 1
-    driver.say("p0", PrefillStarted("a.0", 0, LEASE), after_s=0.5)  # it began so late
+    # the prefill started half a second late
+    driver.say("p0", PrefillStarted("a.0", 0, LEASE), after_s=0.5)
     wake_s = driver.machine.next_wake_s()
     assert wake_s == pytest.approx(driver.now_s + 0.95)
     driver.now_s = wake_s - 0.01
@@ -242,7 +243,7 @@ def test_worker_with_a_late_prompt_gets_only_one_more():
 
 
 def learned(*workers: str, num_blocks: int = 100) -> Predicting:
-    """A driver that saw answers of ten tokens with a limit of a hundred."""
+    """Returns a driver that has seen answers of ten tokens with a limit of a hundred."""
     driver = Predicting(*workers, num_blocks=num_blocks)
     for number in range(ENOUGH):
         driver.request(f"old{number}", range(8), max_tokens=100)
@@ -255,7 +256,7 @@ def test_memory_is_reserved_for_predicted_lengths():
     driver = learned("p0", "d0", num_blocks=30)
     driver.request("a", range(8), max_tokens=100)
     claim = driver.machine.view.workers["d0"].decodes["a.0"]
-    assert claim.blocks == 5  # for eighteen tokens; all that it may have need 27
+    assert claim.blocks == 5  # for eighteen tokens; its limit would need 27 blocks
 
 
 def test_reservation_grows_with_an_answer_longer_than_predicted():
@@ -267,17 +268,17 @@ def test_reservation_grows_with_an_answer_longer_than_predicted():
     driver.say("d0", Tokens("a.0", [1] * 9))
     assert worker.decodes["a.0"].blocks == 5
     driver.say("d0", Tokens("a.0", [1]))
-    assert worker.decodes["a.0"].blocks == 9  # for nineteen tokens, and sixteen more
+    assert worker.decodes["a.0"].blocks == 9  # for nineteen tokens plus sixteen more
     assert driver.machine.counters["answer", "longer than predicted"] == 1
     driver.say("d0", Tokens("a.0", [1] * 88))
-    assert worker.decodes["a.0"].blocks == 27  # all that it may have
+    assert worker.decodes["a.0"].blocks == 27  # blocks for its limit
 
 
-# ---------------------------------------------------------------- whose turn
+# ---------------------------------------------------------------- fair order
 
 
 def placed_in_turn(driver: Driver, number: int) -> list[str]:
-    """Computes each prompt at once."""
+    """Returns the requests in the order of placement; each prompt is computed at once."""
     order = []
     for _ in range(number):
         [seq_id] = driver.machine.view.workers["p0"].prefills
@@ -323,7 +324,7 @@ def test_decode_worker_is_chosen_by_its_pace():
     for name in "abc":
         effects = driver.say("p0", PrefillStarted(f"{name}.0", 0, LEASE))
         decodes += [worker for worker, _ in sent(effects, Decode)]
-    assert set(decodes[:2]) == {"d0", "d1"}  # the third may go to either
+    assert set(decodes[:2]) == {"d0", "d1"}  # the third request may be placed on either
     assert not ends(driver.handle(Tick()))
 
 

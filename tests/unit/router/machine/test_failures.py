@@ -48,7 +48,7 @@ NEEDS_PREFILL_WORKER = {"sent", "started", "prefilled", "kv first"}
 
 
 def in_stage(stage: str, *workers: str, **config) -> Driver:
-    """Returns a driver with request `r` in a stage, on p0 and d0."""
+    """Returns a driver with request `r` in this stage, on p0 and d0."""
     driver = Driver(*(workers or ("p0", "d0", "p1", "d1")), **config)
     driver.ask(max_tokens=20)
     for worker, message in STAGES[stage]:
@@ -63,7 +63,7 @@ def is_idle(driver: Driver) -> bool:
     )
 
 
-# ---------------------------------------------------------------- a worker is lost
+# ---------------------------------------------------------------- lost workers
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -146,7 +146,7 @@ def test_requests_of_a_lost_worker_keep_their_order():
 
 def test_requests_of_a_lost_worker_go_first():
     driver = Driver("p0", "d0", prefill_backlog_tokens=10)
-    for name in ("a", "b", "c"):  # five tokens each: the third one waits
+    for name in ("a", "b", "c"):  # five tokens each: the third request waits
         driver.ask(name)
     assert driver.machine.queue_len == 1
     driver.join("d1")
@@ -238,7 +238,7 @@ def test_retry_continues_the_answer():
     assert is_idle(driver)
 
 
-# ---------------------------------------------------------------- the client is gone
+# ---------------------------------------------------------------- disconnected clients
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -309,7 +309,7 @@ def test_impossible_request_does_not_block_others():
 
 
 def test_decode_memory_is_not_promised_twice():
-    driver = Driver("p0", "d0", num_blocks=5)  # three blocks each
+    driver = Driver("p0", "d0", num_blocks=5)  # a request needs three blocks
     driver.ask("a")
     driver.say("p0", PrefillStarted("a.0", 0, LEASE))
     driver.say("p0", PrefillDone("a.0", 9, None))
@@ -379,7 +379,7 @@ def test_each_message_moves_the_deadline():
     driver.say("d0", Tokens("r.0", [6]), after_s=50)
     said_s = driver.now_s
     driver.now_s = driver.machine.next_wake_s()
-    assert driver.now_s == said_s - 50 + allowed_s  # the deadline is computed anew only then
+    assert driver.now_s == said_s - 50 + allowed_s  # the deadline is recomputed only at this time
     assert driver.handle(Tick()) == []
     assert driver.machine.next_wake_s() == said_s + allowed_s
 
@@ -387,7 +387,8 @@ def test_each_message_moves_the_deadline():
 def test_started_request_fails_without_room_for_the_rest():
     driver = in_stage("answering", "p0", "d0", prefill_backlog_tokens=1, queue_timeout_s=30.0)
     driver.ask("b")
-    driver.say("d0", GivenBack("r.0", "preempted"))  # b has the prefill worker by now
+    # b has been placed on the prefill worker meanwhile
+    driver.say("d0", GivenBack("r.0", "preempted"))
     assert driver.machine.queue_len == 1
     driver.say("p0", PrefillStarted("b.0", 0, LEASE), after_s=20)
     assert deadline_of(driver) == 10.0
@@ -436,22 +437,22 @@ def test_impossible_request_is_not_retried():
     assert outcome == Failed("grammar: too costly", UNFIT)
 
 
-# ---------------------------------------------------------------- steps that do not end
+# ---------------------------------------------------------------- steps that never finish
 
 
 def test_step_deadline_is_a_multiple_of_the_prediction_above_a_bound():
     driver = Driver("p0", "d0", stuck_step_s=5.0, progress_timeout_s=60.0)
     machine, workers = driver.machine, driver.machine.view.workers
-    assert machine.longest_step_s("p0") == 60.0  # it computes nothing for this gateway
+    assert machine.longest_step_s("p0") == 60.0  # p0 computes nothing for this gateway
     driver.ask()
-    assert machine.longest_step_s("p0") == 60.0  # no prompt was measured
+    assert machine.longest_step_s("p0") == 60.0  # no prompt has been measured
     driver.hand_over()
-    assert machine.longest_step_s("d0") == 60.0  # nor a step
+    assert machine.longest_step_s("d0") == 60.0  # no step has been measured
     machine.state.estimates.observe_steps(workers["d0"], [StepReport(0.1, num_rows=1)])
     assert machine.longest_step_s("d0") == 5.0
     machine.state.estimates.observe_steps(workers["d0"], [StepReport(1.0, num_rows=1)] * 100)
     assert machine.longest_step_s("d0") == pytest.approx(20.0, rel=0.01)
-    assert machine.longest_step_s("p0") == 60.0  # its prompt is done
+    assert machine.longest_step_s("p0") == 60.0  # p0 has finished its prompt
     assert machine.longest_step_s("unknown") == 60.0
 
 
@@ -460,7 +461,7 @@ def test_first_steps_may_take_ten_times_the_bound_within_the_progress_timeout():
     machine, workers = driver.machine, driver.machine.view.workers
     driver.ask()
     driver.hand_over()
-    assert machine.longest_step_s("d0", is_early=True) == 60.0  # no step was measured
+    assert machine.longest_step_s("d0", is_early=True) == 60.0  # no step has been measured
     machine.state.estimates.observe_steps(workers["d0"], [StepReport(0.1, num_rows=1)])
     assert machine.longest_step_s("d0", is_early=True) == 50.0
 

@@ -1,4 +1,4 @@
-"""Groups that share a prompt: the leader computes it, the followers find it cached."""
+"""Groups with a common prompt: the leader computes the prompt, and followers find it cached."""
 
 import pytest
 
@@ -23,12 +23,12 @@ from router.machine.events import Arrived, ClientGone, Tick, WorkerLost
 from router.machine.requests import Cancelled, Finished, Rejected, Request, Update
 from tests.kits.router.machine import LEASE, Driver, ends, sent
 
-PROMPT = (1, 2, 3, 4, 5)  # a full block of four, and one token of the next
+PROMPT = (1, 2, 3, 4, 5)  # one full block of four tokens, and one token of the next block
 KV = KvReady("r.0", 2, 0, "shm")
 
 
 class Group(Driver):
-    """A driver that asks for several answers to one prompt: `r`, and `r-1` and so on after it."""
+    """A driver that submits several choices of one prompt: `r`, then `r-1`, `r-2` and so on."""
 
     def ask_all(self, num_choices: int, max_tokens: int = 8, **fields):
         limits = Limits(len(PROMPT) + max_tokens, prompt_len=len(PROMPT))
@@ -48,7 +48,7 @@ class Group(Driver):
         return effects
 
     def start_leader(self):
-        """Computes the leader's prompt; its KV is not at the decode worker yet."""
+        """Computes the leader's prompt. The decode worker has not received the KV yet."""
         self.say("p0", PrefillStarted("r.0", 0, LEASE))
         return self.say("p0", PrefillDone("r.0", 9, None))
 
@@ -60,7 +60,7 @@ def seqs(effects, kind=Prefill):
 FOLLOWERS = [("p0", "r-1.0"), ("p0", "r-2.0")]
 
 
-# ---------------------------------------------------------------- holding back
+# ---------------------------------------------------------------- followers are held back
 
 
 def test_only_the_first_of_a_group_is_placed():
@@ -109,12 +109,12 @@ def test_of_a_shared_prompt_only_the_last_block_counts_as_work():
     group = Group("p0", "d0", prefill_backlog_tokens=5)
     group.ask_all(6)
     group.start_leader()
-    assert len(seqs(group.say("d0", KV))) == 3  # a worker may run four sequences
+    assert len(seqs(group.say("d0", KV))) == 3  # a worker runs at most four sequences
     assert group.machine.view.workers["p0"].reserved_tokens == 3
 
 
 def test_followers_go_elsewhere_if_their_leaders_workers_are_full():
-    group = Group("p0", "p1", "d0", "d1", num_blocks=7)  # one sequence has four
+    group = Group("p0", "p1", "d0", "d1", num_blocks=7)  # one sequence needs four blocks
     group.ask_all(2)
     group.start_leader()
     [(_, seq_id)] = seqs(group.say("d0", KV))
@@ -131,7 +131,7 @@ def test_released_followers_are_first_in_the_queue():
     group = Group("p0", "d0", prefill_backlog_tokens=5)
     group.ask_all(3)
     group.ask("next")
-    group.start_leader()  # and "next" takes the worker's only place
+    group.start_leader()  # and "next" gets the only place of the worker
     group.say("d0", KV)
     group.say("p0", PrefillStarted("next.0", 0, LEASE))
     effects = group.say("p0", PrefillDone("next.0", 9, None))
@@ -155,7 +155,7 @@ def test_late_follower_of_a_computed_prompt_does_not_wait():
     assert seqs(group.handle(Arrived(late))) == [("p0", "r-1.0")]
 
 
-# ---------------------------------------------------------------- leaders that come to nothing
+# ---------------------------------------------------------------- leaders that fail
 
 
 LEADER_ENDS = {
@@ -181,7 +181,7 @@ def test_leader_without_messages_releases_its_followers_at_its_deadline():
     group = Group("p0", "d0", progress_timeout_s=9.0, queue_timeout_s=5.0)
     group.ask_all(2)
     group.now_s = group.machine.next_wake_s()
-    assert group.now_s > 10.0 + 9.0  # not the queue's
+    assert group.now_s > 10.0 + 9.0  # not the deadline of the queue
     effects = group.handle(Tick())
     assert sorted(seq_id for _, seq_id in seqs(effects)) == ["r-1.0", "r.1"]
 
@@ -223,7 +223,7 @@ def test_placed_requests_of_a_group_are_independent():
     assert again.sampling.seed == 1
 
 
-# ---------------------------------------------------------------- what is told of tokens
+# ---------------------------------------------------------------- reported token counts
 
 
 def test_log_probabilities_are_delivered_with_their_tokens():
@@ -278,7 +278,7 @@ def report(num_idle_blocks: int) -> LoadReport:
 
 
 def preempted(*workers: str, **config) -> Group:
-    """A request that d0 preempted, with one token and four blocks."""
+    """Returns a request that d0 has preempted, with one token and four blocks."""
     group = Group(*workers, **config)
     group.ask_all(1)
     group.hand_over("r.0")
@@ -331,7 +331,7 @@ def test_preemption_after_a_token_is_no_failed_attempt():
         group.now_s += 8.0
         group.handle(Tick())
     [outcome] = ends(group.say("p0", GivenBack("r.6", "lease expired"))) or [None]
-    assert outcome is None  # the first failure of two
+    assert outcome is None  # the first of two failures
     [outcome] = ends(group.say("p0", GivenBack("r.7", "lease expired")))
     assert "given up after 8 attempts" in outcome.message
 

@@ -1,4 +1,5 @@
-"""Prompts that take too long are computed elsewhere too; the first to finish goes on."""
+"""Prompts that take too long are computed a second time elsewhere; the first to finish
+continues."""
 
 import pytest
 
@@ -31,11 +32,11 @@ COSTS = WorkerCosts(
     prefill=PrefillCost(0.0, 0.1), decode=DecodeCost(0.01, 0.0, 0.0), pull=PullCost(0.0, 0.0, 1e9)
 )
 FOUR = ("p0", "p1", "d0", "d1")
-PREDICTED_S = 0.5  # five tokens
+PREDICTED_S = 0.5  # five tokens at the known cost
 
 
 def cluster(*workers: str, **config) -> Driver:
-    """Workers whose costs are known."""
+    """Returns a driver with workers of known costs."""
     driver = Driver(**config)
     driver.machine = RouterMachine(RouterConfig(**config), rng=First(), estimates=Estimates(COSTS))
     for name in workers or FOUR:
@@ -49,7 +50,7 @@ def tick(driver: Driver, after_s: float):
 
 
 def hedged(driver: Driver) -> tuple[str, str]:
-    """Asks for `r`, and lets time pass until it is hedged. Returns both prefill workers."""
+    """Submits `r`, and lets time pass until it is hedged. Returns both prefill workers."""
     [(first, _)] = sent(driver.ask(), Prefill)
     [(second, prefill)] = sent(tick(driver, 3 * PREDICTED_S), Prefill)
     assert prefill.seq_id == "r.1"

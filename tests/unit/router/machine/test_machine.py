@@ -31,7 +31,7 @@ def test_a_request_is_prefilled_at_once_and_reserves_on_both_workers(pair):
     assert worker == "p0"
     assert message.token_ids == [1, 2, 3, 4, 5]
     assert pair.machine.view.workers["p0"].reserved_tokens == 5
-    assert pair.machine.view.workers["d0"].reserved_blocks == 3  # nine tokens, four to a block
+    assert pair.machine.view.workers["d0"].reserved_blocks == 3  # nine tokens in blocks of four
 
 
 def test_decode_worker_gets_the_lease_then_the_first_token(pair):
@@ -83,7 +83,7 @@ def test_an_answer_that_ends_with_its_first_token_cancels_the_waiting_decode(pai
 
 
 def test_the_stages_sum_to_the_first_token_and_to_the_gap_after_it(pair):
-    pair.ask()  # received half a second ago
+    pair.ask()  # submits a request that was received half a second ago
     pair.say("p0", PrefillStarted("r.0", 4, LEASE), after_s=1)
     pair.say("p0", PrefillDone("r.0", 9, None), after_s=2)
     pair.say("d0", KvReady("r.0", 1, 1, "shm"), after_s=4)

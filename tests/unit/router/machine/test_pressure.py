@@ -1,4 +1,4 @@
-"""A worker overcommitted by gateways that do not know of each other."""
+"""A worker overcommitted by gateways that do not know each other."""
 
 import random
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ REPORT_EVERY_S = 1.0
 
 @dataclass
 class Gateway:
-    """A router machine, and the number of tokens that its one request has got."""
+    """A router machine, and the number of tokens that its only request has received."""
 
     machine: RouterMachine
     num_tokens: int = 0
@@ -55,13 +55,14 @@ class Running:
 
 
 class SmallWorker:
-    """A mixed worker: admits what fits, makes a token a step, and returns the youngest."""
+    """A mixed worker that admits fitting sequences and gives back the youngest if it lacks
+    blocks."""
 
     def __init__(self, num_blocks: int, gateways: list[Gateway]) -> None:
         self.num_blocks = num_blocks
         self.gateways = gateways
         self.waiting: dict[SeqId, Running] = {}
-        self.running: dict[SeqId, Running] = {}  # oldest first
+        self.running: dict[SeqId, Running] = {}  # oldest sequence first
         self.num_prefilled_tokens = 0
         self.num_preempted = 0
         self.now_s = 0.0
@@ -92,7 +93,7 @@ class SmallWorker:
         self.admit()
         for seq_id, seq in list(self.running.items()):
             if seq_id not in self.running:
-                continue  # returned meanwhile
+                continue  # the sequence was given back meanwhile
             if seq.length % BLOCK_SIZE == 0 and not self.num_free:
                 youngest, given = self.running.popitem()
                 self.num_preempted += 1
@@ -126,7 +127,7 @@ class SmallWorker:
 
 
 def crowd(lengths: list[int], num_blocks: int) -> SmallWorker:
-    """Each gateway asks for one answer of `num_tokens`; runs until all have ended."""
+    """Each gateway submits one request of `num_tokens`. Runs until every request has an outcome."""
     gateways = [Gateway(RouterMachine(RouterConfig(max_attempts=2))) for _ in lengths]
     worker = SmallWorker(num_blocks, gateways)
     info = Welcome(PROTOCOL_VERSION, "m0", "life", Role.MIXED, "fp", LAYOUT, num_blocks, 8)

@@ -1,4 +1,4 @@
-"""The order of the queue: returned requests, then priorities, then tenants by turns."""
+"""The order of the queue: returned requests, then by priority, then fairly among tenants."""
 
 import random
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def test_ranks_that_change_often_leave_the_order_true(seed):
 
 
 def test_a_prompt_whose_time_was_overrated_is_not_passed_for_long():
-    """It is thought to take 10 s. So others pass it for 20 s, until it is known to take a tenth."""
+    """Others may overtake a 10 s prompt for 20 s, but costs fall to a tenth meanwhile."""
     speed = SimpleNamespace(token_s=10.0)
     speed.any_prefill_s = lambda num_tokens: num_tokens * speed.token_s
     waiting = Waiting(speed, AnswerLengths(), lambda _: None, patience=2.0)
@@ -79,7 +79,7 @@ def test_a_prompt_whose_time_was_overrated_is_not_passed_for_long():
 
 
 def flight(name, arrived_s):
-    """A prompt of one token."""
+    """Returns a flight with a prompt of one token."""
     return Flight(request(name, (1,)), Stamps(arrived_s), arrived_s)
 
 
@@ -183,5 +183,5 @@ def test_shares_are_even_over_any_time_in_which_all_have_something_waiting(seed)
             queue.discard(victim)
             arrive(victim[0])
         queue.validate()
-    # A turn's worth and the largest request: the bound of deficit round robin.
+    # The bound of deficit round robin: one quantum plus the largest request.
     assert max(served.values()) - min(served.values()) <= 2 * (10.0 + 30.0)

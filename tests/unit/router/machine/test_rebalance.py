@@ -1,4 +1,4 @@
-"""One key cannot keep another from the queue or from the workers."""
+"""One API key cannot keep another key out of the queue or off the workers."""
 
 import random
 
@@ -33,10 +33,13 @@ TURN_AFTER_S = 1.0
 
 
 class Keys(Driver):
-    """A driver whose requests have API keys, and that plays the workers too."""
+    """A driver whose requests have API keys. The driver also plays the workers."""
 
     def handle(self, event):
-        """Checks the invariants now and then only, as there are many requests."""
+        """Handles an event.
+
+        Checks the invariants only sometimes, because there are many requests.
+        """
         self.num_events = getattr(self, "num_events", 0) + 1
         effects = self.machine.handle(event, self.now_s)
         if self.num_events % 50 == 0 or isinstance(event, Tick):
@@ -69,7 +72,7 @@ class Keys(Driver):
         return self.handle(Arrived(request))
 
     def run_all(self, effects):
-        """Computes all prompts that effects send: their sequences decode from now on."""
+        """Completes all prompts in the effects, so that their sequences decode."""
         waiting = list(effects)
         while waiting:
             effect = waiting.pop(0)
@@ -91,7 +94,7 @@ class Keys(Driver):
         return None if flight is None else flight.attempt
 
     def tick_until_due(self):
-        """Sends a tick at the next deadline."""
+        """Sends a tick at the machine's next deadline."""
         wake_s = self.machine.next_wake_s()
         assert wake_s is not None
         self.now_s = max(self.now_s, wake_s)
@@ -103,7 +106,7 @@ class Keys(Driver):
 
 
 def filled(num_streams: int = 200, *, stretch: float | None = None, **config) -> Keys:
-    """One key, whose streams fill the only decode worker, and more of which wait."""
+    """Returns a driver in which one key fills the only decode worker, with more requests queued."""
     driver = Keys(prefill_backlog_tokens=10_000, **config)
     driver.join("p0", stretch=stretch)
     driver.join("d0", num_blocks=100_000, max_running=64, stretch=stretch)
@@ -113,7 +116,7 @@ def filled(num_streams: int = 200, *, stretch: float | None = None, **config) ->
     return driver
 
 
-# Fluid: the prefill worker has room and could decode, but the policy does not want it to.
+# The prefill worker is fluid and could decode, but the policy does not place decodes on it.
 @pytest.mark.parametrize("stretch", [None, 4.0], ids=["walls", "fluid"])
 def test_a_key_waits_no_longer_than_its_turn_behind_200_streams_of_another(stretch):
     driver = filled(stretch=stretch)
@@ -125,7 +128,7 @@ def test_a_key_waits_no_longer_than_its_turn_behind_200_streams_of_another(stret
         assert driver.now_s <= asked_s + TURN_AFTER_S + LOOK_EVERY_S
     [(_, message)] = sent(effects, Prefill)
     assert message.seq_id == "b0.0"
-    assert {m.seq_id for _, m in sent(effects, Cancel)} == {"a63.0"}  # the youngest that ran
+    assert {m.seq_id for _, m in sent(effects, Cancel)} == {"a63.0"}  # the youngest running request
     assert len(driver.running("a")) == 63
     assert driver.machine.counters["retried", "another key's turn"] == 1
 
@@ -161,7 +164,7 @@ def test_a_key_alone_may_fill_all_workers():
     driver.tick_until_due()
     due_s = driver.machine.next_wake_s()
     assert due_s is not None
-    assert due_s > driver.now_s + 10  # nothing but its own deadlines
+    assert due_s > driver.now_s + 10  # only the requests' own deadlines remain
     assert driver.machine.counters["retried", "another key's turn"] == 0
 
 
@@ -176,7 +179,7 @@ def test_names_without_keys_take_no_turns():
 
 def test_large_request_gets_the_memory_it_needs_within_its_fair_share():
     driver = Keys("p0", prefill_backlog_tokens=10_000)
-    driver.join("d0", num_blocks=100, max_running=64)  # 400 tokens
+    driver.join("d0", num_blocks=100, max_running=64)  # room for 400 tokens
     for number in range(10):
         driver.run_all(driver.ask_as("a", f"a{number}", max_tokens=35))
     assert len(driver.running("a")) == 10
@@ -191,14 +194,14 @@ def test_large_request_gets_the_memory_it_needs_within_its_fair_share():
 
 def test_a_key_that_holds_most_passes_no_request_of_its_own_that_gave_way():
     driver = Keys("p0", prefill_backlog_tokens=10_000)
-    driver.join("d0", num_blocks=100, max_running=64)  # 400 tokens
+    driver.join("d0", num_blocks=100, max_running=64)  # room for 400 tokens
     for number in range(4):
         driver.run_all(driver.ask_as("a", f"a{number}", max_tokens=35))
     driver.run_all(driver.ask_as("a", "large", num_prompt=20, max_tokens=220))
     driver.ask_as("b", "b0", max_tokens=35)
     while not driver.running("b"):
         driver.run_all(driver.tick_until_due())
-    driver.ask_as("a", "small")  # would fit beside the others, and "large" would wait for longer
+    driver.ask_as("a", "small")  # would fit on the worker, and would make "large" wait longer
     for _ in range(10):
         driver.now_s += LOOK_EVERY_S
         driver.run_all(driver.handle(Tick()))
@@ -210,9 +213,9 @@ def test_first_request_of_a_key_is_admitted_after_1100_of_another():
     driver = Keys("p0", prefill_backlog_tokens=10_000)
     driver.join("d0", num_blocks=100_000, max_running=1)
     refused = [outcome for i in range(1100) for outcome in ends(driver.ask_as("a", f"a{i}"))]
-    assert len(refused) == 75  # one runs, 1024 wait
+    assert len(refused) == 75  # one request runs and 1024 wait
     [end] = [e for e in driver.ask_as("b", "b0") if isinstance(e, Update)]
-    assert end.request_id == "a1024"  # the latest that waited
+    assert end.request_id == "a1024"  # the newest waiting request
     assert isinstance(end.outcome, Rejected)
     assert end.outcome.retry_after_s > 0
     assert "b0" in driver.machine.state.flights

@@ -1,4 +1,4 @@
-"""What requests carry: hashes of a prompt's blocks, and updates that are joined and taken apart."""
+"""Requests carry the hashes of their prompts' blocks; updates can be joined and split."""
 
 import pytest
 from hypothesis import given

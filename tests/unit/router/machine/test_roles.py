@@ -55,14 +55,14 @@ def promised(driver: Driver) -> dict[str, int]:
 
 
 def copied(driver: Driver, seq_id="r.1", source="d0", target="d1"):
-    """Says all messages of source and target up to the order to stop."""
+    """Sends all messages of source and sink until the source is ordered to stop the sequence."""
     driver.say(source, PrefixOffered(f"{seq_id}.copy", COPIED))
     return driver.say(target, KvReady(f"{seq_id}.copy", 1, 0, "shm", 0.5))
 
 
 @pytest.fixture
 def running() -> Driver:
-    """A request that decodes at d0, with three tokens of its answer."""
+    """Returns a driver with a request that decodes on d0 and has three tokens of its answer."""
     driver = Driver("p0", "d0", "d1")
     driver.ask(max_tokens=20)
     driver.hand_over()
@@ -72,7 +72,7 @@ def running() -> Driver:
 
 @pytest.fixture
 def copying(running) -> Driver:
-    """The same, about to be copied to d1."""
+    """The running request is to be copied to d1."""
     effects = running.say("d0", TO_PREFILL)
     offer = OfferPrefix("r.1.copy", [1, 2, 3, 4, 5, 9, 8, 7])
     assert sent(effects, OfferPrefix) == [("d0", offer)]
@@ -82,7 +82,7 @@ def copying(running) -> Driver:
 
 @pytest.fixture
 def moving(copying) -> Driver:
-    """The same, on its way to d1."""
+    """The request is moving to d1: d0 has stopped it."""
     assert sent(copied(copying), HandOver) == [("d0", HandOver("r.0", "r.1"))]
     return copying
 
@@ -173,7 +173,7 @@ def test_lost_target_is_replaced_without_telling_the_source():
     assert promised(driver)["d1"] == 7
     assert driver.handle(WorkerLost("d1", "gone")) == []
     assert promised(driver) == {"p0": 0, "d0": 7, "d2": 7}
-    driver.say("d2", TO_PREFILL)  # d2 no longer decodes either
+    driver.say("d2", TO_PREFILL)  # d2 does not decode any longer either
     assert driver.machine.counters["retried", ROLE_CHANGED] == 1
 
 
@@ -181,7 +181,7 @@ def test_target_lost_after_the_hand_over_costs_a_prefill(moving):
     moving.say("d0", HandedOver("r.0", MOVED))
     effects = moving.handle(WorkerLost("d1", "gone"))
     assert ("d0", Cancel("r.1")) in sent(effects, Cancel)
-    assert ends(effects) == []  # there is no third worker yet
+    assert ends(effects) == []  # no third worker has joined yet
     [(_, again)] = sent(moving.join("d2"), Prefill)
     assert again.seq_id == "r.2"
 
@@ -204,7 +204,7 @@ def test_a_pull_that_fails_costs_a_prefill(moving):
     assert sent(effects, Prefill)[0][1].seq_id == "r.2"
 
 
-# ---------------------------------------------------------------- copies
+# ---------------------------------------------------------------- copies before a move
 
 
 def test_full_blocks_are_copied_while_the_sequence_runs_and_its_room_is_reserved(copying):
@@ -289,7 +289,7 @@ def test_failed_copy_is_repeated_elsewhere(copying):
 
 
 def be_late(driver: Driver, until_s: float):
-    """Lets time pass while the answer goes on, without a message about a copy."""
+    """Lets time pass without a message about the copy, while tokens of the answer arrive."""
     while driver.now_s < until_s:
         driver.say("d0", Tokens("r.0", [6]), after_s=min(2.5, until_s - driver.now_s))
     return driver.handle(Tick())
@@ -388,7 +388,7 @@ def test_few_sequences_are_copied_at_a_time_with_deadlines_from_their_turn(monke
     driver.join("d1")
     effects = driver.say("d0", TO_NOTHING)
     assert [m.seq_id for _, m in sent(effects, OfferPrefix)] == ["a.1.copy", "b.1.copy"]
-    assert len(driver.machine.view.workers["d1"].decodes) == 4  # there is room for all
+    assert len(driver.machine.view.workers["d1"].decodes) == 4  # d1 has room for all
     driver.say("d0", PrefixOffered("a.1.copy", COPIED))
     effects = driver.say("d1", KvReady("a.1.copy", 1, 0, "shm"), after_s=3.0)
     assert [m.seq_id for _, m in sent(effects, OfferPrefix)] == ["c.1.copy"]
@@ -399,7 +399,7 @@ def test_few_sequences_are_copied_at_a_time_with_deadlines_from_their_turn(monke
 
 
 def leaving(names) -> Driver:
-    """Requests with these names, running at drained d0 and to be copied to d1 or d2."""
+    """Returns a driver with requests of these names on drained d0, to be copied to d1 or d2."""
     driver = Driver("p0", "d0")
     for name in names:
         driver.ask(name, max_tokens=20)
@@ -415,7 +415,7 @@ def target_of(driver: Driver, name: str) -> str:
 
 
 def copy_one(driver: Driver, name: str) -> list[str]:
-    """Completes a copy. Returns the sequences that are told to stop then."""
+    """Completes a copy. Returns the sequences that then have an order to stop."""
     effects = copied(driver, f"{name}.1", target=target_of(driver, name))
     return [m.seq_id for _, m in sent(effects, HandOver)]
 
@@ -468,16 +468,16 @@ def test_sequence_that_cannot_continue_holds_others_for_a_bounded_time(monkeypat
     driver.say("d0", HandedOver("a.0", MOVED))
     assert not sent(driver.say(target, KvReady("a.1", 2, 0, "shm")), HandOver)
     driver.now_s += GATHER_S
-    told = sent(driver.handle(Tick()), HandOver)  # while b is on its way
+    told = sent(driver.handle(Tick()), HandOver)  # during the move of b
     assert [m.seq_id for _, m in told] == ["c.0"]
 
 
-# ---------------------------------------------------------------- no room
+# ---------------------------------------------------------------- moves without room
 
 
 @pytest.fixture
 def stranded() -> Driver:
-    """Two running requests, with room for one of them elsewhere."""
+    """Two running requests, of which only one has room on another worker."""
     driver = Driver("p0", "d0", "d1", num_blocks=7)
     for name in ("a", "b"):
         driver.ask(name, max_tokens=20)
@@ -537,7 +537,7 @@ def test_worker_that_decodes_again_keeps_stranded_sequences(stranded):
     assert stranded.handle(Tick()) == []
 
 
-# ---------------------------------------------------------------- what is not decoded yet
+# ---------------------------------------------------------------- requests before decode
 
 
 @pytest.mark.parametrize("num_news", range(3))
@@ -568,7 +568,7 @@ def test_a_worker_is_chosen_by_its_new_role():
 def test_prompt_returned_after_a_role_change_is_no_attempt(reason):
     driver = Driver("p0", "p1", "d0", max_attempts=1)
     driver.ask()
-    assert driver.say("p0", TO_DECODE) == []  # the worker may have begun it
+    assert driver.say("p0", TO_DECODE) == []  # the worker may have started the prompt
     effects = driver.say("p0", GivenBack("r.0", reason))
     assert [(i, m.seq_id) for i, m in sent(effects, Prefill)] == [("p1", "r.1")]
     assert not driver.machine.view.severed

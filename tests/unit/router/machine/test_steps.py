@@ -1,4 +1,4 @@
-"""The tokens of one step have the same effects together as one by one."""
+"""The tokens of a step have the same effects whether they arrive together or one by one."""
 
 from engine.messages import FinishReason, PrefillDone, PrefillStarted, Tokens
 from router.machine.events import Stepped
@@ -6,7 +6,8 @@ from tests.kits.router.machine import Driver
 
 
 def begun() -> Driver:
-    """Three answers: one within its prediction, one beyond it, one about to end."""
+    """Returns a driver with three answers: below the predicted length, beyond it, and near the
+    end."""
     driver = Driver("m0")
     for name in ("a", "b", "c"):
         driver.ask(name, max_tokens=40)

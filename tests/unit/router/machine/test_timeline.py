@@ -1,4 +1,4 @@
-"""The timeline: its stages sum to the client's wait, whatever happens in between."""
+"""The timeline: its stages sum to the client's waiting time, whatever happens in between."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ from router.machine.flight import MAX_STAYS, running_timeline
 from router.machine.requests import Stay, Timeline, Update
 from tests.kits.router.machine import LAYOUT, LEASE, Driver
 
-ROUTE_S = 0.5  # `Driver.ask` sets the time of receipt earlier by this
+ROUTE_S = 0.5  # seconds between receipt and `Driver.ask`
 
 
 def to_first(timeline: Timeline) -> float:
@@ -128,7 +128,7 @@ def test_an_attempt_lost_after_the_second_token_changes_nothing_before_it():
     driver.say("p0", PrefillDone("r.1", 7, None), after_s=1)
     driver.say("d0", DecodeStarted("r.1"), after_s=1)
     *_, end = driver.say("d0", Tokens("r.1", [6], FinishReason.STOP), after_s=1)
-    decision = end.timeline.decision  # the latest attempt's
+    decision = end.timeline.decision  # decision of the latest attempt
     stays = end.timeline.stays
     assert len(stays) == 2
     assert end.timeline == msgspec.structs.replace(
@@ -196,7 +196,7 @@ NEWS = [
 @pytest.mark.parametrize("order", list(itertools.permutations(NEWS)), ids=lambda o: "")
 @pytest.mark.parametrize("seen", [0, 1, 2, 3])
 def test_stages_sum_for_any_order_and_any_missing_message(order, seen):
-    """Messages of two workers come in any order. Times are chosen so that sums are exact."""
+    """Messages of two workers arrive in any order. The times are chosen so that sums are exact."""
     rng = random.Random(seen)
     driver = Driver("p0", "d0")
     driver.ask(max_tokens=20)
@@ -204,7 +204,7 @@ def test_stages_sum_for_any_order_and_any_missing_message(order, seen):
     first_s = None
     for number, (worker, message) in enumerate(order):
         if number == seen and not isinstance(message, PrefillDone):
-            continue  # this one is missing
+            continue  # this message is missing
         effects = driver.say(worker, message, after_s=rng.randrange(8) / 4)
         if isinstance(message, PrefillDone):
             first_s = driver.now_s

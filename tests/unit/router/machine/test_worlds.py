@@ -1,4 +1,4 @@
-"""Two gateways: each learns the claims of the other from the workers' reports."""
+"""Two gateways: each learns the other's claims from the workers' load reports."""
 
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCo
 
 @dataclass
 class Worker:
-    """A worker that keeps what it is sent, and reports it."""
+    """A worker that keeps the messages that it receives, and reports its load."""
 
     prompts: dict[str, int] = field(default_factory=dict)
     decodes: dict[str, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Gateways:
         self.handle(gateway, Arrived(request))
 
     def compute(self, gateway: int, worker: str, seq_id: str) -> None:
-        """Turns a prompt into a sequence that decodes."""
+        """Completes a prompt, so that its sequence decodes."""
         self.handle(gateway, FromWorker(worker, PrefillStarted(seq_id, 0, LEASE)))
         del self.workers[worker].prompts[seq_id]
         self.handle(gateway, FromWorker(worker, PrefillDone(seq_id, 9, None)))
@@ -125,13 +125,13 @@ def test_reported_sequences_of_one_gateway_count_for_the_other():
 
 
 def test_gateways_together_never_overcommit():
-    both = Gateways("p0", "d0", num_blocks=20)  # an answer has twelve blocks
+    both = Gateways("p0", "d0", num_blocks=20)  # an answer needs twelve blocks
     both.ask(0, "mine")
     both.compute(0, "p0", "mine.0")
     both.report()
     both.ask(1, "theirs")
     assert both.machines[1].queue_len == 1
-    both.workers["d0"].decodes.clear()  # it has ended
+    both.workers["d0"].decodes.clear()  # the sequence has ended
     both.report()
     assert both.machines[1].queue_len == 0
 
@@ -139,7 +139,8 @@ def test_gateways_together_never_overcommit():
 def test_claims_on_their_way_are_not_foreign():
     both = Gateways("p0", "d0")
     both.ask(0, "mine")
-    both.workers["p0"].prompts.clear()  # as if the report had left before the prompt arrived
+    # as if the worker had sent the report before the prompt arrived
+    both.workers["p0"].prompts.clear()
     both.report()
     assert both.foreign(0, "p0") == NOTHING
     assert both.machines[0].view.workers["p0"].promised_tokens == 40
@@ -159,14 +160,14 @@ def test_gateways_see_the_same_total(num_asked):
 
 def test_reported_work_of_others_decreases_with_time():
     both = Gateways("p0", "d0")
-    both.ask(0, "mine")  # 0.4 s of work
+    both.ask(0, "mine")  # 0.4 s of prefill
     both.report()
     both.ask(1, "theirs")
     assert both.machines[1].queue_len == 1
     wake_s = both.machines[1].next_wake_s()
-    assert wake_s == pytest.approx(1.35)  # when 0.05 s are left
+    assert wake_s == pytest.approx(1.35)  # the time when 0.05 s of work are left
     both.now_s = wake_s
-    both.report()  # the report says that the prompt is not done
+    both.report()  # the report says that the prompt is still running
     assert both.machines[1].queue_len == 1
     del both.workers["p0"].prompts["mine.0"]
     both.report()

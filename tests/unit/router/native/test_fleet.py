@@ -1,4 +1,4 @@
-"""Placements in C++ against the `slo` policy in Python, and the updates that C++ gets."""
+"""C++ placements compared with the `slo` policy in Python, and the updates that C++ receives."""
 
 import math
 import random
@@ -47,7 +47,7 @@ BACKLOG_S = 3.0
 QUEUES = EMPTY, Queue(0.5, 0.25), Queue(busy=0.6), Queue(4.0, 2.0, 0.5)
 LAYOUT = KVLayout(BLOCK, KVFormat.BF16, (KVSection(1, 1, 8),))
 NARROW = KVLayout(BLOCK, KVFormat.INT8, (KVSection(1, 1, 8),))
-# Sums of these are exact, so there are ties.
+# Sums of these numbers are exact, so ties occur.
 ROUND = WorkerCosts(
     PrefillCost(0.125, 2**-7, 0.0), DecodeCost(0.125, 2**-6, 2**-14), PullCost(0.0, 2**-5, math.inf)
 )
@@ -72,11 +72,11 @@ def welcome(name, role, *, local=False, num_blocks=100, max_running=8, layout=LA
 
 
 class Cluster:
-    """A view, its fleet, and the same question to the policy."""
+    """A view and its C++ fleet, with the same question to the Python policy."""
 
     def __init__(self, *workers, costs=ROUND, seed=0, backlog_s=BACKLOG_S):
         self.view = ClusterView()
-        self.on_lower = {}  # store and medium, by the name in the index
+        self.on_lower = {}  # by the name in the index: store and medium
         self.index = PrefixIndex(seed=seed)
         self.estimates = Estimates(costs)
         self.backlog_s = backlog_s
@@ -120,7 +120,7 @@ class Cluster:
     def fleet_choice(self, need, hashes=(), now_s=0.0, other_than=None):
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
         choice = self.fleet.choose(need, known, now_s, self.queue, other_than=other_than)
-        if isinstance(choice, Decision):  # nothing is claimed: what it reserved is undone
+        if isinstance(choice, Decision):  # nothing stays claimed: the reservation is undone
             self.view.touched |= {choice.placement.prefill, choice.placement.decode}
         return choice
 
@@ -157,11 +157,11 @@ def chain(seed, num_blocks=12):
 # ---------------------------------------------------------------- random clusters
 
 
-TIES = 60  # seeds that break ties, tried before two choices count as different
+TIES = 60  # random tie-breaks tried before two choices count as different
 
 
 class RandomCluster:
-    """Workers with random claims and blocks."""
+    """A cluster of workers with random claims and blocks."""
 
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)
@@ -171,16 +171,16 @@ class RandomCluster:
         self.chains = [chain(100 + i) for i in range(4)]
         self.num_seqs = 0
         self.outcomes = Counter()
-        self.media = Counter()  # from which prefixes were pulled
+        self.media = Counter()  # number of prefix pulls, by medium
         mixes = [Role.PREFILL, Role.DECODE], [Role.MIXED], sorted(ROLES_OF_WORKERS)
         self.roles = rng.choice(mixes)
-        # Each rule may take either of two idle prefill workers, so both are lent or none.
+        # A rule may choose either of two idle prefill workers, so either all are fluid or none.
         self.are_fluid = rng.random() < 0.7
         self.sizes = [(rng.randint(20, 80), rng.randint(1, 6)) for _ in range(2)]
         self.num_workers = rng.choice([2, 3, 5, 70, 150])
-        self.num_stores = rng.choice([0, 1, 3, 50])  # more than are looked at one by one
+        self.num_stores = rng.choice([0, 1, 3, 50])  # more than the C++ code checks one by one
         for name in rng.sample([f"s{i}" for i in range(self.num_stores)], self.num_stores // 2):
-            self.add(name)  # before the first worker
+            self.add(name)  # some stores join before the first worker
         for i in range(self.num_workers):
             self.add(f"w{i}")
 
@@ -272,7 +272,7 @@ class RandomCluster:
         worker.report(load, self.now_s)
 
     def tell_loads(self, store):
-        """Reports a store's costs of lower media; not always all, and not always sound."""
+        """Reports a store's costs of lower media. Some costs are missing or invalid."""
         rng = self.rng
         gauges = {}
         for medium in LOWER_MEDIA:
@@ -284,14 +284,15 @@ class RandomCluster:
         store.report(LoadReport(*(0,) * 8, gauges=gauges), self.now_s)
 
     def store(self):
-        most = self.rng.choice([1, 2, len(self.workers)])  # nearly all: as with a system prompt
+        # nearly all workers, like a system prompt
+        most = self.rng.choice([1, 2, len(self.workers)])
         for worker in self.rng.sample(self.workers, self.rng.randint(1, most)):
             blocks = self.rng.choice(self.chains)
             self.cluster.hold(worker.info.worker_id, blocks[: self.rng.randint(0, 12)])
             for medium in LOWER_MEDIA if worker.is_store else ():
                 name = name_on(worker.info.worker_id, medium)
                 self.cluster.hold(name, blocks[: self.rng.randint(0, 12)])
-                if self.rng.random() < 0.7:  # it has left the media above
+                if self.rng.random() < 0.7:  # evicts some blocks from the media above
                     above = worker.info.worker_id, name_on(worker.info.worker_id, "disk")
                     for each in above[: LOWER_MEDIA.index(medium) + 1]:
                         self.cluster.index.removed(each, blocks[self.rng.randint(0, 12) :])
@@ -301,7 +302,7 @@ class RandomCluster:
             self.cluster.lose(self.rng.choice(self.workers).info.worker_id)
 
     def join(self):
-        """Adds a worker, sometimes under the name of a lost one."""
+        """Adds a worker, sometimes with the name of a lost worker."""
         name = f"w{self.rng.randrange(2 * self.num_workers)}"
         if self.num_stores and self.rng.random() < 0.5:
             name = f"s{self.rng.randrange(self.num_stores)}"
@@ -309,14 +310,14 @@ class RandomCluster:
             self.add(name)
 
     def change_role(self):
-        """Changes a role; claims stay, also claims that the new role would not get."""
+        """Changes a worker's role. Claims remain, even claims that the new role would not get."""
         role = self.rng.choice(sorted(ROLES_OF_WORKERS))
         worker = self.rng.choice(self.workers)
         if not worker.is_store:
             self.cluster.change_role(worker.info.worker_id, RoleChanged(role))
 
     def observe(self):
-        """Observes costs, sometimes often enough to change the estimate."""
+        """Observes costs, sometimes often enough to change the estimates."""
         rng, worker, estimates = self.rng, self.rng.choice(self.workers), self.cluster.estimates
         for _ in range(rng.choice([1, 20])):
             num_tokens = rng.choice([16, 64, 256])
@@ -343,9 +344,11 @@ class RandomCluster:
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
         if ours is None:
-            roles = [worker.info.role for worker in self.workers]  # stores have neither
+            # a store neither prefills nor decodes
+            roles = [worker.info.role for worker in self.workers]
             complete = any(r.prefills for r in roles) and any(r.decodes for r in roles)
-            assert isinstance(theirs, Impossible) or not complete  # then it leaves it to the other
+            # C++ then leaves the decision to Python
+            assert isinstance(theirs, Impossible) or not complete
         elif isinstance(ours, Busy):
             assert isinstance(theirs, Busy)
             assert ours.lacks is theirs.lacks
@@ -357,15 +360,16 @@ class RandomCluster:
             self.check(ours, theirs, hashes, need)
 
     def some_workers(self, value):
-        """Gives seldom some workers this value."""
+        """Rarely sets this value for some workers."""
         names = [worker.info.worker_id for worker in self.workers if not worker.is_store]
         num = min(self.rng.choice([0] * 8 + [1, 2, 40]), len(names))
         return dict.fromkeys(self.rng.sample(names, num), value)
 
     def another(self, ours, hashes, need):
-        """Returns another choice of the policy.
+        """Returns another choice of the Python policy.
 
-        Of decode workers with the same pace, some prefill locally; ties decide between them.
+        Of decode workers with equal TPOT, some prefill locally; random tie-breaks choose between
+        them.
         """
         for seed in range(TIES):
             theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed)
@@ -374,7 +378,8 @@ class RandomCluster:
         return theirs
 
     def check(self, ours, theirs, hashes, need):
-        """Asserts that both choices are equally good, and that ours describes itself correctly."""
+        """Asserts that both choices are equally good, and that C++ describes its choice
+        correctly."""
         assert ours.predicted_ttft_s == pytest.approx(theirs.predicted_ttft_s)
         apart = ours.placement.prefill != ours.placement.decode
         if apart and theirs.placement.prefill != theirs.placement.decode:
@@ -435,7 +440,7 @@ def test_random_clusters_are_decided_in_every_way():
     assert min(media[medium] for medium in (None, Medium.HOST, *LOWER_MEDIA)) > 1
 
 
-# ---------------------------------------------------------------- by hand
+# ---------------------------------------------------------------- single cases
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 BLOCKS = chain(1, 8)
@@ -443,7 +448,7 @@ NEED = Need(8 * BLOCK + 1, 8 * BLOCK + 40)
 
 
 def cluster_of(*roles, **fields):
-    """Returns a cluster of p0, p1, d0, …; decode workers that prefill locally are l0, …"""
+    """Returns a cluster of p0, p1, d0, …; l0, l1, … are decode workers that prefill locally."""
     kinds = {"p": P, "d": D, "l": D, "m": M, "s": Role.STORE}
     return Cluster(*(welcome(n, kinds[n[0]], local=n[0] == "l") for n in roles), **fields)
 
@@ -477,12 +482,13 @@ def test_an_idle_decode_worker_takes_a_prompt_that_would_wait():
 
 @pytest.mark.parametrize(("bound_s", "slowdown"), [(None, 4 / 3), (0.5, 2.0), (0.3, 6.0)])
 def test_a_prompt_takes_longer_beside_decoding_sequences(bound_s, slowdown):
-    """A step takes a quarter of a second, and a prompt a third of that."""
+    """A decode step takes a quarter of a second, and a prompt takes a third of a step."""
     cluster = cluster_of("p0", "l0", costs=QUICK)
     decode_one(cluster, "l0")
     need = Need(1400, 1450, tpot_bound_s=bound_s)
     alone_s = 1400 / 4096
-    weight = slowdown if bound_s else slowdown + 1  # without a bound the sequence waits as long
+    # without a TPOT bound, the sequence's delay is added
+    weight = slowdown if bound_s else slowdown + 1
     for busy_s, is_local in ((weight - 1.05, False), (weight - 0.95, True)):
         worker = cluster.view.workers["p0"]
         worker.reserve_prefill("s", 9, seconds=busy_s * alone_s)
@@ -502,13 +508,13 @@ def test_sequences_that_leave_no_time_take_no_prompts():
 
 
 def decode_one(cluster, name):
-    """Lets a sequence of one block decode there."""
+    """Makes a sequence of one block decode on this worker."""
     cluster.view.workers[name].reserve_decode("s", 1)
     cluster.view.workers[name].begin_decode("s")
 
 
 def lending(**fields):
-    """A cluster whose decode worker is full, and whose prefill worker is idle and fluid."""
+    """Returns a cluster with a full decode worker and an idle, fluid prefill worker."""
     cluster = Cluster(welcome("p0", P, local=True, **fields), welcome("d0", D), costs=QUICK)
     for i in range(8):
         cluster.view.workers["d0"].reserve_decode(f"s{i}", 1)
@@ -551,10 +557,11 @@ def test_a_prefill_worker_decodes_nothing_if(why):
     ],
 )
 def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, bound_s, queue, is_lent):
-    """Alone there, its 39 tokens take 0.625 s each. Long prompts must not wait, nor many come.
+    """Alone on the prefill worker, each of its 39 tokens takes 0.625 s. This is allowed only if few
+    and short prompts wait.
 
-    At the decode worker each takes 0.75 s, and another sequence 0.125 s more, which counts if it
-    has no bound.
+    On the decode worker each token takes 0.75 s, and other sequences lose 0.125 s, which counts
+    if they have no bound.
     """
     costs = WorkerCosts(QUICK.prefill, DecodeCost(0.5, 0.125, 0.0), QUICK.pull)
     cluster = Cluster(welcome("p0", P, local=True), welcome("d0", D, max_running=20), costs=costs)
@@ -567,7 +574,7 @@ def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, bound
 
 
 def test_few_prefill_workers_decode_what_no_decode_worker_has_room_for():
-    """Each prompt takes a tenth of a second. Prompts come all the time."""
+    """Each prompt takes a tenth of a second, and prompts arrive all the time."""
     costs = WorkerCosts(PrefillCost(0.0, 2**-10, 0.0), QUICK.decode, QUICK.pull)
     fluid = [welcome(f"p{i}", P, local=True) for i in range(3)]
     cluster = Cluster(*fluid, welcome("d0", D, max_running=1), costs=costs)
@@ -583,7 +590,7 @@ def test_few_prefill_workers_decode_what_no_decode_worker_has_room_for():
 
 @pytest.mark.parametrize(("busy", "lender"), [(0.0, "p0"), (0.5, "p1")])
 def test_of_equal_lenders_the_fullest_decodes_while_prompts_come(busy, lender):
-    """Every further sequence costs each of them as much."""
+    """A further sequence costs every lender the same."""
     cluster = Cluster(
         *(welcome(f"p{i}", P, local=True) for i in range(3)),
         welcome("d0", D, max_running=1),
@@ -600,7 +607,8 @@ def test_of_equal_lenders_the_fullest_decodes_while_prompts_come(busy, lender):
 
 @pytest.mark.parametrize(("queued", "waits"), [(0.0, True), (0.5, True), (1.5, False)])
 def test_a_prompt_waits_for_a_worker_that_is_not_slowed_down(queued, waits):
-    """It takes 0.25 s, or twice that beside what p0 decodes. p1 has time in a tenth of a second."""
+    """The prompt takes 0.25 s, or twice as long beside p0's decodes. p1 is free in a tenth of a
+    second."""
     costs = WorkerCosts(PrefillCost(0.0, 2**-9, 0.0), DecodeCost(0.125, 0.0, 0.0), QUICK.pull)
     fluid = [welcome(f"p{i}", P, local=True) for i in range(2)]
     cluster = Cluster(*fluid, welcome("d0", D), costs=costs, backlog_s=0.0)
@@ -618,7 +626,10 @@ def test_a_prompt_waits_for_a_worker_that_is_not_slowed_down(queued, waits):
 
 
 def test_a_prefill_worker_answers_with_one_token_even_if_prompts_would_stand_still():
-    """A step there takes as long as its bound. An answer of one token needs no step."""
+    """A step of the prefill worker takes as long as the bound.
+
+    An answer of one token needs no step.
+    """
     cluster = lending()
     cluster.queue = Queue(busy=0.5)
     need = Need(129, 130, tpot_bound_s=0.25)
@@ -627,7 +638,7 @@ def test_a_prefill_worker_answers_with_one_token_even_if_prompts_would_stand_sti
 
 
 def test_what_prefill_workers_decode_is_decided_alike():
-    """No two of them have the same load, so there are no ties."""
+    """No two prefill workers have the same load, so there are no ties."""
     costs = WorkerCosts(PrefillCost(0.0, 2**-10, 0.0), DecodeCost(0.125, 2**-6, 2**-12), ROUND.pull)
     names, ways = [f"p{i}" for i in range(5)], Counter()
     for seed in range(60):
@@ -671,16 +682,17 @@ def test_the_decode_worker_with_the_least_time_to_first_token_prefills():
         costs=costs,
     )
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=2.9)
-    for name, num_blocks, num_seqs in (("l0", 8, 2), ("l1", 4, 1)):  # l0 has no place for it
+    # l0 has no room for the sequence
+    for name, num_blocks, num_seqs in (("l0", 8, 2), ("l1", 4, 1)):
         cluster.hold(name, BLOCKS[:num_blocks])
         for i in range(num_seqs):
             cluster.view.workers[name].reserve_decode(f"s{i}", 1)
     for choice in (cluster.fleet_choice(NEED, BLOCKS), cluster.policy_choice(NEED, BLOCKS)):
-        assert choice.placement == Placement("l1", "l1")  # half of it, a third longer
+        assert choice.placement == Placement("l1", "l1")  # half of the load, but a third longer
 
 
 def test_many_deep_stores_do_not_hide_the_decode_worker_that_holds_most():
-    stores = [f"s{i}" for i in range(40)]  # more than are looked at one by one
+    stores = [f"s{i}" for i in range(40)]  # more than the C++ code checks one by one
     costs = WorkerCosts(QUICK.prefill, DecodeCost(0.25, 2**-6, 0.0), NEVER_PULL.pull)
     cluster = cluster_of("p0", "l0", "l1", *stores, costs=costs)
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=2.9)
@@ -858,12 +870,13 @@ def test_work_of_other_gateways_is_repriced_only_when_costs_change(monkeypatch, 
     monkeypatch.setattr(
         cluster.fleet, "_put_load", lambda _, worker, **_hidden: told.append(worker)
     )
-    cluster.estimates.observe_pull(p0, 1, seconds=1.0)  # which changes nothing yet
+    # a single observation does not change the estimate
+    cluster.estimates.observe_pull(p0, 1, seconds=1.0)
     cluster.fleet.update()
     assert told == []
     monkeypatch.undo()
     cluster.estimates.observe_prefill(p0, 100, num_cached=0, seconds=1.5)
-    if joins:  # costs are told then too
+    if joins:  # a join also updates the costs in C++
         cluster.add(welcome("d1", D))
     ttft_s = cluster.fleet_choice(NEED).predicted_ttft_s
     assert ttft_s == cluster.policy_choice(NEED).predicted_ttft_s > 1.2 + 0.012 * NEED.num_tokens

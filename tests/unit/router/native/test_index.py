@@ -1,4 +1,4 @@
-"""The index of all workers' blocks, and how it stands in for a PrefixMap."""
+"""The index of all workers' blocks, which has the methods of the slow twin PrefixMap."""
 
 import random
 
@@ -18,7 +18,7 @@ def hashes(tokens):
 
 @pytest.fixture(params=[PrefixMap, PrefixIndex])
 def known(request):
-    """Either index; both have the same methods."""
+    """The index or the PrefixMap; both have the same methods."""
     prefixes = request.param()
     prefixes.add(A, 6)
     prefixes.add(B, 6)
@@ -40,7 +40,7 @@ def chain(length, *, seed=0):
     return [BlockHash(rng.randbytes(16)) for _ in range(length)]
 
 
-# ---------------------------------------------------------------- like a PrefixMap
+# ---------------------------------------------------------------- behaviour of a PrefixMap
 
 
 def test_each_workers_leading_blocks_are_known(known):
@@ -62,7 +62,7 @@ def test_a_worker_is_credited_with_as_much_as_it_can_hold_and_the_latest_of_that
     known.record(A, hashes(range(16)))
     known.record(A, hashes(range(100, 116)))
     assert known.longest(hashes(range(100, 116))) == {A: 4}
-    assert known.longest(hashes(range(16))) == {A: 2}  # its end went first
+    assert known.longest(hashes(range(16))) == {A: 2}  # the end of its prefix was evicted first
 
 
 def test_reused_blocks_are_kept(known):
@@ -111,7 +111,7 @@ def test_stored_removed_and_cleared_are_believed(known):
     assert known.longest(three) == {B: 2}
 
 
-# ---------------------------------------------------------------- news and what was seen
+# ---------------------------------------------------------------- events and inferred blocks
 
 
 def test_worker_with_block_events_gets_no_credit(index):
@@ -146,7 +146,7 @@ def test_worker_without_events_is_credited_again(index):
     assert index.longest(chain(4)) == {A: 2}
 
 
-# ---------------------------------------------------------------- many
+# ---------------------------------------------------------------- many blocks
 
 
 def test_each_of_thousands_of_owners_is_found_with_its_depth():
@@ -169,11 +169,11 @@ def test_memory_is_given_back_and_small(index):
     for name in (A, B):
         index.stored(name, blocks)
     assert index.num_blocks == len(blocks)
-    assert index.num_bytes / index.num_blocks < 60  # the empty table included
+    assert index.num_bytes / index.num_blocks < 60  # including the empty hash table
     for name in (A, B):
         index.removed(name, blocks)
     assert index.num_blocks == 0
-    assert index.num_bytes < before + 4096 * 8 * 16 + 1  # the least that a shard keeps
+    assert index.num_bytes < before + 4096 * 8 * 16 + 1  # the minimum that each shard keeps
 
 
 def test_hashes_must_be_hashes(index):

@@ -47,7 +47,8 @@ def test_requests_queued_before_the_first_observation_count():
 
 @pytest.mark.parametrize("after_s", [0.01 * number for number in range(8)])
 def test_wait_for_prefill_counts_without_a_prediction(after_s):
-    """Other prompts wait behind a late first one, so no start can be predicted for the next."""
+    """Other prompts wait behind a late first prompt, so no start can be predicted for the next
+    prompt."""
     machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE, num_blocks=1000)
     machine.demand.observe(0.0)
     for number in range(7):
@@ -65,7 +66,7 @@ def test_waiting_prompts_get_more_prefill_workers_even_if_the_first_are_late(aft
     machine.demand.observe(0.0)
     for number in range(100):
         ask(machine, f"r{number}", num_tokens=4)
-    machine.demand.observe(1.0)  # what is left to be seen is that they wait
+    machine.demand.observe(1.0)  # observes only that requests wait
     machine.handle(Tick(), 1.0 + after_s)
     seen = machine.demand.observe(1.0 + after_s)
     planner = Planner(PlannerRules(ttft_s=1.0, tpot_s=0.1, cool_down_s=0.0))
@@ -104,7 +105,7 @@ def test_prompts_that_decode_workers_take_from_a_busy_pool_are_its_demand():
     machine = machine_of(Role.DECODE, fluid=True)
     machine.demand.observe(0.0)
     ask(machine, "a")
-    ask(machine, "b")  # which waits
+    ask(machine, "b")  # this request waits
     assert machine.queue_len == 1
     seen = machine.demand.observe(1.0)
     assert (seen.prefill_s_per_s, seen.queued_s) == (pytest.approx(0.8), pytest.approx(0.4))
@@ -147,7 +148,7 @@ def test_however_many_ask_it_is_observed_once_a_second():
     observer = machine.demand
     assert observer.latest(0.0) is None
     ask(machine, "r")
-    assert observer.latest(0.5) is None  # another controller's report
+    assert observer.latest(0.5) is None  # the report was for another controller
     first = observer.latest(1.0)
     assert first.requests_per_s == pytest.approx(1.0)
     assert observer.latest(1.5) is first

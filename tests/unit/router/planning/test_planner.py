@@ -1,4 +1,4 @@
-"""The planner of pools: its proposals for measured loads, and when it makes none."""
+"""The planner of pools: its plans for measured loads, and when it makes no plan."""
 
 from dataclasses import replace
 from random import Random
@@ -18,7 +18,7 @@ QUIET = Observation(decode_cost=COST)
 
 
 def seen(prefill_s_per_s=0.0, decoding=0, **more):
-    """Returns an observation: prompts of a second each, sequences of 8,000 tokens."""
+    """Returns an observation with prompts of one second each and sequences of 8,000 tokens."""
     return Observation(
         requests_per_s=prefill_s_per_s,
         prefill_s_per_s=prefill_s_per_s,
@@ -35,19 +35,19 @@ def pools(prefill, decode, **more):
 
 
 def at_rest(start, rules=RULES):
-    """Returns a planner that has seen these pools, without load, for a minute."""
+    """Returns a planner that has observed these pools without load for a minute."""
     planner = Planner(rules)
     planner.decide(None, start, -60.0)
     return planner
 
 
 def check(observation, start, rules=RULES):
-    """Returns the plan at the first look at a load; the pools are a minute old."""
+    """Returns the plan after the first observation of a load; the pools are a minute old."""
     return at_rest(start, rules).decide(observation, start, 0.0)
 
 
 def after(observations, start, rules=RULES):
-    """Returns the plan after a second of each; earlier plans are carried out at once."""
+    """Returns the plan after one second of each observation; earlier plans are applied at once."""
     planner = at_rest(start, rules)
     plan = None
     for second, observation in enumerate(observations):
@@ -56,7 +56,7 @@ def after(observations, start, rules=RULES):
     return plan
 
 
-# ---------------------------------------------------------------- sizes
+# ---------------------------------------------------------------- sizes of pools
 
 
 def test_a_load_that_fits_leaves_the_pools_as_they_are():
@@ -67,14 +67,15 @@ def test_a_load_that_fits_leaves_the_pools_as_they_are():
 
 def test_a_short_prefill_pool_takes_idle_decode_workers():
     plan = after([seen(10.0, 20)] * 10, pools(2, 14))
-    assert plan.prefill >= 12  # 10 s/s at 85 %
+    assert plan.prefill >= 12  # 10 s of prompts per second, at 85 % use
     assert plan.prefill + plan.decode == 16
 
 
 def test_a_decode_pool_that_fills_up_takes_prefill_workers_before_it_is_full():
     filling = [seen(1.0, 30 * second) for second in range(8)]
     plan = after(filling, pools(13, 3))
-    # 210 sequences take 55 ms of row and context: 3.9 workers at 24 ms; 30 a second are to come.
+    # 210 sequences take 55 ms for rows and context: 3.9 workers at 24 ms, and 30 more arrive a
+    # second.
     assert plan.decode >= 9
 
 
@@ -92,7 +93,7 @@ def test_requests_waiting_for_decode_count_there():
 
 def test_running_sequences_keep_their_workers():
     planner = at_rest(pools(2, 14))
-    busy = seen(30.0, 600, queued_s=300.0)  # holds 11.4 workers
+    busy = seen(30.0, 600, queued_s=300.0)  # needs 11.4 decode workers
     plan = planner.decide(busy, pools(2, 14), 0.0)
     assert (plan.prefill, plan.decode) == (4, 12)
     plan = planner.decide(seen(30.0, 300, queued_s=300.0), pools(4, 12), 1.0)
@@ -112,7 +113,7 @@ def test_short_memory_counts_like_pace():
 
 def test_without_a_bound_on_pace_memory_and_places_alone_count():
     plan = after([seen(1.0, 600)] * 2, pools(8, 2), PlannerRules())
-    assert plan.decode >= 8  # 9,000 tokens of each: 8.1 workers
+    assert plan.decode >= 8  # 9,000 tokens per sequence need 8.1 workers
 
 
 def test_a_bound_that_no_worker_can_keep_is_left_out():
@@ -155,11 +156,11 @@ def test_equal_facts_give_equal_plans(work, decoding, prefill):
     assert after(observations, start) == after(observations, start)
 
 
-# ---------------------------------------------------------------- keeping still
+# ---------------------------------------------------------------- plans that are not made
 
 
 def test_a_flip_that_gains_little_is_not_made():
-    # 8.6 of 8 are needed, 8 of 8: one flip would only move the shortage.
+    # The pools need 8.6 of 8 and 8 of 8 workers: one flip would only move the shortage.
     plan = check(seen(7.3, 420), pools(8, 8))
     assert plan.prefill == 8
     assert any("it would gain" in reason for reason in plan.reasons)
@@ -181,7 +182,7 @@ def test_no_worker_goes_back_before_the_other_direction_has_cooled_down():
     planner = Planner(RULES)
     planner.decide(seen(10.0, 20, queued_s=10.0), pools(2, 14), 0.0)
     swing = seen(1.0, 700)
-    back = planner.decide(swing, pools(12, 4), 1.0)  # it was carried out
+    back = planner.decide(swing, pools(12, 4), 1.0)  # the first plan was applied
     assert back.prefill == 12
     assert any("prefill grew 0.0 s ago" in reason for reason in back.reasons)
     late = [planner.decide(swing, pools(12, 4), 1.0 + second) for second in range(1, 17)]
@@ -194,7 +195,7 @@ def test_nothing_is_decided_while_workers_change_but_not_for_ever():
     plans = [planner.decide(load, changing, float(second)) for second in range(31)]
     assert all(plan.prefill == 2 for plan in plans[:30])
     assert "1 workers are changing" in plans[0].reasons[0]
-    assert plans[30].prefill > 2  # a worker that never comes does not stop it
+    assert plans[30].prefill > 2  # a worker that never starts does not block the planner
 
 
 def test_a_worker_that_never_comes_is_wanted_and_keeps_its_place_but_is_no_capacity():
@@ -204,7 +205,7 @@ def test_a_worker_that_never_comes_is_wanted_and_keeps_its_place_but_is_no_capac
     plans = [planner.decide(load, there, float(second)) for second in range(40)]
     assert plans[29].is_held
     assert "prefill needs 5.9 of 2" in plans[30].reasons[0]
-    assert (plans[30].prefill, plans[30].decode) == (6, 2)  # 4 and 2 of them serve
+    assert (plans[30].prefill, plans[30].decode) == (6, 2)  # 4 and 2 of these workers serve
     assert all((plan.prefill + plan.decode, plan.nodes) == (8, 8) for plan in plans)
 
 
@@ -258,7 +259,7 @@ def test_the_planner_continues_from_an_operator_s_edit():
     for second in range(20):
         planner.decide(load, pools(8, 8), float(second))
     edited = planner.decide(load, pools(3, 13), 20.0)
-    assert edited.prefill == 3  # decode grew just now
+    assert edited.prefill == 3  # decode grew only a moment ago
     later = [planner.decide(load, pools(3, 13), 20.0 + second) for second in range(1, 17)]
     assert later[-1].prefill >= 7
 
@@ -302,7 +303,7 @@ def test_nodes_are_asked_for_when_flips_do_not_help_and_it_lasts():
     rules = with_rules(RULES, max_workers=24)
     overload = [seen(17.0, 300)] * 31
     assert after(overload[:30], pools(10, 6), rules).nodes == 16
-    assert after(overload, pools(10, 6), rules).nodes == 24  # 26 would be needed
+    assert after(overload, pools(10, 6), rules).nodes == 24  # 26 nodes would be needed
 
 
 def test_the_total_stays_without_a_limit():
@@ -315,8 +316,9 @@ def test_new_workers_join_the_shorter_pool_within_room():
     overload = [seen(17.0, 300)] * 31
     plan = after(overload, pools(10, 6, room=19), rules)
     assert (plan.prefill + plan.decode, plan.nodes) == (19, 24)
-    assert (plan.prefill, plan.decode) == (13, 6)  # 20 and 6 are needed
-    assert after(overload, pools(10, 6, room=12), rules).prefill == 10  # no room: none is stopped
+    assert (plan.prefill, plan.decode) == (13, 6)  # 20 and 6 workers are needed
+    # there is no room, so no worker is stopped
+    assert after(overload, pools(10, 6, room=12), rules).prefill == 10
     plan = after(overload, pools(10, 6, room=30), rules)
     assert (plan.prefill, plan.decode) == (18, 6)
 
@@ -370,7 +372,7 @@ def test_nodes_are_given_back_only_after_minutes_of_little_to_do():
     rules = with_rules(RULES, min_workers=4, max_workers=16)
     little = [seen(2.0, 60)] * 301
     assert after(little[:300], pools(8, 8), rules).nodes == 16
-    assert after(little, pools(8, 8), rules).nodes == 8  # 5 at 70 %
+    assert after(little, pools(8, 8), rules).nodes == 8  # the load needs 5 nodes at 70 % use
     rules = with_rules(RULES, min_workers=12, max_workers=16)
     assert after(little, pools(8, 8), rules).nodes == 12
 
@@ -381,7 +383,7 @@ def test_a_busy_moment_restarts_the_wait():
     assert after([*little, *busy, *little], pools(8, 8), rules).nodes == 16
 
 
-# ---------------------------------------------------------------- sums, and who is flipped
+# ---------------------------------------------------------------- sums, and flipped workers
 
 
 def test_gateways_add_up():

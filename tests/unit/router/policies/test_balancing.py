@@ -1,4 +1,4 @@
-"""Which running sequences leave a full decode worker, and when none does."""
+"""Sequences that leave a full decode worker, and cases in which none leaves."""
 
 import pytest
 from msgspec.structs import replace
@@ -19,14 +19,14 @@ FLAT = WorkerCosts(decode=DecodeCost(0.02, 1e-5, 0.0), pull=PULL)
 
 
 class Pool:
-    """Decode workers with sequences of equal length."""
+    """A cluster of decode workers with sequences of equal length."""
 
     def __init__(self, costs: WorkerCosts = BY_ROWS) -> None:
         self.view = ClusterView()
         self.costs = Estimates(costs)
         self.lengths = AnswerLengths()
         self.stay: set[str] = set()
-        self.room_s = 0.0  # for a token at a prefill worker
+        self.room_s = 0.0  # seconds that prompts lose per token of KV on a prefill worker
 
     def add(self, name: str, num_seqs: int, *, max_tokens: int = 500, prompt: int = 64, **info):
         fields = {"num_blocks": 10_000, "max_running": 256, **info}
@@ -53,7 +53,7 @@ class Pool:
         )
 
     def carry_out(self, found: Relief) -> None:
-        """Moves the sequences at once."""
+        """Applies the moves at once."""
         source, target = (self.view.workers[i] for i in (found.source, found.target))
         for seq_id in found.seq_ids:
             claim = source.decodes[seq_id]
@@ -202,7 +202,8 @@ def test_each_of_two_gateways_moves_its_share():
     pool.add("d1", 0)
     found = pool.relief()
     assert found is not None
-    assert len(found.seq_ids) == 10  # with as many of the other gateway: half of all
+    # the other gateway moves as many, in total half of all sequences
+    assert len(found.seq_ids) == 10
 
 
 def test_a_full_worker_without_sequences_of_ours_gives_way_to_the_next():
@@ -221,7 +222,7 @@ def test_a_full_worker_without_sequences_of_ours_gives_way_to_the_next():
 def lent(
     num_decoding: int = 9, idle_s: float = 100.0, room_s: float = 0.0, **info
 ) -> Relief | None:
-    """What an idle prefill worker takes."""
+    """Returns the moves to an idle prefill worker."""
     pool = Pool()
     pool.room_s = room_s
     pool.add("d0", num_decoding)
@@ -230,22 +231,23 @@ def lent(
 
 
 def test_an_idle_prefill_worker_takes_sequences_until_steps_count_alike():
-    """A step counts there for a tenth more: of 9 sequences, 5 · 1 ms + 10 ms against 14 · 1.1."""
+    """On a lender, a step counts a tenth more: with 9 sequences, 5 · 1 ms + 10 ms against 14 ms ·
+    1.1."""
     found = lent()
     assert found is not None
     assert (found.target, len(found.seq_ids)) == ("p0", 3)
 
 
 def test_it_takes_none_that_gain_too_little_in_the_time_for_which_it_may_stay_idle():
-    """With 9 sequences each 12 ms bring a gain of 7 ms. A copy and four pauses take 150 ms, and as
-    long again on the way back.
+    """With 9 sequences, 12 ms of decoding gain 7 ms. A copy and four pauses take 150 ms, and the
+    way back takes as long again.
     """
     assert lent(idle_s=0.5) is None
     assert lent(idle_s=0.55) is not None
 
 
 def test_it_takes_none_whose_room_is_worth_more_to_prompts():
-    """A sequence needs 564 tokens, and 499 tokens come 7 ms sooner each."""
+    """A sequence needs room for 564 tokens; each of its 499 tokens arrives 7 ms earlier."""
     assert lent(room_s=2e-4) is not None
     assert lent(room_s=5e-4) is None
 

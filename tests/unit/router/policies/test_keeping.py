@@ -1,4 +1,4 @@
-"""Which of two workers keeps the KV of a prompt that both hold."""
+"""If two workers hold a prompt's KV, one of them keeps it."""
 
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, Welcome

@@ -1,4 +1,4 @@
-"""Placement: the chosen worker, waiting, and requests that can never run."""
+"""Placements by each policy: the chosen worker, waiting, and requests that can never run."""
 
 import random
 
@@ -16,18 +16,18 @@ from router.policies.simple import LeastLoaded
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
 BACKLOG = 20
-NEED = Need(num_tokens=8, max_len=16)  # four blocks in the end, two to prefill
+NEED = Need(num_tokens=8, max_len=16)  # four blocks at most, two of them for prefill
 
 
 class First(random.Random):
-    """Breaks ties by name."""
+    """Chooses the first worker by name among equals."""
 
     def choice(self, seq):
         return seq[0]
 
 
 class Nothing:
-    """Knows neither cached prefixes nor costs."""
+    """Knows no cached prefixes and no costs."""
 
     def matched_tokens(self):
         return {}
@@ -49,7 +49,7 @@ class Nothing:
 
 
 class Held(Nothing):
-    """Knows held leading blocks; a token takes a second, a pull as long as given."""
+    """Knows cached leading blocks. A token takes a second, a pull the given time."""
 
     def __init__(self, blocks, pull_s) -> None:
         self.blocks = blocks
@@ -70,7 +70,7 @@ class Held(Nothing):
 def worker(
     name: str, *, tokens: int = 0, blocks: int = 0, num_blocks: int = 10, max_running: int = 4
 ) -> WorkerView:
-    """Returns a worker with these reservations; its initial is its role."""
+    """Returns a worker with these reservations. The first letter of its name is its role."""
     role = ROLES[name[0]]
     info = Welcome(PROTOCOL_VERSION, name, "life", role, "fp", LAYOUT, num_blocks, max_running)
     view = WorkerView(info)
@@ -252,7 +252,7 @@ def test_decode_memory_is_reserved_for_the_longest_answer(max_len, blocks):
     assert decode_blocks(D0, Need(1, max_len)) == blocks
 
 
-# ---------------------------------------------------------------- what earlier attempts left
+# ---------------------------------------------------------------- KV of earlier attempts
 
 
 @pytest.mark.parametrize(
@@ -274,11 +274,11 @@ def test_a_request_goes_back_to_where_an_earlier_attempt_left_blocks(kept, chose
     assert place(P0, *decoders, full, need=need) == Placement("p0", chosen)
 
 
-# ---------------------------------------------------------------- where a prefix comes from
+# ---------------------------------------------------------------- sources of prefixes
 
 
 def source(held, *, sink="p0", pull_s=0.0, others=(), known=None):
-    """Returns the worker that offers its prefix to `sink`; `held` is in blocks of four tokens."""
+    """Returns the worker that offers its prefix to `sink`; `held` counts blocks of four tokens."""
     workers = [worker("p0"), worker("p1"), worker("d0"), *others]
     view = ClusterView({w.info.worker_id: w for w in workers})
     return source_in(view, known or Held(held, pull_s), sink)

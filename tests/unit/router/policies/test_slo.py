@@ -1,4 +1,4 @@
-"""The least predicted time to first token, as long as tokens keep their pace."""
+"""The `slo` policy: the lowest predicted TTFT among placements that keep the TPOT bound."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,7 @@ NEED = Need(num_tokens=100, max_len=120)
 
 
 class Costs:
-    """A token of a prompt takes 10 ms, one that is pulled 1 ms, a sequence 10 ms of a step."""
+    """Prefill takes 10 ms per token, a pull 1 ms per token, and a step 10 ms per sequence."""
 
     def __init__(
         self,
@@ -127,11 +127,12 @@ def test_the_deepest_holders_of_all_media_are_weighed():
     known = Costs({"p0": 40, "s1": 20}, below=below, loads=loads)
     choice = choose(worker("p0"), *stores, D0, known=known)
     assert (choice.pulled_from, choice.pulled_medium) == ("s0", "disk")
-    assert choice.predicted_ttft_s == pytest.approx(0.1 + 0.2)  # 0.04 for the pull is hidden
+    # the pull's 0.04 s overlaps with the load from disk
+    assert choice.predicted_ttft_s == pytest.approx(0.1 + 0.2)
     known.loads["object"] = (0.0, 0.01)
     choice = choose(worker("p0"), *stores, D0, known=known)
     assert (choice.pulled_from, choice.pulled_medium) == ("s1", "object")
-    # s1 has 15 blocks on disk and 9 more as objects, and reads both at the same time
+    # s1 has 15 blocks on disk and 9 more in the object store, and reads both in parallel
     assert choice.predicted_load_s == pytest.approx(max(0.1, 9 * 0.01))
 
 

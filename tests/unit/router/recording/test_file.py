@@ -1,4 +1,4 @@
-"""A recording on disk: whole, private, and never the cause of a gateway's failure."""
+"""A recording on disk: complete, private, and never the cause of a gateway's failure."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from tests.kits.router.recordings import CONFIG, SCRIPT, arrival
 from tests.kits.router.scripted_workers import updates_of
 
 DEADLINE_S = 5.0
-NO_TEXT = "secret\ud800"  # JSON has no bytes for it
+NO_TEXT = "secret\ud800"  # a lone surrogate, which UTF-8 cannot encode
 
 
 def play(file: RecordingFile) -> None:
@@ -32,7 +32,7 @@ def play(file: RecordingFile) -> None:
 
 
 class BadDisk:
-    """A disk that takes `num_writes` writes, then none."""
+    """A disk that accepts `num_writes` writes and then fails."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ def test_the_end_of_a_recording_that_was_cut_off_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("name", ["r.msgpack", "file/r.msgpack"])
 def test_unwritable_folder_is_reported_at_the_start(tmp_path, name):
-    (tmp_path / "r.msgpack").touch()  # no recording is ever written over
+    (tmp_path / "r.msgpack").touch()  # the writer never overwrites a recording
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot record"):
         RecordingFile(tmp_path / name, CONFIG).open()
@@ -123,7 +123,8 @@ def test_a_disk_that_says_at_the_end_that_it_is_full_is_heard(tmp_path, monkeypa
 
 
 def test_more_than_a_slow_disk_takes_is_not_kept_and_there_is_no_hole(tmp_path, monkeypatch):
-    monkeypatch.setattr("router.recording.file.WRITE_EVERY_S", 60.0)  # it writes at the end
+    # so that it writes only at the end
+    monkeypatch.setattr("router.recording.file.WRITE_EVERY_S", 60.0)
     file = RecordingFile(tmp_path / "r.msgpack", CONFIG, max_unwritten_bytes=4000)
     file.open()
     play(file)
@@ -147,7 +148,7 @@ def test_short_memory_ends_the_recording_and_frees_its_lines(tmp_path, monkeypat
 
 
 class StuckDisk(BadDisk):
-    """A disk whose writes last until the test releases it."""
+    """A disk whose writes block until the test releases them."""
 
     def __init__(self) -> None:
         super().__init__(10**6)
@@ -174,7 +175,7 @@ def test_encoding_error_ends_the_recording(tmp_path, caplog):
     file.open()
     play(file)
     file.record(ClientGone(NO_TEXT), 200.0, [])
-    file.record(ClientGone("r0"), 201.0, [])  # nothing follows a hole
+    file.record(ClientGone("r0"), 201.0, [])  # after a lost record, no further record is written
     file.close()
     assert file.failure == "ClientGone cannot be encoded: UnicodeEncodeError"
     assert file.failure in caplog.text
@@ -198,4 +199,4 @@ def test_router_answers_requests_that_it_cannot_record(tmp_path):
         return [update.outcome for update in updates]
 
     [outcome] = asyncio.run(outcomes())
-    assert isinstance(outcome, Rejected)  # there is no worker
+    assert isinstance(outcome, Rejected)  # no worker has joined

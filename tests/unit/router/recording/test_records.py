@@ -1,4 +1,4 @@
-"""A fresh machine repeats the effects of a recorded one; differences are found."""
+"""A fresh machine repeats the effects of a recorded machine; differences are found."""
 
 import msgpack
 import pytest

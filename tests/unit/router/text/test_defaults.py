@@ -1,4 +1,4 @@
-"""Sampling where clients say nothing: the model's authors' values."""
+"""The defaults of sampling options, as recommended by the model's authors."""
 
 import json
 

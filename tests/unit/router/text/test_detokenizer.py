@@ -1,4 +1,4 @@
-"""Text from tokens: equal to decoding all at once, wherever characters and stop strings are cut."""
+"""Text from tokens equals decoding all at once, wherever characters and stop strings are cut."""
 
 from typing import Any
 
@@ -148,7 +148,7 @@ def test_a_stop_string_cuts_pieces_where_it_cuts_the_whole(pieces, stop):
     assert shown == cut_at_first("".join(pieces), stop)
 
 
-# ---------------------------------------------------------------- one answer
+# ---------------------------------------------------------------- a single answer
 
 
 def ids_of(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Entries of tokens stay with the text that these tokens begin, however both are cut."""
+"""Log-probability entries stay with the text that their tokens begin, however text is cut."""
 
 import math
 
@@ -26,7 +26,7 @@ FALLBACK_BYTES = TokenBytes(BYTE_FALLBACK)
 
 
 def scored_answer(ids: list[int], stop: list[str], batch: int):
-    """Returns text and entries as they come out, and whether a stop string was found."""
+    """Returns the produced text and entries, and whether a stop string was found."""
     answer = byte_answer(stop, Limits(max_len=10_000))
     scored = ScoredText(answer)
     parts = []
@@ -65,7 +65,8 @@ def test_the_entries_spell_the_text_up_to_a_token_that_was_cut(ids, stop):
     shown_ids = [i for _, some in parts for i, _ in some if i not in SPECIAL]
     spelled = BYTE_LEVEL.decode(shown_ids)
     assert spelled.startswith(text) if stopped else spelled == text
-    if stopped and shown_ids:  # without its last token the entries would not cover the text
+    # without the text of the last token, the entries would not cover the text
+    if stopped and shown_ids:
         assert len(BYTE_LEVEL.decode(shown_ids[:-1]).rstrip("\ufffd")) < max(len(text), 1)
 
 
@@ -106,9 +107,10 @@ def test_special_tokens_are_their_names_and_unknown_ids_are_nothing():
     assert [LEVEL_BYTES(0), LEVEL_BYTES(10**6)] == [b"<s>", b""]
 
 
-# ---------------------------------------------------------------- shapes, made of objects
+# ---------------------------------------------------------------- shapes built from objects
 
-BYTES = [b"a", b"b", b"\xe2", 'é"'.encode(), b"\x00\n", b"", b"<|x|>", b"a"]  # two are alike
+# two tokens have the same bytes
+BYTES = [b"a", b"b", b"\xe2", 'é"'.encode(), b"\x00\n", b"", b"<|x|>", b"a"]
 logprobs = st.floats(-50, 0) | st.just(-math.inf)
 scores_of = st.lists(st.tuples(st.integers(0, 7), logprobs), max_size=6).map(
     lambda top: (tuple(i for i, _ in top), tuple(p for _, p in top))

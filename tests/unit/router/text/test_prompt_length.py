@@ -1,4 +1,4 @@
-"""Prompts that cannot fit are refused before encoding; long ones are encoded without the lock."""
+"""Prompts too long to fit are refused before encoding; long prompts are encoded without the GIL."""
 
 import sys
 import threading
@@ -18,7 +18,7 @@ TEXTS = st.text(max_size=200) | st.text("ab cé\u0301\u1100\u1161\u11a8 <|eos|>"
 
 
 def fallback_tokenizer() -> Tokenizer:
-    """A tokenizer like SentencePiece's BPE: a mark before words, bytes for unknown text."""
+    """Returns a tokenizer like SentencePiece's BPE: a mark before words, bytes for unknown text."""
     names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "▁a", "▁ab"]
     vocab = {name: i for i, name in enumerate(names)}
     merges = [("▁", "a"), ("▁a", "b")]
@@ -40,7 +40,7 @@ BOUNDED = {"bytes": byte_tokenizer(), "fallback": fallback_tokenizer(), "NFC": n
 
 
 class Watched:
-    """A tokenizer that records the methods that are used."""
+    """A tokenizer that records the names of the used methods."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -158,7 +158,7 @@ def test_the_interpreter_lock_is_free_while_a_text_is_encoded():
         ended.set()
 
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(60.0)  # the lock changes hands only where it is given away
+    sys.setswitchinterval(60.0)  # so a thread loses the GIL only where it releases it
     try:
         thread = threading.Thread(target=encode)
         thread.start()

@@ -1,4 +1,4 @@
-"""Structural tags: their grammars allow what the parts say, and errors name the part."""
+"""Structural tags: their grammars allow what the parts allow, and errors name the wrong part."""
 
 from pathlib import Path
 

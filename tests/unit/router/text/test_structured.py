@@ -1,4 +1,4 @@
-"""Fields about an answer's form become one grammar, or an error that names the field."""
+"""Fields that constrain an answer's form become one grammar, or an error that names the field."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ NAMED = {"type": "function", "function": {"name": "get"}}
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. `arguments` is JSON as the model wrote it."""
+    """One tool call. `arguments` is JSON as the model wrote it."""
 
     id: str
     name: str
@@ -56,7 +56,7 @@ class ToolCall:
 
 
 def parse_tool_calls(text, rng, size=10_000) -> tuple[str | None, list[ToolCall]]:
-    """Returns the content, or None, and the calls of a whole answer."""
+    """Returns the content or None, and the tool calls of a whole answer."""
     parser = JsonCallParser(HERMES, rng)
     content, begun, arguments = "", dict[int, CallBegun](), dict[int, str]()
     pieces = (text[i : i + size] for i in range(0, len(text), size))
@@ -84,7 +84,7 @@ def guides():
 
 
 def accepts(structure, text):
-    """True if the text is a complete answer under the grammar."""
+    """Returns True if the text is a complete answer under the grammar."""
     ids = tokenizer().encode(text, add_special_tokens=False).ids
     guide = guides().open(structure.grammar, ())
     return guide.num_allowed([*ids, EOS[0]]) == len(ids) + 1

@@ -1,4 +1,4 @@
-"""Templates get reasoning and arguments as they read them, and final messages stay open."""
+"""Templates receive reasoning and arguments in their own form, and final messages stay open."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def written_call(source, function):
         ("", "", "{}", "{}"),
         (" ", "", "{}", "{}"),
         (None, "", "{}", "{}"),
-        ('{"a": ', "", r'"{\"a\": "', '{"a": '),  # cut short
+        ('{"a": ', "", r'"{\"a\": "', '{"a": '),  # truncated JSON
         ("[1, 2]", "", "[1, 2]", "[1, 2]"),
         ([1], "", "[1]", "[1]"),
         ("5", "", "5", "5"),

@@ -1,4 +1,4 @@
-"""A checkpoint's text files: where each setting is read, and the errors of bad files."""
+"""A checkpoint's text files: where each setting is read, and the errors for bad files."""
 
 import json
 
@@ -13,7 +13,7 @@ USER = [{"role": "user", "content": "yo"}]
 
 
 def checkpoint(path, *, config=None, files=None):
-    """Writes a checkpoint's text side; `files` by name, as JSON or as text."""
+    """Writes a checkpoint's text files; `files` maps names to JSON values or texts."""
     tokenizer = byte_tokenizer()
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(config or {}), encoding="utf-8")
@@ -45,13 +45,14 @@ def test_only_plain_text_gets_the_tokenizers_special_tokens(tmp_path):
     tokenizer.enable_truncation(max_length=3)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = load_text_model(tmp_path)
-    # The file's truncation is not applied.
+    # The truncation that the file sets is not applied.
     assert model.encode_text("abcd", 4096) == [256, *b"abcd"]
     assert model.encode_chat(USER, 4096) == [*b"yo"]
 
 
 def model_with(*names, **options):
-    """A model whose tokenizer puts `<|eos|>` before every text and has these tokens too."""
+    """Returns a model whose tokenizer puts `<|eos|>` before every text and knows these tokens
+    too."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(list(names))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -83,7 +84,7 @@ def test_a_text_between_two_has_the_form_of_its_family(form):
 
 def test_without_tokens_for_it_no_text_is_filled_in():
     names = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
-    outside = model_with(*names, vocab_size=261)  # the model lacks two of them
+    outside = model_with(*names, vocab_size=261)  # two tokens are beyond the model's vocabulary
     for model in (model_with(), model_with(*names[:2]), outside):
         with pytest.raises(InvalidRequest, match="suffix is not supported"):
             model.encode_between([*b"ab"], "yz", 100)
@@ -116,7 +117,7 @@ def test_a_checkpoint_may_name_no_end(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[]", ""])
 def test_a_broken_file_is_named(tmp_path, name, content):
     checkpoint(tmp_path)
-    if name == "special_tokens_map.json":  # which is read without the other file
+    if name == "special_tokens_map.json":  # this file is read even without the other file
         (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
@@ -164,14 +165,14 @@ def test_a_default_that_no_request_may_have_is_named_with_the_way_out(tmp_path, 
 # ---------------------------------------------------------------- chat templates
 
 
-NAMES = {"tool_use": "a", "default": "b", "rag": "{% for %}"}  # what is not used may be broken
+NAMES = {"tool_use": "a", "default": "b", "rag": "{% for %}"}  # an unused template may be invalid
 LIST = [{"name": name, "template": source} for name, source in NAMES.items()]
 JINJA = "chat_template.jinja"
 MORE = "additional_chat_templates"
 
 
 @pytest.mark.parametrize(
-    ("config", "files", "expected"),  # with tools and without; None: refused
+    ("config", "files", "expected"),  # expected template with tools and without; None: refused
     [
         ({"chat_template": "x"}, {JINJA: "file"}, ("file", "file")),
         ({"chat_template": LIST}, {}, ("a", "b")),

@@ -1,4 +1,4 @@
-"""Tools beside answers: what is promised is held, and nothing valid is lost elsewhere."""
+"""Answers with tools: promised constraints hold, and no valid answer is lost without tools."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ def tool(parameters, name="f", **more):
 
 
 class Checker:
-    """Compiles for the tokenizer of bytes at once."""
+    """Compiles a grammar at once, for the tokenizer of bytes."""
 
     async def check(self, vocabulary, grammar, asker):
         byte_guides().prepare(grammar)
@@ -58,7 +58,7 @@ def call(arguments, name="f"):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-# ---------------------------------------------------------------- what a model may say
+# ---------------------------------------------------------------- allowed answers
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,8 @@ def test_a_message_holds_what_a_field_asks_for(fields):
     assert allows(found, f'{final}{{"x": null}}')
     assert allows(found, '<|channel|>final <|constrain|>json<|message|>{"x": null}')
     assert allows(found, '{"x": null}')
-    assert allows(found, "<|channel|>analysis<|message|>Is {x} right?")  # it may stop there
+    # the answer may end after these tokens
+    assert allows(found, "<|channel|>analysis<|message|>Is {x} right?")
     assert not allows(found, f'{said}{final}{{"y": null}}')
     assert not allows(found, f"{said}{final}Hello")
     assert not allows(found, said)

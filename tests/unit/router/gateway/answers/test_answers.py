@@ -1,4 +1,4 @@
-"""Answers, whole and streamed: text, finish reasons, usage, timeline, and the router's requests."""
+"""Whole and streamed answers: text, finish reasons, usage, timeline, and the router's requests."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ from tests.kits.router.gateway import (
 
 
 def asked(ask, fields, **headers):
-    """Returns the one request that the router got."""
+    """Returns the single request that the router received."""
     router = FakeRouter()
     assert ask(router, fields, **headers).status == 200
     (request,) = router.requests
@@ -189,7 +189,7 @@ def test_the_timeline_of_a_stream_is_its_last_chunk():
     assert timeline["baton_timeline"]["prefill_worker"] == "p0"
 
 
-# ---------------------------------------------------------------- stop
+# ---------------------------------------------------------------- stop strings
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -233,7 +233,7 @@ def test_an_answer_cut_inside_a_character_shows_the_break():
     assert text_of(events) == "a\ufffd"
 
 
-# ---------------------------------------------------------------- what the router is asked
+# ---------------------------------------------------------------- requests to the router
 
 
 def test_messages_go_through_the_template():

@@ -1,4 +1,4 @@
-"""Several prompts in one request: the router's requests, and the joint answer."""
+"""Several prompts in one call: the router's requests, and the joint answer."""
 
 import asyncio
 from typing import Any
@@ -24,7 +24,8 @@ from tests.kits.router.gateway import (
 
 
 def scored(text: str, logprob: float, prompt: str = "") -> list[Update]:
-    """One update of a whole answer; with a prompt, also the scores of its tokens."""
+    """Returns a whole answer as one update; with a prompt, also the scores of the prompt's
+    tokens."""
     return [
         tokens(
             text,
@@ -37,7 +38,7 @@ def scored(text: str, logprob: float, prompt: str = "") -> list[Update]:
 
 
 def streamed(reply: Reply) -> dict[int, dict[str, Any]]:
-    """The text and the scored tokens of each choice of a stream."""
+    """Returns the text and the scored tokens of each choice of a stream."""
     found: dict[int, dict[str, Any]] = {}
     for event in reply.events()[:-1]:
         for choice in event["choices"]:
@@ -117,7 +118,7 @@ def test_scores_of_prompts_are_in_the_choices_of_their_prompt():
 
 
 async def test_choices_wait_for_the_scores_of_their_prompt():
-    """If the worker of the first choice is lost, other choices may begin before it."""
+    """If the worker of the first choice is lost, other choices may start before the first."""
     router = FakeRouter([Never()], scored("b", -1.0))
     connection = Connection(make_app(router), "POST", "/v1/completions", {})
     fields = {"prompt": "yo", "n": 2, "echo": True, "logprobs": 0, "stream": True}

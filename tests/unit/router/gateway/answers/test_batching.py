@@ -1,4 +1,4 @@
-"""Text in C++ against the same text in Python, and which tokens are read from frames."""
+"""Text in C++ compared with the same text in Python, and the tokens that are read from frames."""
 
 import os
 from contextlib import ExitStack, suppress
@@ -41,7 +41,7 @@ steps = st.lists(st.tuples(st.integers(0, 2), token_ids, st.booleans()), max_siz
 
 
 class SocketPipe:
-    """A pipe over a socket; what goes past the socket is kept."""
+    """A pipe over a socket. Writes that bypass the socket are recorded."""
 
     def __init__(self, socket: int = NO_SOCKET) -> None:
         self.is_ready = True
@@ -61,7 +61,7 @@ class SocketPipe:
         self.is_ready = False
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: the pipe buffers nothing."""
 
 
 class Counts:
@@ -93,7 +93,7 @@ def sockets():
 
 
 def path_of(batch, vocabulary=LETTERS, socket=None) -> FastPath:
-    """The path of text in chunks without a frame, of an answer that no token ends."""
+    """Returns a C++ path that writes text chunks without framing; no token ends the answer."""
     text = NativeText()
     text.describe(vocabulary, end_ids=(), min_tokens=0, gaps=Buckets((1.0,)), shows_special=False)
     text.surround(b"", b"")
@@ -112,7 +112,7 @@ def frame_of(*messages) -> bytes:
 
 
 class Twin:
-    """An answer in Python, and the same one in C++."""
+    """An answer in Python, and the same answer in C++."""
 
     def __init__(self, batch: TextBatch, *, shows_special: bool, min_len: int) -> None:
         self.gaps = Buckets((0.5, 1.5, 2.5))
@@ -142,7 +142,7 @@ class Twin:
         self.path = FastPath(batch, self.native_state, self.pipe)
 
     def chunk_of(self, ids: list[int], now_s: float) -> bytes:
-        """What Python sends for these tokens."""
+        """Returns what the Python code sends for these tokens."""
         self.gaps.observe(now_s - self.state.last_s)
         self.state.last_s = now_s
         text = self.text.push(ids)
@@ -166,7 +166,7 @@ def test_chunks_are_those_of_python_however_tokens_come(steps, shows_special, mi
     added: list[tuple[FastPath, list[int], float]] = []
     for now, (number, ids, is_alone) in enumerate([*steps, (0, [], True)]):
         twin, now_s = twins[number], float(now)
-        if is_alone:  # in Python, as in the slow path
+        if is_alone:  # in Python, like the slow path
             if added:
                 batch.send(added)
             assert [b"".join(each.pipe.coded) for each in twins] == expected
@@ -180,13 +180,13 @@ def test_chunks_are_those_of_python_however_tokens_come(steps, shows_special, mi
         assert twin.native.finish() == twin.text.finish()
 
 
-# Bytes at which characters begin, break off and go on.
+# Byte strings that start, cut and continue characters.
 EDGES = b"a\x00\x7f\x80\x8f\x90\x9f\xa0\xbf\xc1\xc2\xdf\xe0\xed\xef\xf0\xf4\xf5\xff"
 edges = st.lists(st.sampled_from(EDGES), max_size=12).map(bytes)
 
 
 def sent_text(batch: TextBatch, bytes_by_id: dict[int, bytes]) -> tuple[bytes, bytes]:
-    """The JSON that C++ sends for all tokens of a vocabulary, and the rest of a character."""
+    """Returns C++'s JSON for all tokens of a vocabulary, then for the rest of an open character."""
     path = path_of(batch, NativeVocabulary(bytes_by_id, len(bytes_by_id), frozenset()))
     batch.send([(path, list(bytes_by_id), 0.0)])
     return b"".join(path.pipe.coded).partition(b"\r\n")[2].removesuffix(b"\r\n"), path.text.rest
@@ -212,7 +212,7 @@ def test_all_characters_are_escaped_as_in_python(batch):
 
 
 def test_a_full_socket_takes_a_part_and_nothing_behind_it(batch, sockets):
-    """Two choices of one stream, of which the first has a long text, and another stream."""
+    """One stream has two choices, the first with a long text; another stream follows."""
     ours, theirs = sockets
     our_other, their_other = socketpair()
     with our_other, their_other:
@@ -270,7 +270,7 @@ def test_tokens_in_frames_become_the_chunks_of_python(frames):
             twin.pipe.descriptor = ours.fileno()
             batch.open(seq_id, twin.path)
         for now, messages in enumerate(frames):
-            held = set[str]()  # sequences with other messages in this frame
+            held = set[str]()  # sequences that have other messages in this frame
             is_taken = []
             for each in messages:
                 seq_id = getattr(each, "seq_id", "")
@@ -350,7 +350,7 @@ async def test_frames_are_read_again_once_the_rest_is_sent(batch, sockets):
     batch.flush()
     frame = frame_of(("s.0", [1]))
     batch.add(path, (1,), 1.0, HANDLE)
-    assert batch.take_frame(frame, 1.0) is None  # as long as the rest waits
+    assert batch.take_frame(frame, 1.0) is None  # None while the rest of the text waits
     batch.flush()
     path.pipe.coded.clear()
     read_all(sockets[1])

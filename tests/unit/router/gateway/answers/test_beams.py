@@ -1,4 +1,4 @@
-"""A beam search equals one that does all steps, and asks for no more than it needs."""
+"""A beam search equals the reference that does all steps, and requests no more than it needs."""
 
 import math
 import random
@@ -16,7 +16,7 @@ PROMPT = (3, 1)
 
 
 def model_of(seed: int, end_bias: float):
-    """A model whose distribution after some tokens depends on these and the seed alone."""
+    """Returns a model whose distribution depends only on the tokens so far and the seed."""
 
     def after(token_ids):
         rng = random.Random(repr((seed, list(token_ids))))
@@ -34,7 +34,7 @@ def scores(after, rules: BeamRules) -> Logprobs:
 
 
 def searched(model, rules: BeamRules) -> tuple[BeamSearch, int]:
-    """A search that is over, and the number of its steps."""
+    """Returns a finished search and the number of its steps."""
     search, num_steps = BeamSearch(rules), 0
     while not search.is_over:
         search.step([scores(model([*PROMPT, *each.token_ids]), rules) for each in search.open])
@@ -83,7 +83,7 @@ def test_one_beam_is_the_greedy_answer():
 
 
 def test_a_search_ends_early_when_nothing_can_become_better():
-    model = model_of(1, 6.0)  # most answers end soon
+    model = model_of(1, 6.0)  # most answers are short
     _, num_steps = searched(model, BeamRules(2, frozenset([0]), len(PROMPT), 50, 0.0))
     assert num_steps < 10
 

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: the router's requests, and the joint answer."""
+"""Several choices of one prompt: the router's requests, and the joint answer."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ def scored(text: str, logprob: float) -> list[Update]:
 
 
 async def until_quiet(connection: Connection) -> None:
-    """Lets the app run until it sends no more: none of what it awaits takes time."""
+    """Lets the app run until it sends no more parts. Nothing that the app awaits takes time."""
     num_sent = -1
     while num_sent < len(connection.reply.messages):
         num_sent = len(connection.reply.messages)
@@ -42,7 +42,7 @@ async def until_quiet(connection: Connection) -> None:
             await asyncio.sleep(0)
 
 
-# ---------------------------------------------------------------- what the router is asked
+# ---------------------------------------------------------------- requests to the router
 
 
 async def test_of_many_prompts_only_some_are_open_at_once_and_in_order():
@@ -147,7 +147,7 @@ async def test_the_choices_of_a_stream_come_as_they_are_made():
     assert router.cancelled == [router.requests[0].request_id]
 
 
-# ---------------------------------------------------------------- failures and leaving
+# ---------------------------------------------------------------- failures and disconnects
 
 
 @pytest.mark.parametrize("outcome", [Failed("lost"), Rejected("full", 1.0)])
@@ -194,7 +194,7 @@ async def test_a_bug_in_one_choice_is_raised_and_leaves_nothing_behind(stream):
     assert router.live == 0
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- metrics
 
 
 def test_a_request_of_several_choices_is_one_request_with_one_prompt():

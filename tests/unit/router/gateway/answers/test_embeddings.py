@@ -1,4 +1,4 @@
-"""The gateway gives embeddings in the form that is asked for, of models that have them."""
+"""The gateway returns embeddings in the requested form, for models that have embeddings."""
 
 import base64
 import struct

@@ -1,4 +1,4 @@
-"""Log-probabilities in answers: their shapes, and that each stays with the text of its token."""
+"""Log-probabilities in answers: their shapes; each entry stays with the text of its token."""
 
 import math
 
@@ -24,7 +24,7 @@ EURO = "€".encode()
 
 
 def lp(logprob: float, *top: tuple[str | int, float], rank: int = 1) -> Logprobs:
-    """Returns the log-probabilities of a token and of the likeliest, named by letter or id."""
+    """Returns the log-probabilities of a token and of the top tokens, named by letter or id."""
     ids = tuple(ord(t) if isinstance(t, str) else t for t, _ in top)
     return Logprobs(logprob, rank, ids, tuple(p for _, p in top))
 
@@ -36,7 +36,7 @@ def say(*scored: tuple[int | str, float], **rest) -> Update:
 
 
 def contents(events):
-    """The items of a chat's stream, chunk by chunk."""
+    """Returns the log-probability items of a chat's stream, by chunk."""
     choices = [c for e in events[:-1] for c in e["choices"] if c["logprobs"] is not None]
     return [[(t["token"], t["logprob"]) for t in c["logprobs"]["content"]] for c in choices]
 
@@ -213,7 +213,7 @@ def test_entries_of_text_cut_by_a_stop_string_are_dropped(stream):
         assert chat_items(reply) == [("a", -1.0)]
 
 
-# ---------------------------------------------------------------- the prompt's
+# ---------------------------------------------------------------- prompt log-probabilities
 
 
 def prompt_scored(*scores: Logprobs) -> FakeRouter:
@@ -303,7 +303,8 @@ def test_a_prompt_can_be_scored_without_an_answer():
     fields = {"echo": True, "logprobs": 1, "max_tokens": 0}
     body = complete(router, fields).json()
     [choice] = body["choices"]
-    assert router.requests[0].limits.max_len == 3  # workers sample one token, which is dropped
+    # workers sample one token, which the gateway drops
+    assert router.requests[0].limits.max_len == 3
     assert (choice["text"], choice["finish_reason"]) == ("yo", "length")
     assert choice["logprobs"]["tokens"] == ["y", "o"]
     assert choice["logprobs"]["token_logprobs"] == [None, -4.0]

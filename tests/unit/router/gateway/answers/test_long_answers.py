@@ -1,6 +1,4 @@
-"""The event loop keeps running while a long answer is encoded: each pass encodes a short part at
-most.
-"""
+"""The event loop keeps running while a long answer is encoded: each pass encodes a short part."""
 
 import asyncio
 import struct
@@ -21,7 +19,7 @@ from tests.kits.router.gateway import LENGTH, Connection, FakeRouter, make_app, 
 NUM_TOKENS = 200
 TOP = tuple(range(97, 117))
 SCORES = Logprobs(-1.25, 2, TOP, tuple(-0.125 * i for i in range(20)))
-MOST_BYTES = 8 * PART_BYTES  # a part, and what may come with its last item
+MOST_BYTES = 8 * PART_BYTES  # one part, plus the excess of its last item
 MESSAGES = [{"role": "user", "content": "yo"}]
 ONCE = {"prompt": "a", "max_tokens": NUM_TOKENS, "logprobs": 20}
 CHAT = {"messages": MESSAGES, "max_tokens": NUM_TOKENS, "logprobs": True, "top_logprobs": 20}
@@ -34,7 +32,7 @@ INPUT = {
 
 
 class Watched(Connection):
-    """A request; between two parts of its response it counts the passes of the loop."""
+    """A request that counts the passes of the event loop between two parts of its response."""
 
     def __init__(self, app, path: str, fields: dict) -> None:
         super().__init__(app, "POST", path, {"content-type": "application/json"})
@@ -59,7 +57,7 @@ class Watched(Connection):
         await super()._send(message)
 
     def check(self) -> None:
-        """Each part is short, and the loop made a pass between two of them."""
+        """Asserts that each part is short, and that the loop made a pass between two parts."""
         sizes = [len(message.get("body", b"")) for message in self.reply.messages]
         assert max(sizes) <= MOST_BYTES
         assert sum(sizes) > 2 * PART_BYTES
@@ -152,7 +150,7 @@ def test_each_long_event_of_a_response_is_made_in_turns(background, monkeypatch)
     assert reply.body.count(b"response.output_text.delta") == 2 * num_deltas
     assert b"event: response.incomplete" in reply.body
     num_pieces = NUM_TOKENS // NUM_AT_ONCE
-    assert num_turns >= num_deltas + 4 * num_pieces  # four events have all of them
+    assert num_turns >= num_deltas + 4 * num_pieces  # four events contain all items
 
 
 def test_many_embeddings_come_in_parts():

@@ -1,4 +1,4 @@
-"""The chunks of a stream, put together, are the whole answer, whatever was asked for."""
+"""The merged chunks of a stream equal the whole answer, for any request."""
 
 import random
 from typing import Any
@@ -16,7 +16,7 @@ LETTERS = [*b"ab", *"é".encode(), 258]
 
 
 class DrawingRouter(FakeRouter):
-    """Answers each request with tokens that depend only on its prompt and its seed."""
+    """Answers each request with tokens that depend only on its prompt and seed."""
 
     def _script_of(self, number: int) -> list[Update | Never | Exception]:
         request = self.requests[number]
@@ -56,7 +56,7 @@ class DrawingRouter(FakeRouter):
 
 
 def merged(reply: Reply) -> dict[str, Any]:
-    """The answer that the chunks of a stream amount to."""
+    """Merges the chunks of a stream into one answer."""
     *chunks, usage, marker = reply.events()
     assert marker == "[DONE]"
     body = {name: usage[name] for name in ("model", "system_fingerprint", "usage")}
@@ -85,7 +85,7 @@ def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 def whole(reply: Reply) -> dict[str, Any]:
-    """An answer that was not streamed, in the same form."""
+    """Returns an answer without streaming in the form of `merged`."""
     body = reply.json()
     for choice in body["choices"]:
         _drop_nulls(choice, "token_ids", "prompt_token_ids", "prompt_logprobs")
@@ -137,7 +137,7 @@ def check(ask: Any, asked: dict[str, Any]) -> None:
 
 
 def check_usage(stream: Reply, *, continuous: bool, num_choices: int) -> None:
-    """Each chunk counts the tokens of its choice so far, or none does."""
+    """Asserts that each chunk counts its choice's tokens so far, or that no chunk does."""
     *chunks, last, _ = stream.events()
     counts: dict[int, list[int]] = {}
     for chunk in chunks:

@@ -1,6 +1,6 @@
-"""No request pauses the gateway's loop: measured with bodies that once did.
+"""No request blocks the gateway's event loop: bodies that once did are measured.
 
-This needs a quiet machine. `test_prompt_length` and `test_json_fields` need none.
+These tests need a quiet machine. `test_prompt_length` and `test_json_fields` do not.
 """
 
 import asyncio
@@ -67,7 +67,8 @@ def test_the_loop_goes_on_beside_any_request(name, context_len):
 
 
 async def beside(request) -> tuple[float, int]:
-    """The longest pause of a loop that ticks while a request is answered, and the status."""
+    """Returns the longest pause of a ticking event loop during a request, and the request's
+    status."""
     task = asyncio.create_task(request)
     longest_s, last_s = 0.0, time.perf_counter()
     while not task.done():

@@ -1,4 +1,4 @@
-"""Tokens written through the pipe, without a task, give the same answer."""
+"""Tokens written through a pipe, without a task, give the same answer."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ from tests.kits.router.gateway import (
 
 
 class Pipe:
-    """The pipe of a connection; a flush adds the written parts to the body."""
+    """The pipe of a connection. A flush appends the written parts to the body."""
 
     def __init__(self, connection: Connection) -> None:
         self.is_ready = True
@@ -72,7 +72,7 @@ def connect(router, path="/v1/chat/completions", *, in_python=False, **fields):
 
 
 def texts(reply):
-    """The text of each choice."""
+    """Returns the text of each choice."""
     found = {}
     for event in reply.events()[:-1]:
         for choice in event["choices"]:
@@ -82,7 +82,7 @@ def texts(reply):
 
 
 def body(reply):
-    """Returns the events of a stream, without the ids and times that differ between answers."""
+    """Returns the events of a stream, without ids and times, which differ between answers."""
     return [
         event if event == "[DONE]" else event | {"id": "", "created": 0} for event in reply.events()
     ]
@@ -143,7 +143,7 @@ async def test_a_stop_string_found_at_once_cancels_before_the_end_is_sent():
     assert router.live == 0
 
 
-# ---------------------------------------------------------------- in C++
+# ---------------------------------------------------------------- text in C++
 
 BAD_UTF8 = b"\xf0\x9f\xff\xe2\x82 \xed\xa0\x80z\xed\xa0"
 BROKEN = [tokens("a"), *(Update(token_ids=(byte,)) for byte in BAD_UTF8)]

@@ -1,4 +1,4 @@
-"""Beam search over a router: its requests, its answers, and how it fails."""
+"""Beam search with a router: its requests, its answers, and its failures."""
 
 import asyncio
 import math
@@ -32,7 +32,7 @@ BEAMS = {"use_beam_search": True, "n": 2, "max_tokens": 4, "temperature": 0}
 
 
 def after(token_ids):
-    """Log-probabilities of all tokens after these: letters and the end of the text are likely."""
+    """Returns log-probabilities of all next tokens; letters and the end of the text are likely."""
     rng = random.Random(repr(list(token_ids)))
     logits = {token: rng.gauss(0.0, 2.0) for token in (*LETTERS, EOS)}
     total = math.log(sum(map(math.exp, logits.values())))
@@ -40,7 +40,7 @@ def after(token_ids):
 
 
 class ScoringRouter(FakeRouter):
-    """Answers each request with one token, as a model would score it."""
+    """Answers each request with one token and a model's scores."""
 
     def _script_of(self, number: int) -> list[Update | Never | Exception]:
         request = self.requests[number]
@@ -57,7 +57,7 @@ class ScoringRouter(FakeRouter):
 
 
 class StoppedClock:
-    """A clock with which no bucket fills."""
+    """A clock that stands still, so that no rate limit refills."""
 
     def now_s(self) -> float:
         return 0.0
@@ -177,7 +177,7 @@ def test_a_step_that_fails_fails_the_answer(outcome):
 
 
 class FullRouter(ScoringRouter):
-    """Has no room for every third request."""
+    """A router that refuses every third request, because it is full."""
 
     def _script_of(self, number: int) -> list[Update | Never | Exception]:
         if number % 3 == 2:
@@ -246,7 +246,7 @@ def test_what_a_search_cannot_do_is_named(fields, param):
 
 def test_a_step_is_bounded_in_its_tokens(monkeypatch):
     monkeypatch.setattr(calls, "MAX_STEP_TOKENS", 24)
-    fields = {**BEAMS, "prompt": ["yo", "x"]}  # two beams for each
+    fields = {**BEAMS, "prompt": ["yo", "x"]}  # two beams for each prompt
     assert complete(router(), fields | {"max_tokens": 4}).status == 200
     error = complete(router(), fields | {"max_tokens": 5}).json()["error"]
     assert error["param"] == "use_beam_search"

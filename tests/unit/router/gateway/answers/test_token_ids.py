@@ -1,4 +1,4 @@
-"""Token ids of prompts and answers, and what ended an answer."""
+"""Token ids of prompts and answers, and the stop that ended an answer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""When batches may run, and how many of their requests."""
+"""Conditions under which batches run, and the number of batch requests that may run."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def test_a_worker_with_one_sequence_gets_a_second_one_and_not_all() -> None:
 
 
 @given(st.floats(1e-4, 1.0), st.floats(0.0, 0.1), st.integers(1, 256), st.integers(0, 256))
-@example(0.125, 0.0625, 2, 0)  # even two stretch a step too far
+@example(0.125, 0.0625, 2, 0)  # even two sequences slow a step beyond the bound
 def test_places_approach_the_number_that_stretches_a_step_so_far(
     alone_s: float, each_s: float, max_running: int, num_running: int
 ) -> None:

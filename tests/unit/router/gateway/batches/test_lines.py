@@ -1,4 +1,4 @@
-"""Lines of input files: split, parsed, and what is wrong with them."""
+"""Lines of batch input files: how they are split and parsed, and the errors of wrong lines."""
 
 import msgspec
 import pytest

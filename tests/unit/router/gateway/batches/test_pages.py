@@ -1,4 +1,4 @@
-"""The endpoints of files and batches: pages, tenants, quotas, and refusals that name the field."""
+"""The endpoints of files and batches: pages, tenants, quotas, and errors that name the field."""
 
 import sqlite3
 from pathlib import Path
@@ -137,7 +137,7 @@ async def test_a_declared_length_above_the_bound_is_refused_before_it_is_read() 
         body, headers = form_of(b"")
         headers["content-length"] = str(10**9)
         connection = Connection(app, "POST", "/v1/files", headers)
-        assert (await connection.run()).status == 413  # it waited for nothing
+        assert (await connection.run()).status == 413  # refused without waiting for the body
         assert body
 
 

@@ -1,4 +1,4 @@
-"""Batches from their file to their results, run by an application with a computing router."""
+"""Batches from input file to results, run by an application with a computing router."""
 
 import asyncio
 import sqlite3
@@ -33,7 +33,7 @@ from tests.kits.router.gateway import FakeRouter, Never, answer, fetch
 
 
 class FirstAnswers(FakeRouter):
-    """Answers the first request. The others wait for ever."""
+    """A router that answers the first request. All other requests never finish."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class FirstAnswers(FakeRouter):
         return [Never()] if number else answer("yes")
 
     def withdraw(self, request_ids: Collection[RequestId]) -> None:
-        """They go on waiting."""
+        """Does nothing: the requests keep waiting."""
 
 
 LINES = [line_of(f"r{i}") for i in range(7)]
@@ -51,7 +51,7 @@ METRIC = "baton_batch_results_total"
 
 
 async def run(app: Any, *lines: Any, **fields: Any) -> Any:
-    """Uploads lines, makes a batch and waits for its end."""
+    """Uploads lines, creates a batch and waits until it has ended."""
     batch = await create(app, await upload(app, file_of(*lines)), **fields)
     return await ended(app, batch["id"])
 
@@ -174,7 +174,7 @@ async def test_too_many_lines_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         assert batch["errors"]["data"][0]["code"] == "too_many_tasks"
 
 
-# ---------------------------------------------------------------- clients first
+# ---------------------------------------------------------------- clients have priority
 
 
 async def test_a_client_pauses_a_batch_within_its_call_and_gets_its_answer_first() -> None:
@@ -190,12 +190,12 @@ async def test_a_client_pauses_a_batch_within_its_call_and_gets_its_answer_first
         assert [each.is_background for each in router.requests] == [True] * 4 + [False]
         assert list(router.running) == [router.requests[-1].request_id]
         router.step()
-        await asyncio.sleep(0.06)  # the runner looks in between
+        await asyncio.sleep(0.06)  # the runner checks the load during this time
         assert len(router.running) == 1
         router.step()
         assert (await reply).status == 200
         router.is_quick = True
-        router.step()  # for requests that go on already
+        router.step()  # a step for requests that are already running
         batch = await ended(app, made["id"])
         assert batch["request_counts"]["completed"] == 7
         metrics = (await fetch(app, "GET", "/metrics")).body.decode()
@@ -358,7 +358,7 @@ async def test_a_version_that_leaves_gives_its_paused_requests_back(
     async with batch_app(router, batch_idle_s=0.0) as app:
         made = await create(app, await upload(app, file_of(*LINES)))
         await until(lambda: len(router.running) == 4)
-        router.statuses = {}  # no place is left
+        router.statuses = {}  # no worker has a place any longer
         await until(lambda: not router.running)
         takes = Versions.takes
         monkeypatch.setattr(Versions, "takes", lambda *_: False)
@@ -370,7 +370,7 @@ async def test_a_version_that_leaves_gives_its_paused_requests_back(
 
 
 async def until_shown(app: Any, text: str) -> None:
-    """Waits until the metrics count results as in the text."""
+    """Waits until the metrics show these counts of results."""
     async with asyncio.timeout(10):
         while True:
             page = (await fetch(app, "GET", "/metrics")).body.decode()
@@ -379,15 +379,18 @@ async def until_shown(app: Any, text: str) -> None:
             await asyncio.sleep(0.001)
 
 
-# ---------------------------------------------------------------- kills
+# ---------------------------------------------------------------- killed processes
 
 
 class Crashed(sqlite3.OperationalError):
-    """The process was killed."""
+    """Signals that the process was killed."""
 
 
 class CrashingStorage(Storage):
-    """Runs `num` transactions. It does the next one wholly or not at all; then it is dead."""
+    """Runs `num` transactions.
+
+    The next one is done completely or not at all; then the storage fails.
+    """
 
     def __init__(self, path: Path, num_left: int, *, is_done: bool) -> None:
         super().__init__(path)
@@ -426,7 +429,7 @@ async def _results(path: Path, batch_id: str) -> tuple[list[tuple[str, str]], li
 
 
 async def _crashed_first(path: Path, batch_id: str, storage: CrashingStorage) -> bool:
-    """Waits until the storage crashes or the batch is over. Returns whether it crashed."""
+    """Waits until the storage crashes or the batch ends. Returns True if the storage crashed."""
     async with batch_app(ComputingRouter(), Storage(path), runs=False) as app:
         over = asyncio.create_task(ended(app, batch_id))
         crash = asyncio.create_task(storage.crashed.wait())
@@ -493,7 +496,7 @@ def test_leases_are_for_one_owner_and_end() -> None:
     with pytest.raises(tables.LeaseLost):
         tables.check_lease(connection, "a")
     assert tables.take_lease(connection, "a", 50)  # the wall clock was set back
-    tables.drop_lease(connection, "b")  # not its own
+    tables.drop_lease(connection, "b")  # b does not own the lease
     tables.check_lease(connection, "a")
     connection.close()
 

@@ -1,4 +1,4 @@
-"""Requests that step aside and go on: with the same tokens, in order, and without losing any."""
+"""Batch requests that pause and resume: with the same tokens, in order, and without loss."""
 
 import asyncio
 import itertools
@@ -102,9 +102,9 @@ async def test_a_paused_request_goes_on_from_its_tokens_behind_all_clients() -> 
     first, second = router.requests
     assert second.token_ids == (*PROMPT, *reader.tokens)
     assert len(reader.tokens) == 2
-    assert second.limits == first.limits  # lengths are absolute
+    assert second.limits == first.limits  # limits count from the start of the prompt
     assert second.sampling == first.sampling
-    assert second.request_id != first.request_id  # late news of the first match nothing
+    assert second.request_id != first.request_id  # so late messages for the first id match nothing
     for request in (first, second):
         assert request.priority > MAX_PRIORITY
         assert request.is_background

@@ -1,4 +1,4 @@
-"""Multipart forms: in any pieces, within bounds, never with a silent field."""
+"""Multipart forms: split anywhere, bounded in size, and no field is silently ignored."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Subscribers of the dashboard: bounded, and cut off if they do not read."""
+"""Subscribers of the dashboard's feed: bounded in number, and disconnected if they do not read."""
 
 import asyncio
 

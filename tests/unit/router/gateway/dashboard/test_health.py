@@ -1,4 +1,4 @@
-"""The state in a word: what is missing or unknown is never good."""
+"""The state of health as one word: missing or unknown parts never count as good."""
 
 import msgspec
 import pytest

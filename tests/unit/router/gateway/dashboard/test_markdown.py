@@ -1,4 +1,4 @@
-"""Markdown of answers becomes elements of a short list; what a model writes is never HTML.
+"""An answer's Markdown becomes allowed elements only; a model's output is never HTML.
 
 Skipped without Node.
 """

@@ -1,4 +1,4 @@
-"""Orders of the dashboard: which pass, and what is refused on the way."""
+"""Orders of the dashboard: which orders reach the controller, and which are refused."""
 
 import asyncio
 

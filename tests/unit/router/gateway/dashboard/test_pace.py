@@ -1,4 +1,4 @@
-"""The arrival of answers, sampled once a second."""
+"""The rate of finished answers, sampled once a second."""
 
 from types import SimpleNamespace
 

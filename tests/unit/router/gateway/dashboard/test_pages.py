@@ -1,4 +1,4 @@
-"""The pages for people, called in the process: files, policy, keys, state and stream."""
+"""The web pages, requested in this process: files, content policy, keys, state and stream."""
 
 import asyncio
 import re
@@ -78,7 +78,7 @@ def test_pages_name_only_files_that_are_there(name):
     named = re.findall(r'(?:src|href)="(/assets/[^"]+)"', text)
     assert named
     assert set(named) <= set(load_assets())
-    assert "//" not in re.sub(r"<!doctype.*?>", "", text)  # nothing from elsewhere
+    assert "//" not in re.sub(r"<!doctype.*?>", "", text)  # nothing is loaded from other hosts
     assert not re.search(r"\son\w+=|style=", text)
 
 
@@ -122,7 +122,7 @@ def test_the_state_has_what_ended():
     (worker,) = state["workers"]
     blocks = worker["blocks"]
     assert (blocks["total"], blocks["lost"]) == (16, 1)
-    assert sum(blocks.values()) == 2 * blocks["total"]  # lost blocks included
+    assert sum(blocks.values()) == 2 * blocks["total"]  # the sum includes lost blocks
     assert state["health"]["level"] == "warn"
     assert "wanted workers are unknown" in state["health"]["reasons"]
     assert state["severed"] == [{"source": "p0", "sink": "d0", "again_in_s": 3.0}]
@@ -194,7 +194,7 @@ def test_the_stream_begins_with_all_and_goes_on_with_what_is_new():
             WebPages(dashboard, takes_orders=True), "GET", "/dashboard/events", {}
         )
         running = asyncio.create_task(connection.run())
-        for _ in range(20):  # turns of the loop until the stream has begun
+        for _ in range(20):  # passes of the event loop until the stream has begun
             await asyncio.sleep(0)
         await dashboard.tick()
         dashboard._board.cluster = msgspec.structs.replace(NEWS, settled=False)
@@ -246,7 +246,7 @@ def test_the_background_ends_its_streams():
 
 
 class FakeSiblings:
-    """Another process, whose answer a test gives."""
+    """Another gateway process, whose answer a test sets."""
 
     process = "0"
 

@@ -1,4 +1,4 @@
-"""Requests that ended: what is kept of them, and which stage is charged with a missed bound."""
+"""Recently finished requests: the recorded fields, and the stage blamed for a missed bound."""
 
 from types import SimpleNamespace
 
@@ -129,7 +129,7 @@ def test_an_answer_without_a_token_for_many_bounds_hangs_and_counts_as_late():
     recent.running[over.request.request_id] = over
     assert tallies.hung(12.0 + HUNG_AFTER * 1.0) == {}
     assert tallies.hung(12.1 + HUNG_AFTER * 1.0) == {"v1": 1}
-    recent.record(over)  # its client leaves
+    recent.record(over)  # the client disconnects
     assert tallies.hung(99.0) == {}
     assert (tallies.of("v1").ended, tallies.of("v1").late) == (1, 1)
     assert recent.totals.ended == 0
@@ -167,7 +167,7 @@ def test_the_unbounded_cache_knows_each_prompt_of_its_salt():
     recent.record(ended())
     assert recent.hits.infinite == 0
     recent.record(ended())
-    assert recent.hits.infinite == 192  # full units of 64 tokens
+    assert recent.hits.infinite == 192  # counted in full units of 64 tokens
     recent.record(ended(salt=b"of another key"))
     assert recent.hits.infinite == 192
 

@@ -1,4 +1,4 @@
-"""The scripts of the dashboard that touch no page: tiles, lanes, and gateways shown together.
+"""Scripts of the dashboard without a DOM: tiles, lanes, and views of several gateways.
 
 Skipped without Node.
 """
@@ -155,7 +155,7 @@ def test_lanes_say_if_they_leave_requests_out(node):
     told = node("dashboard/depth.js", "leftOut", 128, 300)
     assert told == "128 of 300 requests that run are drawn, the oldest"
     assert node("dashboard/depth.js", "leftOut", 45, 45) == ""
-    assert node("dashboard/depth.js", "leftOut", 44, 45) == ""  # one has just begun
+    assert node("dashboard/depth.js", "leftOut", 44, 45) == ""  # one request has just begun
 
 
 def test_a_depth_has_the_stages_and_the_gaps_between_them(node):

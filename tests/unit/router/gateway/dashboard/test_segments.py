@@ -1,4 +1,4 @@
-"""Where a request was when: attempts in their own workers' lanes, and gaps between them."""
+"""The segments of a request's history: attempts in their workers' lanes, and gaps between them."""
 
 from itertools import pairwise
 
@@ -114,7 +114,7 @@ times = st.floats(0.0, 100.0)
 
 @st.composite
 def attempts(draw):
-    """Attempts that follow each other; each stage may not have been reached."""
+    """Returns consecutive attempts; any stage of an attempt may be missing."""
     found, at_s = [], 0.5
     for number in range(draw(st.integers(0, 4))):
         stamps = [at_s := at_s + draw(st.floats(0.0, 3.0)) for _ in range(6)]

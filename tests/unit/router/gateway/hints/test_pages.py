@@ -1,4 +1,4 @@
-"""The end of sessions, and pins: from a body to the blocks that a request would look for."""
+"""Calls that end sessions or set pins: from the body to the blocks that a prompt would look up."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ JSON = {"content-type": "application/json"}
 
 
 def a_router(block_size=BLOCK_SIZE):
-    """A router with a store."""
+    """Returns a router with a store."""
     router = FakeRouter()
     router.store_block = block_size
     return router
@@ -144,7 +144,7 @@ def test_a_pin_and_its_end_name_the_blocks_of_a_request_with_this_body(ask, fiel
     assert (reply.status, reply.body) == (204, b"")
     assert router.told == [PinBlocks(KEY, hashes), UnpinBlocks(KEY, hashes)]
     assert decode_to_worker(encode_frame(router.told)) == router.told
-    assert len(router.requests) == 1  # nothing was computed
+    assert len(router.requests) == 1  # no new request, so nothing was computed
 
 
 def test_a_pin_of_several_prompts_is_one_message_for_each():
@@ -175,7 +175,7 @@ def test_without_a_store_a_pin_is_no_silent_success(method):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"prompt": "abc"}, (400, "invalid_value", "prompt")),  # less than a block
+        ({"prompt": "abc"}, (400, "invalid_value", "prompt")),  # shorter than a block
         ({"prompt": ""}, (400, "invalid_value", "prompt")),
         ({}, (400, "invalid_value", "prompt")),
         ({"prompt": [-1, 2, 3, 4]}, (400, "invalid_value", "prompt")),

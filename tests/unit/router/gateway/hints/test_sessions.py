@@ -1,4 +1,4 @@
-"""Sessions: from two headers to a message for the stores, once the answer has ended."""
+"""Session hints: from two request headers to a message for the stores after the answer."""
 
 import asyncio
 
@@ -41,7 +41,7 @@ PROMPT = "a prompt of some blocks"
 
 
 def a_router(*script, block_size=BLOCK_SIZE):
-    """A router with a store."""
+    """Returns a router with a store."""
     router = FakeRouter(*script)
     router.store_block = block_size
     return router
@@ -54,7 +54,7 @@ def ask(router, fields=None, **headers):
 
 
 def hashes(text, num_tokens, salt=None):
-    """Hashes of the full blocks among the first tokens of a text."""
+    """Returns the hashes of the full blocks among the first tokens of a text."""
     return hash_blocks(
         [*text.encode()][:num_tokens], BLOCK_SIZE, SECRET.salt("", "") if salt is None else salt
     )
@@ -69,14 +69,14 @@ def expected(text, num_tokens, **fields):
     )
 
 
-# ---------------------------------------------------------------- what stores hear
+# ---------------------------------------------------------------- messages to stores
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stores_get_the_blocks_of_prompt_and_answer_without_the_last_token(stream):
     router = a_router(answer(" and more"))
     assert ask(router, {"stream": stream}, x_baton_keep_s="60").status == 200
-    whole = PROMPT + " and more"  # the token behind it, which ends the text, has no KV
+    whole = PROMPT + " and more"  # the end token after the text has no KV
     assert router.told == [expected(whole, len(whole), keep_s=60.0)]
     assert len(router.told[0].hashes) == len(whole) // BLOCK_SIZE
 
@@ -213,7 +213,7 @@ def test_every_endpoint_that_answers_takes_a_session(path, fields):
     )
 
 
-# ---------------------------------------------------------------- what stores can learn
+# ---------------------------------------------------------------- what hints reveal to stores
 
 
 def test_ids_tell_neither_names_nor_keys_and_differ_between_keys(tmp_path):
@@ -228,7 +228,7 @@ def test_ids_tell_neither_names_nor_keys_and_differ_between_keys(tmp_path):
         assert reply.status == 200
     one, other, again = router.told
     assert one == again
-    assert one.hashes == other.hashes  # a group shares its blocks, and nothing else
+    assert one.hashes == other.hashes  # keys of a group share blocks, but not session ids
     assert one.key != other.key
     assert one.session != other.session
     for use in router.told:

@@ -1,4 +1,4 @@
-"""Requests of the protocol become bodies of completions; what cannot be honoured is refused."""
+"""Requests of the protocol become completion bodies; unsupported fields are refused."""
 
 import msgspec
 import pytest

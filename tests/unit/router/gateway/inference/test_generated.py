@@ -1,4 +1,4 @@
-"""The generated module fits the .proto file."""
+"""The generated Python module matches the .proto file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tensors, typed and raw; what does not fit its shape is refused by name."""
+"""Typed and raw tensors. A tensor that does not fit its shape is refused by name."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Requests that would cost far more than they weigh are refused by their tags, before parsing."""
+"""Requests whose parsed form would be much larger are refused by their tags, before parsing."""
 
 import tracemalloc
 

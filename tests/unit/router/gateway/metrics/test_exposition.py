@@ -31,7 +31,7 @@ def test_an_answer_is_measured():
     app = make_app(FakeRouter(script))
     ask(app)
     found = samples(app)
-    # The clock ticks once a look: body read, three updates.
+    # The clock advances at each reading: one for the body, three for the updates.
     assert found["baton_ttft_seconds_sum"] == {(V1,): 1.0}
     assert found["baton_itl_seconds_count"] == {(V1,): 2.0}
     assert found["baton_e2e_seconds_sum"] == {(V1,): 3.0}
@@ -41,8 +41,9 @@ def test_an_answer_is_measured():
     assert found["baton_requests_in_flight"] == {(): 0.0}
     stages = found["baton_stage_seconds_sum"]
     assert stages[(("stage", "prefill_compute"),)] == TIMELINE.prefill_compute_s
-    assert (("stage", "decode_queue"),) not in stages  # there was no such stage
-    assert not any("kv_transfer" in key[0] for key in stages)  # it is none
+    assert (("stage", "decode_queue"),) not in stages  # the answer had no such stage
+    # KV transfer is not a stage of its own
+    assert not any("kv_transfer" in key[0] for key in stages)
     assert found["baton_kv_transfer_seconds_sum"] == {(): TIMELINE.kv_transfer_s}
     assert found["baton_kv_exposed_seconds_sum"] == {(): TIMELINE.kv_exposed_s}
 
@@ -189,7 +190,7 @@ def test_predictions_and_their_errors_are_exported():
 
 
 def decided(**changes):
-    """Returns a timeline whose stages after the placement sum to 0.75 s, and its decision."""
+    """Returns a timeline with its decision; the stages after the placement sum to 0.75 s."""
     fields = {"predicted_ttft_s": 0.5, "predicted_tpot_s": 4.0, **changes}
     decision = Decision("slo", "why", "p0", "d0", num_candidates=1, num_matched_tokens=0, **fields)
     return msgspec.structs.replace(
@@ -208,7 +209,7 @@ def predictions(timeline):
 
 
 def test_predictions_are_compared_with_measurements():
-    # The clock ticks once a look, so three tokens after the first came in two seconds.
+    # The clock advances at each reading, so the three tokens after the first took two seconds.
     assert predictions(decided()) == ({"ttft": 1.5, "tpot": 2 / 3 / 4}, [0.5, 4.0])
     only_ttft = decided(predicted_tpot_s=None)
     assert predictions(only_ttft) == ({"ttft": 1.5}, [0.5, 0.0])

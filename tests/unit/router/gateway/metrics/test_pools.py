@@ -1,4 +1,4 @@
-"""The pools as a gateway exports them, with and without a controller."""
+"""The pool metrics of a gateway, with and without a controller."""
 
 from prometheus_client.core import CounterMetricFamily
 
@@ -71,7 +71,7 @@ def test_news_are_exported_until_they_are_old():
     clock.at_s += STALE_S + 0.1
     assert "baton_told" not in exported(found)
     assert exported(found)["baton_controller_up"] == {(): 0.0}
-    assert found.gateways == ("http://10.0.0.1:8000",)  # still the last known ones
+    assert found.gateways == ("http://10.0.0.1:8000",)  # still the last known gateways
 
 
 def test_news_that_cannot_be_read_leave_the_rest():

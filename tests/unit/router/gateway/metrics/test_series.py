@@ -1,4 +1,4 @@
-"""Use of API keys, counted by name with a bound, and the resources of the process."""
+"""The usage of API keys, by name and bounded in number, and the resources of the process."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def test_a_request_counts_as_the_use_of_its_key():
     router = FakeRouter([tokens("ab"), tokens("c", outcome=LENGTH)])
     app = make_app(router)
     post(app, "/v1/completions", {"prompt": "yo", "n": 2})
-    post(app, "/v1/completions", {"prompt": "yo", "temperature": "hot"})  # invalid
+    post(app, "/v1/completions", {"prompt": "yo", "temperature": "hot"})  # an invalid request
     found = samples(app)
     anonymous = ("key", "")
     assert found["baton_key_requests_total"] == {(anonymous,): 1.0}

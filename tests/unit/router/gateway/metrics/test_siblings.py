@@ -1,4 +1,4 @@
-"""/metrics of gateway processes that share a port."""
+"""/metrics of gateway processes that share one port."""
 
 from engine.messages import LoadReport, Role, WorkerId
 from router.gateway.metrics.families import decode_metrics, encode_metrics
@@ -38,7 +38,7 @@ def test_process_counts_are_labelled_and_shared_metrics_come_once():
     assert lines(page, "vllm:num_requests_running") == [
         'vllm:num_requests_running{model_name="m"} 3.0'
     ]
-    # Seven wait in each gateway, two in the worker that both see.
+    # Seven requests wait in each gateway, and two in the worker that both gateways see.
     assert lines(page, "vllm:num_requests_waiting") == [
         'vllm:num_requests_waiting{model_name="m"} 16.0'
     ]

@@ -1,4 +1,4 @@
-"""What /metrics shows of stores of KV, and that no worker's series has one."""
+"""The store metrics on /metrics; no series of a worker contains a store."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ STORE = (("store", "store-v1"),)
 
 
 def shown(load, role=Role.STORE):
-    """All samples of a gateway with one store that sent this report."""
+    """Returns all samples of a gateway with one store, which sent this report."""
     router = FakeRouter()
     router.statuses[WorkerId("store-v1")] = WorkerStatus(
         role, load, 0, 0, Forecast(wait_s=1.0, tpot_s=1.0), kernels="cpu avx2"
@@ -41,7 +41,7 @@ def shown(load, role=Role.STORE):
 
 
 def of_store(found, name):
-    """The series of a metric by their labels behind the store's."""
+    """Returns a metric's series by their labels after the store's label."""
     return {
         tuple(dict(key)[label] for label in ("medium", "reason", "state") if label in dict(key)): n
         for key, n in found[name].items()
@@ -106,7 +106,7 @@ def test_hits_and_faults_are_shown_by_tier():
 
 
 def test_no_series_of_workers_or_engines_has_a_store():
-    """A worker with the same report has these series, so the test can fail."""
+    """A worker with the same report has these series, which proves that the test can fail."""
     worker, store = shown(full_load(), Role.DECODE), shown(full_store_load())
     about_workers = {
         name
@@ -140,7 +140,8 @@ def test_slots_of_a_store_sum_to_its_memory_in_every_state(lengths, num_slots):
             elif slots := store.holdings.take(1):
                 store.holdings.put(slots[0], BlockHash(block), parent, now_s)
         now_s += 1.0
-        store.handle(FromGateway(GatewayId("g"), message), now_s)  # leases, and loads from disk
+        # opens leases, and loads blocks from disk
+        store.handle(FromGateway(GatewayId("g"), message), now_s)
         store.validate()
         router.statuses[WorkerId("s0")] = WorkerStatus(Role.STORE, store.load(0, {}), 0, 0)
         slots_of = {each.name: each for each in store_families(router)}["baton_store_slots"]

@@ -1,4 +1,4 @@
-"""/openapi.json and /docs: complete, and true of real answers."""
+"""/openapi.json and /docs: they describe every route, and real answers match them."""
 
 import re
 from copy import deepcopy
@@ -27,8 +27,8 @@ SCORES = Logprobs(-0.5, 1, (104, 105), (-0.5, -1.5))
 
 
 def routes_of(app):
-    """The method and path of each route, as the document writes them."""
-    for route in app._app._others.routes:  # the front has no other use for them
+    """Returns the method and path of each route, in the document's notation."""
+    for route in app._app._others.routes:  # the other applications behind the front
         path = re.sub(r":\w+}", "}", route.path)
         for method in route.methods - {"HEAD"}:
             yield method.lower(), path
@@ -51,7 +51,7 @@ def test_every_schema_is_a_schema():
 
 
 def closed(schema):
-    """The same schema, which allows no field that it does not name."""
+    """Returns the same schema, but without unnamed fields allowed."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -66,7 +66,7 @@ CLOSED = closed(deepcopy(OPENAPI["components"]["schemas"]))
 
 
 def check(name, value):
-    """Raises if the value does not fit a type of the document, or has a field that it lacks."""
+    """Raises if the value does not fit a type of the document, or has an undescribed field."""
     root = {"components": {"schemas": CLOSED}}
     resource = DRAFT202012.create_resource(root)
     registry = Registry().with_resource("urn:openapi", resource)
@@ -155,7 +155,7 @@ def test_the_examples_of_bodies_are_served(path, body):
     router = FakeRouter()
     router.store_block = 16
     reply = post(make_app(router, context_len=4096), path, body)
-    # A model of text has no embeddings: then the body is right, and the model is not.
+    # A text model has no embeddings: then the body is valid, but the model is refused.
     refused = {"/v1/embeddings": (404, "model")}.get(path)
     if refused is None:
         assert reply.status == 200
@@ -232,7 +232,7 @@ def test_no_page_can_be_framed_or_taken_for_another_type(mode):
 
 
 class _Links(HTMLParser):
-    """The targets of links, and the ids of elements."""
+    """Collects the targets of links and the ids of elements."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The models of a gateway."""
+"""The model list of a gateway."""
 
 from tests.kits.router.gateway import CONTEXT_LEN, FakeRouter, get, make_app
 

@@ -1,4 +1,4 @@
-"""Health, readiness, load and version; unknown paths and methods."""
+"""Health, readiness, load and version pages; unknown paths and methods."""
 
 import asyncio
 from types import SimpleNamespace
@@ -73,7 +73,7 @@ def test_the_load_counts_requests_in_flight_and_waiting():
 
 def test_head_is_answered_where_get_is():
     for path in ("/health", "/ready", "/ping", "/version", "/v1/models", "/metrics", "/load"):
-        assert ask("HEAD", path).status == 200, path  # the server leaves the body out
+        assert ask("HEAD", path).status == 200, path  # the server omits the body
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Texts and messages to tokens, and back."""
+"""Tokenising texts and messages, and decoding tokens."""
 
 import asyncio
 

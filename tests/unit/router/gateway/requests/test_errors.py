@@ -32,7 +32,7 @@ from tests.kits.tree.compat import like
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
-# both endpoints; the error's param is the field unless it says more
+# fields of both endpoints; the error's `param` is the field unless the case names another
 BAD_VALUES = {
     "model": [3],
     "max_tokens": [0, -1, "5", 1.5, True],
@@ -76,7 +76,7 @@ BAD_VALUES = {
     "guided_choice": [[]],
     "guided_grammar": ["start: ("],
 }
-# field, value, status, code
+# field, value, HTTP status, error code
 BAD_FIELDS = [
     *[(field, value, 400, VALUE) for field, values in BAD_VALUES.items() for value in values],
     ("model", "gpt-9", 404, "model_not_found"),
@@ -281,7 +281,7 @@ def test_fields_that_ask_for_nothing_are_accepted():
     assert chat(FakeRouter(), harmless).status == 200
 
 
-# ---------------------------------------------------------------- the body's transport
+# ---------------------------------------------------------------- transport of the body
 
 
 @pytest.mark.parametrize("pieces", [[b"x" * 101], [b"x" * 50] * 3])
@@ -400,7 +400,7 @@ def test_refused_keys_are_counted(tmp_path):
     assert b'baton_key_events_total{event="refused"} 1.0' in page
 
 
-# ---------------------------------------------------------------- the router's refusals
+# ---------------------------------------------------------------- refusals by the router
 
 
 def refused(outcome):
@@ -461,7 +461,7 @@ def test_a_cancelled_stream_just_ends():
     assert [event["choices"][0]["finish_reason"] for event in reply.events()] == [None, None]
 
 
-# ---------------------------------------------------------------- bugs
+# ---------------------------------------------------------------- bugs of the product
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-"""Each field of a request is honoured, refused by name, or passed over and told."""
+"""Each field of a request is honoured, refused by name, or ignored with a warning."""
 
 import msgspec
 import pytest
@@ -52,7 +52,7 @@ def asked(endpoint, fields):
     return router.requests[0]
 
 
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- table of fields
 
 
 def test_the_document_shows_the_table():
@@ -73,7 +73,7 @@ def test_the_table_has_the_fields_of_the_bodies(body_type):
     if body_type is CompletionBody:
         fields -= {"tools", "tool_choice", "parallel_tool_calls"}
     endpoint = ENDPOINTS[body_type]
-    if body_type is EmbeddingBody:  # it inherits fields of answers, all of which are refused
+    if body_type is EmbeddingBody:  # the body inherits fields of answers, which are all refused
         fields -= refused_by(endpoint).keys()
     assert {f.name for f in HONOURED if f.endpoint in PLACES[endpoint]} == fields
 
@@ -236,7 +236,7 @@ def test_an_echo_is_the_prompt_as_it_was_cut():
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 5, "suffix": "x"}, "truncate_prompt_tokens"),
         ({"echo": True, "suffix": "x"}, "echo"),
-        ({"suffix": "x"}, "suffix"),  # the tokenizer of the tests has no tokens for it
+        ({"suffix": "x"}, "suffix"),  # the test tokenizer has no tokens for suffixes
     ],
 )
 def test_a_prompt_that_cannot_be_made_is_refused(fields, param):
@@ -332,7 +332,7 @@ def test_a_refusal_of_the_assistant_is_a_text_of_the_history():
 def test_the_blanks_of_a_final_message_are_kept_and_shown(final):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": final}]
     fields = {"messages": messages, "continue_final_message": True, "echo": True}
-    assert prompt_of(fields) == f"a{final}"  # without the special tokens
+    assert prompt_of(fields) == f"a{final}"  # the prompt has no special tokens
     reply = chat(FakeRouter(), fields).json()
     assert reply["choices"][0]["message"]["content"] == f"{final}hi"
 
@@ -359,7 +359,7 @@ OF_ITEMS = (
 def test_a_history_may_hold_any_arguments(arguments, content, written, long):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     fields = {"messages": [{"role": "assistant", "tool_calls": [call], **content}]}
-    if long:  # long bodies are decoded by their fields
+    if long:  # fields of long bodies are decoded one by one
         fields["metadata"] = {"x": "x" * SHORT_BODY_BYTES}
     router = FakeRouter()
     reply = post(make_app(router, template=OF_ITEMS), "/v1/chat/completions", fields)
@@ -377,7 +377,7 @@ def test_an_empty_list_of_calls_counts_as_absent():
 
 def test_a_begin_of_the_answer_can_be_left_out():
     with_begin, without = asked(chat, {}), asked(chat, {"add_generation_prompt": False})
-    # The template of the tests begins an answer in any case; real ones ask for the variable.
+    # The test template always opens an answer; real templates read the variable.
     assert with_begin.token_ids == without.token_ids
     both = {"add_generation_prompt": True, "continue_final_message": True}
     assert chat(FakeRouter(), both).status == 400
@@ -462,7 +462,8 @@ def test_allowed_tokens_and_bad_words_are_rules_of_the_workers():
 
 
 def test_a_bad_word_that_the_model_cannot_write_needs_no_rule():
-    small = TextModel(TOKENIZER, vocab_size=128)  # some models have fewer embeddings than tokens
+    # some models have fewer embeddings than their tokenizer has tokens
+    small = TextModel(TOKENIZER, vocab_size=128)
     grammar = token_grammar(CompletionBody(bad_words=["é", "b"]), small, Structure())
     assert rules_of(grammar) == TokenRules(None, ((32, 98), (98,)))
 

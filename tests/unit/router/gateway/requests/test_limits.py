@@ -1,4 +1,4 @@
-"""Limits of keys as clients see them."""
+"""Limits of API keys as clients see them."""
 
 from tests.kits.router.gateway import FakeRouter, answer, make_app, post
 
@@ -48,12 +48,12 @@ def test_a_request_is_refused_before_its_prompt_is_looked_at():
 def test_tokens_are_refused_when_the_prompt_is_known():
     router = FakeRouter()
     app = make_app(router, tokens_per_min=10)
-    assert ask(app, max_tokens=50).status == 200  # all there are
+    assert ask(app, max_tokens=50).status == 200  # uses all available tokens
     assert ask(app, max_tokens=50).status == 429
     assert len(router.requests) == 1
 
 
 def test_unused_tokens_of_an_answer_are_given_back():
     app = make_app(FakeRouter(answer("hi")), tokens_per_min=60)
-    assert ask(app, max_tokens=60).status == 200  # held all, used five
+    assert ask(app, max_tokens=60).status == 200  # reserved all tokens, and used five
     assert ask(app, max_tokens=40).status == 200

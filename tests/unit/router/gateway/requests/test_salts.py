@@ -1,4 +1,4 @@
-"""Tenants' salts: from the body to every hash, and what subscribers to hashes can learn."""
+"""Tenants' salts: from the body to every hash, and what subscribers to block events can learn."""
 
 import msgspec
 import pytest
@@ -33,11 +33,11 @@ LEASE = LeaseRef("l", TransferAddress("w", "life", "tcp://x"), 1)
 LIMITS = Limits(100)
 
 
-# ---------------------------------------------------------------- what a client asks
+# ---------------------------------------------------------------- salts in requests
 
 
 def salts(*bodies, keys=None, key=None):
-    """Returns the salts of the requests that these bodies led to."""
+    """Returns the salts of the requests that these bodies produced."""
     router = FakeRouter()
     app = make_app(router, keys=keys)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -93,7 +93,7 @@ def test_each_key_has_a_salt_of_its_own_and_a_group_shares_one(tmp_path):
     assert salts(asked, keys=apart, key="a") != salts(asked, keys=apart, key="b")
 
 
-# ---------------------------------------------------------------- where it goes
+# ---------------------------------------------------------------- salts in workers
 
 
 def messages(salt):
@@ -126,20 +126,20 @@ def test_gateway_and_worker_hash_alike():
         message = msgspec.structs.replace(message, token_ids=tokens, limits=Limits(200))
         seq = intake.open(GatewayId("g"), message)
         assert seq.block_hashes == expected
-        assert seq.salt == salt  # for the blocks of its answer
+        assert seq.salt == salt  # the salt also covers blocks of the answer
     assert intake.read(OfferPrefix("r.0", tokens, salt), BLOCK_SIZE).block_hashes == expected
 
 
-# ---------------------------------------------------------------- subscribers to hashes
+# ---------------------------------------------------------------- subscribers to block events
 
 
 def prompt(code: int) -> list[int]:
-    """Returns bytes as tokens; the text before the code is public."""
+    """Returns bytes as tokens. The text before the code is public."""
     return [*b"The entry code is ", *f"{code:05d}".encode(), *b" and stays so."][:32]
 
 
 def heard(salt: bytes, code: int) -> list[bytes]:
-    """The hashes in the events of a worker that has cached this prompt."""
+    """Returns the hashes in the events of a worker that has cached this prompt."""
     pool = BlockPool(4, keeps_events=True, with_tokens=False)
     hashes = hash_blocks(prompt(code), BLOCK_SIZE, salt)
     pool.set_hashes(pool.allocate(len(hashes)), hashes, parent=None)
@@ -152,11 +152,13 @@ def test_a_code_of_five_digits_is_not_recovered_from_block_events():
     code = 73_205
 
     def recovered(hashes, tried):
-        """An attacker knows the text before the code, and tries the code in the second block."""
+        """Returns the codes found by an attacker, who knows the text before the code in the second
+        block."""
         first, second = hashes
         return [c for c in tried if hash_block(first, prompt(c)[BLOCK_SIZE:]) == second]
 
-    assert recovered(heard(b"", code), [code - 1, code]) == [code]  # without a salt it works
+    # without a salt the attack succeeds
+    assert recovered(heard(b"", code), [code - 1, code]) == [code]
     assert recovered(heard(SECRET.salt("key:ann", ""), code), range(100_000)) == []
 
 

@@ -1,4 +1,4 @@
-"""More log-probabilities than one answer may hold are refused before anything is done."""
+"""A request for more log-probabilities than an answer may have is refused before any work."""
 
 import pytest
 

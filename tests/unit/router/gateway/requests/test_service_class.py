@@ -36,7 +36,7 @@ HEADER = "x-baton-decision"
 
 
 def asked(fields, *, keys=None, min_priority=0, **headers):
-    """The request that the router got."""
+    """Returns the request that the router received."""
     router = FakeRouter()
     app = make_app(router, keys=keys, min_priority=min_priority)
     reply = post(app, "/v1/completions", {"prompt": "yo", **fields}, **headers)
@@ -44,7 +44,7 @@ def asked(fields, *, keys=None, min_priority=0, **headers):
     return router.requests[0]
 
 
-# ---------------------------------------------------------------- class
+# ---------------------------------------------------------------- service class
 
 
 def test_a_request_without_service_fields_has_the_defaults():
@@ -71,7 +71,7 @@ def test_all_choices_of_an_answer_are_of_one_class():
 def test_clients_may_step_back_and_overtake_only_where_the_operator_allows_it():
     assert asked({"priority": 7}).priority == 7
     assert asked({"priority": -3}, min_priority=-5).priority == -3
-    assert asked({}, min_priority=5).priority == 5  # the default rises to the bound
+    assert asked({}, min_priority=5).priority == 5  # the default priority rises to the key's bound
     app = make_app(FakeRouter(), min_priority=-5)
     reply = post(app, "/v1/completions", {"prompt": "yo", "priority": -6})
     assert reply.status == 400
@@ -100,7 +100,7 @@ def test_the_router_may_refuse_a_request_for_its_deadline():
     assert reply.headers["retry-after"] == "3"
 
 
-# ---------------------------------------------------------------- decision
+# ---------------------------------------------------------------- decision header
 
 
 @pytest.mark.parametrize("stream", [False, True])

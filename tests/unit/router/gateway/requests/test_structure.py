@@ -36,7 +36,7 @@ WEATHER = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOLS = {"tools": [WEATHER]}
-# A template that lists the tools, and the arguments of the calls there were.
+# A template that lists the tools, and the arguments of earlier calls.
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m.content }}"

@@ -1,4 +1,4 @@
-"""Responses in the background: started, followed, cancelled, lost, ended; over two processes."""
+"""Background responses: started, followed, cancelled, lost and ended, with two processes."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ STATEFUL = "entrypoints/openai/responses/test_stateful.py"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """What is written each tenth of a second is written at once."""
+    """Writes events at once instead of every tenth of a second."""
     monkeypatch.setattr(runs, "FLUSH_S", 0.001)
     monkeypatch.setattr(runs, "RENEW_S", 0.002)
     monkeypatch.setattr(runs, "POLL_S", 0.005)
@@ -38,7 +38,7 @@ def app_of(router, **settings):
 
 
 async def ended(client, id):
-    """The response when it has ended."""
+    """Waits until the response has ended, and returns it."""
     found = None
 
     async def has_ended():

@@ -1,4 +1,4 @@
-"""Items of a conversation become chat messages; wrong ones are refused by their place."""
+"""Items of a conversation become chat messages; wrong items are refused by their position."""
 
 import msgspec
 import pytest
@@ -73,7 +73,7 @@ def test_a_message_and_its_calls_become_one_message():
 
 
 def answered(call, output):
-    """The call and its output as messages."""
+    """Returns a call and its output as chat messages."""
     asked, told = messages(call, output)
     [made] = asked["tool_calls"]
     assert (told["role"], told["tool_call_id"]) == ("tool", made["id"])
@@ -158,7 +158,7 @@ def test_reasoning_goes_to_the_template_with_the_answer_behind_it():
     asked = {"role": "user", "content": "y"}
     thought = said | {"reasoning_content": "hm"}
     assert messages(reasoning, said, asked) == [thought, asked]
-    assert messages(reasoning, asked, said) == [asked, said]  # its answer is missing
+    assert messages(reasoning, asked, said) == [asked, said]  # the reasoning's answer is missing
     [called] = messages(reasoning, reasoning, CALL)
     assert called["reasoning_content"] == "hmhm"
     assert messages(said, reasoning, said) == [said, thought]

@@ -1,4 +1,4 @@
-"""Pieces of an answer become output items, and events that put together the same items."""
+"""Pieces of an answer become output items, and events from which clients build the same items."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ def names(events):
 
 
 def rebuilt(events):
-    """The items as a client knows them from events alone."""
+    """Returns the items that a client would build from the events alone."""
     items = []
     for event in events:
         kind = event["type"].removeprefix("response.")
@@ -120,7 +120,7 @@ def test_an_input_is_the_same_in_all_pieces(text, lengths, ascii_only, indent):
 @pytest.mark.parametrize(
     ("written", "shown"),
     [
-        (r'{"input": "a\ud83d', "a"),  # cut inside a pair
+        (r'{"input": "a\ud83d', "a"),  # cut inside a surrogate pair
         (r'{"input": "a\ud83d"}', "a\ufffd"),
         (r'{"input": "\udc00b"}', "\ufffdb"),
         (r'{"input": "\ud83d\u0041"}', "\ufffdA"),

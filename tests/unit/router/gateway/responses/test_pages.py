@@ -56,7 +56,7 @@ def app_of(router, **settings):
 
 
 def prompt_of(router, index=-1):
-    """The text of a prompt, with a line for each mark of a speaker."""
+    """Returns the text of a prompt, with one line for each speaker mark."""
     ids = router.requests[index].token_ids
     return "".join(chr(i) if i < 256 else "\n" for i in ids)
 

@@ -1,4 +1,4 @@
-"""Kept responses: chains, owners, bounds, leases and events."""
+"""Stored responses: chains, owners, bounds, leases and events."""
 
 import sqlite3
 
@@ -23,7 +23,7 @@ def db():
 
 
 def assert_totals(db):
-    """The triggers count what there is."""
+    """Asserts that the sums kept by the triggers equal the rows."""
     counted = db.execute("SELECT owner, num, num_bytes FROM response_totals ORDER BY owner")
     found = db.execute(
         "SELECT owner, COUNT(*), SUM(num_bytes) FROM responses GROUP BY owner ORDER BY owner"

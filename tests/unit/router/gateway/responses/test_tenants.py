@@ -1,4 +1,4 @@
-"""Each key has responses of its own."""
+"""A response is visible only to the API key that created it."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Traces of requests, as OpenTelemetry's exporter gets them."""
+"""Traces of requests, as OpenTelemetry's exporter receives them."""
 
 import msgspec
 import pytest
@@ -79,12 +79,12 @@ def test_a_request_is_a_span_with_its_stages_below():
     trace_id, span_id = root.context.trace_id, root.context.span_id
     assert (
         reply.headers["traceparent"] == f"00-{trace_id:032x}-{span_id:016x}-03"
-    )  # sampled, random
+    )  # flags: sampled, random
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_callers_trace_goes_on(stream):
-    traced = Traced(share=0.0)  # the caller has decided
+    traced = Traced(share=0.0)  # the caller's header decides on sampling
     headers = {"traceparent": f"00-{CALLER}-{PARENT}-01", "tracestate": "a=b"}
     reply = post(traced.app, PATH, BODY | {"stream": stream}, **headers)
     root = traced.spans()["cmpl"]

@@ -1,4 +1,4 @@
-"""Spans of a choice, from its timeline."""
+"""The spans of a choice, computed from its timeline."""
 
 import pytest
 from msgspec.structs import replace

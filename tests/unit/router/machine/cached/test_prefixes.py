@@ -1,4 +1,4 @@
-"""The request machine: prefixes that other workers hold, and what lost attempts left behind."""
+"""The request machine: prefixes that other workers hold, and KV that lost attempts left."""
 
 import pytest
 
@@ -36,9 +36,9 @@ def block_hashes(token_ids):
 
 
 def learned(*workers: str, **config) -> Driver:
-    """A driver that saw slow prefill and quick pulls.
+    """Returns a driver that has observed slow prefill and fast pulls.
 
-    The first prefill worker computed LONG and handed it over, and the answer ended.
+    The first prefill worker computed LONG and handed it over, and the answer finished.
     """
     driver = Driver(*workers, **config)
     driver.ask("first", LONG, max_tokens=8)
@@ -55,7 +55,7 @@ def learned(*workers: str, **config) -> Driver:
 
 @pytest.fixture
 def driver() -> Driver:
-    """`p0` and `d0` hold LONG; a long backlog keeps the next prompts away from `p0`."""
+    """`p0` and `d0` hold LONG. A long backlog keeps the next prompts away from `p0`."""
     driver = learned("p0", "p1", "d0")
     driver.ask("backlog", range(500, 540))
     return driver
@@ -127,7 +127,7 @@ def test_a_prompt_that_is_not_handed_over_is_kept_where_it_is_pulled_to(driver):
 
 
 def test_a_decode_worker_holds_its_answers_except_the_last_token():
-    driver = learned("p0", "d0")  # which answered LONG with 100, 101, 102
+    driver = learned("p0", "d0")  # d0 answered LONG with 100, 101, 102
     driver.ask("next", (*LONG, 200), max_tokens=8)
     driver.say("p0", PrefillStarted("next.0", 100, LEASE))
     driver.say("p0", PrefillDone("next.0", 201, None))
@@ -146,7 +146,7 @@ def test_a_worker_that_holds_as_much_computes_without_asking():
 
 
 def test_prefix_is_computed_if_pulling_is_slower(driver):
-    effects = driver.ask("short", (*LONG[:4], 7))  # 40 ms of computing at most
+    effects = driver.ask("short", (*LONG[:4], 7))  # computing takes 40 ms at most
     assert sent(effects, OfferPrefix)
     quick = Driver("p0", "p1", "d0")
     quick.ask("first", LONG)
@@ -166,7 +166,7 @@ def test_mixed_worker_pulls_a_prefix_too():
     assert (worker, generate.prefix) == ("m0", OFFERED)
 
 
-# ---------------------------------------------------------------- offers that come to nothing
+# ---------------------------------------------------------------- offers that fail
 
 
 def test_empty_offer_leads_to_full_prefill_and_is_not_repeated(driver):
@@ -217,7 +217,8 @@ def test_holder_lost_before_its_offer_costs_only_the_prefix():
     effects = driver.handle(WorkerLost("p0", "gone"))
     assert ("p1", "again.0", None) in [(w, m.seq_id, m.prefix) for w, m in sent(effects, Prefill)]
     assert driver.machine.counters["fallback", "prefix holder lost"] == 1
-    assert driver.machine.counters["retried", "worker lost"] == 1  # from the backlog
+    # the lost backlog was one failure
+    assert driver.machine.counters["retried", "worker lost"] == 1
 
 
 def test_holder_lost_after_its_offer_is_left_to_the_prefill_worker():
@@ -264,7 +265,7 @@ def test_an_offer_is_over_when_its_prompt_is_computed():
     assert "p0" not in [worker for worker, _ in sent(effects, Cancel)]
 
 
-# ---------------------------------------------------------------- what a lost attempt left
+# ---------------------------------------------------------------- KV that a lost attempt left
 
 
 def test_a_request_returns_to_the_worker_where_its_blocks_are():

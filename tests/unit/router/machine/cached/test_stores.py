@@ -1,4 +1,4 @@
-"""The request machine and stores: what it pulls from them, and what it never asks of them."""
+"""The request machine with stores: what it pulls from them, and which requests they never get."""
 
 import pytest
 from msgspec.structs import replace
@@ -35,7 +35,7 @@ from router.planning.demand import members
 from tests.kits.fakes.block_events import stored
 from tests.kits.router.machine import LAYOUT, LEASE, Driver, First, sent
 
-# A token of a prompt takes 10 ms, a pull only its overhead.
+# Prefill takes 10 ms per token; a pull costs only its fixed overhead.
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
 LONG = tuple(range(100))
 OFFERED = LeaseRef("r.0.prefix", TransferAddress("s0", "inc", "tcp://x"), 24)
@@ -43,7 +43,7 @@ DISK, OBJECT = LOWER_MEDIA
 
 
 class WithStores(Driver):
-    """A driver whose stores publish what they hold. Costs are known only if given."""
+    """A driver whose stores publish their blocks. Costs are known only if given."""
 
     def __init__(self, *workers: str, costs: WorkerCosts | None = COSTS, **config) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class WithStores(Driver):
         return self.machine.state.flights[name].decision
 
 
-# ---------------------------------------------------------------- no worker
+# ---------------------------------------------------------------- stores are not workers
 
 
 def test_a_store_that_joins_first_is_harmless():
     driver = WithStores("s0")
     assert driver.machine.view.missing() == "no prefill worker"
     driver.holds("s0", Medium.HOST)
-    driver.ask(prompt=LONG)  # waits
+    driver.ask(prompt=LONG)  # the request waits, since a store cannot serve it
     effects = driver.join("p0")
     assert not sent(effects, OfferPrefix)
     driver.join("d0")
@@ -111,7 +111,7 @@ def test_steps_of_a_store_teach_nothing():
     assert driver.machine.state.estimates.step_s(driver.machine.view.workers["d0"], 1, 1) is None
 
 
-# ---------------------------------------------------------------- media
+# ---------------------------------------------------------------- media of a store
 
 
 def matched(driver: WithStores):
@@ -154,7 +154,7 @@ def test_unknown_media_are_ignored_and_counted():
     assert driver.machine.counters["block events", "unknown medium"] == 3
 
 
-# ---------------------------------------------------------------- prices
+# ---------------------------------------------------------------- predicted costs
 
 
 def test_memory_of_a_store_is_pulled_at_once():
@@ -238,7 +238,7 @@ def test_a_first_prompt_after_a_restart_comes_from_the_store(num_tokens, is_pull
     driver.ask(prompt=LONG)
     assert (driver.decision().pulled_from == "s0") is is_pulled
     [claim] = driver.machine.view.workers[workers.split()[0]].prefills.values()
-    assert claim.seconds == 0.0  # unknown: a part of it says nothing
+    assert claim.seconds == 0.0  # unknown, because a partial measurement proves nothing
 
 
 @pytest.mark.parametrize(("in_memory", "medium"), [(0, DISK), (32, DISK), (64, Medium.HOST)])
@@ -250,7 +250,7 @@ def test_an_unmeasured_disk_must_spare_as_much_more(in_memory, medium):
     assert driver.decision().pulled_medium == medium
 
 
-# ---------------------------------------------------------------- what a pull teaches
+# ---------------------------------------------------------------- learning from pulls
 
 
 def pulled(driver: WithStores, medium: str) -> None:
@@ -300,11 +300,11 @@ def test_no_more_is_counted_than_a_prompt_has(num_blocks, num_tokens):
     assert driver.machine.counters["pulled tokens", Medium.HOST] == num_tokens
 
 
-# ---------------------------------------------------------------- reading ahead
+# ---------------------------------------------------------------- prefetches
 
 
 def crowded(*stores: str) -> WithStores:
-    """A driver in which the next prompt must wait."""
+    """Returns a driver in which the next prompt must wait."""
     driver = WithStores("p0", "d0", *stores)
     for number in range(2):
         driver.ask(f"busy{number}", range(1000 * (number + 1), 1000 * (number + 1) + 400))
@@ -344,7 +344,7 @@ def test_a_prompt_that_is_placed_at_once_needs_no_hint():
 
 
 def test_a_policy_that_does_not_pull_has_nothing_read_ahead():
-    driver = WithStores("s0", policy="round-robin")  # no worker yet
+    driver = WithStores("s0", policy="round-robin")  # no worker has joined yet
     driver.holds("s0", DISK)
     driver.join("p0")
     assert not sent(driver.ask(prompt=LONG), Prefetch)
@@ -354,7 +354,7 @@ def test_a_policy_that_does_not_pull_has_nothing_read_ahead():
     assert sent(pulls.ask(prompt=LONG), Prefetch)
 
 
-# ---------------------------------------------------------------- faults
+# ---------------------------------------------------------------- faults of stores
 
 
 def test_a_store_lost_before_its_offer_costs_only_the_prefix():
@@ -392,7 +392,8 @@ def test_an_empty_or_late_offer_of_a_store_leads_to_computing():
             effects = driver.say("s0", PrefixOffered("r.0", None))
         [(worker, prefill)] = sent(effects, Prefill)
         assert (worker, prefill.prefix) == ("p0", None)
-        assert matched(driver) == {"s0|disk": 25}  # only its events say what it holds
+        # only the store's events tell which blocks it holds
+        assert matched(driver) == {"s0|disk": 25}
 
 
 def test_a_store_out_of_reach_is_not_asked():

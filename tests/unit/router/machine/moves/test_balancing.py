@@ -47,7 +47,7 @@ COPIED = LeaseRef("copied", TransferAddress("d0", "inc", "tcp://d0"), 1)
 
 
 class Balanced(Driver):
-    """A machine that knows its costs; three answers run at d0, the only decode worker."""
+    """A machine with known costs. Three answers run on d0, the only decode worker."""
 
     def __init__(self, asked: Mapping[str, Any] = {}, **config) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Balanced(Driver):
 
 @pytest.fixture
 def copying() -> Balanced:
-    """The first of three answers is about to be copied to d1, which joined late."""
+    """The first of three answers is to be copied to d1, which has just joined."""
     driver = Balanced()
     driver.join("d1")
     effects = driver.report()
@@ -82,7 +82,7 @@ def copying() -> Balanced:
 
 @pytest.fixture
 def leaving(copying) -> Balanced:
-    """Its copy has arrived, and its source was told to stop it."""
+    """The copy has arrived at d1, and d0 has an order to stop the sequence."""
     copying.say("d0", PrefixOffered("a.1.copy", COPIED))
     effects = copying.say("d1", KvReady("a.1.copy", 1, 0, "shm", 0.01))
     assert sent(effects, HandOver) == [("d0", HandOver("a.0", "a.1"))]
@@ -189,7 +189,7 @@ def test_a_drain_of_another_worker_goes_first():
 
 
 class Fluid(Balanced):
-    """The same, and the only prefill worker is a fluid one that has just computed a prompt."""
+    """A `Balanced` machine whose only prefill worker is fluid and has just computed a prompt."""
 
     def __init__(self, *, balance: bool = True, **asked) -> None:
         super().__init__(asked, balance=balance)
@@ -200,7 +200,7 @@ class Fluid(Balanced):
         self.say("p1", PrefillDone("last.0", 9, FinishReason.LENGTH))
 
     def copied(self, looks: int = 8) -> list[tuple[str, str]]:
-        """Waits for looks, when the machine asks for them, until one begins to copy a sequence."""
+        """Ticks when the machine asks for it, until a copy begins. Returns the copied sequences."""
         for _ in range(looks):
             self.now_s = self.machine.next_wake_s()
             if offers := sent(self.handle(Tick()), OfferPrefix):
@@ -212,12 +212,13 @@ def test_a_prefill_worker_without_prompts_takes_a_sequence_soon():
     fluid = Fluid()
     began_s = fluid.now_s
     assert fluid.copied() == [("d0", "a.1.copy")]
-    assert 1.8 < fluid.now_s - began_s < 10  # a token takes 0.11 s there, and 16 are the fewest
+    # a token takes 0.11 s on d0, and a worker must be idle for 16 token times at least
+    assert 1.8 < fluid.now_s - began_s < 10
     assert fluid.counted("lend", "begun") == 1
 
 
 def lent_sequence():
-    """A machine where `a` has moved to the prefill worker p1."""
+    """Returns a machine in which `a` has moved to the prefill worker p1."""
     fluid = Fluid()
     fluid.copied()
     fluid.say("d0", PrefixOffered("a.1.copy", COPIED))
@@ -248,7 +249,7 @@ def test_a_prompt_sends_back_lent_sequences_if_prompts_take_much_of_the_time():
 def test_prompts_that_were_placed_together_send_it_back_too():
     fluid = lent_sequence()
     fluid.machine._placing._load.record(5.0, fluid.now_s, num_computed=1, num_cached=0)
-    fluid.say("d0", Tokens("c.0", [4], FinishReason.STOP))  # makes a place
+    fluid.say("d0", Tokens("c.0", [4], FinishReason.STOP))  # frees a place on d0
     one = Request(RequestId("one"), (1, 2, 3), Sampling(), Limits(max_len=9), fluid.now_s)
     fluid.handle(Arrived(one, more_come=True))
     fluid.ask("two")

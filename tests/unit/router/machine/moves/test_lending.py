@@ -1,4 +1,4 @@
-"""Where a prefill worker has the sequences that it decodes go, while prompts wait."""
+"""Where sequences on a lending prefill worker move, while prompts wait for that worker."""
 
 from types import SimpleNamespace
 
@@ -14,9 +14,9 @@ from router.machine.moves.free import Lending
 from router.policies.base import EMPTY, Need, Queue
 
 LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(1, 1, 8),))
-# a step takes 10 ms, and 2 ms more for each sequence
+# 10 ms plus 2 ms for each sequence
 COSTS = WorkerCosts(PrefillCost(0.0, 1e-3), DecodeCost(0.01, 0.002, 0.0), PullCost(0.0, 0.0, 1e12))
-NEED = Need(100, 200)  # it has 100 tokens to come
+NEED = Need(100, 200)  # 100 tokens are still to be generated
 
 
 def worker(name, role, num_seqs):
@@ -31,7 +31,7 @@ def worker(name, role, num_seqs):
 
 
 def pays(queue, *, num_there, bound_s=None):
-    """Asks for one of two sequences at a prefill worker."""
+    """Returns whether a move pays off for one of two sequences on a prefill worker."""
     lending = Lending(
         SimpleNamespace(estimates=Estimates(COSTS)),
         SimpleNamespace(queue=lambda flight, now_s: queue),
@@ -44,7 +44,7 @@ def pays(queue, *, num_there, bound_s=None):
 
 @pytest.mark.parametrize(("bound_s", "is_moved"), [(0.021, False), (0.023, True)])
 def test_a_bound_must_hold_where_it_goes(bound_s, is_moved):
-    """With it, a step of the six there takes 22 ms."""
+    """With the moved sequence, a step of the six sequences on d0 takes 22 ms."""
     assert pays(Queue(9.0, 9.0), num_there=5, bound_s=bound_s) is is_moved
 
 
@@ -52,10 +52,12 @@ def test_a_bound_must_hold_where_it_goes(bound_s, is_moved):
     ("queue", "is_moved"),
     [
         (EMPTY, False),
-        # The prompts would save less than 1.4 s: it loses 0.8 s, and those there lose the rest.
+        # Waiting prompts would save less than 1.4 s: the moved sequence loses 0.8 s, d0's others
+        # the rest.
         (Queue(1.0, 0.8), False),
         (Queue(4.0, 1.0), True),
-        (Queue(1.0, 0.1, busy=0.9), True),  # prompts keep coming, so it is no quicker here
+        # prompts keep arriving, so the sequence is no faster on p0
+        (Queue(1.0, 0.1, busy=0.9), True),
     ],
 )
 def test_without_a_bound_it_moves_if_prompts_save_more_than_it_loses(queue, is_moved):
@@ -69,15 +71,15 @@ def test_it_moves_to_where_it_is_quicker():
 @pytest.mark.parametrize(
     ("num_there", "bound_s", "target"),
     [
-        ((3, 4), 0.03, "p2"),  # the fuller one: its step takes 20 ms with it
-        ((3, 4), 0.019, "p1"),  # 18 ms
+        ((3, 4), 0.03, "p2"),  # the fuller lender: its step takes 20 ms with the moved sequence
+        ((3, 4), 0.019, "p1"),  # its step takes 18 ms with the moved sequence
         ((3, 4), 0.017, None),
-        ((2, 1), 0.03, None),  # no fuller than here
-        ((3, 240), 9.0, "p1"),  # the other one has no memory left to lend
+        ((2, 1), 0.03, None),  # no lender is fuller than the present worker
+        ((3, 240), 9.0, "p1"),  # p2 has no memory left to lend
     ],
 )
 def test_with_a_bound_it_moves_to_a_fuller_lender(num_there, bound_s, target):
-    """Two sequences are here. Each holds four of 1,000 blocks."""
+    """The present worker has two sequences. Each sequence holds four of 1,000 blocks."""
     view = ClusterView()
     for i, num_seqs in enumerate((2, *num_there)):
         name = f"p{i}"

@@ -1,4 +1,4 @@
-"""Forms of calls: grammars allow only valid ones; parsers read transcripts in any pieces."""
+"""Forms of tool calls: grammars allow only valid calls; parsers accept text in any pieces."""
 
 import json
 import random
@@ -28,7 +28,7 @@ FUNCTIONS = {"weather": WEATHER, "now": NOTHING}
 DEEP = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 ONE = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
 
-# By form: an answer with two calls, as a model of this family writes it.
+# An answer with two calls for each form, as a model of this family writes it.
 TRANSCRIPTS = {
     "hermes": (
         'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź", "days": 2}}\n'
@@ -77,7 +77,7 @@ def calling(*, forced=False, single=False):
 
 
 def parsed(name, pieces, *, is_cut=False):
-    """Content, reasoning and calls of an answer that came in these pieces."""
+    """Returns content, reasoning and calls of an answer that arrived in these pieces."""
     parser = CALL_FORMS[name].parser(calling(), random.Random(0))
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(
         is_cut=is_cut
@@ -328,7 +328,7 @@ def test_forced_calls_are_calls(name):
 @pytest.mark.parametrize("name", TRANSCRIPTS)
 @pytest.mark.parametrize(("old", "new"), [("2", "12"), ("2", '"x"'), ("weather", "whether")])
 def test_the_grammar_refuses_wrong_calls(name, old, new):
-    is_text = name in BARE and old == "weather"  # what calls no tool is no call
+    is_text = name in BARE and old == "weather"  # text without a tool call is not a call
     assert allows(name, TRANSCRIPTS[name].replace(old, new, 1)) is is_text
 
 
@@ -349,7 +349,7 @@ def test_what_a_form_cannot_hold_to_is_refused():
         CALL_FORMS["qwen3_coder"].grammar(asked, token_of)
 
 
-# ---------------------------------------------------------------- choice
+# ---------------------------------------------------------------- choice of the form
 
 TEMPLATES = {
     "hermes": 'return a json object within <tool_call></tool_call>: {"name": …, "arguments": …}',

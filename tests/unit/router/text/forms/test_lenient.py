@@ -1,4 +1,4 @@
-"""A lenient grammar loses no valid value, and allows no other where it holds all of a schema."""
+"""A lenient grammar allows every valid value, and no other value if it covers the whole schema."""
 
 import json
 import random
@@ -32,7 +32,8 @@ def weights():
 
 
 def written(grammar, rng):
-    """A random answer's text under a grammar; None if it is too long or the grammar is refused."""
+    """Returns a random answer under a grammar, or None if it is too long or the grammar is
+    refused."""
     try:
         guide = bundled_guides().open(grammar, ())
     except GrammarError:
@@ -42,7 +43,7 @@ def written(grammar, rng):
 
 
 def shuffled(value, rng):
-    """The same value with its keys in another order."""
+    """Returns the same value with its keys in another order."""
     if isinstance(value, dict):
         entries = [(key, shuffled(each, rng)) for key, each in value.items()]
         rng.shuffle(entries)
@@ -60,7 +61,7 @@ def test_each_valid_value_is_allowed_in_any_order_and_spelling():
             continue
         lenient = Grammar(GrammarKind.LARK, lenient_grammar(schema)[0])
         value = shuffled(json.loads(text), order)
-        # A text with a pattern has one spelling; others may be escaped.
+        # A text with a pattern has one spelling; other texts may contain escapes.
         is_ascii = "pattern" not in json.dumps(schema)
         for spelled in (
             text,

@@ -1,4 +1,4 @@
-"""Reasoning between marks: in the prompt, in the answer, optional; and grammars behind it."""
+"""Reasoning between marks: in the prompt, in the answer, or optional; then a grammar."""
 
 import random
 
