@@ -1,1 +1,1 @@
-"""The router: HTTP gateway, request machine, cluster view, placement. It never sees KV bytes."""
+"""The router: HTTP gateway, request machine, cluster view, placement. KV bytes never pass it."""

@@ -1,6 +1,6 @@
-"""The sockets around `BlockNews`: one worker's block events, as a gateway receives them.
+"""The sockets around `BlockNews`, through which a gateway receives one worker's block events.
 
-It lives on the gateway's event loop as long as the session with the worker. Each request has its
+A feed runs on the gateway's event loop as long as the session with the worker. Each request has its
 own socket, so late answers to an earlier request are dropped.
 """
 
@@ -44,12 +44,16 @@ from router.block_news import (
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BATCHES = 10_000
-MAX_MESSAGES_PER_TURN = 32  # then the loop handles other events
-SILENCE_S = 2.0  # seconds without a sign of the other host; then the connection is replaced
+MAX_MESSAGES_PER_TURN = 32  # number of messages after which the loop handles other events
+SILENCE_S = 2.0  # the connection is replaced if the other host is silent for this long
 
 
 class BlockFeed:
-    """Follows one worker. Calls `on_news` with its events, `count` with each request's reason."""
+    """Receives the block events of one worker.
+
+    Calls `on_news` with each batch of events, and `count` with the reason of each request to the
+    worker.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class BlockFeed:
 
     @property
     def is_following(self) -> bool:
-        """True if all batches that the worker is known to have published were passed on."""
+        """True if `on_news` has received all batches that the worker is known to have published."""
         return self._news.is_following
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
@@ -84,11 +88,11 @@ class BlockFeed:
         self._batches = self._connected(zmq.SUB, self._address.published)
         self._batches.set(zmq.SUBSCRIBE, topic_of(self._info.worker_id, self._info.incarnation))
         self._loop.add_reader(self._batches.FD, self._read_batches)
-        self._loop.call_soon(self._read_batches)  # connecting may have cleared the descriptor
+        self._loop.call_soon(self._read_batches)  # connecting may have cleared the signal
         self._perform(self._news.open(self._clock.now_s()))
 
     def close(self) -> None:
-        """Closes the sockets. `on_news` is not called any more."""
+        """Closes the sockets. After this, `on_news` is not called."""
         self._is_closed = True
         self._hang_up()
         self._loop.remove_reader(self._batches.FD)
@@ -115,7 +119,10 @@ class BlockFeed:
         return socket
 
     def _read_batches(self) -> None:
-        """Reads all messages: the descriptor becomes readable once, not once per message."""
+        """Reads all messages that are there.
+
+        The descriptor signals once when it becomes readable, not once per message.
+        """
         for _ in range(MAX_MESSAGES_PER_TURN):
             if self._is_closed:
                 return
@@ -138,7 +145,7 @@ class BlockFeed:
         self._loop.call_soon(self._read_answers, socket)
 
     def _ask(self, wanted: bytes) -> None:
-        """Sends a request. If sending fails, no answer comes and a later request replaces it."""
+        """Sends a request. If sending fails, no answer comes, and another request follows later."""
         self._hang_up()
         try:
             socket = self._answers = self._connected(zmq.DEALER, self._address.asked)
@@ -148,7 +155,7 @@ class BlockFeed:
             return
         self._loop.add_reader(socket.FD, self._read_answers, socket)
         socket.send_multipart((self._info.incarnation.encode(), wanted))
-        self._loop.call_soon(self._read_answers, socket)  # sending may have cleared the descriptor
+        self._loop.call_soon(self._read_answers, socket)  # sending may have cleared the signal
 
     def _hang_up(self) -> None:
         if self._answers is not None:
@@ -205,7 +212,7 @@ def _published(frames: Sequence[bytes]) -> NewsEvent:
 
 
 def _answered(frames: Sequence[bytes]) -> NewsEvent:
-    """Decodes an answer, whose first frame repeats the request of this socket."""
+    """Decodes an answer. Its first frame repeats the request of this socket."""
     try:
         piece = decode_answer(frames[1:])
     except ProtocolError as error:

@@ -1,6 +1,6 @@
-"""Puts one worker's block events in order. No I/O.
+"""Orders one worker's block events. No I/O.
 
-    waiting ──snapshot──> following ──a number is missing──> asks again ──> following
+    waiting ──snapshot──> following ──a number is missing──> requests it ──> following
        ^                      │                                  │
        └──────────────────────┴─────────── no answer in time ────┘
 
@@ -10,11 +10,11 @@ requested. The worker's own count of published batches, which comes with its loa
 loss of the latest batches.
 
 Without an answer in time, events are *missed*. Then the worker's events are ignored, and the
-gateway assumes the blocks of the requests that it sent. A snapshot is requested again after a pause
-that grows.
+gateway assumes that the worker has cached the blocks of its requests. A snapshot is requested again
+after a pause that grows.
 
-Repeated, late and out-of-order batches change nothing. A snapshot counts only if it is not older
-than the applied events.
+Repeated, late and out-of-order batches change nothing. A snapshot is ignored if it is older than
+the applied events.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,11 @@ from engine.worker.block_events import (
 from engine.worker.blocks import BlockHash
 from router.native.index import PrefixIndex
 
-ANSWER_TIMEOUT_S = 5.0  # from one piece of an answer to the next
-OVERDUE_S = 0.5  # seconds that a published batch may take to arrive
-FIRST_PAUSE_S = 1.0  # before the first repeated request
+ANSWER_TIMEOUT_S = 5.0  # maximum seconds from one piece of an answer to the next
+OVERDUE_S = 0.5  # maximum seconds until a published batch arrives
+FIRST_PAUSE_S = 1.0  # seconds before the first repeated request
 MAX_PAUSE_S = 30.0
-MAX_EARLY_BATCHES = 1024  # kept while an earlier batch is missing
+MAX_EARLY_BATCHES = 1024  # maximum number of batches buffered while an earlier one is missing
 
 
 def apply_events(
@@ -46,8 +46,8 @@ def apply_events(
 ) -> int:
     """Applies a worker's events to an index, in order.
 
-    `media` has a store's names in the index, by medium. Without it, events must name no medium.
-    Returns the number of events that name unknown media; these are ignored.
+    `media` has a store's names in the index, by medium. Without `media`, events must name no
+    medium. Returns the number of events with an unknown medium, which are ignored.
     """
     num_ignored = 0
     for event in events:
@@ -81,7 +81,7 @@ def _name_of(
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published batch."""
+    """A batch that the worker has published."""
 
     number: int
     events: Sequence[BlockEvent]
@@ -89,7 +89,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class NewsPiece:
-    """A piece of the answer to the last request."""
+    """A piece of the answer to the last request: one batch, or a part of a snapshot."""
 
     number: int
     events: Sequence[BlockEvent]
@@ -97,7 +97,7 @@ class NewsPiece:
 
 @dataclass(frozen=True, slots=True)
 class NewsEnded:
-    """The end of an answer."""
+    """The answer to the last request is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """A message that cannot be read."""
+    """A message that cannot be decoded."""
 
     reason: str
 
@@ -126,26 +126,26 @@ NewsEvent = Published | NewsPiece | NewsEnded | Counted | Garbled | NewsTick
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Changes of the worker's blocks."""
+    """Effect: change the known blocks of the worker."""
 
     events: Sequence[BlockEvent]
 
 
 @dataclass(frozen=True, slots=True)
 class AskBatches:
-    """Request the batches from this number on. Answers to earlier requests are dropped."""
+    """Effect: request batches from number `first` on. Answers to earlier requests are dropped."""
 
     first: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskSnapshot:
-    """Request a snapshot of all cached blocks. Answers to earlier requests are dropped."""
+    """Effect: request a snapshot of all cached blocks. Answers to earlier requests are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventsMissed:
-    """The applied events are out of date, until the next `Apply`."""
+    """Effect: ignore the applied events, which are out of date, until the next `Apply`."""
 
     reason: str
 
@@ -159,8 +159,8 @@ class _Ask:
 
     due_s: float
     wants_all: bool
-    num_published: int  # published batches at the time of the request
-    number: int | None = None  # the number of the snapshot
+    num_published: int  # number of published batches at the time of the request
+    number: int | None = None  # number of the snapshot; None: no piece has arrived
     pieces: list[BlockEvent] = field(default_factory=list)
 
 
@@ -170,12 +170,12 @@ class BlockNews:
     def __init__(self) -> None:
         self._next: int | None = None  # number of the next batch; None: a snapshot is needed
         self._early: dict[int, Sequence[BlockEvent]] = {}
-        self._num_published = 0  # published batches, as far as this gateway knows
+        self._num_published = 0  # number of published batches that this gateway knows of
         self._ask: _Ask | None = None
         self._overdue_s: float | None = None
         self._ask_again_s: float | None = None
         self._num_failures = 0
-        self._is_heard = True  # False after an `EventsMissed` was returned
+        self._is_heard = True  # False from an `EventsMissed` until the next `Apply`
 
     @property
     def is_following(self) -> bool:
@@ -226,7 +226,7 @@ class BlockNews:
     # ------------------------------------------------------------ batches
 
     def _apply(self, number: int, events: Sequence[BlockEvent]) -> list[NewsEffect]:
-        """Applies a batch if it is the next one, and the batches that waited for it."""
+        """Applies a batch if it is the next one, and then the buffered batches that follow it."""
         if self._next is None or number > self._next:
             if len(self._early) < MAX_EARLY_BATCHES:
                 self._early[number] = events
@@ -261,7 +261,7 @@ class BlockNews:
         return []
 
     def _is_overdue(self, now_s: float) -> bool:
-        """True if a published batch has been missing for too long."""
+        """True if a published batch has not arrived for `OVERDUE_S`."""
         if self.is_following:
             self._overdue_s = None
             return False
@@ -311,16 +311,16 @@ class BlockNews:
             return self._fail("no whole snapshot", now_s)
         self._num_failures = 0
         if self._next is not None and number < self._next:
-            return []  # the missing batch has arrived in the meantime
+            return []  # the missing batch has arrived before the snapshot
         self._is_heard = True
         self._next = number
         self._early = {n: events for n, events in self._early.items() if n >= number}
-        # If the worker has published more batches, its next count shows that.
+        # If the worker has published more batches, its next count reveals that.
         self._num_published = max(self._early, default=number - 1) + 1
         return [Apply(ask.pieces), *self._apply_early()]
 
     def _fail(self, reason: str, now_s: float) -> list[NewsEffect]:
-        """Stops trusting the applied events. After a pause, a snapshot is requested again."""
+        """Ignores the applied events, and requests a snapshot again after a pause."""
         pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, MAX_PAUSE_S)
         self._num_failures = min(self._num_failures + 1, 16)
         self._ask, self._ask_again_s = None, now_s + pause_s

@@ -1,4 +1,4 @@
-"""The requests of one router, from submission to end, and the sinks of their answers."""
+"""The running requests of one router, and the sinks that receive their answers."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -12,16 +12,16 @@ from router.port import FrameTaker, Handle, Sink
 
 
 class RouterClients:
-    """All running requests and their sinks."""
+    """All running requests of a router, with their sinks."""
 
     def __init__(self, state: RouterState, handle: Callable[..., None]) -> None:
         """`handle` passes events to the machine."""
-        self.taker: FrameTaker | None = None  # None: no answer has offered frames yet
+        self.taker: FrameTaker | None = None  # None until an answer offers frames
         self.state = state
         self._handle = handle
         self._clients: dict[RequestId, _Client] = {}
-        self._arrived: dict[RequestId, Request] = {}  # arrived in this turn of the loop
-        self._num_left_seqs = 0  # the machine's count at the last check
+        self._arrived: dict[RequestId, Request] = {}  # requests of this iteration of the loop
+        self._num_left_seqs = 0  # `state.num_left_seqs` at the last check
         self._end: Failed | None = None  # set by `cut`: the outcome of all requests
 
     def submit(self, request: Request, sink: Sink) -> Handle:
@@ -37,32 +37,35 @@ class RouterClients:
         return client
 
     def admit(self) -> None:
-        """Passes all requests of a turn of the loop to the machine, which places them together."""
+        """Passes all requests of one iteration of the loop to the machine, to place together."""
         requests, self._arrived = list(self._arrived.values()), {}
-        if not requests:  # all their clients have left
+        if not requests:  # all these requests were cancelled before
             return
         *others, last = requests
         try:
             self._handle(*(Arrived(each, more_come=True) for each in others), Arrived(last))
-        except Exception as error:  # a bug; it ends these requests but no others
+        except Exception as error:  # a bug; it must end no other requests than these
             for request in requests:
                 if (client := self._clients.get(request.request_id)) is not None:
                     client.sink.fail(error)
 
     def withdraw(self, request_ids: Iterable[RequestId]) -> None:
-        """Cancels requests within this call; the last update of each says so."""
+        """Cancels requests before it returns. Each request gets a last update with that outcome."""
         self.admit()
         self._handle(*(ClientGone(request_id) for request_id in request_ids))
 
     def leave(self, request_id: RequestId) -> None:
-        """Cancels a request whose sink accepts nothing more."""
+        """Cancels a request without a last update to its sink."""
         self._clients.pop(request_id, None)
         self._arrived.pop(request_id, None)
         if request_id in self.state.flights:
             self._handle(ClientGone(request_id))
 
     def cut(self, end: Failed) -> int:
-        """Ends all requests with this outcome, later ones too. Returns the present number."""
+        """Ends all requests with this outcome. Later requests end with it at once.
+
+        Returns the number of requests that were running.
+        """
         self._end = end
         clients, self._clients = self._clients, {}
         for client in clients.values():
@@ -84,7 +87,7 @@ class RouterClients:
             client.receive(update, now_s)
 
     def close_left(self) -> None:
-        """Stops reading frames for sequences that ended before their requests."""
+        """Stops reading frames for sequences whose attempts ended before their requests."""
         state = self.state
         if self.taker is None or state.num_left_seqs == self._num_left_seqs:
             return
@@ -96,7 +99,7 @@ class RouterClients:
 
 
 class _Client:
-    """One request with its sink; implements `router.port.Handle`."""
+    """One request with its sink. Implements `router.port.Handle`."""
 
     __slots__ = ("_clients", "request_id", "seq_id", "sink")
 
@@ -107,7 +110,10 @@ class _Client:
         self.seq_id: SeqId | None = None  # the sequence whose tokens may be read from frames
 
     def receive(self, update: Update, now_s: float) -> None:
-        """Passes an update to the sink, only tokens bare. Its bugs must not end other requests."""
+        """Passes an update to the sink. A bug of the sink must not end other requests.
+
+        An update with only tokens is passed to `sink.tokens`.
+        """
         try:
             if update.outcome is None and update.timeline is None and not update.logprobs:
                 self.sink.tokens(update.token_ids, now_s)
@@ -117,11 +123,11 @@ class _Client:
             self.sink.fail(error)
 
     def cancel(self) -> None:
-        """Cancels the request; its sink gets nothing more."""
+        """Cancels the request. Its sink receives nothing more."""
         self._clients.leave(self.request_id)
 
     def offer_frames(self, taker: FrameTaker) -> SeqId | None:
-        """Offers frames to `taker` from now on; returns the running sequence, if any."""
+        """Offers frames to `taker` from now on. Returns the running sequence; None without any."""
         flight = self._clients.state.flights.get(self.request_id)
         if flight is None or flight.attempt is None:
             return None

@@ -1,8 +1,9 @@
-"""The sessions of one router with its workers, each kept open by a task.
+"""The sessions of one router with its workers. A task keeps each session open.
 
 A worker counts as lost if its session breaks, if it is silent for `router.silence_s`, or if its
-step hangs. Its task then reconnects. A worker that was only paused or disconnected comes back
-without its work for this gateway: it cancels that work when it learns that the session has ended.
+step hangs. Its task then reconnects. If the worker was only paused or disconnected, it has
+cancelled its work for this gateway when it joins again: it does so when it detects the end of the
+session.
 """
 
 import asyncio
@@ -51,12 +52,12 @@ RETRY_EVERY_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 _LINK_ERRORS = (ConnectionError, TimeoutError, ProtocolError, LayoutMismatch, StepStuck)
 
-# Handles a worker's frame and returns the messages that the machine received at once.
+# Handles a worker's frame, and returns the messages that were passed to the machine at once.
 ReceiveFrame = Callable[[WorkerId, bytes], Sequence[ToGateway]]
 
 
 class WorkerLinks:
-    """Sessions with the workers at these addresses."""
+    """The sessions with the workers at given addresses."""
 
     def __init__(  # noqa: PLR0913 - what a session is made of
         self,
@@ -69,12 +70,12 @@ class WorkerLinks:
         handle: Callable[[RouterEvent], None],
         receive_frame: ReceiveFrame,
     ) -> None:
-        """`handle` passes an event to the machine, `receive_frame` a worker's frame."""
-        self.addresses = set(addresses)  # all workers to be connected
+        """`handle` passes an event to the machine. `receive_frame` handles a worker's frame."""
+        self.addresses = set(addresses)  # addresses of all workers that should be connected
         self.joined = asyncio.Event()  # set when a worker joins
-        self.fingerprint = ""  # shown in answers; empty until a worker is known
-        self.counters: Counter[tuple[str, str]] = Counter()  # counts of block event losses
-        self.crash: BaseException | None = None  # the bug that ended a task
+        self.fingerprint = ""  # for answers; empty until the first worker joins
+        self.counters: Counter[tuple[str, str]] = Counter()  # numbers of losses of block events
+        self.crash: BaseException | None = None  # the bug by which a task has ended
         self.stores: list[WorkerId] = []
         self._machine = machine
         self._gateway_id = gateway_id
@@ -83,12 +84,12 @@ class WorkerLinks:
         self._handle = handle
         self._receive_frame = receive_frame
         self._links: dict[WorkerId, SessionClient] = {}
-        self._linked_to: dict[WorkerId, str] = {}  # addresses by worker
+        self._linked_to: dict[WorkerId, str] = {}  # address of each worker
         self._worker_fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by address
-        self._linking: set[asyncio.Task[None]] = set()  # the same tasks, and tasks that are ending
-        self._leaving: dict[WorkerId, str] = {}  # addresses; these sessions end with their requests
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # task of each address
+        self._linking: set[asyncio.Task[None]] = set()  # all tasks, including those that are ending
+        self._leaving: dict[WorkerId, str] = {}  # addresses of removed workers in use
 
     def open(self) -> None:
         """Starts to connect to the workers."""
@@ -100,7 +101,7 @@ class WorkerLinks:
             self._link(address)
 
     async def close(self) -> None:
-        """Ends the sessions; workers then free the resources of this gateway's requests."""
+        """Ends the sessions. Workers then release the resources of this gateway's requests."""
         self._closing.cancel()
         tasks = set(self._linking)
         for task in tasks:
@@ -112,7 +113,7 @@ class WorkerLinks:
     def follow(self, addresses: Collection[str]) -> None:
         """Replaces the list of workers.
 
-        The session with a removed worker ends after its last request.
+        The session with a removed worker ends after the last request on that worker.
         """
         self.addresses = set(addresses)
         for address in sorted(self.addresses - set(self._tasks)):
@@ -127,7 +128,7 @@ class WorkerLinks:
         self.release_removed()
 
     def release_removed(self) -> None:
-        """Ends sessions with removed workers on which this gateway has no claim left."""
+        """Ends the sessions with removed workers on which this gateway has no claim."""
         for worker_id, address in list(self._leaving.items()):
             worker = self._machine.view.workers.get(worker_id)
             if worker is None or not (worker.prefills or worker.decodes):
@@ -135,16 +136,16 @@ class WorkerLinks:
                 self._unlink(address)
 
     def post(self, worker_id: WorkerId, messages: Sequence[ToWorker]) -> None:
-        """Sends messages to a worker at once, unless it is lost."""
+        """Sends messages to a worker at once. Does nothing if the worker is lost."""
         if (link := self._links.get(worker_id)) is None:
             return
         try:
             link.post(encode_frame(messages))
-        except ConnectionError as error:  # the session's reader ends by the same error
+        except ConnectionError as error:  # the task that reads this session ends by the same error
             log.warning("a frame to %s was not sent: %s", worker_id, error)
 
     def record_bug(self, error: BaseException) -> None:
-        """Logs a bug. The gateway is no longer ready."""
+        """Logs a bug. From then on, the gateway is not ready."""
         log.critical("a router task died: %r", error, exc_info=error)
         self.crash = error
 
@@ -155,11 +156,11 @@ class WorkerLinks:
         self._linking.add(task)
 
     def _unlink(self, address: str) -> None:
-        if (task := self._tasks.pop(address, None)) is not None:  # otherwise it is already ending
+        if (task := self._tasks.pop(address, None)) is not None:  # else it is ending already
             task.cancel()
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
-        """Ends the router if a task ended by a bug."""
+        """Reports a bug if a task has ended by it. The gateway is then not ready."""
         self._linking.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.record_bug(error)
@@ -193,7 +194,7 @@ class WorkerLinks:
     ) -> None:
         """Runs one session until it ends.
 
-        If the worker was lost because a step had lasted `stuck_s`, that step must end before the
+        If the worker was lost because a step had taken `stuck_s`, this step must end before the
         worker may join again.
         """
         hello = Hello(PROTOCOL_VERSION, self._gateway_id)
@@ -235,19 +236,19 @@ class WorkerLinks:
             is_wanted = address in self.addresses and not self._closing.done()
             level = logging.WARNING if is_wanted else logging.INFO
             worker = self._machine.view.workers.get(info.worker_id)
-            role = info.role if worker is None else worker.info.role  # its role may have changed
+            role = info.role if worker is None else worker.info.role  # the present role
             log.log(level, "%s worker %s is lost", role, info.worker_id)
             self._handle(WorkerLost(info.worker_id, reason))
 
     def _check_step(self, worker_id: WorkerId, step: StillStepping) -> None:
-        """Raises StepStuck if a step hangs: the worker is lost although it still responds."""
+        """Raises StepStuck if a step hangs. The worker is then lost, although it still responds."""
         if step.seconds > self._machine.longest_step_s(worker_id, is_early=step.is_early):
             raise StepStuck(step.seconds)
 
     def _follow(self, info: Welcome) -> BlockFeed | None:
-        """Follows a worker's block events for the machine.
+        """Passes a worker's block events to the machine.
 
-        Returns None if the worker publishes none, or if they cannot be received.
+        Returns None if the worker publishes no events, or if they cannot be received.
         """
         if info.events is None:
             self.counters["block events", "not offered"] += 1
@@ -261,7 +262,7 @@ class WorkerLinks:
                         self._handle(BlocksChanged(worker_id, events))
                     case EventsMissed(reason):
                         self._handle(BlockEventsMissed(worker_id, reason))
-            except Exception as error:  # it must not end a task of the router
+            except Exception as error:  # an error must not end the task of this session
                 self.record_bug(error)
                 raise
 
@@ -278,18 +279,18 @@ class WorkerLinks:
         )
         try:
             feed.open(self._zmq)
-        except zmq.ZMQError as error:  # no descriptor is left, or the address is invalid
+        except zmq.ZMQError as error:  # there is no free descriptor, or the address is invalid
             log.warning("cannot follow block events of %s: %s", worker_id, error)
             count("not followed")
             return None
         return feed
 
     def _check_identity(self, info: Welcome) -> None:
-        """Raises an error if the worker does not fit the others.
+        """Raises an error if the worker does not match the other workers.
 
-        All workers of a gateway serve one model, and all of a pool have one KV layout. Layouts of
-        two pools may differ in the format. A store must fit the workers. Workers need not fit a
-        store that joined earlier; then its blocks are not used.
+        All workers of a gateway serve one model, and all workers of a pool have one KV layout.
+        Layouts of two pools may differ in the format. A store must match the workers. Workers need
+        not match a store that joined earlier; then they do not use its blocks.
         """
         if SEPARATOR in info.worker_id:
             raise ProtocolError(f"no worker may be called {info.worker_id!r}")
@@ -309,13 +310,16 @@ class WorkerLinks:
                 raise LayoutMismatch(
                     f"layout.{field}", getattr(ours, field), getattr(theirs, field)
                 )
-        if info.role not in (Role.DRAINED, Role.STORE):  # these roles compute no answers
+        if info.role not in (Role.DRAINED, Role.STORE):  # workers of these roles compute no answers
             self._layouts[info.role] = info.layout
         self.fingerprint = _fingerprint_of_answers(self._worker_fingerprint, self._layouts)
 
 
 def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) -> str:
-    """Returns a text that identifies model, weights and KV formats; by role if they differ."""
+    """Returns a text that identifies model, weights and KV formats.
+
+    The text has one part for each role if roles differ.
+    """
     if not layouts:
         return fingerprint
     formats = {role: layouts[role].kv_format for role in sorted(layouts)}

@@ -1,8 +1,8 @@
-"""A gateway's side of the controller: the members that it serves with, and its reports.
+"""The gateway's connection with the controller: members to serve with, and reports to send.
 
-The controller connects. It may be a new one, or absent for a while: the last members stay valid.
-Only members with a higher number are accepted, so a late message of an earlier controller changes
-nothing.
+The controller connects to the gateway. While there is no controller, the last members are used.
+Only members with a higher number are accepted, so a late message of an earlier controller is
+ignored.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
 HANDSHAKE_TIMEOUT_S = 10.0
-MAX_UNSENT_MESSAGES = 256  # a controller that reads too slowly is disconnected
+MAX_UNSENT_MESSAGES = 256  # limit at which a controller that reads too slowly is disconnected
 
 
 class ControlServer:
@@ -59,11 +59,11 @@ class ControlServer:
         board: PoolBoard | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """`members` are the gateway's first members. `board` gets all later ones."""
+        """`members` are the gateway's first members. `board` also gets all later members."""
         self._routers = routers
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         self._clock = clock
-        self._observed: dict[str, Router] = {}  # by line
+        self._observed: dict[str, Router] = {}  # routers whose demand is summed, by line
         self._server = SessionServer(self._session, secret, host, on_refused=self._count_refused)
         self._board = board or PoolBoard(routers.versions, clock)
         self.members = self._board.members = members
@@ -73,7 +73,7 @@ class ControlServer:
         return await self._server.open()
 
     async def close(self) -> None:
-        """Ends the sessions."""
+        """Ends the sessions with controllers."""
         await self._server.close()
 
     def _count_refused(self, reason: str) -> None:
@@ -155,7 +155,7 @@ class ControlServer:
         self.members = self._board.members = members
 
     async def _send_all(self, outbox: "asyncio.Queue[ToController]", line: Line) -> None:
-        """Sends answers when they are ready, and a report every second even among many answers."""
+        """Sends answers when they are ready, and a report every second."""
         due_s = self._clock.now_s() + REPORT_EVERY_S
         while True:
             message = await _next_of(outbox, due_s - self._clock.now_s())
@@ -177,7 +177,7 @@ class ControlServer:
         )
 
     def _seen(self) -> dict[str, Observation]:
-        """Returns the demand for each line's current version; nothing while no planner asks."""
+        """Returns the demand for each line's current version; empty while no planner is active."""
         intent = None if self.members is None else self.members.intent
         found: dict[str, Observation] = {}
         before, self._observed = self._observed, {}
@@ -208,7 +208,7 @@ class ControlServer:
 
 
 async def _next_of(outbox: "asyncio.Queue[ToController]", within_s: float) -> ToController | None:
-    """Returns the next message; None when the time is up."""
+    """Returns the next message; None if none comes within `within_s`."""
     if within_s <= 0:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The interface between the HTTP side and the router: each is tested without the other."""
+"""The interface between the HTTP side and the router, so that both can be tested alone."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,52 +11,52 @@ from router.machine.requests import Forecast, Request, Timeline, Update, joined
 
 
 class Sink(Protocol):
-    """Receives the answer to one request, in calls that do not wait.
+    """Receives the answer to one request, in calls that do not block.
 
-    It keeps updates that a slow client has not read. An exception in a call ends the answer: see
-    `fail`.
+    A sink stores the updates that a slow client has not read yet. An exception in a call ends the
+    answer: see `fail`.
     """
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Receives plain tokens, and their time of arrival in seconds."""
+        """Receives tokens without log-probabilities and timeline, which arrived at `now_s`."""
         ...
 
     def update(self, update: Update) -> None:
-        """Receives an update. The last has an outcome; it may come before `submit` returns."""
+        """Receives an update. The last one has an outcome, and may come before `submit` returns."""
         ...
 
     def fail(self, error: Exception) -> None:
-        """Receives a bug met by this request. No further call follows."""
+        """Receives the exception of a bug that affects this request. No further call follows."""
         ...
 
 
 class FrameTaker(Protocol):
-    """Reads the tokens of running answers directly from the frames of workers."""
+    """Decodes the tokens of running answers directly from the frames of workers."""
 
     def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:
-        """Handles messages with only tokens, for sequences that it knows.
+        """Handles the messages in a frame that contain only tokens, for sequences it serves.
 
-        After another message of a sequence, the frame's tokens for it are not handled. Returns the
-        positions of all other messages; None if no token was handled.
+        After another message of a sequence, the frame's tokens for this sequence are not handled.
+        Returns the positions of all messages that were not handled; None if no token was handled.
         """
         ...
 
     def close(self, seq_id: SeqId) -> None:
-        """Stops handling tokens of this sequence."""
+        """Stops handling the tokens of this sequence."""
         ...
 
 
 class Handle(Protocol):
-    """A request at a router."""
+    """The caller's handle of a running request."""
 
     def cancel(self) -> None:
-        """Cancels the request; its sink gets nothing more. Always call it at the end."""
+        """Cancels the request. Its sink receives nothing more. Always call this at the end."""
         ...
 
     def offer_frames(self, taker: FrameTaker) -> SeqId | None:
-        """Offers frames to `taker` from now on, before their tokens go to sinks.
+        """Offers frames to `taker` from now on, before their tokens are passed to sinks.
 
-        Returns the sequence that produces the next tokens of the answer; None if tokens may not be
+        Returns the sequence that produces the next tokens of the answer; None if tokens cannot be
         read from frames.
         """
         ...
@@ -64,7 +64,7 @@ class Handle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as the router sees it."""
+    """A worker as known to the router."""
 
     role: Role
     load: LoadReport | None
@@ -72,8 +72,8 @@ class WorkerStatus:
     reserved_tokens: int
     forecast: Forecast = field(default_factory=Forecast)
     max_running: int = 0  # maximum number of decoding sequences
-    num_foreign: int = 0  # sequences and prompts of other gateways at its last report
-    kernels: str = ""  # its compute kernels
+    num_foreign: int = 0  # number of other gateways' sequences and prompts at its last report
+    kernels: str = ""  # name of its compute kernels
     num_blocks: int = 0  # KV blocks in the worker's pool
 
 
@@ -81,7 +81,7 @@ class RouterStatus(Protocol):
     """The visible state of a router, or of several routers together."""
 
     def readiness(self) -> str | None:
-        """Returns None if requests can be served, otherwise what is missing."""
+        """Returns what is missing to serve requests; None if nothing is."""
         ...
 
     def fingerprint(self) -> str:
@@ -97,15 +97,15 @@ class RouterStatus(Protocol):
         ...
 
     def queued_s(self) -> float:
-        """Predicted seconds for one prefill worker to compute the waiting prompts."""
+        """The predicted seconds for one prefill worker to compute all waiting prompts."""
         ...
 
     def severed(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
-        """Pairs of a source and a sink that are not used now, with seconds until the next try."""
+        """Pairs of a source and a sink without pulls now, with the seconds until the next try."""
         ...
 
     def transfers(self) -> list[MovedKv]:
-        """Returns the KV that moved between workers since the start, by pair."""
+        """Returns the KV that was pulled since the start, by pair of workers."""
         ...
 
     def counters(self) -> Mapping[tuple[str, str], int]:
@@ -122,7 +122,7 @@ class RequestPort(Protocol):
 
 
 class _WholeAnswer:
-    """The sink of `ask`: collects an answer until it is complete."""
+    """A sink that collects the whole answer, for `ask`."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[Update] = asyncio.get_running_loop().create_future()
@@ -142,7 +142,7 @@ class _WholeAnswer:
 
 
 async def ask(port: RequestPort, request: Request) -> Update:
-    """Returns the whole answer to a request as one update. A cancelled call cancels the request."""
+    """Returns the whole answer as one update. Cancelling the call cancels the request."""
     sink = _WholeAnswer()
     handle = port.submit(request, sink)
     try:
@@ -152,24 +152,24 @@ async def ask(port: RequestPort, request: Request) -> Update:
 
 
 class RouterPort(RouterStatus, RequestPort, Protocol):
-    """The interface of a router for the HTTP side."""
+    """The whole interface of a router for the HTTP side."""
 
     def capacity_tokens(self) -> int | None:
-        """The length of the longest request that workers could hold; None while unknown."""
+        """The length of the longest request that the workers could serve; None while unknown."""
         ...
 
     def timelines(self, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Timeline]:
-        """Returns the stages so far of those requests that this router has."""
+        """Returns the stages so far of those given requests that this router has."""
         ...
 
     def withdraw(self, request_ids: Collection[RequestId]) -> None:
-        """Cancels requests within this call; the last update of each says so."""
+        """Cancels requests before it returns. Each request gets a last update with that outcome."""
         ...
 
     def store_block_size(self) -> int | None:
-        """Tokens per block in stores; None if no store is connected. Thread-safe."""
+        """Tokens per block of the stores; None if no store is connected. Thread-safe."""
         ...
 
     def tell_stores(self, hint: StoreHint) -> None:
-        """Passes a client's message on to each connected store."""
+        """Sends a client's message to each connected store."""
         ...

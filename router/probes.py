@@ -1,8 +1,8 @@
-"""A few real requests that a version must answer before it replaces another.
+"""A few real requests that a version must answer before it replaces another version.
 
-short    a short prompt, decoded greedily, with log-probabilities again    the same prompt: its
-tokens must be the same, though its prefix is cached now long     a prompt of several blocks, which
-must be computed in parts or handed over whole
+short    a short prompt, decoded greedily, with log-probabilities
+again    the same prompt: its tokens must be the same, though its prefix is cached now
+long     a prompt of several blocks, which must be computed in parts or handed over whole
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from router.port import RequestPort, ask
 from router.text.tokenizer import TextModel
 
 TENANT = "baton-probe"
-WITHIN_S = 30.0  # seconds, for each request
+WITHIN_S = 30.0  # maximum seconds for each request
 SHORT_TEXT = "A baton is handed over while both runners run."
 ANSWER_LEN = 8
-LONG_LEN = 600  # tokens
+LONG_LEN = 600  # length of the long prompt in tokens
 
 
 async def fault_of_version(
     port: RequestPort, text: TextModel, context_len: int, clock: Clock
 ) -> str:
-    """Sends the requests. Returns the fault of their answers; empty if there is none."""
-    if text.embedding is not None:  # an embedding model has no answers to compare
+    """Sends the requests. Returns the fault of their answers; empty if they are correct."""
+    if text.embedding is not None:  # an embedding model produces no answers to compare
         return ""
     short = text.encode_text(SHORT_TEXT, context_len, may_exceed=True)[: max(context_len // 2, 1)]
     long = list(islice(cycle(short), min(LONG_LEN, max(context_len - ANSWER_LEN, 1))))

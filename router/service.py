@@ -1,7 +1,7 @@
 """The router's shell: the machine between workers (`router.links`) and clients (`router.clients`).
 
-It runs on one asyncio thread. Each event is handled and its effects are carried out before the next
-event, so the machine needs no lock.
+The router runs on one asyncio thread. Each event is handled and its effects are carried out before
+the next event, so the machine needs no lock.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ from router.machine.requests import Failed, Request, Timeline, Update
 from router.port import Handle, Sink, WorkerStatus
 from router.recording.file import RecordingFile
 
-LEAST_SLEEP_S = 1e-3  # seconds; a loop's timers are not more precise
-MAX_UNHANDLED = 16  # frames whose tokens the machine has not received yet
+LEAST_SLEEP_S = 1e-3  # minimum delay in seconds; a loop's timers are not more precise
+MAX_UNHANDLED = 16  # maximum number of frames whose tokens the machine has not received yet
 
 
 class Router:
-    """Implements `RouterPort` on a `RouterMachine` and sessions with workers."""
+    """A `RouterMachine` with its sessions to workers. Implements `RouterPort`."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Router:
         estimates: Estimates | None = None,
         record_dir: Path | None = None,
     ) -> None:
-        """Builds a router that is not open yet.
+        """Creates a router without connections.
 
-        `estimates` may hold costs measured in an earlier run. A recording, written to `record_dir`
-        under the gateway's id, does not contain these costs.
+        `estimates` may contain costs measured in an earlier run. With `record_dir`, a recording is
+        written there under the gateway's id; it does not contain these costs.
         """
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
@@ -77,28 +77,29 @@ class Router:
             handle=self._handle,
             receive_frame=self._receive_frame,
         )
-        # Frames whose tokens were handled before the machine, and the other messages in them.
+        # Frames whose tokens the frame taker has handled, and the positions of their other
+        # messages.
         self._unhandled: list[tuple[WorkerId, bytes, Sequence[int], float]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0  # time for which the timer is set
-        self._wake_s: float | None = None  # the machine's next tick; the timer may fire earlier
+        self._timer_s = 0.0  # time at which the timer fires
+        self._wake_s: float | None = None  # time of the machine's next tick, maybe after the timer
         self._is_closing = False
 
     async def open(self) -> None:
-        """Starts to connect to the workers. Raises ConfigError if it cannot record."""
+        """Starts to connect to the workers. Raises ConfigError if it cannot write a recording."""
         if self._recording is not None:
             self._recording.open()
         self._loop = asyncio.get_running_loop()
         self._links.open()
 
     async def close(self) -> None:
-        """Ends the sessions; workers then free the resources of this gateway's requests."""
+        """Ends the sessions. Workers then release the resources of this gateway's requests."""
         self._is_closing = True
         try:
             if self._timer is not None:
                 self._timer.cancel()
             await self._links.close()
-            self._clients.close()  # no worker will join again
+            self._clients.close()  # requests that wait for a worker will get none
         finally:
             if self._recording is not None:
                 await asyncio.to_thread(self._recording.close)
@@ -106,12 +107,12 @@ class Router:
     def follow(self, addresses: Collection[str]) -> None:
         """Replaces the list of workers.
 
-        The session with a removed worker ends after its last request.
+        The session with a removed worker ends after the last request on that worker.
         """
         self._links.follow(addresses)
 
     def cut(self, end: Failed) -> int:
-        """Ends all requests with this outcome, later ones too. Returns the present number."""
+        """Ends all present and later requests with this outcome. Returns the number now."""
         return self._clients.cut(end)
 
     # ------------------------------------------------------------ RouterPort
@@ -121,22 +122,22 @@ class Router:
         return self._clients.submit(request, sink)
 
     def withdraw(self, request_ids: Collection[RequestId]) -> None:
-        """Cancels requests within this call; the last update of each says so."""
+        """Cancels requests before it returns. Each request gets a last update with that outcome."""
         self._clients.withdraw(request_ids)
 
     def readiness(self) -> str | None:
-        """Returns None if requests can be served, otherwise what is missing."""
+        """Returns what is missing to serve requests; None if nothing is."""
         if self._links.crash is not None:
             return f"a router task died: {self._links.crash!r}"
         missing = self.machine.view.missing()
         return None if missing is None else f"{missing} is connected"
 
     def capacity_tokens(self) -> int | None:
-        """The length of the longest request that workers could hold; None while unknown."""
+        """The length of the longest request that the workers could serve; None while unknown."""
         return self.machine.view.capacity_tokens
 
     def store_block_size(self) -> int | None:
-        """Tokens per block in stores; None if no store is connected. Thread-safe."""
+        """Tokens per block of the stores; None if no store is connected. Thread-safe."""
         for worker_id in tuple(self._links.stores):
             store = self.machine.view.workers.get(worker_id)
             if store is not None:
@@ -144,12 +145,12 @@ class Router:
         return None
 
     def tell_stores(self, hint: StoreHint) -> None:
-        """Passes a client's message on to each connected store."""
+        """Sends a client's message to each connected store."""
         for worker_id in self._links.stores:
             self._links.post(worker_id, [hint])
 
     async def wait_until_ready(self, timeout_s: float) -> str | None:
-        """Waits until requests can be served, up to `timeout_s`. Returns what is still missing."""
+        """Waits until requests can be served, up to `timeout_s`. Returns what is missing then."""
         end_s, joined = self._clock.now_s() + timeout_s, self._links.joined
         while self.readiness() is not None:
             joined.clear()
@@ -157,7 +158,7 @@ class Router:
                 await asyncio.wait_for(joined.wait(), end_s - self._clock.now_s())
             except TimeoutError:
                 break
-        return self.readiness()  # a role may have changed in the meantime
+        return self.readiness()  # a role may have changed since a worker joined
 
     def fingerprint(self) -> str:
         """Returns a text that identifies model and configuration; empty until a worker is known."""
@@ -187,21 +188,21 @@ class Router:
         return self.machine.queue_len
 
     def queued_s(self) -> float:
-        """Predicted seconds for one prefill worker to compute the waiting prompts."""
+        """The predicted seconds for one prefill worker to compute all waiting prompts."""
         return self.machine.state.waiting.queued_s
 
     def severed(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
-        """Pairs of a source and a sink that are not used now, with seconds until the next try."""
+        """Pairs of a source and a sink without pulls now, with the seconds until the next try."""
         now_s = self._clock.now_s()
         pairs = self.machine.view.severed.items()
         return {pair: at_s - now_s for pair, at_s in pairs if at_s > now_s}
 
     def transfers(self) -> list[MovedKv]:
-        """Returns the KV that moved between workers, by pair."""
+        """Returns the KV that was pulled since the start, by pair of workers."""
         return list(self.machine.state.transfers.pairs)
 
     def timelines(self, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Timeline]:
-        """Returns the stages so far of those requests that this router has."""
+        """Returns the stages so far of those given requests that this router has."""
         self._catch_up()
         now_s, flights = self._clock.now_s(), self.machine.state.flights
         return {
@@ -211,7 +212,7 @@ class Router:
         }
 
     def counters(self) -> Mapping[tuple[str, str], int]:
-        """Events since the start by (name, reason)."""
+        """Numbers of events since the start, by name and reason."""
         counted = {**self.machine.counters, **self._links.counters}
         if self._recording is not None and self._recording.failure is not None:
             counted["recording ended", self._recording.failure] = 1
@@ -220,8 +221,7 @@ class Router:
     # ------------------------------------------------------------ the machine
 
     def _receive_frame(self, worker_id: WorkerId, frame: bytes) -> Sequence[ToGateway]:
-        """Handles a worker's frame; returns its messages without those that the frame taker
-        handled.
+        """Handles a worker's frame. Returns the messages that the frame taker has not handled.
 
         The machine would only forward the handled tokens. So it gets them later, for several frames
         at once, which takes a fraction of the time. It always gets them before any other event.
@@ -243,7 +243,7 @@ class Router:
         return messages
 
     def _catch_up(self) -> None:
-        """Passes the tokens that the frame taker handled to the machine."""
+        """Passes the tokens that the frame taker has handled to the machine."""
         if not self._unhandled:
             return
         unhandled, self._unhandled = self._unhandled, []
@@ -260,9 +260,9 @@ class Router:
         return effects
 
     def _handle(self, *events: RouterEvent) -> None:
-        """Passes events to the machine and carries out its effects, with one frame per worker.
+        """Passes events to the machine, and carries out the effects. Each worker gets one frame.
 
-        Updates go to clients last, as their receivers may cause further events.
+        Updates are passed to clients last, because a client may cause further events.
         """
         self._catch_up()
         now_s = self._clock.now_s()
@@ -284,8 +284,8 @@ class Router:
     def _set_timer(self, wake_s: float | None) -> None:
         """Sets the time of the machine's next tick.
 
-        With most requests the time only becomes later. Then the timer stays, and is set again when
-        it fires.
+        Most requests only move this time to later. Then the timer is not changed. When it fires, it
+        is set again for the later time.
         """
         self._wake_s = wake_s
         if wake_s is None or self._is_closing:
@@ -305,14 +305,15 @@ class Router:
             return
         try:
             self._handle(Tick())
-        except Exception as error:  # it must not end a task, so it is logged here
+        except Exception as error:  # no task ends by this error, so it is logged here
             self._links.record_bug(error)
 
 
 def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:
-    """Returns the configuration with a seed, by default a random one for this gateway.
+    """Returns the configuration with a seed; without one, the seed is derived from the gateway's
+    id.
 
-    With equal seeds all gateways would break ties alike, and choose the same worker at once.
+    With equal seeds, all gateways would break ties alike, and choose the same worker at once.
     """
     if config.seed is not None:
         return config
@@ -321,9 +322,9 @@ def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:
 
 
 def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> list[RouterEvent]:
-    """Returns the events of a frame. The many tokens of a step are one event."""
+    """Returns the events of a frame. All tokens of a step are one event."""
     events: list[RouterEvent] = []
-    tokens: list[Tokens] = []  # tokens of the last event, if it is a step
+    tokens: list[Tokens] = []  # tokens of the last event, if that is a `Stepped`
     for message in messages:
         if type(message) is Tokens:
             if not tokens:

@@ -1,9 +1,9 @@
-"""A router for each version that the controller names, until its last request ends.
+"""A router for each version that the controller lists, until the version's last request ends.
 
-The shell around `router.gateway.versions.Versions`. It opens and closes routers, loads tokenizers
-in a thread with retries, and lists the versions that can serve. The controller drops a version
-after it has seen the version's last request end. The router still waits for requests that arrived
-since. It also waits until another version can serve, as this gateway may have missed messages.
+This is the shell around `router.gateway.versions.Versions`. It opens and closes routers, loads
+tokenizers in a thread with retries, and lists the versions that can serve. The controller removes a
+version after its last request has ended. The router still waits for requests that arrived since. It
+also waits until another version can serve, as this gateway may have missed messages.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from router.text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 
-PROBE_EVERY_S = 0.1  # seconds between checks of a version that takes over, until it can serve
+PROBE_EVERY_S = 0.1  # seconds between two checks whether a new version can serve
 RETRY_EVERY_S = 5.0  # seconds between tries to load a tokenizer
 SHUT_DOWN = Failed("the server was stopped before the answer was complete", SERVER_SHUTDOWN)
-LOOK_EVERY_S = 0.1  # seconds between checks whether a removed version's last request has ended
+LOOK_EVERY_S = 0.1  # seconds between two checks whether a removed version is unused
 
-LoadText = Callable[[Version], TextModel]  # blocks; may raise any exception
-FaultOf = Callable[[str], Awaitable[str]]  # returns the fault of a version's answers, or ""
+LoadText = Callable[[Version], TextModel]  # blocks its thread; may raise any exception
+FaultOf = Callable[[str], Awaitable[str]]  # returns the fault in a version's answers, or ""
 
 
 @dataclass(slots=True)
@@ -38,12 +38,12 @@ class _Host:
     version: Version
     router: Router
     addresses: list[str]
-    context_len: int = 0  # 0 while no worker is known
+    context_len: int = 0  # maximum length of a request in tokens; 0 while no worker is known
     text: TextModel | None = None
     is_open: bool = False
     failure: str = "its tokenizer is being loaded"
-    probe: str | None = None  # the fault in its answers to probes; None: not probed
-    is_probed: bool = False  # its probes have started
+    probe: str | None = None  # fault in its answers to probes; None: not probed yet
+    is_probed: bool = False  # True from the start of its probes
 
     def follow(self, version: Version, all_members: Members) -> None:
         self.version = version
@@ -59,7 +59,7 @@ class _Host:
         return self.router.readiness() if self.text is not None else self.failure
 
     def served(self) -> ServedVersion | None:
-        """Returns the version for requests; None while it cannot be chosen."""
+        """Returns the version with its router; None while it cannot serve requests."""
         if self.text is None or not self.context_len:
             return None
         version = self.version
@@ -76,7 +76,7 @@ class _Host:
 
 
 class VersionRouters:
-    """Keeps `versions` equal to the controller's list, without versions that cannot serve yet."""
+    """Keeps `versions` equal to those versions in the controller's list that can serve."""
 
     def __init__(
         self, *, new_router: Callable[[], Router], load_text: LoadText, clock: Clock
@@ -88,13 +88,13 @@ class VersionRouters:
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: list[_Host] = []
         self.versions = Versions()
-        self._is_rolling = False  # a version is taking over
-        self.more_probes: FaultOf | None = None  # run after the probes of `router.probes`
+        self._is_rolling = False  # True while a rollout replaces a version
+        self.more_probes: FaultOf | None = None  # called after the probes of `router.probes`
 
     async def open(self, members: Members) -> Version:
-        """Starts to serve. Returns the first version, once its tokenizer is loaded.
+        """Starts to serve. Returns the first version after its tokenizer was loaded.
 
-        Raises any exception of that load.
+        Raises any exception of loading.
         """
         self._never = asyncio.get_running_loop().create_future()
         first = _first_to_serve(members.intent)
@@ -105,7 +105,7 @@ class VersionRouters:
         return first
 
     def follow(self, members: Members) -> None:
-        """Replaces the versions and their workers."""
+        """Opens and closes routers for a new list of versions and workers."""
         named = members.intent.versions
         for host in list(self._hosts.values()):
             if not any(version.serves_like(host.version) for version in named):
@@ -140,13 +140,13 @@ class VersionRouters:
         return sum(host.router.cut(SHUT_DOWN) for host in hosts if host.is_open)
 
     def routers(self) -> Mapping[str, Router]:
-        """The open routers by version; the current version comes first."""
+        """Returns the open routers by version, the current version first."""
         return {name: host.router for name, host in self._hosts.items() if host.is_open}
 
     def reports(self) -> dict[str, VersionReport]:
         """Returns the state of each version, for the controller."""
         now_s, tallies = self._clock.now_s(), self.versions.tallies
-        hung = tallies.hung(now_s) if self._is_rolling else {}  # computing it reads all requests
+        hung = tallies.hung(now_s) if self._is_rolling else {}  # slow, as it reads all requests
         return {
             name: VersionReport(
                 missing=host.missing(),
@@ -169,7 +169,7 @@ class VersionRouters:
 
     async def _open(self, host: _Host) -> None:
         text = await asyncio.to_thread(self._load_text, host.version)
-        if self._hosts.get(host.version.name) is not host:  # it was removed in the meantime
+        if self._hosts.get(host.version.name) is not host:  # it was removed meanwhile
             return
         await host.router.open()
         host.text, host.is_open = text, True
@@ -177,7 +177,10 @@ class VersionRouters:
         log.info("version %s is served", host.version.name)
 
     async def _probe(self, host: _Host) -> None:
-        """Probes a version that takes over, once it can serve, until it is removed."""
+        """Probes a version that will replace another, as soon as it can serve.
+
+        Stops if the version is removed.
+        """
         while host.missing() is not None or not host.context_len:
             await asyncio.wait([self._never], timeout=PROBE_EVERY_S)
             if self._hosts.get(host.version.name) is not host:
@@ -188,7 +191,7 @@ class VersionRouters:
             if not fault and self.more_probes is not None:
                 fault = await self.more_probes(host.version.name)
             host.probe = fault
-        except Exception as error:  # after any error the version must not take over
+        except Exception as error:  # after any error, this version must not replace another
             host.probe = f"a probe failed: {error!r}"
         log.info("version %s was probed: %s", host.version.name, host.probe or "all is well")
 
@@ -198,7 +201,7 @@ class VersionRouters:
                 await self._open(host)
                 self._tell()
                 return
-            except Exception as error:  # any error is reported, and the load is repeated
+            except Exception as error:  # any error is reported, and the version is loaded again
                 host.failure = f"it cannot be loaded: {str(error) or repr(error)}"
                 log.warning("version %s: %s", host.version.name, host.failure)
             await asyncio.wait([self._never], timeout=RETRY_EVERY_S)
@@ -211,7 +214,7 @@ class VersionRouters:
         self._spawn(self._close(host))
 
     async def _close(self, host: _Host) -> None:
-        """Closes a router when its last request has ended and no further one can reach it."""
+        """Closes a router when its last request has ended and no other request can reach it."""
         while host.is_open and self._is_in_use(host):
             await asyncio.wait([self._never], timeout=LOOK_EVERY_S)
         self._leaving.remove(host)
@@ -232,7 +235,7 @@ class VersionRouters:
                 table.append(served)
             elif not host.version.is_leaving:
                 coming[name] = host.version.model_name
-        if table:  # otherwise the earlier versions stay
+        if table:  # without any, the earlier versions stay
             self.versions.follow(tuple(table), coming)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
